@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from gear_offline.errors import InputError
 from gear_offline.training.metrics import (
-    JsonLines,
+    GrowingFile,
     Metrics,
     check_records,
     read_records,
@@ -24,7 +25,7 @@ from tests.support import failing_code
 
 def test_records_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    lines = JsonLines(path)
+    lines = GrowingFile(path)
     lines.append({"step": 1, "loss": 0.1 + 0.2})
     lines.append({"step": 2, "loss": math.nan, "parts": [1.0, math.inf, {"x": -math.inf}]})
     lines.close()
@@ -57,7 +58,7 @@ def test_a_kill_at_any_byte_leaves_a_file_that_goes_on(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.unlink(missing_ok=True)
-    lines = JsonLines(path)
+    lines = GrowingFile(path)
     for step in steps:
         lines.append({"step": step, "loss": step / 7})
     lines.close()
@@ -69,7 +70,7 @@ def test_a_kill_at_any_byte_leaves_a_file_that_goes_on(
 
     expected = [step for step in steps[:survivors] if step <= last]
     assert truncate_records(path, last_step=last) == len(expected)
-    lines = JsonLines(path)
+    lines = GrowingFile(path)
     lines.append({"step": last + 1, "loss": 0.5})
     lines.close()
     assert [r["step"] for r in read_records(path)] == [*expected, last + 1]
@@ -145,3 +146,38 @@ def test_tensorboard_shows_what_the_lines_say(tmp_path: Path) -> None:
     assert [e.value for e in board.Scalars("evaluate/normalized_score")] == [12.0]
     assert board.Scalars("evaluate/return_3600") == [], "the killed run's evaluation is purged"
     assert read_records(tmp_path / "metrics.jsonl")[-1] == {"step": 10, "loss": 0.125}
+
+
+def test_events_that_cannot_be_written_are_one_error_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A thread of TensorBoard's writer died with a traceback, and training went on."""
+    metrics = Metrics(tmp_path)
+    write = os.write
+
+    def full(file: int, content: bytes) -> int:
+        if b"train/loss" in content:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, content)
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        metrics.log(5, {"loss": 0.5})
+    metrics.close()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tensorboard").touch()  # as a folder in which nothing can be made
+    with pytest.raises(FileExistsError):
+        Metrics(tmp_path / "other")
+    assert capfd.readouterr().err == ""
+
+
+def test_lines_and_events_that_the_disk_takes_in_part_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics, write = Metrics(tmp_path), os.write
+    for cut in (b'{"step"', b"train/loss"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", lambda f, b, c=cut: write(f, b[:9] if c in b else b))
+            with pytest.raises(OSError, match="wrote 9 of"):
+                metrics.log(5, {"loss": 0.5})
+    metrics.close()

@@ -25,7 +25,7 @@ from gear_offline.errors import InputError
 from gear_offline.runs.directory import LOCK, HeldDirectory
 from gear_offline.sweep.results import TrialResult, is_complete, read_result
 from gear_offline.sweep.trials import Trial, flat
-from gear_offline.training.metrics import JsonLines, finite
+from gear_offline.training.metrics import GrowingFile, finite
 
 MOST_BYTES = 1 << 30
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=,+-]{0,99}$")]
@@ -133,7 +133,7 @@ class SweepDirectory:
 
     def note_failure(self, trial: Trial, error: str) -> None:
         """Append a line to ``failures.jsonl``."""
-        lines = JsonLines(self.path / "failures.jsonl")
+        lines = GrowingFile(self.path / "failures.jsonl")
         try:
             lines.append(_Failure(trial=trial.name, error=error).model_dump())
         finally:

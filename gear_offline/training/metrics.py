@@ -1,18 +1,21 @@
 """What a run measures: JSON lines that survive a kill, and TensorBoard beside them.
 
-A line is written with one system call, so a killed run leaves whole lines and at most one torn
-last line, which readers ignore and a resumed run removes.
+Both are written with one system call a record, so a killed run leaves whole lines and at most one
+torn last line, which readers ignore and a resumed run removes.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from gear_offline.core.closing import Closing
 from gear_offline.core.files import open_regular
 from gear_offline.errors import InputError
 
@@ -76,19 +79,22 @@ def check_records(folder: Path, *, step: int) -> None:
         _ends_up_to(folder / name, step)
 
 
-class JsonLines:
-    """Appends records to a file, made when missing, one whole line a system call."""
+class GrowingFile(Closing):
+    """A file of a run that only grows, made when missing; what is appended is one system call."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.open(path, flags, 0o644)
 
+    def write(self, content: bytes) -> None:
+        """Append `content` whole, or raise `OSError`."""
+        written = os.write(self._file, content)
+        if written != len(content):
+            raise OSError(f"wrote {written} of {len(content)} bytes: is the disk full?")
+
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record; NaN and infinity become null."""
-        line = json.dumps(finite(record), allow_nan=False).encode() + b"\n"
-        written = os.write(self._file, line)
-        if written != len(line):
-            raise OSError(f"wrote {written} of {len(line)} bytes: is the disk full?")
+        """Append a line of JSON; NaN and infinity become null."""
+        self.write(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
 
     def sync(self) -> None:
         """Make what was written survive a power loss."""
@@ -98,6 +104,38 @@ class JsonLines:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+class Events(Closing):
+    """Scalars for TensorBoard in a new file of `folder`; `step` is the last one that counts.
+
+    torch's SummaryWriter writes in a thread, whose errors end nothing and appear as tracebacks.
+    """
+
+    def __init__(self, folder: Path, *, step: int) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = GrowingFile(folder / name)
+        self._records = RecordWriter(self._file)
+        # The start of a session hides the events of the steps that are about to be repeated.
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._write(file_version="brain.Event:2")
+        self._write(step=step + 1, session_log=start)
+
+    def add(self, name: str, value: float, step: int) -> None:
+        """Write one number."""
+        scalar = self._summary.Value(tag=name, simple_value=value)
+        self._write(step=step, summary=self._summary(value=[scalar]))
+
+    def _write(self, **content: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def finite(value: Any) -> Any:
@@ -134,14 +172,9 @@ class Metrics:
         self._paths = tuple(folder / name for name in FILES)
         for path in self._paths:
             truncate_records(path, last_step=step)
-        self._metrics, self._evaluations = (JsonLines(path) for path in self._paths)
+        self._metrics, self._evaluations = (GrowingFile(path) for path in self._paths)
         self.evaluations = read_records(self._paths[1])
-        self._board: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # purge_step hides the events of the steps that are about to be repeated.
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self._events = Events(folder / "tensorboard", step=step) if tensorboard else None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record training `values` at `step`."""
@@ -168,8 +201,8 @@ class Metrics:
                 self._event(name, target["normalized_score"], step)
 
     def _event(self, name: str, value: float, step: int) -> None:
-        if self._board is not None:
-            self._board.add_scalar(name, value, step)
+        if self._events is not None:
+            self._events.add(name, value, step)
 
     def evaluated(self, step: int) -> bool:
         """Whether there is an evaluation of `step`."""
@@ -184,12 +217,9 @@ class Metrics:
         """Make everything so far survive a power loss."""
         self._metrics.sync()
         self._evaluations.sync()
-        if self._board is not None:
-            self._board.flush()
 
     def close(self) -> None:
         self._metrics.close()
         self._evaluations.close()
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        if self._events is not None:
+            self._events.close()
