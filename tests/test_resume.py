@@ -184,7 +184,7 @@ def test_an_edited_recipe_of_a_run_is_told(whole: Path, data: Path, tmp_path: Pa
     with pytest.raises(InputError, match=r"model\.dropout was 0\.1 .* is 0\.2 now") as caught:
         train(load_recipe(file), out=run, resume=True, quiet=True)
     assert caught.value.code == "RUN_MISMATCH"
-    assert caught.value.remedy.startswith(f"undo that in {file}")
+    assert f"in {file}" in caught.value.remedy
     train(tiny_recipe(data), out=run, resume=True, quiet=True)
     assert file.read_text() == begun
     assert learnt(run) == learnt(whole)

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gear_offline.config.files import flat
 from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
-from gear_offline.sweep.trials import flat, make_trials, parse_options, parse_seeds, trial_name
+from gear_offline.sweep.trials import make_trials, parse_options, parse_seeds, trial_name
 
 
 def settings(*overrides: str, seeds: list[int] | None = None) -> list[tuple[Any, ...]]:

@@ -154,3 +154,13 @@ def _merge(below: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
             sections = value["strategy"] == under.get("strategy")
         merged[key] = _merge(under, value) if sections else value
     return merged
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as dotted keys and values."""
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    leaves: dict[str, Any] = {}
+    for key, item in value.items():
+        leaves.update(flat(item, f"{prefix}.{key}" if prefix else str(key)))
+    return leaves

@@ -24,11 +24,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
-from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.config.files import flat
+from gear_offline.config.recipe import Recipe
 from gear_offline.core.closing import Closing
-from gear_offline.core.files import check_folder, read_regular, write_file
+from gear_offline.core.files import check_folder, write_file
 from gear_offline.errors import InputError
 from gear_offline.training.checkpoint import newest_checkpoint, read_state
 from gear_offline.training.checkpoint_folder import (
@@ -39,9 +38,9 @@ from gear_offline.training.checkpoint_folder import (
 from gear_offline.training.metrics import check_records, finite
 
 LOCK = ".lock"
+NEGLIGIBLE = {LOCK, ".recipe.yaml.partial"}  # a kill leaves them before the run has begun
 OWN_FILES = ("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "summary.json", "report.md")
 OWN_FOLDERS = ("tensorboard", "checkpoints", "plots")
-MOST_BYTES = 64 << 20  # of a recipe or a summary
 
 RESUMABLE = (  # what may differ when a run is resumed: none of it changes a step that was done
     "description",
@@ -107,46 +106,36 @@ class HeldDirectory(Closing):
     def __init__(self, path: Path, *, taken: InputError) -> None:
         self.path = path
         self._lock, self._home = -1, path.absolute()
-        self._made: list[Path] = []
         try:
             str(path).encode()
         except UnicodeEncodeError:  # TensorBoard and safetensors fail on it, late
             what, cure = "the name holds bytes that are not UTF-8", ""
             raise _unusable(path, what, cure) from None
         check_folder(path, output=path)
+        self._made = [p for p in (self._home, *self._home.parents) if not os.path.lexists(p)]
         try:
-            while not self._take(taken):
-                pass  # who held it has just removed what it had made
+            self._home.mkdir(parents=True, exist_ok=True)
+            self._before = self._content()
+            self._is_new = not os.path.lexists(self._home / LOCK)
+            self._lock = self._take()
         except OSError as error:
             self._remove_made()
             what, cure = f"cannot make the directory: {error.strerror}", "check its permissions"
             raise _unusable(path, what, cure) from error
-        self._before = self._content()
+        if self._lock < 0:
+            raise taken
 
-    def _take(self, taken: InputError) -> bool:
-        """Make the directory and lock it; return False if it has gone meanwhile."""
+    def _take(self) -> int:
+        """Return the lock, or -1 if another process holds it, or has just removed its file."""
         place = self._home / LOCK
-        self._made = [p for p in (self._home, *self._home.parents) if not os.path.lexists(p)]
-        self._home.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        try:
-            try:
-                lock, self._is_new = os.open(place, flags | os.O_EXCL, 0o644), True
-            except FileExistsError:
-                lock, self._is_new = os.open(place, flags, 0o644), False
-        except FileNotFoundError:
-            return False
-        try:
+        lock = os.open(place, flags, 0o644)
+        with suppress(BlockingIOError, FileNotFoundError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
-            raise taken from None
-        with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(place)):
-                self._lock = lock
-                return True
+                return lock
         os.close(lock)
-        return False
+        return -1
 
     def close(self) -> None:
         """Let others write."""
@@ -205,7 +194,7 @@ class RunDirectory(HeldDirectory):
         if path.exists() and not path.is_dir():
             raise _unusable(path, "not a directory", "")
         content = set(os.listdir(path)) if path.is_dir() else set()
-        if not content - {LOCK, ".recipe.yaml.partial"}:
+        if not content - NEGLIGIBLE:
             return
         if not is_run(path):
             what = "the directory is not empty and holds no run"
@@ -215,9 +204,8 @@ class RunDirectory(HeldDirectory):
             mode = os.lstat(path / name).st_mode
             if not (stat.S_ISDIR(mode) if name in OWN_FOLDERS else stat.S_ISREG(mode)):
                 # writing through a link would change a file that is somebody else's
-                kind = "folder" if name in OWN_FOLDERS else "file"
-                what = f"{name} is not a {kind} of the run's own, but a link or a device"
-                remedy = f"put the {kind} itself there, or remove {path / name}"
+                what = f"{name} is not the run's own, but a link or a device"
+                remedy = f"put what it stands for there, or remove {path / name}"
                 raise InputError("RUN_DAMAGED", what, str(path), remedy)
         if not resume and not self._is_false_start:
             remedy = "go on with --resume, or train into another directory (--out, name=, seed=)"
@@ -227,10 +215,9 @@ class RunDirectory(HeldDirectory):
     def _is_false_start(self) -> bool:
         """Whether this is a run that ended before its first checkpoint: nothing can go on there."""
         content = set(os.listdir(self.path)) if self.path.is_dir() else set()
-        known = content <= {LOCK, ".recipe.yaml.partial", *OWN_FILES, *OWN_FOLDERS}
-        return (
-            known and "recipe.yaml" in content and not list_checkpoints(self.path / "checkpoints")
-        )
+        is_known = content <= {*NEGLIGIBLE, *OWN_FILES, *OWN_FOLDERS}
+        has_checkpoint = bool(list_checkpoints(self.path / "checkpoints"))
+        return is_known and "recipe.yaml" in content and not has_checkpoint
 
     def begin(self, recipe: Recipe, *, step: int) -> None:
         """Make the run's first changes: store its recipe, remove what will be done again.
@@ -250,23 +237,6 @@ class RunDirectory(HeldDirectory):
         for done, path in list_checkpoints(self.checkpoints_path):
             if done > step:  # passed over: it would count as saved, and as the newest to keep
                 remove_checkpoint(path)
-
-
-class RunSummary(BaseModel):
-    """What others read of ``summary.json``."""
-
-    steps: int
-    seconds: float = 0.0
-    steps_per_second: float = 0.0
-
-
-def read_summary(path: Path) -> RunSummary | None:
-    """Return the summary of the run directory `path`; None if there is none that can be read."""
-    try:
-        content = read_regular(path / "summary.json", most=MOST_BYTES)
-        return RunSummary.model_validate_json(content)
-    except (OSError, ValueError, ValidationError):  # it is written anew
-        return None
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
@@ -289,12 +259,9 @@ def check_resumed(path: Path, recipe: Recipe) -> None:
     whole = newest_checkpoint(path / "checkpoints", lambda message: None)
     done = 0 if whole is None else whole.state.step  # damaged ones after it are passed over
     if done > recipe.train.steps:
-        raise InputError(
-            "RUN_MISMATCH",
-            f"train.steps is {recipe.train.steps}, but {done} steps are done",
-            where=str(path),
-            remedy="ask for at least as many steps, or train into another directory",
-        )
+        what = f"train.steps is {recipe.train.steps}, but {done} steps are done"
+        remedy = "ask for at least as many steps, or train into another directory"
+        raise InputError("RUN_MISMATCH", what, where=str(path), remedy=remedy)
 
 
 def _begun_with(path: Path, checkpoints: list[Path]) -> Recipe | None:
@@ -302,35 +269,21 @@ def _begun_with(path: Path, checkpoints: list[Path]) -> Recipe | None:
     for place in reversed(checkpoints):
         with suppress(InputError):  # a damaged one is passed over
             return Recipe.parse(read_state(place).recipe, where=str(place))
-    begun = path / "recipe.yaml"
-    return load_recipe(begun) if checkpoints and begun.exists() else None
+    return None  # without a whole checkpoint nothing is resumed
 
 
 def check_same_run(before: Recipe, now: Recipe, path: Path) -> None:
     """Refuse to resume a run with a recipe that would have made another run."""
-    old, new = _leaves(before.to_dict()), _leaves(now.to_dict())
+    old, new = flat(before.to_dict()), flat(now.to_dict())
     free = set(RESUMABLE)
     if now.optimizer.schedule != "constant":
         free.remove("train.steps")  # the learning rates of the steps done depend on it
     for key in sorted({*old, *new} - free):
         if old.get(key) != new.get(key):
-            remedy = f"resume as it began: gear-offline train {path} --resume"
-            with suppress(InputError):
-                edited = _leaves(load_recipe(path / "recipe.yaml").to_dict())
-                if edited.get(key) == new.get(key):
-                    remedy = f"undo that in {path / 'recipe.yaml'}"
             raise InputError(
                 "RUN_MISMATCH",
                 f"{key} was {old.get(key)!r} when the run began and is {new.get(key)!r} now",
                 where=str(path),
-                remedy=f"{remedy}, or train into another directory",
+                remedy=f"undo that (here, or in {path / 'recipe.yaml'} if it was edited), or train "
+                "into another directory",
             )
-
-
-def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix: value}
-    leaves: dict[str, Any] = {}
-    for key, item in value.items():
-        leaves.update(_leaves(item, f"{prefix}.{key}" if prefix else key))
-    return leaves

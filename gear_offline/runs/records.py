@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -84,6 +85,13 @@ def read_document(path: Path, kind: type[R]) -> R | None:
         return None
     except (OSError, ValueError) as error:
         raise _damaged(path, error) from error
+
+
+def read_summary(run: Path) -> RunSummary | None:
+    """Return the summary of a run directory; None without one that can be read."""
+    with suppress(InputError):  # it is written anew
+        return read_document(run / "summary.json", RunSummary)
+    return None
 
 
 def _damaged(path: Path, error: Exception) -> InputError:

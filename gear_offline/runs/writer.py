@@ -15,8 +15,9 @@ import torch
 from gear_offline.core.interruption import StopRequest
 from gear_offline.core.text import count_text
 from gear_offline.progress import Progress, say
-from gear_offline.runs.directory import read_summary, write_summary
+from gear_offline.runs.directory import write_summary
 from gear_offline.runs.evaluations import RunEvaluations, plays
+from gear_offline.runs.records import read_summary
 from gear_offline.tables.joint import TableData
 from gear_offline.training.checkpoint_folder import Keep
 from gear_offline.training.learner import Learner

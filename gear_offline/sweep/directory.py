@@ -19,12 +19,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import read_regular, write_file
 from gear_offline.errors import InputError
 from gear_offline.runs.directory import LOCK, HeldDirectory
 from gear_offline.sweep.results import TrialResult, is_complete, read_result
-from gear_offline.sweep.trials import Trial, flat
+from gear_offline.sweep.trials import Trial
 from gear_offline.training.metrics import GrowingFile, finite
 
 MOST_BYTES = 1 << 30

@@ -123,16 +123,6 @@ def parse_seeds(text: str) -> list[int]:
     return list(range(numbers[0]))
 
 
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as dotted keys and values."""
-    if not isinstance(value, dict) or not value:
-        return {prefix: value}
-    leaves: dict[str, Any] = {}
-    for key, item in value.items():
-        leaves.update(flat(item, f"{prefix}.{key}" if prefix else str(key)))
-    return leaves
-
-
 def _changed(recipe: Recipe | str | Path, changes: Mapping[str, Any]) -> Recipe:
     if not isinstance(recipe, Recipe):
         return load_recipe(recipe, changes)
