@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gear_offline.core.text import first_line
 from gear_offline.errors import UnavailableError
 
 FOLDER = Path(__file__).resolve().parent / "cuda"
@@ -91,7 +92,7 @@ def _module(source: str, device: int) -> Any:
         try:
             module.compile()
         except Exception as error:
-            raise _broken(f"compiling {source} failed: {_first_line(error)}") from error
+            raise _broken(f"compiling {source} failed: {first_line(error)}") from error
         return module
 
 
@@ -100,18 +101,10 @@ def import_cupy() -> Any:
     """Import CuPy, with one clear error where that is not possible."""
     try:
         import cupy
-    except ImportError as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
-            raise UnavailableError(
-                "PACKAGE_MISSING",
-                "CuPy is not installed",
-                remedy="pip install 'gear-offline[gpu]', or use engine='off'",
-            ) from error
-        raise _broken(f"CuPy cannot be imported: {_first_line(error)}") from error
-    try:
+
         cupy.cuda.runtime.getDeviceCount()
     except Exception as error:
-        raise _broken(f"CuPy sees no device: {_first_line(error)}") from error
+        raise _broken(f"CuPy cannot be used: {first_line(error)}") from error
     return cupy
 
 
@@ -122,11 +115,6 @@ def _broken(what: str) -> UnavailableError:
         remedy="install the CuPy for your CUDA: gear-offline[gpu] for CUDA 13, [gpu-cuda12] for "
         "CUDA 12; or use engine='off'",
     )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0].strip() if lines else type(error).__name__
 
 
 class DeviceArrays:

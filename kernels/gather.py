@@ -38,7 +38,6 @@ SPLIT_BYTES = 1 << 20  # smaller copies are not worth a thread
 MAX_THREADS = 4  # that copy together; torch's own number if that is smaller
 ALIGNMENT_BYTES = 64
 SPARE_BLOCKS = 4  # free output blocks kept at most
-CLOCK_STEPS = 1 << 20  # timesteps of episodes up to this long are copied from 8 MiB of numbers
 
 Padding = Literal["right", "left"]
 UInt8Array = npt.NDArray[np.uint8]
@@ -113,7 +112,6 @@ class CpuGather:
         ]
         self._places = np.arange(context_length + history, dtype=np.int64)
         self._masks = _masks(context_length, padding)
-        self._clock = _clock(int(self.lengths.max(initial=0)), context_length)
         self._views = [_windows(group, context_length + group.history) for group in groups]
 
     def gather(self, segments: Segments, landing: Int64Array | None = None) -> Windows:
@@ -138,7 +136,8 @@ class CpuGather:
             history = group.history
             self._copy(group, view, low + shift - history if history else low + shift, buffer)
             _clear(buffer, self._unfilled(starts, real, history) if history else padded)
-        self._count(timesteps, starts + shift)
+        first = (starts + shift)[:, None]
+        np.add(first, self._places[:span], out=timesteps.numpy())
         timesteps.numpy().reshape(-1)[padded] = 0
         # Row r of the view begins at its r-th number: r ones, or all but r.
         rows = real if self.padding == "left" else span - real
@@ -157,18 +156,10 @@ class CpuGather:
         if group.is_final:
             _select(view, torch.from_numpy(rows), out.flatten(1).view(view.dtype))
             return
-        words = torch.empty((rows.size, view.shape[1]), dtype=view.dtype)
+        words = view.new_empty(len(rows), view.shape[1])
         _select(view, torch.from_numpy(rows), words)
         values = words.view(torch_dtype(group.dtype)).view(*out.shape[:2], group.width)
         convert_rows(group, values.numpy(), out)
-
-    def _count(self, out: Tensor, first: Int64Array) -> None:
-        """Write ``first, first + 1, ...`` in each row of (n, K); `first` is above -K."""
-        if self._clock is None:
-            np.add(first[:, None], self._places[: self.context_length], out=out.numpy())
-        else:
-            rows = torch.from_numpy(first + self.context_length)
-            _select(self._clock, rows, out)
 
     def _unfilled(self, starts: Int64Array, real: Int64Array, history: int) -> Int64Array:
         """Return the flat positions, in (n, K + history), that hold no row of the episode."""
@@ -255,14 +246,6 @@ def _clear(out: Tensor, padded: Int64Array) -> None:
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     """Return PyTorch's dtype of the same name."""
     return torch.from_numpy(np.empty(0, dtype)).dtype
-
-
-def _clock(longest: int, span: int) -> Tensor | None:
-    """Return windows over ``-K, -K + 1, ...``, so that counting is copying; None if too long."""
-    if longest > CLOCK_STEPS:
-        return None
-    numbers = torch.arange(-span, longest + span, dtype=torch.int64)
-    return numbers.as_strided((longest + span, span), (1, 1))
 
 
 def _masks(span: int, padding: Padding) -> Tensor:

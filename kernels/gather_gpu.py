@@ -201,17 +201,6 @@ class GpuGather:
             segments=empty(2),
         )
 
-    def static(
-        self, *, chances: bool = False, windows: Windows | None = None, ring: int = 0
-    ) -> StaticFill:
-        """Return a fill of one step with memory and a step counter of its own.
-
-        With `chances` it also writes the probability of each segment.  It fills `windows`, of the
-        layout of `allocate`, if given.  With `ring` the host names the segments of each step, up
-        to so many steps ahead: `StaticFill.name`.
-        """
-        return StaticFill(self, chances=chances, windows=windows, ring=ring)
-
     def _load(self, source: str) -> None:
         names = tuple(f"{source}_{suffix}" for suffix in (*KERNELS.values(), MANY))
         self._kernels |= load(f"{source}.cu", names, device=self.device.index or 0)
@@ -269,8 +258,9 @@ class StaticFill:
     """One step's windows in memory that stays, filled for the step that a counter on the GPU says.
 
     Made for CUDA graphs: `enqueue` is one launch without host synchronisation, and every replay
-    of it takes the next step.  Segments that the host draws are in a ring in pinned memory, which
-    the kernel reads at the place of its step.
+    of it takes the next step.  It fills `windows`, of the layout of `GpuGather.allocate`, if given,
+    and with `chances` writes the probability of each segment.  With `ring` the host names the
+    segments, up to so many steps ahead (`name`), in pinned memory that the kernel reads.
     """
 
     def __init__(

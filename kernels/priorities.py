@@ -95,11 +95,6 @@ class DevicePriorities:
         return self._levels[0][: self.steps]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of masses and sums."""
-        return sum(level.nbytes for level in self._levels)
-
-    @property
     def updates(self) -> int:
         """Updates so far; waits for the GPU."""
         return int(self._state[UPDATES])

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from gear_offline.kernels.gather import Padding, Windows
+from gear_offline.kernels.gather_gpu import GpuGather, StaticFill
 from gear_offline.loaders.batch import Batch, split_steps
 
 if TYPE_CHECKING:
     from gear_offline.distributed.world import World
-    from gear_offline.kernels.gather_gpu import GpuGather, StaticFill
     from gear_offline.loaders.segments import OwnSegments, ShardedSegments
 
 AHEAD_BYTES = 8 << 20  # of a batch from host memory: smaller ones are there in no time
@@ -59,7 +59,7 @@ class StaticBatch:
         names: BlockNames | None = None,
     ) -> None:
         self._names, ring = names, 0 if names is None else names.ring
-        fill = engine.static(chances=learns, windows=windows, ring=ring)
+        fill = StaticFill(engine, chances=learns, windows=windows, ring=ring)
         batch_bytes = sum(buffer.nbytes for buffer in fill.windows.buffers)
         self.ahead = ahead and not learns and engine.reads_host and batch_bytes >= AHEAD_BYTES
         self._windows = fill.windows
@@ -67,7 +67,7 @@ class StaticBatch:
             if windows is None:
                 self._windows = fill.windows.map(torch.empty_like)
             else:  # what travels needs memory of its own
-                fill = engine.static(ring=ring)
+                fill = StaticFill(engine, ring=ring)
             fill.limit_blocks(AHEAD_BLOCKS)
         self._fill = fill
         (self.batch,) = split_steps(self._windows.map(lambda t: t[None]), padding, task_bounds)

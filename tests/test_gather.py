@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.kernels import gather as module
 from gear_offline.kernels.columns import ColumnGroup, Field
 from gear_offline.kernels.gather import ALIGNMENT_BYTES, Arena, Padding, Windows, carve
-from gear_offline.kernels.gather_gpu import JOB
+from gear_offline.kernels.gather_gpu import JOB, StaticFill
 from gear_offline.kernels.segments import Segments
 from gear_offline.tables.table import Table, build_table
 from tests.gpu_support import NEEDS_CUPY, ON_GPU
@@ -347,7 +346,7 @@ def test_a_ring_of_names_is_read_at_the_step_of_the_counter(text: Any, kind: str
     every = all_segments(lengths)
     named = [every[row] for row in drawn]
     with device(kind, text) as place:
-        fill = gpu_gather(table, device=place, **options).static(ring=6)
+        fill = StaticFill(gpu_gather(table, device=place, **options), ring=6)
         fill.enqueue()  # before anything is named: some window, and no foreign memory
         first = 2**33 + 1
         fill.set_step(first)
@@ -370,16 +369,6 @@ def test_a_cast_that_the_kernels_do_not_have_is_refused(text: Any) -> None:
     table = Table(episodes=EpisodeIndex(np.array([3])), groups=(group,), margin=3)
     with on_cpu(text), pytest.raises(UnavailableError, match="no cast from complex64"):
         gpu_gather(table, context_length=2, rank_batch=1)
-
-
-@pytest.mark.parametrize("padding", ["right", "left"])
-def test_timesteps_of_long_episodes_are_computed(
-    padding: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table, segments = small_table([9, 2], 4), all_segments([9, 2])
-    copied = cpu_gather(table, 4, padding).gather(segments)
-    monkeypatch.setattr(module, "CLOCK_STEPS", 8)
-    assert torch.equal(copied.timesteps, cpu_gather(table, 4, padding).gather(segments).timesteps)
 
 
 def test_rows_beyond_two_gibibytes_are_reached() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gear_offline.kernels.gather import Padding
+from gear_offline.kernels.gather_gpu import StaticFill
 from gear_offline.kernels.select import DeviceSelect
 from gear_offline.sampling import make_sampler
 from gear_offline.tables.table import Table, build_table
@@ -55,7 +56,7 @@ def test_fills(kernels: ThreadedKernels, name: str, padding: Padding) -> None:
                                   context_length=SPAN)  # fmt: skip
             drawn = reference.sample(9, 2**33 - 1, 2, batch)
             assert bits(engine.draw_and_gather(2**33 - 1, 2)) == bits(gather.gather(drawn))
-            fill = engine.static(chances=name == "prioritized")
+            fill = StaticFill(engine, chances=name == "prioritized")
             fill.set_step(2**32 - 1)
             for step in range(2**32 - 1, 2**32 + 1):
                 fill.enqueue()

@@ -75,7 +75,7 @@ class Engine:
     def allocate(self, shape: tuple[int, ...]) -> Windows:
         return make_windows(*shape)
 
-    def static(self, *, chances: bool = False, windows: Any = None, ring: int = 0) -> Fill:
+    def fill(self, *, chances: bool = False, windows: Any = None, ring: int = 0) -> Fill:
         assert not chances
         self.fills.append(Fill(self.log, self.allocate((2,)) if windows is None else windows))
         return self.fills[-1]
@@ -85,6 +85,7 @@ class Engine:
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     entries: list[str] = []
     monkeypatch.setattr(module, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(module, "StaticFill", lambda engine, **options: engine.fill(**options))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side", entries))
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main", entries))

@@ -26,6 +26,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
 def show_error(code: str, message: str) -> None:
     """Print the line of an error."""
     line = printable(" ".join(message.split()))  # names come from files of strangers

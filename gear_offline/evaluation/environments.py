@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 
+from gear_offline.core.text import first_line
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.progress import say
 
@@ -103,13 +104,13 @@ def make_environment(environment_id: str, **options: Any) -> gymnasium.Env[Any, 
         extra = "atari" if is_atari(name) else "mujoco"
         raise UnavailableError(
             "ENVIRONMENT",
-            f"the simulator of {environment_id} is not usable: {_first_line(error)}",
+            f"the simulator of {environment_id} is not usable: {first_line(error)}",
             remedy=f"install it, e.g. pip install 'gear-offline[{extra}]'",
         ) from error
     except gymnasium.error.Error as error:
         raise InputError(
             "ENVIRONMENT",
-            f"no environment {environment_id!r}: {_first_line(error)}",
+            f"no environment {environment_id!r}: {first_line(error)}",
             remedy="use a registered Gymnasium id such as Hopper-v5; "
             "one of your own with its module: my_module:Name-v0",
         ) from error
@@ -125,7 +126,7 @@ def import_module_of(environment_id: str) -> None:
     except ImportError as error:
         raise UnavailableError(
             "ENVIRONMENT",
-            f"the module of {environment_id} cannot be imported: {_first_line(error)}",
+            f"the module of {environment_id} cannot be imported: {first_line(error)}",
             remedy=f"put the folder of module {module!r} on PYTHONPATH, e.g. PYTHONPATH=. for this "
             "one",
         ) from error
@@ -306,8 +307,3 @@ def _quiet_simulator() -> Iterator[None]:
         yield
     finally:
         mujoco.set_mju_user_warning(before)
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from gear_offline.core.types import Int64Array
-from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.draws import CumulativeWeights
 from gear_offline.kernels.philox import UInt64Array, bounded, draws
@@ -41,43 +40,53 @@ WHOLE = 1 << 64
 SHORTFALL = 1.0 - 2.0**-51  # keeps rounding from giving out more than there is
 
 
-class WeightedEpisodes(Sampler):
-    """Episode e with probability w_e / sum(w), then each of its T starts with 1 / T.
+class ChosenEpisodes(Sampler):
+    """An episode, which a subclass chooses, then each of its T starts with 1 / T."""
 
-    A subclass has `weights`, or they are given.
-    """
+    chances: Float64Array  # (E,) of each episode in one slot
+
+    def choose(self, seed: int, first_step: int, numbers: UInt64Array) -> Int64Array:
+        """Return the episodes that `numbers` (steps, count) fall to."""
+        raise NotImplementedError
+
+    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        first, second = slot_draws(seed, first_step, steps, count)
+        episodes = self.choose(seed, first_step, first)
+        lengths = self.index.lengths[episodes]
+        return Segments(
+            episodes=episodes,
+            starts=bounded(second, lengths),
+            probability=self.chances[episodes] / lengths,
+        )
+
+    def density(self, segments: Segments) -> Float64Array:
+        return np.asarray(self.chances[segments.episodes] / self.index.lengths[segments.episodes])
+
+    @property
+    def episode_weight(self) -> Float64Array:
+        return self.chances
+
+
+class WeightedEpisodes(ChosenEpisodes):
+    """Episode e with probability w_e / sum(w); a subclass has `weights`, or they are given."""
 
     def __init__(
         self, facts: Facts, options: Any = None, *, weights: Float64Array | None = None
     ) -> None:
         super().__init__(facts, options)
-        self._choice = WeightedChoice(self.weights(facts) if weights is None else weights)
+        choice = WeightedChoice(self.weights(facts) if weights is None else weights)
+        self.chances, self._search = choice.probability, choice.search
 
     def weights(self, facts: Facts) -> Float64Array:
         """Return (E,) weights of the episodes: finite, at least 0, not all 0."""
         raise NotImplementedError
 
-    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        first, second = slot_draws(seed, first_step, steps, count)
-        episodes = self._choice.search.find(first)
-        lengths = self.index.lengths[episodes]
-        return Segments(
-            episodes=episodes,
-            starts=bounded(second, lengths),
-            probability=self._choice.probability[episodes] / lengths,
-        )
-
-    def density(self, segments: Segments) -> Float64Array:
-        chosen = segments.episodes
-        return np.asarray(self._choice.probability[chosen] / self.index.lengths[chosen])
-
-    @property
-    def episode_weight(self) -> Float64Array:
-        return self._choice.probability
+    def choose(self, seed: int, first_step: int, numbers: UInt64Array) -> Int64Array:
+        return self._search.find(numbers)
 
     @property
     def gpu(self) -> CumulativeWeights:
-        return CumulativeWeights(self._choice.search)
+        return CumulativeWeights(self._search)
 
 
 class WeightedChoice:
@@ -157,104 +166,123 @@ class UniformEpisodes(WeightedEpisodes):
         return np.ones(self.index.episodes)
 
 
-@dataclass(frozen=True)
-class ReturnOptions:
+@dataclass(frozen=True, kw_only=True)
+class UnitOptions:
+    """What a weight is of: each step of an episode, or the episode as a whole."""
+
+    unit: str = "steps"
+
+    def __post_init__(self) -> None:
+        check_choice("unit", self.unit, UNITS)
+
+
+class ReturnSampler(WeightedEpisodes):
+    """Episodes by their returns; a subclass has `weigh`, and options with a `unit`."""
+
+    def weights(self, facts: Facts) -> Float64Array:
+        weights = self.weigh(finite_returns(facts))
+        return weights * self.index.lengths if self.options.unit == "steps" else weights
+
+    def weigh(self, returns: Float64Array) -> Float64Array:
+        """Return (E,) weights, each of an episode or of one of its steps."""
+        raise NotImplementedError
+
+    def alike(self, episodes: Int64Array) -> Float64Array:
+        """Return (E,) weights: 1 of these episodes, 0 of all others."""
+        weights = np.zeros(self.index.episodes)
+        weights[episodes] = 1.0
+        return weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReturnOptions(UnitOptions):
     """Options of `return_weighted`."""
 
     rule: str = "softmax"
     temperature: float | None = None
-    unit: str = "steps"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("rule", self.rule, tuple(DEFAULT_TEMPERATURE))
-        check_choice("unit", self.unit, UNITS)
         if self.temperature is None:
             object.__setattr__(self, "temperature", DEFAULT_TEMPERATURE[self.rule])
         check_number("temperature", self.temperature, above=0.0)
 
 
 @register("return_weighted")
-class ReturnWeighted(WeightedEpisodes):
+class ReturnWeighted(ReturnSampler):
     """Episodes by their returns: softmax, rank or percentile, with a temperature."""
 
     Options = ReturnOptions
 
-    def weights(self, facts: Facts) -> Float64Array:
-        options: ReturnOptions = self.options
-        assert options.temperature is not None
-        weights = return_weights(finite_returns(facts), options.rule, options.temperature)
-        return _in_unit(weights, self.index, options.unit)
+    def weigh(self, returns: Float64Array) -> Float64Array:
+        return return_weights(returns, self.options.rule, self.options.temperature)
 
 
-@dataclass(frozen=True)
-class PercentOptions:
+@dataclass(frozen=True, kw_only=True)
+class PercentOptions(UnitOptions):
     """Options of `top_percent`."""
 
     percent: float = 10.0
     of: str = "steps"
-    unit: str = "steps"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_number("percent", self.percent, above=0.0, most=100.0)
         check_choice("of", self.of, UNITS)
-        check_choice("unit", self.unit, UNITS)
 
 
 @register("top_percent")
-class TopPercent(WeightedEpisodes):
+class TopPercent(ReturnSampler):
     """The best episodes only: as many as make up at most so many percent, at least one."""
 
     Options = PercentOptions
 
-    def weights(self, facts: Facts) -> Float64Array:
-        options: PercentOptions = self.options
-        order = best_first(finite_returns(facts))
-        share = Fraction(str(options.percent)) / 100  # exactly the decimal that was written
-        if options.of == "steps":
+    def weigh(self, returns: Float64Array) -> Float64Array:
+        order = best_first(returns)
+        share = Fraction(str(self.options.percent)) / 100  # exactly the decimal that was written
+        if self.options.of == "steps":
             most = math.floor(share * self.index.steps)
             kept = int(np.count_nonzero(np.cumsum(self.index.lengths[order]) <= most))
         else:
             kept = math.floor(share * self.index.episodes)
-        return _chosen(order[: max(kept, 1)], self.index, options.unit)
+        return self.alike(order[: max(kept, 1)])
 
 
-@dataclass(frozen=True)
-class TopOptions:
+@dataclass(frozen=True, kw_only=True)
+class TopOptions(UnitOptions):
     """Options of `top_k`."""
 
     k: int
-    unit: str = "steps"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_integer("k", self.k, least=1)
-        check_choice("unit", self.unit, UNITS)
 
 
 @register("top_k")
-class TopK(WeightedEpisodes):
+class TopK(ReturnSampler):
     """The k episodes of highest return only; all of them where there are no more than k."""
 
     Options = TopOptions
 
-    def weights(self, facts: Facts) -> Float64Array:
-        order = best_first(finite_returns(facts))
-        return _chosen(order[: self.options.k], self.index, self.options.unit)
+    def weigh(self, returns: Float64Array) -> Float64Array:
+        return self.alike(best_first(returns)[: self.options.k])
 
 
-@dataclass(frozen=True)
-class StrataOptions:
+@dataclass(frozen=True, kw_only=True)
+class StrataOptions(UnitOptions):
     """Options of `stratified_return`."""
 
     strata: int = 4
-    unit: str = "steps"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_integer("strata", self.strata, least=1, most=1024)
-        check_choice("unit", self.unit, UNITS)
 
 
 @register("stratified_return")
-class StratifiedReturn(Sampler):
+class StratifiedReturn(ChosenEpisodes):
     """Each batch takes equally from strata of episodes ordered by return.
 
     Slot b of a step takes stratum ``(b + r) % S``; r is drawn once a step, so that every stratum is
@@ -269,37 +297,27 @@ class StratifiedReturn(Sampler):
         order = best_first(finite_returns(facts))[::-1]
         count = min(self.options.strata, index.episodes)
         edges = [number * index.episodes // count for number in range(count + 1)]
-        weights = _in_unit(np.ones(index.episodes), index, self.options.unit)
+        weights = np.ones(index.episodes)
+        if self.options.unit == "steps":
+            weights *= index.lengths
         self._members = [np.sort(order[a:b]) for a, b in pairwise(edges)]
         self._choices = [WeightedChoice(weights[members]) for members in self._members]
-        self._chances = np.empty(index.episodes)
+        self.chances = np.empty(index.episodes)
         for members, choice in zip(self._members, self._choices, strict=True):
-            self._chances[members] = choice.probability / count
+            self.chances[members] = choice.probability / count
 
-    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        first, second = slot_draws(seed, first_step, steps, count)
+    def choose(self, seed: int, first_step: int, numbers: UInt64Array) -> Int64Array:
+        steps, count = numbers.shape
         begin, _ = draws(
             seed=seed, stream=ROTATION_STREAM, first_step=first_step, steps=steps, count=1
         )
         strata = len(self._members)
         stratum = (bounded(begin, strata) + np.arange(count, dtype=np.int64)) % strata
-        episodes = np.empty((steps, count), dtype=np.int64)
+        episodes = np.empty(numbers.shape, dtype=np.int64)
         for number, members in enumerate(self._members):
             slots = stratum == number
-            episodes[slots] = members[self._choices[number].search.find(first[slots])]
-        lengths = self.index.lengths[episodes]
-        return Segments(
-            episodes=episodes,
-            starts=bounded(second, lengths),
-            probability=self._chances[episodes] / lengths,
-        )
-
-    def density(self, segments: Segments) -> Float64Array:
-        return np.asarray(self._chances[segments.episodes] / self.index.lengths[segments.episodes])
-
-    @property
-    def episode_weight(self) -> Float64Array:
-        return self._chances
+            episodes[slots] = members[self._choices[number].search.find(numbers[slots])]
+        return episodes
 
 
 def finite_returns(facts: Facts) -> Float64Array:
@@ -317,18 +335,6 @@ def finite_returns(facts: Facts) -> Float64Array:
 def best_first(returns: Float64Array) -> Int64Array:
     """Return the episodes by falling return; among equals the earlier one comes first."""
     return np.argsort(-returns, kind="stable").astype(np.int64)
-
-
-def _chosen(episodes: Int64Array, index: EpisodeIndex, unit: str) -> Float64Array:
-    """Return (E,) weights that are alike for some episodes and 0 for all others."""
-    weights = np.zeros(index.episodes)
-    weights[episodes] = 1.0
-    return _in_unit(weights, index, unit)
-
-
-def _in_unit(weights: Float64Array, index: EpisodeIndex, unit: str) -> Float64Array:
-    """Return the weights of episodes: as they are, or times T where they are those of a step."""
-    return weights * index.lengths if unit == "steps" else weights
 
 
 def return_weights(returns: Float64Array, rule: str, temperature: float) -> Float64Array:

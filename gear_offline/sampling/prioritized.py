@@ -21,7 +21,6 @@ from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.draws import PriorityTree
 from gear_offline.kernels.philox import UInt64Array, bounded
-from gear_offline.kernels.search import GuidedSearch
 from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import (
     Facts,
@@ -46,7 +45,6 @@ CODES = 0x7F800000 >> DROPPED_BITS  # of finite, non-negative numbers
 MAX_TOTAL = (1 << 63) - 1  # of all masses: sums and draws stay below 2^63
 GROUP = 8  # items under a leaf of the binary tree: one cache line
 TOP = 1 << 15  # sums whose cumulative sums are computed anew after a change, at most
-MANY = 8192  # draws that pay for a guide to the cumulative sums
 AT_ONCE = 16384  # draws that go down the tree together
 
 Float32Array = npt.NDArray[np.float32]
@@ -144,18 +142,12 @@ class Prioritized(Sampler):
         return self._tree.masses
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of masses and sums."""
-        return (self._device or self._tree).nbytes
-
-    @property
     def updates(self) -> int:
         """Updates so far; waits for a GPU that has the masses."""
         return self._updates if self._device is None else self._device.updates
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
         if self._device is not None:
-            check_range(seed, first_step, steps, count)
             return self._sample_on_device(seed, first_step, steps, count)
         first, _ = slot_draws(seed, first_step, steps, count)
         total = self._tree.total
@@ -170,6 +162,7 @@ class Prioritized(Sampler):
     def _sample_on_device(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
         from gear_offline.kernels.select import DeviceSelect
 
+        check_range(seed, first_step, steps, count)
         assert self._device is not None
         if self._select is None or self._select.global_batch != count:
             self._select = DeviceSelect(
@@ -277,7 +270,6 @@ class SumTree:
             self._levels[-1] = _padded(self._levels[-1], 2)
             self._levels.append(self._levels[-1].reshape(-1, 2).sum(axis=1))
         self._ends: UInt64Array | None = None  # cumulative sums of the last level, when needed
-        self._search: GuidedSearch | None = None  # in them
 
     @property
     def masses(self) -> UInt64Array:
@@ -290,11 +282,6 @@ class SumTree:
     def total(self) -> int:
         """Sum of all masses."""
         return int(self._levels[-1].sum())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of masses and sums."""
-        return self._masses.nbytes + sum(level.nbytes for level in self._levels)
 
     def set(self, items: Int64Array, masses: UInt64Array) -> None:
         """Give (m,) ascending items, each named once, new masses."""
@@ -309,16 +296,13 @@ class SumTree:
             items, more = items[first], np.add.reduceat(more, first)
             sums[items] += more
             shift = 1
-        self._ends = self._search = None
+        self._ends = None
 
     def find(self, numbers: UInt64Array) -> Int64Array:
         """Return for each number below `total` the item in whose range it lies, int64."""
         if self._ends is None:
             self._ends = np.cumsum(self._levels[-1], dtype=np.uint64)
         flat = numbers.reshape(-1)
-        if self._search is None and flat.size >= MANY:
-            bits = self.total.bit_length()
-            self._search = GuidedSearch(self._ends, last=self._ends.size - 1, bits=bits)
         items = np.empty(flat.size, dtype=np.int64)
         for begin in range(0, flat.size, AT_ONCE):
             part = slice(begin, begin + AT_ONCE)
@@ -326,10 +310,7 @@ class SumTree:
         return items.reshape(numbers.shape)
 
     def _descend(self, numbers: UInt64Array, ends: UInt64Array) -> Int64Array:
-        if self._search is not None:
-            at = self._search.find(numbers)
-        else:
-            at = np.searchsorted(ends, numbers, side="right").astype(np.int64)
+        at = np.searchsorted(ends, numbers, side="right").astype(np.int64)
         rest = numbers - (ends[at] - self._levels[-1][at])
         for level in reversed(self._levels[:-1]):
             at *= 2
