@@ -148,5 +148,5 @@ def test_places_that_may_not_be_written() -> None:
         lines = found.stderr.splitlines()[-4:]
         codes = [line.partition("]")[0] for line in lines[::2]]
         assert codes == ["error[OUTPUT_WRITE", "error[OUTPUT_WRITE"], found.stderr
-        assert lines[1::2] == ["1", "1"]
+        assert lines[1::2] == ["2", "2"]
         assert os.listdir(folder / "there") == []

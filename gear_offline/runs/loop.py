@@ -279,9 +279,11 @@ class Run(Closing):
 
     def close(self) -> None:
         """Close the files and end the threads; a second Ctrl-C waits for nothing."""
-        if self.writer is not None:
-            self.writer.close()
-        self.saver.close(finish=not isinstance(sys.exc_info()[1], KeyboardInterrupt))
+        try:  # before the writer: a checkpoint under way makes the metrics durable first
+            self.saver.close(finish=not isinstance(sys.exc_info()[1], KeyboardInterrupt))
+        finally:
+            if self.writer is not None:
+                self.writer.close()
 
     def sum_up(self) -> None:
         """Give back what the loader holds, and write what a complete run leaves behind."""

@@ -94,7 +94,7 @@ def load_policy(
     --------
     `runs/tiny` is what the example of `gear_offline.train` makes.
 
-    >>> import numpy.typing as npt
+    >>> import numpy as np
     >>> import gear_offline as go
     >>> policy = go.load_policy("runs/tiny", device="cpu")
     >>> policy.reset([0, 1], [7.0, 5.0])
