@@ -132,7 +132,6 @@ def test_what_training_would_stumble_over_late_is_refused_early(tmp_path: Path) 
     dataset = make_dataset(
         tmp_path, [3, 4], environment_id=ENVIRONMENT, state_dim=STATE_DIM, action_dim=ACTION_DIM
     )
-    assert refused(dataset, "evaluate.reference=nope") == "USAGE"
     for huge in ("model.hidden_size=1e12", "model.max_timestep=1e15"):
         assert refused(dataset, huge) == "MEMORY"
     assert refused(dataset, "loader.batch_size=1e10") == "MEMORY"

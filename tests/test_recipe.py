@@ -20,7 +20,7 @@ from gear_offline.config.sections import SchedulePoint, TaskSettings
 from gear_offline.config.strict_yaml import MAX_BYTES, dump_yaml, parse_yaml
 from gear_offline.config.tasks import task_recipe
 from gear_offline.errors import InputError
-from gear_offline.runs.checks import validate_recipe
+from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.loop import train
 from tests.support import failing_code
 
@@ -50,6 +50,13 @@ OPTIONS = list(dotted_fields(Recipe))
 def write(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
+
+
+def validate_recipe(name: str | Path, *overrides: str) -> Recipe:
+    """Do what `recipes validate` does."""
+    recipe = load_recipe(name, overrides)
+    check_recipe(recipe, where=str(name))
+    return recipe
 
 
 def refused(name: str | Path, *overrides: str) -> str:
@@ -113,6 +120,7 @@ def test_a_short_run_has_a_short_warm_up() -> None:
         ("model.xyz=2", "unknown option 'model.xyz', `recipes validate` prints all there are"),
         ("train.steps=many", 'train.steps: Input should be a whole number, got "many"'),
         ("evaluate.targets=3600,1800", "a list, as in [1, 2]"),
+        ("evaluate.targets=[3600, 1800, 3600]", "evaluate.targets: names a return twice"),
         ("train.precision=bf61", "train.precision: Input should be 'auto', 'fp32' or 'bf16'"),
         ("model.heads=3", "multiple of model.heads (3), got 128: try 129"),
         ("model.max_timestep=5", "at least loader.context_length"),
@@ -265,7 +273,6 @@ COLLECT = "data: {path: p, collect: {environment: Pendulum-v1, policy: %s}}"
         ("evaluate: {reference: hopper-mediun-v2}", "RECIPE", "did you mean 'hopper-medium-v2'"),
         ("evaluate: {environment: Pendulum-v7}", "ENVIRONMENT", "did you mean Pendulum-v1"),
         ("evaluate: {environment: a b}", "ENVIRONMENT", "evaluate.environment"),
-        ("evaluate: {targets: [3600, 1800, 3600]}", "RECIPE", "evaluate.targets names a return"),
         (COLLECT.replace("um-v1", "un-v1") % "ars", "ENVIRONMENT", "data.collect.environment"),
         (COLLECT % "arz", "RECIPE", "did you mean 'ars'"),
         (COLLECT % "'sb3:'", "RECIPE", "sb3:PPO"),
@@ -329,7 +336,7 @@ def test_options_stand_next_to_their_strategy_and_go_with_it(
 
 def test_tasks_are_sections_by_name(tmp_path: Path) -> None:
     path = write(tmp_path / "several.yaml", TASKS)
-    recipe = validate_recipe(path, ["data.tasks.two.weight=3"])
+    recipe = validate_recipe(path, "data.tasks.two.weight=3")
     assert recipe.data.tasks is not None and recipe.data.tasks["two"].weight == 3.0
     single = task_recipe(recipe, "one")
     assert (single.data.path, single.selection.options) == ("a", {"k": 5})
@@ -361,7 +368,7 @@ def test_tasks_are_sections_by_name(tmp_path: Path) -> None:
 )
 def test_mistakes_in_tasks_are_one_error(tmp_path: Path, override: str, said: str) -> None:
     with pytest.raises(InputError) as caught:
-        validate_recipe(write(tmp_path / "several.yaml", TASKS), [override])
+        validate_recipe(write(tmp_path / "several.yaml", TASKS), override)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 

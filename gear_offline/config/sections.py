@@ -31,6 +31,8 @@ def target_list(value: Any) -> Any:
         if not values or not all(abs(each) < LARGEST_TARGET for each in numbers):
             most = f"{LARGEST_TARGET:g}"
             raise ValueError(f"give at least one return, each below {most} in size, got {values}")
+        if len(set(numbers)) < len(numbers):  # every target plays the same episodes
+            raise ValueError(f"names a return twice, got {values}: evaluate.episodes asks for more")
     return values
 
 

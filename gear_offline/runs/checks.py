@@ -1,17 +1,13 @@
-"""What of a recipe can be checked without its data, beyond types and ranges: names and options.
-
-Training asks the same before it makes any data.
-"""
+"""What of a recipe can be checked without its data, beyond types and ranges: names and options."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from gear_offline.collect.makers import requested_mix
 from gear_offline.collect.policies import LIBRARIES
 from gear_offline.config.problems import nearest
-from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings
 from gear_offline.config.tasks import task_recipe
 from gear_offline.core.environment_id import check_environment_id
@@ -19,22 +15,6 @@ from gear_offline.dataset.scores import dataset_names, reference_scores
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import unregistered
 from gear_offline.sampling import parse_options
-
-
-def validate_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Check everything of a recipe that can be checked without its data, and return it.
-
-    Beyond `load_recipe` this asks whether what it names exists: the selection strategy and its
-    options, environments, the policy and quality of collected data, reference scores.
-
-    Parameters
-    ----------
-    name_or_path, overrides
-        As `load_recipe`.
-    """
-    recipe = load_recipe(name_or_path, overrides)
-    check_recipe(recipe, where=str(name_or_path))
-    return recipe
 
 
 def check_recipe(recipe: Recipe, *, where: str = "") -> None:
@@ -46,14 +26,6 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
         path = recipe.data.path
         _check_collect(recipe.data.collect, where, made=path is not None and Path(path).exists())
     settings = recipe.evaluate
-    targets = settings.targets or ()
-    if len(set(targets)) < len(targets):  # every target plays the same episodes
-        raise InputError(
-            "RECIPE",
-            f"evaluate.targets names a return twice, got {list(targets)}",
-            where=where,
-            remedy="name each return once; evaluate.episodes asks for more episodes of each",
-        )
     if settings.environment is not None and settings.episodes > 0:
         _check_environment(settings.environment, "evaluate.environment", where)
     if settings.reference is not None and reference_scores(settings.reference) is None:

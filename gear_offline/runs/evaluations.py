@@ -18,6 +18,7 @@ import torch
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.tasks import environments_of
 from gear_offline.core.interruption import Aborted, StopRequest
+from gear_offline.core.text import count_text
 from gear_offline.evaluation.background import (
     BackgroundEvaluations,
     PlayRequest,
@@ -51,8 +52,6 @@ class RunEvaluations:
         The run directory.
     learner
         Of the first rank.
-    saver, metrics, progress, stop
-        Of the run.
     concurrent_runs
         Runs that share the cores which training leaves.
 
@@ -60,11 +59,8 @@ class RunEvaluations:
     ----------
     plan
         How they are played.
-    held_seconds
-        How long evaluations have held up training: all of their time in the training process, the
-        waits for room in the background.
-    staleness
-        (steps, seconds) between weights and result, of each evaluation of this process.
+    count
+        Results of this process.
     """
 
     def __init__(
@@ -80,8 +76,8 @@ class RunEvaluations:
     ) -> None:
         self._folder, self._learner = folder, learner
         self._saver, self._metrics, self._progress, self._stop = saver, metrics, progress, stop
-        model_tasks = tasks_of_config(learner.model.config)
         plays_any = learner.recipe.evaluate.episodes > 0
+        model_tasks = tasks_of_config(learner.model.config)
         self._tasks = tasks_of(learner.recipe, model_tasks) if plays_any else ()
         self.plan = plan_evaluations(
             learner.recipe,
@@ -91,18 +87,15 @@ class RunEvaluations:
             parameters=sum(p.numel() for p in learner.model.parameters()),
             concurrent_runs=concurrent_runs,
         )
-        self._background: BackgroundEvaluations | None = None
-        if self.plan.workers:
-            self._background = BackgroundEvaluations(
-                workers=self.plan.workers, threads=self.plan.threads
-            )
-        self.held_seconds = 0.0
-        self.staleness: list[tuple[int, float]] = []
+        workers, threads = self.plan.workers, self.plan.threads
+        self._background = BackgroundEvaluations(workers=workers, threads=threads)
+        self.count = 0
+        self._held_seconds = 0.0
 
     @property
     def outstanding(self) -> tuple[int, ...]:
         """Steps whose checkpoints must stay, since they are still to be played."""
-        return () if self._background is None else self._background.steps
+        return self._background.steps
 
     def _is_new(self, step: int) -> bool:
         """Whether `step` has neither been evaluated nor is under way."""
@@ -110,11 +103,11 @@ class RunEvaluations:
 
     def must_wait(self, step: int) -> bool:
         """Whether an evaluation of `step` could not begin before another is done."""
-        return self._background is not None and self._background.is_full and self._is_new(step)
+        return self._background.is_full and self._is_new(step)
 
     def plays_here(self, step: int) -> bool:
         """Whether `evaluate` will play the learner's own weights."""
-        return self._background is None and self._is_new(step)
+        return not self.plan.workers and self._is_new(step)
 
     def begin(self, was_due: Callable[[int], bool]) -> None:
         """Take up what a killed run left: checkpoints of steps that were due, without a result."""
@@ -122,7 +115,7 @@ class RunEvaluations:
             if not was_due(step) or self._metrics.evaluated(step):
                 continue
             request = self._request(step)
-            if self._background is not None:
+            if self.plan.workers:
                 self._background.submit(request)
             elif step < self._learner.step:  # that of this step comes of itself
                 self._play(step, partial(play_checkpoint, request))
@@ -135,8 +128,8 @@ class RunEvaluations:
         if not self._is_new(step):
             return False
         request = self._request(step)
-        if self._background is not None:
-            self._make_room(self._background)
+        if self.plan.workers:
+            self._make_room()
             self._background.submit(request)
             return True
         self._learner.check()
@@ -148,30 +141,26 @@ class RunEvaluations:
         best = self._metrics.best
         return best is not None and best["step"] == step
 
-    def _make_room(self, background: BackgroundEvaluations) -> None:
+    def _make_room(self) -> None:
         began = time.perf_counter()
-        while background.is_full and self._stop.signal_name is None:
-            background.wait()
+        while self._background.is_full and self._stop.signal_name is None:
+            self._background.wait()
             self._saver.check()
             self.collect()
-        self.held_seconds += time.perf_counter() - began
+        self._held_seconds += time.perf_counter() - began
 
     def _play(self, step: int, played: Callable[[], Mapping[str, Any]]) -> None:
         """Play in this process; Ctrl-C leaves it to a resumed run."""
-        began = time.monotonic()
+        began, random = time.monotonic(), torch.random.fork_rng(devices=[])
         try:
-            with (
-                self._progress.paused("evaluating"),
-                self._stop.abortable(),
-                torch.random.fork_rng(devices=[]),
-            ):
+            with self._progress.paused("evaluating"), self._stop.abortable(), random:
                 document = played()
         except Aborted:
             return
         except Exception as error:
             document = failure(error)
         seconds = time.monotonic() - began
-        self.held_seconds += seconds
+        self._held_seconds += seconds
         self._record(step, document, seconds)
 
     def _request(self, step: int) -> PlayRequest:
@@ -187,20 +176,19 @@ class RunEvaluations:
 
     def collect(self) -> bool:
         """Record what has come in; return whether a checkpoint may have become needless."""
-        done = [] if self._background is None else self._background.poll()
+        done = self._background.poll()
         for step, document, seconds in done:
             self._record(step, document, seconds)
         return bool(done)
 
     def finish(self) -> None:
         """Wait for what is outstanding; Ctrl-C leaves it to a resumed run."""
-        if self._background is None or not self._background.steps:
+        if not self.outstanding:
             return
-        count = len(self._background.steps)
-        self._progress.say(f"waiting for {count} evaluation{'s' if count > 1 else ''}")
+        self._progress.say(f"waiting for {count_text(len(self.outstanding), 'evaluation')}")
         try:
             with self._stop.abortable():
-                while self._background.steps:
+                while self.outstanding:
                     self._background.wait()
                     self.collect()
         except Aborted:
@@ -208,13 +196,12 @@ class RunEvaluations:
 
     def close(self) -> None:
         """End the processes."""
-        if self._background is not None:
-            self._background.close()
+        self._background.close()
 
     def _record(self, step: int, document: Mapping[str, Any], seconds: float) -> None:
         now = self._learner.step
         stale = {"staleness_steps": now - step, "staleness_seconds": round(seconds, 3)}
-        self.staleness.append((now - step, seconds))
+        self.count += 1
         self._metrics.evaluation(step, {**document, **stale})
         short, whole = summary_text(document)
         late = f" ({seconds:,.0f} s and {now - step:,} steps ago)" if now > step else ""
@@ -222,14 +209,10 @@ class RunEvaluations:
         self._progress.say(f"step {step:,}{late}: {whole}")
 
     def summary(self) -> dict[str, Any]:
-        """Return how evaluations were played, for ``summary.json``."""
-        steps, seconds = ([float(pair[i]) for pair in self.staleness] for i in range(2))
+        """Return how evaluations were played, for ``summary.json``; how late, their lines say."""
         return {
-            "background": self._background is not None,
+            "background": self.plan.workers > 0,
             "workers": self.plan.workers,
             "device": str(self.plan.device),
-            "held_seconds": round(self.held_seconds, 3),
-            "staleness_steps_mean": sum(steps) / len(steps) if steps else None,
-            "staleness_steps_max": max(steps, default=None),
-            "staleness_seconds_max": max(seconds, default=None),
+            "held_seconds": round(self._held_seconds, 3),  # training, by playing or for room
         }

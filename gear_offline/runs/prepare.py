@@ -7,6 +7,7 @@ the longest episode.  `resolve` fills these in, so that a run directory speaks f
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from math import isclose, prod
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,8 +26,7 @@ from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.scores import dataset_file, reference_scores
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.evaluation.environments import probe, say_version
-from gear_offline.evaluation.evaluate import resolve_reference
+from gear_offline.evaluation.environments import EnvironmentFacts, probe, say_version
 from gear_offline.loaders.recipes import open_tasks
 from gear_offline.models.decision_transformer import beyond_tanh
 from gear_offline.models.multitask import ModelTask
@@ -59,83 +59,74 @@ def _open_on_ranks(recipe: Recipe, world: World, *, quiet: bool) -> Dataset:
     if world.size == 1:
         assert made is not None, "this rank has made it"
         return made
+    path = str(recipe.data.path)  # the first rank has found it there
     is_read_in_parts = recipe.loader.placement == "disk" or recipe.loader.host_budget is not None
 
     def opened() -> Dataset:
-        dataset = made or _open(recipe)
+        dataset = made or open_dataset(path, verify=False)
         return dataset.verify() if is_read_in_parts else dataset
 
-    return world.lead(opened, leader=world.leader) or _open(recipe)
+    return world.lead(opened, leader=world.leader) or open_dataset(path, verify=False)
 
 
 def prepare_one(recipe: Recipe, *, quiet: bool = False) -> Dataset:
-    """Open the dataset of a recipe of one, making it first when it does not exist."""
+    """Open the dataset of a recipe of one, making it first when it does not exist.
+
+    Its blocks are compared with their digests when they are loaded.
+    """
     data = recipe.data
     if data.path is None:
-        raise InputError(
-            "DATASET_NOT_FOUND",
-            "the recipe names no data",
-            where="data.path",
-            remedy="set data.path to a dataset, and data.source to a file to convert into it",
-        )
+        what = "the recipe names no data"
+        remedy = "set data.path to a dataset, and data.source to a file to convert into it"
+        raise InputError("DATASET_NOT_FOUND", what, where="data.path", remedy=remedy)
     path = Path(data.path)
     if path.exists():
-        dataset = _open(recipe)
+        dataset = open_dataset(path, verify=False)
         _check_origin(data, dataset)
         return dataset
     source = data.source
     if data.collect is not None:
         source = str(_collect(data.collect, path.with_name(path.name + ".hdf5"), quiet))
     if source is None:
-        raise InputError(
-            "DATASET_NOT_FOUND",
-            f"no dataset at {path} (relative to {Path.cwd()})",
-            where="data.path",
-            remedy="make it with `gear-offline convert`, or say what to convert: data.source",
-        )
+        what = f"no dataset at {path} (relative to {Path.cwd()})"
+        remedy = "make it with `gear-offline convert`, or say what to convert: data.source"
+        raise InputError("DATASET_NOT_FOUND", what, where="data.path", remedy=remedy)
     say(f"converting {source} to {path}", quiet=quiet)
     convert(source, path, quiet=quiet)
-    return _open(recipe)
-
-
-def _open(recipe: Recipe) -> Dataset:
-    """Open a dataset; blocks are compared with their digests when they are loaded."""
-    assert recipe.data.path is not None, "checked before anything is opened"
-    return open_dataset(recipe.data.path, verify=False)
+    return open_dataset(path, verify=False)
 
 
 def _check_origin(data: DataSettings, dataset: Dataset) -> None:
     """Refuse a dataset that is there already but was made of something else."""
     origin = dataset.manifest.source
-    wanted = actual = ""
     if data.collect is not None:
-        wanted, actual = _differences(data.collect, origin.attributes.get("attributes"))
-    elif data.source is not None:
-        names = [file.name for file in origin.files]
-        scheme, _, name = data.source.partition(":")
-        if scheme in ("d4rl", "minari") and name:
-            # The file of a D4RL dataset may have been converted under its own name.
-            file = PurePosixPath(dataset_file(name) or "" if scheme == "d4rl" else "").name
-            if origin.uri != data.source and (not file or file not in names):
-                wanted, actual = data.source, origin.uri
-        elif names and Path(data.source).is_file() and Path(data.source).name not in names:
-            wanted, actual = Path(data.source).name, ", ".join(names)
-    if wanted:
-        raise _mismatch("dataset", dataset.path, wanted, actual)
+        collected = origin.attributes.get("attributes")
+        _check_collected(data.collect, collected, "dataset", dataset.path)
+        return
+    names = [file.name for file in origin.files]
+    scheme, _, name = (data.source or "").partition(":")
+    if scheme in ("d4rl", "minari") and name:
+        # The file of a D4RL dataset may have been converted under its own name.
+        file = PurePosixPath(dataset_file(name) or "" if scheme == "d4rl" else "").name
+        if origin.uri != data.source and file not in names:
+            raise _mismatch("dataset", dataset.path, str(data.source), origin.uri)
+    elif data.source is not None and names and Path(data.source).is_file():
+        name = Path(data.source).name
+        if name not in names:
+            raise _mismatch("dataset", dataset.path, name, ", ".join(names))
 
 
-def _differences(settings: CollectSettings, recorded: Any) -> tuple[str, str]:
-    """Return in what a collected file's attributes differ from what was asked: that, and they."""
+def _check_collected(settings: CollectSettings, recorded: Any, what: str, path: Path) -> None:
+    """Refuse a file or dataset whose recorded attributes are not what would be collected."""
     facts = recorded if isinstance(recorded, dict) else {}
     asked: dict[str, Any] = {"env_id": settings.environment, "seed": settings.seed}
     # The version that was taken is recorded, of an environment that is named without one too.
     if re.sub(r"-v[0-9]+$", "", str(facts.get("env_id"))) == settings.environment:
         del asked["env_id"]
     differ = [name for name, value in asked.items() if facts.get(name, value) != value]
-    return (
-        ", ".join(f"{name} {asked[name]}" for name in differ),
-        ", ".join(f"{name} {facts[name]}" for name in differ),
-    )
+    if differ:
+        wanted = ", ".join(f"{name} {asked[name]}" for name in differ)
+        raise _mismatch(what, path, wanted, ", ".join(f"{name} {facts[name]}" for name in differ))
 
 
 def _mismatch(what: str, path: Path, wanted: str, actual: str) -> InputError:
@@ -153,9 +144,7 @@ def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:
 
     if file.exists():
         with open_source(file) as source:
-            wanted, actual = _differences(settings, source.info.attributes.get("attributes"))
-        if wanted:
-            raise _mismatch("file", file, wanted, actual)
+            _check_collected(settings, source.info.attributes.get("attributes"), "file", file)
         say(f"using {file}, which was collected before", quiet=quiet)
         return file
     steps = count_text(settings.steps, "step")
@@ -229,22 +218,24 @@ def _model_task(task: Part, sizes: ModelSizes, *, normalized: bool) -> ModelTask
 
 
 def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Recipe, ModelSizes]:
-    sizes, evaluates = _sizes(dataset), recipe.evaluate.episodes > 0
-    environment = recipe.evaluate.environment or dataset.environment_id
+    sizes, environment = _sizes(dataset), recipe.evaluate.environment or dataset.environment_id
     longest = int(dataset.episodes.lengths.max())
-    if evaluates:
-        environment, there, limit = _environment(recipe, dataset, sizes, quiet=quiet)
-        if environment is not None:
-            sizes, longest = _agreed(sizes, there, environment), max(longest, limit)
-            _check_evaluation_device(recipe.evaluate.device)
-    scores = dataset.reference_scores
+    if recipe.evaluate.episodes > 0:
+        _check_evaluation_device(recipe.evaluate.device)
+        facts = _probe_environment(recipe, dataset, quiet=quiet)
+        if facts is None:
+            environment = None
+        else:
+            assert environment is not None, "it was made"
+            sizes = _agreed(sizes, facts, environment)
+            longest = max(longest, facts.step_limit)
+    scores, returns = dataset.reference_scores, dataset.manifest.returns
     known = scores.name if scores is not None and reference_scores(scores.name) else None
     changes: dict[str, Any] = {
         "evaluate.environment": environment,
         "evaluate.reference": recipe.evaluate.reference or known,
     }
     if recipe.evaluate.targets is None:
-        returns = dataset.manifest.returns
         alike = isclose(returns.max, returns.mean, rel_tol=1e-9)  # of one and the same return
         changes["evaluate.targets"] = [returns.max] if alike else [returns.max, returns.mean]
     if recipe.model.max_timestep is None:
@@ -252,40 +243,8 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
     if sizes.discrete and recipe.model.action_tanh:
         changes["model.action_tanh"] = False  # logits are not bounded
     resolved = recipe.replace(changes)
-    if environment is not None and evaluates:
-        resolve_reference(environment, resolved.evaluate.reference)  # now, not after 10,000 steps
     _check(resolved, dataset, sizes)
     return resolved, sizes
-
-
-def _environment(
-    recipe: Recipe, dataset: Dataset, sizes: ModelSizes, *, quiet: bool
-) -> tuple[str | None, ModelSizes, int]:
-    """Return the environment to evaluate in, its sizes and its limit of steps.
-
-    One that only the dataset names is made if that imports nothing, and may be missing here.
-    """
-    asked = recipe.evaluate.environment
-    name = asked or dataset.environment_id
-    if name is None:
-        names = f"neither the recipe nor {dataset.path} names an environment"
-        say(f"no evaluation: {names}; evaluate.environment=ID would", quiet=quiet)
-        return None, sizes, 0
-    try:
-        facts = probe(name)  # refuses to import a module that only a file names
-    except (InputError, UnavailableError) as error:
-        if asked is not None:
-            raise
-        say(f"no evaluation: {error}", quiet=quiet)
-        return None, sizes, 0
-    say_version(name, quiet=quiet)
-    there = ModelSizes(
-        state_dim=facts.state_size,
-        action_dim=facts.action_size,
-        discrete=facts.discrete,
-        frame_shape=facts.observation_shape if sizes.frame_shape else (),
-    )
-    return name, there, facts.step_limit
 
 
 def _check_evaluation_device(device: str) -> None:
@@ -294,6 +253,27 @@ def _check_evaluation_device(device: str) -> None:
     except UnavailableError as error:
         remedy = "use evaluate.device=auto"
         raise UnavailableError(error.code, error.what, "evaluate.device", remedy) from error
+
+
+def _probe_environment(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> EnvironmentFacts | None:
+    """Return what the environment to evaluate in is like; None, and say so, where there is none.
+
+    One that only the dataset names is made if that imports nothing, and may be missing here.
+    """
+    name = recipe.evaluate.environment or dataset.environment_id
+    if name is None:
+        names = f"neither the recipe nor {dataset.path} names an environment"
+        say(f"no evaluation: {names}; evaluate.environment=ID would", quiet=quiet)
+        return None
+    try:
+        facts = probe(name)  # refuses to import a module that only a file names
+    except (InputError, UnavailableError) as error:
+        if recipe.evaluate.environment is not None:
+            raise
+        say(f"no evaluation: {error}", quiet=quiet)
+        return None
+    say_version(name, quiet=quiet)
+    return facts
 
 
 def _sizes(dataset: Dataset) -> ModelSizes:
@@ -318,19 +298,20 @@ def _sizes(dataset: Dataset) -> ModelSizes:
     )
 
 
-def _agreed(data: ModelSizes, environment: ModelSizes, name: str) -> ModelSizes:
-    """Return the environment's sizes, which may have actions that never occur in the data."""
-    same = (data.state_dim, data.discrete, data.frame_shape) == (
-        environment.state_dim,
-        environment.discrete,
-        environment.frame_shape,
+def _agreed(data: ModelSizes, facts: EnvironmentFacts, name: str) -> ModelSizes:
+    """Return the sizes of data and environment, which may have actions that never occur."""
+    there = ModelSizes(
+        state_dim=facts.state_size,
+        action_dim=facts.action_size,
+        discrete=facts.discrete,
+        frame_shape=facts.observation_shape if data.frame_shape else (),
     )
-    has_more = data.discrete and data.action_dim < environment.action_dim
-    if same and (data.action_dim == environment.action_dim or has_more):
-        return environment
+    is_rare = data.discrete and data.action_dim < there.action_dim
+    if replace(data, action_dim=there.action_dim if is_rare else data.action_dim) == there:
+        return there
     raise InputError(
         "ENVIRONMENT",
-        f"{name} has {_sizes_text(environment)}, the data {_sizes_text(data)}",
+        f"{name} has {_sizes_text(there)}, the data {_sizes_text(data)}",
         where="evaluate.environment",
         remedy="name the environment that the data came from, or set evaluate.episodes=0",
     )
@@ -346,7 +327,7 @@ def _sizes_text(sizes: ModelSizes) -> str:
 
 def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
     """Refuse what training would stumble over much later, or quietly get wrong."""
-    loader = recipe.loader
+    loader, model, path = recipe.loader, recipe.model, str(dataset.path)
     standard_fields(  # refuses what does not fit frames, or vectors
         dataset,
         normalize_states=loader.normalize_states,
@@ -354,64 +335,46 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
         recipe=True,
     )
     for column in ("observations", "actions", "rewards"):
-        values = dataset.statistics[column]
-        if values.nonfinite or not np.isfinite(values.std).all():
+        values, where = dataset.statistics[column], f"column {column} of {path}"
+        if values.nonfinite:
             what = f"{count_text(values.nonfinite, 'value')} NaN or infinite"
             remedy = (
                 "repair the source and convert it again without --allow-nonfinite, or leave such "
                 "episodes out with pick_episodes (docs/how-to/convert.md)"
             )
-            if not values.nonfinite:
-                what = "values so large that they have no standard deviation in float64"
-                remedy = "scale the column in the source, and convert it again"
-            where = f"column {column} of {dataset.path}"
             raise InputError("COLUMN", what, where=where, remedy=remedy)
-    longest = int(dataset.episodes.lengths.max())
-    rows = recipe.model.max_timestep or 0
+        if not np.isfinite(values.std).all():
+            what = "values so large that they have no standard deviation in float64"
+            remedy = "scale the column in the source, and convert it again"
+            raise InputError("COLUMN", what, where=where, remedy=remedy)
+    longest, rows = int(dataset.episodes.lengths.max()), model.max_timestep or 0
     if longest > rows:
-        raise InputError(
-            "MODEL",
-            f"model.max_timestep must be at least the longest episode ({longest:,}), got {rows:,}",
-            where=str(dataset.path),
-            remedy=f"set model.max_timestep={longest}, or null to take it from the data",
-        )
-    if recipe.model.action_tanh and not sizes.discrete:
-        actions = dataset.statistics["actions"]
-        outside = beyond_tanh(actions.min.ravel(), actions.max.ravel())
-        if outside:
-            low, high = actions.min.ravel()[outside], actions.max.ravel()[outside]
-            raise InputError(
-                "MODEL",
-                f"actions reach {low.min():g} .. {high.max():g}, but model.action_tanh bounds "
-                "what the model can predict to -1 .. 1",
-                where=str(dataset.path),
-                remedy="set model.action_tanh=false",
-            )
+        what = f"model.max_timestep must be at least the longest episode ({longest:,}), got "
+        remedy = f"set model.max_timestep={longest}, or null to take it from the data"
+        raise InputError("MODEL", f"{what}{rows:,}", where=path, remedy=remedy)
+    actions = dataset.statistics["actions"]
+    if model.action_tanh and not sizes.discrete and beyond_tanh(actions.min, actions.max):
+        what = f"actions reach {actions.min.min():g} .. {actions.max.max():g}, but "
+        what += "model.action_tanh bounds what the model can predict to -1 .. 1"
+        raise InputError("MODEL", what, where=path, remedy="set model.action_tanh=false")
 
 
 def _check_memory(recipe: Recipe, sizes: ModelSizes) -> None:
     """Refuse what cannot fit: the kernel would kill the process instead, or pages would swap."""
-    model, loader = recipe.model, recipe.loader
-    size, available = model.hidden_size, available_bytes()
+    model, loader, size = recipe.model, recipe.loader, recipe.model.hidden_size
     # of the blocks and of the timesteps' embedding; a few rows more do not matter
     weights = (12 * model.layers * size + (model.max_timestep or 0)) * size
     # the columns, and the three tokens of each step once; pixels are bytes
     state = sizes.state_dim // 4 if sizes.frame_shape else sizes.state_dim
     batch = loader.batch_size * loader.context_length * (state + sizes.action_dim + 3 * size)
-    given = f"model.hidden_size={size}, model.layers={model.layers}"
-    for what, numbers, options in (
-        ("the weights", weights, f"{given}, model.max_timestep={model.max_timestep}"),
-        (
-            "a batch and its tokens",
-            batch,
-            f"loader.batch_size={loader.batch_size}, loader.context_length={loader.context_length}",
-        ),
-    ):
-        if 4 * numbers > available:
-            raise InputError(
-                "MEMORY",
-                f"{what} take {size_text(4 * numbers)} with {options}, "
-                f"{size_text(available)} of memory are available",
-                where=recipe.name,
-                remedy="make them smaller, or train on a machine with more memory",
-            )
+    needed, available = 4 * max(weights, batch), available_bytes()
+    if needed <= available:
+        return
+    what = f"the weights take {size_text(needed)} with model.hidden_size={size}, "
+    what += f"model.layers={model.layers}, model.max_timestep={model.max_timestep}"
+    if batch > weights:
+        what = f"a batch and its tokens take {size_text(needed)} with loader.batch_size="
+        what += f"{loader.batch_size}, loader.context_length={loader.context_length}"
+    what += f", {size_text(available)} of memory are available"
+    remedy = "make them smaller, or train on a machine with more memory"
+    raise InputError("MEMORY", what, where=recipe.name, remedy=remedy)

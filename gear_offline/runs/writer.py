@@ -150,7 +150,7 @@ class RunWriter:
 
         learner, name = self._learner, self._recipe.name
         text = f"{name}: was complete already, {count_text(learner.step, 'step')}"
-        did_nothing = self._timed_after is None and not self.evaluations.staleness
+        did_nothing = self._timed_after is None and not self.evaluations.count
         before = read_summary(self._path)
         is_summed_up = did_nothing and before is not None and before.steps == learner.step
         if not is_summed_up:  # else its figures are of the process that did the steps
