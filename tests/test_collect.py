@@ -13,13 +13,13 @@ import h5py
 import numpy as np
 import pytest
 
-from gear_offline.collect.collection import D4rlWriter, collect
-from gear_offline.collect.policies import LinearPolicy, save_linear_policy
+from gear_offline.collect.collection import collect
 from gear_offline.collect.record import Episode
 from gear_offline.config.recipe import load_recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import GearError, InputError, UnavailableError
+from gear_offline.export import Hdf5Writer
 from gear_offline.runs.loop import train
 from gear_offline.runs.prepare import prepare_one
 from gear_offline.sources import open_source
@@ -112,35 +112,16 @@ def test_the_d4rl_source_reads_it(tmp_path: Path) -> None:
         assert any(expected) and not all(expected)
 
 
-def test_whole_episodes_until_there_are_enough_steps(tmp_path: Path) -> None:
-    report = collect(COUNTER, tmp_path / "a.hdf5", steps=100, **QUIET)
-    columns, _ = read(tmp_path / "a.hdf5")
-    ends = columns["terminals"] | columns["timeouts"]
-    assert ends[-1]
-    last = np.diff(np.flatnonzero(ends))[-1]
-    assert 100 <= report.steps < 100 + last
-
-
 def test_exact_steps_cut_the_last_episode_without_a_flag(tmp_path: Path) -> None:
     whole = collect(COUNTER, tmp_path / "a.hdf5", steps=100, **QUIET)
     steps = whole.steps - 1
+    assert 100 <= whole.steps < 100 + LIMIT
     cut = collect(COUNTER, tmp_path / "b.hdf5", steps=steps, exact_steps=True, **QUIET)
     assert cut.steps == steps and cut.episodes == whole.episodes
     long, short = read(tmp_path / "a.hdf5")[0], read(tmp_path / "b.hdf5")[0]
     for name in ("observations", "next_observations", "actions", "rewards"):
         np.testing.assert_array_equal(short[name], long[name][:-1])
     assert not short["terminals"][-1] and not short["timeouts"][-1]
-
-
-def test_bytes_do_not_depend_on_processes(tmp_path: Path) -> None:
-    contents = []
-    for processes in (1, 2):
-        out = tmp_path / f"{processes}.hdf5"
-        collect(COUNTER, out, steps=500, processes=processes, quiet=True)
-        contents.append(out.read_bytes())
-    assert contents[0] == contents[1]
-    collect(COUNTER, tmp_path / "other.hdf5", steps=500, seed=1, **QUIET)
-    assert (tmp_path / "other.hdf5").read_bytes() != contents[0]
 
 
 def test_qualities_are_what_they_say(tmp_path: Path) -> None:
@@ -219,11 +200,6 @@ def test_a_missed_gate_leaves_no_file(tmp_path: Path, policy: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_gate_that_is_reached_lets_the_file_through(tmp_path: Path) -> None:
-    report = collect(PUSH, tmp_path / "a.hdf5", steps=200, gate=1.0, **QUIET)
-    assert report.makers[0].mean_return >= 1.0 and report.path.exists()
-
-
 def test_the_policy_is_saved_after_its_data_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,7 +209,7 @@ def test_the_policy_is_saved_after_its_data_or_not_at_all(
         collect(PUSH, out, save_policy=out, **options)
     assert caught.value.code == "USAGE"
     with monkeypatch.context() as patched:
-        patched.setattr(D4rlWriter, "_flush", lambda self: Path("/dev/full").write_text("x"))
+        patched.setattr(Hdf5Writer, "_flush", lambda self: Path("/dev/full").write_text("x"))
         with pytest.raises(GearError) as full:
             collect(PUSH, out, save_policy=saved, **options)
     assert full.value.code == "OUTPUT_WRITE"
@@ -291,15 +267,6 @@ def test_impossible_options_are_one_error(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_policy_of_another_environment_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "policy.safetensors"
-    linear = LinearPolicy(np.zeros((1, 2)), np.zeros(2), np.ones(2))
-    save_linear_policy(linear, path, environment_id=COUNTER)
-    with pytest.raises(InputError) as caught:
-        collect(PUSH, tmp_path / "a.hdf5", policy=path, **QUIET)
-    assert caught.value.code == "MODEL"
-
-
 def test_rows_match_the_environment(tmp_path: Path) -> None:
     """The counter's rows, from the file, against what that environment must have done."""
     collect(COUNTER, tmp_path / "a.hdf5", steps=300, **QUIET)
@@ -308,7 +275,7 @@ def test_rows_match_the_environment(tmp_path: Path) -> None:
     for seed in columns["metadata/episode_reset_seed"].tolist():
         stop = start + min(length_of(seed), LIMIT)
         part = {k: v[start:stop] for k, v in columns.items() if not k.startswith("metadata/")}
-        check_counter_episode(Episode(columns=part, maker=0, reset_seed=seed, simulated_return=0.0))
+        check_counter_episode(Episode(columns=part, reset_seed=seed))
         start = stop
     assert start == len(columns["rewards"])
 

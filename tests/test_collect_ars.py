@@ -17,7 +17,7 @@ from gear_offline.collect.ars import (
     train,
     update,
 )
-from gear_offline.collect.makers import QUALITIES, choose_rollouts, requested_mix
+from gear_offline.collect.makers import choose_rollouts, requested_mix
 from gear_offline.collect.record import Crew, EpisodeScore
 from gear_offline.errors import GearError, InputError
 from tests.collect_environments import PUSH
@@ -61,13 +61,6 @@ def test_update_is_the_papers(seed: int, count: int, data: st.DataObject) -> Non
     np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_equal_returns_move_nothing() -> None:
-    weight, directions = np.ones((1, 2)), np.ones((2, 1, 2))
-    same = np.full(2, 5.0)
-    found = update(weight, directions, same, same, top=2, step_size=1.0)
-    np.testing.assert_array_equal(found, weight)
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 2**32))
 def test_moments_are_those_of_all_observations(lengths: list[int], seed: int) -> None:
@@ -97,14 +90,6 @@ def test_it_learns(training: Training) -> None:
     assert training.best.mean_return > 8.0
 
 
-def test_the_result_does_not_depend_on_the_processes(training: Training) -> None:
-    with Crew(PUSH, processes=2) as crew:
-        other = train(crew, seed=3, steps=6_000, options=OPTIONS)
-    assert [s.mean_return for s in other.snapshots] == [s.mean_return for s in training.snapshots]
-    np.testing.assert_array_equal(other.best.policy.weight, training.best.policy.weight)
-    np.testing.assert_array_equal(other.best.policy.std, training.best.policy.std)
-
-
 def test_attempts_differ_and_share_the_budget(training: Training) -> None:
     assert training.attempts == 3
     used = [
@@ -131,16 +116,10 @@ def test_a_target_needs_confirmation() -> None:
     with Crew(PUSH, processes=1) as crew:
         reached = train(crew, seed=3, steps=3_000, options=OPTIONS, target=6.0)
         missed = train(crew, seed=3, steps=3_000, options=OPTIONS, target=9.99)
+    assert reached.best is reached.snapshots[-1] and reached.best.mean_return >= 6.0
+    assert all(s.mean_return < 6.0 for s in reached.snapshots[:-1])
     assert [s.episodes for s in reached.snapshots][-1] == 20
     assert {s.episodes for s in missed.snapshots} == {5}
-
-
-def test_it_stops_at_the_target() -> None:
-    with Crew(PUSH, processes=1) as crew:
-        short = train(crew, seed=3, steps=6_000, options=OPTIONS, target=6.0)
-    assert short.best is short.snapshots[-1]
-    assert short.best.mean_return >= 6.0
-    assert all(s.mean_return < 6.0 for s in short.snapshots[:-1])
 
 
 def test_the_alive_bonus_is_taken_off_by_step() -> None:
@@ -162,10 +141,8 @@ def test_the_alive_bonus_is_taken_off_by_step() -> None:
 def test_training_rollouts_can_be_recorded_later(training: Training) -> None:
     iteration = training.iterations[7]
     with Crew(PUSH, processes=1) as crew:
-        episodes = list(crew.record(training.rollout_plans(iteration, maker=5)))
-        np.testing.assert_array_equal([e.simulated_return for e in episodes], iteration.returns)
+        episodes = list(crew.record(training.rollout_plans(iteration)))
         np.testing.assert_array_equal([e.steps for e in episodes], iteration.lengths)
-        assert {e.maker for e in episodes} == {5}
         wrong = dataclasses.replace(iteration, returns=iteration.returns + 1e-9)
         with pytest.raises(GearError) as caught:
             list(crew.record(training.rollout_plans(wrong)))
@@ -216,9 +193,3 @@ def test_mixes_that_mean_nothing_are_refused(mix: dict[str, float]) -> None:
     with pytest.raises(InputError) as caught:
         requested_mix("ars", None, mix)
     assert caught.value.code == "USAGE"
-
-
-def test_every_quality_is_a_mix() -> None:
-    assert len(QUALITIES) >= 6
-    for quality in QUALITIES:
-        assert sum(requested_mix("ars", quality, None).values()) == pytest.approx(1.0)

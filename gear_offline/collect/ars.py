@@ -178,20 +178,20 @@ class Training:
         ]
         return min(earlier, key=lambda s: abs(s.mean_return - mean_return))
 
-    def rollout_plans(self, iteration: Iteration, *, maker: int = 0) -> list[EpisodePlan]:
+    def rollout_plans(self, iteration: Iteration) -> list[EpisodePlan]:
         """Return the plans of an iteration's 2N rollouts: forwards, backwards, next direction."""
         plans: list[EpisodePlan] = []
+        base, returns = iteration.base, iteration.returns
         for d, direction in enumerate(self.directions(iteration)):
             for side, sign in enumerate((1.0, -1.0)):
                 path = (self.seed, TRAIN, iteration.attempt, iteration.number, d, side)
-                returns = iteration.returns
+                weight = base.weight + sign * self.options.noise * direction
                 plans.append(
                     EpisodePlan(
-                        policy=iteration.base.perturbed(sign * self.options.noise * direction),
+                        policy=replace(base, weight=weight),
                         # Both ways start from the same state: their difference is the policy's.
                         reset_seed=reset_seed(*path[:-1]),
                         noise_path=path,
-                        maker=maker,
                         expected_return=float(returns[len(plans)]) if returns.size else None,
                     )
                 )
@@ -237,18 +237,13 @@ def train(
 def _attempt(
     crew: Crew, training: Training, limit: int, target: float | None
 ) -> Iterator[tuple[int, Snapshot | None]]:
-    facts, options = crew.facts, training.options
-    attempt = training.attempts
+    """Yield the steps of each iteration of an attempt, and the snapshot after it, if any."""
+    facts, options, attempt = crew.facts, training.options, training.attempts
     training.attempts += 1
     size = facts.state_size
     moments = RunningMoments(0, np.zeros(size), np.zeros(size))
-    policy = LinearPolicy(
-        np.zeros((facts.action_size, size)),
-        moments.mean,
-        moments.std(),
-        facts.discrete,
-        ALGORITHM,
-    )
+    weight = np.zeros((facts.action_size, size))
+    policy = LinearPolicy(weight, moments.mean, moments.std(), facts.discrete, ALGORITHM)
     number = 0
     end = min(limit, training.steps + options.attempt_steps)
     extended = min(limit, training.steps + 3 * options.attempt_steps)
@@ -274,7 +269,14 @@ def _attempt(
         policy = replace(policy, weight=weight, mean=moments.mean, std=moments.std())
         snapshot = None
         if number % EVALUATE_EVERY == 0 or training.steps >= end:
-            snapshot = _evaluate(crew, training, policy, attempt, number, target)
+            reached = _evaluate(crew, training, policy, target)
+            snapshot = Snapshot(
+                policy=policy,
+                attempt=attempt,
+                iteration=number,
+                mean_return=float(np.mean(reached)),
+                episodes=len(reached),
+            )
             training.snapshots.append(snapshot)
             if options.promising is not None and snapshot.mean_return >= options.promising:
                 end = extended
@@ -282,33 +284,18 @@ def _attempt(
 
 
 def _evaluate(
-    crew: Crew,
-    training: Training,
-    policy: LinearPolicy,
-    attempt: int,
-    number: int,
-    target: float | None,
-) -> Snapshot:
-    # The same start states at every evaluation, so that snapshots compare fairly.
-    paths = [
-        (training.seed, EVALUATE, i) for i in range(EVALUATION_EPISODES + CONFIRMATION_EPISODES)
-    ]
-    plans = [
-        EpisodePlan(
-            policy=policy,
-            reset_seed=reset_seed(*p),
-            noise_path=p,
-            action_noise=training.action_noise,
+    crew: Crew, training: Training, policy: LinearPolicy, target: float | None
+) -> list[float]:
+    """Return the returns of some episodes; of more where they reach the target."""
+    plans = []
+    for episode in range(EVALUATION_EPISODES + CONFIRMATION_EPISODES):
+        # the same start states at every evaluation, so that snapshots compare fairly
+        path = (training.seed, EVALUATE, episode)
+        noise, seed = training.action_noise, reset_seed(*path)
+        plans.append(
+            EpisodePlan(policy=policy, reset_seed=seed, noise_path=path, action_noise=noise)
         )
-        for p in paths
-    ]
-    returns = [s.total_reward for s in crew.score(plans[:EVALUATION_EPISODES])]
-    if target is not None and np.mean(returns) >= target:
-        returns += [s.total_reward for s in crew.score(plans[EVALUATION_EPISODES:])]
-    return Snapshot(
-        policy=policy,
-        attempt=attempt,
-        iteration=number,
-        mean_return=float(np.mean(returns)),
-        episodes=len(returns),
-    )
+    scores = crew.score(plans[:EVALUATION_EPISODES])
+    if target is not None and np.mean([score.total_reward for score in scores]) >= target:
+        scores += crew.score(plans[EVALUATION_EPISODES:])
+    return [score.total_reward for score in scores]

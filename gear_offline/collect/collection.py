@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gear_offline.collect import ars
-from gear_offline.collect.makers import (
-    Maker,
-    MakerReport,
-    mix_makers,
-    policy_maker,
-    report_of,
-    requested_mix,
-)
+from gear_offline.collect.makers import Maker, mix_makers, requested_mix
 from gear_offline.collect.policies import (
     LinearPolicy,
     is_of_library,
@@ -27,7 +20,7 @@ from gear_offline.collect.policies import (
     save_linear_policy,
     train_with_library,
 )
-from gear_offline.collect.record import Crew, Episode, Policy
+from gear_offline.collect.record import Crew, Policy
 from gear_offline.core.files import check_new_file
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text
@@ -41,6 +34,41 @@ NOTE = "collected locally; not D4RL data"
 PARALLEL_STEPS = 20_000  # below this many steps, starting processes costs more than it brings
 MAX_PROCESSES = 16  # a training iteration has no more rollouts to share out
 LIBRARY_STEPS = 100_000
+RANGES = {  # the least, and what a number must stay below
+    "steps": (1, math.inf),
+    "processes": (1, math.inf),
+    "action_noise": (0.0, math.inf),
+    "seed": (0, 1 << 63),
+    "train_steps": (1, math.inf),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakerReport:
+    """What a maker has recorded; returns are undiscounted sums of the stored rewards.
+
+    `name` is the part of the quality or mix, `algorithm` what its policy was made with,
+    `action_noise` that of the actions, as asked of `collect`.
+    """
+
+    name: str
+    algorithm: str
+    episodes: int
+    steps: int
+    mean_return: float
+    std_return: float
+    min_return: float
+    max_return: float
+    action_noise: float
+
+    def line(self) -> str:
+        """Return a summary for people."""
+        return (
+            f"{self.name}: {count_text(self.episodes, 'episode')},"
+            f" {count_text(self.steps, 'step')}, return"
+            f" {self.mean_return:.0f} ± {self.std_return:.0f}"
+            f" ({self.min_return:.0f} to {self.max_return:.0f})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,25 +111,13 @@ class CollectReport:
         return asdict(self) | {"path": str(self.path), "policy_path": policy}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """The arguments of `collect`, as documented there."""
+class _Recorded(NamedTuple):
+    """An episode in the file."""
 
-    environment: str
-    out: Path
-    policy: str
-    mix: Mapping[str, float]
+    maker: int
+    reset_seed: int
     steps: int
-    exact_steps: bool
-    processes: int | None
-    action_noise: float
-    seed: int
-    train_steps: int | None
-    target: float | None
-    gate: float | None
-    save_policy: Path | None
-    overwrite: bool
-    quiet: bool
+    total: float
 
 
 def collect(
@@ -173,190 +189,211 @@ def collect(
     CollectReport
         What is in the file, and who made it.
     """
-    request = _Request(
-        environment=environment,
-        out=Path(out),
-        policy=str(policy),
-        mix=requested_mix(str(policy), quality, mix),
+    out, policy = Path(out), str(policy)
+    shares = requested_mix(policy, quality, mix)
+    _check_numbers(
         steps=steps,
-        exact_steps=exact_steps,
         processes=processes,
         action_noise=action_noise,
         seed=seed,
         train_steps=train_steps,
         target=target,
         gate=gate,
-        save_policy=None if save_policy is None else Path(save_policy),
-        overwrite=overwrite,
-        quiet=quiet,
     )
-    _check(request)
-    with D4rlWriter(request.out, overwrite=overwrite) as writer:
+    saved = None if save_policy is None else Path(save_policy)
+    if saved is not None:
+        _check_policy_path(saved, out, policy, shares, overwrite=overwrite)
+    if is_of_library(policy) or (processes is None and policy != "ars" and steps < PARALLEL_STEPS):
+        processes = 1  # a library's model stays in the process that trained it
+    with Hdf5Writer(out, overwrite=overwrite) as writer:
         import_module_of(environment)
-        with Crew(environment, processes=_processes(request)) as crew:
+        with Crew(environment, processes=processes or min(usable_cores(), MAX_PROCESSES)) as crew:
             say_version(environment, quiet=quiet)
-            makers, best, used = _prepare(request, crew)
-            reports = _record(request, crew, writer, makers)
-            _check_gate(request, max(report.mean_return for report in reports))
-            report = CollectReport(
-                path=request.out,
-                environment_id=crew.facts.environment_id,
-                steps=writer.steps,
-                episodes=len(writer.returns),
-                mean_return=float(np.mean(writer.returns)),
-                std_return=float(np.std(writer.returns)),
-                min_return=min(writer.returns),
-                max_return=max(writer.returns),
-                makers=tuple(reports),
-                train_steps=used,
-                # the policy follows its data: a file that is there was recorded with it
-                policy_path=request.save_policy if isinstance(best, LinearPolicy) else None,
+            training: ars.Training | None = None
+            best: Policy | None = None
+            used = 0
+            if policy == "ars" and set(shares) != {"random"}:
+                training = _train(
+                    crew, environment, seed, train_steps, target, action_noise, quiet=quiet
+                )
+                best, used = training.best.policy, training.steps
+                _check_gate(gate, training.best.mean_return, environment)
+            elif is_of_library(policy):
+                used = train_steps or LIBRARY_STEPS
+                say(f"train {policy} for {count_text(used, 'step')}", quiet=quiet)
+                best = train_with_library(policy, environment, steps=used, seed=seed)
+            elif policy not in ("random", "ars"):
+                best = load_linear_policy(Path(policy), crew.facts)
+            makers = mix_makers(
+                shares,
+                facts=crew.facts,
+                training=training,
+                policy=best if training is None else None,
+                steps=steps,
+                seed=seed,
+                action_noise=action_noise,
             )
-        writer.finish(_attributes(request, report), _metadata(makers, best))
-        if report.policy_path is not None and isinstance(best, LinearPolicy):
-            save_linear_policy(best, report.policy_path, environment_id=report.environment_id)
+            what = f"record {out.name}"
+            with Progress(what, total=steps, unit="steps", quiet=quiet) as progress:
+                episodes = _record(crew, writer, makers, steps, progress, exact=exact_steps)
+        parts = [[one for one in episodes if one.maker == n] for n in range(len(makers))]
+        reports = [_report(m, own) for m, own in zip(makers, parts, strict=True) if own]
+        _check_gate(gate, max(part.mean_return for part in reports), environment)
+        returns = [one.total for one in episodes]
+        report = CollectReport(
+            path=out,
+            environment_id=crew.facts.environment_id,
+            steps=sum(one.steps for one in episodes),
+            episodes=len(episodes),
+            mean_return=float(np.mean(returns)),
+            std_return=float(np.std(returns)),
+            min_return=min(returns),
+            max_return=max(returns),
+            makers=tuple(reports),
+            train_steps=used,
+            policy_path=saved,
+        )
+        details: dict[str, Array | str] = {
+            "episode_maker": np.array([one.maker for one in episodes], dtype=np.int32),
+            "episode_reset_seed": np.array([one.reset_seed for one in episodes], dtype=np.int64),
+            "algorithm": _algorithms(makers),
+            **_weights(makers, best),
+        }
+        details = {f"metadata/{name}": value for name, value in details.items()}
+        writer.publish(_attributes(environment, seed, report), details)
+        # the policy follows its data: a file that is there was recorded with it
+        if saved is not None and isinstance(best, LinearPolicy):
+            save_linear_policy(best, saved, environment_id=report.environment_id)
+    if report.steps < steps:  # only rollouts of a training come to an end
+        say(
+            f"warning: {count_text(report.steps, 'step')} in place of {steps:,}: training "
+            "had no more rollouts; let it train longer (--train-steps), or take another quality",
+            quiet=quiet,
+        )
     for part in reports:
         say(part.line(), quiet=quiet)
     return report
 
 
-def _check(request: _Request) -> None:
+def _check_numbers(**numbers: float | None) -> None:
     """Refuse what makes no sense before any work."""
-    least = {"steps": 1, "seed": 0, "action_noise": 0.0, "train_steps": 1, "processes": 1}
-    for name in (*least, "target", "gate"):
-        value = getattr(request, name)
-        if value is None or least.get(name, -math.inf) <= value < math.inf:
-            continue
-        need = f"at least {least[name]}" if name in least else "a finite number"
-        raise InputError("USAGE", f"got {value}, need {need}", where=name)
-    if request.seed >= 1 << 63:
-        raise InputError("USAGE", f"got {request.seed}, need less than 2^63", where="seed")
-    path = request.save_policy
-    if path is None:
-        return
+    for name, value in numbers.items():
+        least, below = RANGES.get(name, (-math.inf, math.inf))
+        if value is not None and not least <= value < below:
+            need = f"need {least} <= {name} < {below}"
+            raise InputError("USAGE", f"got {value}, {need}", where=name)
+
+
+def _check_policy_path(
+    path: Path, out: Path, policy: str, shares: Mapping[str, float], *, overwrite: bool
+) -> None:
     what, remedy = "", "leave it out"
-    if request.policy != "ars":
+    if policy != "ars":
         what = "only a policy trained by 'ars' can be saved"
-    elif set(request.mix) == {"random"}:
+    elif set(shares) == {"random"}:
         what, remedy = "random data train no policy", f"{remedy}, or ask for another quality"
-    elif path.absolute() == request.out.absolute():
+    elif path.absolute() == out.absolute():
         what = "the policy and the data would be one file"
         remedy = "give the policy another name, e.g. policy.safetensors"
     if what:
         raise InputError("USAGE", what, where="save_policy", remedy=remedy)
-    check_new_file(path, overwrite=request.overwrite)
+    check_new_file(path, overwrite=overwrite)
 
 
-def _processes(request: _Request) -> int:
-    small = request.policy != "ars" and request.steps < PARALLEL_STEPS
-    if is_of_library(request.policy) or (request.processes is None and small):
-        return 1  # a library's model stays in the process that trained it
-    return request.processes or min(usable_cores(), MAX_PROCESSES)
-
-
-def _prepare(request: _Request, crew: Crew) -> tuple[list[Maker], Policy | None, int]:
-    """Train or load; return the makers, the best policy, and the steps that training used."""
-    options: dict[str, Any] = {"seed": request.seed, "steps": request.steps}
-    if request.policy in ("random", "ars"):
-        training = None if set(request.mix) == {"random"} else _train(request, crew)
-        makers = mix_makers(
-            request.mix,
-            facts=crew.facts,
-            training=training,
-            action_noise=request.action_noise,
-            **options,
-        )
-        if training is None:
-            return makers, None, 0
-        return makers, training.best.policy, training.steps
-    policy: Policy
-    used = 0
-    if is_of_library(request.policy):
-        used = request.train_steps or LIBRARY_STEPS
-        say(f"train {request.policy} for {count_text(used, 'step')}", quiet=request.quiet)
-        where, seed = request.environment, request.seed
-        policy = train_with_library(request.policy, where, steps=used, seed=seed)
-    else:
-        policy = load_linear_policy(Path(request.policy), crew.facts)
-    maker = policy_maker(
-        policy, name="policy", number=0, action_noise=request.action_noise, **options
-    )
-    return [maker], policy, used
-
-
-def _train(request: _Request, crew: Crew) -> ars.Training:
-    options = ars.options_for(request.environment)
-    budget = request.train_steps or options.train_steps
-    target = request.target if request.target is not None else options.target
+def _train(
+    crew: Crew,
+    environment: str,
+    seed: int,
+    steps: int | None,
+    target: float | None,
+    action_noise: float,
+    *,
+    quiet: bool,
+) -> ars.Training:
+    options = ars.options_for(environment)
+    steps = steps or options.train_steps
+    target = target if target is not None else options.target
     until = "" if target is None else f" until a mean return of {target:g}"
     what = f"train {ars.ALGORITHM}{until}"
-    with Progress(what, total=budget, unit="steps", quiet=request.quiet) as progress:
+    with Progress(what, total=steps, unit="steps", quiet=quiet) as progress:
         training = ars.train(
             crew,
-            seed=request.seed,
-            steps=budget,
+            seed=seed,
+            steps=steps,
             options=options,
             target=target,
-            action_noise=request.action_noise,
+            action_noise=action_noise,
             on_progress=progress.advance,
         )
-    best, attempts = training.best, count_text(training.attempts, "attempt")
     say(
-        f"trained {count_text(training.steps, 'step')} in {attempts}: best mean return "
-        f"{best.mean_return:.0f}",
-        quiet=request.quiet,
+        f"trained {count_text(training.steps, 'step')} in "
+        f"{count_text(training.attempts, 'attempt')}: best mean return "
+        f"{training.best.mean_return:.0f}",
+        quiet=quiet,
     )
-    _check_gate(request, best.mean_return)
     return training
 
 
-def _check_gate(request: _Request, reached: float) -> None:
-    if request.gate is not None and not reached >= request.gate:
-        raise GearError(
-            "USAGE",
-            f"best maker's mean return is {reached:.1f}, below the gate of {request.gate:g};"
-            " no file was written",
-            where=request.environment,
-            remedy="give it more train_steps or another seed, or lower the gate",
-        )
+def _check_gate(gate: float | None, reached: float, environment: str) -> None:
+    if gate is not None and not reached >= gate:
+        what = f"best maker's mean return is {reached:.1f}, below the gate of {gate:g}"
+        remedy = "give it more train_steps or another seed, or lower the gate"
+        raise GearError("USAGE", f"{what}; no file was written", environment, remedy)
 
 
 def _record(
-    request: _Request, crew: Crew, writer: D4rlWriter, makers: list[Maker]
-) -> list[MakerReport]:
+    crew: Crew,
+    writer: Hdf5Writer,
+    makers: Sequence[Maker],
+    steps: int,
+    progress: Progress,
+    *,
+    exact: bool,
+) -> list[_Recorded]:
     """Write every maker's episodes; the last one makes up what the others fell short of."""
-    reports, what = [], f"record {request.out.name}"
-    with Progress(what, total=request.steps, unit="steps", quiet=request.quiet) as progress:
-        for maker in makers:
-            first, before = len(writer.returns), writer.steps
-            if before >= request.steps:
-                break  # earlier makers' last episodes have used this one's share
-            wanted = request.steps if maker is makers[-1] else before + maker.steps
-            for episode in crew.record(maker.plans):
-                room = request.steps - writer.steps
-                rows = min(room, episode.steps) if request.exact_steps else episode.steps
-                writer.append(episode, rows=rows)
-                progress.advance(rows)
-                if writer.steps >= min(wanted, request.steps):
-                    break
-            reports.append(report_of(maker, writer.returns[first:], writer.steps - before))
-    if writer.steps < request.steps:  # only rollouts of a training come to an end
-        say(
-            f"warning: {count_text(writer.steps, 'step')} in place of {request.steps:,}: training "
-            "had no more rollouts; let it train longer (--train-steps), or take another quality",
-            quiet=request.quiet,
-        )
-    return reports
+    episodes: list[_Recorded] = []
+    done = 0
+    for number, maker in enumerate(makers):
+        if done >= steps:
+            break  # earlier makers' last episodes have used this one's share
+        wanted = steps if maker is makers[-1] else min(steps, done + maker.steps)
+        for episode in crew.record(maker.plans):
+            rows = min(steps - done, episode.steps) if exact else episode.steps
+            # where it is cut its last row bears no flag
+            part = {name: column[:rows] for name, column in episode.columns.items()}
+            writer.hold(part, rows)
+            total = float(part["rewards"].sum(dtype=np.float64))
+            episodes.append(_Recorded(number, episode.reset_seed, rows, total))
+            progress.advance(rows)
+            done += rows
+            if done >= wanted:
+                break
+    return episodes
 
 
-def _attributes(request: _Request, report: CollectReport) -> dict[str, Any]:
+def _report(maker: Maker, episodes: Sequence[_Recorded]) -> MakerReport:
+    returns = [one.total for one in episodes]
+    return MakerReport(
+        name=maker.name,
+        algorithm=maker.algorithm,
+        episodes=len(episodes),
+        steps=sum(one.steps for one in episodes),
+        mean_return=float(np.mean(returns)),
+        std_return=float(np.std(returns)),
+        min_return=min(returns),
+        max_return=max(returns),
+        action_noise=maker.action_noise,
+    )
+
+
+def _attributes(environment: str, seed: int, report: CollectReport) -> dict[str, Any]:
     """Return the attributes of the file; no times or paths, so that equal runs are equal bytes."""
-    atari = {"ale_py": _version("ale-py")} if is_atari(request.environment) else {}
+    atari = {"ale_py": _version("ale-py")} if is_atari(environment) else {}
     return {
         "env_id": report.environment_id,
         "algorithm": _algorithms(report.makers),
         "note": NOTE,
-        "seed": request.seed,
+        "seed": seed,
         "train_steps": report.train_steps,
         "steps": report.steps,
         "episodes": report.episodes,
@@ -371,9 +408,9 @@ def _attributes(request: _Request, report: CollectReport) -> dict[str, Any]:
     }
 
 
-def _metadata(makers: list[Maker], best: Policy | None) -> dict[str, Array | str]:
-    """Return algorithm and weights: of the best policy, and of each maker that has one."""
-    content: dict[str, Array | str] = {"algorithm": _algorithms(makers)}
+def _weights(makers: Sequence[Maker], best: Policy | None) -> dict[str, Array]:
+    """Return the weights of the best policy, and of each maker that has some."""
+    content: dict[str, Array] = {}
     named = [("policy", best)] + [(f"makers/{maker.name}", maker.policy) for maker in makers]
     for prefix, policy in named:
         if isinstance(policy, LinearPolicy):
@@ -383,7 +420,7 @@ def _metadata(makers: list[Maker], best: Policy | None) -> dict[str, Array | str
     return content
 
 
-def _algorithms(makers: list[Maker] | tuple[MakerReport, ...]) -> str:
+def _algorithms(makers: Sequence[Maker | MakerReport]) -> str:
     return "; ".join(dict.fromkeys(maker.algorithm for maker in makers))
 
 
@@ -392,33 +429,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-class D4rlWriter(Hdf5Writer):
-    """Writes episodes one after the other; leaving it without `finish` removes everything."""
-
-    def __init__(self, path: Path, *, overwrite: bool = False) -> None:
-        super().__init__(path, overwrite=overwrite)
-        self.steps = 0
-        self.makers: list[int] = []
-        self.seeds: list[int] = []
-        self.returns: list[float] = []
-
-    def append(self, episode: Episode, *, rows: int | None = None) -> None:
-        """Add `episode`, or only its first `rows` rows: then its last row bears no flag."""
-        steps = episode.steps if rows is None else min(rows, episode.steps)
-        part = {name: column[:steps] for name, column in episode.columns.items()}
-        self.steps += steps
-        self.makers.append(episode.maker)
-        self.seeds.append(episode.reset_seed)
-        self.returns.append(float(part["rewards"].sum(dtype=np.float64)))
-        self.hold(part, steps)
-
-    def finish(self, attributes: Mapping[str, Any], metadata: Mapping[str, Array | str]) -> None:
-        """Complete the file, with `metadata` below ``metadata/``, and give it its name."""
-        details: dict[str, Array | str] = {
-            "episode_maker": np.array(self.makers, dtype=np.int32),
-            "episode_reset_seed": np.array(self.seeds, dtype=np.int64),
-            **metadata,
-        }
-        self.publish(attributes, {f"metadata/{name}": value for name, value in details.items()})

@@ -2,7 +2,7 @@
 
 A quality is a mix of parts.  Parts of a training are ``replay`` (the training's own rollouts),
 ``expert`` (its best policy), ``medium`` and ``level:X`` (the policy whose return was nearest to a
-third, or to X, of the best one's).  ``random`` needs no training.
+third, or to X, of the best one's).  ``random`` needs no training; ``policy`` is one that was given.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gear_offline.collect.ars import Iteration, Snapshot, Training
+from gear_offline.collect.ars import Iteration, Training
 from gear_offline.collect.policies import RandomPolicy
 from gear_offline.collect.record import RECORD, EpisodePlan, Policy, reset_seed
-from gear_offline.core.text import count_text
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import EnvironmentFacts
 
@@ -44,57 +43,6 @@ class Maker:
     plans: Iterator[EpisodePlan]  # endless, except for replay
 
 
-@dataclass(frozen=True, kw_only=True)
-class MakerReport:
-    """What a maker has recorded; returns are sums of the stored rewards.
-
-    Attributes
-    ----------
-    name, algorithm
-        Part of the quality or mix, and what the policy was made with.
-    episodes, steps
-        Recorded.
-    mean_return, std_return, min_return, max_return
-        Over those episodes, undiscounted.
-    action_noise
-        Of the actions, as asked of `collect`.
-    """
-
-    name: str
-    algorithm: str
-    episodes: int
-    steps: int
-    mean_return: float
-    std_return: float
-    min_return: float
-    max_return: float
-    action_noise: float
-
-    def line(self) -> str:
-        """Return a summary for people."""
-        return (
-            f"{self.name}: {count_text(self.episodes, 'episode')},"
-            f" {count_text(self.steps, 'step')}, return"
-            f" {self.mean_return:.0f} ± {self.std_return:.0f}"
-            f" ({self.min_return:.0f} to {self.max_return:.0f})"
-        )
-
-
-def report_of(maker: Maker, returns: list[float], steps: int) -> MakerReport:
-    """Summarise the `returns` of the episodes that `maker` recorded."""
-    return MakerReport(
-        name=maker.name,
-        algorithm=maker.algorithm,
-        episodes=len(returns),
-        steps=steps,
-        mean_return=float(np.mean(returns)),
-        std_return=float(np.std(returns)),
-        min_return=min(returns),
-        max_return=max(returns),
-        action_noise=maker.action_noise,
-    )
-
-
 def requested_mix(
     policy: str, quality: str | None, mix: Mapping[str, float] | None
 ) -> dict[str, float]:
@@ -112,16 +60,15 @@ def requested_mix(
     if mix is None:
         remedy = f"use one of {', '.join(QUALITIES)}"
         raise InputError("USAGE", f"no quality {quality!r}", where="quality", remedy=remedy)
+    remedy = "parts are random, replay, medium, expert and level:X with 0 < X <= 1; "
+    remedy += "shares are positive"
     for part, share in mix.items():
         known = part in {"random", "replay", "medium", "expert"} or _level(part) is not None
         if not known or not (math.isfinite(share) and share > 0):
             what = f"part {part!r} with share {share!r} is not usable"
-            remedy = "parts are random, replay, medium, expert and level:X with 0 < X <= 1; "
-            remedy += "shares are positive"
             raise InputError("USAGE", what, where="mix", remedy=remedy)
     if not mix:
-        what, remedy = "the mix has no parts", "name at least one"
-        raise InputError("USAGE", what, where="mix", remedy=remedy)
+        raise InputError("USAGE", "the mix has no parts", where="mix", remedy=remedy)
     total = math.fsum(mix.values())
     return {part: share / total for part, share in mix.items()}
 
@@ -135,37 +82,12 @@ def _level(part: str) -> float | None:
     return level if kind == "level" and 0 < level <= 1 else None
 
 
-def policy_maker(
-    policy: Policy, *, name: str, seed: int, number: int, steps: int, action_noise: float
-) -> Maker:
-    """Return the maker that plays `policy` on and on."""
-
-    def plans() -> Iterator[EpisodePlan]:
-        for episode in itertools.count():
-            path = (seed, RECORD, number, episode)
-            yield EpisodePlan(
-                policy=policy,
-                reset_seed=reset_seed(*path),
-                noise_path=path,
-                action_noise=action_noise,
-                maker=number,
-            )
-
-    return Maker(
-        name=name,
-        algorithm=policy.algorithm,
-        steps=steps,
-        action_noise=action_noise,
-        policy=policy,
-        plans=plans(),
-    )
-
-
 def mix_makers(
     mix: Mapping[str, float],
     *,
     facts: EnvironmentFacts,
-    training: Training | None,
+    training: Training | None = None,
+    policy: Policy | None = None,
     steps: int,
     seed: int,
     action_noise: float,
@@ -174,43 +96,55 @@ def mix_makers(
 
     Action noise is for the policies; random and replayed episodes have none.
     """
-    makers: list[Maker] = []
+    makers = []
     for number, (part, share) in enumerate(mix.items()):
-        wanted, noise = max(1, round(share * steps)), action_noise
+        wanted = max(1, round(share * steps))
         if part == "replay":
             assert training is not None, "only random data needs no training"
-            makers.append(_replay_maker(training, number=number, steps=wanted))
+            makers.append(_replay_maker(training, wanted))
             continue
         if part == "random":
-            policy: Policy = RandomPolicy(facts.low, facts.high, facts.choices)
-            noise = 0.0
+            played: Policy = RandomPolicy(facts.low, facts.high, facts.choices)
         else:
-            assert training is not None, "only random data needs no training"
-            policy = _snapshot(training, part).policy
-        maker = policy_maker(
-            policy, name=part, seed=seed, number=number, steps=wanted, action_noise=noise
+            played = policy or _trained(training, part)
+        noise = 0.0 if part == "random" else action_noise
+        makers.append(
+            Maker(
+                name=part,
+                algorithm=played.algorithm,
+                steps=wanted,
+                action_noise=noise,
+                policy=played,
+                plans=_endless_plans(played, (seed, RECORD, number), noise),
+            )
         )
-        makers.append(maker)
     return makers
 
 
-def _snapshot(training: Training, part: str) -> Snapshot:
+def _endless_plans(policy: Policy, path: tuple[int, ...], noise: float) -> Iterator[EpisodePlan]:
+    for episode in itertools.count():
+        own = (*path, episode)
+        yield EpisodePlan(
+            policy=policy, reset_seed=reset_seed(*own), noise_path=own, action_noise=noise
+        )
+
+
+def _trained(training: Training | None, part: str) -> Policy:
+    assert training is not None, "only random data needs no training"
     if part == "expert":
-        return training.best
+        return training.best.policy
     level = MEDIUM_LEVEL if part == "medium" else _level(part)
     assert level is not None, "the mix has been checked"
     # from 0, as returns mostly begin there; from the worst snapshot where returns are negative
     low = min(0.0, *(snapshot.mean_return for snapshot in training.snapshots))
-    return training.near(low + level * (training.best.mean_return - low))
+    return training.near(low + level * (training.best.mean_return - low)).policy
 
 
-def _replay_maker(training: Training, *, number: int, steps: int) -> Maker:
-    chosen = choose_rollouts(training, steps)
-
+def _replay_maker(training: Training, steps: int) -> Maker:
     def plans() -> Iterator[EpisodePlan]:
-        for iteration, rollouts in chosen:
-            played = training.rollout_plans(iteration, maker=number)
-            yield from (played[r] for r in rollouts)
+        for iteration, rollouts in choose_rollouts(training, steps):
+            played = training.rollout_plans(iteration)
+            yield from (played[rollout] for rollout in rollouts)
 
     return Maker(
         name="replay",
@@ -243,12 +177,6 @@ def choose_rollouts(training: Training, steps: int) -> list[tuple[Iteration, lis
         if fraction >= 1.0 or int(lengths[taken].sum()) >= steps:
             break
         fraction = min(1.0, fraction * 1.02)
-    chosen: list[tuple[Iteration, list[int]]] = []
-    first = 0
-    for iteration in pool:
-        count = len(iteration.lengths)
-        rollouts = np.flatnonzero(taken[first : first + count]).tolist()
-        first += count
-        if rollouts:
-            chosen.append((iteration, rollouts))
-    return chosen
+    parts = np.split(taken, np.cumsum([len(i.lengths) for i in pool])[:-1])
+    chosen = [(i, np.flatnonzero(part).tolist()) for i, part in zip(pool, parts, strict=True)]
+    return [(iteration, rollouts) for iteration, rollouts in chosen if rollouts]

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from gear_offline.collect.record import Policy
 from gear_offline.core.files import write_file, writing
@@ -29,7 +31,6 @@ MAX_POLICY_BYTES = 64 << 20
 MIN_STD = 1e-8  # features that never move are divided by 1, as in ARS's own code
 # Name before the colon: module and what pip calls it.
 LIBRARIES = {"sb3": ("stable_baselines3", "stable-baselines3"), "sbx": ("sbx", "sbx-rl")}
-_REMEDY = "give a file that `collect --save-policy` wrote"
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,18 +50,10 @@ class RandomPolicy:
 
 @dataclass(frozen=True, eq=False)
 class LinearPolicy:
-    """``action = weight @ ((observation - mean) / std)``; the largest element if discrete.
+    """``action = weight @ ((observation - mean) / std)``; the largest element if `discrete`.
 
-    Attributes
-    ----------
-    weight
-        (A, S) float64.
-    mean, std
-        (S,) float64, normalisation of observations; ``std`` is positive.
-    discrete
-        True when the action is the index of the largest element.
-    algorithm
-        What trained it.
+    `weight` is (A, S), `mean` and `std` (positive) are (S,), all float64; `algorithm` is what
+    trained it.
     """
 
     weight: Float64Array
@@ -79,15 +72,9 @@ class LinearPolicy:
         scores: Float64Array = np.add.reduce(self.weight * ((row - self.mean) / self.std), axis=1)
         return np.asarray(scores.argmax()) if self.discrete else scores
 
-    def perturbed(self, delta: Float64Array) -> LinearPolicy:
-        """Return the policy with `delta` (A, S) added to its weight."""
-        return LinearPolicy(self.weight + delta, self.mean, self.std, self.discrete, self.algorithm)
-
 
 def save_linear_policy(policy: LinearPolicy, path: Path, *, environment_id: str) -> None:
     """Write `policy` as a safetensors file, whole or not at all, replacing `path`."""
-    from safetensors.numpy import save
-
     facts = {
         "format": FILE_FORMAT,
         "environment_id": environment_id,
@@ -101,67 +88,55 @@ def save_linear_policy(policy: LinearPolicy, path: Path, *, environment_id: str)
 
 
 def load_linear_policy(path: Path, facts: EnvironmentFacts) -> LinearPolicy:
-    """Read a policy that `save_linear_policy` wrote for this environment."""
-    from safetensors import SafetensorError, safe_open
+    """Read a policy that `save_linear_policy` wrote for this environment; ``MODEL`` if it is not.
 
+    Older files may hold an id without a version, which means the newest one here.
+    """
+    remedy = "give a file that `collect --save-policy` wrote for this environment"
     try:
         if path.stat().st_size > MAX_POLICY_BYTES:
             raise ValueError("it is too large for a linear policy")
         with safe_open(path, framework="numpy") as file:
             metadata = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except PermissionError as error:
-        raise _unusable(path, "you may not read it", "check its permissions") from error
+        if metadata.get("format") != FILE_FORMAT:
+            raise ValueError(f"its format is {metadata.get('format')!r}, not {FILE_FORMAT!r}")
+        trained_in = metadata.get("environment_id") or "an environment that it does not name"
+        if versioned_id(trained_in) != facts.environment_id:
+            raise ValueError(f"it was trained in {trained_in}, not in {facts.environment_id}")
+        _check_tensors(tensors, facts)
+        if metadata.get("discrete") != json.dumps(facts.discrete):
+            raise ValueError("its kind of action is not the environment's")
     except FileNotFoundError as error:
         what = "there is no such policy file, and it is no name of a policy"
-        remedy = f"use random, ars, sb3:ALGORITHM or sbx:ALGORITHM, or {_REMEDY}"
-        raise _unusable(path, what, remedy) from error
+        remedy = f"use random, ars, sb3:ALGORITHM or sbx:ALGORITHM, or {remedy}"
+        raise InputError("MODEL", what, str(path), remedy) from error
     except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
-        raise _unusable(path, f"not a readable safetensors file: {error}") from error
-    trained_in = metadata.get("environment_id", "")
-    # older files may hold an id without a version, which means the newest one here
-    is_here = versioned_id(trained_in) == facts.environment_id
-    if trained_in and not is_here:  # the shapes differ for that reason
-        what = f"the policy was trained in {trained_in!r}, not in {facts.environment_id!r}"
-        raise _unusable(path, what, "collect in the environment that it was trained in")
-    problem = _problem(metadata, tensors, facts)
-    if problem or not is_here:
-        raise _unusable(path, problem or "it does not say which environment it is for")
+        raise InputError("MODEL", f"not a usable policy: {error}", str(path), remedy) from error
     weights = tensors["weight"], tensors["mean"], tensors["std"]
     return LinearPolicy(*weights, facts.discrete, metadata.get("algorithm", "linear"))
 
 
-def _problem(metadata: dict[str, str], tensors: dict[str, Array], facts: EnvironmentFacts) -> str:
-    """Return what is wrong with a policy's file; empty if nothing is."""
+def _check_tensors(tensors: dict[str, Array], facts: EnvironmentFacts) -> None:
     size = facts.state_size
     shapes = {"weight": (facts.action_size, size), "mean": (size,), "std": (size,)}
-    if metadata.get("format") != FILE_FORMAT:
-        return f"its format is {metadata.get('format')!r}, not {FILE_FORMAT!r}"
     if set(tensors) != set(shapes):
-        return f"its tensors are {sorted(tensors)}, not {sorted(shapes)}"
-    if metadata.get("discrete") != json.dumps(facts.discrete):
-        return "its kind of action is not the environment's"
+        raise ValueError(f"its tensors are {sorted(tensors)}, not {sorted(shapes)}")
     for name, shape in shapes.items():
         tensor = tensors[name]
         if tensor.dtype != np.float64 or tensor.shape != shape:
-            return f"{name} is {tensor.dtype} {tensor.shape}, not float64 {shape}"
+            raise ValueError(f"{name} is {tensor.dtype} {tensor.shape}, not float64 {shape}")
         if not np.isfinite(tensor).all():
-            return f"{name} holds NaN or infinite values"
-    return "std holds values that are not positive" if (tensors["std"] <= 0).any() else ""
-
-
-def _unusable(path: Path, what: str, remedy: str = _REMEDY) -> InputError:
-    return InputError("MODEL", what, where=str(path), remedy=remedy)
+            raise ValueError(f"{name} holds NaN or infinite values")
+    if (tensors["std"] <= 0).any():
+        raise ValueError("std holds values that are not positive")
 
 
 @dataclass(frozen=True, eq=False)
 class LibraryPolicy:
-    """A model that an RL library trained, acting without exploration.
+    """A model that an RL library trained, acting without exploration."""
 
-    `model` has ``predict(observation, deterministic=True)``.
-    """
-
-    model: Any
+    model: Any  # has ``predict(observation, deterministic=True)``
     algorithm: str
 
     def act(self, observation: Array, generator: np.random.Generator) -> Array:
@@ -181,21 +156,17 @@ def train_with_library(policy: str, environment_id: str, *, steps: int, seed: in
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise UnavailableError(
-            "PACKAGE_MISSING",
-            f"{package} is not installed",
-            where=policy,
-            remedy="pip install 'gear-offline[rl]'",
-        ) from error
-    algorithm = getattr(module, name, None) if name.isupper() else None
-    if algorithm is None or not hasattr(algorithm, "learn"):
-        known = sorted(n for n in vars(module) if n.isupper() and hasattr(vars(module)[n], "learn"))
+        what, remedy = f"{package} is not installed", "pip install 'gear-offline[rl]'"
+        raise UnavailableError("PACKAGE_MISSING", what, policy, remedy) from error
+    known = {key: value for key, value in vars(module).items() if key.isupper()}
+    known = {key: value for key, value in known.items() if hasattr(value, "learn")}
+    if name not in known:
         what = f"{package} has no algorithm {name!r}"
-        raise InputError("USAGE", what, where="policy", remedy=f"use one of {', '.join(known)}")
+        raise InputError("USAGE", what, "policy", f"use one of {', '.join(sorted(known))}")
     environment = make_environment(environment_id)
     try:
         options = {"device": "cpu"} if library == "sb3" else {}
-        model = algorithm("MlpPolicy", environment, seed=seed, **options)
+        model = known[name]("MlpPolicy", environment, seed=seed, **options)
         model.learn(steps)
     finally:
         environment.close()

@@ -11,7 +11,7 @@ Shape legend: T steps of an episode, S observation, A action.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -72,7 +72,6 @@ class EpisodePlan:
     noise_path: tuple[int, ...]  # of the episode's own stream: random actions, action noise
     # Deviation of Gaussian noise in half ranges of the action; of choices: share of random ones.
     action_noise: float = 0.0
-    maker: int = 0  # which maker the episode belongs to
     expected_return: float | None = None  # when it was played before; recording checks it
 
 
@@ -87,9 +86,7 @@ class Episode:
     """
 
     columns: dict[str, Array]
-    maker: int
     reset_seed: int
-    simulated_return: float  # float64 sum of rewards, before their cast to float32
 
     @property
     def steps(self) -> int:
@@ -136,13 +133,10 @@ class Player(Closing):
         played, facts = self._play(plan), self.facts
         total = float(np.sum(played.rewards))
         if plan.expected_return is not None and total != plan.expected_return:
-            raise GearError(
-                "ENVIRONMENT",
-                f"an episode returned {plan.expected_return} in training and {total} when it was "
-                "recorded",
-                where=facts.environment_id,
-                remedy="the environment does not depend on its seed alone: leave replay out",
-            )
+            returns = f"{plan.expected_return} in training and {total} when it was recorded"
+            remedy = "the environment does not depend on its seed alone: leave replay out"
+            what = f"an episode returned {returns}"
+            raise GearError("ENVIRONMENT", what, facts.environment_id, remedy)
         floats = facts.observation_dtype.kind == "f"
         seen = np.asarray(played.seen, dtype=np.float32 if floats else facts.observation_dtype)
         last = np.arange(len(played.rewards)) == len(played.rewards) - 1
@@ -157,12 +151,7 @@ class Player(Closing):
         if self._data is not None:
             columns["infos/qpos"] = np.asarray(played.positions, dtype=np.float32)
             columns["infos/qvel"] = np.asarray(played.velocities, dtype=np.float32)
-        return Episode(
-            columns=columns,
-            maker=plan.maker,
-            reset_seed=plan.reset_seed,
-            simulated_return=total,
-        )
+        return Episode(columns=columns, reset_seed=plan.reset_seed)
 
     def score(self, plan: EpisodePlan) -> EpisodeScore:
         """Play a plan and return what training needs."""
@@ -199,12 +188,9 @@ class Player(Closing):
         """Add the plan's noise, clip to the bounds, and cast to what will be stored."""
         noise, facts = plan.action_noise, self.facts
         if not np.isfinite(action).all():
-            raise GearError(
-                "MODEL",
-                "the policy returned an action that is NaN or infinite",
-                where=facts.environment_id,
-                remedy="train it with smaller steps",
-            )
+            what = "the policy returned an action that is NaN or infinite"
+            remedy = "train it with smaller steps"
+            raise GearError("MODEL", what, facts.environment_id, remedy)
         if facts.discrete:
             if noise and generator.random() < noise:
                 action = np.asarray(generator.integers(facts.choices))
@@ -235,30 +221,24 @@ class Crew(Closing):
     def __init__(self, environment_id: str, *, processes: int) -> None:
         self._player = Player(environment_id)
         self.facts = self._player.facts
-        known = known_of(environment_id)
-        self._where, self._pool = (environment_id, known), None
-        if processes > 1 and known is not None:
-            self._pool = WorkerPool(processes)
+        self._id, self._known = environment_id, known_of(environment_id)
+        several = processes > 1 and self._known is not None
+        self._pool = WorkerPool(processes) if several else None
 
     def record(self, plans: Iterable[EpisodePlan]) -> Iterator[Episode]:
         """Yield the episodes of `plans` (maybe endless) in order; stop reading when enough."""
-        return self._in_order(record_in_worker, self._player.record, plans)
+        return self._play("record", plans)
 
-    def score(self, plans: Sequence[EpisodePlan]) -> list[EpisodeScore]:
+    def score(self, plans: Iterable[EpisodePlan]) -> list[EpisodeScore]:
         """Return the scores of `plans` in order."""
-        return list(self._in_order(score_in_worker, self._player.score, plans))
+        return list(self._play("score", plans))
 
-    def _in_order(
-        self,
-        job: Callable[..., Any],
-        here: Callable[[EpisodePlan], Any],
-        plans: Iterable[EpisodePlan],
-    ) -> Iterator[Any]:
+    def _play(self, method: str, plans: Iterable[EpisodePlan]) -> Iterator[Any]:
         if self._pool is None:
-            yield from map(here, plans)
+            yield from map(getattr(self._player, method), plans)
             return
-        arguments = ((*self._where, plan) for plan in plans)
-        yield from self._pool.run(f"{__name__}:{job.__name__}", arguments)
+        jobs = ((self._id, self._known, method, plan) for plan in plans)
+        yield from self._pool.run(f"{__name__}:play_in_worker", jobs)
 
     def close(self) -> None:
         """End the workers."""
@@ -273,9 +253,10 @@ def _player(environment_id: str, known: Known) -> Player:
     return Player(environment_id)
 
 
-def record_in_worker(caller: Caller, name: str, known: Known, plan: EpisodePlan) -> Episode:
-    return _player(name, known).record(plan)
-
-
-def score_in_worker(caller: Caller, name: str, known: Known, plan: EpisodePlan) -> EpisodeScore:
-    return _player(name, known).score(plan)
+def play_in_worker(
+    caller: Caller, environment_id: str, known: Known, method: str, plan: EpisodePlan
+) -> Episode | EpisodeScore:
+    """Do one job of `Crew` in a worker; a method of `Player`."""
+    play = getattr(_player(environment_id, known), method)
+    result: Episode | EpisodeScore = play(plan)
+    return result
