@@ -96,7 +96,8 @@ def diagnose(*, seconds: float = SECONDS) -> dict[str, Any]:
         tried = dict(zip(wanted, answers, strict=True))
     for name in PROBES:
         tried.setdefault(name, Probe(False, f"{name} is not installed"))
-    cpu, devices = cpu_facts(), rdma_devices()
+    cpu = {"model": processor(), "cores": os.cpu_count() or 1, "usable": usable_cores()}
+    devices = rdma_devices()
     features = [
         _cpu(cpu, tried["torch"]),
         _gpu(tried["torch"], tried["cupy"]),
@@ -161,9 +162,8 @@ def probe(code: str, *, seconds: float = SECONDS) -> Probe:
     except subprocess.TimeoutExpired:
         return Probe(False, f"no answer within {seconds:g} s")
     if done.returncode != 0:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         died = f"ended by signal {-done.returncode}" if done.returncode < 0 else "failed"
-        return Probe(False, lines[-1] if lines else died)
+        return Probe(False, done.stderr.strip().rpartition("\n")[2].strip() or died)
     return Probe(True, found=json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -176,11 +176,6 @@ def package_version(name: str) -> str | None:
             continue
     # distributions of Linux install pyverbs without Python's metadata
     return "of the system" if name == "pyverbs" and find_spec(name) else None
-
-
-def cpu_facts() -> dict[str, Any]:
-    """Return the model and the cores that this process may use."""
-    return {"model": processor(), "cores": os.cpu_count() or 1, "usable": usable_cores()}
 
 
 def rdma_devices(root: Path = Path("/sys/class/infiniband")) -> list[dict[str, str]]:
@@ -196,8 +191,9 @@ def rdma_devices(root: Path = Path("/sys/class/infiniband")) -> list[dict[str, s
 
 
 def _package(name: str, purpose: str, install: str, *, core: bool) -> dict[str, Any]:
-    row = {"name": name, "version": package_version(name), "core": core, "for": purpose}
-    return {**row, "install": None if row["version"] else install}
+    installed = package_version(name)
+    missing = None if installed else install
+    return {"name": name, "version": installed, "core": core, "for": purpose, "install": missing}
 
 
 def _cpu(cpu: Mapping[str, Any], torch: Probe) -> Feature:

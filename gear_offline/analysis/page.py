@@ -39,7 +39,7 @@ MAIN = {  # what the terminal shows without --all
 
 def drawn_cells(draws: Draws) -> dict[str, str]:
     """Return what a strategy drew by heading; page.html.j2 says what the headings mean."""
-    moved = draws.moved_share["4"]
+    moved = draws.moved_share
     return {
         "starts drawn": _percent(draws.coverage_starts),
         "steps shown": _percent(draws.coverage_steps),
@@ -50,7 +50,7 @@ def drawn_cells(draws: Draws) -> dict[str, str]:
         "duplicate episodes": _percent(draws.duplicate_episodes),
         "padding": _percent(draws.padding),
         "mean return": short(draws.mean_return),
-        "median age": f"{draws.age_quartiles[1]:.2f}",
+        "median age": f"{draws.median_age:.2f}",
         "from GPU memory": _percent(draws.hbm_share),
         "cross-node traffic": "-" if moved is None else _percent(moved),
         "selecting": f"{draws.segments_per_second / 1e6:.2g} M/s",
@@ -174,11 +174,7 @@ def render(comparison: Comparison) -> str:
     )
 
 
-def _figure(width: float, height: float) -> Figure:
-    return Figure(figsize=(width, height), facecolor="white", layout="constrained")
-
-
-def _source(figure: Figure) -> str:
+def _source(figure: Any) -> str:
     """Return a figure as the source of an image: SVG with text as text, the same for the same."""
     content = io.BytesIO()
     settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "gear-offline"}
@@ -189,41 +185,34 @@ def _source(figure: Figure) -> str:
 
 def _drawn_picture(draws: Draws, data: Data, everyone: Sequence[Draws]) -> str:
     """Draw what one strategy drew: returns, coverage over batches, places in the table."""
-    figure = _figure(4.2, 5.4)
+    figure = Figure(figsize=(4.2, 5.4), facecolor="white", layout="constrained")
     returns, coverage, ages = figure.subplots(3, 1)
     tallest = 100 * min(
         TALLEST * max(data.returns), max(max(*one.returns, *data.returns) for one in everyone)
     )
-    returns.stairs(
-        [100 * share for share in data.returns],
-        data.edges,
-        fill=True,
-        color="#B8BEC5",
-        label="data",
-    )
-    returns.stairs([100 * share for share in draws.returns], data.edges, color=BLUE, linewidth=1.8)
+    returns.stairs(_percents(data.returns), data.edges, fill=True, color="#B8BEC5")
+    returns.stairs(_percents(draws.returns), data.edges, color=BLUE, linewidth=1.8)
     _finish(returns, "return of the episodes drawn (grey: the data)", tallest, draws.returns)
     thousands(returns.xaxis)
     for other in everyone:
         batches, seen, _ = zip(*other.coverage, strict=True)
-        mine = other is draws
-        coverage.plot(
-            (0, *batches),
-            (0, *(100 * share for share in seen)),
-            color=BLUE if mine else FAINT,
-            linewidth=1.8 if mine else 1.0,
-            zorder=3 if mine else 2,
-        )
+        colour, width, layer = (BLUE, 1.8, 3) if other is draws else (FAINT, 1.0, 2)
+        points = (0, *batches), _percents((0, *seen))
+        coverage.plot(*points, color=colour, linewidth=width, zorder=layer)
     _finish(coverage, "batches; share of all starts drawn so far", 100)
     thousands(coverage.xaxis)
     even = 100 / len(draws.ages)
     tallest = min(TALLEST * even, 100 * max(max(one.ages) for one in everyone))
     places = [(i + 0.5) / len(draws.ages) for i in range(len(draws.ages))]
-    ages.bar(places, [100 * share for share in draws.ages], 0.8 / len(draws.ages), color=BLUE)
+    ages.bar(places, _percents(draws.ages), 0.8 / len(draws.ages), color=BLUE)
     ages.axhline(even, color=GREY, linewidth=1, linestyle="--")
     ages.set_xticks([0, 1], ["oldest", "newest"])
     _finish(ages, "place in the table", max(tallest, 1.5 * even), draws.ages)
     return _source(figure)
+
+
+def _percents(shares: Sequence[float]) -> list[float]:
+    return [100 * share for share in shares]
 
 
 def _finish(axes: Axes, text: str, tallest: float, shares: Sequence[float] = ()) -> None:
@@ -237,10 +226,13 @@ def _finish(axes: Axes, text: str, tallest: float, shares: Sequence[float] = ())
         )  # fmt: skip
 
 
+def _wide_axes(height: float) -> Axes:
+    return Figure(figsize=(7.2, height), facecolor="white", layout="constrained").add_subplot()
+
+
 def _final_picture(outcomes: Sequence[Outcome]) -> str:
     """Draw each seed's last return, and the mean with its interval, one row a strategy."""
-    figure = _figure(7.2, 0.9 + 0.42 * len(outcomes))
-    axes = figure.add_subplot()
+    axes = _wide_axes(0.9 + 0.42 * len(outcomes))
     for place, outcome in enumerate(outcomes):
         final = outcome.final
         assert final is not None, "only what was played is drawn"
@@ -260,13 +252,12 @@ def _final_picture(outcomes: Sequence[Outcome]) -> str:
     axes.set_ylim(len(outcomes) - 0.5, -0.5)
     dress(axes, x="last return: seeds, mean, 95 % interval from 3 seeds on", grid="x")
     thousands(axes.xaxis)
-    return _source(figure)
+    return _source(axes.figure)
 
 
 def _curve_picture(outcomes: Sequence[Outcome]) -> str:
     """Draw the mean over seeds of each strategy over steps, the baseline dashed."""
-    figure = _figure(7.2, 4.0)
-    axes = figure.add_subplot()
+    axes = _wide_axes(4.0)
     colours = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
     for place, outcome in enumerate(outcomes):
         if outcome.curve is None:
@@ -282,7 +273,7 @@ def _curve_picture(outcomes: Sequence[Outcome]) -> str:
     thousands(axes.xaxis)
     thousands(axes.yaxis)
     axes.legend(fontsize=9, frameon=False, loc="best")
-    return _source(figure)
+    return _source(axes.figure)
 
 
 def _short(label: str) -> str:

@@ -33,7 +33,7 @@ DRAWS_AT_ONCE = 65_536
 POINTS = 20  # of a coverage curve
 BINS = 40  # of returns
 AGES = 20  # bins over the table's order
-NODES = (2, 4, 8)  # for which network traffic is predicted
+NODES = 4  # for which network traffic is predicted, one rank each
 BATCHES_ASSIGNED = 50
 
 
@@ -45,21 +45,19 @@ class Draws:
     ----------
     effective_sample_share
         (sum w)^2 / (n sum w^2) with w = 1 / probability.
-    most_shown_over_mean
-        How often the step that was shown most was shown, over the mean of all steps.
     returns
         Share of the draws in each bin of returns.
-    age_quartiles
-        Places of draws in the table, 0 the newest step, 1 the oldest.
+    median_age
+        Place of the median draw in the table, 0 the newest step, 1 the oldest.
     ages
         Share of the draws in each twentieth of the table, the oldest first.
     coverage
         (batches, share of starts drawn, share of steps shown) along the way.
-    hbm_budget_bytes, hbm_share
-        Share of steps read from GPU memory when the episodes that are drawn most a byte fill that
+    hbm_share
+        Share of steps read from GPU memory when the episodes that are drawn most a byte fill its
         budget.
     moved_share
-        Share of segments that leave their node, by the number of nodes of one rank.
+        Share of segments that leave their node; None where the batch or the table is too small.
     """
 
     draws: int
@@ -68,20 +66,17 @@ class Draws:
     coverage_episodes: float
     effective_segments: float
     effective_sample_share: float
-    most_shown_over_mean: float
     duplicate_starts: float
     duplicate_episodes: float
     padding: float
     mean_return: float
     returns: tuple[float, ...]
-    age_quartiles: tuple[float, ...]
+    median_age: float
     ages: tuple[float, ...]
     coverage: tuple[tuple[int, float, float], ...]
     segments_per_second: float
-    hbm_budget_bytes: int
     hbm_share: float
-    window_bytes_per_batch: float
-    moved_share: dict[str, float | None]
+    moved_share: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +145,6 @@ def measure(
     # The mean probability of what is drawn is the sum of squared probabilities; where every start
     # comes once an epoch, its probability is 1 and says nothing of it.
     effective = float(steps) if (p == 1.0).all() else min(1.0 / float(p.mean()), float(steps))
-    budget, resident = _resident_share(dataset, recipe, chosen, shown)
-    quartiles = ordered[[int(np.ceil(q * draws)) - 1 for q in (0.75, 0.5, 0.25)]]
     return Draws(
         draws=draws,
         coverage_starts=coverage[-1][1],
@@ -159,20 +152,17 @@ def measure(
         coverage_episodes=float((per_episode > 0).mean()),
         effective_segments=effective,
         effective_sample_share=float(weights.sum() ** 2 / (draws * (weights**2).sum())),
-        most_shown_over_mean=_most_shown(ordered, rows + shown) * steps / int(shown.sum()),
         duplicate_starts=_repeats(rows) / draws,
         duplicate_episodes=_repeats(chosen) / draws,
         padding=1.0 - int(shown.sum()) / (draws * span),
         mean_return=float(np.average(returns, weights=per_episode)),
         returns=return_shares(returns, per_episode.astype(np.float64)),
-        age_quartiles=tuple((1.0 - (quartiles + 0.5) / steps).tolist()),
+        median_age=1.0 - (float(ordered[(draws - 1) // 2]) + 0.5) / steps,
         ages=tuple((table_shares(ordered, steps, AGES) / draws).tolist()),
         coverage=tuple(coverage),
         segments_per_second=draws / seconds,
-        hbm_budget_bytes=budget,
-        hbm_share=resident,
-        window_bytes_per_batch=int(shown.sum()) * row_bytes(dataset) / batches,
-        moved_share={str(n): _moved_share(index, chosen[:BATCHES_ASSIGNED], n) for n in NODES},
+        hbm_share=_resident_share(dataset, recipe, chosen, shown),
+        moved_share=_moved_share(index, chosen[:BATCHES_ASSIGNED]),
     )
 
 
@@ -185,12 +175,6 @@ def _covered(first: Int64Array, last: Int64Array) -> tuple[int, int]:
     begun = np.maximum(first[1:], reached[:-1])  # where what a window adds begins
     added = np.maximum(last[1:] - begun, 0).sum() + last[0] - first[0]
     return int((np.diff(first) > 0).sum()) + 1, int(added)
-
-
-def _most_shown(first: Int64Array, last: Int64Array) -> int:
-    """Return in how many windows one step lies at most; `first` is sorted, `last` is not."""
-    ended = np.searchsorted(np.sort(last, axis=None), first, side="right")
-    return int((np.searchsorted(first, first, side="right") - ended).max())
 
 
 def _repeats(values: Int64Array) -> int:
@@ -210,11 +194,6 @@ def table_shares(rows: Int64Array, steps: int, parts: int) -> Float64Array:
     return np.asarray(np.diff(below + (up_to - below) * (rest / parts)), np.float64)
 
 
-def return_edges(returns: Float64Array) -> tuple[float, ...]:
-    """Return the edges of the bins of returns."""
-    return tuple(histogram_edges(returns, BINS).tolist())
-
-
 def return_shares(returns: Float64Array, weights: Float64Array) -> tuple[float, ...]:
     """Return the share of `weights` (E,) in each bin of `returns` (E,)."""
     counts, _ = np.histogram(returns, bins=histogram_edges(returns, BINS), weights=weights)
@@ -223,29 +202,29 @@ def return_shares(returns: Float64Array, weights: Float64Array) -> tuple[float, 
 
 def _resident_share(
     dataset: TableData, recipe: Recipe, episodes: Int64Array, shown: Int64Array
-) -> tuple[int, float]:
-    """Return the budget of GPU memory, and the share of shown steps that lie in it."""
+) -> float:
+    """Return the share of shown steps that lie in the budget of GPU memory."""
     sizes = dataset.episodes.lengths * row_bytes(dataset)
     budget = recipe.loader.hbm_budget
     budget = int(sizes.sum()) // 2 if budget is None else budget
     weights = np.bincount(episodes.reshape(-1), shown.reshape(-1), minlength=sizes.size)
     order = np.argsort(-weights / sizes, kind="stable")
     taken = int(np.searchsorted(np.cumsum(sizes[order]), budget, side="right"))
-    return budget, float(weights[order[:taken]].sum() / weights.sum())
+    return float(weights[order[:taken]].sum() / weights.sum())
 
 
-def _moved_share(index: EpisodeIndex, episodes: Int64Array, nodes: int) -> float | None:
-    """Return the share of segments that leave their node, one rank a node.
+def _moved_share(index: EpisodeIndex, episodes: Int64Array) -> float | None:
+    """Return the share of segments that leave their node.
 
     The table is split into runs of episodes of nearly equal steps; the batch is cut to a multiple
     of the ranks.
     """
-    count = episodes.shape[1] // nodes * nodes
-    if count == 0 or index.episodes < nodes:
+    count = episodes.shape[1] // NODES * NODES
+    if count == 0 or index.episodes < NODES:
         return None
     middle = (index.offsets[:-1] + index.offsets[1:]) // 2
-    homes = np.minimum(middle * nodes // index.steps, nodes - 1)
-    moved = Assigner(range(nodes), count).moved(homes[episodes[:, :count]])
+    homes = np.minimum(middle * NODES // index.steps, NODES - 1)
+    moved = Assigner(range(NODES), count).moved(homes[episodes[:, :count]])
     return float(moved.sum() / (len(episodes) * count))
 
 

@@ -13,11 +13,11 @@ from gear_offline.analysis.candidates import Candidate, parse_candidates
 from gear_offline.analysis.compare import Comparison, compare, verdict_text
 from gear_offline.analysis.page import write_comparison
 from gear_offline.analysis.sampling import (
+    BINS,
     MOST_DRAWS,
     Data,
     Strategy,
     measure,
-    return_edges,
     return_shares,
 )
 from gear_offline.config.recipe import Recipe, load_recipe
@@ -28,7 +28,7 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.loaders.recipes import recipe_sampler
 from gear_offline.progress import Progress, say
 from gear_offline.runs.loop import TrainingInterrupted
-from gear_offline.runs.plots import short
+from gear_offline.runs.plots import histogram_edges, short
 from gear_offline.runs.prepare import prepare_dataset
 from gear_offline.sampling import sampler_class
 from gear_offline.sweep.report import SweepResult, read_sweep
@@ -84,8 +84,12 @@ def compare_strategies(
     folder = Path(out) if out is not None else Path("runs") / f"{whole.name}-strategies"
     candidates = parse_candidates(strategies, whole)
     check_folder(folder, output=folder)  # before anything is drawn
-    if train:
-        _check_training(whole, seeds)
+    if train and not 1 <= seeds <= MOST_SEEDS:
+        remedy = f"give 1 to {MOST_SEEDS}; a verdict takes 3 or more"
+        raise InputError("USAGE", f"{seeds} seeds", remedy=remedy)
+    if train and whole.evaluate.episodes == 0:
+        what = "strategies are compared by their returns, but evaluate.episodes is 0"
+        raise InputError("USAGE", what, remedy="leave out --train to see what strategies draw")
     dataset = prepare_dataset(whole, quiet=quiet)
     comparison = _drawn(whole, candidates, dataset, quiet=quiet)
     if train:
@@ -101,16 +105,6 @@ def compare_strategies(
         comparison = _with_outcomes(comparison, sweep)
     write_comparison(comparison, folder)
     return comparison
-
-
-def _check_training(recipe: Recipe, seeds: int) -> None:
-    what, remedy = "", "leave out --train to see what strategies draw"
-    if not 1 <= seeds <= MOST_SEEDS:
-        what, remedy = f"{seeds} seeds", f"give 1 to {MOST_SEEDS}; a verdict takes 3 or more"
-    elif recipe.evaluate.episodes == 0:
-        what = "strategies are compared by their returns, but evaluate.episodes is 0"
-    if what:
-        raise InputError("USAGE", what, remedy=remedy)
 
 
 def _drawn(
@@ -150,7 +144,7 @@ def _drawn(
         steps=dataset.spec.steps,
         mean_return=float(np.average(returns, weights=lengths)),
         best_return=float(returns.max()),
-        edges=return_edges(returns),
+        edges=tuple(histogram_edges(returns, BINS).tolist()),
         returns=return_shares(returns, lengths.astype(np.float64)),
     )
     return Comparison(

@@ -135,8 +135,8 @@ def play_in_worker(caller: Caller, request: PlayRequest) -> dict[str, Any]:
 
 def failure(error: Exception) -> dict[str, Any]:
     """Return the document of an evaluation that failed."""
-    code = f"{error.code}: {error}" if isinstance(error, GearError) else repr(error)
-    return {"error": code, "return": None, "normalized_score": None, "targets": []}
+    text = f"{error.code}: {error}" if isinstance(error, GearError) else repr(error)
+    return {"error": text, "return": None, "normalized_score": None, "targets": []}
 
 
 @dataclass(kw_only=True, eq=False)

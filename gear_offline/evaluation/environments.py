@@ -147,21 +147,16 @@ def describe(environment: gymnasium.Env[Any, Any], environment_id: str) -> Envir
         remedy = "wrap the environment in one with such spaces"
         raise InputError("ENVIRONMENT", problem, where=environment_id, remedy=remedy)
     assert isinstance(seen, gymnasium.spaces.Box)
-    low = high = np.zeros(0)
-    choices = 0
-    if isinstance(acted, gymnasium.spaces.Box):
-        low, high = acted.low, acted.high
-    elif isinstance(acted, gymnasium.spaces.Discrete):
-        choices = int(acted.n)
+    none = np.zeros(0)
     return EnvironmentFacts(
         environment_id=versioned_id(environment_id),
         observation_shape=tuple(seen.shape),
         observation_dtype=np.dtype(seen.dtype),
-        choices=choices,
+        choices=int(getattr(acted, "n", 0)),
         action_shape=tuple(acted.shape or ()),
         action_dtype=np.dtype(acted.dtype),
-        low=np.asarray(low, np.float32).reshape(-1),
-        high=np.asarray(high, np.float32).reshape(-1),
+        low=np.asarray(getattr(acted, "low", none), np.float32).reshape(-1),
+        high=np.asarray(getattr(acted, "high", none), np.float32).reshape(-1),
         step_limit=int((spec.max_episode_steps if spec is not None else None) or 0),
     )
 
@@ -253,14 +248,14 @@ def known_of(environment_id: str) -> Known | None:
     module, _, name = environment_id.rpartition(":")
     spec = gymnasium.registry.get(name)
     modules = (module,) if module else ()
-    if is_atari(name) or spec is None:  # the error of making it is the same everywhere
+    if is_atari(name) or spec is None or modules:  # the error of making it is the same everywhere
         return Known(modules)
     if not isinstance(spec.entry_point, str):
-        return Known(modules) if modules else None
+        return None
     try:
-        return Known(modules, None if modules else spec.to_json())
+        return Known(spec=spec.to_json())
     except (TypeError, ValueError):  # options that are no JSON
-        return Known(modules) if modules else None
+        return None
 
 
 # simulators ----------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -32,8 +33,6 @@ from gear_offline.progress import Progress
 
 if TYPE_CHECKING:
     from gear_offline.models.multitask import ModelTask  # which imports torch
-
-__all__ = ["EvaluationTask", "evaluate_policy", "evaluate_tasks"]
 
 FOREIGN = "the environment is not the one that D4RL measured, so the score is indicative only"
 
@@ -120,17 +119,23 @@ def evaluate_tasks(
 ) -> EvaluationReport:
     """Play tasks one after the other, each with its own policy; options as `evaluate_policy`."""
     for task in tasks:
-        _check_task(task)
+        for name, least in (("episodes", 1), ("environments", 1), ("seed", 0)):
+            if not least <= getattr(task, name) < 1 << 63:
+                raise InputError(
+                    "USAGE",
+                    f"{name} is {getattr(task, name)}",
+                    where=f"evaluate.{name}",
+                    remedy=f"give a whole number from {least} on, below 2^63",
+                )
     scores = [resolve_reference(task.environment, task.reference) for task in tasks]
     started = time.perf_counter()
     results = []
     for task, reference in zip(tasks, scores, strict=True):
         count = min(task.environments, task.episodes) * len(task.targets)
-        if processes is None:
+        wanted = processes
+        if wanted is None:
             episodes = task.episodes * len(task.targets)
             wanted = processes_for(episodes, count, probe(task.environment))
-        else:
-            wanted = processes
         with Environments(task.environment, count, processes=wanted) as environments:
             targets = _play(policy_of(task), task, environments, max_steps, quiet)
         results.append(
@@ -185,11 +190,6 @@ def tasks_of(recipe: Recipe, model_tasks: Sequence[ModelTask] = ()) -> tuple[Eva
     """
     data_returns = {task.name: (task.return_worst, task.return_best) for task in model_tasks}
     shared = recipe.evaluate
-    options: dict[str, Any] = {
-        "episodes": shared.episodes,
-        "environments": shared.environments,
-        "seed": shared.seed,
-    }
     sections: Mapping[str, TaskSettings | EvaluateSettings] = tasks_in(recipe) or {"": shared}
     return tuple(
         EvaluationTask(
@@ -198,7 +198,9 @@ def tasks_of(recipe: Recipe, model_tasks: Sequence[ModelTask] = ()) -> tuple[Eva
             targets=tuple(section.targets or ()),
             reference=section.reference,
             data_returns=data_returns.get(name),
-            **options,
+            episodes=shared.episodes,
+            environments=shared.environments,
+            seed=shared.seed,
         )
         for name, section in sections.items()
         if section.environment is not None
@@ -266,24 +268,9 @@ def asked_returns(targets: Sequence[float] | float) -> tuple[float, ...]:
     raise InputError("USAGE", what, where="evaluate.targets", remedy=remedy)
 
 
-def _check_task(task: EvaluationTask) -> None:
-    least = {"episodes": 1, "environments": 1, "seed": 0}
-    for name, minimum in least.items():
-        value = getattr(task, name)
-        if not minimum <= value < 1 << 63:
-            raise InputError(
-                "USAGE",
-                f"{name} is {value}",
-                where=f"evaluate.{name}",
-                remedy=f"give a whole number from {minimum} on, below 2^63",
-            )
-
-
 def _versions() -> dict[str, str]:
     versions = {}
     for name in ("gymnasium", "mujoco", "torch", "numpy"):
-        try:
+        with suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return versions
