@@ -76,14 +76,13 @@ def evaluate(
     trained, where = trained_model(weights), resolve_device(device)
     if environment is not None:
         import_module_of(environment)
-    tasks = _chosen_tasks(trained, environment, targets)
     tasks = [
         replace(
             task,
             episodes=(task.episodes or EPISODES) if episodes is None else episodes,
             seed=task.seed if seed is None else seed,
         )
-        for task in tasks
+        for task in _chosen_tasks(trained, environment, targets)
     ]
 
     def policy_of(task: EvaluationTask) -> Policy:
@@ -115,49 +114,28 @@ def _chosen_tasks(
 ) -> list[EvaluationTask]:
     """Return the tasks of a run that `environment` means, with `targets` in place of their own."""
     recipe = trained.recipe
-    if not recipe.data.tasks:
-        own = recipe.evaluate
-        if environment is None and own.environment is None:
-            raise _missing("environment", "say it: --environment Hopper-v5")
-        if targets is None and own.targets is None:
-            raise _missing("targets", "say them: --targets 3600,1800")
-        name = environment or own.environment
-        assert name is not None, "else it is missing"
-        return [
-            EvaluationTask(
-                environment=name,
-                targets=asked_returns(targets if targets is not None else own.targets or ()),
-                episodes=own.episodes,
-                environments=own.environments,
-                seed=own.seed,
-                # another environment is normalised by its own scores
-                reference=own.reference if name == own.environment else None,
-            )
-        ]
+    if not recipe.data.tasks and environment not in (None, recipe.evaluate.environment):
+        # another environment is normalised by its own scores
+        changes = {"environment": environment, "reference": None}
+        recipe = recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update=changes)})
     known = tasks_of(recipe, tasks_of_config(trained.model.config))
-    places = ", ".join(f"{task.name} ({task.environment})" for task in known)
     tasks = [task for task in known if environment in (None, task.name, task.environment)]
+    places = ", ".join(f"{task.name} ({task.environment})" for task in known)
     if not tasks:
-        what = "no task has an environment to play in" if environment is None else (
-            f"{environment} is the environment of no task"
-        )  # fmt: skip
-        remedy = f"tasks: {places}" if places else "name it: data.tasks.TASK.environment"
+        what, remedy = "the run names no environment to play in", "say it: --environment Hopper-v5"
+        if environment is not None:
+            what, remedy = f"{environment} is the environment of no task", f"tasks: {places}"
         raise InputError("USAGE", what, where="--environment", remedy=remedy)
-    if targets is None:
-        return tasks
-    if len(tasks) > 1:
-        raise InputError(
-            "USAGE",
-            "the same returns cannot be asked of several tasks",
-            where="--targets",
-            remedy=f"say which task with --environment: {places}",
-        )
-    return [replace(tasks[0], targets=asked_returns(targets))]
-
-
-def _missing(name: str, remedy: str) -> InputError:
-    what = f"neither the command nor the run says which {name} to use"
-    return InputError("USAGE", what, where=f"evaluate.{name}", remedy=remedy)
+    if targets is not None and len(tasks) > 1:
+        what = "the same returns cannot be asked of several tasks"
+        remedy = f"say which task with --environment: {places}"
+        raise InputError("USAGE", what, where="--targets", remedy=remedy)
+    if targets is not None:
+        tasks = [replace(tasks[0], targets=asked_returns(targets))]
+    if not all(task.targets for task in tasks):
+        what, remedy = "the run names no returns to ask for", "say them: --targets 3600,1800"
+        raise InputError("USAGE", what, where="--targets", remedy=remedy)
+    return tasks
 
 
 def _keep(report: EvaluationReport, home: Path, shown: Path, quiet: bool) -> None:

@@ -155,9 +155,10 @@ def plot_learning_curve(
 ) -> Path:
     """Draw the training loss (n,) and the returns of evaluations over optimiser steps (n,)."""
     x, y = np.asarray(steps, np.float64), np.asarray(losses, np.float64)
-    is_played = any(evaluation.targets for evaluation in evaluations)  # in one environment
+    # of several tasks none is drawn: their units differ
+    points = [(row.step or 0, target) for row in evaluations for target in row.targets]
     figure = new_figure()
-    panels = figure.subplots(2 if is_played else 1, 1, sharex=True, squeeze=False)[:, 0]
+    panels = figure.subplots(2 if points else 1, 1, sharex=True, squeeze=False)[:, 0]
     panels[0].plot(x, y, color=BLUE, linewidth=1.8, marker="o" if x.size == 1 else None)
     dress(panels[0], y="training loss")
     if y.min() > 0 and y.max() / y.min() > 20:
@@ -165,10 +166,10 @@ def plot_learning_curve(
     else:
         panels[0].set_ylim(0, 1.05 * float(y.max()) if y.max() > 0 else None)
     title = f"Loss {short(y[0])} to {short(y[-1])} in {count_text(int(x[-1]), 'step')}"
-    if is_played:
-        best = _plot_returns(panels[1], evaluations)
+    if points:
+        _plot_returns(panels[1], points)
+        best = max(target.mean_return for _, target in points)
         title = f"{title}; best mean return {short(best)}"
-        dress(panels[1], y="mean return")
     panels[-1].set_xlabel("optimiser step")
     ticks_to(panels[-1], float(x[-1]))
     titles(figure, title, f"{name}: mean loss of the logged steps")
@@ -176,25 +177,19 @@ def plot_learning_curve(
     return save_figure(figure, path)
 
 
-def _plot_returns(axes: Axes, evaluations: Sequence[EvaluationRecord]) -> float:
-    """Draw a line a target with its 95 % interval; returns the highest mean."""
-    points = [(row.step or 0, target) for row in evaluations for target in row.targets]
+def _plot_returns(axes: Axes, points: Sequence[tuple[int, TargetRecord]]) -> None:
+    """Draw a line a target, and its 95 % interval, through what was played at steps."""
     for index, asked in enumerate(sorted({t.target for _, t in points}, reverse=True)):
-        steps = [step for step, target in points if target.target == asked]
-        targets = [target for _, target in points if target.target == asked]
+        steps, targets = zip(*(one for one in points if one[1].target == asked), strict=True)
+        style: Any = {"color": SERIES[index % len(SERIES)], "marker": "o", "markersize": 4.5}
         means = [target.mean_return for target in targets]
-        colour = SERIES[index % len(SERIES)]
-        label = f"asked {short(asked)}"
-        axes.plot(
-            steps, means, color=colour, linewidth=1.8, marker="o", markersize=4.5, label=label
-        )
-        low = [t.mean_return if t.ci95[0] is None else t.ci95[0] for t in targets]
-        high = [t.mean_return if t.ci95[1] is None else t.ci95[1] for t in targets]
-        axes.fill_between(steps, low, high, color=colour, alpha=0.13, linewidth=0)
+        axes.plot(steps, means, linewidth=1.8, label=f"asked {short(asked)}", **style)
+        low, high = np.array([t.ci95 for t in targets], np.float64).T  # None becomes NaN
+        axes.fill_between(steps, low, high, color=style["color"], alpha=0.13, linewidth=0)
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    dress(axes, y="mean return")
     thousands(axes.yaxis)
     legend(axes)
-    return max(target.mean_return for _, target in points)
 
 
 def plot_asked_vs_achieved(
