@@ -44,11 +44,28 @@ OWN_FOLDERS = ("tensorboard", "checkpoints", "plots")
 
 # what may differ when a run is resumed: none of it changes a step that was done
 RESUMABLE = (
-    "description loader.engine loader.placement loader.hbm_budget loader.host_budget "
-    "loader.sharding loader.exchange train.steps train.device train.parallel train.reshard "
-    "train.accumulate train.recompute train.threads train.timeout train.checkpoint_every "
-    "train.keep_checkpoints train.tensorboard evaluate.background evaluate.device evaluate.workers"
-).split()
+    "description",
+    "loader.engine",
+    "loader.placement",
+    "loader.hbm_budget",
+    "loader.host_budget",
+    "loader.sharding",
+    "loader.exchange",
+    "train.steps",
+    "train.device",
+    "train.parallel",
+    "train.reshard",
+    "train.accumulate",
+    "train.recompute",
+    "train.threads",
+    "train.timeout",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.tensorboard",
+    "evaluate.background",
+    "evaluate.device",
+    "evaluate.workers",
+)
 
 
 def default_run_path(recipe: Recipe) -> Path:
