@@ -51,37 +51,33 @@ def fake_cupy(monkeypatch: pytest.MonkeyPatch, *, capability: str, module: Any) 
     monkeypatch.setitem(sys.modules, "cupy", cupy)
 
 
-def test_no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        (ModuleNotFoundError("No module named 'cupy'", name="cupy"), "gear-offline[gpu]"),
+        (ImportError("libcublas.so.12: cannot open it\n  and a long tail"), "libcublas.so.12"),
+    ],
+)
+def test_no_cupy_or_one_without_its_libraries(
+    monkeypatch: pytest.MonkeyPatch, problem: ImportError, said: str
+) -> None:
     def find(name: str, *_: object) -> None:
         if name == "cupy":
-            raise ModuleNotFoundError("No module named 'cupy'", name="cupy")
-
-    monkeypatch.delitem(sys.modules, "cupy", raising=False)
-    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find), *sys.meta_path])
-    error = failing()
-    assert error.code == "PACKAGE_MISSING" and "gear-offline[gpu]" in str(error)
-
-
-def test_cupy_without_its_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    def find(name: str, *_: object) -> None:
-        if name == "cupy":
-            raise ImportError("libcublas.so.12: cannot open shared object file\n  and a long tail")
+            raise problem
 
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find), *sys.meta_path])
     error = failing()
     assert error.code == "PACKAGE_MISSING"
-    assert "libcublas.so.12" in str(error) and "long tail" not in str(error)
+    assert said in str(error) and "long tail" not in str(error)
 
 
 def test_cupy_of_another_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     def count() -> int:
         raise RuntimeError("cudaErrorInsufficientDriver: driver is too old")
 
-    cupy = ModuleType("cupy")
-    cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
-        runtime=SimpleNamespace(getDeviceCount=count)
-    )
+    runtime = SimpleNamespace(getDeviceCount=count)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     error = failing()
     assert error.code == "PACKAGE_MISSING" and "InsufficientDriver" in str(error)

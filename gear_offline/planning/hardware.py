@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, ValidationError
 
 from gear_offline.config.strict_yaml import parse_yaml
 from gear_offline.errors import InputError
 
 HARDWARE = Path(__file__).resolve().parent / "hardware.yaml"
-
-Rate = Annotated[float, Field(gt=0.0)]
-Seconds = Annotated[float, Field(ge=0.0)]
 
 
 class _Part(BaseModel):
@@ -22,51 +19,51 @@ class _Part(BaseModel):
 
 
 class Gpu(_Part):
-    memory: Rate
-    matrix_rate: Rate
-    matrix_rate_fp32: Rate
-    convolution_rate: Rate
-    memory_rate: Rate
-    kernel: Seconds
-    launch: Seconds
-    host_step: Seconds
+    memory: PositiveFloat
+    matrix_rate: PositiveFloat
+    matrix_rate_fp32: PositiveFloat
+    convolution_rate: PositiveFloat
+    memory_rate: PositiveFloat
+    kernel: NonNegativeFloat
+    launch: NonNegativeFloat
+    host_step: NonNegativeFloat
 
 
 class Reads(_Part):
     """Random reads from a tier by one GPU: the slower limit holds."""
 
-    windows: Rate
-    bytes: Rate
+    windows: PositiveFloat
+    bytes: PositiveFloat
 
 
 class Gather(_Part):
     hbm: Reads
     peer: Reads
     host: Reads
-    launch: Seconds
-    host_node: Rate  # of all GPUs of a node together
+    launch: NonNegativeFloat
+    host_node: PositiveFloat  # of all GPUs of a node together
 
 
 class Transfer(_Part):
-    allreduce: Rate
-    latency: Seconds
+    allreduce: PositiveFloat
+    latency: NonNegativeFloat
     nic_share: Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class Storage(_Part):
-    disk: Rate
-    load: Rate
-    upload: Rate
-    page_lock: Rate
-    host_memory: Rate
+    disk: PositiveFloat
+    load: PositiveFloat
+    upload: PositiveFloat
+    page_lock: PositiveFloat
+    host_memory: PositiveFloat
 
 
 class Start(_Part):
-    process: Seconds
-    compile: Seconds
-    compile_deep: Seconds
-    graph: Seconds
-    group: Seconds
+    process: NonNegativeFloat
+    compile: NonNegativeFloat
+    compile_deep: NonNegativeFloat
+    graph: NonNegativeFloat
+    group: NonNegativeFloat
 
 
 class Hardware(_Part):
@@ -107,27 +104,18 @@ class Cluster:
 
 def load_hardware(name_or_file: str) -> Hardware:
     """Return a machine by name, or the first one of a YAML file of the same form."""
-    known, path = _read(HARDWARE), Path(name_or_file)
-    if name_or_file not in known and not path.is_file():
-        raise _unusable(f"no machine {name_or_file!r} (there are: {', '.join(known)})")
+    known: Any = parse_yaml(HARDWARE.read_text(encoding="utf-8"), where=str(HARDWARE))
+    names = ", ".join(known)
     try:
-        machine = known.get(name_or_file) or next(iter(_read(path).values()), None)
+        machine = known.get(name_or_file)
+        if machine is None:
+            text = Path(name_or_file).read_text(encoding="utf-8")
+            machine = next(iter(dict(parse_yaml(text, where=name_or_file)).values()), None)
         return Hardware.model_validate(machine)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the machine"
-        raise _unusable(f"{name_or_file}: {place}: {first['msg'].lower()}") from None
-
-
-def _read(path: Path) -> dict[str, object]:
-    try:
-        machines = parse_yaml(path.read_text(encoding="utf-8"), where=str(path))
-    except (OSError, UnicodeDecodeError, InputError) as error:
-        raise _unusable(f"{path} cannot be read ({error})") from None
-    if not isinstance(machines, dict):
-        raise _unusable(f"{path} names no machine")
-    return machines
-
-
-def _unusable(what: str) -> InputError:
-    return InputError("USAGE", what, where="--hardware", remedy=f"give a file like {HARDWARE}")
+        what = f"{'.'.join(map(str, first['loc'])) or 'the machine'}: {first['msg'].lower()}"
+    except (OSError, TypeError, ValueError) as error:
+        what = f"neither a machine ({names}) nor a file that names one: {error}"
+    what = f"{name_or_file}: {what}"
+    raise InputError("USAGE", what, where="--hardware", remedy=f"give a file like {HARDWARE}")

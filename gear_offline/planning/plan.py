@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from scipy.stats import binom
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.distributed.sharding import share_shards
@@ -221,10 +222,5 @@ def crossing_share(shares: Sequence[float], batch: int) -> float:
 
 def expected_excess(count: int, share: float, capacity: int) -> float:
     """Return E max(0, X - capacity) for X binomial with `count` draws of probability `share`."""
-    if not 0.0 < share < 1.0:
-        return share * max(count - capacity, 0)
-    factorials = np.cumsum(np.log(np.maximum(np.arange(count + 1), 1.0)))  # their logarithms
     k = np.arange(capacity + 1, count + 1)
-    choices = factorials[count] - factorials[k] - factorials[count - k]
-    mass = np.exp(choices + k * math.log(share) + (count - k) * math.log1p(-share))
-    return float(mass @ (k - capacity))
+    return float(binom.pmf(k, count, share) @ (k - capacity))
