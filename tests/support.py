@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import h5py
 import numpy as np
@@ -16,16 +15,14 @@ import numpy.typing as npt
 import pytest
 
 from gear_offline.convert.conversion import convert
-from gear_offline.core.types import BoolArray
 from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.errors import GearError
-from gear_offline.sources.base import SourceInfo
+from gear_offline.sources.base import Piece, Source, SourceInfo
 
 Columns = Mapping[str, npt.NDArray[Any]]
 
 
-class ArraySource:
+class ArraySource(Source):
     """A source over arrays in memory.
 
     Parameters
@@ -50,51 +47,28 @@ class ArraySource:
         rows_per_read: int = 1,
         attributes: Mapping[str, Any] | None = None,
     ) -> None:
-        self._columns = {name: np.asarray(values) for name, values in columns.items()}
-        self._rows = rows_per_read
-        self.episodes = EpisodeIndex(lengths=np.asarray(lengths, np.int64))
-        count = self.episodes.episodes
-        ends = [True] * (count - 1) + [False]
-        self.terminated: BoolArray = np.asarray(ends if terminated is None else terminated, bool)
-        self.truncated: BoolArray = np.asarray(
-            ~self.terminated if truncated is None else truncated, bool
-        )
-        self.spec = TableSpec(
-            columns=tuple(
-                ColumnSpec(name=name, dtype=values.dtype, shape=values.shape[1:])
-                for name, values in self._columns.items()
+        arrays = {name: np.asarray(values) for name, values in columns.items()}
+        ends = [True] * (len(lengths) - 1) + [False]
+
+        def read(column: str, start: int, stop: int) -> npt.NDArray[Any]:
+            return arrays[column][start:stop].copy()
+
+        super().__init__(
+            [Piece(read=read, steps=sum(lengths))],
+            {name: (values.dtype, values.shape[1:]) for name, values in arrays.items()},
+            lengths=lengths,
+            terminated=ends if terminated is None else terminated,
+            truncated=truncated,
+            info=SourceInfo(
+                uri="memory",
+                format="memory",
+                rule="given",
+                environment_id=environment_id,
+                reference_name=reference_name,
+                attributes=attributes or {},
             ),
-            steps=self.episodes.steps,
-            episodes=count,
+            preferred=dict.fromkeys(arrays, rows_per_read),
         )
-        self.info = SourceInfo(
-            uri="memory",
-            format="memory",
-            rule="given",
-            environment_id=environment_id,
-            reference_name=reference_name,
-            attributes=attributes or {},
-        )
-
-    def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
-        return self._columns[column][start:stop].copy()
-
-    def preferred_rows(self, column: str) -> int:
-        return self._rows
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def hopper_columns(

@@ -25,6 +25,7 @@ from gear_offline.dataset.manifest import Manifest
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.dataset.shard import EPISODE_COLUMNS
 from gear_offline.errors import InputError
+from gear_offline.sources.base import InputFile
 from tests.support import ArraySource, contents, failing_code, hopper_columns, write_hdf5
 
 LENGTHS = [4, 3, 5, 1, 7]
@@ -221,7 +222,7 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path, time_set_bac
             return super().read(column, start, stop)
 
     changing = Changing(hopper_columns(STEPS), LENGTHS)
-    object.__setattr__(changing.info, "files", (path,))
+    object.__setattr__(changing.info, "files", (InputFile.find(path),))
     assert failing_code(lambda: convert(changing, tmp_path / "d", quiet=True)) == "SOURCE_CHANGED"
     assert sorted(os.listdir(tmp_path)) == ["x.hdf5"]
 

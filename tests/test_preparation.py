@@ -15,6 +15,7 @@ from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.runs.loop import train
 from gear_offline.runs.prepare import prepare_one, resolve
+from gear_offline.sources.base import InputFile
 from gear_offline.training.metrics import read_records
 from gear_offline.training.policies import load_policy
 from tests.support import ArraySource, hopper_columns, make_dataset, write_hdf5
@@ -184,7 +185,7 @@ def test_a_named_source_is_compared_with_the_dataset(
 ) -> None:
     source = ArraySource(hopper_columns(7), [3, 4])
     file = write_hdf5(tmp_path / made) if made.endswith(".hdf5") else None
-    source.info = replace(source.info, uri=made, files=(file,) if file else ())
+    source.info = replace(source.info, uri=made, files=(InputFile.find(file),) if file else ())
     convert(source, tmp_path / "d", quiet=True)
     recipe = tiny_recipe(tmp_path / "d", f"data.source={wanted}")
     if fits:

@@ -234,7 +234,7 @@ def test_metadata_infos_and_attributes(tmp_path: Path) -> None:
     with open_source(path) as source:
         assert_same(source, columns, naive_episodes(columns, lambda *_: False))
         info = source.info
-        assert info.environment_id == info.reference_name == "Hopper-v5"
+        assert (info.environment_id, info.reference_name) == ("Hopper-v5", None)
         assert info.attributes["attributes"] == {"env_id": "Hopper-v5", "n": 3}
         assert info.attributes["metadata"] == {
             "metadata/algorithm": "SAC",

@@ -201,7 +201,7 @@ def test_images(data_format: str) -> None:
 def test_environment_id_gives_indicative_scores() -> None:
     create("hopper-v0", plain_episodes(1), env="Hopper-v5")
     with open_source("minari:hopper-v0") as source:
-        assert source.info.environment_id == source.info.reference_name == "Hopper-v5"
+        assert source.info.environment_id == "Hopper-v5"
 
 
 def test_ids_places_and_packages(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from gear_offline.convert.shards import (
 )
 from gear_offline.core.closing import Closing
 from gear_offline.core.environment_id import check_environment_id
-from gear_offline.core.files import FileIdentity, file_identity, new_directory
+from gear_offline.core.files import new_directory
 from gear_offline.core.interruption import StopRequest
 from gear_offline.dataset.inspect import summary
 from gear_offline.dataset.manifest import (
@@ -55,7 +55,7 @@ from gear_offline.dataset.statistics import distribution
 from gear_offline.errors import InputError
 from gear_offline.progress import Progress, say
 from gear_offline.sources import open_source
-from gear_offline.sources.base import Source, SourceInfo, changed_error, open_file
+from gear_offline.sources.base import InputFile, Source, SourceInfo
 
 SHARD_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20
@@ -195,22 +195,23 @@ class _SourceDigests(Closing):
     """Digests the files of a source in a thread, while they are converted."""
 
     def __init__(self, info: SourceInfo) -> None:
-        self._files = [(path, _identity(path)) for path in info.files]
-        for (path, identity), opened in zip(self._files, info.opened, strict=bool(info.opened)):
-            if identity != opened:
-                raise changed_error(path.name)
+        self._files = info.files
+        for file in self._files:
+            file.open().close()
         self._stop = Event()
         self._pool = ThreadPoolExecutor(max_workers=1)
-        self._digests = [self._pool.submit(self._digest, path) for path in info.files]
+        self._digests = [self._pool.submit(self._digest, file) for file in self._files]
 
-    def _digest(self, path: Path) -> str:
+    def _digest(self, file: InputFile) -> str:
         xxh3, buffer = xxhash.xxh3_128(), memoryview(bytearray(256 << 10))
         try:
-            with open(open_file(path), "rb", buffering=0) as file:
-                while not self._stop.is_set() and (count := file.readinto(buffer)):
+            with file.open() as opened:
+                while not self._stop.is_set() and (count := opened.readinto(buffer)):
                     xxh3.update(buffer[:count])
         except OSError as error:
-            raise _unreadable(path, error) from error
+            what = f"cannot read the source: {error.strerror or error}"
+            where, remedy = file.path.name, "check the file"
+            raise InputError("SOURCE_READ", what, where=where, remedy=remedy) from error
         return str(xxh3.hexdigest())
 
     def close(self) -> None:
@@ -221,25 +222,12 @@ class _SourceDigests(Closing):
     def records(self) -> list[SourceFile]:
         """Wait for the digests; refuse files that have changed since they were opened."""
         digests = [future.result() for future in self._digests]
-        for path, identity in self._files:
-            if _identity(path) != identity:
-                raise changed_error(path.name)
+        for file in self._files:
+            file.open().close()
         return [
-            SourceFile(name=path.name, bytes=identity[2], digest=digest)
-            for (path, identity), digest in zip(self._files, digests, strict=True)
+            SourceFile(name=file.path.name, bytes=file.identity[2], digest=digest)
+            for file, digest in zip(self._files, digests, strict=True)
         ]
-
-
-def _identity(path: Path) -> FileIdentity:
-    try:
-        return file_identity(path)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: OSError) -> InputError:
-    what = f"cannot read the source: {error.strerror or error}"
-    return InputError("SOURCE_READ", what, where=path.name, remedy="check the file")
 
 
 # options -------------------------------------------------------------------------------------

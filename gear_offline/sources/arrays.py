@@ -14,9 +14,8 @@ import numpy as np
 from gear_offline.core.environment_id import check_environment_id
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.dataset.schema import ColumnSpec
 from gear_offline.errors import InputError
-from gear_offline.sources.base import Piece, PieceSource, SourceInfo, legal_names, warnings_about
+from gear_offline.sources.base import Kinds, Piece, Source, SourceInfo
 from gear_offline.sources.episode_ends import (
     FLAGS,
     SCALARS,
@@ -37,7 +36,7 @@ def from_episodes(
     name: str = "memory",
     environment: str | None = None,
     attributes: Mapping[str, Any] | None = None,
-) -> PieceSource:
+) -> Source:
     """Return a source over episodes in memory, to be given to `gear_offline.convert.convert`.
 
     Parameters
@@ -93,14 +92,13 @@ def from_episodes(
     first = read[0][0]
     for number, (columns, _) in enumerate(read):
         _check_same(number, columns, first)
-    names = legal_names(first)
-    notes = warnings_about(names)
+    notes: list[str] = []
     if not any(n.split("/")[0] == OBSERVATIONS for n in first):
         notes.append(f"no column is named {OBSERVATIONS}, which training needs: {', '.join(first)}")
         warnings.warn(notes[-1], stacklevel=2)
-    return PieceSource(
-        [_piece(columns, names) for columns, _ in read],
-        _specs(first, names),
+    return Source(
+        [_piece(columns) for columns, _ in read],
+        _kinds(first),
         lengths=[len(next(iter(columns.values()))) for columns, _ in read],
         terminated=[terminated for _, (terminated, _) in read],
         truncated=[truncated for _, (_, truncated) in read],
@@ -115,7 +113,7 @@ def from_arrays(
     name: str = "memory",
     environment: str | None = None,
     attributes: Mapping[str, Any] | None = None,
-) -> PieceSource:
+) -> Source:
     """Return a source over flat arrays in memory, all episodes one after the other.
 
     Parameters
@@ -154,31 +152,25 @@ def from_arrays(
     ends = split_episodes(
         rule, list(arrays), steps, lambda flag, a, b: arrays[flag][a:b], where=name
     )
-    names = legal_names(arrays)
     facts = {**_described(metadata), **(attributes or {})}
-    return PieceSource(
-        [_piece(arrays, names)],
-        _specs(arrays, names),
+    return Source(
+        [_piece(arrays)],
+        _kinds(arrays),
         lengths=ends.lengths,
         terminated=ends.terminated,
-        truncated=ends.truncated,
-        info=_info(name, rule, environment, facts, notes + warnings_about(names)),
+        info=_info(name, rule, environment, facts, notes),
     )
 
 
-def _piece(columns: Columns, names: Mapping[str, str]) -> Piece:
-    renamed = {names[name]: rows for name, rows in columns.items()}
+def _piece(columns: Columns) -> Piece:
     return Piece(
-        read=lambda column, start, stop: renamed[column][start:stop],
+        read=lambda column, start, stop: columns[column][start:stop],
         steps=len(next(iter(columns.values()))),
     )
 
 
-def _specs(columns: Columns, names: Mapping[str, str]) -> list[ColumnSpec]:
-    return [
-        ColumnSpec(name=names[name], dtype=rows.dtype, shape=rows.shape[1:])
-        for name, rows in columns.items()
-    ]
+def _kinds(columns: Columns) -> Kinds:
+    return {name: (rows.dtype, rows.shape[1:]) for name, rows in columns.items()}
 
 
 def _described(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,31 +204,26 @@ def _named(given: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, 
         name = f"{prefix}{key}"
         below = _named(value, where, f"{name}/") if isinstance(value, Mapping) else {name: value}
         for twice in named.keys() & below.keys():
-            raise _misfit("a column is given twice", _place(twice, where), "give each one once")
+            raise _misfit("a column is given twice", where, "give each one once", twice)
         named |= below
     return named
 
 
 def _array(value: Any, column: str, where: str) -> Array:
-    def refuse(what: str, remedy: str) -> InputError:
-        return _misfit(what, _place(column, where), remedy)
-
     try:
         rows = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors of a GPU
-        raise refuse(f"no array: {error}", "give arrays of rows") from error
+        raise _misfit(f"no array: {error}", where, "give arrays of rows", column) from error
     if np.ma.is_masked(value):  # the numbers below a mask mean nothing
         masked = count_text(int(np.ma.getmaskarray(value).sum()), "value")
-        raise refuse(f"{masked} masked", "fill them: values.filled(...)")
+        raise _misfit(f"{masked} masked", where, "fill them: values.filled(...)", column)
     if rows.dtype.kind not in "biufc":
         remedy = "give numbers or bools, the same shape at every step; leave text out"
-        raise refuse(f"dtype {rows.dtype} is neither numeric nor bool", remedy)
-    if column in FLAGS and rows.ndim > 1 and rows.shape[1:] != (1,):
-        what = f"a flag of per-step shape {rows.shape[1:]}"
-        raise refuse(what, "give one true or false for each step")
-    if column in FLAGS and np.isnan(rows).any():
-        raise refuse("NaN in a flag", "give one true or false for each step")
-    return rows[:, 0] if column in SCALARS and rows.ndim == 2 and rows.shape[1] == 1 else rows
+        raise _misfit(f"dtype {rows.dtype} is neither numeric nor bool", where, remedy, column)
+    if column in FLAGS and (rows.shape[1:] not in ((), (1,)) or np.isnan(rows).any()):
+        what = f"a flag of per-step shape {rows.shape[1:]}, or with NaN"
+        raise _misfit(what, where, "give one true or false for each step", column)
+    return rows[:, 0] if column in SCALARS and rows.shape[1:] == (1,) else rows
 
 
 def _split_observations(columns: Columns, where: str) -> None:
@@ -260,7 +247,7 @@ def _steps(columns: Columns, where: str) -> int:
     """Return T, the rows that all columns have."""
     flat = next((name for name, rows in columns.items() if rows.ndim == 0), None)
     if flat is not None:
-        raise _misfit("one number instead of rows", _place(flat, where), "give a row for each step")
+        raise _misfit("one number instead of rows", where, "give a row for each step", flat)
     first = REWARDS if REWARDS in columns else next(iter(columns), "")
     steps = len(columns[first]) if first else 0
     if not steps:
@@ -269,7 +256,7 @@ def _steps(columns: Columns, where: str) -> int:
     for name, rows in columns.items():
         if len(rows) != steps:
             what = f"{len(rows)} rows where {first} has {steps}"
-            raise _misfit(what, _place(name, where), "give one row for each step")
+            raise _misfit(what, where, "give one row for each step", name)
     return steps
 
 
@@ -285,7 +272,7 @@ def _check_same(number: int, columns: Columns, wanted: Columns) -> None:
         if not native or rows.shape[1:] != shape:
             what = f"{rows.dtype} {rows.shape[1:]} a step, episode 0 has {first.dtype} {shape}"
             remedy = "give every episode the same shape and dtype: np.asarray(values, np.float32)"
-            raise _misfit(what, _place(name, where), remedy)
+            raise _misfit(what, where, remedy, name)
 
 
 def _info(
@@ -303,9 +290,6 @@ def _info(
     )
 
 
-def _place(column: str, where: str) -> str:
-    return ", ".join(part for part in (where, f"column {column}") if part)
-
-
-def _misfit(what: str, where: str, remedy: str) -> InputError:
-    return InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
+def _misfit(what: str, where: str, remedy: str, column: str = "") -> InputError:
+    place = ", ".join(part for part in (where, f"column {column}" if column else "") if part)
+    return InputError("SOURCE_LAYOUT", what, where=place, remedy=remedy)

@@ -1,25 +1,31 @@
-"""What every source format offers: columns by row range, and where its episodes end.
+"""What a source is: columns by row range, and where its episodes end.
 
-A source never loads a whole file.  Opening it finds the ends of its episodes; rows are read on
-demand.  Row `i` of a source is step `i` of the converted dataset: sources neither drop nor reorder
-rows.
+A reader of a format is a function that returns a `Source`; `uri.open_source` calls it.  It gives
+
+1. pieces: for each run of rows (a file, a group, an episode) a function that reads some of them;
+2. columns: dtype and step shape by the format's own name, which becomes a legal one here;
+3. ends: lengths of the episodes and which terminated, as `split_episodes` finds them from flags;
+4. info: format, rule, files, and ``attributes`` with ``left_out`` and ``warnings``.
+5. It loads no whole file, keeps none open between reads, and drops, reorders or repeats no row.
 
 Shape legend: N rows (steps), E episodes.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from io import FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.core.files import FileIdentity, open_regular
+from gear_offline.core.closing import Closing
+from gear_offline.core.files import FileIdentity, file_identity, open_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec, is_column_name
@@ -27,6 +33,45 @@ from gear_offline.errors import InputError
 
 READ_BYTES = 8 << 20  # a read of about this size amortises the call
 MAX_NAME_CHARS = 200
+
+Kinds = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]  # dtype and step shape by column
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file from outside, and what tells whether it is still the one that was opened."""
+
+    path: Path
+    identity: FileIdentity
+
+    @classmethod
+    def find(cls, path: Path) -> InputFile:
+        """Return the regular file at `path` as it is now."""
+        with _open(path) as file:
+            return cls(path, file_identity(file.fileno()))
+
+    def open(self) -> FileIO:
+        """Open it for reading; refuse another one (``SOURCE_CHANGED``)."""
+        file = _open(self.path)
+        if file_identity(file.fileno()) != self.identity:
+            file.close()
+            raise changed_error(self.path.name)
+        return file
+
+
+def _open(path: Path) -> FileIO:
+    try:
+        return os.fdopen(open_regular(path), "rb", buffering=0)
+    except OSError as error:
+        what = f"the file cannot be read: {error.strerror or error}"
+        remedy = "check the path, its permissions and those of its folder, and the disk"
+        raise InputError("SOURCE_READ", what, where=str(path), remedy=remedy) from error
+
+
+def changed_error(name: str) -> InputError:
+    """Return the error for a source that is not the one that was opened."""
+    what, remedy = "the source changed while it was converted", "convert again once nothing writes"
+    return InputError("SOURCE_CHANGED", what, where=name, remedy=f"{remedy} to it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +89,9 @@ class SourceInfo:
     environment_id
         Gymnasium id of the environment, ``None`` when the source does not say.
     reference_name
-        D4RL dataset or environment name whose reference scores apply, ``None`` when unknown.
+        D4RL dataset whose reference scores apply, ``None`` where the environment tells them.
     files
         Files to digest, in order.
-    opened
-        Identities of `files` from before they were opened; empty where they are not known.
     attributes
         Small JSON-able facts of the source (algorithm, versions, mean return, ...);
         ``attributes["warnings"]`` is a list of strings for the user's eyes.
@@ -59,19 +102,39 @@ class SourceInfo:
     rule: str
     environment_id: str | None = None
     reference_name: str | None = None
-    files: tuple[Path, ...] = ()
-    opened: tuple[FileIdentity, ...] = ()
+    files: tuple[InputFile, ...] = ()
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
 
-@runtime_checkable
-class Source(Protocol):
-    """A readable collection of episodes.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Piece:
+    """Rows ``[first, first + steps)`` of what ``read(column, start, stop)`` gives."""
+
+    read: Callable[[str, int, int], Array]
+    first: int = 0
+    steps: int
+
+
+class Source(Closing):
+    """Columns over episodes, read by row range; made by a reader from pieces in their order.
+
+    Parameters
+    ----------
+    pieces
+        All N rows; a read goes to those that it touches.
+    columns
+        Columns in the order of the table: a name of the source to dtype and step shape.
+    lengths, terminated, truncated
+        (E,) steps of each episode, and how it ended; default truncated where not terminated.
+    info
+        Provenance.
+    preferred
+        Rows per read that suit the storage, by name of the source; default about 8 MiB.
 
     Attributes
     ----------
     info
-        Provenance.
+        Provenance, with a warning for each column whose name in the source is another.
     spec
         Columns, N and E.
     episodes
@@ -83,34 +146,67 @@ class Source(Protocol):
         `terminated` is: termination wins when a row bears both flags.
     """
 
-    info: SourceInfo
-    spec: TableSpec
-    episodes: EpisodeIndex
-    terminated: BoolArray
-    truncated: BoolArray
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        columns: Kinds,
+        *,
+        lengths: npt.ArrayLike,
+        terminated: npt.ArrayLike,
+        truncated: npt.ArrayLike | None = None,
+        info: SourceInfo,
+        preferred: Mapping[str, int] | None = None,
+    ) -> None:
+        names = legal_names(columns)
+        self._stored = {new: old for old, new in names.items()}
+        self._pieces = tuple(pieces)
+        self._firsts = np.cumsum([0, *(piece.steps for piece in pieces)], dtype=np.int64)
+        self._preferred = preferred or {}
+        self.episodes = EpisodeIndex(lengths=np.asarray(lengths, np.int64))
+        self.terminated: BoolArray = np.ascontiguousarray(terminated, np.bool_)
+        if truncated is None:
+            truncated = ~self.terminated
+        self.truncated: BoolArray = np.ascontiguousarray(truncated, np.bool_)
+        self.spec = TableSpec(
+            columns=tuple(
+                ColumnSpec(name=names[name], dtype=dtype, shape=shape)
+                for name, (dtype, shape) in columns.items()
+            ),
+            steps=self.episodes.steps,
+            episodes=self.episodes.episodes,
+        )
+        renamed = [f"{old!r} is the column {new}" for old, new in names.items() if old != new]
+        if renamed:
+            notes = [*renamed, *info.attributes.get("warnings", ())]
+            info = replace(info, attributes={**info.attributes, "warnings": notes})
+        self.info = info
 
     def read(self, column: str, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
-        ...
+        if not 0 <= start <= stop <= self.spec.steps:
+            raise IndexError(f"rows [{start}, {stop}) of {self.spec.steps}")
+        spec, name = self.spec[column], self._stored[column]
+        index = int(np.searchsorted(self._firsts, start, side="right")) - 1
+        if start < stop <= self._firsts[index + 1]:  # one piece: no copy
+            shift = self._pieces[index].first - int(self._firsts[index])
+            rows = self._pieces[index].read(name, start + shift, stop + shift)
+            return rows.astype(spec.dtype, copy=False)
+        rows = np.empty((stop - start, *spec.shape), spec.dtype)
+        at = start
+        while at < stop:
+            piece, first = self._pieces[index], int(self._firsts[index])
+            end, shift = min(first + piece.steps, stop), piece.first - first
+            rows[at - start : end - start] = piece.read(name, at + shift, end + shift)
+            at, index = end, index + 1
+        return rows
 
     def preferred_rows(self, column: str) -> int:
         """Rows per read that suit the storage (a multiple of its chunks); at least 1."""
-        return max(1, READ_BYTES // self.spec[column].step_bytes)
+        preferred = self._preferred.get(self._stored[column])
+        return preferred or max(1, READ_BYTES // self.spec[column].step_bytes)
 
     def close(self) -> None:
-        """Release files; closing twice is fine."""
-        return
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+        """Close the source, which holds nothing open between reads; closing twice is fine."""
 
     def __repr__(self) -> str:
         return (
@@ -127,79 +223,6 @@ def iter_episodes(source: Source) -> Iterator[dict[str, Array]]:
         yield {c.name: source.read(c.name, start, stop) for c in source.spec}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Piece:
-    """Rows ``[first, first + steps)`` of what ``read(column, start, stop)`` gives."""
-
-    read: Callable[[str, int, int], Array]
-    first: int = 0
-    steps: int
-
-
-class PieceSource(Source):
-    """A `Source` over pieces in the order of the table: arrays, a file's columns, other sources.
-
-    `preferred` are rows per read by column; `owned` are sources to close with this one.
-    """
-
-    def __init__(
-        self,
-        pieces: Sequence[Piece],
-        columns: Iterable[ColumnSpec],
-        *,
-        lengths: npt.ArrayLike,
-        terminated: npt.ArrayLike,
-        truncated: npt.ArrayLike,
-        info: SourceInfo,
-        preferred: Mapping[str, int] | None = None,
-        owned: Sequence[Source] = (),
-    ) -> None:
-        self._pieces = tuple(pieces)
-        self._firsts = np.cumsum([0, *(piece.steps for piece in pieces)], dtype=np.int64)
-        self._preferred = preferred or {}
-        self._owned = owned
-        self.episodes = EpisodeIndex(lengths=np.asarray(lengths, np.int64))
-        self.terminated: BoolArray = np.ascontiguousarray(terminated, np.bool_)
-        self.truncated: BoolArray = np.ascontiguousarray(truncated, np.bool_)
-        self.spec = TableSpec(
-            columns=tuple(columns), steps=self.episodes.steps, episodes=self.episodes.episodes
-        )
-        self.info = info
-
-    def read(self, column: str, start: int, stop: int) -> Array:
-        """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
-        if not 0 <= start <= stop <= self.spec.steps:
-            raise IndexError(f"rows [{start}, {stop}) of {self.spec.steps}")
-        spec = self.spec[column]
-        index = int(np.searchsorted(self._firsts, start, side="right")) - 1
-        if start < stop <= self._firsts[index + 1]:  # one piece: no copy
-            shift = self._pieces[index].first - int(self._firsts[index])
-            rows = self._pieces[index].read(column, start + shift, stop + shift)
-            return rows.astype(spec.dtype, copy=False)
-        rows = np.empty((stop - start, *spec.shape), spec.dtype)
-        at = start
-        while at < stop:
-            piece, first = self._pieces[index], int(self._firsts[index])
-            end, shift = min(first + piece.steps, stop), piece.first - first
-            rows[at - start : end - start] = piece.read(column, at + shift, end + shift)
-            at, index = end, index + 1
-        return rows
-
-    def preferred_rows(self, column: str) -> int:
-        """Rows per read that suit the storage; at least 1."""
-        return self._preferred.get(column) or super().preferred_rows(column)
-
-    def close(self) -> None:
-        """Close the sources that belong to this one."""
-        for source in self._owned:
-            source.close()
-
-
-def warnings_about(names: Mapping[str, str]) -> list[str]:
-    """Return what a user should know of columns whose names in the source are others."""
-    return [f"{old!r} is the column {new}" for old, new in names.items() if old != new]
-
-
 def legal_names(names: Iterable[str]) -> dict[str, str]:
     """Return for each name the column's: ``_`` for what no column may have, a number if taken."""
     columns: dict[str, str] = {}
@@ -214,26 +237,3 @@ def legal_names(names: Iterable[str]) -> dict[str, str]:
         taken.add(unique.casefold())
         columns[name] = unique
     return columns
-
-
-def open_file(path: Path) -> int:
-    """Open a file from outside for reading, regular files only; return its descriptor."""
-    try:
-        return open_regular(path)
-    except OSError as error:
-        raise InputError(
-            "SOURCE_READ",
-            f"the file cannot be read: {error.strerror or error}",
-            where=str(path),
-            remedy="check the path, its permissions and those of its folder, and the disk",
-        ) from error
-
-
-def changed_error(name: str) -> InputError:
-    """Return the error for a file that is not the one that was opened."""
-    return InputError(
-        "SOURCE_CHANGED",
-        "the source changed while it was converted",
-        where=name,
-        remedy="convert again once nothing writes to it",
-    )

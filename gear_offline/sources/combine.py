@@ -1,4 +1,4 @@
-"""Sources made of others: several joined, some episodes, other columns, a folder, GEAR shards.
+"""Sources made of others: several joined, some episodes, other columns, GEAR shards.
 
 Rows stay where they are; a read goes to the sources that it touches.
 
@@ -21,19 +21,18 @@ from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.manifest import MANIFEST_NAME
 from gear_offline.dataset.schema import ColumnSpec, chosen_episodes
 from gear_offline.errors import InputError
-from gear_offline.sources.base import Piece, PieceSource, Source, SourceInfo, legal_names
-from gear_offline.sources.hdf5_table import hdf5_files, open_hdf5
+from gear_offline.sources.base import InputFile, Kinds, Piece, Source, SourceInfo, legal_names
 
 MOST_NAMED = 20  # parts that a joined source describes one by one
 
 
-def pick_episodes(source: Source, which: npt.ArrayLike) -> PieceSource:
+def pick_episodes(source: Source, which: npt.ArrayLike) -> Source:
     """Return a source of some of a source's episodes.
 
     Parameters
     ----------
     source
-        An open source; closed with the result.
+        An open source.
     which
         Numbers of episodes in the order wanted, each at most once, or (E,) bool: which to keep.
 
@@ -54,19 +53,18 @@ def pick_episodes(source: Source, which: npt.ArrayLike) -> PieceSource:
         pieces.append(Piece(read=source.read, first=first, steps=last - first))
     picked = f"{chosen.size:,} of {count_text(source.episodes.episodes, 'episode')}"
     attributes = {**source.info.attributes, "picked": picked}
-    return PieceSource(
+    return Source(
         pieces,
-        source.spec,
+        _kinds(source.spec),
         lengths=source.episodes.lengths[chosen],
         terminated=source.terminated[chosen],
         truncated=source.truncated[chosen],
         info=replace(source.info, attributes=attributes),
         preferred={c.name: source.preferred_rows(c.name) for c in source.spec},
-        owned=(source,),
     )
 
 
-def join_sources(sources: Iterable[Source], *, uri: str = "") -> PieceSource:
+def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
     """Return one source over the episodes of several, one after the other.
 
     Columns that not all have are left out.  Columns of different dtype or shape are refused.
@@ -74,7 +72,7 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> PieceSource:
     Parameters
     ----------
     sources
-        At least one; closed with the result.
+        At least one, all open.
     uri
         Name for the provenance; default the names of the parts.
 
@@ -93,10 +91,9 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> PieceSource:
         raise InputError("SOURCE_LAYOUT", "no source to join", remedy="give at least one")
     columns, left_out = _common_columns(sources)
     infos = [source.info for source in sources]
-    known = all(len(info.opened) == len(info.files) for info in infos)
-    return PieceSource(
+    return Source(
         [Piece(read=source.read, steps=source.spec.steps) for source in sources],
-        columns,
+        _kinds(columns),
         lengths=np.concatenate([source.episodes.lengths for source in sources]),
         terminated=np.concatenate([source.terminated for source in sources]),
         truncated=np.concatenate([source.truncated for source in sources]),
@@ -107,12 +104,14 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> PieceSource:
             environment_id=_same([info.environment_id for info in infos]),
             reference_name=_same([info.reference_name for info in infos]),
             files=tuple(file for info in infos for file in info.files),
-            opened=tuple(one for info in infos for one in info.opened) if known else (),
             attributes=_joint_attributes(sources, left_out),
         ),
         preferred={c.name: max(s.preferred_rows(c.name) for s in sources) for c in columns},
-        owned=sources,
     )
+
+
+def _kinds(columns: Iterable[ColumnSpec]) -> Kinds:
+    return {column.name: (column.dtype, column.shape) for column in columns}
 
 
 def _check_open(source: object) -> None:
@@ -211,8 +210,7 @@ def with_columns(source: Source, parts: Parts, given: Mapping[str, str] | None =
     """Return `source` with the columns `parts` in front of those that it does not use up.
 
     A column of several parts has their elements side by side: (N, sum of their widths).  `given`
-    are the names that the user knows, by those that a reader gave instead.  Where the parts do not
-    make columns, the source is closed.
+    are the names that the user knows, by those that a reader gave instead.
     """
     if not parts:
         return source
@@ -231,15 +229,11 @@ def with_columns(source: Source, parts: Parts, given: Mapping[str, str] | None =
             return rows[0]
         return np.concatenate([part.reshape(stop - start, -1) for part in rows], axis=1)
 
-    try:
-        made = [_column(source, new, olds, given or {}) for new, olds in parts.items()]
-    except BaseException:
-        source.close()
-        raise
+    made = [_column(source, new, olds, given or {}) for new, olds in parts.items()]
     made_of = {new: " + ".join(olds) for new, olds in parts.items()}
-    return PieceSource(
+    return Source(
         [Piece(read=read, steps=source.spec.steps)],
-        (*made, *rest),
+        _kinds([*made, *rest]),
         lengths=source.episodes.lengths,
         terminated=source.terminated,
         truncated=source.truncated,
@@ -247,7 +241,6 @@ def with_columns(source: Source, parts: Parts, given: Mapping[str, str] | None =
         preferred={
             new: min(source.preferred_rows(old) for old in olds) for new, olds in all_parts.items()
         },
-        owned=(source,),
     )
 
 
@@ -274,25 +267,16 @@ def _column(
     return ColumnSpec(name=new, dtype=dtype, shape=(width,))
 
 
-def open_folder(path: Path, *, rule: str | None, names: Mapping[str, str]) -> PieceSource:
-    """Open the HDF5 files of a folder as one source."""
-    files = [
-        open_hdf5(file, uri=file.name, name=file.name, rule=rule, names=names)
-        for file in hdf5_files(path.absolute())
-    ]
-    return join_sources(files, uri=path.absolute().name)
-
-
-def dataset_source(dataset: Dataset) -> PieceSource:
+def dataset_source(dataset: Dataset) -> Source:
     """Return an opened dataset of GEAR shards as a source."""
     before, scores = dataset.manifest.source, dataset.reference_scores
     attributes = {k: v for k, v in before.attributes.items() if k not in ("left_out", "picked")}
     if "warnings" in attributes:
         attributes["warnings"] = before.warnings
     attributes["converted_from"] = f"{before.uri} ({before.format}), digest {before.digest}"
-    return PieceSource(
+    return Source(
         [Piece(read=dataset.read, steps=dataset.spec.steps)],
-        dataset.spec,
+        _kinds(dataset.spec),
         lengths=dataset.episodes.lengths,
         terminated=dataset.terminated,
         truncated=dataset.truncated,
@@ -302,16 +286,14 @@ def dataset_source(dataset: Dataset) -> PieceSource:
             rule=before.rule,
             environment_id=dataset.environment_id,
             reference_name=None if scores is None else scores.name,
-            files=(dataset.path / MANIFEST_NAME,),  # it bears the digests of all the others
+            files=(
+                InputFile.find(dataset.path / MANIFEST_NAME),
+            ),  # it bears the digests of all the others
             attributes=attributes,
         ),
     )
 
 
-def open_shards(path: Path, *, rule: str | None) -> PieceSource:
+def open_shards(path: Path) -> Source:
     """Open the dataset directory at `path`; every digest is compared first."""
-    if rule is not None:
-        what = f"boundary rule {rule!r} does not apply to GEAR shards, which store their episodes"
-        remedy = "leave the rule out, or convert the first source again"
-        raise InputError("SOURCE_LAYOUT", what, where=str(path), remedy=remedy)
     return dataset_source(open_dataset(path))

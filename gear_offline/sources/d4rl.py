@@ -15,16 +15,10 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import urlsplit
 
 from gear_offline.core.files import new_file
 from gear_offline.core.text import count_text
-from gear_offline.dataset.scores import (
-    dataset_file,
-    dataset_names,
-    dataset_of_file,
-    reference_scores,
-)
+from gear_offline.dataset.scores import dataset_file, dataset_names, dataset_of_file
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.progress import Progress
 from gear_offline.sources.episode_ends import ARTIFICIAL, TIME_FLAGS, Boundaries
@@ -92,7 +86,7 @@ class D4rlFile:
     evidence: str  # what told the family
     rule: str  # for the columns that are there
     environment: str | None  # Gymnasium id
-    reference: str | None  # name of the reference scores
+    reference: str | None  # D4RL's dataset of the reference scores, if no environment tells them
 
     @classmethod
     def detect(
@@ -112,16 +106,13 @@ class D4rlFile:
         family = _BY_NAME[known[0]]
         rule = family.rule if has_timeouts else family.rule_without_timeouts
         dataset = dataset_of_file(name)
-        reference = dataset or dataset_of_file(env_id)
-        if environment:
-            reference = environment if reference_scores(environment) else None
         return cls(
             name=dataset or name,
             family=family,
             evidence=known[1],
             rule=f"terminals|{foreign}" if foreign else rule,
             environment=environment,
-            reference=reference,
+            reference=None if environment else dataset or dataset_of_file(env_id),
         )
 
     def warnings(self, ends: Boundaries, columns: Container[str], *, overridden: bool) -> list[str]:
@@ -215,24 +206,17 @@ def _family_of_content(datasets: Mapping[str, Hdf5Dataset]) -> tuple[str, str]:
 
 def locate(name: str) -> Path:
     """Return the file of D4RL's dataset `name`, downloaded if the d4rl package's cache lacks it."""
-    url, configured = _url(name), os.environ.get("D4RL_DATASET_DIR")
-    folder = Path(configured) if configured else Path.home() / ".d4rl" / "datasets"
-    target = folder / PurePosixPath(urlsplit(url).path).name
-    if not target.is_file():
-        _download(url, target)
-    return target
-
-
-def _url(name: str) -> str:
     file = dataset_file(name)
-    if file is not None:
-        return SERVER + file
-    near = difflib.get_close_matches(name, dataset_names(), n=3)
-    raise InputError(
-        "SOURCE_READ",
-        f"D4RL has no dataset {name!r}",
-        remedy=f"did you mean {', '.join(near)}" if near else "names look like hopper-medium-v2",
-    )
+    if file is None:
+        near = ", ".join(difflib.get_close_matches(name, dataset_names(), n=3))
+        remedy = f"did you mean {near}" if near else "names look like hopper-medium-v2"
+        raise InputError("SOURCE_READ", f"D4RL has no dataset {name!r}", remedy=remedy)
+    configured = os.environ.get("D4RL_DATASET_DIR")
+    folder = Path(configured) if configured else Path.home() / ".d4rl" / "datasets"
+    target = folder / PurePosixPath(file).name
+    if not target.is_file():
+        _download(SERVER + file, target)
+    return target
 
 
 def _download(url: str, target: Path) -> None:

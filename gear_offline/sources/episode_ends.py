@@ -87,7 +87,6 @@ class Boundaries:
 
     lengths: Int64Array
     terminated: BoolArray
-    truncated: BoolArray
     tail_steps: int
 
 
@@ -147,12 +146,9 @@ def split_episodes(
     if start < rows:
         ends.append(np.array([rows - 1], np.int64))
         finals.append(np.array([False]))
-    terminated = np.concatenate(finals)
     last = np.concatenate(ends)
     lengths = np.diff(last, prepend=np.int64(-1))
-    return Boundaries(
-        lengths=lengths, terminated=terminated, truncated=~terminated, tail_steps=rows - start
-    )
+    return Boundaries(lengths=lengths, terminated=np.concatenate(finals), tail_steps=rows - start)
 
 
 def _with_step_limit(ends: Int64Array, start: int, stop: int, limit: int) -> Int64Array:

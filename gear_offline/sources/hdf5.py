@@ -11,14 +11,13 @@ Shape legend: N rows.
 from __future__ import annotations
 
 import math
-import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import h5py
 import numpy as np
@@ -26,11 +25,12 @@ import numpy.typing as npt
 from h5py import h5d, h5g, h5l, h5o, h5t
 from numpy.lib.stride_tricks import sliding_window_view
 
-from gear_offline.core.files import FileIdentity, file_identity, read_at
+from gear_offline.core.closing import Closing
+from gear_offline.core.files import read_at
 from gear_offline.core.types import Int64Array
 from gear_offline.dataset.schema import MAX_DIMENSIONS
 from gear_offline.errors import InputError
-from gear_offline.sources.base import READ_BYTES, changed_error, open_file
+from gear_offline.sources.base import READ_BYTES, InputFile
 from gear_offline.sources.hdf5_filters import FILTER_NAMES, Bytes, decode_chunk
 
 MAX_READ_BYTES = 256 << 20  # beyond this a row of chunks is read in parts
@@ -59,7 +59,7 @@ class Hdf5Dataset:
         return self.shape[0] if self.shape else 0
 
 
-class Hdf5File:
+class Hdf5File(Closing):
     """An open HDF5 file whose headers were looked through; use it in a ``with`` statement.
 
     `datasets` holds what it has by column name: that of `names`, or else its own.
@@ -67,9 +67,8 @@ class Hdf5File:
 
     def __init__(self, path: Path, *, names: Mapping[str, str] | None = None) -> None:
         self.path = path
-        file = open_file(path)  # a pipe would block HDF5; of other failures it would say "damaged"
-        self.identity = file_identity(file)
-        os.close(file)
+        # A pipe would block HDF5, and of other failures it would say "damaged".
+        self.file = InputFile.find(path)
         self.warnings: list[str] = []
         with _told_as_damaged(path):
             if not h5py.is_hdf5(path):
@@ -84,13 +83,11 @@ class Hdf5File:
                 stored = {dataset.path: dataset for dataset in self._walk()}
                 self.datasets = _renamed(stored, names or {}, path)
             except BaseException:
-                self._file.close()
+                self.close()
                 raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+    def close(self) -> None:
+        """Close the library's file; columns can be read on."""
         self._file.close()
 
     def _walk(self) -> Iterator[Hdf5Dataset]:
@@ -151,41 +148,41 @@ class Hdf5File:
         if prod(shape[1:]) * dtype.itemsize > MAX_STEP_BYTES:
             raise self._unsafe(f"a step of more than {MAX_STEP_BYTES >> 20} MiB", found.path)
         dataset = h5d.open(self._file.id, found.path.encode())
-        storage = self._storage(dataset, found, dtype.itemsize)
+        chunks, stored = self._storage(dataset, found, dtype.itemsize)
         return Hdf5Column(
-            path=self.path,
-            identity=self.identity,
-            name=name,
+            file=self.file,
+            name=found.path,
             stored_dtype=dtype,
             shape=shape[:1] if scalar else shape,
             stored_shape=shape,
-            storage=storage,
+            chunks=chunks,
+            filters=self._filters(dataset, found),
+            stored=stored,
             fill=np.asarray(h5py.Dataset(dataset).fillvalue).astype(dtype),
         )
 
-    def _storage(self, dataset: Any, found: Hdf5Dataset, itemsize: int) -> _Storage:
-        """Return where the bytes of a dataset lie, once it is clear that they may be read."""
-        plan, shape, inline = dataset.get_create_plist(), found.shape or (), None
-        filters = self._filters(dataset, found)
+    def _storage(
+        self, dataset: Any, found: Hdf5Dataset, itemsize: int
+    ) -> tuple[tuple[int, ...], Int64Array]:
+        """Return the shape of a dataset's chunks and where their bytes lie."""
+        plan, shape = dataset.get_create_plist(), found.shape or ()
+        if plan.get_layout() == h5d.COMPACT:
+            raise self._unsafe("a column in the header of the file", found.path)
         if plan.get_layout() == h5d.CHUNKED:
             chunks = tuple(plan.get_chunk())
             if prod(chunks) * itemsize > MAX_CHUNK_BYTES:
                 remedy = "store it in chunks of about 1 MiB, e.g. with h5repack -l NAME:CHUNK=..."
                 raise self._unsafe("a chunk of more than 1 GiB", found.path, remedy)
             stored = self._chunk_index(dataset, found, chunks, itemsize)
-        elif plan.get_layout() == h5d.COMPACT:
-            chunks, stored, inline = shape, np.zeros((1, 3), np.int64), h5py.Dataset(dataset)[()]
-        else:
+        else:  # contiguous data are one chunk
             chunks, size, claimed = shape, int(dataset.get_storage_size()), prod(shape) * itemsize
             if size not in (0, claimed):
                 raise ValueError(f"{size} bytes for shape {shape}")
             stored = np.array([[dataset.get_offset() if size else -1, size, 0]], np.int64)
             self._check_unwritten(found, claimed - size)
-        if (stored[:, 0] + stored[:, 1]).max(initial=0) > self.identity[2]:
+        if (stored[:, 0] + stored[:, 1]).max(initial=0) > self.file.identity[2]:
             raise ValueError("data lie behind the end of the file")
-        return _Storage(
-            chunks=chunks, filters=filters, stored=stored, inline=inline, itemsize=itemsize
-        )
+        return chunks, stored
 
     def _filters(self, dataset: Any, found: Hdf5Dataset) -> tuple[int, ...]:
         plan = dataset.get_create_plist()
@@ -202,15 +199,12 @@ class Hdf5File:
         The library would fill up a chunk that holds fewer bytes than it claims with those that
         were in memory before.
         """
-        with (
-            _told_as_damaged(self.path),
-            open(open_file(self.path), "rb", buffering=0) as file,
-        ):
-            for header in self.datasets.values():
-                dataset = h5d.open(self._file.id, header.path.encode())
-                self._filters(dataset, header)
-                if header.shape and header.dtype is not None:  # text lies elsewhere in the file
-                    self._storage(dataset, header, header.dtype.itemsize).check(file.fileno())
+        for name, header in self.datasets.items():
+            if header.shape and header.dtype is not None:
+                self.column(name).check()
+            else:  # text lies elsewhere in the file
+                with _told_as_damaged(self.path):
+                    self._filters(h5d.open(self._file.id, header.path.encode()), header)
 
     def _chunk_index(
         self, dataset: Any, found: Hdf5Dataset, chunks: tuple[int, ...], itemsize: int
@@ -272,59 +266,21 @@ class Hdf5File:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Storage:
-    """Where the bytes of a dataset lie.
-
-    `stored` has a row for each chunk, in row-major order: offset in the file or -1, bytes, and the
-    filters that were skipped.  Contiguous data are one chunk; compact ones are `inline`.
-    """
-
-    chunks: tuple[int, ...]
-    filters: tuple[int, ...]
-    stored: Int64Array
-    inline: Any
-    itemsize: int
-
-    @property
-    def chunk_bytes(self) -> int:
-        return prod(self.chunks) * self.itemsize
-
-    def chunk(self, file: int, number: int) -> Bytes | None:
-        """Return the decoded bytes of a chunk, ``None`` if it was never written."""
-        offset, size, skipped = self.stored[number].tolist()
-        if offset < 0:
-            return None
-        raw = bytearray(size)
-        _pread_into(file, memoryview(raw), offset)
-        return decode_chunk(
-            raw, self.filters, skipped, chunk_bytes=self.chunk_bytes, itemsize=self.itemsize
-        )
-
-    def check(self, file: int) -> None:
-        """Refuse chunks that are shorter or longer than they claim."""
-        written = self.stored[self.stored[:, 0] >= 0]
-        if self.inline is not None or (
-            not self.filters and (written[:, 1] == self.chunk_bytes).all()
-        ):
-            return
-        for number in range(len(self.stored)):
-            self.chunk(file, number)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Hdf5Column:
     """Rows of one dataset of an HDF5 file; made by `Hdf5File.column`.
 
-    Between reads nothing is open.
+    `stored` has a row for each chunk, in row-major order: offset in the file or -1, bytes, and the
+    filters that were skipped.  Between reads nothing is open.
     """
 
-    path: Path
-    identity: FileIdentity
+    file: InputFile
     name: str
     shape: tuple[int, ...]
     stored_dtype: np.dtype[Any]
     stored_shape: tuple[int, ...]
-    storage: _Storage
+    chunks: tuple[int, ...]
+    filters: tuple[int, ...]
+    stored: Int64Array
     fill: npt.NDArray[Any]
     kept: dict[int, npt.NDArray[Any]] = field(default_factory=dict)
 
@@ -338,46 +294,51 @@ class Hdf5Column:
         return prod(self.stored_shape[1:]) * self.stored_dtype.itemsize
 
     @property
+    def _chunk_bytes(self) -> int:
+        return prod(self.chunks) * self.stored_dtype.itemsize
+
+    @property
     def preferred_rows(self) -> int:
         """Rows a read that suit the chunks: whole rows of chunks, about 8 MiB, at least 1."""
-        chunk_rows = 1 if self.storage.chunks == self.stored_shape else self.storage.chunks[0]
+        chunk_rows = 1 if self.chunks == self.stored_shape else self.chunks[0]
         rows = max(READ_BYTES // self._row_bytes // chunk_rows, 1) * chunk_rows
         return max(1, min(rows, MAX_READ_BYTES // self._row_bytes))
+
+    def check(self) -> None:
+        """Refuse chunks that are shorter or longer than they claim."""
+        written = self.stored[self.stored[:, 0] >= 0]
+        if not self.filters and (written[:, 1] == self._chunk_bytes).all():
+            return
+        with _told_as_damaged(self.file.path), self.file.open() as file:
+            for number in range(len(self.stored)):
+                self._chunk(file.fileno(), number)
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Return rows ``[start, stop)``, (stop - start, *shape), native byte order."""
         rows = np.empty((stop - start, *self.stored_shape[1:]), self.stored_dtype)
-        if self.storage.inline is not None:
-            rows[...] = self.storage.inline[start:stop]
-        elif rows.size:
-            file = open_file(self.path)
-            try:
-                with _told_as_damaged(self.path):
-                    if file_identity(file) != self.identity:
-                        raise changed_error(self.path.name)
-                    if self.storage.filters or self.storage.chunks[1:] != self.stored_shape[1:]:
-                        self._read_decoded(file, rows, start, stop)
-                    else:
-                        self._read_plain(file, rows, start, stop)
-            finally:
-                os.close(file)
+        if rows.size:
+            with _told_as_damaged(self.file.path), self.file.open() as file:
+                if self.filters or self.chunks[1:] != self.stored_shape[1:]:
+                    self._read_decoded(file.fileno(), rows, start, stop)
+                else:
+                    self._read_plain(file.fileno(), rows, start, stop)
         if self.dtype.kind == "b" and rows.reshape(-1).view(np.uint8).max(initial=0) > 1:
             what = "a bool column holds values other than 0 and 1"
-            where = f"{self.path}: {self.name}, rows {start} to {stop}"
+            where = f"{self.file.path}: {self.name}, rows {start} to {stop}"
             remedy = "the file is damaged: get it again"
             raise InputError("SOURCE_READ", what, where=where, remedy=remedy)
         return rows.astype(self.dtype, copy=False).reshape(stop - start, *self.shape[1:])
 
     def _read_plain(self, file: int, rows: npt.NDArray[Any], start: int, stop: int) -> None:
         """Read chunks that are runs of whole rows right into `rows`."""
-        most, width = self.storage.chunks[0], self._row_bytes
+        most, width = self.chunks[0], self._row_bytes
         view: npt.NDArray[np.uint8] = rows.reshape(-1).view(np.uint8)
         indices = range(start // most, -(-stop // most))
-        offsets, sizes, _ = self.storage.stored[indices.start : indices.stop].T
+        offsets, sizes, _ = self.stored[indices.start : indices.stop].T
         written = offsets >= 0
-        if (sizes[written] != self.storage.chunk_bytes).any():
-            raise ValueError(f"a chunk of {self.storage.chunk_bytes} bytes holds others")
-        if self.storage.chunk_bytes <= SMALL_CHUNK_BYTES and len(indices) > 1 and written.all():
+        if (sizes[written] != self._chunk_bytes).any():
+            raise ValueError(f"a chunk of {self._chunk_bytes} bytes holds others")
+        if self._chunk_bytes <= SMALL_CHUNK_BYTES and len(indices) > 1 and written.all():
             at = (start - indices.start * most) * width
             view[:] = self._gather(file, offsets)[at : at + len(view)]
             return
@@ -394,7 +355,7 @@ class Hdf5Column:
 
         One call a chunk takes 10 us: 40 s for the columns of 1,000,000 steps in chunks of one row.
         """
-        size = self.storage.chunk_bytes
+        size = self._chunk_bytes
         chunks = np.empty((len(offsets), size), np.uint8)
         for begin in range(0, len(offsets), GATHERED_CHUNKS):
             part = offsets[begin : begin + GATHERED_CHUNKS]
@@ -409,7 +370,7 @@ class Hdf5Column:
         return chunks.reshape(-1)
 
     def _read_decoded(self, file: int, rows: npt.NDArray[Any], start: int, stop: int) -> None:
-        most = self.storage.chunks[0]
+        most = self.chunks[0]
         for index in range(start // most, -(-stop // most)):
             first, last = max(start, index * most), min(stop, (index + 1) * most)
             band = self.kept.get(index)
@@ -422,19 +383,34 @@ class Hdf5Column:
 
     def _decode(self, file: int, index: int) -> npt.NDArray[Any]:
         """Return a row of chunks, (chunk rows, *stored step)."""
-        storage, shape = self.storage, self.stored_shape[1:]
-        grid = [-(-n // c) for n, c in zip(shape, storage.chunks[1:], strict=True)]
-        band = np.empty((storage.chunks[0], *shape), self.stored_dtype)
+        shape, widths = self.stored_shape[1:], self.chunks[1:]
+        grid = [-(-n // c) for n, c in zip(shape, widths, strict=True)]
+        band = np.empty((self.chunks[0], *shape), self.stored_dtype)
         for number, place in enumerate(np.ndindex(*grid)):
-            plain = storage.chunk(file, index * prod(grid) + number)
-            chunk = np.broadcast_to(self.fill, storage.chunks)
-            if plain is not None:
-                chunk = np.frombuffer(plain, self.stored_dtype).reshape(storage.chunks)
-            corner = [at * width for at, width in zip(place, storage.chunks[1:], strict=True)]
-            ends = [at + width for at, width in zip(corner, storage.chunks[1:], strict=True)]
-            target = band[(slice(None), *map(slice, corner, ends))]
-            target[...] = chunk[tuple(map(slice, target.shape))]
+            plain = self._chunk(file, index * prod(grid) + number)
+            corner = zip(place, widths, strict=True)
+            target = band[(slice(None), *(slice(i * w, (i + 1) * w) for i, w in corner))]
+            if plain is None:
+                target[...] = self.fill
+            else:
+                chunk = np.frombuffer(plain, self.stored_dtype).reshape(self.chunks)
+                target[...] = chunk[tuple(map(slice, target.shape))]
         return band
+
+    def _chunk(self, file: int, number: int) -> Bytes | None:
+        """Return the decoded bytes of a chunk, ``None`` if it was never written."""
+        offset, size, skipped = self.stored[number].tolist()
+        if offset < 0:
+            return None
+        raw = bytearray(size)
+        _pread_into(file, memoryview(raw), offset)
+        return decode_chunk(
+            raw,
+            self.filters,
+            skipped,
+            chunk_bytes=self._chunk_bytes,
+            itemsize=self.stored_dtype.itemsize,
+        )
 
 
 @contextmanager

@@ -21,19 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.dataset.schema import ColumnSpec
-from gear_offline.dataset.scores import reference_scores
 from gear_offline.errors import GearError, InputError, UnavailableError
-from gear_offline.sources.base import (
-    Piece,
-    PieceSource,
-    SourceInfo,
-    legal_names,
-    open_file,
-    warnings_about,
-)
+from gear_offline.sources.base import InputFile, Kinds, Piece, Source, SourceInfo
 from gear_offline.sources.hdf5 import Hdf5File
 from gear_offline.sources.hdf5_table import hdf5_files
 
@@ -42,9 +34,7 @@ MAX_METADATA_BYTES = 64 << 20
 KEPT_BYTES = 320 << 20  # of decoded episodes: those of a shard are not decoded for each column
 RUN_EPISODES = 64  # decoded in one go: opening the file for each would take longer
 DATASET_ID = re.compile(r"(?:[\w-]+/)*[\w-]+-v[0-9]+")
-RULE = "episodes"
 Episode = dict[str, Array]
-Columns = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 
 
 def find_directory(dataset_id: str) -> Path:
@@ -72,11 +62,8 @@ def data_directory(path: Path) -> Path | None:
     return None
 
 
-def open_minari(path: Path, *, uri: str | None, rule: str | None) -> PieceSource:
+def open_minari(path: Path, *, dataset_id: str = "") -> Source:
     """Open a Minari dataset's directory, or the ``data`` in it; reads each episode once."""
-    if rule not in (None, RULE):
-        what = f"boundary rule {rule!r} does not apply to Minari, which stores episodes apart"
-        raise InputError("SOURCE_LAYOUT", what, where=str(path), remedy="leave the rule out")
     data = data_directory(path.absolute())
     assert data is not None, "the caller looked"
     metadata = _read_metadata(data)
@@ -87,27 +74,22 @@ def open_minari(path: Path, *, uri: str | None, rule: str | None) -> PieceSource
     if not steps or steps != int(metadata.get("total_steps", steps)):
         says = f"metadata.json says {metadata.get('total_steps')}"
         raise _damaged("SOURCE_LAYOUT", f"the data hold {count_text(steps, 'step')}, {says}", data)
-    names = legal_names(columns)
-    reader.stored = {new: old for old, new in names.items()}
-    notes = warnings_about(names)
+    notes: list[str] = []
     if total > len(lengths):
         notes.append(f"{count_text(total - len(lengths), 'episode')} without steps left out")
     left_out = reader.left_out.items()
     notes += [f"{n} is left out: {why}" for n, why in left_out if not n.startswith("infos/")]
-    environment = _environment(metadata)
-    own = f"minari:{metadata['dataset_id']}" if metadata.get("dataset_id") else path.name
-    return PieceSource(
+    own = dataset_id or metadata.get("dataset_id")
+    return Source(
         [Piece(read=partial(reader.read, i), steps=length) for i, length in enumerate(lengths)],
-        [ColumnSpec(name=names[n], dtype=dtype, shape=s) for n, (dtype, s) in columns.items()],
+        columns,
         lengths=lengths,
         terminated=terminated,
-        truncated=~np.array(terminated, np.bool_),
         info=SourceInfo(
-            uri=uri or own,
+            uri=f"minari:{own}" if own else path.name,
             format="minari",
-            rule=RULE,
-            environment_id=environment,
-            reference_name=environment if environment and reference_scores(environment) else None,
+            rule="episodes",
+            environment_id=_environment(metadata),
             files=files,
             attributes={
                 "metadata": _facts(metadata),
@@ -123,18 +105,17 @@ class _Reader:
     """Decodes episodes by the minari package, and keeps those that were decoded last."""
 
     def __init__(self, data: Path) -> None:
-        self.stored: dict[str, str] = {}  # column: its name in an episode
         self.left_out: dict[str, str] = {}  # what is stored and no column: why
         self._numbers: list[int] = []  # Minari's, of each episode that has steps
         self._data, self._storage = data, _open_storage(data)
         self._recent: OrderedDict[int, Episode] = OrderedDict()
         self._recent_bytes = 0
 
-    def scan(self, total: int) -> tuple[list[int], list[bool], Columns]:
+    def scan(self, total: int) -> tuple[list[int], list[bool], Kinds]:
         """Decode all episodes; return lengths, how they ended, and the columns that all have."""
         lengths: list[int] = []
         terminated: list[bool] = []
-        columns: Columns = {}
+        columns: Kinds = {}
         for number, episode in self._decode(range(total)):
             if not len(episode["rewards"]):
                 continue
@@ -148,7 +129,7 @@ class _Reader:
 
     def read(self, index: int, column: str, start: int, stop: int) -> Array:
         """Return rows of an episode; with one that is not kept the next ones are decoded."""
-        number, name = self._numbers[index], self.stored[column]
+        number = self._numbers[index]
         if number not in self._recent:
             run: list[tuple[int, Episode]] = []
             decoded = 0
@@ -159,9 +140,9 @@ class _Reader:
                     break
             for other, episode in reversed(run):  # the one that is asked for is kept in any case
                 self._keep(other, episode)
-        rows = self._recent[number].get(name)
+        rows = self._recent[number].get(column)
         if rows is None or len(rows) < stop:
-            raise _damaged("SOURCE_LAYOUT", f"{name} is not what it was", self._data, number)
+            raise _damaged("SOURCE_LAYOUT", f"{column} is not what it was", self._data, number)
         return rows[start:stop]
 
     def _keep(self, number: int, episode: Episode) -> None:
@@ -173,7 +154,7 @@ class _Reader:
         while self._recent_bytes > KEPT_BYTES and len(self._recent) > 1:
             self._recent_bytes -= _bytes(self._recent.popitem(last=False)[1])
 
-    def _common_columns(self, columns: Columns, kinds: Columns, number: int) -> Columns:
+    def _common_columns(self, columns: Kinds, kinds: Kinds, number: int) -> Kinds:
         """Return the columns that all episodes have; only infos may differ."""
         differ = {name for name in {**columns, **kinds} if columns.get(name) != kinds.get(name)}
         for name in differ - set(self.left_out):
@@ -263,10 +244,8 @@ def _read_metadata(data: Path) -> dict[str, Any]:
     if not path.exists():
         what = "the dataset has no metadata.json, as those of Minari before 0.5"
         raise _damaged("SOURCE_READ", what, data)
-    with open(open_file(path), "rb") as file:
-        text = file.read(MAX_METADATA_BYTES + 1)
     try:
-        metadata = json.loads(text) if len(text) <= MAX_METADATA_BYTES else None
+        metadata = json.loads(read_regular(path, most=MAX_METADATA_BYTES))
         # Without spaces minari would make the environment, whose module a stranger may have named.
         if not isinstance(metadata, dict) or not all(
             isinstance(metadata.get(space), str) for space in ("observation_space", "action_space")
@@ -274,22 +253,20 @@ def _read_metadata(data: Path) -> dict[str, Any]:
             raise ValueError("no metadata of Minari")
         int(metadata["total_episodes"]), int(metadata.get("total_steps", 0))
         return metadata
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         what = f"not usable: {type(error).__name__}: {error}"
         raise _damaged("SOURCE_READ", what, path) from error
 
 
-def _data_files(data: Path, metadata: Mapping[str, Any]) -> tuple[Path, ...]:
+def _data_files(data: Path, metadata: Mapping[str, Any]) -> tuple[InputFile, ...]:
     """Return the files to digest; only regular ones are accepted, and HDF5 is looked through."""
     if metadata.get("data_format", "hdf5") == "hdf5":
         with Hdf5File(data / MAIN_FILE) as file:
             file.check_all()
-        return (data / MAIN_FILE,)
+            return (file.file,)
     folders = [data / str(number) for number in range(int(metadata["total_episodes"]))]
-    paths = [path for folder in folders for path in sorted(folder.glob("*"))]
-    for path in paths:
-        os.close(open_file(path))
-    return tuple(path for path in paths if path.name != METADATA_FILE)
+    found = [InputFile.find(path) for folder in folders for path in sorted(folder.glob("*"))]
+    return tuple(file for file in found if file.path.name != METADATA_FILE)
 
 
 def _environment(metadata: Mapping[str, Any]) -> str | None:

@@ -9,15 +9,9 @@ from gear_offline.dataset.manifest import is_dataset
 from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError, given_path
 from gear_offline.sources.base import Source
-from gear_offline.sources.combine import (
-    names_in_file,
-    open_folder,
-    open_shards,
-    parse_names,
-    with_columns,
-)
+from gear_offline.sources.combine import names_in_file, open_shards, parse_names, with_columns
 from gear_offline.sources.d4rl import locate
-from gear_offline.sources.hdf5_table import SUFFIXES, hdf5_files, open_hdf5
+from gear_offline.sources.hdf5_table import SUFFIXES, hdf5_files, open_folder, open_hdf5
 from gear_offline.sources.minari import data_directory, find_directory, open_minari
 
 ACCEPTED = (
@@ -59,38 +53,49 @@ def open_source(
         ``SOURCE_READ`` for a failed download, ``PACKAGE_MISSING``.
     """
     parts = parse_names(names)
-    before, after = names_in_file(parts)
-    text = str(uri)
-    scheme, _, name = text.partition(":")
-    if isinstance(uri, str) and scheme == "d4rl" and name:
-        source = open_hdf5(locate(name), uri=text, name=name, rule=rule, names=before)
-        return with_columns(source, after, before)
-    if isinstance(uri, str) and scheme == "minari" and name:
-        return with_columns(open_minari(find_directory(name), uri=text, rule=rule), parts)
-    path = given_path(uri, "SOURCE_READ", where="uri")
-    if isinstance(uri, str) and not uri.strip():  # a variable of a shell that is not set, not "."
+    text, path = str(uri), given_path(uri, "SOURCE_READ", where="uri")
+    scheme, _, name = text.partition(":") if isinstance(uri, str) else ("", "", "")
+    if scheme == "d4rl" and name:
+        path = locate(name)
+    elif scheme == "minari" and name:
+        path = find_directory(name)
+    else:
+        is_minari = _is_directory(text, path) and data_directory(path) is not None
+        scheme, name = "minari" if is_minari else "path", ""
+    if scheme == "minari" or is_dataset(path):
+        if rule is not None:
+            what = f"boundary rule {rule!r} does not apply to a format that stores episodes apart"
+            remedy = "leave the rule out, or convert the first source again"
+            raise InputError("SOURCE_LAYOUT", what, where=text, remedy=remedy)
+        source = open_minari(path, dataset_id=name) if scheme == "minari" else open_shards(path)
+        return with_columns(source, parts)
+    renamed, parts = names_in_file(parts)  # the reader looks for flags under their new names
+    if path.is_dir():
+        if not hdf5_files(path):
+            raise _unknown(f"the directory {text!r} holds neither a Minari dataset nor HDF5 files")
+        source = open_folder(path, rule=rule, names=renamed)
+    else:
+        uri = text if scheme == "d4rl" else path.name
+        source = open_hdf5(path, uri=uri, rule=rule, names=renamed)
+    return with_columns(source, parts, renamed)
+
+
+def _is_directory(text: str, path: Path) -> bool:
+    """Whether `path` is a directory, and not a file; refuse what is neither."""
+    if not text.strip():  # a variable of a shell that is not set, not "."
         raise _unknown(f"{text!r} names nothing")
     try:
-        is_directory, exists = path.is_dir(), path.exists()
+        if path.exists():
+            return path.is_dir()
     except (OSError, ValueError):  # too long, or not a name at all
-        is_directory = exists = False
-    if is_directory:
-        if data_directory(path) is not None:
-            return with_columns(open_minari(path, uri=None, rule=rule), parts)
-        if is_dataset(path):
-            return with_columns(open_shards(path, rule=rule), parts)
-        if hdf5_files(path):
-            return with_columns(open_folder(path, rule=rule, names=before), after, before)
-        raise _unknown(f"the directory {text!r} holds neither a Minari dataset nor HDF5 files")
-    if exists:
-        source = open_hdf5(path, uri=path.name, name=path.name, rule=rule, names=before)
-        return with_columns(source, after, before)
-    if known := dataset_of_file(path.name):
-        remedy = f"check the path, or give d4rl:{known}, which downloads it from D4RL's server"
-        raise InputError("SOURCE_READ", "no such file", where=text, remedy=remedy)
-    if path.suffix.lower() in SUFFIXES:
-        raise InputError("SOURCE_READ", "no such file", where=text, remedy="check the path")
-    raise _unknown(f"{text if len(text) <= 100 else text[:100] + '...'!r} is not a source")
+        pass
+    known = dataset_of_file(path.name)
+    if not known and path.suffix.lower() not in SUFFIXES:
+        raise _unknown(f"{text if len(text) <= 100 else text[:100] + '...'!r} is not a source")
+    remedy = "check the path"
+    if known:
+        remedy += f", or give d4rl:{known}, which downloads it from D4RL's server"
+    raise InputError("SOURCE_READ", "no such file", where=text, remedy=remedy)
 
 
 def _unknown(what: str) -> InputError:
