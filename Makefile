@@ -6,7 +6,7 @@ export VENV
 BIN := $(VENV)/bin
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
-.PHONY: help demo docs test test-long test-gpu test-rdma sanitize trust lint types format bench clean
+.PHONY: help demo dist docs test test-long test-gpu test-rdma sanitize trust lint types format bench clean
 
 help:
 	@echo "make demo      collect MuJoCo data, convert, train, evaluate: tables and plots in demo/"
@@ -18,6 +18,7 @@ help:
 	@echo "make trust     bit flips, kills of convert and train, fuzzed HDF5 files"
 	@echo "make lint      ruff, the order of rooms (import-linter), mypy --strict"
 	@echo "make docs      the documentation with search: build/docs/index.html"
+	@echo "make dist      wheel and sdist in dist/, checked, the wheel tried in a new environment"
 	@echo "make bench     the CPU benchmarks convert and loader, JSON under docs/benchmarks/"
 	@echo "make clean     remove $(VENV), caches and demo/"
 
@@ -111,6 +112,10 @@ format:
 	@.ci/setup test
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+dist:
+	@.ci/setup test
+	@.ci/dist
 
 bench:
 	@.ci/setup test
