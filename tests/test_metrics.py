@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -146,29 +145,6 @@ def test_tensorboard_shows_what_the_lines_say(tmp_path: Path) -> None:
     assert [e.value for e in board.Scalars("evaluate/normalized_score")] == [12.0]
     assert board.Scalars("evaluate/return_3600") == [], "the killed run's evaluation is purged"
     assert read_records(tmp_path / "metrics.jsonl")[-1] == {"step": 10, "loss": 0.125}
-
-
-def test_events_that_cannot_be_written_are_one_error_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A thread of TensorBoard's writer died with a traceback, and training went on."""
-    metrics = Metrics(tmp_path)
-    write = os.write
-
-    def full(file: int, content: bytes) -> int:
-        if b"train/loss" in content:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(file, content)
-
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(OSError, match="No space left"):
-        metrics.log(5, {"loss": 0.5})
-    metrics.close()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "tensorboard").touch()  # as a folder in which nothing can be made
-    with pytest.raises(FileExistsError):
-        Metrics(tmp_path / "other")
-    assert capfd.readouterr().err == ""
 
 
 def test_lines_and_events_that_the_disk_takes_in_part_are_an_error(
