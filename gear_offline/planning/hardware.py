@@ -105,7 +105,6 @@ class Cluster:
 def load_hardware(name_or_file: str) -> Hardware:
     """Return a machine by name, or the first one of a YAML file of the same form."""
     known: Any = parse_yaml(HARDWARE.read_text(encoding="utf-8"), where=str(HARDWARE))
-    names = ", ".join(known)
     try:
         machine = known.get(name_or_file)
         if machine is None:
@@ -115,7 +114,7 @@ def load_hardware(name_or_file: str) -> Hardware:
     except ValidationError as error:
         first = error.errors()[0]
         what = f"{'.'.join(map(str, first['loc'])) or 'the machine'}: {first['msg'].lower()}"
-    except (OSError, TypeError, ValueError) as error:
-        what = f"neither a machine ({names}) nor a file that names one: {error}"
+    except (OSError, TypeError, ValueError):
+        what = f"neither a known machine ({', '.join(known)}) nor a YAML file that describes one"
     what = f"{name_or_file}: {what}"
     raise InputError("USAGE", what, where="--hardware", remedy=f"give a file like {HARDWARE}")
