@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.sources import Source, d4rl, iter_episodes, open_source
+from gear_offline.sources import Source, d4rl, open_source
 from tests.hdf5_files import Columns, assert_same, naive_episodes, table, write
 
 FILES = settings(
@@ -178,14 +178,6 @@ def test_maze2d_with_and_without_timeouts(tmp_path: Path) -> None:
         assert source.info.attributes["warnings"] == []
 
 
-def test_terminal_wins_over_timeout_on_one_row(tmp_path: Path) -> None:
-    both = np.array([False, True, False, True])
-    columns = flagged(both, both)
-    with open_source(write(tmp_path / "hopper_expert-v2.hdf5", columns)) as source:
-        assert source.terminated.tolist() == [True, True]
-        assert source.truncated.tolist() == [False, False]
-
-
 @pytest.mark.parametrize("name", ["hopper-mine.hdf5", "kitchen.hdf5", "antmaze.hdf5", "x.hdf5"])
 def test_time_flags_of_other_names_are_taken_at_their_word(tmp_path: Path, name: str) -> None:
     rows = np.arange(12)
@@ -195,18 +187,6 @@ def test_time_flags_of_other_names_are_taken_at_their_word(tmp_path: Path, name:
         assert source.episodes.lengths.tolist() == [4, 2, 6]
         assert source.terminated.tolist() == [True, False, False]
         assert "no timeouts column" not in warnings_of(source)
-
-
-def test_no_row_of_an_episode_leaks_into_the_next(tmp_path: Path) -> None:
-    """An importer is known that begins each episode with the last step of the one before."""
-    ends = np.array([4, 5, 9, 10, 29])
-    columns = flagged(np.zeros(33, bool), np.isin(np.arange(33), ends))
-    columns["observations"][:, 0] = np.repeat(range(6), [5, 1, 4, 1, 19, 3])
-    with open_source(write(tmp_path / "hopper_medium-v2.hdf5", columns)) as source:
-        episodes = list(iter_episodes(source))
-    assert [len(e["rewards"]) for e in episodes] == [5, 1, 4, 1, 19, 3]
-    for number, episode in enumerate(episodes):
-        assert (episode["observations"][:, 0] == number).all()
 
 
 def test_cut_episodes_and_missing_flags_are_reported(tmp_path: Path) -> None:

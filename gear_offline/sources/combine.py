@@ -286,9 +286,8 @@ def dataset_source(dataset: Dataset) -> Source:
             rule=before.rule,
             environment_id=dataset.environment_id,
             reference_name=None if scores is None else scores.name,
-            files=(
-                InputFile.find(dataset.path / MANIFEST_NAME),
-            ),  # it bears the digests of all the others
+            # The manifest bears the digests of all the others.
+            files=(InputFile.find(dataset.path / MANIFEST_NAME),),
             attributes=attributes,
         ),
     )
