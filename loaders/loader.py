@@ -318,10 +318,7 @@ class GearLoader(Closing, Iterator[Batch]):
 
         `step` counts the batches that were handed out, whatever is prepared ahead.
         """
-        position = {"format": STATE_FORMAT, "step": self._step}
-        if self.loss_sampler is not None:
-            position["selection_updates"] = self.loss_sampler.updates
-        return position | self._identity()
+        return {"format": STATE_FORMAT, "step": self._step} | self._identity()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state` was saved.
@@ -332,18 +329,7 @@ class GearLoader(Closing, Iterator[Batch]):
             ``LOADER_STATE`` if the state is damaged or belongs to another dataset, seed,
             selection or shape of batch; the loader stays as it was.
         """
-        step = _check_state(state, self._identity())
-        if (
-            self.loss_sampler is not None
-            and state.get("selection_updates") != self.loss_sampler.updates
-        ):
-            raise InputError(
-                "LOADER_STATE",
-                f"the selection has heard of {self.loss_sampler.updates} updates, the state of "
-                f"{state.get('selection_updates')}",
-                remedy="load the selection's own state first: loader.loss_sampler.load_state(...)",
-            )
-        self._step = step
+        self._step = _check_state(state, self._identity())
         self._ready = []
 
     def close(self) -> None:
@@ -357,7 +343,10 @@ class GearLoader(Closing, Iterator[Batch]):
 
     def _identity(self) -> dict[str, Any]:
         """Return what the content of batches depends on, besides the step."""
-        return {
+        updates = {}
+        if self.loss_sampler is not None:  # its own state is loaded first
+            updates["selection_updates"] = self.loss_sampler.updates
+        return updates | {
             "seed": self.seed,
             "selection": {
                 "name": self.selection.name,
@@ -408,6 +397,7 @@ def _check_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> int:
         raise InputError(
             "LOADER_STATE",
             f"the state belongs to another stream of batches: {'; '.join(differ)}",
-            remedy="build the loader with the saved options, or start without the state",
+            remedy="build the loader with the saved options, and load what its loss_sampler had "
+            "learned first; or start without the state",
         )
     return step

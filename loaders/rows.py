@@ -42,14 +42,15 @@ SHARDED_STEPS = 32  # of a dataset spread over nodes: the first batch waits for 
 RankSegments = OwnSegments | ShardedSegments
 
 
+@dataclass(frozen=True, eq=False)
 class CpuRows:
     """Rows in host memory, gathered by the CPU."""
 
-    def __init__(
-        self, table: Table, segments: RankSegments, block_steps: int, gather: CpuGather, device: Any
-    ) -> None:
-        self.table, self.segments, self.block_steps = table, segments, block_steps
-        self.gather, self._device = gather, device
+    table: Table
+    segments: RankSegments
+    block_steps: int
+    gather: CpuGather
+    device: torch.device
 
     def windows(self, first_step: int, steps: int, *, ahead: bool) -> Windows:
         """Return the (steps, B, K, ...) windows of consecutive steps, on the loader's device.
@@ -58,21 +59,21 @@ class CpuRows:
         """
         windows = self.gather.gather(*self.segments.take(first_step, steps))
         self.segments.release()
-        return _moved(windows, self._device)
+        return _moved(windows, self.device)
 
     def close(self) -> None:
         """Stop reading from disk and from other nodes."""
         self.segments.close()
 
 
+@dataclass(frozen=True, eq=False)
 class GpuRows:
     """Rows that a GPU gathers, wherever they are."""
 
-    def __init__(
-        self, table: Table, segments: RankSegments, block_steps: int, engine: GpuGather
-    ) -> None:
-        self.table, self.segments, self.block_steps = table, segments, block_steps
-        self.engine = engine
+    table: Table
+    segments: RankSegments
+    block_steps: int
+    engine: GpuGather
 
     def windows(self, first_step: int, steps: int, *, ahead: bool) -> Windows:
         if self.engine.draws:
@@ -87,21 +88,22 @@ class GpuRows:
         self.segments.close()
 
 
+@dataclass(frozen=True, eq=False)
 class DiskRows:
     """Rows that stay in the shards and are read ahead of use."""
 
-    def __init__(
-        self, segments: OwnSegments, block_steps: int, gather: DiskGather, device: torch.device
-    ) -> None:
-        self.table, self.segments, self.block_steps = gather.table, segments, block_steps
-        self.gather, self._device = gather, device
+    table: Table  # over the slots of the windows in memory
+    segments: OwnSegments
+    block_steps: int
+    gather: DiskGather
+    device: torch.device
 
     def windows(self, first_step: int, steps: int, *, ahead: bool) -> Windows:
         if ahead:
             windows = self.gather.draw_and_gather(first_step, steps)
         else:
             windows = self.gather.gather(self.segments.take(first_step, steps)[0])
-        return _moved(windows, self._device)
+        return _moved(windows, self.device)
 
     def close(self) -> None:
         self.gather.close()
@@ -222,16 +224,14 @@ class RowOpener:
                 f"{size_text(budget)} of host memory keep {gather.sizes.slots:,} windows; "
                 f"the CPU gathers batches {how}"
             )
-        limits = gather.sizes.block_limits(BLOCK_SEGMENTS, BLOCK_BYTES)
         window = window_bytes(gather.table.groups, options.context_length)
-        steps = self._block_steps(window, limits)
-        return DiskRows(OwnSegments(self.stream), steps, gather, self.device)
+        steps = self._block_steps(window, gather.sizes.depth // 2, gather.sizes.output_bytes)
+        return DiskRows(gather.table, OwnSegments(self.stream), steps, gather, self.device)
 
-    def _block_steps(self, window: int, limits: tuple[int, int] | None = None) -> int:
+    def _block_steps(self, window: int, segments: int = 1 << 62, nbytes: int = 1 << 62) -> int:
         """Return the steps of a block of at most so many segments and bytes, at least one."""
-        segments, nbytes = limits or (BLOCK_SEGMENTS, BLOCK_BYTES)
-        fits = nbytes // max(self.stream.rank_batch * window, 1)
-        return max(1, min(segments // self.stream.global_batch, fits))
+        fits = min(nbytes, BLOCK_BYTES) // max(self.stream.rank_batch * window, 1)
+        return max(1, min(min(segments, BLOCK_SEGMENTS) // self.stream.global_batch, fits))
 
     def _make_ring(self) -> Ring:
         """Return the landing rows that this rank will need."""
@@ -266,15 +266,8 @@ class RowOpener:
 
         rows, landing = node_rows(table, share), ring.of(table)
         exchange = open_exchange(rows, landing, self.world, mode=self.options.exchange)
-        return ShardedSegments(
-            self.stream,
-            self.world,
-            share,
-            exchange,
-            ring,
-            self.options.padding,
-            ring.first_row(table),
-        )
+        first_row, padding = ring.first_row(table), self.options.padding
+        return ShardedSegments(self.stream, self.world, share, exchange, ring, padding, first_row)
 
     def _open_engine(self, table: Table, local: BoolArray | None) -> GpuGather | None:
         """Place the table and return the GPU's gather; with ``"auto"`` None where that cannot be.
@@ -321,10 +314,10 @@ class RowOpener:
         if key not in table.placed:
             _need_rows(table)
             weights = self.stream.selection.episode_weight
+            if weights is not None and len(weights) != self.data.episodes.episodes:
+                weights = None  # the sampler draws from the first episodes only
             if weights is not None and local is not None:
                 weights = weights[local]
-            if weights is not None and len(weights) != table.episodes.episodes:
-                weights = None
             table.placed[key] = place_table(
                 table,
                 DeviceMemory(self.device),

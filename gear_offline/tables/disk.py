@@ -78,10 +78,6 @@ class DiskSizes:
     horizon: int  # references that are kept from a chunk that is read
     resident: tuple[bool, ...]  # which columns are in memory whole
 
-    def block_limits(self, segments: int, nbytes: int) -> tuple[int, int]:
-        """Return the most segments and bytes of outputs that are gathered in one pass."""
-        return min(segments, self.depth // 2), min(nbytes, self.output_bytes)
-
 
 def share_out(
     *,

@@ -109,9 +109,16 @@ def place_table(
     pinned, too.
     """
     ranks = Ranks() if ranks is None else ranks
-    _check_options(placement, hbm_budget, min(ranks.nodes.count(node) for node in ranks.nodes))
-    sizes = table.episodes.lengths * table.row_bytes
-    weights = _check_weights(episode_weight, table.episodes.lengths)
+    if placement == "peer" and min(ranks.nodes.count(node) for node in ranks.nodes) == 1:
+        raise InputError(
+            "LOADER_OPTION",
+            "placement 'peer' needs several GPUs of one node",
+            remedy="start one process a GPU with torchrun, or use 'auto'",
+        )
+    lengths = table.episodes.lengths
+    sizes = lengths * table.row_bytes
+    weights = np.asarray(lengths if episode_weight is None else episode_weight, np.float64)
+    assert weights.shape == lengths.shape, "the sampler was made for these episodes"
     spare = ALIGNMENT_BYTES * len(table.groups)
     own = memory.free_bytes() if hbm_budget is None else hbm_budget
     if hbm_budget is None and placement != "hbm":
@@ -343,32 +350,6 @@ def _packed(table: Table, rows: Array, own: BoolArray) -> Iterator[Array]:
             short.append(run)
     if short:
         yield np.concatenate(short)
-
-
-def _check_options(placement: str, hbm_budget: int | None, gpus: int) -> None:
-    code = "LOADER_OPTION"
-    if placement not in ("auto", "hbm", "host", "peer"):
-        what = f"placement={placement!r} is not usable"
-        raise InputError(code, what, remedy="use 'auto', 'hbm', 'peer' or 'host'")
-    if hbm_budget is not None and hbm_budget < 0:
-        raise InputError(code, f"hbm_budget={hbm_budget} is negative", remedy="give bytes from 0")
-    if placement == "peer" and gpus == 1:
-        raise InputError(
-            code,
-            "placement 'peer' needs several GPUs of one node",
-            remedy="start one process a GPU with torchrun, or use 'auto'",
-        )
-
-
-def _check_weights(given: npt.ArrayLike | None, lengths: Int64Array) -> Float64Array:
-    weights = np.asarray(lengths if given is None else given, dtype=np.float64)
-    if weights.shape != lengths.shape or not np.isfinite(weights).all() or (weights < 0).any():
-        raise InputError(
-            "LOADER_OPTION",
-            f"episode weights of shape {weights.shape} are not usable",
-            remedy=f"give {len(lengths)} finite numbers from 0, one an episode",
-        )
-    return weights
 
 
 def _places(sizes: Int64Array, plan: Plan, gpus: int) -> str:

@@ -159,10 +159,6 @@ class ReadPlan:
         """The next step that will be used."""
         return self._base // self._batch
 
-    @property
-    def free_slots(self) -> int:
-        return self._free_count
-
     def move(self, step: int) -> None:
         """Make `step` the next one: what lies before it is let go of."""
         base = step * self._batch

@@ -88,7 +88,7 @@ def _scan(matrix: Float64Array, gamma: float) -> None:
     """Sum each row of (E, L) from its end, in place."""
     back = matrix[:, ::-1]
     if gamma == 1.0:
-        _add_up(back)
+        np.add.accumulate(back, axis=1, out=back)
     elif len(matrix) <= FEW_EPISODES:
         for row in back:
             row[:] = list(accumulate(row.tolist(), lambda rest, r: r + gamma * rest))
@@ -99,18 +99,3 @@ def _scan(matrix: Float64Array, gamma: float) -> None:
             np.multiply(columns[step + 1], gamma, out=rest)
             np.add(columns[step], rest, out=columns[step])
         matrix[...] = columns.T
-
-
-def _add_up(matrix: Float64Array) -> None:
-    """Replace each row of (E, L) by its running sums.
-
-    Each addition waits for the one before it, so two rows are added up at once, as the parts of
-    complex numbers: in half the time.
-    """
-    half = len(matrix) // 2
-    pairs = np.empty((half, matrix.shape[1]), np.complex128)
-    pairs.real, pairs.imag = matrix[:half], matrix[half : 2 * half]
-    np.add.accumulate(pairs, axis=1, out=pairs)
-    matrix[:half], matrix[half : 2 * half] = pairs.real, pairs.imag
-    rest = matrix[2 * half :]
-    np.add.accumulate(rest, axis=1, out=rest)
