@@ -24,7 +24,8 @@ from gear_offline.analysis.compare import (
     verdict_text,
 )
 from gear_offline.config.recipe import load_recipe
-from gear_offline.sweep.results import Evaluation, TrialResult
+from gear_offline.runs.records import EvaluationRecord
+from gear_offline.sweep.results import TrialResult
 from gear_offline.sweep.trials import Trial
 
 
@@ -130,8 +131,8 @@ def results(returns: dict[str, list[float]], failed: tuple[str, int] | None) -> 
                     error="MEMORY: x" if is_failed else None,
                     losses={1: 1.0},
                     evaluations=(
-                        Evaluation.model_validate({"step": 1, "return": 0.0}),
-                        Evaluation.model_validate({"step": 2, "return": value}),
+                        EvaluationRecord.model_validate({"step": 1, "return": 0.0}),
+                        EvaluationRecord.model_validate({"step": 2, "return": value}),
                     ),
                 )
             )

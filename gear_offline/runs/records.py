@@ -59,6 +59,11 @@ class EvaluationRecord(TaskRecord):
     staleness_seconds: float = 0.0
     tasks: dict[str, TaskRecord] = {}
 
+    @property
+    def ranking(self) -> float | None:
+        """What evaluations are compared by: their return, of several tasks the mean score."""
+        return self.normalized_score if self.mean_return is None else self.mean_return
+
 
 class RunSummary(_Record):
     """What others read of ``summary.json``."""

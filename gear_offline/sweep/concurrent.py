@@ -370,16 +370,13 @@ class _Scheduler:
         self._open_data, self._ended, self._moved = open_data, ended, moved
         self._tables, self.stop = SharedTables(), StopRequest()
         self._groups: list[_Group] = []
-        self._opening: deque[Trial] = deque()  # of the group that is next
-        self._opened: list[_Member] = []
 
     def complete(self, waiting: deque[list[Trial]]) -> None:
         """Run all trials; ``INTERRUPTED`` after Ctrl-C, what the runs have done is saved."""
         try:
-            while waiting or self._opening or self._opened or self._groups:
-                if self.stop.signal_name is None:
-                    self._admit(waiting)
-                    self._open_next()
+            while waiting or self._groups:
+                if waiting and self.stop.signal_name is None and self._has_room(len(waiting[0])):
+                    self._open_group(waiting.popleft())
                 before = [(member, member.run.learner.step) for member in self._running()]
                 for group in list(self._groups):
                     self._turn(group)
@@ -391,19 +388,14 @@ class _Scheduler:
                 after = [(member, member.run.learner.step) for member in self._running()]
                 for member, step in after:
                     self._moved(member.trial, step)
-                if before == after and not self._opening:
+                if before == after:
                     time.sleep(PAUSE_SECONDS)
         finally:
-            for member in [*self._opened, *self._running()]:
+            for member in self._running():
                 self._release(member)
 
     def _running(self) -> list[_Member]:
         return [m for group in self._groups for m in (*group.members, *group.done)]
-
-    def _admit(self, waiting: deque[list[Trial]]) -> None:
-        """Begin with another group, if there is room for it."""
-        if waiting and not self._opening and not self._opened and self._has_room(len(waiting[0])):
-            self._opening.extend(waiting.popleft())
 
     def _has_room(self, runs: int) -> bool:
         """Return whether so many runs more may begin, and the GPU has memory for them."""
@@ -416,21 +408,27 @@ class _Scheduler:
         each = torch.cuda.memory_reserved(self._device) / running
         return free > MEMORY_SPARE * runs * each
 
-    def _open_next(self) -> None:
-        """Open one run; those of a stack begin when all are open."""
-        if self._opening:
-            trial = self._opening.popleft()
-            try:
-                with run_errors(trial.name, self._folder / trial.name, self._device):
-                    self._opened.append(self._open(trial))
-            except GearError as error:
-                self._end(trial, error)
-        if self._opened and not self._opening:
-            opened, self._opened = self._opened, []
+    def _open_group(self, trials: list[Trial]) -> None:
+        """Open the runs of a stack, and begin with those that stand at the same step."""
+        opened: list[_Member] = []
+        try:
+            for trial in trials:
+                if self.stop.signal_name is not None:  # they have nothing to save
+                    return
+                try:
+                    with run_errors(trial.name, self._folder / trial.name, self._device):
+                        opened.append(self._open(trial))
+                except GearError as error:
+                    self._end(trial, error)
             opened.sort(key=lambda member: member.first_step)
             # a kill may have come when some had saved a step and others had not
-            for _, members in groupby(opened, key=lambda member: member.first_step):
-                self._begin(list(members))
+            for _, members in groupby(list(opened), key=lambda member: member.first_step):
+                together = list(members)
+                opened = opened[len(together) :]
+                self._begin(together)
+        finally:
+            for member in opened:
+                self._release(member)
 
     def _begin(self, members: list[_Member]) -> None:
         try:
@@ -515,10 +513,6 @@ class _Scheduler:
 
     def _abandon_idle(self) -> None:
         """After a request to stop: give up runs that have nothing new to save."""
-        self._opening.clear()
-        for member in self._opened:
-            self._release(member)
-        self._opened.clear()
         for group in list(self._groups):
             for member in list(group.members):
                 if member.run.learner.step == member.first_step:

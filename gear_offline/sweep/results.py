@@ -6,50 +6,19 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from gear_offline.core.files import open_regular, read_regular
-from gear_offline.errors import InputError
+from gear_offline.core.files import open_regular
+from gear_offline.runs.records import (
+    EvaluationRecord,
+    MetricsRecord,
+    RunSummary,
+    read_document,
+    read_lines,
+)
 from gear_offline.sweep.trials import Trial
-from gear_offline.training.metrics import read_records
 
-SUMMARY_BYTES = 64 << 20
 TAIL_BYTES = 4096  # holds the last line of a run's metrics
-
-
-class TaskEvaluation(BaseModel):
-    """What an evaluation says of one task."""
-
-    mean_return: float | None = Field(None, alias="return")
-    normalized_score: float | None = None
-
-
-class Evaluation(TaskEvaluation):
-    """A line of ``evaluations.jsonl``.
-
-    The return of several tasks is None, as their units differ, and of an evaluation that failed;
-    their normalized score is the mean of theirs.
-    """
-
-    step: int
-    tasks: dict[str, TaskEvaluation] = {}
-
-    @property
-    def ranking(self) -> float | None:
-        """What evaluations are compared by; None where there is nothing to compare."""
-        return self.normalized_score if self.mean_return is None else self.mean_return
-
-
-class _Metrics(BaseModel):
-    model_config = ConfigDict(allow_inf_nan=False)
-    step: int
-    loss: float | None = None
-
-
-class _Summary(BaseModel):
-    steps: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +42,7 @@ class TrialResult:
     status: Literal["complete", "failed", "open"]
     error: str | None
     losses: dict[int, float]
-    evaluations: tuple[Evaluation, ...]
+    evaluations: tuple[EvaluationRecord, ...]
 
     @property
     def loss(self) -> float | None:
@@ -81,21 +50,20 @@ class TrialResult:
         return self.losses[max(self.losses)] if self.losses else None
 
     @property
-    def last(self) -> Evaluation | None:
+    def last(self) -> EvaluationRecord | None:
         """The last evaluation that did not fail."""
         return self.evaluations[-1] if self.evaluations else None
 
     @property
-    def best(self) -> Evaluation | None:
+    def best(self) -> EvaluationRecord | None:
         """The evaluation with the highest return, the latest of equals."""
         return max(self.evaluations, key=lambda e: (e.ranking, e.step), default=None)
 
 
 def read_result(trial: Trial, path: Path, error: str | None) -> TrialResult:
     """Return what a run directory says; `error` if the trial has failed."""
-    metrics = [_checked(_Metrics, row, path) for row in read_records(path / "metrics.jsonl")]
-    rows = read_records(path / "evaluations.jsonl")
-    played = [_checked(Evaluation, row, path) for row in rows]
+    metrics = read_lines(path / "metrics.jsonl", MetricsRecord)
+    evaluations = read_lines(path / "evaluations.jsonl", EvaluationRecord)
     status: Literal["complete", "failed", "open"] = "open" if error is None else "failed"
     if is_complete(trial, path):
         status, error = "complete", None
@@ -105,20 +73,14 @@ def read_result(trial: Trial, path: Path, error: str | None) -> TrialResult:
         status=status,
         error=error,
         losses={row.step: row.loss for row in metrics if row.loss is not None},
-        evaluations=tuple(one for one in played if one.ranking is not None),
+        evaluations=tuple(one for one in evaluations if one.ranking is not None),
     )
 
 
 def is_complete(trial: Trial, path: Path) -> bool:
     """Return whether a run has done all the steps of its trial and written its summary."""
-    summary = path / "summary.json"
-    if not os.path.lexists(summary):
-        return False
-    try:
-        content = read_regular(summary, most=SUMMARY_BYTES)
-        return _Summary.model_validate_json(content).steps == trial.recipe.train.steps
-    except (OSError, ValueError) as error:
-        raise _damaged(summary, error) from error
+    summary = read_document(path / "summary.json", RunSummary)
+    return summary is not None and summary.steps == trial.recipe.train.steps
 
 
 def steps_done(path: Path) -> int:
@@ -131,16 +93,3 @@ def steps_done(path: Path) -> int:
         return int(json.loads(lines[-1])["step"]) if lines else 0
     except (OSError, ValueError, KeyError, TypeError):
         return 0  # for the display only
-
-
-def _checked(kind: type[Any], row: dict[str, Any], path: Path) -> Any:
-    try:
-        return kind.model_validate(row)
-    except ValidationError as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> InputError:
-    reason = " ".join(str(error).split())[:200]
-    remedy = "move that run away: the sweep makes it again"
-    return InputError("RUN_DAMAGED", f"a file cannot be read: {reason}", str(path), remedy)

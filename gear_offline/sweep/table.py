@@ -6,7 +6,7 @@ over all seeds is known from these, not how far a single run may lie from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,10 +14,11 @@ import numpy as np
 
 from gear_offline.evaluation.results import mean_interval
 from gear_offline.runs.plots import short
-from gear_offline.sweep.results import Evaluation, TrialResult
+from gear_offline.sweep.results import TrialResult
 
 INTERVAL = "two-sided 95 % Student t interval of the mean over seeds"
 RANKING = ("return", "normalized_score", "loss")  # of several tasks there is no common return
+METRICS = ("return", "best_return", "normalized_score", "loss")
 LEAST_SEEDS = 3  # for an interval: that of two is 9 times as wide as they lie apart
 
 
@@ -73,17 +74,14 @@ class Curve:
         return [estimate(column) for column in self.values.T.tolist()]
 
 
-def _of(evaluation: Evaluation | None, name: str) -> float | None:
-    return None if evaluation is None else getattr(evaluation, name)
-
-
-METRIC_FIELDS = {"return": "mean_return", "normalized_score": "normalized_score"}
-METRICS: dict[str, Callable[[TrialResult], float | None]] = {
-    "return": lambda result: _of(result.last, "mean_return"),
-    "best_return": lambda result: _of(result.best, "mean_return"),
-    "normalized_score": lambda result: _of(result.last, "normalized_score"),
-    "loss": lambda result: result.loss,
-}
+def _metrics(result: TrialResult) -> dict[str, float | None]:
+    last, best = result.last, result.best
+    return {
+        "return": last.mean_return if last else None,
+        "best_return": best.mean_return if best else None,
+        "normalized_score": last.normalized_score if last else None,
+        "loss": result.loss,
+    }
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -109,9 +107,10 @@ def make_table(results: Sequence[TrialResult]) -> Table:
     rows = []
     for label, members in by_label(results).items():
         complete = [result for result in members if result.status == "complete"]
+        found = [_metrics(result) for result in complete]
         estimates = {}
-        for name, read in METRICS.items():
-            values = [value for result in complete if (value := read(result)) is not None]
+        for name in METRICS:
+            values = [value for metrics in found if (value := metrics[name]) is not None]
             if values:
                 estimates[name] = estimate(values)
         rows.append(
@@ -148,5 +147,6 @@ def make_curves(results: Sequence[TrialResult], metric: str) -> dict[str, Curve]
 def _points(result: TrialResult, metric: str) -> dict[int, float]:
     if metric == "loss":
         return result.losses
-    values = {one.step: _of(one, METRIC_FIELDS[metric]) for one in result.evaluations}
-    return {step: value for step, value in values.items() if value is not None}
+    field = "mean_return" if metric == "return" else metric
+    points = ((one.step, getattr(one, field)) for one in result.evaluations)
+    return {step: value for step, value in points if step is not None and value is not None}

@@ -102,10 +102,7 @@ def parse_options(overrides: Sequence[str]) -> dict[str, list[Any]]:
             raise _unusable(what, "write key=value or key=a,b,c, e.g. model.layers=3,4")
         if key in options:
             raise _unusable(f"{key} is given twice", "write its values as one list: key=a,b,c")
-        parts = _split(text)
-        if len(parts) > 1 and not all(part.strip() for part in parts):
-            raise _unusable(f"{override} has an empty value", "write null for no value")
-        options[key] = [parse_yaml(part, where=f"override {key}") for part in parts]
+        options[key] = _values(text, override, where=f"override {key}")
     return options
 
 
@@ -155,22 +152,13 @@ def _text(value: Any) -> str:
     return dump_yaml(value).strip().removesuffix("...").strip()
 
 
-def _split(text: str) -> list[str]:
-    parts, depth, quote = [""], 0, ""
-    for sign in text:
-        if quote:
-            quote = "" if sign == quote else quote
-        elif sign in "\"'":
-            quote = sign
-        elif sign in "[{":
-            depth += 1
-        elif sign in "]}":
-            depth -= 1
-        if sign == "," and not quote and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += sign
-    return parts
+def _values(text: str, override: str, *, where: str) -> list[Any]:
+    if "," not in text:
+        return [parse_yaml(text, where=where)]
+    if text.strip().startswith(",") or text.strip().endswith(",") or ",," in text:
+        raise _unusable(f"{override} has an empty value", "write null for no value")
+    values: list[Any] = parse_yaml(f"[{text}]", where=where)
+    return values
 
 
 def _unusable(what: str, remedy: str) -> InputError:
