@@ -72,26 +72,6 @@ def test_trials_are_those_of_train_and_stay_as_they_are(
     assert (tmp_path / "sweep" / "sweep.json").read_bytes() == before
 
 
-def test_the_file_of_all_trials_is_not_written_for_each_of_them(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has all recipes: written at the end of each of 1,000 trials that made 3 GB."""
-    write, writes = SweepDirectory.write, [0]
-
-    def counted(self: SweepDirectory, file: Any) -> None:
-        writes[0] += 1
-        write(self, file)
-
-    def fails(recipe: Recipe, **_: Any) -> None:
-        raise GearError("MEMORY", "out of memory", where=f"s{recipe.seed}")
-
-    monkeypatch.setattr(SweepDirectory, "write", counted)
-    monkeypatch.setattr(sweep_run, "train", fails)
-    result = sweep(recipe, seeds=9, out=tmp_path / "sweep", parallel=1, quiet=True)
-    assert [one.status for one in result.trials] == ["failed"] * 9 and writes == [2]
-    assert len((tmp_path / "sweep" / "failures.jsonl").read_text().splitlines()) == 9
-
-
 def test_a_trial_that_fails_ends_alone_and_is_tried_again(recipe: Recipe, tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     sweep(recipe, seeds=1, out=out, parallel=1, quiet=True)

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from gear_offline.config.recipe import load_recipe
-from gear_offline.errors import InputError
+from gear_offline.errors import GearError, InputError
 from gear_offline.sweep.directory import SweepDirectory, merged
 from gear_offline.sweep.report import print_sweep, read_sweep, write_sweep_report
 from gear_offline.sweep.results import steps_done
@@ -58,9 +58,9 @@ def sweep(tmp_path: Path) -> Path:
         losses, returns = [3.0 + n, 2.0 + n, 1.0 + n], [50.0 - n, 40.0 + n]
         fill(directory.run_path(trial), losses=losses, returns=returns, complete=n not in (5, 7))
     for n in (5, 7):
-        error = f"MEMORY: out of memory | ({trials[n].name}); a smaller <model>"
+        error = GearError("MEMORY", "out of memory |", trials[n].name, "a smaller <model>")
         directory.note_failure(trials[n], error)
-    directory.note_failure(trials[0], "MEMORY: before it was tried again")
+    directory.note_failure(trials[0], GearError("MEMORY", "before it was tried again"))
     return directory.path
 
 

@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field
 from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import read_regular, write_file
-from gear_offline.errors import InputError
+from gear_offline.errors import GearError, InputError
 from gear_offline.runs.directory import LOCK, HeldDirectory
 from gear_offline.sweep.results import TrialResult, is_complete, read_result
 from gear_offline.sweep.trials import Trial
@@ -132,11 +132,12 @@ class SweepDirectory:
         text = json.dumps(finite(file.model_dump()), indent=1, allow_nan=False) + "\n"
         write_file(self.json_path, text.encode())
 
-    def note_failure(self, trial: Trial, error: str) -> None:
+    def note_failure(self, trial: Trial, error: GearError) -> None:
         """Append a line to ``failures.jsonl``."""
         lines = GrowingFile(self.path / "failures.jsonl")
         try:
-            lines.append(_Failure(trial=trial.name, error=error).model_dump())
+            text = f"{error.code}: {error.message}"
+            lines.append(_Failure(trial=trial.name, error=text).model_dump())
         finally:
             lines.close()
 

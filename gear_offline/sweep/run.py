@@ -89,16 +89,14 @@ def sweep(
     """
     if isinstance(seeds, int):
         seeds = range(seeds)
-    place = Path(out) if out is not None else _default_path(recipe)
+    if out is None:
+        name = (recipe if isinstance(recipe, Recipe) else load_recipe(recipe)).name
+        out = Path("runs") / f"{name}-sweep"
+    place = Path(out)
     directory = SweepDirectory(place)
     named = directory.read().trials[0].settings if directory.is_begun else ()
     trials = make_trials(recipe, options or {}, seeds, named=tuple(named))
     return run_trials(trials, place, parallel=parallel, exact=exact, quiet=quiet)
-
-
-def _default_path(recipe: Recipe | str | Path) -> Path:
-    one = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    return Path("runs") / f"{one.name}-sweep"
 
 
 def run_trials(
@@ -218,14 +216,14 @@ class _Sweep:
             except GearError as error:
                 if error.code == "DEVICE":  # nothing can go on
                     raise
-                self._note_failure(trial, error)
+                self._directory.note_failure(trial, error)
 
     def _together(self, trials: Sequence[Trial], file: SweepFile) -> None:
         display = _Display(self._trials, self._directory, quiet=self._quiet)
 
         def ended(trial: Trial, error: GearError | None) -> None:
             if error is not None:
-                self._note_failure(trial, error)
+                self._directory.note_failure(trial, error)
             display.end(trial, error)
 
         options: dict[str, Any] = {
@@ -242,9 +240,6 @@ class _Sweep:
                 train_concurrently(trials, device=self._device, exact=file.exact, **options)
             else:
                 train_in_processes(trials, threads=file.threads, **options)
-
-    def _note_failure(self, trial: Trial, error: GearError) -> None:
-        self._directory.note_failure(trial, f"{error.code}: {error.message}")
 
     def _conclude(self, file: SweepFile) -> SweepResult:
         result = read_sweep(self._directory.path)
