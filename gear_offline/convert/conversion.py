@@ -23,9 +23,8 @@ import xxhash
 from gear_offline.convert.shards import (
     ACTIONS,
     REWARDS,
-    Opening,
     Settings,
-    Shard,
+    Written,
     plan_shards,
     write_in_processes,
     write_shards,
@@ -153,6 +152,7 @@ def convert(
             source = stack.enter_context(open_source(source, rule=rule, names=names))
         info, picked = source.info, _pick_columns(source, columns)
         settings = Settings(
+            spec=source.spec,
             columns=picked,
             stored=_make_discrete(picked, discrete),
             block_bytes=block_bytes,
@@ -176,17 +176,17 @@ def convert(
             progress.advance(done)
 
         if given is not None and workers > 1 and len(jobs) > 1:
-            opening = Opening.of(given, rule, names, source)
-            shards = write_in_processes(opening, jobs, settings, folder, workers, advance)
+            opening = (given, rule, tuple(names.items()))
+            written = write_in_processes(opening, jobs, settings, folder, workers, advance)
         else:
-            shards = write_shards(source, jobs, settings, folder, advance)
+            written = write_shards(source, jobs, settings, folder, advance)
         scores = known or _scores_of(info, environment)
-        manifest = _manifest(source, settings, shards, digests.records(), environment, scores)
+        manifest = _manifest(source, settings, written, digests.records(), environment, scores)
         with open(folder / MANIFEST_NAME, "xb") as file:
             file.write(manifest.encode())
             file.flush()
             os.fsync(file.fileno())
-    for line in [*summary(manifest), *_suggestions(manifest, shards)]:
+    for line in [*summary(manifest), *_suggestions(manifest, written)]:
         say(line, quiet=quiet)
     return manifest
 
@@ -337,23 +337,24 @@ def _scores_of(info: SourceInfo, environment: str | None) -> ReferenceScores | N
 def _manifest(
     source: Source,
     settings: Settings,
-    shards: Sequence[Shard],
+    written: Sequence[Written],
     files: list[SourceFile],
     environment: str | None,
     scores: ReferenceScores | None,
 ) -> Manifest:
-    info, moments = source.info, dict(shards[0].moments)
-    for shard in shards[1:]:
-        for name, part in shard.moments.items():
-            moments[name].merge(part)
+    info = source.info
+    first, *others = [statistics for _, statistics in written]
+    for other in others:
+        for name, moments in other.moments.items():
+            first.moments[name].merge(moments)
     terminated, truncated = int(source.terminated.sum()), int(source.truncated.sum())
     return Manifest(
         episodes=source.spec.episodes,
         steps=source.spec.steps,
         block_bytes=settings.block_bytes,
         columns=list(settings.stored),
-        statistics={c.name: moments[c.name].result() for c in settings.stored},
-        returns=distribution(np.concatenate([shard.returns for shard in shards])),
+        statistics={c.name: first.moments[c.name].result() for c in settings.stored},
+        returns=distribution(np.concatenate([part.returns for _, part in written])),
         lengths=distribution(source.episodes.lengths, whole=True),
         endings=Endings(terminated=terminated, truncated=truncated),
         environment=Environment(id=environment or info.environment_id, reference_scores=scores),
@@ -365,7 +366,7 @@ def _manifest(
             digest=digest("".join(file.digest for file in files).encode()) if files else None,
             attributes={str(k): _small_fact(value) for k, value in info.attributes.items()},
         ),
-        shards=[shard.record for shard in shards],
+        shards=[record for record, _ in written],
     )
 
 
@@ -390,8 +391,8 @@ def _small_fact(value: Any) -> Any:
     return {**dict(kept), MORE: lost} if isinstance(plain, dict) else [*kept, f"and {lost} more"]
 
 
-def _suggestions(manifest: Manifest, shards: Sequence[Shard]) -> list[str]:
-    if not all(shard.choices for shard in shards):
+def _suggestions(manifest: Manifest, written: Sequence[Written]) -> list[str]:
+    if not all(statistics.choices for _, statistics in written):
         return []
     most = manifest.statistics[ACTIONS].max.max()
     note = f"note: all actions are whole numbers from 0 to {most:.0f}"

@@ -1,7 +1,4 @@
-"""Write shards from a source: read, count, write and make durable, each in a thread of its own.
-
-At most `PIECES` pieces are on their way, whatever the size of source or shard.  Several shards are
-written by processes that open the source themselves.
+"""Write shards from a source; several are written by processes that open the source themselves.
 
 Shape legend: N steps, E episodes.
 """
@@ -9,19 +6,20 @@ Shape legend: N steps, E episodes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from gear_offline.core.files import writing
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.dataset.manifest import ShardRecord, shard_name
-from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex
+from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.dataset.shard import (
     EPISODE_COLUMNS,
     ShardWriter,
@@ -29,14 +27,13 @@ from gear_offline.dataset.shard import (
     plan_tensors,
     stored_form,
 )
-from gear_offline.dataset.statistics import Each, Moments
+from gear_offline.dataset.statistics import Moments
 from gear_offline.errors import GearError, InputError
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source, changed_error
 from gear_offline.workers import Caller, WorkerPool
 
 PIECE_BYTES = 4 << 20  # a piece has about this many bytes, or one storage chunk if that is more
-PIECES = 3  # read and not yet written or counted
 REWARDS, ACTIONS = "rewards", "actions"
 MOST_CHOICES = 1000  # whole numbers below this in a float column look like numbers of choices
 
@@ -56,23 +53,11 @@ class ShardJob:
 class Settings:
     """What is the same for all shards; `stored` are the `columns` of the source as written."""
 
+    spec: TableSpec  # of the source
     columns: tuple[ColumnSpec, ...]
     stored: tuple[ColumnSpec, ...]
     block_bytes: int
     allow_nonfinite: bool
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Shard:
-    """A written shard, its columns' moments, its episodes' returns, (E,) float64.
-
-    `choices`: whether its actions are small whole numbers in a float dtype.
-    """
-
-    record: ShardRecord
-    moments: Mapping[str, Moments]
-    returns: Float64Array
-    choices: bool
 
 
 def plan_shards(
@@ -94,51 +79,48 @@ def plan_shards(
 
 def write_shards(
     source: Source, jobs: Sequence[ShardJob], settings: Settings, folder: Path, advance: Advance
-) -> list[Shard]:
-    """Write shards one after the other; the disk may be one shard behind the reading."""
-    shards: list[Future[Shard]] = []
-    with ExitStack() as stack:
-        pools = [ThreadPoolExecutor(max_workers=n) for n in (2, 1, 1, 1)]
-        halves, finishing, storing, counting = pools
-        for pool in pools:
-            stack.callback(pool.shutdown, cancel_futures=True)
+) -> list[Written]:
+    """Write shards one after the other.
+
+    While a piece is counted and stored, the next one is read, and while a shard is made durable,
+    the next one is written: two pieces are in memory, whatever the size of source or shard.
+    """
+    shards: list[Future[Written]] = []
+    with ExitStack() as writers, ThreadPoolExecutor(max_workers=3) as pool:
         for job in jobs:
             first, last = source.episodes.offsets[[job.first_episode, job.last_episode]].tolist()
             episodes = job.last_episode - job.first_episode
             tensors = plan_tensors(settings.stored, steps=last - first, episodes=episodes)
             path = folder / shard_name(job.index)
-            writer = stack.enter_context(ShardWriter(path, tensors, settings.block_bytes))
-            counter = _Counter(source, job, settings, halves.map)
-            work: list[Future[None]] = []
+            writer = writers.enter_context(ShardWriter(path, tensors, settings.block_bytes))
+            statistics = ShardStatistics(source, job, settings)
+            under_way: list[Future[None]] = []
             for column, stored in zip(settings.columns, settings.stored, strict=True):
                 for start, stop in _pieces(source, column, first, last):
                     rows = _read_rows(source, column, stored, start, stop)
-                    work.append(counting.submit(counter.add, stored, rows, start))
-                    work.append(storing.submit(writer.append, stored.name, rows))
-                    del rows
+                    _wait(under_way)
+                    under_way = [
+                        pool.submit(statistics.add, stored, rows, start),
+                        pool.submit(writer.append, stored.name, rows),
+                    ]
                     advance((stop - start) * stored.step_bytes)
-                    if len(work) > 2 * PIECES:
-                        work[-2 * PIECES - 1].result()
-            shards.append(finishing.submit(_finish, source, job, writer, counter, work))
-            if len(shards) > 1:
-                shards[-2].result()
-        return [shard.result() for shard in shards]
+            _wait([*under_way, *shards[-1:]])
+            shards.append(pool.submit(_finish, source, job, writer, statistics))
+        return _wait(shards)
+
+
+def _wait(futures: Sequence[Future[Any]]) -> list[Any]:
+    return [future.result() for future in futures]
 
 
 def _finish(
-    source: Source,
-    job: ShardJob,
-    writer: ShardWriter,
-    counter: _Counter,
-    work: Sequence[Future[None]],
-) -> Shard:
-    """Write the per-episode tensors once all rows are there, and make the file durable."""
-    for future in work:
-        future.result()
+    source: Source, job: ShardJob, writer: ShardWriter, statistics: ShardStatistics
+) -> Written:
+    """Write the per-episode tensors and make the file durable."""
     episodes = slice(job.first_episode, job.last_episode)
     lengths = np.ascontiguousarray(source.episodes.lengths[episodes])
     writer.append("episode_lengths", lengths)
-    writer.append("episode_returns", counter.returns)
+    writer.append("episode_returns", statistics.returns)
     writer.append("episode_terminated", np.ascontiguousarray(source.terminated[episodes]))
     writer.append("episode_truncated", np.ascontiguousarray(source.truncated[episodes]))
     record = ShardRecord(
@@ -150,9 +132,7 @@ def _finish(
         header_digest=digest(writer.header),
         digests=writer.finish(),
     )
-    return Shard(
-        record=record, moments=counter.moments, returns=counter.returns, choices=counter.choices
-    )
+    return record, statistics
 
 
 def _pieces(source: Source, column: ColumnSpec, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -194,12 +174,22 @@ def _read_rows(
     return np.ascontiguousarray(rows).view(dtype).reshape(stop - start, *step_shape)
 
 
-class _Counter:
-    """Statistics of one shard, fed in step order."""
+class ShardStatistics:
+    """Statistics of one shard, fed in step order.
 
-    def __init__(self, source: Source, job: ShardJob, settings: Settings, each: Each) -> None:
+    Attributes
+    ----------
+    moments
+        Of each column.
+    returns
+        (E,) float64, of its episodes.
+    choices
+        Whether its actions are small whole numbers in a float dtype.
+    """
+
+    def __init__(self, source: Source, job: ShardJob, settings: Settings) -> None:
         self._offsets = source.episodes.offsets[job.first_episode : job.last_episode + 1]
-        self._first_episode, self._each = job.first_episode, each
+        self._first_episode = job.first_episode
         self._allow_nonfinite = settings.allow_nonfinite
         self.moments = {c.name: Moments(stored_form(c)[1]) for c in settings.stored}
         self.returns: Float64Array = np.zeros(self._offsets.size - 1)
@@ -211,7 +201,7 @@ class _Counter:
     def add(self, column: ColumnSpec, rows: Array, start: int) -> None:
         """Add `rows` of `column` whose first is step `start` of the source."""
         moments = self.moments[column.name]
-        bad = moments.update(rows, self._each)
+        bad = moments.update(rows)
         if bad is not None and not self._allow_nonfinite:
             raise self._nonfinite(column, start + bad)
         if column.dtype == np.bool_ and moments.high.max() > 1:
@@ -240,27 +230,8 @@ class _Counter:
         return InputError("COLUMN", "NaN or infinity in the data", where=where, remedy=remedy)
 
 
-# worker processes ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Opening:
-    """What a source was opened with, and what tells that it is still the same."""
-
-    uri: str | Path
-    rule: str | None
-    names: tuple[tuple[str, str], ...]
-    content: str
-
-    @classmethod
-    def of(
-        cls, uri: str | Path, rule: str | None, names: Mapping[str, str], source: Source
-    ) -> Opening:
-        return cls(uri, rule, tuple(names.items()), _content(source))
-
-
-def _content(source: Source) -> str:
-    return digest(repr(source.spec).encode() + source.episodes.lengths.tobytes())
+Written = tuple[ShardRecord, ShardStatistics]
+Opening = tuple[str | Path, str | None, tuple[tuple[str, str], ...]]  # source, rule, names
 
 
 def write_in_processes(
@@ -270,24 +241,24 @@ def write_in_processes(
     folder: Path,
     workers: int,
     advance: Advance,
-) -> list[Shard]:
+) -> list[Written]:
     """Write several shards at once, each in a process that opens the source itself."""
-    given = [(opening, job, settings, folder) for job in jobs]
+    arguments = [(opening, job, settings, folder) for job in jobs]
     with WorkerPool(workers) as pool:
-        return list(pool.run(f"{__name__}:write_shard", given, on_message=advance))
+        return list(pool.run(f"{__name__}:write_shard", arguments, on_message=advance))
 
 
 def write_shard(
     caller: Caller, opening: Opening, job: ShardJob, settings: Settings, folder: Path
-) -> Shard:
+) -> Written:
     """Write one shard in a worker."""
+    source = _opened(*opening)
+    if source.spec != settings.spec:
+        raise changed_error(str(opening[0]))
     with writing(folder):
-        return write_shards(_opened(opening), [job], settings, folder, caller.send)[0]
+        return write_shards(source, [job], settings, folder, caller.send)[0]
 
 
 @lru_cache(maxsize=1)
-def _opened(opening: Opening) -> Source:
-    source = open_source(opening.uri, rule=opening.rule, names=dict(opening.names))
-    if _content(source) != opening.content:
-        raise changed_error(str(opening.uri))
-    return source
+def _opened(uri: str | Path, rule: str | None, names: tuple[tuple[str, str], ...]) -> Source:
+    return open_source(uri, rule=rule, names=dict(names))

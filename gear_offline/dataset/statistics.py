@@ -10,7 +10,7 @@ Shape legend: N rows (steps), D elements of one row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from math import isfinite, nan, prod
 from types import NoneType
@@ -99,9 +99,6 @@ class ColumnStatistics(Model):
         return self
 
 
-Each = Callable[..., Iterable[Any]]  # `map`, or that of a pool of threads
-
-
 class Moments:
     """Running moments of a column whose rows have `shape`, element by element."""
 
@@ -115,7 +112,7 @@ class Moments:
         self.low: Float64Array = np.full(width, np.inf)
         self.high: Float64Array = np.full(width, -np.inf)
 
-    def update(self, rows: Array, each: Each = map) -> int | None:
+    def update(self, rows: Array) -> int | None:
         """Add `rows`, (N, *shape) of a real dtype; return the first that is not all finite."""
         flat = rows.reshape(len(rows), self.counts.size)
         if flat.dtype == np.bool_:
@@ -125,7 +122,7 @@ class Moments:
         self.rows += len(flat)
         with np.errstate(all="ignore"):
             centre = self.mean if self.counts.any() else _rough_mean(flat)
-            total, squares, low, high = _sums(flat, centre, each)
+            total, squares, low, high = _sums(flat, centre)
             # NaN survives minimum and maximum: two finite results mean that all is finite.
             if np.isfinite(low).all() and np.isfinite(high).all():
                 rest = total / len(flat)
@@ -193,12 +190,11 @@ def _rough_mean(rows: Array) -> Float64Array:
     return np.where(np.isfinite(mean), mean, 0.0)
 
 
-def _sums(rows: Array, centre: Float64Array, each: Each) -> Float64Array:
+def _sums(rows: Array, centre: Float64Array) -> Float64Array:
     """Return sums and sums of squares of rows (N, D) less `centre`, and minima and maxima, (4, D).
 
     Several narrow rows are laid side by side: NumPy reduces over the first axis with vector
-    instructions along the second, and eleven numbers wide is slow, two thousand is fast.  `each`
-    takes the left and the right half: an element's sums do not depend on those beside it.
+    instructions along the second, and eleven numbers wide is slow, two thousand is fast.
     """
     width = rows.shape[1]
     fold = max(1, WIDE_ROW // width)
@@ -206,33 +202,28 @@ def _sums(rows: Array, centre: Float64Array, each: Each) -> Float64Array:
     sums = np.zeros((4, width))
     sums[2:] = [[np.inf], [-np.inf]]
     for part in (rows[:whole].reshape(-1, fold * width), rows[whole:]):
-        if not len(part):
-            continue
-        columns = part.shape[1]
-        shift, half = np.tile(centre, columns // width), columns // 2 // 64 * 64
-        step = max(1, BLOCK_ELEMENTS // columns)
-        halves = [(part[:, cut], shift[cut], step) for cut in (np.s_[:half], np.s_[half:])]
-        made = each(_half_sums, *zip(*halves, strict=True)) if half else [_half_sums(*halves[1])]
-        folded = np.concatenate(list(made), axis=1).reshape(4, -1, width)
-        sums[:2] += folded[:2].sum(axis=1)
-        np.minimum(sums[2], folded[2].min(axis=0), out=sums[2])
-        np.maximum(sums[3], folded[3].max(axis=0), out=sums[3])
+        if len(part):
+            shift = np.tile(centre, part.shape[1] // width)
+            folded = _folded_sums(part, shift).reshape(4, -1, width)
+            sums[:2] += folded[:2].sum(axis=1)
+            np.minimum(sums[2], folded[2].min(axis=0), out=sums[2])
+            np.maximum(sums[3], folded[3].max(axis=0), out=sums[3])
     return sums
 
 
-def _half_sums(part: Array, shift: Float64Array, step: int) -> Float64Array:
-    """Return the four rows of `_sums`, with `step` rows at a time, which stay in the cache."""
+def _folded_sums(part: Array, shift: Float64Array) -> Float64Array:
+    """Return the four rows of `_sums`, with as many rows at a time as stay in the cache."""
     columns = part.shape[1]
+    step = max(1, BLOCK_ELEMENTS // columns)
     scratch, sums = np.empty((min(step, len(part)), columns)), np.zeros((4, columns))
     sums[2:] = part[0]
-    with np.errstate(all="ignore"):  # which each thread has of its own
-        for start in range(0, len(part), step):
-            block = part[start : start + step]
-            np.minimum(sums[2], block.min(axis=0), out=sums[2])
-            np.maximum(sums[3], block.max(axis=0), out=sums[3])
-            wide = np.subtract(block, shift, out=scratch[: len(block)])
-            sums[0] += wide.sum(axis=0)
-            sums[1] += np.einsum("ij,ij->j", wide, wide)
+    for start in range(0, len(part), step):
+        block = part[start : start + step]
+        np.minimum(sums[2], block.min(axis=0), out=sums[2])
+        np.maximum(sums[3], block.max(axis=0), out=sums[3])
+        wide = np.subtract(block, shift, out=scratch[: len(block)])
+        sums[0] += wide.sum(axis=0)
+        sums[1] += np.einsum("ij,ij->j", wide, wide)
     return sums
 
 
