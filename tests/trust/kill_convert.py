@@ -27,45 +27,24 @@ from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import InputError
 from tests.support import hopper_columns, write_hdf5
+from tests.trust.kills import begin, kill_in_call, status_of
 from tests.trust.leaks import shared_memory, wait_until_gone
 
-CALLS = ("open", "pwrite", "fsync", "mkdir", "rename", "unlink", "rmdir")
+CALLS = {os: ("open", "pwrite", "fsync", "mkdir", "rename", "unlink", "rmdir")}
 EPISODES, LENGTH, SHARD_BYTES = 4, 25, 3300  # two shards
 
 
 def start(source: Path, target: Path, *, workers: int = 1, kill_at: int = 0) -> int:
     """Begin a conversion in a fork with a session of its own; return the fork."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.setsid()
-            if kill_at:
-                arm(kill_at)
-            options: dict[str, Any] = {"shard_bytes": SHARD_BYTES, "workers": workers}
-            convert(source, target, overwrite=True, quiet=True, **options)
-            code = 0
-        finally:
-            os._exit(code)
-    return child
 
+    def work() -> None:
+        os.setsid()
+        if kill_at:
+            kill_in_call(kill_at, CALLS)
+        options: dict[str, Any] = {"shard_bytes": SHARD_BYTES, "workers": workers}
+        convert(source, target, overwrite=True, quiet=True, **options)
 
-def arm(kill_at: int) -> None:
-    """Make this process kill itself before its `kill_at`-th call that changes the disk."""
-    count = 0
-
-    def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **options: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*args, **options)
-
-        return counted
-
-    for name in CALLS:
-        setattr(os, name, wrap(getattr(os, name)))
+    return begin(work)
 
 
 class Places:
@@ -108,10 +87,6 @@ class Places:
         except InputError as error:
             return "absent" if error.code == "DATASET_NOT_FOUND" else error.code
         return self._wanted.get(rows, "mixed")
-
-
-def status_of(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def kill_at_calls(places: Places) -> int:

@@ -18,9 +18,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import gear_offline.evaluation.background
 import gear_offline.runs.report
@@ -33,6 +31,7 @@ from tests.training_support import (
     tiny_data,
     tiny_recipe,
 )
+from tests.trust.kills import begin, kill_in_call, status_of
 from tests.trust.leaks import shared_memory
 
 CHANGES = {  # calls that change files
@@ -41,42 +40,15 @@ CHANGES = {  # calls that change files
 }
 
 
-def kill_in_call(number: int) -> None:
-    """Arrange that this process kills itself at its `number`-th call that changes files."""
-    count = 0
-
-    def deadly(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*arguments, **options)
-
-        return call
-
-    for module, names in CHANGES.items():
-        for name in names:
-            setattr(module, name, deadly(getattr(module, name)))
-
-
 def start(data: Path, run: Path, *overrides: str, kill_at: int = 0) -> int:
     """Train in a child, from where the run stands; return the child."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            if kill_at:
-                kill_in_call(kill_at)
-            train(tiny_recipe(data, *overrides), out=run, resume=True, quiet=True)
-            code = 0
-        finally:
-            os._exit(code)
-    return child
 
+    def work() -> None:
+        if kill_at:
+            kill_in_call(kill_at, CHANGES)
+        train(tiny_recipe(data, *overrides), out=run, resume=True, quiet=True)
 
-def status_of(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return begin(work)
 
 
 def kill_many(data: Path, run: Path, *overrides: str, kills: int, seed: int) -> list[Path]:
