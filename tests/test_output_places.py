@@ -29,8 +29,13 @@ COMMANDS = {  # and their codes
 }
 
 
-BELOW_A_LINK = [(command, below) for command in COMMANDS for below in ("/x", "/x/y")]
-BELOW_A_LINK += [(command, "") for command in COMMANDS if " --out " in command]
+CASES = [
+    (command, kind, below)
+    for command in COMMANDS
+    for kind in ("file", "link")
+    for below in ("/x", "/x/y")
+]
+CASES += [(command, "link", "") for command in COMMANDS if " --out " in command]
 
 
 def refused(command: str, out: str, data: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -42,10 +47,10 @@ def refused(command: str, out: str, data: Path, capsys: pytest.CaptureFixture[st
     return said
 
 
-@pytest.mark.parametrize("below", ["x", "x/y"])
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_file_amid_the_path_is_named(
+@pytest.mark.parametrize(("command", "kind", "below"), CASES)
+def test_a_file_or_a_link_that_leads_nowhere_is_named(
     command: str,
+    kind: str,
     below: str,
     data: Path,
     tmp_path: Path,
@@ -53,26 +58,15 @@ def test_a_file_amid_the_path_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("file").write_text("mine")
-    said = refused(command, f"file/{below}", data, capsys)
-    assert "file is not a folder (file/x" in said and "move it away" in said
-    assert sorted(os.listdir()) == ["file", "tiny.yaml"] and Path("file").read_text() == "mine"
-
-
-@pytest.mark.parametrize(("command", "below"), BELOW_A_LINK)
-def test_a_link_that_leads_nowhere_is_named(
-    command: str,
-    below: str,
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("link").symlink_to("nothing")
-    said = refused(command, f"link{below}", data, capsys)
-    assert f"link is not a folder (link{below}" in said and "move it away" in said
-    assert sorted(os.listdir()) == ["link", "tiny.yaml"] and os.readlink("link") == "nothing"
+    if kind == "file":
+        Path("file").write_text("mine")
+    else:
+        Path("link").symlink_to("nothing")
+    said = refused(command, f"{kind}{below}", data, capsys)
+    assert f"{kind} is not a folder ({kind}{below}" in said and "move it away" in said
+    assert sorted(os.listdir()) == [kind, "tiny.yaml"]
+    kept = Path("file").read_text() if kind == "file" else os.readlink("link")
+    assert kept == ("mine" if kind == "file" else "nothing")
 
 
 def test_an_export_says_so_too(data: Path, tmp_path: Path) -> None:
