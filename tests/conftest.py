@@ -38,3 +38,18 @@ def no_reports() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gear_offline.runs.report.write_report", lambda run, **_: Path(run))
         yield
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody disturbed."""
+    from gear_offline.runs.loop import train
+    from tests.training_support import tiny_recipe
+
+    return train(tiny_recipe(data), out=tmp_path_factory.mktemp("runs") / "whole", quiet=True)
+
+
+@pytest.fixture
+def no_plots(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots take most of the time of a tiny run; the undisturbed one has them."""
+    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)

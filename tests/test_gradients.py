@@ -31,9 +31,9 @@ from gear_offline.training.gradients import (
     micro_batches,
 )
 from gear_offline.training.learner import Learner
-from gear_offline.training.metrics import read_records
 from tests.model_support import STEPS, WINDOWS, inputs, make, mask
 from tests.support import make_dataset
+from tests.training_support import measured
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """
@@ -122,11 +122,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(load_recipe(recipe), out=tmp_path_factory.mktemp("runs") / "alone", quiet=True)
-
-
-def measured(run: Path) -> list[list[float]]:
-    names = ("step", "loss", "gradient_norm", "learning_rate")
-    return [[record[name] for name in names] for record in read_records(run / "metrics.jsonl")]
 
 
 def weights(run: Path) -> dict[str, Tensor]:

@@ -36,8 +36,15 @@ from gear_offline.training.policies import load_policy, trained_model
 from tests.image_support import image_columns
 from tests.support import failing_code, hopper_columns, make_dataset
 from tests.task_support import make_discrete, make_learner, make_parts, tasks_recipe
-from tests.test_parallel_training import measured, trained
-from tests.training_support import ENVIRONMENT, TinyEnvironment, learnt, tiny_data, tiny_recipe
+from tests.test_parallel_training import trained
+from tests.training_support import (
+    ENVIRONMENT,
+    TinyEnvironment,
+    learnt,
+    measured,
+    tiny_data,
+    tiny_recipe,
+)
 
 WIDE = "GearOfflineWide-v0"
 

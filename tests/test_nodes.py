@@ -21,10 +21,10 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.runs.loop import train
-from gear_offline.training.metrics import read_records
 from tests.network import Node, network
 from tests.one_process import global_digest, row_digests
 from tests.support import make_dataset
+from tests.training_support import measured
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,13 +131,6 @@ def digests_of(records: list[dict[str, Any]]) -> dict[int, list[str]]:
             found.setdefault(line["step"], []).append(digest)
             del waiting[line["step"]]
     return found
-
-
-def measured(run: Path) -> list[dict[str, Any]]:
-    return [
-        {key: record[key] for key in ("step", "loss", "gradient_norm", "learning_rate")}
-        for record in read_records(run / "metrics.jsonl")
-    ]
 
 
 def finish(processes: list[subprocess.Popen[str]], cluster: Cluster, seconds: float) -> list[int]:

@@ -18,10 +18,10 @@ from gear_offline.distributed.world import World, peers
 from gear_offline.errors import GearError, InputError
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.runs.loop import train
-from gear_offline.training.metrics import read_records
 from tests.network import permitted
 from tests.ranks_support import ROOT, environment, launch, torchrun
 from tests.support import make_dataset
+from tests.training_support import measured
 
 covered = pytest.mark.skipif(
     permitted(), reason="tests/test_nodes.py does more, on nodes of their own"
@@ -124,13 +124,6 @@ def test_two_nodes_that_hold_half_each(tmp_path: Path) -> None:
     assert "exchange: collective" in said[0]
     for mine, theirs in zip(measured(tmp_path / "run"), measured(alone), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
-
-
-def measured(run: Path) -> list[dict[str, Any]]:
-    return [
-        {key: record[key] for key in ("step", "loss", "gradient_norm", "learning_rate")}
-        for record in read_records(run / "metrics.jsonl")
-    ]
 
 
 @covered

@@ -36,16 +36,7 @@ from tests.training_support import (
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody disturbed."""
-    return train(tiny_recipe(data), out=tmp_path_factory.mktemp("runs") / "whole", quiet=True)
-
-
-@pytest.fixture(autouse=True)
-def no_plots(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plots take most of the time of a tiny run; the undisturbed one has them."""
-    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 @pytest.mark.timeout(300)
@@ -141,15 +132,6 @@ def test_a_damaged_checkpoint_is_passed_over(
     with pytest.raises(InputError, match="none of the checkpoints is whole") as caught:
         train(tiny_recipe(data), out=run, resume=True, quiet=True)
     assert caught.value.code == "RUN_DAMAGED"
-
-
-def test_a_complete_run_stays_as_it_is(whole: Path, data: Path) -> None:
-    before = learnt(whole)
-    assert train(tiny_recipe(data), out=whole, resume=True, quiet=True) == whole
-    assert learnt(whole) == before
-    with pytest.raises(InputError) as caught:
-        train(tiny_recipe(data), out=whole, quiet=True)
-    assert caught.value.code == "OUTPUT_EXISTS"
 
 
 @pytest.mark.parametrize(

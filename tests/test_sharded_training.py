@@ -14,12 +14,12 @@ from gear_offline.errors import InputError
 from gear_offline.runs.loop import train
 from gear_offline.training.checkpoint import newest_checkpoint, read_checkpoint
 from gear_offline.training.checkpoint_folder import checkpoint_name, list_checkpoints
-from gear_offline.training.metrics import read_records
 from gear_offline.training.policies import load_policy
 from gear_offline.training.sharded import read_whole
 from tests.ranks_support import launch
 from tests.sharded_child import whole_tensors
 from tests.support import make_dataset
+from tests.training_support import measured
 
 RECIPE = """
 name: sharded
@@ -37,11 +37,6 @@ def launched(ranks: int, *arguments: str) -> str:
     done = launch(ranks, "-m", "tests.sharded_child", *arguments, timeout=240)
     assert "acts like the whole model" in done.stdout
     return done.stderr
-
-
-def measured(run: Path) -> list[list[float]]:
-    names = ("step", "loss", "gradient_norm", "learning_rate")
-    return [[record[name] for name in names] for record in read_records(run / "metrics.jsonl")]
 
 
 def check_pieces(folder: Path) -> None:

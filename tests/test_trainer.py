@@ -38,16 +38,7 @@ from tests.training_support import (
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody disturbed."""
-    return train(tiny_recipe(data), out=tmp_path_factory.mktemp("runs") / "whole", quiet=True)
-
-
-@pytest.fixture(autouse=True)
-def no_plots(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plots take most of the time of a tiny run; the undisturbed one has them."""
-    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 def test_a_run_directory_holds_what_is_promised(whole: Path, data: Path) -> None:
@@ -324,7 +315,3 @@ def test_each_shipped_recipe_takes_a_step(name: str, data: Path, tmp_path: Path)
         recipe = recipe.replace({"model.hidden_size": 8 * heads, "model.layers": 2})
     run = train(recipe, out=tmp_path / name, quiet=True)
     assert read_records(run / "metrics.jsonl")[-1]["step"] == 1
-
-
-def test_there_are_recipes_to_try() -> None:
-    assert len(recipe_paths()) >= 12

@@ -125,13 +125,17 @@ def tiny_recipe(data: Path, *overrides: str) -> Recipe:
     )
 
 
-def learnt(run: Path) -> dict[str, Any]:
-    """Return everything of a run that must not depend on kills: weights, moments, metrics."""
-    step, last = list_checkpoints(run / "checkpoints")[-1]
-    measured = [
+def measured(run: Path) -> list[dict[str, Any]]:
+    """Return what metrics say of training, without times."""
+    return [
         {key: record[key] for key in ("step", "loss", "gradient_norm", "learning_rate")}
         for record in read_records(run / "metrics.jsonl")
     ]
+
+
+def learnt(run: Path) -> dict[str, Any]:
+    """Return everything of a run that must not depend on kills: weights, moments, metrics."""
+    step, last = list_checkpoints(run / "checkpoints")[-1]
     played = [
         (record["step"], [target["returns"] for target in record["targets"]])
         for record in read_records(run / "evaluations.jsonl")
@@ -141,7 +145,7 @@ def learnt(run: Path) -> dict[str, Any]:
         "model": (last / "model.safetensors").read_bytes(),
         "training": (last / "training.safetensors").read_bytes(),
         "config": (last / "config.json").read_bytes(),
-        "metrics": measured,
+        "metrics": measured(run),
         "evaluations": played,
         "recipe": load_recipe(run).replace({"description": ""}),
     }
