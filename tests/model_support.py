@@ -1,4 +1,4 @@
-"""Small models, their released twins and batches, for the tests of the model."""
+"""Small models, the released class with their weights, and batches, for the tests of the model."""
 
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations

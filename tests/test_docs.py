@@ -144,19 +144,6 @@ def test_commands_could_be_run(page: Path) -> None:
     assert {command: what for command, what in found.items() if what} == {}
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "gear-offline train hopper-medium train.step=5",
-        "gear-offline train hopper-medium --resum",
-        "make tset",
-        "python -m benchmarks loaders",
-    ],
-)
-def test_a_wrong_command_is_found(command: str) -> None:
-    assert problem(shlex.split(command))
-
-
 @each_page
 def test_recipes_are_valid(page: Path, tmp_path: Path) -> None:
     for number, block in enumerate(blocks(page.read_text(), "yaml")):

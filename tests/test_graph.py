@@ -22,7 +22,7 @@ from gear_offline.distributed.world import World
 from gear_offline.errors import UnavailableError
 from gear_offline.loaders.batch import Batch
 from gear_offline.training.gradients import GradientPass, micro_batches
-from gear_offline.training.graph import WARM_UPS, _own_stream, warm_up, why_not_captured
+from gear_offline.training.graph import WARM_UPS, warm_up, why_not_captured
 from gear_offline.training.graph_ranks import LINE, RankGradients
 from tests.gpu_support import NEEDS_CUPY
 from tests.ranks_support import launch
@@ -60,33 +60,6 @@ def test_a_warm_up_draws_nothing_and_finds_no_graph(monkeypatch: pytest.MonkeyPa
     random = torch.get_rng_state()
     warm_up(run, parameter.device)
     assert found == [0] * WARM_UPS and torch.equal(torch.get_rng_state(), random)
-
-
-@pytest.mark.parametrize(
-    ("current", "kept", "expected"),
-    [
-        ("cuda:0 own", None, "cuda:0 own"),
-        ("cuda:0 default", None, None),
-        ("cuda:0 default", "cuda:0 kept", None),
-        ("cuda:1 default", "cuda:0 kept", "cuda:1 new"),
-        ("cuda:1 own", "cuda:0 kept", "cuda:1 own"),
-    ],
-)
-def test_a_step_is_captured_on_a_stream_of_its_gpu(
-    monkeypatch: pytest.MonkeyPatch, current: str, kept: str | None, expected: str | None
-) -> None:
-    class Named(str):
-        @property
-        def device(self) -> str:
-            return self.split()[0]
-
-    here = Named(current)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: here)
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda: Named(f"{here.device} default"))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: Named(f"{here.device} new"))
-    stream = None if kept is None else Named(kept)
-    monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", stream)
-    assert _own_stream() == expected
 
 
 @pytest.mark.parametrize(

@@ -125,18 +125,6 @@ def test_leftovers_in_the_windows_do_not_matter() -> None:
             policy.observe_reward([1.0, 1.0])
 
 
-def test_reset_forgets_the_history() -> None:
-    policy = make_policy()
-    policy.reset([0], 3.0)
-    first = policy.act(np.ones((1, STATES)))
-    for _ in range(5):
-        policy.observe_reward([0.5])
-        later = policy.act(np.ones((1, STATES)))
-    assert not np.array_equal(first, later)
-    policy.reset([0], 3.0)
-    np.testing.assert_array_equal(policy.act(np.ones((1, STATES))), first)
-
-
 def test_discrete_actions_are_the_likeliest_and_are_remembered() -> None:
     model = make(discrete=True)
     policy = make_policy(model)

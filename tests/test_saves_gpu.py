@@ -120,7 +120,7 @@ def test_nothing_of_the_gpu_is_kept_by_saves(data: Path, tmp_path: Path) -> None
     assert free[0] == pytest.approx(free[1], abs=1 << 20)
 
 
-def test_evaluations_beside_on_the_gpu_find_what_those_in_place_find(
+def test_background_evaluations_on_the_gpu_find_what_those_between_steps_find(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
