@@ -68,10 +68,9 @@ class Batch:
     task_bounds: Tensor | None = field(default=None, kw_only=True)
 
     def __repr__(self) -> str:
-        fields = self._fields() | dict(self.extras)
         shown = (
             f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-            for name, tensor in fields.items()
+            for name, tensor in (self._fields() | dict(self.extras)).items()
         )
         return f"Batch({', '.join(shown)}; on {self.device}, padding {self.padding})"
 
@@ -129,14 +128,7 @@ class Batch:
         return self._fields() | ({} if tasks is None else {"tasks": tasks})
 
     def _fields(self) -> dict[str, Tensor]:
-        return {
-            "states": self.states,
-            "actions": self.actions,
-            "rewards": self.rewards,
-            "returns_to_go": self.returns_to_go,
-            "timesteps": self.timesteps,
-            "attention_mask": self.attention_mask,
-        }
+        return {name: getattr(self, name) for name in (*_FIELDS, *_NAMED[:2])}
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """Return the batch on `device`; tensors that are there already are not copied.
