@@ -15,7 +15,7 @@ from safetensors.torch import load
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.errors import GearError, InputError
-from gear_offline.runs.loop import Run, TrainingInterrupted, train
+from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.runs.prepare import prepare_dataset
 from gear_offline.sweep import errors as sweep_errors
 from gear_offline.sweep.concurrent import CHUNK, DEEP, RngStream, train_concurrently
@@ -364,21 +364,6 @@ def test_random_numbers_are_a_runs_own() -> None:
                     numbers.append(torch.rand(5))
     for numbers in drawn:
         assert all(torch.equal(a, b) for a, b in zip(numbers, expected, strict=True))
-
-
-def test_runs_know_how_many_others_there_are(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the first one on: evaluations share the machine by it."""
-    build, others = Run.__init__, []
-
-    def noted(self: Run, *arguments: Any, **options: Any) -> None:
-        others.append(options["concurrent_runs"])
-        build(self, *arguments, **options)
-
-    monkeypatch.setattr(Run, "__init__", noted)
-    concurrently(trials_of(data, "train.steps=3"), tmp_path)
-    assert others == [4] * 4
 
 
 # errors in words -------------------------------------------------------------------------------

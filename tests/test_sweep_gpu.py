@@ -214,14 +214,3 @@ def test_streams_draw_what_a_seeded_device_draws() -> None:
         assert torch.equal(torch.cuda.get_rng_state(device), before)
     for mine in drawn:
         assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
-
-
-def test_a_sweep_that_needs_more_memory_than_there_is_ends_that_run(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def short(self: Learner, *arguments: Any, **options: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 PiB")
-
-    monkeypatch.setattr(Learner, "__init__", short)
-    (result,) = run_all(make_trials(recipe(data), {}, [0]), tmp_path / "sweep", exact=True)
-    assert result.status == "failed" and str(result.error).startswith("MEMORY: ")

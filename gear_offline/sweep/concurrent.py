@@ -228,6 +228,7 @@ class _Group:
         self._is_marked, self._stack = True, self._stacked()
         self._launched, self._failures = 0, dict[int, GearError]()
         for member in members:
+            member.run.stop = stop
             member.steps = self._steps(member)
 
     def _stacked(self) -> Stack | None:
@@ -433,17 +434,11 @@ class _Scheduler:
     def _begin(self, members: list[_Member]) -> None:
         try:
             with _errors_of(members[0]):
-                self._groups.append(_Group(members, self._stop_of(members)))
+                self._groups.append(_Group(members, _GroupStop(self.stop)))
         except GearError as error:
             for member in members:
                 self._release(member)
                 self._end(member.trial, error)
-
-    def _stop_of(self, members: list[_Member]) -> _GroupStop:
-        stop = _GroupStop(self.stop)
-        for member in members:
-            member.run.stop = stop
-        return stop
 
     def _open(self, trial: Trial) -> _Member:
         path, rng = self._folder / trial.name, RngStream(self._device)
