@@ -29,9 +29,9 @@ from gear_offline.sources.base import Source
 from gear_offline.sources.combine import dataset_source
 
 PIECE_BYTES = 32 << 20  # read and written at a time
-CHUNK_ROWS = 4096  # and rows that are held before they are written
+CHUNK_ROWS = 4096
 CHUNK_BYTES = 1 << 20  # fewer rows where they are wide, such as frames
-HELD_BYTES = 64 << 20  # the same for what is held
+CACHE_BYTES = 4 << 20  # HDF5 keeps the last chunk of a column until it is full
 GZIP_LEVEL = 1  # higher levels cost time and gain 2 %; shuffling gains 13 %
 TERMINALS, TIMEOUTS, REWARDS = "terminals", "timeouts", "rewards"
 
@@ -102,7 +102,7 @@ def export_hdf5(
         for start in range(0, steps, rows):
             stop = min(start + rows, steps)
             part = {name: source.read(name, start, stop) for name in kept if name not in flags}
-            writer.hold(part | {k: v[start:stop] for k, v in flags.items()}, stop - start)
+            writer.write(part | {k: v[start:stop] for k, v in flags.items()})
             progress.advance(step_bytes * (stop - start))
         info = source.info
         attributes = {
@@ -200,8 +200,7 @@ class Hdf5Writer(Closing):
     """Writes rows of columns, part after part; leaving it without `publish` removes everything."""
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
-        self._path, self.held = path, dict[str, list[Array]]()
-        self._held_rows = self._held_bytes = 0
+        self._path = path
         with ExitStack() as stack:
             part = stack.enter_context(new_file(path, overwrite=overwrite))
             with writing(path):
@@ -209,44 +208,32 @@ class Hdf5Writer(Closing):
             stack.callback(os.close, self._handle)
             self._output = _Output(self._handle)
             # HDF5's own lock would conflict with ours.
-            self._file = stack.enter_context(h5py.File(self._output, "w", locking=False))
+            opened = h5py.File(self._output, "w", locking=False, rdcc_nbytes=CACHE_BYTES)
+            self._file = stack.enter_context(opened)
             self._open = stack.pop_all()
 
-    def hold(self, part: Mapping[str, Array], steps: int) -> None:
-        """Add `steps` rows of every column; they are written when there are enough."""
-        for name, column in part.items():
-            self.held.setdefault(name, []).append(column)
-            self._held_bytes += column.nbytes
-        self._held_rows += steps
-        if self._held_rows >= CHUNK_ROWS or self._held_bytes >= HELD_BYTES:
-            with writing(self._path):
-                self._flush()
-
-    def _flush(self) -> None:
-        for name, parts in self.held.items():
-            if not parts:
-                continue
-            rows = np.concatenate(parts)
-            if name not in self._file:
-                row_bytes = math.prod(rows.shape[1:]) * rows.dtype.itemsize
-                chunk = max(min(CHUNK_ROWS, CHUNK_BYTES // row_bytes), 1)
-                self._file.create_dataset(
-                    name,
-                    shape=(0, *rows.shape[1:]),
-                    maxshape=(None, *rows.shape[1:]),
-                    chunks=(chunk, *rows.shape[1:]),
-                    dtype=rows.dtype,
-                    compression="gzip",
-                    compression_opts=GZIP_LEVEL,
-                    shuffle=True,
-                )
-            dataset = self._file[name]
-            start = dataset.shape[0]
-            dataset.resize(start + len(rows), axis=0)
-            dataset[start:] = rows
-            parts.clear()
-        self._held_rows = self._held_bytes = 0
-        self._check()
+    def write(self, part: Mapping[str, Array]) -> None:
+        """Append rows to every column of `part`; the first part makes the columns."""
+        with writing(self._path):
+            for name, rows in part.items():
+                if name not in self._file:
+                    row_bytes = math.prod(rows.shape[1:]) * rows.dtype.itemsize
+                    chunk = max(min(CHUNK_ROWS, CHUNK_BYTES // row_bytes), 1)
+                    self._file.create_dataset(
+                        name,
+                        shape=(0, *rows.shape[1:]),
+                        maxshape=(None, *rows.shape[1:]),
+                        chunks=(chunk, *rows.shape[1:]),
+                        dtype=rows.dtype,
+                        compression="gzip",
+                        compression_opts=GZIP_LEVEL,
+                        shuffle=True,
+                    )
+                dataset = self._file[name]
+                start = dataset.shape[0]
+                dataset.resize(start + len(rows), axis=0)
+                dataset[start:] = rows
+            self._check()
 
     def _check(self) -> None:
         if self._output.error is not None:
@@ -257,12 +244,11 @@ class Hdf5Writer(Closing):
         attributes: Mapping[str, Any],
         details: Mapping[str, Array | str | bytes] | None = None,
     ) -> None:
-        """Write what is held, attributes and further datasets, and give the file its name.
+        """Write attributes and further datasets, and give the file its name.
 
         Mappings and lists among the attributes are stored as JSON, text as bytes, as D4RL does.
         """
         with writing(self._path):
-            self._flush()
             for key, value in attributes.items():
                 structured = isinstance(value, (Mapping, list, tuple))
                 self._file.attrs[key] = json.dumps(value) if structured else value

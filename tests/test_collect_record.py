@@ -260,7 +260,7 @@ def test_rows_are_those_of_the_parts(
     with pytest.MonkeyPatch.context() as patch, Hdf5Writer(out) as writer:
         patch.setattr(writer_module, "CHUNK_ROWS", chunk)
         for part in parts:
-            writer.hold(part, len(part["rewards"]))
+            writer.write(part)
         writer.publish({"env_id": "x", "makers": [{"a": 1}]}, {"metadata/algorithm": "y"})
     with h5py.File(out) as file:
         for name in parts[0]:
@@ -281,7 +281,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 try:
     with Hdf5Writer(Path(sys.argv[1])) as writer:
         for seed in range(40):
-            writer.hold(make_rows(1000, seed=seed), 1000)
+            writer.write(make_rows(1000, seed=seed))
         writer.publish({})
 except GearError as error:
     print(error.code, error)

@@ -361,7 +361,7 @@ def _record(
             rows = min(steps - done, episode.steps) if exact else episode.steps
             # where it is cut its last row bears no flag
             part = {name: column[:rows] for name, column in episode.columns.items()}
-            writer.hold(part, rows)
+            writer.write(part)
             total = float(part["rewards"].sum(dtype=np.float64))
             episodes.append(_Recorded(number, episode.reset_seed, rows, total))
             progress.advance(rows)
