@@ -209,7 +209,7 @@ def test_the_policy_is_saved_after_its_data_or_not_at_all(
         collect(PUSH, out, save_policy=out, **options)
     assert caught.value.code == "USAGE"
     with monkeypatch.context() as patched:
-        patched.setattr(Hdf5Writer, "_flush", lambda self: Path("/dev/full").write_text("x"))
+        patched.setattr(Hdf5Writer, "_check", lambda self: Path("/dev/full").write_text("x"))
         with pytest.raises(GearError) as full:
             collect(PUSH, out, save_policy=saved, **options)
     assert full.value.code == "OUTPUT_WRITE"
