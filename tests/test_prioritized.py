@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 
 from gear_offline.errors import InputError
 from gear_offline.kernels.philox import draws
-from gear_offline.sampling.prioritized import (
-    Prioritized,
-    SumTree,
-    importance_weights,
-)
+from gear_offline.sampling.prioritized import HostPriorities, Prioritized, importance_weights
 from tests.sampling_support import p_value, prioritized
 
 LENGTHS = [5, 1, 8, 3]
@@ -42,14 +38,15 @@ def losses_of(values: list[float]) -> npt.NDArray[np.float32]:
 def test_the_tree_is_a_list_of_cumulative_sums(
     masses: list[int], changes: list[tuple[int, int]], numbers: list[int]
 ) -> None:
-    tree = SumTree(np.array(masses, dtype=np.uint64))
+    tree = HostPriorities(np.array([0, len(masses)]), np.ones(1, np.uint64), first=1)
+    tree.load_state(np.array(masses), 0)
     new = {item % len(masses): mass for item, mass in changes}
     if new and sum(new.values()) + sum(masses) > 0:
         named = sorted(new)
         values = np.array([new[item] for item in named], np.uint64)
         tree.set(np.array(named, np.int64), values)
         masses = [new.get(item, mass) for item, mass in enumerate(masses)]
-    assert tree.masses.tolist() == masses and tree.total == sum(masses)
+    assert tree.state()["masses"].tolist() == masses and tree.total == sum(masses)
     if not any(masses):
         return
     bounds = np.cumsum(np.array(masses, dtype=object)).tolist()

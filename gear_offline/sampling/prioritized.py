@@ -88,9 +88,8 @@ class Prioritized(Sampler):
         losses = codes.view(np.float32).astype(np.float64)
         self.mass_of_code = self._masses(losses + self.options.epsilon)
         self.first_mass = int(self._masses(np.array([float(self.options.initial)]))[0])
-        self._device: DevicePriorities | None = None  # then it has the masses, not this
-        self._select: DeviceSelect | None = None  # of the device, for draws that the host asks for
-        self._updates = 0
+        self._on_gpu: DevicePriorities | None = None  # then it has the masses, not the host
+        self._select: DeviceSelect | None = None  # of the GPU, for draws that the host asks for
 
     def _masses(self, priorities: Float64Array) -> UInt64Array:
         largest, most = self.options.largest, largest_mass(self.index.steps)
@@ -102,8 +101,12 @@ class Prioritized(Sampler):
         return StepLocator(self.index)
 
     @cached_property
-    def _tree(self) -> SumTree:
-        return SumTree(np.full(self.index.steps, self.first_mass, dtype=np.uint64))
+    def _on_host(self) -> HostPriorities:
+        return HostPriorities(self.index.offsets, self.mass_of_code, first=self.first_mass)
+
+    @property
+    def _priorities(self) -> HostPriorities | DevicePriorities:
+        return self._on_gpu or self._on_host
 
     @property
     def loss_sampler(self) -> Prioritized:
@@ -118,65 +121,58 @@ class Prioritized(Sampler):
         from gear_offline.kernels.priorities import DevicePriorities
 
         device = numbered(device)
-        if self._device is None:
+        if self._on_gpu is None:
             moved = DevicePriorities(
                 self.index.offsets, self.mass_of_code, device=device, first=self.first_mass
             )
-            if "_tree" in self.__dict__:
-                moved.load_state(self._tree.masses.view(np.int64).copy(), self._updates)
-                del self._tree
-            self._device = moved
-        if self._device.device != device:
+            if "_on_host" in self.__dict__:
+                moved.load_state(self._on_host.state()["masses"], self.updates)
+                del self._on_host
+            self._on_gpu = moved
+        if self._on_gpu.device != device:
             raise UnavailableError(
                 "SELECTION",
-                f"the priorities are in the memory of {self._device.device}, not of {device}",
+                f"the priorities are in the memory of {self._on_gpu.device}, not of {device}",
                 remedy="make a sampler for each device",
             )
-        return self._device
+        return self._on_gpu
 
     @property
     def masses(self) -> UInt64Array:
-        """(N,) uint64, the mass of each start."""
-        if self._device is not None:
-            return np.asarray(self._device.state()["masses"].view(np.uint64))
-        return self._tree.masses
+        """(N,) uint64, a copy of the mass of each start."""
+        return np.asarray(self.state()["masses"].view(np.uint64))
 
     @property
     def updates(self) -> int:
         """Updates so far; waits for a GPU that has the masses."""
-        return self._updates if self._device is None else self._device.updates
+        return self._priorities.updates
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        if self._device is not None:
-            return self._sample_on_device(seed, first_step, steps, count)
+        if self._on_gpu is not None:
+            return self._sample_on(self._on_gpu, seed, first_step, steps, count)
         first, _ = slot_draws(seed, first_step, steps, count)
-        total = self._tree.total
-        rows = self._tree.find(bounded(first, total).astype(np.uint64))
+        priorities = self._on_host
+        rows = priorities.find(bounded(first, priorities.total).astype(np.uint64))
         episodes, starts = self._locate(rows)
-        return Segments(
-            episodes=episodes,
-            starts=starts,
-            probability=self._tree.masses[rows] / np.float64(total),
-        )
+        chance = priorities.masses_of(rows) / np.float64(priorities.total)
+        return Segments(episodes=episodes, starts=starts, probability=chance)
 
-    def _sample_on_device(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+    def _sample_on(
+        self, priorities: DevicePriorities, seed: int, first_step: int, steps: int, count: int
+    ) -> Segments:
         from gear_offline.kernels.select import DeviceSelect
 
         check_range(seed, first_step, steps, count)
-        assert self._device is not None
         if self._select is None or self._select.global_batch != count:
             self._select = DeviceSelect(
-                self.gpu, self.index.offsets, device=self._device.device, global_batch=count
+                self.gpu, self.index.offsets, device=priorities.device, global_batch=count
             )
         return self._select.segments(seed=seed, first_step=first_step, steps=steps)
 
     def density(self, segments: Segments) -> Float64Array:
         rows = self.index.offsets[segments.episodes] + segments.starts
-        if self._device is not None:
-            masses, total = self._device.masses_of(rows), self._device.total
-        else:
-            masses, total = self._tree.masses[rows], self._tree.total
-        return np.asarray(masses / np.float64(total))
+        priorities = self._priorities
+        return np.asarray(priorities.masses_of(rows) / np.float64(priorities.total))
 
     def update(self, segments: Int64Array, losses: Float32Array) -> None:
         """Take the (B,) losses of (B, 2) segments: episode, start.
@@ -185,29 +181,17 @@ class Prioritized(Sampler):
         before anything is changed.
         """
         segments, losses = np.asarray(segments), np.asarray(losses, dtype=np.float32)
-        rows = self._rows(segments)
-        if losses.shape != rows.shape or not (np.isfinite(losses).all() and (losses >= 0).all()):
-            raise InputError(
-                "SELECTION", "priorities are one finite loss of at least 0 for each segment"
-            )
-        if self._device is not None:
-            self._device.update_from_host(segments, losses)
-            return
-        masses = self.mass_of_code[code_of(losses)]
-        order = np.lexsort((masses, rows))
-        rows, masses = rows[order], masses[order]
-        last = np.append(rows[1:] != rows[:-1], True)[: rows.size]
-        self._tree.set(rows[last], masses[last])
-        self._updates += 1
-
-    def _rows(self, segments: Int64Array) -> Int64Array:
         good = segments.ndim == 2 and segments.shape[1] == 2
         if good:
             episodes, starts = segments[:, 0], segments[:, 1]
             good = bool(((episodes >= 0) & (episodes < self.index.episodes) & (starts >= 0)).all())
         if not good or (starts >= self.index.lengths[episodes]).any():
             raise InputError("SELECTION", "priorities are for segments (B, 2) of the table")
-        return np.asarray(self.index.offsets[episodes] + starts)
+        if losses.shape != starts.shape or not (np.isfinite(losses) & (losses >= 0)).all():
+            raise InputError(
+                "SELECTION", "priorities are one finite loss of at least 0 for each segment"
+            )
+        self._priorities.update_from_host(segments, losses)
 
     def importance(self, probability: Float64Array, *, step: int) -> Float64Array:
         """Return (B,) weights of the losses that undo the preference, at most 1.
@@ -221,12 +205,7 @@ class Prioritized(Sampler):
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
         """Return masses (N,) int64 and the number of updates (1,) int64."""
-        if self._device is not None:
-            return self._device.state()
-        return {
-            "masses": self._tree.masses.view(np.int64).copy(),
-            "updates": np.array([self._updates], dtype=np.int64),
-        }
+        return self._priorities.state()
 
     def load_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """Take over what `state` returned; what does not fit is refused before any change."""
@@ -245,43 +224,56 @@ class Prioritized(Sampler):
                 f"not the state of priorities over {self.index.steps} steps",
                 remedy="load what state() of the same strategy over the same data returned",
             )
-        if self._device is not None:
-            self._device.load_state(masses.copy(), int(updates[0]))
-            return
-        self._tree = SumTree(masses.copy().view(np.uint64))
-        self._updates = int(updates[0])
+        self._priorities.load_state(masses.copy(), int(updates[0]))
 
 
-class SumTree:
-    """Integer masses with exact sums: choose by cumulative mass, change some masses.
+class HostPriorities:
+    """The masses of N items in host memory; the interface is that of `DevicePriorities`.
 
     Sums over eights of items, a binary tree over those, and cumulative sums in the place of its
     upper levels, which would cost most of the time.  The shape of the tree changes nothing but the
     speed.  Memory: 8 bytes an item, and 2 for the sums.
-
-    The (n,) uint64 masses, all together below ``2**64``, are not copied where n is a multiple of 8.
     """
 
-    def __init__(self, masses: UInt64Array) -> None:
-        self.size = masses.size
-        self._masses = _padded(masses, GROUP)
+    def __init__(self, offsets: Int64Array, mass_of_code: UInt64Array, *, first: int) -> None:
+        self._offsets, self._mass_of_code, self.steps = offsets, mass_of_code, int(offsets[-1])
+        self.load_state(np.full(self.steps, first, dtype=np.int64), 0)
+
+    def load_state(self, masses: Int64Array, updates: int) -> None:
+        """Take over (N,) masses and the number of updates."""
+        self.updates = updates
+        self._masses = _padded(masses.view(np.uint64), GROUP)
         self._levels: list[UInt64Array] = [self._masses.reshape(-1, GROUP).sum(axis=1)]
         while self._levels[-1].size > TOP:
             self._levels[-1] = _padded(self._levels[-1], 2)
             self._levels.append(self._levels[-1].reshape(-1, 2).sum(axis=1))
         self._ends: UInt64Array | None = None  # cumulative sums of the last level, when needed
 
-    @property
-    def masses(self) -> UInt64Array:
-        """(n,) uint64; change them with `set`."""
-        view = self._masses[: self.size].view()
-        view.setflags(write=False)
-        return view
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """Return masses (N,) int64 and the number of updates (1,) int64."""
+        return {
+            "masses": self._masses[: self.steps].view(np.int64).copy(),
+            "updates": np.array([self.updates], dtype=np.int64),
+        }
 
     @property
     def total(self) -> int:
         """Sum of all masses."""
         return int(self._levels[-1].sum())
+
+    def masses_of(self, rows: Int64Array) -> UInt64Array:
+        """Return the masses of rows, of any shape."""
+        return self._masses[rows]
+
+    def update_from_host(self, segments: Int64Array, losses: Float32Array) -> None:
+        """Take the (B,) losses of (B, 2) segments."""
+        rows = self._offsets[segments[:, 0]] + segments[:, 1]
+        masses = self._mass_of_code[code_of(losses)]
+        order = np.lexsort((masses, rows))
+        rows, masses = rows[order], masses[order]
+        last = np.append(rows[1:] != rows[:-1], True)[: rows.size]
+        self.set(rows[last], masses[last])
+        self.updates += 1
 
     def set(self, items: Int64Array, masses: UInt64Array) -> None:
         """Give (m,) ascending items, each named once, new masses."""
