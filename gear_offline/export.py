@@ -201,6 +201,8 @@ class Hdf5Writer(Closing):
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
         self._path = path
+        # Closing a dataset would empty its cache: a chunk would be compressed at every part.
+        self._datasets: dict[str, h5py.Dataset] = {}
         with ExitStack() as stack:
             part = stack.enter_context(new_file(path, overwrite=overwrite))
             with writing(path):
@@ -216,10 +218,10 @@ class Hdf5Writer(Closing):
         """Append rows to every column of `part`; the first part makes the columns."""
         with writing(self._path):
             for name, rows in part.items():
-                if name not in self._file:
+                if name not in self._datasets:
                     row_bytes = math.prod(rows.shape[1:]) * rows.dtype.itemsize
                     chunk = max(min(CHUNK_ROWS, CHUNK_BYTES // row_bytes), 1)
-                    self._file.create_dataset(
+                    self._datasets[name] = self._file.create_dataset(
                         name,
                         shape=(0, *rows.shape[1:]),
                         maxshape=(None, *rows.shape[1:]),
@@ -229,7 +231,7 @@ class Hdf5Writer(Closing):
                         compression_opts=GZIP_LEVEL,
                         shuffle=True,
                     )
-                dataset = self._file[name]
+                dataset = self._datasets[name]
                 start = dataset.shape[0]
                 dataset.resize(start + len(rows), axis=0)
                 dataset[start:] = rows
