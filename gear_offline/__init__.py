@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     )
     from gear_offline.models.decision_transformer import build_model as build_model
     from gear_offline.runs.evaluate import evaluate as evaluate
-    from gear_offline.runs.loop import train as train
+    from gear_offline.runs.run import Run as Run
+    from gear_offline.runs.run import open_run as open_run
+    from gear_offline.runs.run import train as train
     from gear_offline.sampling import make_sampler as make_sampler
     from gear_offline.sources import from_arrays as from_arrays
     from gear_offline.sources import from_episodes as from_episodes
@@ -64,7 +66,7 @@ _MODULES = {
     "loaders.loader": "GearLoader",
     "models.decision_transformer": "DecisionTransformer build_model",
     "runs.evaluate": "evaluate",
-    "runs.loop": "train",
+    "runs.run": "Run open_run train",
     "sampling": "make_sampler",
     "sources": "from_arrays from_episodes join_sources open_source pick_episodes",
     "sweep.run": "sweep",

@@ -181,7 +181,7 @@ def cartpole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = {"train.steps": 4, "train.device": "cpu", "evaluate.episodes": 0}
     options |= {"data.collect.policy": "random", "data.collect.quality": None}
     options |= {"data.collect.steps": 300, "data.path": str(folder / "data")}
-    return gear_offline.train(load_recipe("cartpole", options), out=folder / "run", quiet=True)
+    return gear_offline.train("cartpole", options, out=folder / "run", quiet=True).path
 
 
 WITH_PYTHON = [page for page in PAGES if blocks(page.read_text(), "python")]

@@ -251,7 +251,7 @@ def test_a_complete_run_is_left_as_it_is(
     run = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
     before = {path: path.read_bytes() for path in run.rglob("*.json*")}
     assert (run / "summary.json") in before
-    assert train(run, out=str(run), resume=True) == run
+    assert train(load_recipe(run), out=str(run), resume=True) == run
     assert {path: path.read_bytes() for path in run.rglob("*.json*")} == before
     assert "was complete already, 20 steps; report in" in capsys.readouterr().err
     assert learnt(run) == learnt(whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,7 +35,7 @@ EPISODES = 10  # where the recipe has 0, which means none while training
 
 
 def evaluate(
-    run: str | Path,
+    run: str | os.PathLike[str],
     *,
     targets: Sequence[float] | float | None = None,
     episodes: int | None = None,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.config.recipe import Recipe
 from gear_offline.config.tasks import named_environments
 from gear_offline.core.closing import Closing
 from gear_offline.core.device import resolve_device
@@ -50,59 +50,17 @@ class TrainingInterrupted(GearError):
 
 
 def train(
-    recipe: Recipe | str | Path,
+    recipe: Recipe,
     *,
     out: str | Path | None = None,
     resume: bool = False,
     quiet: bool = False,
     tables: SharedTables | None = None,
 ) -> Path:
-    """Train, evaluate and write a run directory.
+    """Train a run and return its directory; `gear_offline.runs.run.train` is the public door.
 
-    Under ``torchrun`` every process calls this; together they train on the batches that one
-    process would have, and the first one writes the run directory.
-
-    Parameters
-    ----------
-    recipe
-        From `gear_offline.config.recipe.load_recipe`, or what that takes: a name or a file.
-    out
-        Run directory; default ``runs/NAME-sSEED``.
-    resume
-        Go on from the newest whole checkpoint; begins the run when there is none.
-    quiet
-        Print nothing.
-    tables
-        That several runs of one process share.
-
-    Returns
-    -------
-    Path
-        The run directory.
-
-    Raises
-    ------
-    InputError
-        ``OUTPUT_EXISTS``, ``RUN_LOCKED``, ``RUN_MISMATCH`` (resuming with another recipe),
-        ``RUN_DAMAGED``, ``MEMORY``, ``DEVICE``, and those of checking the recipe and preparing the
-        data.
-    TrainingInterrupted
-        ``INTERRUPTED``.
-    GearError
-        ``LOSS_NONFINITE``; ``RANK_LOST`` and ``RANK_FAILED`` for what happened on other ranks.
-
-    Examples
-    --------
-    `tiny` is what the example of `gear_offline.convert` makes.
-
-    >>> import gear_offline as go
-    >>> options = {"data.path": "tiny", "train.steps": 4, "train.device": "cpu"}
-    >>> options |= {"optimizer.warmup_steps": 2, "evaluate.episodes": 0}
-    >>> run = go.train(go.load_recipe("smoke", options), out="runs/tiny", quiet=True)
-    >>> sorted(path.name for path in (run / "checkpoints").iterdir())
-    ['step-00000004']
+    `tables` are those that several runs of one process share.
     """
-    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     path = default_run_path(recipe) if out is None else Path(out)
     device = rank_device(resolve_device(recipe.train.device))
     with open_world(device, timeout=recipe.train.timeout) as world, ExitStack() as stack:
@@ -120,7 +78,10 @@ def train(
         learner = Learner(resolved, sizes, dataset, device, world=world, tables=tables)
         stack.callback(learner.release)
         try:
-            with StopRequest() as stop, Run(path, directory, learner, dataset, stop, quiet) as run:
+            with (
+                StopRequest() as stop,
+                LiveRun(path, directory, learner, dataset, stop, quiet) as run,
+            ):
                 run.catch_up()  # a killed run may have left something to do
                 while not run.is_complete:
                     learner.advance()
@@ -135,7 +96,7 @@ def train(
     return path
 
 
-class Run(Closing):
+class LiveRun(Closing):
     """A run as a rank goes through it, opened where its newest checkpoint has left it.
 
     Parameters

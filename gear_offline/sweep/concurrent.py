@@ -25,7 +25,7 @@ from gear_offline.distributed.world import current
 from gear_offline.errors import GearError, UnavailableError
 from gear_offline.loaders.recipes import recipe_sampler
 from gear_offline.runs.directory import RunDirectory, check_resumed
-from gear_offline.runs.loop import Run, TrainingInterrupted
+from gear_offline.runs.loop import LiveRun, TrainingInterrupted
 from gear_offline.runs.prepare import resolve
 from gear_offline.runs.writer import RunWriter
 from gear_offline.sweep.errors import run_errors
@@ -183,7 +183,7 @@ class _Member:
     """
 
     trial: Trial
-    run: Run
+    run: LiveRun
     held: ExitStack
     rng: RngStream
     first_step: int
@@ -451,7 +451,7 @@ class _Scheduler:
             with rng.use(), torch_threads(threads), deterministic(kernels):
                 torch.manual_seed(recipe.seed)
                 learner = Learner(recipe, sizes, dataset, self._device, tables=self._tables)
-                run = Run(
+                run = LiveRun(
                     path,
                     directory,
                     learner,

@@ -76,7 +76,7 @@ def find_checkpoint(run: Path, which: str | int | None = None) -> Path:
     folder = run / "checkpoints"
     if not folder.is_dir():
         if not (run / STATE).exists():
-            raise _no_run(run)
+            raise no_run(run)
         if which is not None:
             what, remedy = f"{run} is one checkpoint", "leave the choice of a checkpoint out"
             raise InputError("USAGE", what, where="checkpoint", remedy=remedy)
@@ -101,7 +101,8 @@ def _name_of(which: str | int | None) -> str | None:
     return checkpoint_name(int(text)) if text.isascii() and text.isdigit() else None
 
 
-def _no_run(path: Path) -> InputError:
+def no_run(path: Path) -> InputError:
+    """Return the error of a path that is no run, with what it may be instead."""
     near = sorted(Path("runs").glob(f"{glob.escape(path.name)}*/checkpoints"))
     what, example = "there is no such run", Path("runs/hopper-medium-s0")
     if (path / "manifest.json").exists():

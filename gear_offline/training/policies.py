@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy.typing as npt
 import torch
@@ -63,7 +63,11 @@ class TrainedModel:
 
 
 def load_policy(
-    run_or_checkpoint: str | Path, task: str | None = None, *, device: str = "auto"
+    run_or_checkpoint: str | os.PathLike[str],
+    task: str | None = None,
+    *,
+    checkpoint: str | int | None = None,
+    device: str = "auto",
 ) -> Policy:
     """Return what acts: the policy of a run, which takes raw observations and asked returns.
 
@@ -74,6 +78,9 @@ def load_policy(
         ``checkpoints/best``.
     task
         Of a run of several tasks: the one to act in.
+    checkpoint
+        Of a run: ``"last"`` (the default), ``"best"`` (the highest return while training) or a
+        step number.
     device
         ``"auto"`` (CUDA if there is one), or a torch device: ``"cpu"``, ``"cuda:1"``.
 
@@ -106,7 +113,7 @@ def load_policy(
     """
     where = resolve_device(device)
     path = given_path(run_or_checkpoint, "RUN_NOT_FOUND", where="run_or_checkpoint")
-    return trained_model(chosen_checkpoint(path)).policy(task, where)
+    return trained_model(chosen_checkpoint(path, checkpoint)).policy(task, where)
 
 
 def copy_model(model: DecisionTransformer, weights: Mapping[str, Tensor]) -> DecisionTransformer:

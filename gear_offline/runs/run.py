@@ -1,0 +1,289 @@
+"""The public door of training: `train` makes a run, `open_run` opens one, `Run` is what is there.
+
+What a `Run` says is read from its directory each time, so one that still trains can be watched.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gear_offline.config.files import Overrides
+from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.errors import InputError, given_path
+from gear_offline.runs.records import EvaluationRecord, read_lines
+from gear_offline.training.checkpoint_folder import list_checkpoints, no_run
+from gear_offline.training.metrics import read_records
+
+if TYPE_CHECKING:  # these load torch
+    from gear_offline.evaluation.results import EvaluationReport
+    from gear_offline.models.policy import Policy
+
+__all__ = ["Run", "open_run", "train"]
+
+
+class Run(os.PathLike[str]):
+    """A run directory, complete or not; wherever a path is taken, a run can be given.
+
+    It comes from `gear_offline.train` or `gear_offline.open_run`.
+
+    Attributes
+    ----------
+    path : Path
+        The run directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    @property
+    def name(self) -> str:
+        """Name of the directory."""
+        return self.path.resolve().name
+
+    @property
+    def recipe(self) -> Recipe:
+        """What it trains, with what was taken from the data filled in."""
+        return load_recipe(self.path / "recipe.yaml")
+
+    @property
+    def steps(self) -> int:
+        """Steps done, as far as they are logged or saved; `recipe.train.steps` are asked for."""
+        logged = [record["step"] for record in read_records(self.path / "metrics.jsonl")[-1:]]
+        saved = [step for step, _ in list_checkpoints(self.path / "checkpoints")[-1:]]
+        return max([*logged, *saved], default=0)
+
+    @property
+    def metrics(self) -> Any:
+        """What training logged: a list of dicts, or a `pandas.DataFrame` where pandas is installed.
+
+        ``step``, ``loss`` and more, a record every ``train.log_every`` steps; see
+        docs/reference/run-files.md.
+        """
+        return _frame(read_records(self.path / "metrics.jsonl"))
+
+    @property
+    def evaluations(self) -> Any:
+        """The evaluations while training, as `metrics`: ``step``, ``return``, ``targets``, ..."""
+        return _frame(read_records(self.path / "evaluations.jsonl"))
+
+    @property
+    def best(self) -> EvaluationRecord | None:
+        """The evaluation with the highest return, the latest of equals; None before any."""
+        return max(self._played(), key=lambda one: (one.ranking, one.step), default=None)
+
+    @property
+    def last(self) -> EvaluationRecord | None:
+        """The newest evaluation that did not fail; None before any."""
+        return next(reversed(self._played()), None)
+
+    def _played(self) -> list[EvaluationRecord]:
+        records = read_lines(self.path / "evaluations.jsonl", EvaluationRecord)
+        return [record for record in records if record.ranking is not None]
+
+    def policy(
+        self,
+        task: str | None = None,
+        *,
+        checkpoint: str | int | None = None,
+        device: str = "auto",
+    ) -> Policy:
+        """Return what acts, as `gear_offline.load_policy` does.
+
+        Parameters
+        ----------
+        task
+            Of a run of several tasks: the one to act in.
+        checkpoint
+            ``"last"`` (the default), ``"best"`` (the highest return while training) or a step.
+        device
+            ``"auto"`` (CUDA if there is one), or a torch device: ``"cpu"``, ``"cuda:1"``.
+
+        Raises
+        ------
+        InputError
+            ``RUN_NOT_FOUND`` without such a checkpoint, and those of `gear_offline.load_policy`.
+        """
+        from gear_offline.training.policies import load_policy
+
+        return load_policy(self.path, task, checkpoint=checkpoint, device=device)
+
+    def evaluate(
+        self,
+        *,
+        targets: Sequence[float] | float | None = None,
+        episodes: int | None = None,
+        environment: str | None = None,
+        checkpoint: str | int | None = None,
+        seed: int | None = None,
+        device: str = "auto",
+        out: str | Path | None = None,
+        quiet: bool = False,
+    ) -> EvaluationReport:
+        """Play episodes, score them and keep the result, as `gear_offline.evaluate` does."""
+        from gear_offline.runs.evaluate import evaluate
+
+        return evaluate(
+            self.path,
+            targets=targets,
+            episodes=episodes,
+            environment=environment,
+            checkpoint=checkpoint,
+            seed=seed,
+            device=device,
+            out=out,
+            quiet=quiet,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Run) and self.path == other.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def facts(self) -> dict[str, str]:
+        """Return what there is to say in short, by what it is."""
+        recipe, best, last = self.recipe, self.best, self.last
+        facts = {
+            "recipe": f"{recipe.name}, seed {recipe.seed}",
+            "data": ", ".join(recipe.data.tasks or ()) or recipe.data.path or "none",
+            "steps": f"{self.steps:,} of {recipe.train.steps:,}",
+        }
+        if best is not None and last is not None:
+            facts["best"], facts["last"] = (_achieved(one) for one in (best, last))
+        return facts
+
+    def __repr__(self) -> str:
+        try:
+            facts = "; ".join(f"{name} {text}" for name, text in self.facts().items())
+        except InputError as error:  # a repr must not fail
+            facts = error.message
+        return f"Run({str(self.path)!r}: {facts})"
+
+    def _repr_html_(self) -> str:
+        """Return a table, and the learning curve once there is one, for notebooks."""
+        try:
+            facts = {"run": str(self.path), **self.facts()}
+        except InputError as error:
+            facts = {"run": str(self.path), "damaged": error.message}
+        rows = [
+            f"<tr><th style='text-align:left'>{name}</th>"
+            f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
+            for name, text in facts.items()
+        ]
+        curve = self.path / "plots" / "learning_curve.png"
+        picture = base64.b64encode(curve.read_bytes()).decode() if curve.is_file() else ""
+        image = f"<img width='720' alt='learning curve' src='data:image/png;base64,{picture}'>"
+        return f"<table>{''.join(rows)}</table>{image if picture else ''}"
+
+
+def open_run(path: str | os.PathLike[str]) -> Run:
+    """Open a run that is there already; nothing in its directory changes.
+
+    Raises
+    ------
+    InputError
+        ``RUN_NOT_FOUND``.
+
+    Examples
+    --------
+    `runs/tiny` is what the example of `gear_offline.train` makes.
+
+    >>> import gear_offline as go
+    >>> run = go.open_run("runs/tiny")
+    >>> run
+    Run('runs/tiny': recipe smoke, seed 0; data tiny; steps 4 of 4)
+    >>> len(run.metrics), run.recipe.loader.batch_size
+    (1, 16)
+    """
+    folder = given_path(path, "RUN_NOT_FOUND", where="path")
+    if not (folder / "recipe.yaml").is_file():
+        raise no_run(folder)
+    return Run(folder)
+
+
+def train(
+    recipe: Recipe | str | os.PathLike[str],
+    overrides: Overrides = (),
+    *,
+    out: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    quiet: bool = False,
+) -> Run:
+    """Train, evaluate and write a run directory.
+
+    Under ``torchrun`` every process calls this; together they train on the batches that one
+    process would have, and the first one writes the run directory.
+
+    Parameters
+    ----------
+    recipe
+        Name of a recipe, a YAML file, a run directory, or what `gear_offline.load_recipe` gave.
+    overrides
+        Options to change, as for `gear_offline.load_recipe`: ``{"train.steps": 600}``, or
+        ``"train.steps=600"``, one or many.
+    out
+        Run directory; default ``runs/NAME-sSEED``.
+    resume
+        Go on from the newest whole checkpoint; begins the run when there is none.
+    quiet
+        Print nothing.
+
+    Returns
+    -------
+    Run
+        The run: its policy, metrics and evaluations.
+
+    Raises
+    ------
+    InputError
+        ``RECIPE``, ``OUTPUT_EXISTS``, ``RUN_LOCKED``, ``RUN_MISMATCH`` (resuming with another
+        recipe), ``RUN_DAMAGED``, ``MEMORY``, ``DEVICE``, and those of preparing the data.
+    TrainingInterrupted
+        ``INTERRUPTED``.
+    GearError
+        ``LOSS_NONFINITE``; ``RANK_LOST`` and ``RANK_FAILED`` for what happened on other ranks.
+
+    Examples
+    --------
+    `tiny` is what the example of `gear_offline.convert` makes.
+
+    >>> import gear_offline as go
+    >>> options = {"data.path": "tiny", "train.steps": 4, "train.device": "cpu"}
+    >>> options |= {"optimizer.warmup_steps": 2, "evaluate.episodes": 0}
+    >>> run = go.train("smoke", options, out="runs/tiny", quiet=True)
+    >>> run.steps
+    4
+    >>> sorted(path.name for path in (run.path / "checkpoints").iterdir())
+    ['step-00000004']
+    """
+    if isinstance(recipe, Recipe):
+        whole = recipe.replace(overrides) if overrides else recipe
+    else:
+        whole = load_recipe(recipe if isinstance(recipe, str) else Path(recipe), overrides)
+    from gear_offline.runs import loop  # loads torch: a typo was told before
+
+    place = None if out is None else Path(out)
+    return Run(loop.train(whole, out=place, resume=resume, quiet=quiet))
+
+
+def _frame(records: list[dict[str, Any]]) -> Any:
+    try:
+        import pandas
+    except ImportError:
+        return records
+    return pandas.DataFrame(records)
+
+
+def _achieved(record: EvaluationRecord) -> str:
+    score = record.normalized_score
+    parts = [] if record.mean_return is None else [f"return {record.mean_return:,.4g}"]
+    parts += [] if score is None else [f"score {score:.1f}"]
+    return f"{', '.join(parts)} at step {record.step or 0:,}"
