@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from gear_offline.sources import open_source as open_source
     from gear_offline.sources import pick_episodes as pick_episodes
     from gear_offline.sweep.run import sweep as sweep
+    from gear_offline.training.onnx import export_policy as export_policy
     from gear_offline.training.policies import load_policy as load_policy
 else:
     # Three functions have the name of their package.  Python binds a package here when it is first
@@ -70,6 +71,7 @@ _MODULES = {
     "sampling": "make_sampler",
     "sources": "from_arrays from_episodes join_sources open_source pick_episodes",
     "sweep.run": "sweep",
+    "training.onnx": "export_policy",
     "training.policies": "load_policy",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}

@@ -123,6 +123,11 @@ class Policy:
         """(E,) float64, what is still asked of each environment, in the units of the rewards."""
         return self._targets.copy()
 
+    @property
+    def statistics(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None:
+        """(S,) float64 mean and scale, ``(state - mean) / scale`` is seen; None: states as given."""
+        return None if self._mean is None or self._scale is None else (self._mean, self._scale)
+
     def reset(self, indices: npt.ArrayLike, targets: npt.ArrayLike | None = None) -> None:
         """Forget the history of some environments and ask them for a return.
 
@@ -194,9 +199,10 @@ class Policy:
         if self.frame_shape:
             return self._act(chosen, rows, self._see(rows, given), everyone=indices is None)
         states = given.astype(np.float32)
-        if self._mean is not None and self._scale is not None:
+        if self.statistics is not None:
             # as the loader does it: float32 data, float64 arithmetic, rounded once
-            states = ((states - self._mean) / self._scale).astype(np.float32)
+            mean, scale = self.statistics
+            states = ((states - mean) / scale).astype(np.float32)
         seen = torch.from_numpy(states).to(self.device)
         return self._act(chosen, rows, seen, everyone=indices is None)
 

@@ -328,6 +328,19 @@ def evaluate(
     show(report.to_json(), as_json, report.print)
 
 
+@command("Train", "export-policy runs/hopper-medium-s0 hopper.onnx")
+def export_policy(
+    run: Path = Argument(metavar="RUN", help="Run directory or checkpoint."),
+    out: Path = Argument(help="ONNX file to write."),
+    task: str | None = Option(None, help="The task to act in, of a run of several."),
+    overwrite: Overwrite = False,
+) -> None:
+    """Write a policy as an ONNX file, which acts without torch and gear-offline."""
+    from gear_offline.training.onnx import export_policy as export
+
+    print(export(run, out, task, overwrite=overwrite))
+
+
 @command("Compare", "sweep smoke --seeds 3", "sweep smoke optimizer.learning_rate=1e-4,3e-4")
 def sweep(
     recipe: RecipeName,

@@ -1,0 +1,173 @@
+"""A policy as an ONNX file, to act where neither torch nor this package is.
+
+Shape legend: B environments, L steps so far of each (1 to K), S state elements, A action elements.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from gear_offline.core.files import check_new_file, write_file, writing
+from gear_offline.errors import InputError, UnavailableError
+from gear_offline.models.policy import Policy
+from gear_offline.training.policies import load_policy
+
+__all__ = ["export_policy"]
+
+OPSET = 20
+LARGEST = (2 << 30) - 4096  # bytes of a protobuf message, less what is added
+INPUTS = ("observations", "actions", "returns_to_go", "timesteps")
+
+
+def export_policy(
+    policy: Policy | str | Path,
+    out: str | Path,
+    task: str | None = None,
+    *,
+    overwrite: bool = False,
+) -> Path:
+    """Write the policy of a run as one ONNX file that normalises, scales and acts by itself.
+
+    Parameters
+    ----------
+    policy
+        From `gear_offline.load_policy`, or what that takes: a run or a checkpoint.
+    task
+        Of a run of several tasks: the one to act in.
+    out
+        File to write.
+    overwrite
+        Replace a file that is there.
+
+    Returns
+    -------
+    Path
+        `out`.  The graph takes the last L steps of each environment, L at most K, which the file's
+        metadata name ``context_length``:
+
+        - ``observations`` (B, L, S) float32 as the environment gives them; of frames
+          (B, L, stack, *frame) uint8, zeros before an episode's first frame
+        - ``actions`` (B, L, A) float32, or (B, L) int64 for discrete ones; the last has no effect
+        - ``returns_to_go`` (B, L) float32, still asked at each step, in units of the rewards
+        - ``timesteps`` (B, L) int64, step within the episode
+
+        and gives ``action``, (B, A) float32 or (B,) int64, of the last step.
+
+    Raises
+    ------
+    InputError
+        Those of `gear_offline.load_policy`; ``OUTPUT_EXISTS``, ``OUTPUT_WRITE``.
+    UnavailableError
+        ``PACKAGE_MISSING`` without the packages of the extra ``onnx``.
+
+    Examples
+    --------
+    `runs/tiny` is what the example of `gear_offline.train` makes.
+
+    >>> import gear_offline as go
+    >>> go.export_policy("runs/tiny", "tiny.onnx").name
+    'tiny.onnx'
+    """
+    try:
+        import onnx
+        import onnxscript  # noqa: F401 - what torch exports with
+    except ImportError as error:
+        raise UnavailableError(
+            "PACKAGE_MISSING",
+            f"the export needs {error.name}",
+            remedy='install it: pip install "gear-offline[onnx]"',
+        ) from error
+    target = Path(out)
+    check_new_file(target, overwrite=overwrite)
+    if not isinstance(policy, Policy):
+        policy = load_policy(policy, task, device="cpu")
+    graph = _ActingModel(policy).eval()
+    length = max(2, policy.context_length)  # a size of 1 would become a constant of the graph
+    steps = torch.export.Dim("L", min=1, max=length)
+    batch = torch.export.Dim("B", min=1)
+    shapes = {name: {0: batch, 1: steps} for name in INPUTS}
+    with _quiet():
+        program = torch.onnx.export(
+            graph,
+            graph.example(length),
+            input_names=list(INPUTS),
+            output_names=["action"],
+            dynamic_shapes=shapes,
+            opset_version=OPSET,
+            dynamo=True,
+            verbose=False,
+        )
+    assert program is not None, "torch exports by its own program"
+    model = program.model_proto
+    if model.ByteSize() >= LARGEST:
+        what = f"{model.ByteSize() / 2**30:.1f} GiB are more than one ONNX file holds (2 GiB)"
+        raise InputError("MODEL", what, str(target), "export a smaller model")
+    facts = {"context_length": policy.context_length, "max_timestep": policy.max_timestep}
+    onnx.helper.set_model_props(model, {name: str(value) for name, value in facts.items()})
+    with writing(target):
+        write_file(target, model.SerializeToString())
+    return target
+
+
+class _ActingModel(nn.Module):
+    """What `Policy.act` does to a window, as one module."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.model, self.discrete = policy.model, policy.discrete
+        self._scale, self._last = policy.returns_scale, policy.max_timestep - 1
+        self._frames = policy.frame_stack, policy.frame_shape
+        self._sizes = policy.state_dim, policy.action_dim
+        self._statistics = None
+        if policy.statistics is not None:
+            self._statistics = [torch.from_numpy(values) for values in policy.statistics]
+
+    def forward(
+        self, observations: Tensor, actions: Tensor, returns_to_go: Tensor, timesteps: Tensor
+    ) -> Tensor:
+        states = observations
+        if self._statistics is not None:
+            mean, scale = self._statistics
+            states = ((states.double() - mean) / scale).float()
+        found: Tensor = self.model(
+            states=states,
+            actions=actions,
+            returns_to_go=(returns_to_go.double() / self._scale).float()[..., None],
+            timesteps=timesteps.clamp(0, self._last),
+            padding="right",
+            only_actions=True,
+        ).action_preds[:, -1]
+        return found.argmax(-1) if self.discrete else found
+
+    def example(self, length: int) -> tuple[Tensor, ...]:
+        """Return inputs of two environments, zeros."""
+        (states, width), shape = self._sizes, (2, length)
+        stack, frame = self._frames
+        if frame:
+            observations = torch.zeros((*shape, stack, *frame), dtype=torch.uint8)
+        else:
+            observations = torch.zeros((*shape, states))
+        whole = torch.zeros(shape, dtype=torch.int64)
+        actions = whole if self.discrete else torch.zeros((*shape, width))
+        return observations, actions, torch.zeros(shape), whole.clone()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what torch's exporter says of packages that this model does not need."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
