@@ -125,7 +125,7 @@ class Policy:
 
     @property
     def statistics(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None:
-        """(S,) float64 mean and scale, ``(state - mean) / scale`` is seen; None: states as given."""
+        """(S,) float64 mean and scale: ``(state - mean) / scale`` is seen; None: raw states."""
         return None if self._mean is None or self._scale is None else (self._mean, self._scale)
 
     def reset(self, indices: npt.ArrayLike, targets: npt.ArrayLike | None = None) -> None:

@@ -42,7 +42,6 @@ MISTAKES: list[tuple[Callable[[Path], object], str]] = [
     (lambda d: loader(d, seq_len=3), "it is called context_length"),
     (lambda d: loader(d, selection="top_percnt:percent=10"), "did you mean 'top_percent'"),
     (lambda d: next(iter(DataLoader(loader(d)))), "has no length"),
-    (lambda d: next(iter(DataLoader(DOOR.open_dataset(d), batch_size=4))), "GearLoader(dataset"),
     (lambda d: next(loader(d)).observations, "did you mean states?"),
     (lambda d: next(loader(d)).dones, "extra_columns=['terminals']"),
     (lambda d: next(loader(d))["obs"], "a batch has states, actions"),

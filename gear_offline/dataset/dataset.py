@@ -218,10 +218,6 @@ class Dataset:
             raise IndexError(f"episode {number} of {len(self)}")
         return self.episode(episode)
 
-    def __getitems__(self, numbers: Sequence[int]) -> Never:  # what torch's DataLoader calls
-        what = "a DataLoader makes no batches of a Dataset: its episodes differ in length"
-        raise InputError("LOADER_OPTION", what, remedy="iterate over GearLoader(dataset, ...)")
-
     def __iter__(self) -> Iterator[Columns]:
         """Iterate over all episodes as `iter_episodes` does."""
         return self.iter_episodes()

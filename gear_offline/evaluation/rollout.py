@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import cycle
-from tempfile import NamedTemporaryFile
 from typing import Any, Protocol
 
 import numpy as np
@@ -106,15 +105,16 @@ class Environments(Closing):
             if processes == 1:
                 self.slots = np.zeros(count, record)
             else:
-                memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # no disk behind it
-                file = stack.enter_context(NamedTemporaryFile(prefix="gear-slots-", dir=memory))
-                shared = np.memmap(file.name, record, "w+", shape=(count,))
+                # without a name: nothing stays of it when this process is killed
+                file = stack.enter_context(open(os.memfd_create("gear-slots"), "w+b"))
+                path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+                shared = np.memmap(file, record, "w+", shape=(count,))
                 self.slots = shared.view(np.ndarray)  # a memmap is slow to index
                 for first in range(processes):
                     worker = stack.enter_context(Worker())
                     own = [group[group % processes == first] for group in self.groups]
                     worker.start(
-                        f"{__name__}:step_in_worker", known, environment_id, file.name, count, own
+                        f"{__name__}:step_in_worker", known, environment_id, path, count, own
                     )
                     self._workers.append(worker)
             self._stack = stack.pop_all()
