@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -81,7 +81,7 @@ def test_moments_are_those_of_all_observations(lengths: list[int], seed: int) ->
 @pytest.fixture(scope="module")
 def training() -> Training:
     with Crew(PUSH, processes=1) as crew:
-        return train(crew, seed=3, steps=6_000, options=OPTIONS)
+        return train(crew, replace(OPTIONS, train_steps=6_000), 3, quiet=True)
 
 
 def test_it_learns(training: Training) -> None:
@@ -102,20 +102,20 @@ def test_attempts_differ_and_share_the_budget(training: Training) -> None:
 
 
 def test_a_promising_attempt_gets_more_steps() -> None:
-    options = dataclasses.replace(OPTIONS, attempt_steps=1_000, promising=5.0)
+    options = replace(OPTIONS, attempt_steps=1_000, train_steps=4_000)
     with Crew(PUSH, processes=1) as crew:
-        hopeful = train(crew, seed=3, steps=4_000, options=options)
-        options = dataclasses.replace(options, promising=100.0)
-        hopeless = train(crew, seed=3, steps=4_000, options=options)
+        hopeful = train(crew, replace(options, promising=5.0), 3, quiet=True)
+        hopeless = train(crew, replace(options, promising=100.0), 3, quiet=True)
     assert (hopeful.attempts, hopeless.attempts) == (2, 4)
     steps = sum(int(i.lengths.sum()) for i in hopeful.iterations if i.attempt == 0)
     assert 3_000 <= steps < 3_000 + 2 * 6 * 10
 
 
 def test_a_target_needs_confirmation() -> None:
+    options = replace(OPTIONS, train_steps=3_000)
     with Crew(PUSH, processes=1) as crew:
-        reached = train(crew, seed=3, steps=3_000, options=OPTIONS, target=6.0)
-        missed = train(crew, seed=3, steps=3_000, options=OPTIONS, target=9.99)
+        reached = train(crew, replace(options, target=6.0), 3, quiet=True)
+        missed = train(crew, replace(options, target=9.99), 3, quiet=True)
     assert reached.best is reached.snapshots[-1] and reached.best.mean_return >= 6.0
     assert all(s.mean_return < 6.0 for s in reached.snapshots[:-1])
     assert [s.episodes for s in reached.snapshots][-1] == 20
@@ -124,16 +124,15 @@ def test_a_target_needs_confirmation() -> None:
 
 def test_the_alive_bonus_is_taken_off_by_step() -> None:
     """A bonus shifts returns by length: with equal lengths, it changes nothing."""
+    options = replace(OPTIONS, train_steps=500)
     with Crew(PUSH, processes=1) as crew:
-        options = dataclasses.replace(OPTIONS, alive_bonus=7.0)
-        plain = train(crew, seed=3, steps=500, options=OPTIONS)
-        shifted = train(crew, seed=3, steps=500, options=options)
+        plain = train(crew, options, 3, quiet=True)
+        shifted = train(crew, replace(options, alive_bonus=7.0), 3, quiet=True)
     np.testing.assert_allclose(plain.best.policy.weight, shifted.best.policy.weight, rtol=1e-9)
     with Crew("CartPole-v1", processes=1) as crew:
         # CartPole's reward is nothing but the bonus: without it, no direction is better
-        options = dataclasses.replace(OPTIONS, alive_bonus=1.0)
-        still = train(crew, seed=3, steps=500, options=options)
-        moved = train(crew, seed=3, steps=500, options=OPTIONS)
+        still = train(crew, replace(options, alive_bonus=1.0), 3, quiet=True)
+        moved = train(crew, options, 3, quiet=True)
     assert not still.best.policy.weight.any()
     assert moved.best.policy.weight.any()
 
@@ -143,7 +142,7 @@ def test_training_rollouts_can_be_recorded_later(training: Training) -> None:
     with Crew(PUSH, processes=1) as crew:
         episodes = list(crew.record(training.rollout_plans(iteration)))
         np.testing.assert_array_equal([e.steps for e in episodes], iteration.lengths)
-        wrong = dataclasses.replace(iteration, returns=iteration.returns + 1e-9)
+        wrong = replace(iteration, returns=iteration.returns + 1e-9)
         with pytest.raises(GearError) as caught:
             list(crew.record(training.rollout_plans(wrong)))
     assert caught.value.code == "ENVIRONMENT"

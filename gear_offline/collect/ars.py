@@ -15,7 +15,6 @@ Shape legend: N directions, A action, S observation.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -30,7 +29,9 @@ from gear_offline.collect.record import (
     reset_seed,
     stream,
 )
+from gear_offline.core.text import count_text
 from gear_offline.core.types import Float64Array, Int64Array
+from gear_offline.progress import Progress, say
 
 ALGORITHM = "ARS-V2t linear"
 EVALUATE_EVERY = 10  # iterations
@@ -40,7 +41,7 @@ CONFIRMATION_EPISODES = 15  # five lucky episodes do not end the training
 
 @dataclass(frozen=True, kw_only=True)
 class ArsOptions:
-    """Hyper-parameters; `train_steps` and `target` unless the caller says otherwise."""
+    """Hyper-parameters, and when training ends."""
 
     directions: int = 8  # the paper's N: tried in each iteration, each forwards and backwards
     top: int = 4  # b: the best directions that are used
@@ -78,9 +79,17 @@ OPTIONS = {
 }
 
 
-def options_for(environment_id: str) -> ArsOptions:
+def options_for(
+    environment_id: str, *, train_steps: int | None = None, target: float | None = None
+) -> ArsOptions:
     """Return the hyper-parameters for an environment, by its name without the version."""
-    return OPTIONS.get(re.split("[:/]", environment_id)[-1].partition("-v")[0], ArsOptions())
+    name = re.split("[:/]", environment_id)[-1].partition("-v")[0]
+    options = OPTIONS.get(name, ArsOptions())
+    return replace(
+        options,
+        train_steps=train_steps or options.train_steps,
+        target=options.target if target is None else target,
+    )
 
 
 @dataclass(eq=False)
@@ -166,6 +175,14 @@ class Training:
     attempts: int = 0
 
     @property
+    def is_over(self) -> bool:
+        """Whether the steps are used, or the target is reached."""
+        options, last = self.options, self.snapshots[-1:]
+        if options.target is not None and last and last[0].mean_return >= options.target:
+            return True
+        return self.steps >= options.train_steps
+
+    @property
     def best(self) -> Snapshot:
         """The snapshot with the highest mean return."""
         return max(self.snapshots, key=lambda s: s.mean_return)
@@ -205,39 +222,35 @@ class Training:
 
 
 def train(
-    crew: Crew,
-    *,
-    seed: int,
-    steps: int,
-    options: ArsOptions,
-    target: float | None = None,
-    action_noise: float = 0.0,
-    on_progress: Callable[[int], None] = lambda steps: None,
+    crew: Crew, options: ArsOptions, seed: int, *, action_noise: float = 0.0, quiet: bool = False
 ) -> Training:
     """Train a linear policy.
 
     An attempt that has used `ArsOptions.attempt_steps` (three times those, if it is promising) is
-    followed by one with fresh streams, until `steps` are used or `target` is reached: the method's
-    luck varies much by seed.  Budgets are steps, not seconds, so that the result does not depend
-    on the machine's speed.
+    followed by one with fresh streams, until `train_steps` are used or `target` is reached: the
+    method's luck varies much by seed.  Budgets are steps, not seconds, so that the result does not
+    depend on the machine's speed.
 
     Snapshots are evaluated under `action_noise`: a gait that only holds without it is worth little
-    when its recordings are to have noise, so training goes on past such a gait.  `on_progress` is
-    told the steps of each iteration.
+    when its recordings are to have noise, so training goes on past such a gait.
     """
     training = Training(seed=seed, options=options, action_noise=action_noise)
-    while training.steps < steps:
-        for used, snapshot in _attempt(crew, training, steps, target):
-            on_progress(used)
-            if snapshot and target is not None and snapshot.mean_return >= target:
-                return training
+    until = "" if options.target is None else f" until a mean return of {options.target:g}"
+    what = f"train {ALGORITHM}{until}"
+    with Progress(what, total=options.train_steps, unit="steps", quiet=quiet) as progress:
+        while not training.is_over:
+            _attempt(crew, training, progress)
+    say(
+        f"trained {count_text(training.steps, 'step')} in "
+        f"{count_text(training.attempts, 'attempt')}: best mean return "
+        f"{training.best.mean_return:.0f}",
+        quiet=quiet,
+    )
     return training
 
 
-def _attempt(
-    crew: Crew, training: Training, limit: int, target: float | None
-) -> Iterator[tuple[int, Snapshot | None]]:
-    """Yield the steps of each iteration of an attempt, and the snapshot after it, if any."""
+def _attempt(crew: Crew, training: Training, progress: Progress) -> None:
+    """Search from weights of zero until the attempt has used its steps, or training is over."""
     facts, options, attempt = crew.facts, training.options, training.attempts
     training.attempts += 1
     size = facts.state_size
@@ -245,15 +258,16 @@ def _attempt(
     weight = np.zeros((facts.action_size, size))
     policy = LinearPolicy(weight, moments.mean, moments.std(), facts.discrete, ALGORITHM)
     number = 0
-    end = min(limit, training.steps + options.attempt_steps)
-    extended = min(limit, training.steps + 3 * options.attempt_steps)
-    while training.steps < end:
+    end = min(options.train_steps, training.steps + options.attempt_steps)
+    extended = min(options.train_steps, training.steps + 3 * options.attempt_steps)
+    while training.steps < end and not training.is_over:
         at = Iteration(base=policy, attempt=attempt, number=number)
         scores = crew.score(training.rollout_plans(at))
         returns = np.array([s.total_reward for s in scores])
         lengths = np.array([s.steps for s in scores], dtype=np.int64)
         training.iterations.append(replace(at, returns=returns, lengths=lengths))
         training.steps += int(lengths.sum())
+        progress.update(training.steps)
         shifted = returns - options.alive_bonus * lengths
         weight = update(
             policy.weight,
@@ -267,26 +281,15 @@ def _attempt(
             moments.merge(score)
         number += 1
         policy = replace(policy, weight=weight, mean=moments.mean, std=moments.std())
-        snapshot = None
         if number % EVALUATE_EVERY == 0 or training.steps >= end:
-            reached = _evaluate(crew, training, policy, target)
-            snapshot = Snapshot(
-                policy=policy,
-                attempt=attempt,
-                iteration=number,
-                mean_return=float(np.mean(reached)),
-                episodes=len(reached),
-            )
+            snapshot = _evaluated(crew, training, policy, number)
             training.snapshots.append(snapshot)
             if options.promising is not None and snapshot.mean_return >= options.promising:
                 end = extended
-        yield int(lengths.sum()), snapshot
 
 
-def _evaluate(
-    crew: Crew, training: Training, policy: LinearPolicy, target: float | None
-) -> list[float]:
-    """Return the returns of some episodes; of more where they reach the target."""
+def _evaluated(crew: Crew, training: Training, policy: LinearPolicy, iteration: int) -> Snapshot:
+    """Play some episodes; more where they reach the target."""
     plans = []
     for episode in range(EVALUATION_EPISODES + CONFIRMATION_EPISODES):
         # the same start states at every evaluation, so that snapshots compare fairly
@@ -295,7 +298,13 @@ def _evaluate(
         plans.append(
             EpisodePlan(policy=policy, reset_seed=seed, noise_path=path, action_noise=noise)
         )
-    scores = crew.score(plans[:EVALUATION_EPISODES])
+    scores, target = crew.score(plans[:EVALUATION_EPISODES]), training.options.target
     if target is not None and np.mean([score.total_reward for score in scores]) >= target:
         scores += crew.score(plans[EVALUATION_EPISODES:])
-    return [score.total_reward for score in scores]
+    return Snapshot(
+        policy=policy,
+        attempt=training.attempts - 1,
+        iteration=iteration,
+        mean_return=float(np.mean([score.total_reward for score in scores])),
+        episodes=len(scores),
+    )

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from gear_offline.collect import ars
-from gear_offline.collect.makers import Maker, mix_makers, requested_mix
+from gear_offline.collect.makers import Maker, Recorded, mix_makers, requested_mix
 from gear_offline.collect.policies import (
     LinearPolicy,
     is_of_library,
@@ -111,15 +111,6 @@ class CollectReport:
         return asdict(self) | {"path": str(self.path), "policy_path": policy}
 
 
-class _Recorded(NamedTuple):
-    """An episode in the file."""
-
-    maker: int
-    reset_seed: int
-    steps: int
-    total: float
-
-
 def collect(
     environment: str,
     out: str | Path,
@@ -213,9 +204,8 @@ def collect(
             best: Policy | None = None
             used = 0
             if policy == "ars" and set(shares) != {"random"}:
-                training = _train(
-                    crew, environment, seed, train_steps, target, action_noise, quiet=quiet
-                )
+                options = ars.options_for(environment, train_steps=train_steps, target=target)
+                training = ars.train(crew, options, seed, action_noise=action_noise, quiet=quiet)
                 best, used = training.best.policy, training.steps
                 _check_gate(gate, training.best.mean_return, environment)
             elif is_of_library(policy):
@@ -224,43 +214,20 @@ def collect(
                 best = train_with_library(policy, environment, steps=used, seed=seed)
             elif policy not in ("random", "ars"):
                 best = load_linear_policy(Path(policy), crew.facts)
-            makers = mix_makers(
-                shares,
-                facts=crew.facts,
-                training=training,
-                policy=best if training is None else None,
-                steps=steps,
-                seed=seed,
-                action_noise=action_noise,
-            )
-            what = f"record {out.name}"
-            with Progress(what, total=steps, unit="steps", quiet=quiet) as progress:
-                episodes = _record(crew, writer, makers, steps, progress, exact=exact_steps)
-        parts = [[one for one in episodes if one.maker == n] for n in range(len(makers))]
-        reports = [_report(m, own) for m, own in zip(makers, parts, strict=True) if own]
-        _check_gate(gate, max(part.mean_return for part in reports), environment)
-        returns = [one.total for one in episodes]
+            makers = mix_makers(shares, crew.facts, training or best, steps, seed, action_noise)
+            with Progress(f"record {out.name}", total=steps, unit="steps", quiet=quiet) as progress:
+                _record(crew, writer, makers, steps, progress, exact=exact_steps)
+        parts = tuple(_report(maker) for maker in makers if maker.episodes)
+        _check_gate(gate, max(part.mean_return for part in parts), environment)
         report = CollectReport(
             path=out,
             environment_id=crew.facts.environment_id,
-            steps=sum(one.steps for one in episodes),
-            episodes=len(episodes),
-            mean_return=float(np.mean(returns)),
-            std_return=float(np.std(returns)),
-            min_return=min(returns),
-            max_return=max(returns),
-            makers=tuple(reports),
+            **_summary([episode for maker in makers for episode in maker.episodes]),
+            makers=parts,
             train_steps=used,
             policy_path=saved,
         )
-        details: dict[str, Array | str] = {
-            "episode_maker": np.array([one.maker for one in episodes], dtype=np.int32),
-            "episode_reset_seed": np.array([one.reset_seed for one in episodes], dtype=np.int64),
-            "algorithm": _algorithms(makers),
-            **_weights(makers, best),
-        }
-        details = {f"metadata/{name}": value for name, value in details.items()}
-        writer.publish(_attributes(environment, seed, report), details)
+        writer.publish(_attributes(report, seed), _metadata(makers, best))
         # the policy follows its data: a file that is there was recorded with it
         if saved is not None and isinstance(best, LinearPolicy):
             save_linear_policy(best, saved, environment_id=report.environment_id)
@@ -270,7 +237,7 @@ def collect(
             "had no more rollouts; let it train longer (--train-steps), or take another quality",
             quiet=quiet,
         )
-    for part in reports:
+    for part in parts:
         say(part.line(), quiet=quiet)
     return report
 
@@ -300,40 +267,6 @@ def _check_policy_path(
     check_new_file(path, overwrite=overwrite)
 
 
-def _train(
-    crew: Crew,
-    environment: str,
-    seed: int,
-    steps: int | None,
-    target: float | None,
-    action_noise: float,
-    *,
-    quiet: bool,
-) -> ars.Training:
-    options = ars.options_for(environment)
-    steps = steps or options.train_steps
-    target = target if target is not None else options.target
-    until = "" if target is None else f" until a mean return of {target:g}"
-    what = f"train {ars.ALGORITHM}{until}"
-    with Progress(what, total=steps, unit="steps", quiet=quiet) as progress:
-        training = ars.train(
-            crew,
-            seed=seed,
-            steps=steps,
-            options=options,
-            target=target,
-            action_noise=action_noise,
-            on_progress=progress.advance,
-        )
-    say(
-        f"trained {count_text(training.steps, 'step')} in "
-        f"{count_text(training.attempts, 'attempt')}: best mean return "
-        f"{training.best.mean_return:.0f}",
-        quiet=quiet,
-    )
-    return training
-
-
 def _check_gate(gate: float | None, reached: float, environment: str) -> None:
     if gate is not None and not reached >= gate:
         what = f"best maker's mean return is {reached:.1f}, below the gate of {gate:g}"
@@ -349,11 +282,10 @@ def _record(
     progress: Progress,
     *,
     exact: bool,
-) -> list[_Recorded]:
+) -> None:
     """Write every maker's episodes; the last one makes up what the others fell short of."""
-    episodes: list[_Recorded] = []
     done = 0
-    for number, maker in enumerate(makers):
+    for maker in makers:
         if done >= steps:
             break  # earlier makers' last episodes have used this one's share
         wanted = steps if maker is makers[-1] else min(steps, done + maker.steps)
@@ -363,32 +295,39 @@ def _record(
             part = {name: column[:rows] for name, column in episode.columns.items()}
             writer.write(part)
             total = float(part["rewards"].sum(dtype=np.float64))
-            episodes.append(_Recorded(number, episode.reset_seed, rows, total))
+            maker.episodes.append(Recorded(episode.reset_seed, rows, total))
             progress.advance(rows)
             done += rows
             if done >= wanted:
                 break
-    return episodes
 
 
-def _report(maker: Maker, episodes: Sequence[_Recorded]) -> MakerReport:
-    returns = [one.total for one in episodes]
+def _report(maker: Maker) -> MakerReport:
     return MakerReport(
         name=maker.name,
         algorithm=maker.algorithm,
-        episodes=len(episodes),
-        steps=sum(one.steps for one in episodes),
-        mean_return=float(np.mean(returns)),
-        std_return=float(np.std(returns)),
-        min_return=min(returns),
-        max_return=max(returns),
         action_noise=maker.action_noise,
+        **_summary(maker.episodes),
     )
 
 
-def _attributes(environment: str, seed: int, report: CollectReport) -> dict[str, Any]:
+def _summary(episodes: Sequence[Recorded]) -> dict[str, Any]:
+    """Return what both reports say of episodes."""
+    returns = [episode.total for episode in episodes]
+    return {
+        "episodes": len(episodes),
+        "steps": sum(episode.steps for episode in episodes),
+        "mean_return": float(np.mean(returns)),
+        "std_return": float(np.std(returns)),
+        "min_return": min(returns),
+        "max_return": max(returns),
+    }
+
+
+def _attributes(report: CollectReport, seed: int) -> dict[str, Any]:
     """Return the attributes of the file; no times or paths, so that equal runs are equal bytes."""
-    atari = {"ale_py": _version("ale-py")} if is_atari(environment) else {}
+    atari = ["ale_py"] if is_atari(report.environment_id) else []
+    packages = ["gymnasium", "mujoco", "numpy", "gear_offline", *atari]
     return {
         "env_id": report.environment_id,
         "algorithm": _algorithms(report.makers),
@@ -400,24 +339,26 @@ def _attributes(environment: str, seed: int, report: CollectReport) -> dict[str,
         "mean_return": report.mean_return,
         "std_return": report.std_return,
         "makers": [asdict(maker) for maker in report.makers],
-        "gymnasium": _version("gymnasium"),
-        "mujoco": _version("mujoco"),
-        "numpy": _version("numpy"),
-        "gear_offline": _version("gear-offline"),
-        **atari,
+        **{package: _version(package) for package in packages},
     }
 
 
-def _weights(makers: Sequence[Maker], best: Policy | None) -> dict[str, Array]:
-    """Return the weights of the best policy, and of each maker that has some."""
-    content: dict[str, Array] = {}
+def _metadata(makers: Sequence[Maker], best: Policy | None) -> dict[str, Array | str]:
+    """Return what stands beside the steps: who made each episode, and the weights."""
+    episodes = [episode for maker in makers for episode in maker.episodes]
+    numbers = np.repeat(np.arange(len(makers)), [len(maker.episodes) for maker in makers])
+    content: dict[str, Array | str] = {
+        "episode_maker": numbers.astype(np.int32),
+        "episode_reset_seed": np.array([one.reset_seed for one in episodes], dtype=np.int64),
+        "algorithm": _algorithms(makers),
+    }
     named = [("policy", best)] + [(f"makers/{maker.name}", maker.policy) for maker in makers]
     for prefix, policy in named:
         if isinstance(policy, LinearPolicy):
             content[f"{prefix}/weight"] = policy.weight
             content[f"{prefix}/observation_mean"] = policy.mean
             content[f"{prefix}/observation_std"] = policy.std
-    return content
+    return {f"metadata/{name}": value for name, value in content.items()}
 
 
 def _algorithms(makers: Sequence[Maker | MakerReport]) -> str:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,7 +32,15 @@ QUALITIES: dict[str, dict[str, float]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+class Recorded(NamedTuple):
+    """An episode in the file; `total` is its return."""
+
+    reset_seed: int
+    steps: int
+    total: float
+
+
+@dataclass(frozen=True, eq=False)
 class Maker:
     """One part of a file."""
 
@@ -41,6 +50,7 @@ class Maker:
     action_noise: float
     policy: Policy | None  # None for replay, whose every episode has another one
     plans: Iterator[EpisodePlan]  # endless, except for replay
+    episodes: list[Recorded] = field(default_factory=list)  # that it has given
 
 
 def requested_mix(
@@ -63,7 +73,7 @@ def requested_mix(
     remedy = "parts are random, replay, medium, expert and level:X with 0 < X <= 1; "
     remedy += "shares are positive"
     for part, share in mix.items():
-        known = part in {"random", "replay", "medium", "expert"} or _level(part) is not None
+        known = part in {"random", "replay", "expert"} or _level(part) is not None
         if not known or not (math.isfinite(share) and share > 0):
             what = f"part {part!r} with share {share!r} is not usable"
             raise InputError("USAGE", what, where="mix", remedy=remedy)
@@ -74,86 +84,69 @@ def requested_mix(
 
 
 def _level(part: str) -> float | None:
+    """Return the share of the best return that the policy of a part has; None of other parts."""
     kind, _, text = part.partition(":")
     try:
-        level = float(text)
+        level = MEDIUM_LEVEL if part == "medium" else float(text)
     except ValueError:
         return None
-    return level if kind == "level" and 0 < level <= 1 else None
+    return level if (part == "medium" or kind == "level") and 0 < level <= 1 else None
 
 
 def mix_makers(
     mix: Mapping[str, float],
-    *,
     facts: EnvironmentFacts,
-    training: Training | None = None,
-    policy: Policy | None = None,
+    source: Training | Policy | None,
     steps: int,
     seed: int,
     action_noise: float,
 ) -> list[Maker]:
     """Return the makers of a mix, with `steps` shared out among them.
 
+    Parts of a training come from `source`, and so does a given policy; random data need none.
     Action noise is for the policies; random and replayed episodes have none.
     """
     makers = []
     for number, (part, share) in enumerate(mix.items()):
-        wanted = max(1, round(share * steps))
+        wanted, noise = max(1, round(share * steps)), action_noise
+        policy: Policy | None = None
         if part == "replay":
-            assert training is not None, "only random data needs no training"
-            makers.append(_replay_maker(training, wanted))
-            continue
-        if part == "random":
-            played: Policy = RandomPolicy(facts.low, facts.high, facts.choices)
+            assert isinstance(source, Training), "only random data need no training"
+            algorithm = f"{source.best.policy.algorithm}, training rollouts"
+            plans, noise = _replayed_plans(source, wanted), 0.0
         else:
-            played = policy or _trained(training, part)
-        noise = 0.0 if part == "random" else action_noise
-        makers.append(
-            Maker(
-                name=part,
-                algorithm=played.algorithm,
-                steps=wanted,
-                action_noise=noise,
-                policy=played,
-                plans=_endless_plans(played, (seed, RECORD, number), noise),
-            )
-        )
+            if part == "random":
+                policy, noise = RandomPolicy(facts.low, facts.high, facts.choices), 0.0
+            else:
+                policy = _trained(source, part) if isinstance(source, Training) else source
+            assert policy is not None, "only random data need no policy"
+            algorithm, plans = policy.algorithm, _endless_plans(policy, seed, number, noise)
+        makers.append(Maker(part, algorithm, wanted, noise, policy, plans))
     return makers
 
 
-def _endless_plans(policy: Policy, path: tuple[int, ...], noise: float) -> Iterator[EpisodePlan]:
-    for episode in itertools.count():
-        own = (*path, episode)
-        yield EpisodePlan(
-            policy=policy, reset_seed=reset_seed(*own), noise_path=own, action_noise=noise
-        )
-
-
-def _trained(training: Training | None, part: str) -> Policy:
-    assert training is not None, "only random data needs no training"
+def _trained(training: Training, part: str) -> Policy:
     if part == "expert":
         return training.best.policy
-    level = MEDIUM_LEVEL if part == "medium" else _level(part)
+    level = _level(part)
     assert level is not None, "the mix has been checked"
     # from 0, as returns mostly begin there; from the worst snapshot where returns are negative
     low = min(0.0, *(snapshot.mean_return for snapshot in training.snapshots))
     return training.near(low + level * (training.best.mean_return - low)).policy
 
 
-def _replay_maker(training: Training, steps: int) -> Maker:
-    def plans() -> Iterator[EpisodePlan]:
-        for iteration, rollouts in choose_rollouts(training, steps):
-            played = training.rollout_plans(iteration)
-            yield from (played[rollout] for rollout in rollouts)
+def _endless_plans(policy: Policy, seed: int, maker: int, noise: float) -> Iterator[EpisodePlan]:
+    for episode in itertools.count():
+        path = (seed, RECORD, maker, episode)
+        yield EpisodePlan(
+            policy=policy, reset_seed=reset_seed(*path), noise_path=path, action_noise=noise
+        )
 
-    return Maker(
-        name="replay",
-        algorithm=f"{training.best.policy.algorithm}, training rollouts",
-        steps=steps,
-        action_noise=0.0,
-        policy=None,
-        plans=plans(),
-    )
+
+def _replayed_plans(training: Training, steps: int) -> Iterator[EpisodePlan]:
+    for iteration, rollouts in choose_rollouts(training, steps):
+        played = training.rollout_plans(iteration)
+        yield from (played[rollout] for rollout in rollouts)
 
 
 def choose_rollouts(training: Training, steps: int) -> list[tuple[Iteration, list[int]]]:
