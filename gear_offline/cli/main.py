@@ -90,7 +90,7 @@ def root(
     "convert mine.hdf5 data/mine --columns observations=obs,actions",
 )
 def convert(
-    source: str = Argument(help="HDF5 file or folder, Minari directory, d4rl:NAME, minari:ID."),
+    source: str = Argument(help="File or folder, d4rl:NAME, minari:ID, robomimic:FILE#KEY."),
     out: Path = Argument(help="Directory of GEAR shards to make."),
     shard_size: int = Size("256MiB", help="Target bytes of a shard."),
     workers: int = Option(1, min=1, help="Processes that write shards."),

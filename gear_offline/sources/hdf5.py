@@ -40,6 +40,7 @@ MAX_STEP_BYTES = 64 << 20
 MAX_CHUNK_BYTES = 1 << 30
 MAX_UNWRITTEN_BYTES = 16 << 20  # fill values in place of chunks that were never written
 MAX_ATTRIBUTES, MAX_ATTRIBUTE_BYTES = 200, 4096
+MAX_TEXT_BYTES = 16 << 20
 LIBRARY_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, NotImplementedError)
 _PLAIN = "copy the data into plain datasets of one file, e.g. with h5repack"
 
@@ -81,7 +82,7 @@ class Hdf5File(Closing):
                 raise InputError("SOURCE_READ", what, where=str(path), remedy=remedy) from error
             try:
                 stored = {dataset.path: dataset for dataset in self._walk()}
-                self.datasets = _renamed(stored, names or {}, path)
+                self.datasets = renamed(stored, names or {}, path)
             except BaseException:
                 self.close()
                 raise
@@ -250,6 +251,28 @@ class Hdf5File(Closing):
                 if handle.shape == () and handle.get_storage_size() <= MAX_ATTRIBUTE_BYTES:
                     facts[str(name)] = _plain(self._file.attrs[name])
         return {name: value for name, value in facts.items() if value is not None}
+
+    def attribute(self, group: str, name: str) -> str | int | float | None:
+        """Return a scalar attribute of a group, ``None`` where it has none."""
+        with suppress(*LIBRARY_ERRORS):
+            attributes = self._file[group].attrs
+            if attributes.get_id(name).shape == ():
+                return _plain(attributes[name], most=MAX_TEXT_BYTES)
+        return None
+
+    def texts(self, name: str) -> list[str]:
+        """Return a list of names that the file stores as text."""
+        with _told_as_damaged(self.path):
+            stored = self._file[self.datasets[name].path]
+            size = stored.id.get_storage_size()
+            if (
+                stored.ndim != 1
+                or stored.chunks
+                or h5py.check_string_dtype(stored.dtype) is None
+                or not stored.size * stored.dtype.itemsize <= size <= MAX_TEXT_BYTES
+            ):
+                raise ValueError(f"{name} is no short list of text")
+            return [str(_plain(text)) for text in stored[()]]
 
     def metadata(self) -> dict[str, Any]:
         """Return what lies under ``metadata``: small scalars by value, arrays by shape."""
@@ -457,7 +480,7 @@ def _dtype(dataset: Any) -> tuple[np.dtype[Any] | None, str]:
     return plain, plain.name
 
 
-def _renamed(
+def renamed(
     datasets: Mapping[str, Hdf5Dataset], names: Mapping[str, str], path: Path
 ) -> dict[str, Hdf5Dataset]:
     """Return datasets by column name; one that already has a given name is hidden."""
@@ -479,13 +502,13 @@ def _renamed(
     return columns
 
 
-def _plain(value: Any) -> str | int | float | None:
-    """Return a plain number, bool or short string, ``None`` for anything else."""
+def _plain(value: Any, most: int = 500) -> str | int | float | None:
+    """Return a plain number, bool or string of up to `most` characters, else ``None``."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")
     if isinstance(value, str):
-        return value[:500]
+        return value[:most]
     plain = isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
     return value if plain else None

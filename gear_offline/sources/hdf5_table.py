@@ -5,7 +5,6 @@ A file is in one of D4RL's layouts, or in the generic one with explicit end flag
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.dataset.schema import is_step_shape
 from gear_offline.errors import InputError
-from gear_offline.sources.base import Piece, Source, SourceInfo
-from gear_offline.sources.combine import join_sources
+from gear_offline.sources.base import Piece, Source, SourceInfo, files_in
 from gear_offline.sources.d4rl import D4rlFile
 from gear_offline.sources.episode_ends import FLAGS, SCALARS, default_rule, split_episodes
 from gear_offline.sources.hdf5 import Hdf5File, some_names
@@ -74,13 +72,6 @@ def open_hdf5(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str
     )
 
 
-def open_folder(path: Path, *, rule: str | None, names: Mapping[str, str]) -> Source:
-    """Open the HDF5 files of a folder as one source."""
-    path = path.absolute()
-    files = [open_hdf5(f, uri=f.name, rule=rule, names=names) for f in hdf5_files(path)]
-    return join_sources(files, uri=path.name)
-
-
 def _find_columns(file: Hdf5File, optional: Sequence[str]) -> tuple[list[str], int, dict[str, str]]:
     """Return the columns of a file in the table's order, their rows, what is left out and why.
 
@@ -122,10 +113,4 @@ def _find_columns(file: Hdf5File, optional: Sequence[str]) -> tuple[list[str], i
 
 def hdf5_files(folder: Path) -> list[Path]:
     """Return the HDF5 files right in a folder, ``part_2`` before ``part_10``."""
-
-    def by_number(path: Path) -> list[tuple[int, int, str]]:
-        parts = re.split(r"([0-9]+)", path.name)
-        return [(1, int(p), p) if p.isdigit() and p.isascii() else (0, 0, p) for p in parts]
-
-    files = (p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and p.is_file())
-    return sorted((p for p in files if not p.name.startswith(".")), key=by_number)
+    return files_in(folder, SUFFIXES)

@@ -8,15 +8,23 @@ from pathlib import Path
 from gear_offline.dataset.manifest import is_dataset
 from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError, given_path
-from gear_offline.sources.base import Source
-from gear_offline.sources.combine import names_in_file, open_shards, parse_names, with_columns
+from gear_offline.sources.base import Source, files_in
+from gear_offline.sources.combine import (
+    join_sources,
+    names_in_file,
+    open_shards,
+    parse_names,
+    with_columns,
+)
 from gear_offline.sources.d4rl import locate
-from gear_offline.sources.hdf5_table import SUFFIXES, hdf5_files, open_folder, open_hdf5
+from gear_offline.sources.hdf5_table import SUFFIXES, open_hdf5
 from gear_offline.sources.minari import data_directory, find_directory, open_minari
+from gear_offline.sources.robomimic import open_robomimic
 
 ACCEPTED = (
-    "a .hdf5 or .h5 file, a folder of them, d4rl:NAME (d4rl:hopper-medium-v2), minari:ID "
-    "(minari:mujoco/hopper/medium-v0), the directory of a Minari dataset, or one of GEAR shards; "
+    "a .hdf5 or .h5 file, a folder of them, robomimic:FILE#FILTER_KEY, d4rl:NAME "
+    "(d4rl:hopper-medium-v2), minari:ID (minari:mujoco/hopper/medium-v0), the directory of a "
+    "Minari dataset, or one of GEAR shards; "
     "arrays are given from Python, see docs/how-to/convert.md"
 )
 
@@ -29,8 +37,9 @@ def open_source(
     Parameters
     ----------
     uri
-        Path of an HDF5 file (D4RL's layouts or the generic one) or of a folder of such files,
-        ``d4rl:NAME``, ``minari:ID``, a Minari dataset's directory, or one of GEAR shards.
+        Path of an HDF5 file (D4RL's layouts, robomimic's or the generic one) or of a folder of such
+        files, ``robomimic:FILE#FILTER_KEY``, ``d4rl:NAME``, ``minari:ID``, a Minari dataset's
+        directory, or one of GEAR shards.
     rule
         Boundary rule in place of the format's own, e.g. ``"terminals|steps=1000"``; see
         docs/explanation/episodes.md.
@@ -59,25 +68,55 @@ def open_source(
         path = locate(name)
     elif scheme == "minari" and name:
         path = find_directory(name)
+    elif scheme == "robomimic" and name:
+        path = Path(name)
     else:
         is_minari = _is_directory(text, path) and data_directory(path) is not None
         scheme, name = "minari" if is_minari else "path", ""
-    if scheme == "minari" or is_dataset(path):
-        if rule is not None:
-            what = f"boundary rule {rule!r} does not apply to a format that stores episodes apart"
-            remedy = "leave the rule out, or convert the first source again"
-            raise InputError("SOURCE_LAYOUT", what, where=text, remedy=remedy)
+    if scheme == "minari" or (scheme != "robomimic" and is_dataset(path)):
+        _refuse_rule(rule, text)
         source = open_minari(path, dataset_id=name) if scheme == "minari" else open_shards(path)
         return with_columns(source, parts)
     renamed, parts = names_in_file(parts)  # the reader looks for flags under their new names
-    if path.is_dir():
-        if not hdf5_files(path):
+    if scheme == "robomimic":
+        source = _open_demonstrations(name, rule, renamed)
+    elif path.is_dir():
+        files = files_in(path.absolute(), SUFFIXES)
+        if not files:
             raise _unknown(f"the directory {text!r} holds neither a Minari dataset nor HDF5 files")
-        source = open_folder(path, rule=rule, names=renamed)
+        parts_of = [_open_file(file, uri=file.name, rule=rule, names=renamed) for file in files]
+        source = join_sources(parts_of, uri=path.absolute().name)
     else:
         uri = text if scheme == "d4rl" else path.name
-        source = open_hdf5(path, uri=uri, rule=rule, names=renamed)
+        source = _open_file(path, uri=uri, rule=rule, names=renamed)
     return with_columns(source, parts, renamed)
+
+
+def _open_file(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str]) -> Source:
+    """Open a file by the reader of its layout."""
+    if source := open_robomimic(path, uri=uri, names=names):
+        _refuse_rule(rule, uri)
+        return source
+    return open_hdf5(path, uri=uri, rule=rule, names=names)
+
+
+def _open_demonstrations(name: str, rule: str | None, names: Mapping[str, str]) -> Source:
+    """Open ``FILE`` or ``FILE#FILTER_KEY`` of robomimic."""
+    _refuse_rule(rule, name)
+    file, mark, key = name.rpartition("#") if not Path(name).is_file() else (name, "", "")
+    path = Path(file if mark else name)
+    source = open_robomimic(path, uri=path.name, names=names, key=key if mark else None)
+    if source is None:
+        remedy = "leave robomimic: out for a file of another layout"
+        raise InputError("SOURCE_LAYOUT", "no group data/demo_0", where=str(path), remedy=remedy)
+    return source
+
+
+def _refuse_rule(rule: str | None, where: str) -> None:
+    if rule is not None:
+        what = f"boundary rule {rule!r} does not apply to a format that stores episodes apart"
+        remedy = "leave the rule out, or convert the first source again"
+        raise InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
 
 
 def _is_directory(text: str, path: Path) -> bool:

@@ -1,0 +1,229 @@
+"""robomimic's HDF5 files: a group for each demonstration, and named subsets of them.
+
+``data/demo_N`` holds ``actions``, ``rewards``, ``dones``, ``obs/KEY`` and ``next_obs/KEY``;
+``mask/KEY`` lists demonstrations.  Columns bear these names, and unless others are given the
+vectors of ``obs`` are put side by side as ``observations``, by name as in robomimic.
+
+Shape legend: T steps of one demonstration.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gear_offline.core.text import count_text
+from gear_offline.core.types import Array
+from gear_offline.dataset.schema import is_step_shape
+from gear_offline.dataset.scores import dataset_of_file
+from gear_offline.errors import InputError
+from gear_offline.sources.base import Kinds, Piece, Source, SourceInfo
+from gear_offline.sources.combine import with_columns
+from gear_offline.sources.d4rl import is_gymnasium_id
+from gear_offline.sources.episode_ends import SCALARS
+from gear_offline.sources.hdf5 import Hdf5Column, Hdf5Dataset, Hdf5File, renamed, some_names
+
+_DEMO = re.compile(r"data/(demo_([0-9]+))/(.+)")
+GYM_TYPE = 2  # of robomimic's EnvType: the name is that of a gym environment
+DONES = (
+    "dones mark a success or the end of a recording, and do not say which: every demonstration "
+    "counts as truncated"
+)
+Demo = dict[str, Hdf5Dataset]
+
+
+def open_robomimic(
+    path: Path, *, uri: str, names: Mapping[str, str], key: str | None = None
+) -> Source | None:
+    """Open a file of robomimic's layout; ``None`` if it has no ``data/demo_N``.
+
+    `key` is a filter key: only the demonstrations of ``mask/KEY`` are taken.
+    """
+    with Hdf5File(path.absolute()) as file:
+        found = _demos(file)
+        if not found:
+            return None
+        masks = [n.removeprefix("mask/") for n in file.datasets if n.startswith("mask/")]
+        chosen = list(found) if key is None else _chosen(file, key, masks, found)
+        demos = {name: renamed(found[name], names, path) for name in chosen}
+        lengths = {name: _steps(file, name, demo) for name, demo in demos.items()}
+        columns, left_out = _common(demos, lengths, names, file)
+        pieces = [
+            Piece(
+                read=partial(
+                    _read, {c: file.column(demo[c].path, scalar=c in SCALARS) for c in columns}
+                ),
+                steps=lengths[name],
+            )
+            for name, demo in demos.items()
+        ]
+        attributes, environment, reference = _environment(file)
+        notes = [*file.warnings, *([DONES] if "dones" in columns else [])]
+    source = Source(
+        pieces,
+        columns,
+        lengths=list(lengths.values()),
+        terminated=[False] * len(lengths),
+        info=SourceInfo(
+            uri=uri if key is None else f"{uri}#{key}",
+            format="robomimic",
+            rule="demonstrations",
+            environment_id=environment,
+            reference_name=reference,
+            files=(file.file,),
+            attributes={
+                **attributes,
+                "filter_keys": sorted(masks),
+                "left_out": left_out,
+                "warnings": notes,
+            },
+        ),
+    )
+    return with_columns(source, _vectors(columns, path))
+
+
+def _demos(file: Hdf5File) -> dict[str, Demo]:
+    """Return the datasets of each demonstration by their names in it, ``demo_2`` before 10."""
+    demos: dict[str, tuple[int, Demo]] = {}
+    others = []
+    for name, dataset in file.datasets.items():
+        if match := _DEMO.fullmatch(name):
+            demos.setdefault(match[1], (int(match[2]), {}))[1][match[3]] = dataset
+        elif name.startswith("data/"):
+            others.append(name)
+    if demos and others:
+        what = f"{some_names(others, 3)} beside demonstrations"
+        remedy = "robomimic's files have data/demo_0, data/demo_1 and so on; take others away"
+        raise InputError("SOURCE_LAYOUT", what, where=str(file.path), remedy=remedy)
+    ordered = sorted(demos.items(), key=lambda item: item[1][0])
+    return {name: demo for name, (_, demo) in ordered}
+
+
+def _chosen(file: Hdf5File, key: str, masks: list[str], demos: Mapping[str, Demo]) -> list[str]:
+    """Return the demonstrations of a filter key, in the order of the file."""
+    if key not in masks:
+        what, remedy = f"no filter key {key!r}", f"keys here: {some_names(masks)}"
+        raise InputError("SOURCE_LAYOUT", what, where=str(file.path), remedy=remedy)
+    listed = file.texts(f"mask/{key}")
+    missing = sorted(set(listed) - set(demos))
+    if missing or not listed:
+        what = f"it names {some_names(missing, 3)}" + (", which data lacks" if missing else "")
+        remedy = "write the filter key again, with robomimic's create_hdf5_filter_key"
+        where = f"{file.path}: mask/{key}"
+        raise InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
+    return [name for name in demos if name in set(listed)]
+
+
+def _steps(file: Hdf5File, name: str, demo: Demo) -> int:
+    """Return T of a demonstration that has what training needs."""
+    where = f"{file.path}: data/{name}"
+    missing = next((c for c in ("actions", "rewards") if c not in demo), None)
+    if missing is None and not any(c.split("/")[0] in ("obs", "observations") for c in demo):
+        missing = "obs"
+    if missing:
+        remedy = f"found: {some_names(demo)}; recorded states become observations and rewards "
+        remedy += "with robomimic's dataset_states_to_obs.py"
+        raise InputError("COLUMN", f"no dataset or group {missing!r}", where=where, remedy=remedy)
+    steps = demo["actions"].rows
+    said = file.attribute(f"data/{name}", "num_samples")
+    if not steps or (isinstance(said, int) and said != steps):
+        what = f"actions have {count_text(steps, 'row')}"
+        what += "" if said is None else f", num_samples is {said}"
+        remedy = "the file is damaged or was not written to its end: get it again"
+        raise InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
+    return steps
+
+
+def _common(
+    demos: Mapping[str, Demo],
+    lengths: Mapping[str, int],
+    names: Mapping[str, str],
+    file: Hdf5File,
+) -> tuple[Kinds, dict[str, str]]:
+    """Return the columns that all demonstrations have, what is left out and why.
+
+    Observations, actions, rewards and what `names` names must fit everywhere.
+    """
+    first_name, first = next(iter(demos.items()))
+    needed = ("actions", "rewards", "obs", "next_obs", *(n.split("/")[0] for n in names))
+    kinds: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for column in sorted({column for demo in demos.values() for column in demo}, key=_order):
+        why = ""
+        for name, demo in demos.items():
+            found, wanted = demo.get(column), first.get(column)
+            if found is None or wanted is None:
+                why = f"{name if found is None else first_name} does not have it"
+            elif found.dtype is None or not is_step_shape(
+                (found.shape or ())[1:], found.dtype.itemsize
+            ):
+                why = f"{found.type_name} of shape {found.shape} in {name}"
+            elif found.rows != lengths[name]:
+                steps = count_text(lengths[name], "step")
+                why = f"{count_text(found.rows, 'row')} for {steps} in {name}"
+            elif (found.dtype, (found.shape or ())[1:]) != (wanted.dtype, (wanted.shape or ())[1:]):
+                why = f"{_text(found)} in {name}, {_text(wanted)} in {first_name}"
+            if why:
+                break
+        if not why:
+            shape = (wanted.shape or ())[1:] if wanted else ()
+            scalar = column in SCALARS and shape == (1,)
+            kinds[column] = first[column].dtype, () if scalar else shape
+        elif column.split("/")[0] in needed:
+            remedy = "every demonstration needs one row a step: the file is damaged, or joined "
+            remedy += "of several; write it again"
+            where = f"{file.path}: {column}"
+            raise InputError("SOURCE_LAYOUT", why, where=where, remedy=remedy)
+        else:
+            left_out[column] = why
+    return kinds, left_out
+
+
+def _order(column: str) -> tuple[int, str]:
+    known = ("observations", "obs", "actions", "rewards", "next_observations", "next_obs")
+    top = column.split("/")[0]
+    return known.index(top) if top in known else len(known), column
+
+
+def _text(dataset: Hdf5Dataset) -> str:
+    return f"{dataset.type_name} {(dataset.shape or ())[1:]}"
+
+
+def _read(columns: Mapping[str, Hdf5Column], name: str, start: int, stop: int) -> Array:
+    column = columns[name]
+    rows = column.read(start, stop)
+    if stop == column.shape[0]:
+        column.kept.clear()  # decoded chunks: there are as many columns as demonstrations
+    return rows
+
+
+def _vectors(columns: Kinds, path: Path) -> dict[str, tuple[str, ...]]:
+    """Return what ``observations`` and ``next_observations`` are made of."""
+    if any(name.split("/")[0] == "observations" for name in columns):
+        return {}
+    stored = sorted(name for name in columns if name.startswith("obs/"))
+    vectors = [n for n in stored if columns[n][0].kind == "f" and len(columns[n][1]) <= 1]
+    used = tuple(vectors or stored)
+    if not vectors and len(stored) > 1:
+        what = f"observations are no vectors: {some_names(stored)}"
+        remedy = f"take one: --columns observations={stored[0]},actions"
+        raise InputError("COLUMN", what, where=str(path), remedy=remedy)
+    following = tuple(f"next_{name}" for name in used)
+    parts = {"observations": used}
+    return parts | ({"next_observations": following} if set(following) <= set(columns) else {})
+
+
+def _environment(file: Hdf5File) -> tuple[dict[str, Any], str | None, str | None]:
+    """Return facts, the Gymnasium id and D4RL's dataset that ``env_args`` tells."""
+    text = file.attribute("data", "env_args")
+    try:
+        told = json.loads(text) if isinstance(text, str) else {}
+        name, kind = str(told["env_name"]), told.get("type")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}, None, None
+    gymnasium = kind == GYM_TYPE and is_gymnasium_id(name)
+    return {"env_args": text}, name if gymnasium else None, dataset_of_file(name)

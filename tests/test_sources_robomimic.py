@@ -1,0 +1,198 @@
+"""robomimic's files: written as dataset_states_to_obs.py does, compared with a naive reading."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from gear_offline.convert.conversion import convert
+from gear_offline.dataset.dataset import open_dataset
+from gear_offline.errors import InputError
+from gear_offline.sources import iter_episodes, join_sources, open_source, pick_episodes
+
+LENGTHS = {"demo_10": 7, "demo_2": 5, "demo_0": 9}
+ORDER = ("demo_0", "demo_2", "demo_10")
+ENV_ARGS = {"env_name": "Lift", "type": 1, "env_kwargs": {"robots": ["Panda"], "pad": "x" * 3000}}
+VECTORS = ("object", "robot0_eef_pos", "robot0_gripper_qpos")  # by name, as robomimic
+
+
+def write_demos(path: Path, *, next_obs: bool = True, **options: Any) -> Path:
+    rng = np.random.default_rng(0)
+    with h5py.File(path, "w") as file:
+        data = file.create_group("data")
+        for name, steps in LENGTHS.items():
+            demo = data.create_group(name)
+            demo.create_dataset("actions", data=rng.uniform(-1, 1, (steps, 7)))
+            demo.create_dataset("states", data=rng.normal(size=(steps, 32)))
+            demo.create_dataset("rewards", data=rng.normal(size=steps))
+            demo.create_dataset("dones", data=np.arange(steps) == steps - 1)
+            obs = {
+                "robot0_gripper_qpos": rng.normal(size=(steps, 2)),
+                "robot0_eef_pos": rng.normal(size=(steps, 3)),
+                "object": rng.normal(size=(steps, 10)),
+                "agentview_image": rng.integers(0, 256, (steps, 8, 8, 3), np.uint8),
+            }
+            for key, values in obs.items():
+                demo.create_dataset(f"obs/{key}", data=values, **options)
+                if next_obs:
+                    following = np.concatenate([values[1:], values[-1:]])
+                    demo.create_dataset(f"next_obs/{key}", data=following, **options)
+            demo.attrs["model_file"] = "<mujoco/>" * 2000
+            demo.attrs["num_samples"] = steps
+        data.attrs["total"] = sum(LENGTHS.values())
+        data.attrs["env_args"] = json.dumps(ENV_ARGS, indent=4)
+        file["mask/train"] = np.array(["demo_10", "demo_0"], dtype="S")
+        file["mask/valid"] = np.array(["demo_2"], dtype="S")
+    return path
+
+
+def naive(path: Path, name: str) -> dict[str, Any]:
+    with h5py.File(path) as file:
+        demo = file[f"data/{name}"]
+        rows = {key: demo[key][()] for key in ("actions", "states", "rewards", "dones")}
+        for new, group in (("observations", "obs"), ("next_observations", "next_obs")):
+            if group in demo:
+                rows[new] = np.hstack([demo[f"{group}/{key}"][()] for key in VECTORS])
+                rows[f"{group}/agentview_image"] = demo[f"{group}/agentview_image"][()]
+        return rows
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "gzip"}])
+@pytest.mark.parametrize("next_obs", [True, False])
+def test_every_step_of_every_demonstration(
+    tmp_path: Path, next_obs: bool, options: dict[str, Any]
+) -> None:
+    path = write_demos(tmp_path / "low_dim.hdf5", next_obs=next_obs, **options)
+    with open_source(path) as source:
+        assert source.info.format == "robomimic" and source.info.environment_id is None
+        assert json.loads(source.info.attributes["env_args"]) == ENV_ARGS
+        assert not source.terminated.any() and source.truncated.all()
+        for name, rows in zip(ORDER, iter_episodes(source), strict=True):
+            wanted = naive(path, name)
+            assert rows.keys() == wanted.keys()
+            for column, values in wanted.items():
+                assert rows[column].dtype == values.dtype, column
+                np.testing.assert_array_equal(rows[column], values)
+    convert(path, tmp_path / "shards", quiet=True)
+    dataset = open_dataset(tmp_path / "shards")
+    stored = np.concatenate([naive(path, name)["observations"] for name in ORDER])
+    np.testing.assert_array_equal(dataset.read("observations", 0, 21), stored)
+
+
+def test_filter_keys_and_chosen_columns(tmp_path: Path) -> None:
+    path = write_demos(tmp_path / "ph.hdf5")
+    names = {
+        "observations": "obs/robot0_eef_pos+obs/object",
+        "pixels": "obs/agentview_image",
+    }
+    with open_source(f"robomimic:{path}#train", names=names) as source:
+        assert source.info.uri == "ph.hdf5#train"
+        assert source.info.attributes["filter_keys"] == ["train", "valid"]
+        for name, rows in zip(("demo_0", "demo_10"), iter_episodes(source), strict=True):
+            with h5py.File(path) as file:
+                obs = file[f"data/{name}/obs"]
+                both = np.hstack([obs["robot0_eef_pos"], obs["object"]])
+                np.testing.assert_array_equal(rows["observations"], both)
+                np.testing.assert_array_equal(rows["pixels"], obs["agentview_image"])
+    with open_source(f"robomimic:{path}#valid") as valid, open_source(path) as whole:
+        assert valid.episodes.lengths.tolist() == [5]
+        picked = pick_episodes(whole, [1])
+        wanted = picked.read("observations", 0, 5)
+        np.testing.assert_array_equal(valid.read("observations", 0, 5), wanted)
+        assert join_sources([valid, whole]).episodes.lengths.tolist() == [5, 9, 5, 7]
+    write_demos(tmp_path / "ph_2.hdf5")
+    with open_source(tmp_path) as folder:
+        assert folder.episodes.lengths.tolist() == [9, 5, 7] * 2
+
+
+def test_environments_of_gym_and_d4rl(tmp_path: Path) -> None:
+    path = write_demos(tmp_path / "a.hdf5")
+    for name, told in (("Hopper-v5", ("Hopper-v5", None)), ("hopper-medium-v2", (None, 1))):
+        with h5py.File(path, "a") as file:
+            file["data"].attrs["env_args"] = json.dumps({"env_name": name, "type": 2})
+        with open_source(path) as source:
+            assert source.info.environment_id == told[0]
+            assert source.info.reference_name == (name if told[1] else None)
+
+
+def shorten(file: Any) -> None:
+    del file["data/demo_2/obs/object"]
+    file["data/demo_2/obs/object"] = np.zeros((4, 10))
+
+
+def widen(file: Any) -> None:
+    del file["data/demo_2/obs/object"]
+    file["data/demo_2/obs/object"] = np.zeros((5, 11))
+
+
+def mask(*names: str) -> Callable[[Any], None]:
+    def change(file: Any) -> None:
+        del file["mask/train"]
+        file["mask/train"] = np.array(names, dtype="S8")
+
+    return change
+
+
+def only_images(file: Any) -> None:
+    for demo in file["data"].values():
+        demo["obs/other"] = demo["obs/agentview_image"][()]
+        for key in VECTORS:
+            del demo[f"obs/{key}"]
+
+
+BAD: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+    "a column too short": (shorten, "SOURCE_LAYOUT", "4 rows for 5 steps in demo_2"),
+    "another width": (widen, "SOURCE_LAYOUT", "(11,) in demo_2"),
+    "a vector less": (
+        lambda f: f.pop("data/demo_2/obs/object"),
+        "SOURCE_LAYOUT",
+        "does not have it",
+    ),
+    "states only": (lambda f: f.pop("data/demo_2/obs"), "COLUMN", "dataset_states_to_obs.py"),
+    "no rewards": (lambda f: f.pop("data/demo_0/rewards"), "COLUMN", "'rewards'"),
+    "cut": (lambda f: f["data/demo_10"].attrs.modify("num_samples", 8), "SOURCE_LAYOUT", "is 8"),
+    "a stranger": (lambda f: f.create_dataset("data/x", data=[1]), "SOURCE_LAYOUT", "data/x"),
+    "unknown demo in a key": (mask("demo_0", "demo_7"), "SOURCE_LAYOUT", "demo_7"),
+    "empty key": (mask(), "SOURCE_LAYOUT", "names nothing"),
+    "no key": (lambda f: f.pop("mask/train"), "SOURCE_LAYOUT", "keys here: valid"),
+    "a key of numbers": (
+        lambda f: (f.pop("mask/train"), f.create_dataset("mask/train", data=[1.0])),
+        "SOURCE_READ",
+        "no short list of text",
+    ),
+    "images": (only_images, "COLUMN", "--columns observations=obs/agentview_image"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files_are_refused(tmp_path: Path, case: str) -> None:
+    path = write_demos(tmp_path / "bad.hdf5")
+    change, code, words = BAD[case]
+    with h5py.File(path, "a") as file:
+        change(file)
+    with pytest.raises(InputError) as caught:
+        open_source(f"robomimic:{path}#train" if "key" in case else path)
+    assert caught.value.code == code and words in str(caught.value), str(caught.value)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_rules_names_and_other_layouts(tmp_path: Path) -> None:
+    path = write_demos(tmp_path / "a.hdf5")
+    other = tmp_path / "other.hdf5"
+    with h5py.File(other, "w") as file:
+        file["x"] = [1]
+    for given, options, code in (
+        (path, {"rule": "dones"}, "SOURCE_LAYOUT"),
+        (path, {"names": {"observations": "obs/nothing"}}, "COLUMN"),
+        (f"robomimic:{other}", {}, "SOURCE_LAYOUT"),
+        (f"robomimic:{tmp_path}/none.hdf5#train", {}, "SOURCE_READ"),
+    ):
+        with pytest.raises(InputError) as caught:
+            open_source(given, **options)
+        assert caught.value.code == code, str(caught.value)
