@@ -426,7 +426,7 @@ def test_the_file_in_the_documents_starts_commands(
     recipe.write_text(recipe_of(dataset).to_yaml())
     words = ["strategies", str(recipe), "--strategies", "recent:half_life=2", "--json", "-q"]
     monkeypatch.setattr("sys.argv", ["recent.py", *words, "--out", str(tmp_path / "out")])
-    code = compile("import sys\n" + "\n".join(parts), "recent.py", "exec")
+    code = compile("import sys\n" + "\n".join(parts), "recent.py", "exec", dont_inherit=True)
     try:
         with pytest.raises(SystemExit) as caught:
             exec(code, {"__name__": "__main__"})

@@ -90,9 +90,17 @@ def _line(model: type[BaseModel], problem: Any) -> str:
         guess = guess_option(model, path)
         hint = f"did you mean {guess!r}?" if guess else "`recipes validate` prints all there are"
         return f"unknown option {'.'.join(path)!r}, {hint}"
-    message = problem["msg"].removeprefix("Value error, ").partition(" or instance of ")[0]
+    return problem_text(problem)
+
+
+def problem_text(problem: Any) -> str:
+    """Return what pydantic says of a value: its place, what it must be, what it is."""
+    reason = problem.get("ctx", {}).get("error")
+    said = reason.what if isinstance(reason, InputError) else problem["msg"]
+    message = said.removeprefix("Value error, ").partition(" or instance of ")[0]
     for theirs, ours in _WORDS.items():
         message = message.replace(theirs, ours)
     if problem["type"] not in ("value_error", "missing"):  # these two say what they got
-        message += f", got {json.dumps(got, default=repr, ensure_ascii=False)[:60]}"
-    return f"{'.'.join(path)}: {message}" if path else message
+        message += f", got {json.dumps(problem['input'], default=repr, ensure_ascii=False)[:60]}"
+    path = ".".join(map(str, problem["loc"]))
+    return f"{path}: {message}" if path else message

@@ -10,8 +10,6 @@ from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import (
     Facts,
     Sampler,
-    check_integer,
-    check_number,
     check_range,
     make_sampler,
     parse_options,
@@ -38,8 +36,6 @@ __all__ = [
     "ShuffledEpochs",
     "TaskPart",
     "WeightedEpisodes",
-    "check_integer",
-    "check_number",
     "check_range",
     "importance_weights",
     "make_sampler",

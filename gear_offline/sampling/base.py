@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import math
 import operator
 import runpy
 import sys
@@ -21,7 +20,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ConfigDict, ValidationError
 
+from gear_offline.config.problems import problem_text
 from gear_offline.config.strict_yaml import parse_yaml
 from gear_offline.core.types import BoolArray, Int64Array
 from gear_offline.dataset.schema import EpisodeIndex
@@ -73,6 +74,10 @@ class Facts:
                 remedy="pass a dataset, and context_length=K where the strategy depends on it",
             )
         return value
+
+
+# Of options that pydantic checks.
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
@@ -202,6 +207,8 @@ def parse_options(name: object, options: Mapping[str, Any]) -> Any:
         return takes(**{key: plain(value) for key, value in options.items()})
     except (TypeError, ValueError) as error:
         what = error.what if isinstance(error, InputError) else str(error).split("() ")[-1]
+        if isinstance(error, ValidationError):
+            what = "; ".join(problem_text(problem) for problem in error.errors())
         names = [
             f"{option.name} (required)"
             if option.default is MISSING and option.default_factory is MISSING
@@ -353,43 +360,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: plain(each) for key, each in value.items()}
     return [plain(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def wrong(name: str, must: str, got: object) -> InputError:
-    """Return the error for option `name`, which must be something else than `got`."""
-    shown = repr(got)
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return InputError("SELECTION", f"{name} must be {must}, got {shown}")
-
-
-def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Refuse an option that is not one of the texts `allowed`."""
-    if not isinstance(value, str) or value not in allowed:
-        raise wrong(name, f"one of {', '.join(allowed)}", value)
-
-
-def check_number(
-    name: str,
-    value: object,
-    *,
-    above: float = -math.inf,
-    least: float = -math.inf,
-    most: float = math.inf,
-) -> None:
-    """Refuse an option that is not a finite number in the range; true and false are none."""
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    if known and math.isfinite(float(value)) and above < value >= least and value <= most:  # type: ignore[arg-type, operator]
-        return
-    limits = (("above", above), ("at least", least), ("at most", most))
-    bounds = " and ".join(f"{word} {limit:g}" for word, limit in limits if math.isfinite(limit))
-    raise wrong(name, f"a number {bounds}".strip(), value)
-
-
-def check_integer(name: str, value: object, *, least: int, most: int = (1 << 62) - 1) -> None:
-    """Refuse an option that is not an integer in the range; true and false are none."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        bound = f"from {least} to {most}" if most < (1 << 62) - 1 else f"of at least {least}"
-        raise wrong(name, f"an integer {bound}", value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,13 +9,15 @@ Shape legend: E episodes, N steps, T steps of one episode, S strata, B slots of 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
+from gear_offline.config.sections import Positive, PositiveFloat, Whole
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError
 from gear_offline.kernels.draws import CumulativeWeights
@@ -24,17 +26,15 @@ from gear_offline.kernels.search import GuidedSearch
 from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import (
     ROTATION_STREAM,
+    STRICT,
     Facts,
     Float64Array,
     Sampler,
-    check_choice,
-    check_integer,
-    check_number,
     register,
     slot_draws,
 )
 
-UNITS = ("steps", "episodes")
+Unit = Literal["steps", "episodes"]
 DEFAULT_TEMPERATURE = {"softmax": 0.1, "rank": 1.0, "percentile": 0.1}
 WHOLE = 1 << 64
 SHORTFALL = 1.0 - 2.0**-51  # keeps rounding from giving out more than there is
@@ -166,14 +166,11 @@ class UniformEpisodes(WeightedEpisodes):
         return np.ones(self.index.episodes)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class UnitOptions:
     """What a weight is of: each step of an episode, or the episode as a whole."""
 
-    unit: str = "steps"
-
-    def __post_init__(self) -> None:
-        check_choice("unit", self.unit, UNITS)
+    unit: Unit = "steps"
 
 
 class ReturnSampler(WeightedEpisodes):
@@ -194,19 +191,16 @@ class ReturnSampler(WeightedEpisodes):
         return weights
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ReturnOptions(UnitOptions):
     """Options of `return_weighted`."""
 
-    rule: str = "softmax"
-    temperature: float | None = None
+    rule: Literal["softmax", "rank", "percentile"] = "softmax"
+    temperature: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("rule", self.rule, tuple(DEFAULT_TEMPERATURE))
         if self.temperature is None:
             object.__setattr__(self, "temperature", DEFAULT_TEMPERATURE[self.rule])
-        check_number("temperature", self.temperature, above=0.0)
 
 
 @register("return_weighted")
@@ -219,17 +213,12 @@ class ReturnWeighted(ReturnSampler):
         return return_weights(returns, self.options.rule, self.options.temperature)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class PercentOptions(UnitOptions):
     """Options of `top_percent`."""
 
-    percent: float = 10.0
-    of: str = "steps"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("percent", self.percent, above=0.0, most=100.0)
-        check_choice("of", self.of, UNITS)
+    percent: Annotated[float, Field(gt=0.0, le=100.0)] = 10.0
+    of: Unit = "steps"
 
 
 @register("top_percent")
@@ -249,15 +238,11 @@ class TopPercent(ReturnSampler):
         return self.alike(order[: max(kept, 1)])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TopOptions(UnitOptions):
     """Options of `top_k`."""
 
-    k: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer("k", self.k, least=1)
+    k: Positive
 
 
 @register("top_k")
@@ -270,15 +255,11 @@ class TopK(ReturnSampler):
         return self.alike(best_first(returns)[: self.options.k])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class StrataOptions(UnitOptions):
     """Options of `stratified_return`."""
 
-    strata: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer("strata", self.strata, least=1, most=1024)
+    strata: Annotated[Whole, Field(ge=1, le=1024)] = 4
 
 
 @register("stratified_return")

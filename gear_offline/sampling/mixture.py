@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
+from gear_offline.config.sections import Count
 from gear_offline.core.types import Int64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
@@ -23,17 +26,15 @@ from gear_offline.kernels.philox import UInt64Array, draws
 from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import (
     PART_STREAM,
+    STRICT,
     Facts,
     Float64Array,
     Sampler,
-    check_integer,
-    check_number,
     check_range,
     has_density,
     parse_options,
     register,
     sampler_class,
-    wrong,
 )
 from gear_offline.sampling.episodes import WHOLE, WeightedEpisodes, masses_of
 
@@ -43,59 +44,50 @@ if TYPE_CHECKING:
 MAX_PARTS = 64
 
 
-@dataclass(frozen=True)
+@pydantic_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class Point:
+    """Weights of the parts at a step."""
+
+    step: Annotated[Count, Field(strict=True)]
+    weights: list[Annotated[float, Field(ge=0.0, strict=True, allow_inf_nan=False)]]
+
+    def __post_init__(self) -> None:
+        if not sum(self.weights) > 0:
+            raise ValueError("weights must not be all zero")
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
 class MixtureOptions:
     """Options of `mixture`: strategies with their options and weights, or a schedule of weights."""
 
-    parts: Sequence[Mapping[str, Any]]
-    schedule: Sequence[Mapping[str, Any]] | None = None
+    parts: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_PARTS)]
+    schedule: Annotated[list[Point], Field(min_length=1)] | None = None
 
     def __post_init__(self) -> None:
-        parts, schedule = self.parts, self.schedule
-        if not isinstance(parts, list) or not 1 <= len(parts) <= MAX_PARTS:
-            raise wrong("parts", f"a list of 1 to {MAX_PARTS} strategies", parts)
-        for place, part in enumerate(parts):
-            _check_part(f"parts[{place}]", part, weighted=schedule is None)
-        if schedule is None:
-            _check_weights("weights of the parts", [p["weight"] for p in parts], len(parts))
-            return
-        if not isinstance(schedule, list) or not schedule:
-            raise wrong("schedule", "a list of {step, weights}", schedule)
-        before = -1
-        for place, point in enumerate(schedule):
-            where = f"schedule[{place}]"
-            if not isinstance(point, Mapping) or set(point) != {"step", "weights"}:
-                raise wrong(where, "a step and weights", point)
-            check_integer(f"{where}.step", point["step"], least=0)
-            if point["step"] <= before:
-                raise wrong(f"{where}.step", "above the step before it", point["step"])
-            before = point["step"]
-            _check_weights(f"{where}.weights", point["weights"], len(parts))
+        for part in self.parts:
+            name = part.get("strategy")
+            if not has_density(sampler_class(name)):
+                raise ValueError(
+                    f"{name} cannot be a part: it does not treat slots and steps alike"
+                )
+            parse_options(name, _options_of(part))
+            if ("weight" in part) != (self.schedule is None):
+                raise ValueError("give each part a weight, or none where there is a schedule")
+        points = self.points
+        steps = [point.step for point in points]
+        if steps != sorted(set(steps)):
+            raise ValueError(f"the steps of schedule must rise, got {steps}")
+        if any(len(point.weights) != len(self.parts) for point in points):
+            raise ValueError(f"weights of schedule must be lists of {len(self.parts)} numbers")
 
-
-def _check_part(where: str, part: object, *, weighted: bool) -> None:
-    if not isinstance(part, Mapping) or "strategy" not in part:
-        raise wrong(where, "a section with a strategy", part)
-    name = part["strategy"]
-    if not has_density(sampler_class(name)):
-        raise wrong(f"{where}.strategy", "one that treats slots and steps alike", name)
-    if weighted != ("weight" in part):
-        must = "given" if weighted else "left out where there is a schedule"
-        raise wrong(f"{where}.weight", must, part.get("weight"))
-    parse_options(name, _options_of(part))
+    @property
+    def points(self) -> list[Point]:
+        """The schedule; fixed weights are one of a single point."""
+        return self.schedule or [Point(step=0, weights=[part["weight"] for part in self.parts])]
 
 
 def _options_of(part: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in part.items() if key not in ("strategy", "weight")}
-
-
-def _check_weights(where: str, weights: object, count: int) -> None:
-    if not isinstance(weights, list) or len(weights) != count:
-        raise wrong(where, f"a list of {count} numbers", weights)
-    for weight in weights:
-        check_number(where, weight, least=0.0)
-    if not sum(weights) > 0:
-        raise wrong(where, "not all zero", weights)
 
 
 @dataclass(frozen=True)
@@ -143,8 +135,8 @@ class Mixture(Sampler):
         for part in options.parts:
             kind = sampler_class(part["strategy"])
             parts.append(kind(facts, parse_options(part["strategy"], _options_of(part))))
-        points = options.schedule or [{"step": 0, "weights": [p["weight"] for p in options.parts]}]
-        self._mix(parts, Schedule([p["step"] for p in points], [p["weights"] for p in points]))
+        steps, weights = zip(*((p.step, p.weights) for p in options.points), strict=True)
+        self._mix(parts, Schedule(steps, weights))
 
     def _mix(self, parts: Sequence[Sampler], schedule: Schedule) -> None:
         self.parts, self.schedule = tuple(parts), schedule

@@ -10,25 +10,26 @@ Shape legend: N steps, B slots of a batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
+from gear_offline.config.sections import NotNegative, Positive, PositiveFloat
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.draws import PriorityTree
 from gear_offline.kernels.philox import UInt64Array, bounded
 from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import (
+    STRICT,
     Facts,
     Float64Array,
     Sampler,
     StepLocator,
-    check_integer,
-    check_number,
     check_range,
     register,
     slot_draws,
@@ -50,25 +51,20 @@ AT_ONCE = 16384  # draws that go down the tree together
 Float32Array = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class PriorityOptions:
     """Options of `prioritized`; docs/reference/strategies.md says what they mean."""
 
-    alpha: float = 0.6
-    beta: float = 0.4
-    beta_steps: int | None = None
-    epsilon: float = 1e-6
-    initial: float = 1.0
-    largest: float = 100.0
+    alpha: Annotated[float, Field(ge=0.0, le=16.0)] = 0.6
+    beta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.4
+    beta_steps: Positive | None = None
+    epsilon: NotNegative = 1e-6
+    initial: PositiveFloat = 1.0
+    largest: PositiveFloat = 100.0
 
     def __post_init__(self) -> None:
-        check_number("alpha", self.alpha, least=0.0, most=16.0)
-        check_number("beta", self.beta, least=0.0, most=1.0)
-        if self.beta_steps is not None:
-            check_integer("beta_steps", self.beta_steps, least=1)
-        check_number("epsilon", self.epsilon, least=0.0)
-        check_number("largest", self.largest, above=0.0)
-        check_number("initial", self.initial, above=0.0, most=self.largest)
+        if self.initial > self.largest:
+            raise ValueError(f"initial must be at most largest, {self.largest:g}")
 
 
 @register("prioritized")
