@@ -10,6 +10,7 @@ TYPE_CHECKING = False  # typing's own is for type checkers too; loading it takes
 if TYPE_CHECKING:
     from typing import Any
 
+    from gear_offline.analysis.audit import audit as audit
     from gear_offline.analysis.strategies import compare_strategies as compare_strategies
     from gear_offline.collect.collection import collect as collect
     from gear_offline.config.recipe import load_recipe as load_recipe
@@ -53,6 +54,7 @@ else:
     del collect, convert, sweep
 
 _MODULES = {
+    "analysis.audit": "audit",
     "analysis.strategies": "compare_strategies",
     "collect.collection": "collect",
     "config.recipe": "load_recipe",

@@ -143,6 +143,22 @@ def inspect(
     show(document, as_json, lambda: print_inspection(document, full=full))
 
 
+@command("Data", "audit data/mine", "audit data/medium-expert --against data/medium")
+def audit(
+    dataset: Path = Argument(help="Directory of GEAR shards."),
+    against: list[Path] = Option(
+        [], help="Another dataset: which episodes are in both? Repeatable."
+    ),
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Look for what is wrong in a dataset: boundaries, endings, outliers, repeated episodes."""
+    from gear_offline.analysis.audit import audit as run
+
+    page = run(dataset, against=against, quiet=quiet or as_json)
+    show(page.to_json(), as_json, page.print)
+
+
 @command(
     "Data",
     "collect Pendulum-v1 pendulum.hdf5",
