@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from gear_offline.models.decision_transformer import build_model as build_model
     from gear_offline.runs.evaluate import evaluate as evaluate
+    from gear_offline.runs.listing import list_runs as list_runs
     from gear_offline.runs.run import Run as Run
     from gear_offline.runs.run import open_run as open_run
     from gear_offline.runs.run import train as train
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from gear_offline.sources import join_sources as join_sources
     from gear_offline.sources import open_source as open_source
     from gear_offline.sources import pick_episodes as pick_episodes
+    from gear_offline.sweep.compare import compare_runs as compare_runs
     from gear_offline.sweep.run import sweep as sweep
     from gear_offline.training.onnx import export_policy as export_policy
     from gear_offline.training.policies import load_policy as load_policy
@@ -69,9 +71,11 @@ _MODULES = {
     "loaders.loader": "GearLoader",
     "models.decision_transformer": "DecisionTransformer build_model",
     "runs.evaluate": "evaluate",
+    "runs.listing": "list_runs",
     "runs.run": "Run open_run train",
     "sampling": "make_sampler",
     "sources": "from_arrays from_episodes join_sources open_source pick_episodes",
+    "sweep.compare": "compare_runs",
     "sweep.run": "sweep",
     "training.onnx": "export_policy",
     "training.policies": "load_policy",

@@ -246,7 +246,11 @@ def test_acting_reads_no_moments(tmp_path: Path, model: DecisionTransformer) -> 
 def test_what_is_no_run_is_said(tmp_path: Path, model: DecisionTransformer) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "manifest.json").touch()
-    for place, what in (("none", "no such run"), ("data", "a dataset"), (".", "no checkpoint yet")):
+    for place, what in (
+        ("none", "no such run"),
+        ("data", "a dataset"),
+        (".", "no run in"),
+    ):
         with pytest.raises(InputError, match=what) as caught:
             find_checkpoint(tmp_path / place)
         assert caught.value.code == "RUN_NOT_FOUND"

@@ -45,6 +45,9 @@ SURFACE = {
     "plan": "recipe key=value nodes gpus nic-gbps nics hardware host-memory disk-rate data columns "
     "episode-length json",
     "doctor": "json",
+    "runs ls": "folder json",
+    "runs show": "run json",
+    "runs compare": "run run... out overwrite json",
 }
 
 

@@ -60,6 +60,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 recipes_app = typer.Typer(no_args_is_help=True, help="List, show, copy and check recipes.")
+runs_app = typer.Typer(no_args_is_help=True, help="List runs, show one, compare several.")
 
 
 def command(panel: str, *lines: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -386,6 +387,49 @@ def sweep(
     show(result.to_json(), as_json, lambda: print(result.path))
     if not result.is_complete:
         raise typer.Exit(1)
+
+
+app.add_typer(runs_app, name="runs", rich_help_panel="Compare")
+
+
+@runs_app.command("ls", epilog=examples("runs ls", "runs ls runs/hopper-medium-sweep --json"))
+def runs_ls(
+    folder: Path = Argument(Path("runs"), help="Where to look, folders below included."),
+    as_json: Json = False,
+) -> None:
+    """List runs, the newest first: steps, best and last return, score, data, age."""
+    from gear_offline.runs.listing import list_runs
+
+    found = list_runs(folder)
+    show(found.to_json(), as_json, found.print)
+
+
+@runs_app.command("show", epilog=examples("runs show runs/smoke-s0"))
+def runs_show(
+    run: Path = Argument(metavar="RUN", help="Run directory."), as_json: Json = False
+) -> None:
+    """Show one run: its recipe, data, steps, checkpoints and evaluations."""
+    from gear_offline.runs.listing import describe_run, print_run
+    from gear_offline.runs.run import open_run
+
+    opened = open_run(run)
+    show(describe_run(opened), as_json, lambda: print_run(opened))
+
+
+@runs_app.command("compare", epilog=examples("runs compare runs/a-s0 runs/b-s0 --out ab.svg"))
+def runs_compare(
+    runs: list[Path] = Argument(metavar="RUN RUN...", help="Run directories."),
+    out: Path = Option(Path("comparison.png"), help="Picture of the curves, .png or .svg."),
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Put runs side by side: a table, and their curves in one picture."""
+    from gear_offline.sweep.compare import compare_runs
+
+    comparison = compare_runs(runs, out=out, overwrite=overwrite)
+    if not as_json:
+        comparison.print()
+    show(comparison.to_json(), as_json, lambda: print(out))
 
 
 @command(

@@ -93,10 +93,10 @@ def ticks_to(axes: Axes, last: float) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure so that a reader finds all of it or none."""
+    """Write a figure as its name says, .png or .svg, so that a reader finds all of it or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, format="png", dpi=DPI)
+    figure.savefig(partial, format=path.suffix[1:], dpi=DPI)
     os.replace(partial, path)
     return path
 

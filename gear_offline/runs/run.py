@@ -77,14 +77,15 @@ class Run(os.PathLike[str]):
     @property
     def best(self) -> EvaluationRecord | None:
         """The evaluation with the highest return, the latest of equals; None before any."""
-        return max(self._played(), key=lambda one: (one.ranking, one.step), default=None)
+        return max(self.played(), key=lambda one: (one.ranking, one.step), default=None)
 
     @property
     def last(self) -> EvaluationRecord | None:
         """The newest evaluation that did not fail; None before any."""
-        return next(reversed(self._played()), None)
+        return next(reversed(self.played()), None)
 
-    def _played(self) -> list[EvaluationRecord]:
+    def played(self) -> list[EvaluationRecord]:
+        """Return the evaluations that did not fail, in the order of steps."""
         records = read_lines(self.path / "evaluations.jsonl", EvaluationRecord)
         return [record for record in records if record.ranking is not None]
 

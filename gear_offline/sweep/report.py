@@ -119,7 +119,8 @@ def write_sweep_report(result: SweepResult) -> Path:
         f"± is the {INTERVAL}.{_others(result)}\n",
         _markdown_table(result.table),
     ]
-    if _plot(result) is not None:
+    plot = plot_results(result.path / "plots" / "learning_curves.png", result.trials, result.table)
+    if plot is not None:
         parts.append("![Learning curves](plots/learning_curves.png)\n")
     parts.append(_runs_table(result.trials))
     report = result.path / "sweep.md"
@@ -127,13 +128,13 @@ def write_sweep_report(result: SweepResult) -> Path:
     return report
 
 
-def _plot(result: SweepResult) -> Path | None:
-    curves = {metric: make_curves(result.trials, metric) for metric in ("loss", *RANKING[:2])}
+def plot_results(path: Path, trials: Sequence[TrialResult], table: Table) -> Path | None:
+    """Draw the curves of complete trials over steps into `path`; None without any."""
+    curves = {metric: make_curves(trials, metric) for metric in ("loss", *RANKING[:2])}
     if curves["return"]:
         del curves["normalized_score"]  # the same curve on another axis
     drawn = {metric: by_label for metric, by_label in curves.items() if by_label}
-    path = result.path / "plots" / "learning_curves.png"
-    return _plot_curves(path, result.table, drawn) if drawn else None
+    return _plot_curves(path, table, drawn) if drawn else None
 
 
 def _others(result: SweepResult) -> str:
@@ -188,19 +189,24 @@ def _cell(text: str) -> str:
 def print_sweep(result: SweepResult, *, console: Console | None = None) -> None:
     """Print the table of a sweep, one row a setting, the best one first."""
     console = Console() if console is None else console
-    columns = [name for name in _columns(result.table) if name != "best_return"]
-    cells = [
-        [row.label, str(len(row.seeds)), *(str(row.estimates.get(n, "-")) for n in columns)]
-        for row in result.table.rows
-    ]
-    headings = ["setting", "seeds", *(HEADINGS[name] for name in columns)]
-    print_table(console, headings, cells)
-    if any(one.half is not None for row in result.table.rows for one in row.estimates.values()):
-        console.print(f"± is the {INTERVAL}.{_others(result)}", highlight=False)
-    else:
-        console.print(f"Intervals are shown from 3 seeds on.{_others(result)}", highlight=False)
+    print_settings(result.table, console, _others(result))
     for name, error in _errors(result.trials).items():
         console.print(f"{name} failed: {escape(printable(error))}", highlight=False)
+
+
+def print_settings(table: Table, console: Console, remark: str = "") -> None:
+    """Print a row a setting, and what its intervals are."""
+    columns = [name for name in _columns(table) if name != "best_return"]
+    cells = [
+        [row.label, str(len(row.seeds)), *(str(row.estimates.get(n, "-")) for n in columns)]
+        for row in table.rows
+    ]
+    print_table(console, ["setting", "seeds", *(HEADINGS[name] for name in columns)], cells)
+    has_intervals = any(
+        one.half is not None for row in table.rows for one in row.estimates.values()
+    )
+    what = f"± is the {INTERVAL}." if has_intervals else "Intervals are shown from 3 seeds on."
+    console.print(f"{what}{remark}", highlight=False)
 
 
 def print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

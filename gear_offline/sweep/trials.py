@@ -73,7 +73,7 @@ def make_trials(
         one = _changed(recipe, changes)
         content = one.to_dict()
         settings = {key: _value(content, key, changes.get(key)) for key in names}
-        label = _label(settings)
+        label = settings_label(settings)
         name, label = trial_name(label, one.seed), label or one.name
         trials.append(Trial(name=name, label=label, recipe=one, settings=settings))
     return trials
@@ -135,7 +135,8 @@ def _value(content: Any, key: str, given: Any) -> Any:
     return content
 
 
-def _label(settings: Mapping[str, Any]) -> str:
+def settings_label(settings: Mapping[str, Any]) -> str:
+    """Return dotted options and their values in short, e.g. ``"layers=3, learning_rate=0.001"``."""
     ends = [key.rpartition(".")[2] for key in settings]
     pairs = zip(settings, ends, strict=True)
     shown = [end if ends.count(end) == 1 else key for key, end in pairs]

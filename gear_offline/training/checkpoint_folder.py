@@ -108,7 +108,8 @@ def no_run(path: Path) -> InputError:
     if (path / "manifest.json").exists():
         what = "this is a dataset, not a run"
     elif path.is_dir():
-        what = "the run has no checkpoint yet"
+        is_run = (path / "recipe.yaml").is_file()
+        what = "the run has no checkpoint yet" if is_run else "there is no run in this folder"
     elif near:
         example = near[0].parent
     remedy = f"give the directory of a run, e.g. {example}"

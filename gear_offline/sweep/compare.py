@@ -1,0 +1,154 @@
+"""Runs side by side: a table as a sweep's, and their curves in one picture.
+
+Settings are named by the options that the runs' recipes differ in, as a sweep names them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from gear_offline.config.files import flat
+from gear_offline.core.files import check_new_file, writing
+from gear_offline.errors import InputError
+from gear_offline.runs.run import Run, open_run
+from gear_offline.sweep.report import plot_results, print_settings
+from gear_offline.sweep.results import TrialResult, read_result
+from gear_offline.sweep.table import Table, make_table
+from gear_offline.sweep.trials import Trial, settings_label, trial_name
+
+__all__ = ["RunComparison", "compare_runs"]
+
+LONGEST_LABEL = 80  # characters; beyond that the directory's name tells more
+NO_SETTINGS = ("name", "description", "seed")
+FORMATS = (".png", ".svg")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RunComparison:
+    """What runs came to, side by side; prints as a table.
+
+    Attributes
+    ----------
+    table
+        A row a setting, over its seeds, the best one first.
+    runs
+        Path of each run and the setting that it is of.
+    plot
+        The picture of the curves, if one was asked for.
+    """
+
+    table: Table
+    runs: dict[str, str]
+    plot: Path | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        plot = None if self.plot is None else str(self.plot)
+        return {"runs": self.runs, "plot": plot, "table": self.table.to_json()}
+
+    def print(self, *, console: Console | None = None) -> None:
+        """Print a row a setting."""
+        print_settings(self.table, console or Console())
+
+    def __repr__(self) -> str:
+        console = Console(width=100, color_system=None)
+        with console.capture() as text:
+            self.print(console=console)
+        return text.get().rstrip()
+
+
+def compare_runs(
+    runs: Sequence[Run | str | os.PathLike[str]],
+    *,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+) -> RunComparison:
+    """Put runs side by side, complete or not: returns, scores and losses, and their curves.
+
+    Runs whose recipes differ in nothing but the seed are one setting, with mean and interval; if
+    all are, each run is a row.
+
+    Parameters
+    ----------
+    runs
+        Two run directories or more.
+    out
+        File for the curves, ``.png`` or ``.svg``.
+    overwrite
+        Replace that file.
+
+    Raises
+    ------
+    InputError
+        ``RUN_NOT_FOUND``; ``USAGE`` for fewer than two runs, one that has logged nothing yet, or a
+        picture of another format; ``OUTPUT_EXISTS``, ``OUTPUT_WRITE``.
+
+    Examples
+    --------
+    `runs/tiny` is what the example of `gear_offline.train` makes.
+
+    >>> import gear_offline as go
+    >>> wide = {"model.hidden_size": 64, "train.steps": 8}
+    >>> run = go.train("runs/tiny", wide, out="runs/wide", quiet=True)
+    >>> comparison = go.compare_runs(["runs/tiny", run], out="curves.svg")
+    >>> sorted(comparison.runs.values())
+    ['hidden_size=16, steps=4', 'hidden_size=64, steps=8']
+    """
+    if isinstance(runs, (str, os.PathLike)) or len({Path(run).resolve() for run in runs}) < 2:
+        remedy = "name two different runs or more; `gear-offline runs ls` lists them"
+        raise InputError("USAGE", "there is nothing to compare", remedy=remedy)
+    plot = None if out is None else Path(out)
+    if plot is not None:
+        if plot.suffix not in FORMATS:
+            remedy = "let its name end with .png or .svg"
+            raise InputError("USAGE", "a picture of this format is not made", str(plot), remedy)
+        check_new_file(plot, overwrite=overwrite)
+    opened = list({run.path.resolve(): run for run in map(open_run, runs)}.values())
+    results = [
+        replace(read_result(trial, run.path, None), status="complete")  # as far as it is
+        for run, trial in zip(opened, _trials(opened), strict=True)
+    ]
+    for one in results:
+        if not (one.losses or one.evaluations):
+            remedy = "wait for its first line of metrics, or leave it out"
+            raise InputError("USAGE", "the run has logged nothing yet", str(one.path), remedy)
+    return _comparison(results, plot)
+
+
+def _comparison(results: Sequence[TrialResult], plot: Path | None) -> RunComparison:
+    table = make_table(results)
+    if plot is not None:
+        with writing(plot):
+            plot_results(plot, results, table)
+    runs = {str(one.path): one.trial.label for one in results}
+    return RunComparison(table=table, runs=runs, plot=plot)
+
+
+def _trials(runs: Sequence[Run]) -> list[Trial]:
+    """Return what each run is among the others; its seed is not part of the label."""
+    recipes = [run.recipe for run in runs]
+    options = [flat(recipe.to_dict()) for recipe in recipes]
+    differing = [
+        key
+        for key in dict.fromkeys(key for one in options for key in one)
+        if key not in NO_SETTINGS and any(one.get(key) != options[0].get(key) for one in options)
+    ]
+    settings = [{key: one[key] for key in differing if key in one} for one in options]
+    labels = [settings_label(one) for one in settings]
+    seeds = [recipe.seed for recipe in recipes]
+    if not differing:
+        labels = [trial_name("", seed) for seed in seeds]
+    is_unique = len(set(zip(labels, seeds, strict=True))) == len(runs)
+    if not is_unique or max(map(len, labels)) > LONGEST_LABEL:
+        names = [run.name for run in runs]
+        labels = names if len(set(names)) == len(runs) else [str(run.path) for run in runs]
+    return [
+        Trial(name=run.name, label=label, recipe=recipe, settings=setting)
+        for run, label, recipe, setting in zip(runs, labels, recipes, settings, strict=True)
+    ]

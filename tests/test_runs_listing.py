@@ -1,0 +1,113 @@
+"""Lists and comparisons of runs, on the command line and in Python."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gear_offline as go
+from gear_offline.cli.main import main
+from tests.training_support import tiny_recipe
+
+pytestmark = pytest.mark.usefixtures("no_plots")
+
+
+@pytest.fixture(scope="module")
+def runs(whole: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of two widths, one of them with two seeds, and of a sweep; a damaged one, no run."""
+    folder = tmp_path_factory.mktemp("several") / "runs"
+    short = ["train.steps=6", "evaluate.episodes=0"]
+    go.train(tiny_recipe(data, *short), out=folder / "a-s0", quiet=True)
+    go.train(tiny_recipe(data, *short, "seed=1"), out=folder / "a-s1", quiet=True)
+    wide = "model.hidden_size=16"
+    go.train(tiny_recipe(data, *short, wide), out=folder / "sweep" / "runs" / "b,s0", quiet=True)
+    shutil.copytree(whole, folder / "whole", symlinks=True)
+    (folder / "damaged" / "checkpoints").mkdir(parents=True)
+    (folder / "damaged" / "recipe.yaml").write_text("stepz: 1\n")
+    (folder / "no-run").mkdir()
+    (folder / "no-run" / "recipe.yaml").write_text("name: mine\n")
+    return folder
+
+
+def test_runs_are_listed(
+    runs: Path, whole: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = go.list_runs(runs)
+    rows = {row.name: row for row in found.rows}
+    assert set(rows) == {"a-s0", "a-s1", "sweep/runs/b,s0", "whole", "damaged"}
+    one, best = rows["whole"], go.open_run(whole).best
+    assert best is not None
+    assert (one.steps, one.asked, one.best_return) == (20, 20, best.mean_return)
+    assert (one.data, rows["a-s0"].best_return) == (str(data), None)
+    assert "unknown option 'stepz'" in (rows["damaged"].error or "")
+    ages = [row.age_seconds for row in found.rows]
+    assert ages == sorted(ages) and ages[0] >= 0
+    assert main(["runs", "ls", str(runs)]) == 0
+    text = capsys.readouterr().out
+    assert "20/20" in text and "damaged" in text
+    assert main(["runs", "ls", str(runs / "whole"), "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == ["whole"]
+
+
+def test_a_run_is_shown(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "show", str(runs / "whole")]) == 0
+    text = capsys.readouterr().out
+    assert "20 of 20" in text and "checkpoints" in text
+    assert main(["runs", "show", str(runs / "whole"), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [one["step"] for one in document["evaluations"]] == [7, 14, 20]
+    assert document["checkpoints"][-1] == 20
+
+
+def test_runs_are_compared_by_what_they_differ_in(runs: Path, tmp_path: Path) -> None:
+    a0, a1, b0 = runs / "a-s0", runs / "a-s1", runs / "sweep" / "runs" / "b,s0"
+    comparison = go.compare_runs([a0, go.open_run(a1), str(b0)], out=tmp_path / "curves.png")
+    labels = list(comparison.runs.values())
+    assert labels == ["hidden_size=8", "hidden_size=8", "hidden_size=16"]
+    assert {row.label: row.seeds for row in comparison.table.rows} == {
+        "hidden_size=8": (0, 1),
+        "hidden_size=16": (0,),
+    }
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "hidden_size=16" in repr(comparison)
+    assert list(go.compare_runs([a0, a1]).runs.values()) == ["s0", "s1"]
+    copy = Path(shutil.copytree(a0, tmp_path / "copy", symlinks=True))
+    assert list(go.compare_runs([a0, copy]).runs.values()) == ["a-s0", "copy"]
+
+
+def test_compare_writes_one_picture(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "curves.svg"
+    words = ["runs", "compare", str(runs / "a-s0"), str(runs / "whole"), "--out", str(picture)]
+    assert main(words) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(picture)
+    assert "<svg" in picture.read_text()
+    assert main(words) == 2
+    assert "error[OUTPUT_EXISTS]" in capsys.readouterr().err
+    assert main([*words, "--overwrite", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plot"] == str(picture)
+
+
+MISTAKES: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda runs: go.list_runs(runs / "no-run"), "no run is there"),
+    (lambda runs: go.list_runs(runs / "nothing"), "there is no such folder"),
+    (lambda runs: go.compare_runs([runs / "a-s0"]), "nothing to compare"),
+    (lambda runs: go.compare_runs([runs / "a-s0", runs / "sweep" / ".." / "a-s0"]), "two differ"),
+    (lambda runs: go.compare_runs([runs / "a-s0", runs / "nothing"]), "no such run"),
+    (lambda runs: go.compare_runs([runs / "a-s0", runs / "no-run"]), "logged nothing yet"),
+    (lambda runs: go.compare_runs([runs / "a-s0", runs / "damaged"]), "unknown option 'stepz'"),
+    (lambda runs: go.compare_runs([runs / "a-s0", runs / "a-s1"], out="x.pdf"), "with .png or"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "what"), MISTAKES, ids=[what for _, what in MISTAKES])
+def test_mistakes_are_told(mistake: Callable[[Path], Any], what: str, runs: Path) -> None:
+    with pytest.raises(go.InputError) as caught:
+        mistake(runs)
+    assert what in str(caught.value)
