@@ -32,6 +32,7 @@ SURFACE = {
     "allow-nonfinite overwrite quiet",
     "export": "dataset out columns overwrite quiet",
     "inspect": "dataset verify full json quiet",
+    "audit": "dataset against json quiet",
     "collect": "environment out policy quality mix steps exact action-noise seed "
     "train-steps gate save-policy overwrite json quiet",
     "recipes ls": "json",
@@ -40,6 +41,7 @@ SURFACE = {
     "recipes validate": "recipe key=value",
     "train": "recipe key=value out resume quiet",
     "evaluate": "run targets episodes environment checkpoint seed device out json quiet",
+    "export-policy": "run out task overwrite",
     "sweep": "recipe key=value seeds out parallel exact json quiet",
     "strategies": "recipe key=value strategies train seeds parallel exact all out json quiet",
     "plan": "recipe key=value nodes gpus nic-gbps nics hardware host-memory disk-rate data columns "
