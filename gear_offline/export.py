@@ -5,6 +5,7 @@ Shape legend: N steps, E episodes.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -146,54 +147,34 @@ def _flags(source: Source) -> tuple[dict[str, Array], int]:
     return {TERMINALS: terminals, TIMEOUTS: timeouts}, inside
 
 
-class _Output:
+class _Output(io.FileIO):
     """The file as HDF5 sees it: never an error, which HDF5 answers with a crash of the process.
 
     The first error is kept in `error`; what comes after it is dropped.
     """
 
-    def __init__(self, handle: int) -> None:
-        self._handle, self._place = handle, 0
-        self.error: BaseException | None = None
+    error: BaseException | None = None
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        bases = {os.SEEK_SET: 0, os.SEEK_CUR: self._place}
-        base = bases.get(whence)
-        self._place = offset + (os.fstat(self._handle).st_size if base is None else base)
-        return self._place
-
-    def tell(self) -> int:
-        return self._place
-
-    def readinto(self, buffer: memoryview) -> int:
-        content = os.pread(self._handle, len(buffer), self._place)
-        buffer[:] = content.ljust(len(buffer), b"\0")  # dropped bytes read as zeros
-        self._place += len(buffer)
+    def readinto(self, buffer: Any) -> int:
+        count = super().readinto(buffer)
+        buffer[count:] = bytes(len(buffer) - count)  # dropped bytes read as zeros
         return len(buffer)
 
-    def read(self, size: int = -1) -> bytes:
-        raise NotImplementedError("HDF5 uses readinto; h5py only looks for the name")
-
-    def write(self, content: memoryview) -> int:
-        done = 0
+    def write(self, content: Any) -> int:
+        rest = memoryview(content)
         try:
-            while self.error is None and done < len(content):
-                done += os.pwrite(self._handle, content[done:], self._place + done)
+            while self.error is None and rest:
+                rest = rest[super().write(rest) :]
         except BaseException as error:  # Ctrl-C as well
             self.error = error
-        self._place += len(content)
         return len(content)
 
-    def truncate(self, size: int) -> int:
+    def truncate(self, size: int | None = None) -> int:
         try:
-            if self.error is None:
-                os.truncate(self._handle, size)
+            return super().truncate(size) if self.error is None else size or 0
         except BaseException as error:  # Ctrl-C as well
             self.error = error
-        return size
-
-    def flush(self) -> None:
-        """Nothing is held back."""
+            return size or 0
 
 
 class Hdf5Writer(Closing):
@@ -206,9 +187,7 @@ class Hdf5Writer(Closing):
         with ExitStack() as stack:
             part = stack.enter_context(new_file(path, overwrite=overwrite))
             with writing(path):
-                self._handle = os.open(part, os.O_RDWR | os.O_CLOEXEC)
-            stack.callback(os.close, self._handle)
-            self._output = _Output(self._handle)
+                self._output = stack.enter_context(_Output(part, "r+"))
             # HDF5's own lock would conflict with ours.
             opened = h5py.File(self._output, "w", locking=False, rdcc_nbytes=CACHE_BYTES)
             self._file = stack.enter_context(opened)
@@ -259,7 +238,7 @@ class Hdf5Writer(Closing):
                 self._file.create_dataset(name, data=stored)
             self._file.close()
             self._check()
-            os.fsync(self._handle)
+            os.fsync(self._output)
         self._open.close()
 
     def close(self) -> None:
