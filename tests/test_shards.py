@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
-from gear_offline.dataset.manifest import open_directory
+from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.schema import ColumnSpec
 from gear_offline.dataset.shard import (
     ALIGNMENT_BYTES,
@@ -81,20 +81,16 @@ def test_links_devices_and_other_sizes_are_not_opened(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    directory = open_directory(tmp_path)
-    try:
-        os.close(open_member(directory, "real", where=tmp_path, size=4))
-        for name in ("link", "folder", "pipe", "absent"):
-            with pytest.raises(InputError) as caught:
-                open_member(directory, name, where=tmp_path / name)
-            assert caught.value.code == "DATASET_DAMAGED" and name in str(caught.value)
-        with pytest.raises(InputError, match="has 4 bytes, the manifest says 5"):
-            open_member(directory, "real", where=tmp_path, size=5)
-    finally:
-        os.close(directory)
+    os.close(open_member(tmp_path / "real", size=4))
+    for name in ("link", "folder", "pipe", "absent"):
+        with pytest.raises(InputError) as caught:
+            open_member(tmp_path / name)
+        assert caught.value.code == "DATASET_DAMAGED" and name in str(caught.value)
+    with pytest.raises(InputError, match="has 4 bytes, the manifest says 5"):
+        open_member(tmp_path / "real", size=5)
 
 
 def test_opening_a_file_or_nothing_as_a_dataset(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"")
     for name in ("f", "g"):
-        assert failing_code(lambda n=name: open_directory(tmp_path / n)) == "DATASET_NOT_FOUND"  # type: ignore[misc]
+        assert failing_code(lambda n=name: open_dataset(tmp_path / n)) == "DATASET_NOT_FOUND"  # type: ignore[misc]

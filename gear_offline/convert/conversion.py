@@ -196,8 +196,6 @@ class _SourceDigests(Closing):
 
     def __init__(self, info: SourceInfo) -> None:
         self._files = info.files
-        for file in self._files:
-            file.open().close()
         self._stop = Event()
         self._pool = ThreadPoolExecutor(max_workers=1)
         self._digests = [self._pool.submit(self._digest, file) for file in self._files]
@@ -375,19 +373,17 @@ def _small_fact(value: Any) -> Any:
     try:
         text = json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        return str(value)[:MAX_FACT_CHARS]
+        text = json.dumps(str(value))
     plain = json.loads(text)
     if len(text) <= MAX_FACT_CHARS:
         return plain
     if not isinstance(plain, (dict, list)):
         return str(plain)[:MAX_FACT_CHARS]
-    room, kept = MAX_FACT_CHARS - 40, []  # the rest is for what is said of those without room
-    for entry in plain.items() if isinstance(plain, dict) else plain:
-        length = len(json.dumps(entry)) + 2
-        if length <= room:  # one that is too long does not keep out those behind it
-            room -= length
-            kept.append(entry)
-    lost = len(plain) - len(kept)
+    entries = list(plain.items()) if isinstance(plain, dict) else plain
+    ends = np.cumsum([len(json.dumps(entry)) + 2 for entry in entries])
+    # the rest is for what is said of those without room
+    kept = entries[: int(np.searchsorted(ends, MAX_FACT_CHARS - 40))]
+    lost = len(entries) - len(kept)
     return {**dict(kept), MORE: lost} if isinstance(plain, dict) else [*kept, f"and {lost} more"]
 
 

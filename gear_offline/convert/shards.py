@@ -6,6 +6,7 @@ Shape legend: N steps, E episodes.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -16,14 +17,17 @@ from typing import Any
 
 import numpy as np
 
+from gear_offline.core.closing import Closing
 from gear_offline.core.files import writing
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.dataset.manifest import ShardRecord, shard_name
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.dataset.shard import (
     EPISODE_COLUMNS,
-    ShardWriter,
+    BlockDigests,
+    byte_view,
     digest,
+    encode_header,
     plan_tensors,
     stored_form,
 )
@@ -88,24 +92,20 @@ def write_shards(
     shards: list[Future[Written]] = []
     with ExitStack() as writers, ThreadPoolExecutor(max_workers=3) as pool:
         for job in jobs:
+            shard = writers.enter_context(ShardWriter(source, job, settings, folder))
             first, last = source.episodes.offsets[[job.first_episode, job.last_episode]].tolist()
-            episodes = job.last_episode - job.first_episode
-            tensors = plan_tensors(settings.stored, steps=last - first, episodes=episodes)
-            path = folder / shard_name(job.index)
-            writer = writers.enter_context(ShardWriter(path, tensors, settings.block_bytes))
-            statistics = ShardStatistics(source, job, settings)
             under_way: list[Future[None]] = []
             for column, stored in zip(settings.columns, settings.stored, strict=True):
                 for start, stop in _pieces(source, column, first, last):
                     rows = _read_rows(source, column, stored, start, stop)
                     _wait(under_way)
                     under_way = [
-                        pool.submit(statistics.add, stored, rows, start),
-                        pool.submit(writer.append, stored.name, rows),
+                        pool.submit(shard.statistics.add, stored, rows, start),
+                        pool.submit(shard.append, stored.name, rows),
                     ]
                     advance((stop - start) * stored.step_bytes)
             _wait([*under_way, *shards[-1:]])
-            shards.append(pool.submit(_finish, source, job, writer, statistics))
+            shards.append(pool.submit(shard.finish))
         return _wait(shards)
 
 
@@ -113,26 +113,60 @@ def _wait(futures: Sequence[Future[Any]]) -> list[Any]:
     return [future.result() for future in futures]
 
 
-def _finish(
-    source: Source, job: ShardJob, writer: ShardWriter, statistics: ShardStatistics
-) -> Written:
-    """Write the per-episode tensors and make the file durable."""
-    episodes = slice(job.first_episode, job.last_episode)
-    lengths = np.ascontiguousarray(source.episodes.lengths[episodes])
-    writer.append("episode_lengths", lengths)
-    writer.append("episode_returns", statistics.returns)
-    writer.append("episode_terminated", np.ascontiguousarray(source.terminated[episodes]))
-    writer.append("episode_truncated", np.ascontiguousarray(source.truncated[episodes]))
-    record = ShardRecord(
-        name=shard_name(job.index),
-        episodes=lengths.size,
-        steps=int(lengths.sum()),
-        bytes=writer.bytes,
-        header_bytes=len(writer.header),
-        header_digest=digest(writer.header),
-        digests=writer.finish(),
-    )
-    return record, statistics
+class ShardWriter(Closing):
+    """A shard being written and digested: each tensor from beginning to end, several at once."""
+
+    def __init__(self, source: Source, job: ShardJob, settings: Settings, folder: Path) -> None:
+        episodes = slice(job.first_episode, job.last_episode)
+        self._lengths = source.episodes.lengths[episodes]
+        self._flags = source.terminated[episodes], source.truncated[episodes]
+        steps, count = int(self._lengths.sum()), self._lengths.size
+        tensors = plan_tensors(settings.stored, steps=steps, episodes=count)
+        self._header = encode_header(tensors)
+        self._bytes = len(self._header) + tensors[-1].stop
+        # where the next bytes of each tensor go
+        self._places = {t.name: len(self._header) + t.start for t in tensors}
+        self._digests = {t.name: BlockDigests(settings.block_bytes) for t in tensors}
+        self.statistics = ShardStatistics(source, job, settings)
+        self._name = shard_name(job.index)
+        self._file = open(folder / self._name, "xb", buffering=0)  # noqa: SIM115 - closed by `close`
+
+    def _write(self, data: memoryview, place: int) -> None:
+        while len(data):
+            count = os.pwrite(self._file.fileno(), data, place)
+            data, place = data[count:], place + count
+
+    def append(self, name: str, rows: Array) -> None:
+        """Write the next `rows` of tensor `name`, C-contiguous and in stored form."""
+        data, place = byte_view(rows), self._places[name]
+        self._write(data, place)
+        if hasattr(os, "posix_fadvise"):
+            # Linux starts writing these pages to the disk now, so that fsync finds little to do.
+            os.posix_fadvise(self._file.fileno(), place, len(data), os.POSIX_FADV_DONTNEED)
+        self._digests[name].update(data)
+        self._places[name] += len(data)
+
+    def finish(self) -> Written:
+        """Write the per-episode tensors and the header, make the file durable and close it."""
+        parts = (self._lengths, self.statistics.returns, *self._flags)
+        for column, values in zip(EPISODE_COLUMNS, parts, strict=True):
+            self.append(column.name, np.ascontiguousarray(values))
+        self._write(memoryview(self._header), 0)
+        os.fsync(self._file.fileno())
+        self.close()
+        record = ShardRecord(
+            name=self._name,
+            episodes=self._lengths.size,
+            steps=int(self._lengths.sum()),
+            bytes=self._bytes,
+            header_bytes=len(self._header),
+            header_digest=digest(self._header),
+            digests={name: blocks.finish() for name, blocks in self._digests.items()},
+        )
+        return record, self.statistics
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _pieces(source: Source, column: ColumnSpec, start: int, stop: int) -> Iterator[tuple[int, int]]:

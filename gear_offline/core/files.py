@@ -23,15 +23,13 @@ from gear_offline.errors import NO_SPACE, GearError, InputError
 FileIdentity = tuple[int, ...]
 
 
-def open_regular(
-    path: str | os.PathLike[str], *, links: bool = True, folder: int | None = None
-) -> int:
-    """Open a regular file, a path in the open `folder`; ``EINVAL`` for anything else.
+def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> int:
+    """Open a regular file; ``EINVAL`` for anything else.
 
     A FIFO would wait for ever, a device give bytes without end.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-    handle = os.open(path, flags if links else flags | os.O_NOFOLLOW, dir_fd=folder)
+    handle = os.open(path, flags if links else flags | os.O_NOFOLLOW)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))

@@ -8,13 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from operator import index
 from pathlib import Path
-from threading import Event
 from typing import Never, SupportsIndex, overload
 
 import numpy as np
@@ -24,7 +22,7 @@ from gear_offline.core.files import FileIdentity, file_identity
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
-from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest, ShardRecord, open_directory
+from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest, ShardRecord
 from gear_offline.dataset.schema import EpisodeIndex, TableSpec, chosen_episodes
 from gear_offline.dataset.scores import ReferenceScores
 from gear_offline.dataset.shard import (
@@ -40,7 +38,7 @@ from gear_offline.dataset.shard import (
     stored_form,
 )
 from gear_offline.dataset.statistics import ColumnStatistics
-from gear_offline.errors import InputError, given_path
+from gear_offline.errors import InputError
 
 PIECE_BYTES = 1 << 20  # read and digested while it is in the cache
 RUN_BYTES = 16 << 20  # episodes that follow each other are read together up to this
@@ -152,8 +150,8 @@ class Dataset:
             tensor, record = self._tensor(shard, column), self.manifest.shards[shard]
             data = byte_view(rows[low - start : high - start])
             offset = record.header_bytes + tensor.start + (low - first) * spec.step_bytes
-            with self._opened(shard) as handle:
-                read_exactly(handle, data, offset, where=self.path / record.name)
+            with open(self.open_shard(shard), "rb") as file:
+                read_exactly(file.fileno(), data, offset, where=self.path / record.name)
         return rows.view(spec.dtype).reshape(stop - start, *spec.shape)
 
     def stream(
@@ -173,9 +171,9 @@ class Dataset:
         step = int(self.first_steps[shard])
         rows = min(max(1, chunk_bytes // spec.step_bytes), tensor.shape[0])
         buffer = np.empty((rows, *tensor.shape[1:]), tensor.dtype)
-        with self._opened(shard) as handle:
+        with open(self.open_shard(shard), "rb") as file:
             record = self.manifest.shards[shard]
-            for count in _stream(handle, self.path, self.manifest, record, tensor, buffer):
+            for count in _stream(file.fileno(), self.path, self.manifest, record, tensor, buffer):
                 yield step, buffer[:count].view(spec.dtype).reshape(count, *spec.shape)
                 step += count
 
@@ -187,12 +185,6 @@ class Dataset:
             for step, rows in self.stream(shard, name):
                 whole[step : step + len(rows)] = rows
         return whole
-
-    def __getattr__(self, name: str) -> Never:
-        manifest = self.__dict__.get("manifest")
-        is_column = manifest and any(column.name == name for column in manifest.spec)
-        hint = f"; the column is column({name!r})" if is_column else ""
-        raise AttributeError(f"a Dataset has no attribute {name!r}{hint}")
 
     def __len__(self) -> int:
         """Return E, the number of episodes."""
@@ -283,49 +275,27 @@ class Dataset:
         """
         if self.verified:
             return self
-        failed = Event()
 
         def check(shard: int) -> None:
             buffer, record = np.empty(PIECE_BYTES, np.uint8), self.manifest.shards[shard]
-            with self._opened(shard) as handle:
+            with open(self.open_shard(shard), "rb") as file:
+                handle = file.fileno()
                 for tensor in self.manifest.tensors(record):
                     for count in _stream(handle, self.path, self.manifest, record, tensor, buffer):
-                        if failed.is_set():
-                            return
                         on_progress(count)
 
         with ThreadPoolExecutor(max_workers=min(MAX_THREADS, usable_cores())) as pool:
-            jobs = [pool.submit(check, shard) for shard in range(len(self.manifest.shards))]
-            try:
-                for job in jobs:
-                    job.result()
-            except BaseException:
-                failed.set()
-                pool.shutdown(cancel_futures=True)
-                raise
+            list(pool.map(check, range(len(self.manifest.shards))))  # an error cancels the rest
         return replace(self, verified=True)
 
     def open_shard(self, shard: int) -> int:
         """Return a descriptor of a shard's file, which must not have changed since opening."""
-        record = self.manifest.shards[shard]
-        folder = open_directory(self.path)
-        try:
-            handle = open_member(folder, record.name, where=self.path / record.name)
-        finally:
-            os.close(folder)
+        path = self.path / self.manifest.shards[shard].name
+        handle = open_member(path)
         if file_identity(handle) != self.identities[shard]:
             os.close(handle)
-            what = "a shard has changed since the dataset was opened"
-            raise damaged(what, self.path / record.name)
+            raise damaged("a shard has changed since the dataset was opened", path)
         return handle
-
-    @contextmanager
-    def _opened(self, shard: int) -> Iterator[int]:
-        handle = self.open_shard(shard)
-        try:
-            yield handle
-        finally:
-            os.close(handle)
 
     def _tensor(self, shard: int, name: str) -> TensorLayout:
         self.spec[name]  # refuses another column
@@ -364,22 +334,14 @@ def open_dataset(path: str | Path, *, verify: bool = True) -> Dataset:
     >>> dataset.column("rewards").dtype, dataset.statistics["observations"].mean.tolist()
     (dtype('float32'), [6.5, -4.5, 1.0])
     """
-    path = given_path(path, "DATASET_NOT_FOUND", where="path")
-    folder = open_directory(path)
-    try:
-        manifest = Manifest.read_from(folder, path)
-        identities: list[FileIdentity] = []
-        parts: dict[str, list[Array]] = {c.name: [] for c in EPISODE_COLUMNS}
-        for shard in manifest.shards:
-            handle = open_member(folder, shard.name, where=path / shard.name, size=shard.bytes)
-            try:
-                identities.append(file_identity(handle))
-                for name, part in _read_episodes(handle, path, manifest, shard).items():
-                    parts[name].append(part)
-            finally:
-                os.close(handle)
-    finally:
-        os.close(folder)
+    manifest, path = Manifest.read(path), Path(path)
+    identities: list[FileIdentity] = []
+    parts: dict[str, list[Array]] = {c.name: [] for c in EPISODE_COLUMNS}
+    for shard in manifest.shards:
+        with open(open_member(path / shard.name, size=shard.bytes), "rb") as file:
+            identities.append(file_identity(file.fileno()))
+            for name, part in _read_episodes(file.fileno(), path, manifest, shard).items():
+                parts[name].append(part)
     values = {name: np.concatenate(arrays) for name, arrays in parts.items()}
     for array in values.values():
         array.setflags(write=False)

@@ -232,29 +232,15 @@ class Manifest(Model):
     def read(cls, path: str | Path) -> Self:
         """Read and check the manifest of the dataset at `path`."""
         path = given_path(path, "DATASET_NOT_FOUND", where="path")
-        directory = open_directory(path)
-        try:
-            return cls.read_from(directory, path)
-        finally:
-            os.close(directory)
-
-    @classmethod
-    def read_from(cls, directory: int, path: Path) -> Self:
-        """Read the manifest in the open `directory`; `path` is for errors."""
         where = path / MANIFEST_NAME
-        if MANIFEST_NAME not in os.listdir(directory):
-            what = "the directory is not a dataset: it has no manifest"
-            remedy = "make one with `gear-offline convert SOURCE OUT`"
-            raise InputError("DATASET_NOT_FOUND", what, str(where), remedy)
-        handle = open_member(directory, MANIFEST_NAME, where=where)
-        try:
-            size = os.fstat(handle).st_size
+        if not os.path.lexists(where):
+            raise _no_dataset(path)
+        with open(open_member(where), "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
             if size > MAX_MANIFEST_BYTES:
                 raise damaged(f"{size} bytes, more than {MAX_MANIFEST_BYTES}", where)
             raw = bytearray(size)
-            read_exactly(handle, memoryview(raw), 0, where=where)
-        finally:
-            os.close(handle)
+            read_exactly(file.fileno(), memoryview(raw), 0, where=where)
         return cls.decode(bytes(raw), where=str(where))
 
     @classmethod
@@ -301,26 +287,22 @@ def is_only_dataset(path: Path) -> bool:
     return is_dataset(path) and all(re.fullmatch(_SHARD_NAME, name) for name in names)
 
 
-def open_directory(path: Path) -> int:
-    """Open a dataset directory and return its descriptor (``DATASET_NOT_FOUND``)."""
+def _no_dataset(path: Path) -> InputError:
+    """Return the error for a path without a manifest: what it seems to be, and the remedy."""
+    text, remedy = str(path), "make one with `gear-offline convert SOURCE OUT`"
+    what = "the directory is not a dataset: it has no manifest"
     try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        os.listdir(path)
+    except NotADirectoryError:
+        what = "a dataset is a directory, this is a file"
+        remedy = f"convert it first: gear-offline convert {path} OUT"
     except OSError as error:
         what, remedy = f"cannot open the dataset: {error.strerror}", "check the path"
-        if isinstance(error, NotADirectoryError):
-            what = "a dataset is a directory, this is a file"
-            remedy = f"convert it first: gear-offline convert {path} OUT"
-        elif source := _source_named(str(path)):
+        if re.match(r"(d4rl|minari):.", text) or dataset_file(text):
             what = "this names a source, not a dataset"
+            source = text if ":" in text else f"d4rl:{text}"
             remedy = f"convert it first: gear-offline convert {source} OUT"
-        raise InputError("DATASET_NOT_FOUND", what, where=str(path), remedy=remedy) from error
-
-
-def _source_named(text: str) -> str | None:
-    """Return the source that a user seems to mean: ``d4rl:...``, ``minari:...``, a D4RL name."""
-    if re.match(r"(d4rl|minari):.", text):
-        return text
-    return f"d4rl:{text}" if dataset_file(text) else None
+    return InputError("DATASET_NOT_FOUND", what, where=text, remedy=remedy)
 
 
 def _finite(text: str) -> float:

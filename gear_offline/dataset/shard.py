@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from gear_offline.core.closing import Closing
 from gear_offline.core.files import open_regular, read_at
 from gear_offline.core.types import Array
 from gear_offline.dataset.schema import ColumnSpec
@@ -143,63 +142,16 @@ class BlockDigests:
         return "".join(self.done)
 
 
-class ShardWriter(Closing):
-    """A shard being written and digested: each tensor from beginning to end, several at once."""
-
-    def __init__(self, path: Path, tensors: Sequence[TensorLayout], block_bytes: int) -> None:
-        self.header = encode_header(tensors)
-        self.bytes = len(self.header) + tensors[-1].stop
-        self._tensors = {t.name: t for t in tensors}
-        self._written = dict.fromkeys(self._tensors, 0)
-        self._digests = {t.name: BlockDigests(block_bytes) for t in tensors}
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            self._write(memoryview(self.header), 0)
-        except BaseException:
-            self.close()
-            raise
-
-    def _write(self, data: memoryview, offset: int) -> None:
-        while len(data):
-            count = os.pwrite(self._handle, data, offset)
-            data, offset = data[count:], offset + count
-
-    def append(self, name: str, rows: Array) -> None:
-        """Write the next `rows` of tensor `name`, C-contiguous and in stored form."""
-        data = byte_view(rows)
-        offset = len(self.header) + self._tensors[name].start + self._written[name]
-        self._write(data, offset)
-        if hasattr(os, "posix_fadvise"):
-            # Linux starts writing these pages to the disk now, so that fsync finds little to do.
-            os.posix_fadvise(self._handle, offset, len(data), os.POSIX_FADV_DONTNEED)
-        self._digests[name].update(data)
-        self._written[name] += len(data)
-
-    def finish(self) -> dict[str, str]:
-        """Make the file durable, close it and return the joined digests of each tensor."""
-        assert self._written == {name: t.bytes for name, t in self._tensors.items()}
-        try:
-            os.fsync(self._handle)
-        finally:
-            self.close()
-        return {name: blocks.finish() for name, blocks in self._digests.items()}
-
-    def close(self) -> None:
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
-
-
-def open_member(folder: int, name: str, *, where: Path, size: int | None = None) -> int:
+def open_member(path: Path, *, size: int | None = None) -> int:
     """Open a file of a dataset's directory, a regular one of `size` bytes and no link."""
     try:
-        handle = open_regular(name, links=False, folder=folder)
+        handle = open_regular(path, links=False)
     except OSError as error:
-        raise damaged(f"cannot read a file of the dataset: {error.strerror}", where) from error
+        raise damaged(f"cannot read a file of the dataset: {error.strerror}", path) from error
     actual = os.fstat(handle).st_size
     if size is not None and actual != size:
         os.close(handle)
-        raise damaged(f"the file has {actual} bytes, the manifest says {size}", where)
+        raise damaged(f"the file has {actual} bytes, the manifest says {size}", path)
     return handle
 
 
