@@ -45,7 +45,6 @@ MISTAKES: list[tuple[Callable[[Path], object], str]] = [
     (lambda d: next(loader(d)).observations, "did you mean states?"),
     (lambda d: next(loader(d)).dones, "extra_columns=['terminals']"),
     (lambda d: next(loader(d))["obs"], "a batch has states, actions"),
-    (lambda d: DOOR.open_dataset(d).observations, "column('observations')"),
     (lambda d: DOOR.open_dataset("minari:mujoco/hopper/medium-v0"), "gear-offline convert minari:"),
     (lambda d: DOOR.open_dataset("hopper-medium-v2"), "gear-offline convert d4rl:hopper-medium-v2"),
     (lambda d: DOOR.normalized_score("hopper-medium-v2", 1.0), "normalized_score(1.0, "),

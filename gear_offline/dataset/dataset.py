@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 from operator import index
 from pathlib import Path
-from typing import Never, SupportsIndex, overload
+from typing import SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
