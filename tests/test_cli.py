@@ -40,8 +40,8 @@ SURFACE = {
     "recipes cp": "recipe target",
     "recipes validate": "recipe key=value",
     "train": "recipe key=value out resume quiet",
-    "evaluate": "run targets episodes environment checkpoint seed device out json quiet",
     "export-policy": "run out task overwrite",
+    "evaluate": "run targets episodes environment checkpoint seed device out video json quiet",
     "sweep": "recipe key=value seeds out parallel exact json quiet",
     "strategies": "recipe key=value strategies train seeds parallel exact all out json quiet",
     "plan": "recipe key=value nodes gpus nic-gbps nics hardware host-memory disk-rate data columns "

@@ -315,6 +315,7 @@ def train(
     "Train",
     "evaluate runs/smoke-s0",
     "evaluate runs/hopper-medium-s0 --targets 3600,1800 --episodes 100",
+    "evaluate runs/hopper-medium-s0 --video hopper.gif",
 )
 def evaluate(
     run: Path = Argument(metavar="RUN", help="Run directory or checkpoint."),
@@ -325,6 +326,7 @@ def evaluate(
     seed: int | None = Option(None, help="Seed of the first episode."),
     device: str = Option("auto", help="auto, cpu or cuda."),
     out: Path | None = Option(None, help="File for the result; default evaluation.json there."),
+    video: Path | None = Option(None, help="Also show first episodes: a new .gif or .mp4 file."),
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -340,6 +342,7 @@ def evaluate(
         seed=seed,
         device=device,
         out=out,
+        video=video,
         quiet=quiet,
     )
     show(report.to_json(), as_json, report.print)

@@ -115,9 +115,13 @@ def evaluate_tasks(
     *,
     max_steps: int | None = None,
     processes: int | None = None,
+    keep_actions: bool = False,
     quiet: bool = True,
 ) -> EvaluationReport:
-    """Play tasks one after the other, each with its own policy; options as `evaluate_policy`."""
+    """Play tasks one after the other, each with its own policy; options as `evaluate_policy`.
+
+    With `keep_actions` results hold those of each target's first episode.
+    """
     for task in tasks:
         for name, least in (("episodes", 1), ("environments", 1), ("seed", 0)):
             if not least <= getattr(task, name) < 1 << 63:
@@ -137,7 +141,7 @@ def evaluate_tasks(
             episodes = task.episodes * len(task.targets)
             wanted = processes_for(episodes, count, probe(task.environment))
         with Environments(task.environment, count, processes=wanted) as environments:
-            targets = _play(policy_of(task), task, environments, max_steps, quiet)
+            targets = _play(policy_of(task), task, environments, max_steps, keep_actions, quiet)
         results.append(
             TaskResult(
                 name=task.name,
@@ -158,6 +162,7 @@ def _play(
     task: EvaluationTask,
     environments: Environments,
     max_steps: int | None,
+    keep_actions: bool,
     quiet: bool,
 ) -> tuple[TargetResult, ...]:
     count = len(task.targets)
@@ -170,6 +175,7 @@ def _play(
             seeds=[task.seed + episode for episode in range(task.episodes) for _ in range(count)],
             targets=task.targets * task.episodes,
             max_steps=max_steps,
+            keep_actions=count if keep_actions else 0,
             on_episode=progress.advance,
         )
     return tuple(
@@ -178,6 +184,7 @@ def _play(
             returns=played.returns[index::count],
             lengths=played.lengths[index::count],
             terminated=played.terminated[index::count],
+            actions=played.actions[index] if keep_actions else None,
         )
         for index, target in enumerate(task.targets)
     )

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -41,6 +42,7 @@ class TargetResult:
     returns: Float64Array  # (n,) achieved undiscounted returns
     lengths: Int64Array  # (n,) steps of each episode
     terminated: BoolArray  # (n,) False where a time limit ended the episode
+    actions: npt.NDArray[Any] | None = None  # (t, A) or (t,) of the first episode, for a video
 
     @property
     def mean_return(self) -> float:
@@ -150,6 +152,7 @@ class EvaluationReport:
     step: int | None = None  # of the weights, where known
     device: str | None = None  # where the policy ran, where known
     versions: Mapping[str, str] = field(default_factory=dict)  # of packages that matter, by name
+    videos: tuple[str, ...] = ()  # files, seen from the run directory
 
     @property
     def mean_return(self) -> float | None:
@@ -172,15 +175,20 @@ class EvaluationReport:
         if self.tasks[0].name:
             tasks = {task.name: task.to_json() for task in self.tasks}
             of_tasks = {"targets": [], "tasks": tasks}
-        return of_tasks | {
-            "run": self.run,
-            "step": self.step,
-            "device": self.device,
-            "return": self.mean_return,
-            "normalized_score": self.normalized_score,
-            "seconds": round(self.seconds, 3),
-            "versions": dict(self.versions),
-        }
+        videos = {"videos": list(self.videos)} if self.videos else {}
+        return (
+            of_tasks
+            | videos
+            | {
+                "run": self.run,
+                "step": self.step,
+                "device": self.device,
+                "return": self.mean_return,
+                "normalized_score": self.normalized_score,
+                "seconds": round(self.seconds, 3),
+                "versions": dict(self.versions),
+            }
+        )
 
     def write(self, path: Path) -> None:
         """Write `to_json` to `path`, whole or not at all."""

@@ -74,6 +74,7 @@ class Episodes:
     returns: Float64Array  # (n,) undiscounted sums of the rewards
     lengths: Int64Array  # (n,) steps
     terminated: BoolArray  # (n,) the environment ended the episode; False: a time limit did
+    actions: tuple[npt.NDArray[Any], ...]  # (t, A) or (t,) of the first episodes, where kept
 
 
 class Environments(Closing):
@@ -217,18 +218,21 @@ def play_episodes(
     seeds: Sequence[int],
     targets: Sequence[float],
     max_steps: int | None = None,
+    keep_actions: int = 0,
     on_episode: Callable[[int], None] = lambda count: None,
 ) -> Episodes:
     """Play episode i with ``seeds[i]`` and ``targets[i]``, for every i, to its end.
 
     Episodes are cut after `max_steps`; default: the environment's own limit, or 10,000.
-    `on_episode` is told how many episodes have ended, whenever some have.
+    Of the first `keep_actions` episodes the actions are kept.  `on_episode` is told how many
+    episodes have ended, whenever some have.
     """
     facts, slots = environments.facts, environments.slots
     limit = max_steps or facts.step_limit or FALLBACK_MAX_STEPS
     returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), np.int64)
     terminated = np.zeros(len(seeds), np.bool_)
     asked = np.asarray(targets, np.float64)
+    kept: list[list[npt.NDArray[Any]]] = [[] for _ in range(keep_actions)]
     slots["todo"] = IDLE
     playing = np.full(slots.size, -1, np.int64)  # slot -> episode; -1: none
     waiting = iter(range(len(seeds)))
@@ -258,6 +262,8 @@ def play_episodes(
             seen = slots["observation"][active]
             slots["action"][active] = facts.bounded(_finite(policy.act(seen, active), seen, facts))
             slots["todo"][active] = STEP
+            for slot in active[playing[active] < keep_actions]:
+                kept[playing[slot]].append(slots["action"][slot].copy())
         for slot, episode in zip(numbers[playing[numbers] < 0], waiting, strict=False):
             playing[slot] = episode
             slots["seed"][slot], slots["todo"][slot] = seeds[episode], RESET
@@ -265,7 +271,8 @@ def play_episodes(
             environments.send(group)
         elif not slots["todo"].any():
             break
-    return Episodes(returns=returns, lengths=lengths, terminated=terminated)
+    actions = tuple(np.array(episode) for episode in kept)
+    return Episodes(returns=returns, lengths=lengths, terminated=terminated, actions=actions)
 
 
 def _finite(

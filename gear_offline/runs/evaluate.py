@@ -22,6 +22,7 @@ from gear_offline.evaluation.evaluate import (
     tasks_of,
 )
 from gear_offline.evaluation.results import EvaluationReport, keep_earlier
+from gear_offline.evaluation.video import check_video, write_videos
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.models.policy import Policy
 from gear_offline.progress import say
@@ -44,6 +45,7 @@ def evaluate(
     seed: int | None = None,
     device: str = "auto",
     out: str | Path | None = None,
+    video: str | Path | None = None,
     quiet: bool = False,
 ) -> EvaluationReport:
     """Evaluate a run; write ``evaluation.json``, the report and its plots into the run directory.
@@ -67,8 +69,18 @@ def evaluate(
         ``"auto"``, ``"cpu"`` or ``"cuda"``.
     out
         Write the result to this file instead; the run directory then stays as it is.
+    video
+        Also write the first episode of each asked return, one after the other, to this new
+        ``.gif`` or ``.mp4`` file; of several tasks one file each, ``NAME-TASK.gif``.  Takes
+        ``pip install 'gear-offline[video]'``.
     quiet
         No progress, no messages.
+
+    Raises
+    ------
+    InputError, UnavailableError
+        Before anything is played: ``RUN_NOT_FOUND``, ``USAGE``, ``ENVIRONMENT``; ``OUTPUT_EXISTS``
+        and ``OUTPUT_WRITE`` for `out` and `video`, ``PACKAGE_MISSING`` for `video`.
     """
     run = given_path(run, "RUN_NOT_FOUND", where="run")
     if out is not None:
@@ -93,19 +105,33 @@ def evaluate(
 
     for task in tasks:
         say_version(task.environment, quiet=quiet)
+    if video is not None:
+        video = given_path(video, "OUTPUT_WRITE", where="video")
+        check_video(video, tasks)
     with torch_threads(trained.recipe.train.threads):
-        report = evaluate_tasks(policy_of, tasks, quiet=quiet)
+        report = evaluate_tasks(policy_of, tasks, keep_actions=video is not None, quiet=quiet)
     home = run_of(weights.path)
     report = replace(report, run=home.name, step=weights.state.step, device=str(where))
-    if out is None:
-        _keep(report, home, run if (run / "checkpoints").is_dir() else home, quiet)
-        return report
     try:
-        report.write(Path(out))
-    except OSError as error:  # what was played must not be lost
+        if video is not None:
+            videos = write_videos(video, report, quiet=quiet)
+            say(f"written: {', '.join(map(str, videos))}", quiet=quiet)
+            seen = tuple(os.path.relpath(path.resolve(), home.resolve()) for path in videos)
+            report = replace(report, videos=seen)
+    finally:  # what was played must not be lost
+        if out is None:
+            _keep(report, home, run if (run / "checkpoints").is_dir() else home, quiet)
+        else:
+            _write(report, Path(out))
+    return report
+
+
+def _write(report: EvaluationReport, out: Path) -> None:
+    try:
+        report.write(out)
+    except OSError as error:
         report.print(console=Console(stderr=True))
         raise write_error(error, str(out)) from error
-    return report
 
 
 def _chosen_tasks(

@@ -58,6 +58,7 @@ class EvaluationRecord(TaskRecord):
     staleness_steps: int = 0
     staleness_seconds: float = 0.0
     tasks: dict[str, TaskRecord] = {}
+    videos: tuple[str, ...] = ()  # of the first episodes, seen from the run directory
 
     @property
     def ranking(self) -> float | None:

@@ -1,0 +1,207 @@
+"""Videos of evaluated episodes: the first of each asked return, as GIF or MP4.
+
+An evaluation keeps the actions of these episodes.  Afterwards they are played again, from the same
+seed, in an environment that draws; returns must be those that were counted.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.core.files import check_new_file, write_file, writing
+from gear_offline.core.text import first_line
+from gear_offline.errors import InputError, UnavailableError
+from gear_offline.evaluation.environments import (
+    FRAME_SKIP,
+    describe,
+    is_atari,
+    make_environment,
+    simulator_data,
+)
+from gear_offline.evaluation.evaluate import EvaluationTask
+from gear_offline.evaluation.results import EvaluationReport, TaskResult
+from gear_offline.progress import Progress
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = {".gif": "GIF-PIL", ".mp4": ".mp4"}  # as imageio names them
+FRAMES_PER_SECOND = 30  # at most: MuJoCo's 125 steps a second are shown as 25 frames
+GIF_WIDTH = 320  # pixels at most: GIF compresses little
+CAPTION_HEIGHT = 24
+
+
+def check_video(path: Path, tasks: Sequence[EvaluationTask]) -> None:
+    """Refuse early what could not be drawn or written; draws one frame of each environment."""
+    if path.suffix.lower() not in FORMATS:
+        what, remedy = "a video is a .gif or .mp4 file", f"write it like {path.stem or 'video'}.gif"
+        raise InputError("USAGE", what, where=str(path), remedy=remedy)
+    for own in _paths(path, [task.name for task in tasks]):
+        check_new_file(own)
+    try:
+        import imageio
+
+        if path.suffix.lower() == ".mp4":
+            import imageio_ffmpeg  # noqa: F401
+    except ImportError as error:
+        what, remedy = "a video needs imageio", "pip install 'gear-offline[video]'"
+        raise UnavailableError(
+            "PACKAGE_MISSING", f"{what}: {first_line(error)}", str(path), remedy
+        ) from error
+    assert imageio
+    if not os.environ.get("DISPLAY"):
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # or pygame looks for a display
+    for environment_id in dict.fromkeys(task.environment for task in tasks):
+        with closing(_drawing(environment_id)) as environment:
+            environment.reset(seed=0)
+            _frame(environment, environment_id)
+
+
+def write_videos(path: Path, report: EvaluationReport, *, quiet: bool = True) -> tuple[Path, ...]:
+    """Write the first episode of each asked return; of several tasks ``NAME-TASK.gif`` for each."""
+    paths = _paths(path, [task.name for task in report.tasks])
+    for own, task in zip(paths, report.tasks, strict=True):
+        with writing(own):
+            content = _encoded(task, own.suffix.lower(), quiet)
+            check_new_file(own)
+            write_file(own, content)
+    return paths
+
+
+def _paths(path: Path, tasks: Sequence[str]) -> tuple[Path, ...]:
+    return tuple(
+        path.with_stem(f"{path.stem}-{task}") if len(tasks) > 1 else path for task in tasks
+    )
+
+
+def _encoded(task: TaskResult, suffix: str, quiet: bool) -> bytes:
+    """Return the video of a task as the bytes of a file."""
+    import imageio.v2
+
+    with closing(_drawing(task.environment)) as environment:
+        rate = float(environment.metadata.get("render_fps") or FRAMES_PER_SECOND)
+    if is_atari(task.environment):
+        rate /= FRAME_SKIP
+    every = max(1, int(np.ceil(rate / FRAMES_PER_SECOND)))
+    options: dict[str, Any] = {"duration": 1000 * every / rate, "loop": 0}  # ms a frame, for ever
+    if suffix == ".mp4":
+        options = {"fps": rate / every, "macro_block_size": 2}
+    file = io.BytesIO()
+    writer: Any = imageio.v2.get_writer(file, format=FORMATS[suffix], mode="I", **options)
+    frames = sum(int(target.lengths[0]) // every + 1 for target in task.targets)
+    with (
+        Progress(f"draw {task.environment}", total=frames, unit="frames", quiet=quiet) as progress,
+        writer,
+    ):
+        for index in range(len(task.targets)):
+            for image in _played(task, index, every):
+                writer.append_data(_sized(image, suffix))
+                progress.advance(1)
+    return file.getvalue()
+
+
+def _played(task: TaskResult, index: int, every: int) -> Iterator[Image]:
+    """Play the first episode of a target again; give a picture every `every` steps."""
+    target = task.targets[index]
+    assert target.actions is not None, "the evaluation was asked to keep them"
+    total = 0.0
+    with closing(_drawing(task.environment)) as environment:
+        facts = describe(environment, task.environment)
+        environment.reset(seed=task.seed)
+        for step in range(len(target.actions) + 1):
+            if step % every == 0:
+                text = f"asked {target.target:,.6g}   achieved {total:,.1f}"
+                yield _captioned(_frame(environment, task.environment), text)
+            if step < len(target.actions):
+                total += float(environment.step(facts.shaped(target.actions[step].copy()))[1])
+    if total != target.returns[0]:
+        raise InputError(
+            "ENVIRONMENT",
+            f"the same seed and actions gave {total:,.6g} and not {target.returns[0]:,.6g}",
+            where=task.environment,
+            remedy="an environment that does not repeat itself cannot be shown: seed its random "
+            "numbers in reset",
+        )
+
+
+def _captioned(frame: npt.NDArray[np.uint8], text: str) -> Image:
+    from PIL import Image, ImageDraw, ImageFont
+
+    height, width = frame.shape[:2]
+    image = Image.new("RGB", (width, height + CAPTION_HEIGHT))
+    image.paste(Image.fromarray(frame), (0, CAPTION_HEIGHT))
+    size = max(8, min(16, width // 14))  # 28 letters of half that width
+    ImageDraw.Draw(image).text((4, 2), text, font=ImageFont.load_default(size))
+    return image
+
+
+def _sized(image: Image, suffix: str) -> npt.NDArray[np.uint8]:
+    if suffix == ".gif" and image.width > GIF_WIDTH:
+        image = image.resize((GIF_WIDTH, round(image.height * GIF_WIDTH / image.width)))
+    return np.asarray(image)[: image.height // 2 * 2, : image.width // 2 * 2]  # H.264 wants even
+
+
+def _drawing(environment_id: str) -> Any:
+    """Make an environment that draws itself into arrays."""
+    with closing(make_environment(environment_id)) as plain:
+        modes = plain.metadata.get("render_modes") or ()
+        if "rgb_array" not in modes:
+            raise InputError(
+                "ENVIRONMENT",
+                f"the environment cannot draw itself: its render modes are {list(modes)}",
+                where=environment_id,
+                remedy="leave out --video, or give it the render mode rgb_array",
+            )
+        if simulator_data(plain) is not None:
+            _choose_mujoco_gl()
+    return make_environment(environment_id, render_mode="rgb_array")
+
+
+def _frame(environment: Any, environment_id: str) -> npt.NDArray[np.uint8]:
+    """Return what an environment shows, (h, w, 3)."""
+    try:
+        frame = np.asarray(environment.render(), np.uint8)
+        if frame.ndim != 3 or frame.shape[2] != 3:
+            raise ValueError(f"an array of shape {frame.shape} is no picture of three colours")
+        return frame
+    except Exception as error:  # pygame, OpenGL and each simulator raise what they like
+        raise UnavailableError(
+            "ENVIRONMENT",
+            f"the environment does not draw itself: {first_line(error)}",
+            where=environment_id,
+            remedy="CartPole and its like need pygame, MuJoCo EGL or OSMesa: "
+            "pip install 'gear-offline[video]', apt-get install libegl1 libosmesa6",
+        ) from error
+
+
+def _choose_mujoco_gl() -> None:
+    """Choose how MuJoCo draws without a display; a process can try only one way."""
+    if os.environ.get("MUJOCO_GL") or os.environ.get("DISPLAY"):
+        return
+    for name in ("egl", "osmesa"):
+        context = "import mujoco; mujoco.GLContext(8, 8).make_current()"
+        tried = subprocess.run(
+            [sys.executable, "-c", context],
+            env=os.environ | {"MUJOCO_GL": name},
+            capture_output=True,
+        )
+        if tried.returncode == 0:
+            os.environ["MUJOCO_GL"] = name
+            return
+    raise UnavailableError(
+        "PACKAGE_MISSING",
+        "MuJoCo cannot draw without a display: neither EGL nor OSMesa works here",
+        where="MUJOCO_GL",
+        remedy="apt-get install libegl1 libosmesa6, on a machine with an NVIDIA GPU its driver's "
+        "EGL library",
+    )

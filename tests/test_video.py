@@ -1,0 +1,151 @@
+"""Videos of evaluated episodes: which are shown, and what is refused before anything is played."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from gear_offline.errors import GearError
+from gear_offline.evaluation import video
+from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
+from gear_offline.evaluation.results import EvaluationReport
+from gear_offline.runs.evaluate import evaluate
+from tests.evaluation_support import Constant, Counted
+from tests.support import failing_code
+from tests.test_evaluate import write_run
+
+imageio = pytest.importorskip("imageio.v3")
+
+
+class Drawn(Counted):
+    """Shows its step as brightness, at 60 steps a second."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 60}  # noqa: RUF012
+    resets = 0
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.render_mode = render_mode
+
+    def render(self) -> Any:
+        return np.full((40, 401, 3), 10 * self.at, np.uint8)
+
+
+class Forgetful(Drawn):
+    """Pays something else each time."""
+
+    def step(self, action: Any) -> Any:
+        Forgetful.resets += 1
+        seen, _, ended, cut, facts = super().step(action)
+        return seen, float(Forgetful.resets), ended, cut, facts
+
+
+for made in (Drawn, Forgetful):
+    entry: Any = made
+    gymnasium.register(id=f"GearTest/{made.__name__}-v0", entry_point=entry)
+
+
+def played(environment: str, **options: Any) -> EvaluationReport:
+    task = EvaluationTask(environment=environment, **({"targets": (9.0, 8.0)} | options))
+    policy = Constant(np.zeros(3))
+    return evaluate_tasks(lambda _: policy, [task], keep_actions=True)
+
+
+def decoded(path: Path) -> Any:
+    """Return the frames of an MP4 of 64 x 400."""
+    tool = pytest.importorskip("imageio_ffmpeg").get_ffmpeg_exe()
+    command = [tool, "-v", "error", "-i", path, "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
+    content = subprocess.run(command, check=True, capture_output=True).stdout
+    return np.frombuffer(content, np.uint8).reshape(-1, 64, 400, 3)
+
+
+@pytest.mark.parametrize("name", ["a.gif", "a.MP4"])
+def test_the_first_episode_of_each_target_is_shown(tmp_path: Path, name: str) -> None:
+    report = played("GearTest/Drawn-v0", seed=5, episodes=3)  # of 6 steps first
+    assert report.tasks[0].targets[0].lengths.tolist() == [6, 7, 1]
+    [path] = video.write_videos(tmp_path / name, report)
+    frames = np.stack(imageio.imread(path, index=None)) if name == "a.gif" else decoded(path)
+    shown = [int(frame[-5, 200].mean()) for frame in frames]
+    # every second step, and anew for the second target
+    np.testing.assert_allclose(shown, [0, 20, 40, 60] * 2, atol=3)
+    assert frames.shape[2] in (320, 400), "a GIF is small, MP4 has even sizes"
+    assert frames[0][:24].max() > 150, "the caption"
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_an_episode_that_does_not_repeat_is_not_shown(tmp_path: Path) -> None:
+    report = played("GearTest/Forgetful-v0", episodes=1)
+    assert failing_code(lambda: video.write_videos(tmp_path / "a.gif", report)) == "ENVIRONMENT"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("environment", ["Pendulum-v1", "Hopper-v5", "ALE/Pong-v5"])
+def test_simulators_are_drawn_as_they_were_played(tmp_path: Path, environment: str) -> None:
+    policy: Any = Constant(np.zeros(3) if environment == "Hopper-v5" else np.zeros(1))
+    if environment == "ALE/Pong-v5":
+        pytest.importorskip("ale_py")
+        policy = Constant(np.array(2))
+    if environment == "Pendulum-v1":
+        pytest.importorskip("pygame")
+    tasks = [EvaluationTask(environment=environment, targets=(1.0,), episodes=1, seed=3)]
+    path = tmp_path / "a.gif"
+    video.check_video(path, tasks)
+    report = evaluate_tasks(lambda _: policy, tasks, max_steps=12, keep_actions=True)
+    video.write_videos(path, report)
+    frames = imageio.imread(path, index=None)
+    assert len(frames) > 2 and frames.std() > 5
+
+
+def test_a_run_is_shown_and_its_report_links_it(tmp_path: Path) -> None:
+    pytest.importorskip("pygame")
+    run = write_run(tmp_path / "run")
+    options: dict[str, Any] = {"episodes": 1, "targets": -200.0, "device": "cpu", "quiet": True}
+    without = evaluate(run, **options).to_json()
+    assert "(<" not in (run / "report.md").read_text()
+    report = evaluate(run, video=tmp_path / "a.gif", **options).to_json()
+    assert report.pop("videos") == ["../a.gif"]
+    assert report | {"seconds": 0} == without | {"seconds": 0}, "the episodes are the same"
+    assert json.loads((run / "evaluation.json").read_text())["videos"] == ["../a.gif"]
+    assert "(<../a.gif>)" in (run / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "environment", "code"),
+    [
+        ("a.avi", "Pendulum-v1", "USAGE"),
+        ("a", "Pendulum-v1", "USAGE"),
+        ("no/a.gif", "Pendulum-v1", "OUTPUT_WRITE"),
+        ("there.gif", "Pendulum-v1", "OUTPUT_EXISTS"),
+        ("a.gif", "GearTest/Counted-v0", "ENVIRONMENT"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_before_anything_is_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, environment: str, code: str
+) -> None:
+    run = write_run(tmp_path / "run")
+    (tmp_path / "there.gif").touch()
+    monkeypatch.setattr("gear_offline.runs.evaluate.evaluate_tasks", None)
+    call = lambda: evaluate(run, environment=environment, video=tmp_path / name)  # noqa: E731
+    assert failing_code(call) == code
+
+
+def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = [EvaluationTask(environment="Pendulum-v1", targets=(1.0,))]
+    for module in ("pygame", "imageio"):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(GearError, match=r"gear-offline\[video\]"):
+            video.check_video(tmp_path / "a.gif", tasks)
+    monkeypatch.setattr(os, "environ", {})
+    failed: Any = subprocess.CompletedProcess([], 1)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    tasks = [EvaluationTask(environment="Hopper-v5", targets=(1.0,))]
+    monkeypatch.delitem(sys.modules, "imageio")
+    with pytest.raises(GearError, match="libosmesa6"):
+        video.check_video(tmp_path / "a.gif", tasks)
