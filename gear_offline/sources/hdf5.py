@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import h5py
 import numpy as np
@@ -42,6 +42,7 @@ MAX_UNWRITTEN_BYTES = 16 << 20  # fill values in place of chunks that were never
 MAX_ATTRIBUTES, MAX_ATTRIBUTE_BYTES = 200, 4096
 MAX_TEXT_BYTES = 16 << 20
 LIBRARY_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, NotImplementedError)
+Stored = TypeVar("Stored")
 _PLAIN = "copy the data into plain datasets of one file, e.g. with h5repack"
 
 
@@ -481,10 +482,10 @@ def _dtype(dataset: Any) -> tuple[np.dtype[Any] | None, str]:
 
 
 def renamed(
-    datasets: Mapping[str, Hdf5Dataset], names: Mapping[str, str], path: Path
-) -> dict[str, Hdf5Dataset]:
+    datasets: Mapping[str, Stored], names: Mapping[str, str], path: Path
+) -> dict[str, Stored]:
     """Return datasets by column name; one that already has a given name is hidden."""
-    columns: dict[str, Hdf5Dataset] = {}
+    columns: dict[str, Stored] = {}
     moved: set[str] = set()
     for new, old in names.items():
         stored = old.strip("/")

@@ -19,10 +19,12 @@ from gear_offline.sources.combine import (
 from gear_offline.sources.d4rl import locate
 from gear_offline.sources.hdf5_table import SUFFIXES, open_hdf5
 from gear_offline.sources.minari import data_directory, find_directory, open_minari
+from gear_offline.sources.npz import open_npz
 from gear_offline.sources.robomimic import open_robomimic
 
+NPZ = (".npz",)
 ACCEPTED = (
-    "a .hdf5 or .h5 file, a folder of them, robomimic:FILE#FILTER_KEY, d4rl:NAME "
+    "a .hdf5, .h5 or .npz file, a folder of them, robomimic:FILE#FILTER_KEY, d4rl:NAME "
     "(d4rl:hopper-medium-v2), minari:ID (minari:mujoco/hopper/medium-v0), the directory of a "
     "Minari dataset, or one of GEAR shards; "
     "arrays are given from Python, see docs/how-to/convert.md"
@@ -37,9 +39,9 @@ def open_source(
     Parameters
     ----------
     uri
-        Path of an HDF5 file (D4RL's layouts, robomimic's or the generic one) or of a folder of such
-        files, ``robomimic:FILE#FILTER_KEY``, ``d4rl:NAME``, ``minari:ID``, a Minari dataset's
-        directory, or one of GEAR shards.
+        Path of an HDF5 file (D4RL's layouts, robomimic's or the generic one), of an ``.npz`` file
+        (OGBench's or flat arrays) or of a folder of such files, ``robomimic:FILE#FILTER_KEY``,
+        ``d4rl:NAME``, ``minari:ID``, a Minari dataset's directory, or one of GEAR shards.
     rule
         Boundary rule in place of the format's own, e.g. ``"terminals|steps=1000"``; see
         docs/explanation/episodes.md.
@@ -81,9 +83,9 @@ def open_source(
     if scheme == "robomimic":
         source = _open_demonstrations(name, rule, renamed)
     elif path.is_dir():
-        files = files_in(path.absolute(), SUFFIXES)
+        files = _files(path.absolute())
         if not files:
-            raise _unknown(f"the directory {text!r} holds neither a Minari dataset nor HDF5 files")
+            raise _unknown(f"the directory {text!r} holds neither a Minari dataset nor data files")
         parts_of = [_open_file(file, uri=file.name, rule=rule, names=renamed) for file in files]
         source = join_sources(parts_of, uri=path.absolute().name)
     else:
@@ -92,8 +94,18 @@ def open_source(
     return with_columns(source, parts, renamed)
 
 
+def _files(folder: Path) -> list[Path]:
+    """Return the files of a folder that make one dataset: of OGBench's not those for validation."""
+    files = files_in(folder, SUFFIXES) or files_in(folder, NPZ)
+    return [
+        f for f in files if f.with_name(f"{f.stem.removesuffix('-val')}{f.suffix}") == f
+    ] or files
+
+
 def _open_file(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str]) -> Source:
     """Open a file by the reader of its layout."""
+    if path.suffix.lower() == ".npz":
+        return open_npz(path, uri=uri, rule=rule, names=names)
     if source := open_robomimic(path, uri=uri, names=names):
         _refuse_rule(rule, uri)
         return source
@@ -129,7 +141,7 @@ def _is_directory(text: str, path: Path) -> bool:
     except (OSError, ValueError):  # too long, or not a name at all
         pass
     known = dataset_of_file(path.name)
-    if not known and path.suffix.lower() not in SUFFIXES:
+    if not known and path.suffix.lower() not in (*SUFFIXES, *NPZ):
         raise _unknown(f"{text if len(text) <= 100 else text[:100] + '...'!r} is not a source")
     remedy = "check the path"
     if known:

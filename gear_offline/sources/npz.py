@@ -1,0 +1,273 @@
+"""NumPy's ``.npz`` files of flat arrays, one row a step; among them OGBench's.
+
+A file is a zip of ``.npy`` members.  Rows of stored members are read where they lie, those of
+compressed ones (OGBench writes these) are decoded on the way: in order, in memory for one read.
+
+Shape legend: N rows.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+
+from gear_offline.core.files import read_at
+from gear_offline.core.text import count_text
+from gear_offline.core.types import Array
+from gear_offline.dataset.schema import is_step_shape
+from gear_offline.errors import InputError
+from gear_offline.sources.base import InputFile, Kinds, Piece, Source, SourceInfo
+from gear_offline.sources.episode_ends import (
+    ARTIFICIAL,
+    FLAGS,
+    SCALARS,
+    TIME_FLAGS,
+    default_rule,
+    split_episodes,
+)
+from gear_offline.sources.hdf5 import renamed, some_names
+
+READ_COMPRESSED = 1 << 20
+NO_REWARDS = (
+    "OGBench's files have no rewards, which depend on the goal: they are 0 here; to train for "
+    "returns save what ogbench adds for a singletask name: docs/how-to/convert.md"
+)
+Decoder = Any  # zlib gives its type no public name
+
+
+@dataclass(kw_only=True, eq=False)
+class Member:
+    """An array of the file: where its bytes lie, and how far a compressed one was decoded."""
+
+    file: InputFile
+    path: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int  # in the file, of the member
+    size: int  # there
+    header: int  # bytes of the member before the first row
+    crc: int | None  # of a compressed member
+    state: tuple[Decoder, int, int, int] | None = field(default=None)
+
+    @property
+    def rows(self) -> int:
+        """N."""
+        return self.shape[0]
+
+    def read(self, start: int, stop: int) -> Array:
+        """Return rows ``[start, stop)``, native byte order."""
+        rows = np.empty((stop - start, *self.shape[1:]), self.dtype)
+        width = prod(self.shape[1:]) * self.dtype.itemsize
+        first = self.header + start * width
+        view = rows.reshape(-1).view(np.uint8).data
+        with _told(self.file.path, self.path), self.file.open() as file:
+            if self.crc is None:
+                if read_at(file.fileno(), view, self.offset + first) < len(view):
+                    raise ValueError("the file ends before its data do")
+            else:
+                self._decode(file.fileno(), view, first)
+        if self.dtype.kind == "b" and view.nbytes and np.frombuffer(view, np.uint8).max() > 1:
+            what, where = "a bool array holds values other than 0 and 1", f"{self.file.path}"
+            raise InputError("SOURCE_READ", what, where=where, remedy="the file is damaged")
+        return rows.astype(self.dtype.newbyteorder("="), copy=False)
+
+    def _decode(self, file: int, out: memoryview, first: int) -> None:
+        """Fill `out` with the decoded bytes from `first` on."""
+        state, self.state = self.state, None
+        decoder, at, taken, crc = state or (zlib.decompressobj(-15), 0, 0, 0)
+        if at > first:  # backwards: once more from the beginning
+            decoder, at, taken, crc = zlib.decompressobj(-15), 0, 0, 0
+        end, total = first + len(out), self.header + prod(self.shape) * self.dtype.itemsize
+        raw = decoder.unconsumed_tail
+        while at < end:
+            if not raw:
+                buffer = bytearray(min(READ_COMPRESSED, self.size - taken))
+                if not buffer or read_at(file, memoryview(buffer), self.offset + taken) < len(
+                    buffer
+                ):
+                    raise ValueError("the file ends before its data do")
+                raw, taken = bytes(buffer), taken + len(buffer)
+            plain = decoder.decompress(raw, min(end - at, 4 * READ_COMPRESSED))
+            raw = decoder.unconsumed_tail
+            crc = zlib.crc32(plain, crc)
+            low = max(first - at, 0)
+            if low < len(plain):
+                place = at + low - first
+                out[place : place + len(plain) - low] = plain[low:]
+            at += len(plain)
+            if not plain and decoder.eof:
+                raise ValueError("it holds less than it claims")
+        if at < total:
+            self.state = decoder, at, taken, crc
+        elif crc != self.crc:
+            raise ValueError("the checksum differs")
+
+
+def open_npz(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str]) -> Source:
+    """Open an ``.npz`` file of OGBench, or of flat arrays with flags."""
+    path = path.absolute()
+    file = InputFile.find(path)
+    left_out: dict[str, str] = {}
+    members = renamed(dict(_members(file, left_out)), names, path)
+    if "valids" in members:
+        what = "a compact dataset of OGBench: two rows are flagged at each end"
+        remedy = "give the file that ogbench downloads, or save with compact_dataset=False"
+        raise InputError("SOURCE_LAYOUT", what, where=str(path), remedy=remedy)
+    # Its terminals are ends of trajectories, not of tasks; `masks` come with its rewards.
+    has_rewards = "rewards" in members
+    ogbench = {"observations", "actions", "terminals"} <= set(members) and (
+        "masks" in members or not {"rewards", *TIME_FLAGS} & set(members)
+    )
+    required = ("observations", "actions", *(() if ogbench else ("rewards",)))
+    for name in required:
+        if not any(n == name or n.startswith(f"{name}/") for n in members):
+            remedy = f"needed: {', '.join(required)}; found: {some_names(members)}; other names: "
+            remedy += f"--columns {name}=NAME,..."
+            raise InputError("COLUMN", f"no array {name!r}", where=str(path), remedy=remedy)
+    steps = _steps(members, left_out, path)
+    kinds: dict[str, Any] = {
+        n: (m.dtype, () if _scalar(n, m) else m.shape[1:]) for n, m in members.items()
+    }
+
+    def read(column: str, start: int, stop: int) -> Array:
+        if column not in members:  # rewards that the file does not have
+            return np.zeros(stop - start, np.float32)
+        rows = members[column].read(start, stop)
+        return rows[:, 0] if _scalar(column, members[column]) else rows
+
+    notes: list[str] = []
+    if ogbench:
+        rule = rule or ARTIFICIAL
+        if not has_rewards:
+            kinds["rewards"] = np.dtype(np.float32), ()
+            notes.append(NO_REWARDS)
+    elif rule is None:
+        rule, notes = default_rule([flag for flag in FLAGS if flag in kinds], where=str(path))
+    ends = split_episodes(rule, list(kinds), steps, read, where=str(path))
+    return Source(
+        [Piece(read=read, steps=steps)],
+        _ordered(kinds),
+        lengths=ends.lengths,
+        terminated=ends.terminated,
+        info=SourceInfo(
+            uri=uri,
+            format="ogbench" if ogbench else "npz",
+            rule=rule,
+            files=(file,),
+            attributes={
+                "left_out": left_out,
+                "unfinished_tail_steps": ends.tail_steps,
+                "warnings": notes,
+            },
+        ),
+    )
+
+
+def _scalar(name: str, member: Member) -> bool:
+    return name in SCALARS and member.shape[1:] == (1,)
+
+
+def _ordered(kinds: Kinds) -> Kinds:
+    first = [n for n in ("observations", "actions", "rewards") if n in kinds]
+    return {name: kinds[name] for name in (*first, *(n for n in kinds if n not in first))}
+
+
+def _members(file: InputFile, left_out: dict[str, str]) -> Iterator[tuple[str, Member]]:
+    """Yield the arrays of a file; those that are no columns come into `left_out`."""
+    with file.open() as raw, _told(file.path), zipfile.ZipFile(raw) as archive:
+        for entry in archive.infolist():
+            name = entry.filename.removesuffix(".npy")
+            with _told(file.path, name):
+                if entry.flag_bits & 1 or entry.compress_type not in (0, zipfile.ZIP_DEFLATED):
+                    raise ValueError("it is encrypted, or compressed otherwise than by deflate")
+                with archive.open(entry) as opened:
+                    version = npy.read_magic(opened)
+                    header = (
+                        npy.read_array_header_1_0(opened)
+                        if version == (1, 0)
+                        else npy.read_array_header_2_0(opened)
+                    )
+                    begin = opened.tell()
+                shape, fortran, dtype = header
+                local = bytearray(30)
+                read_at(raw.fileno(), memoryview(local), entry.header_offset)
+                lengths = (
+                    int.from_bytes(local[26:28], "little"),
+                    int.from_bytes(local[28:], "little"),
+                )
+                offset = entry.header_offset + 30 + sum(lengths)
+                if (
+                    dtype.kind not in "biufc"
+                    or not shape
+                    or not is_step_shape(shape[1:], dtype.itemsize)
+                ):
+                    left_out[name] = f"{dtype} of shape {list(shape)}"
+                    continue
+                if fortran and len(shape) > 1:
+                    raise ValueError("it is stored by columns: save np.ascontiguousarray(array)")
+                if entry.file_size != begin + prod(shape) * dtype.itemsize:
+                    raise ValueError(f"{entry.file_size} bytes for {dtype} {shape}")
+                if offset + entry.compress_size > file.identity[2]:
+                    raise ValueError("the file ends before its data do")
+                yield (
+                    name,
+                    Member(
+                        file=file,
+                        path=name,
+                        dtype=dtype,
+                        shape=shape,
+                        offset=offset,
+                        size=entry.compress_size,
+                        header=begin,
+                        crc=entry.CRC if entry.compress_type else None,
+                    ),
+                )
+
+
+def _steps(members: dict[str, Member], left_out: dict[str, str], path: Path) -> int:
+    """Return N; what has other rows is left out, or refused where it is needed."""
+    first = next(n for n in members if n.split("/")[0] == "observations")
+    steps = members[first].rows
+    for name in list(members):
+        rows = members[name].rows
+        if rows == steps and steps:
+            continue
+        if name in SCALARS or name.split("/")[0] in ("actions", "observations"):
+            what = f"{name} has {count_text(rows, 'row')}, {first} has {steps:,}"
+            remedy = "every array needs one row a step: the file is damaged or of another layout"
+            raise InputError("SOURCE_LAYOUT", what, where=str(path), remedy=remedy)
+        left_out[name] = f"{count_text(rows, 'row')} for {count_text(steps, 'step')}"
+        del members[name]
+    return steps
+
+
+@contextmanager
+def _told(path: Path, name: str = "") -> Iterator[None]:
+    """Turn what a damaged file raises into one error."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        zipfile.BadZipFile,
+        zlib.error,
+        RuntimeError,
+        NotImplementedError,
+        SyntaxError,
+    ) as error:
+        what = f"not a readable .npz file: {' '.join(str(error).split())[:200]}"
+        remedy = "the file is damaged, cut short or of another format: get it again"
+        where = f"{path}: {name}" if name else str(path)
+        raise InputError("SOURCE_READ", what, where=where, remedy=remedy) from error

@@ -1,0 +1,156 @@
+"""``.npz`` files: written as OGBench's scripts do, compared with what NumPy reads."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gear_offline.convert.conversion import convert
+from gear_offline.dataset.dataset import open_dataset
+from gear_offline.errors import InputError
+from gear_offline.sources import iter_episodes, open_source
+
+SAVES: list[Callable[..., None]] = [np.savez_compressed, np.savez]
+Columns = dict[str, Any]
+
+
+def antmaze(episodes: int = 3, length: int = 11, seed: int = 0) -> Columns:
+    rng, steps = np.random.default_rng(seed), episodes * length
+    return {
+        "observations": rng.normal(size=(steps, 29)).astype(np.float32),
+        "actions": rng.uniform(-1, 1, (steps, 8)).astype(np.float32),
+        "terminals": np.arange(steps) % length == length - 1,
+        "qpos": rng.normal(size=(steps, 15)).astype(np.float32),
+        "qvel": rng.normal(size=(steps, 14)).astype(np.float32),
+    }
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_every_step_of_ogbench(tmp_path: Path, save: Callable[..., None]) -> None:
+    columns, path = antmaze(), tmp_path / "antmaze-large-navigate-v0.npz"
+    save(path, **columns)
+    save(tmp_path / "antmaze-large-navigate-v0-val.npz", **antmaze(1))
+    with open_source(path) as source:
+        assert source.info.format == "ogbench"
+        assert source.info.rule == "terminals-as-truncations"
+        assert any("no rewards" in text for text in source.info.attributes["warnings"])
+        assert source.episodes.lengths.tolist() == [11] * 3
+        assert not source.terminated.any() and source.truncated.all()
+        episodes = list(iter_episodes(source))  # from one column to the next, forwards
+        for number in (2, 0, 1):
+            for name, values in columns.items():
+                rows = values[number * 11 : number * 11 + 11]
+                assert episodes[number][name].dtype == rows.dtype
+                np.testing.assert_array_equal(episodes[number][name], rows)
+                again = source.read(name, number * 11 + 3, number * 11 + 9)  # and backwards
+                np.testing.assert_array_equal(again, rows[3:9])
+            assert not episodes[number]["rewards"].any()
+    convert(path, tmp_path / "shards", quiet=True)
+    read = open_dataset(tmp_path / "shards").read("observations", 0, 33)
+    np.testing.assert_array_equal(read, columns["observations"])
+
+
+def test_a_folder_and_the_file_for_validation(tmp_path: Path) -> None:
+    parts = {number: antmaze(2, seed=number) for number in (10, 2)}
+    for number, columns in parts.items():
+        np.savez_compressed(tmp_path / f"cube-v0-{number}.npz", **columns)
+        np.savez_compressed(tmp_path / f"cube-v0-{number}-val.npz", **antmaze(1, seed=99))
+    with open_source(tmp_path) as source:
+        whole = np.concatenate([parts[n]["observations"] for n in (2, 10)])
+        np.testing.assert_array_equal(source.read("observations", 0, 44), whole)
+    with open_source(tmp_path / "cube-v0-2-val.npz") as source:
+        assert source.episodes.lengths.tolist() == [11]
+
+
+def test_relabelled_and_other_arrays(tmp_path: Path) -> None:
+    columns = antmaze() | {"rewards": np.full(33, -1, np.float32), "text": np.array(["a", "b"])}
+    columns["terminals"][5], columns["timeouts"] = True, np.arange(33) % 11 == 10
+    columns["obs"] = columns.pop("observations")
+    np.savez(tmp_path / "a.npz", **columns)
+    with open_source(tmp_path / "a.npz", names={"observations": "obs"}) as source:
+        assert source.info.format == "npz" and source.info.rule == "terminals|timeouts"
+        assert source.episodes.lengths.tolist() == [6, 5, 11, 11]
+        assert source.read("rewards", 0, 2).tolist() == [-1, -1]
+        assert list(source.info.attributes["left_out"]) == ["text"]
+    with open_source(tmp_path / "a.npz", names={"observations": "obs"}, rule="steps=3") as source:
+        assert source.spec.episodes == 11
+
+
+def test_terminals_beside_masks_end_trajectories_only(tmp_path: Path) -> None:
+    added: Columns = {"rewards": np.full(33, -1, np.float32), "masks": np.ones(33, np.float32)}
+    np.savez(tmp_path / "a.npz", **antmaze(), **added)
+    with open_source(tmp_path / "a.npz") as source:
+        assert source.info.format == "ogbench" and not source.terminated.any()
+        assert source.read("rewards", 0, 33).tolist() == [-1] * 33
+        assert source.info.attributes["warnings"] == []
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_memory_is_that_of_a_read(tmp_path: Path, save: Callable[..., None]) -> None:
+    columns = {
+        "observations": np.zeros((1_000_000, 16), np.float32),
+        "actions": np.zeros((1_000_000, 2), np.float32),
+        "terminals": np.arange(1_000_000) % 1000 == 999,
+    }
+    save(tmp_path / "big.npz", **columns)
+    del columns
+    with open_source(tmp_path / "big.npz") as source:
+        tracemalloc.start()
+        for start in range(0, 1_000_000, 50_000):
+            source.read("observations", start, start + 50_000)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 16 << 20  # of 64
+
+
+def without(name: str) -> Callable[[Columns], None]:
+    return lambda columns: columns.__delitem__(name)
+
+
+def put(name: str, values: Any) -> Callable[[Columns], None]:
+    return lambda columns: columns.__setitem__(name, values)
+
+
+BAD: dict[str, tuple[Callable[[Columns], None], str, str]] = {
+    "no actions": (without("actions"), "COLUMN", "'actions'"),
+    "no flags": (without("terminals"), "COLUMN", "'rewards'"),
+    "short": (put("actions", np.zeros((3, 8))), "SOURCE_LAYOUT", "3 rows"),
+    "compact": (put("valids", np.ones(33)), "SOURCE_LAYOUT", "compact_dataset=False"),
+    "no steps": (put("observations", np.zeros((0, 29))), "SOURCE_LAYOUT", "0 rows"),
+    "by columns": (put("actions", np.zeros((8, 33)).T), "SOURCE_READ", "ascontiguousarray"),
+    "objects": (put("actions", np.array([{}] * 33, object)), "COLUMN", "'actions'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arrays_are_refused(tmp_path: Path, case: str) -> None:
+    change, code, words = BAD[case]
+    columns, path = antmaze(), tmp_path / "bad.npz"
+    change(columns)
+    np.savez_compressed(path, **columns)
+    with pytest.raises(InputError) as caught:
+        open_source(path)
+    assert caught.value.code == code and words in str(caught.value), str(caught.value)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_damaged_files_are_refused(tmp_path: Path, save: Callable[..., None]) -> None:
+    path = tmp_path / "a.npz"
+    save(path, **antmaze(30))
+    whole = path.read_bytes()
+    damaged = [b"", b"not a zip", whole[: len(whole) // 2], whole[:-30]]
+    if save is np.savez_compressed:
+        flipped = bytearray(whole)
+        flipped[3000] ^= 16
+        damaged.append(bytes(flipped))
+    for content in damaged:
+        path.write_bytes(content)
+        with pytest.raises(InputError) as caught, open_source(path) as source:
+            source.read("observations", 0, 330)
+        assert caught.value.code == "SOURCE_READ" and "\n" not in str(caught.value)
