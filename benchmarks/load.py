@@ -22,7 +22,7 @@ from benchmarks.convert import make_file
 from gear_offline.convert.conversion import convert
 from gear_offline.core.system import usable_cores
 from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.tables.table import build_table
+from gear_offline.tables.table import TableOptions, build_table
 
 STEPS, QUICK_STEPS = 20_000_000, 500_000
 COLUMNS = ["observations", "actions", "rewards"]
@@ -44,7 +44,9 @@ def run(*, quick: bool = False) -> dict[str, Any]:
         for threads in sorted({1, min(2, cores), cores}):
             calls: dict[str, Call] = {
                 "raw": partial(read_raw, dataset, threads),
-                "load": partial(build_table, dataset, context_length=20, threads=threads),
+                "load": partial(
+                    build_table, dataset, TableOptions(context_length=20), threads=threads
+                ),
             }
             times: dict[str, list[float]] = {key: [] for key in calls}
             for number in range(3 if quick else 6):

@@ -25,11 +25,11 @@ from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.kernels.segments import Segments
 from gear_offline.loaders.batch import Batch, split_steps
 from gear_offline.loaders.options import (
-    LoaderOptions,
     Mode,
     Placement,
     Sharding,
     check_keywords,
+    check_options,
     choose_sampler,
     find_world,
     no_engine,
@@ -77,7 +77,7 @@ class GearLoader(Closing, Iterator[Batch]):
     padding
         Side on which windows that reach beyond their episode's end are filled up with zeros.
     gamma, returns_scale, normalize_states, extra_columns
-        As `gear_offline.tables.table.build_table`.
+        As `gear_offline.tables.table.TableOptions`.
     frame_stack
         S, frames that make up a state, for images; the dataset holds single frames.  Stack `s` of
         step `t` is the frame of step ``t - (S - 1) + s`` of the episode, zeros before its first.
@@ -166,7 +166,8 @@ class GearLoader(Closing, Iterator[Batch]):
     ) -> None:
         check_keywords(positional, unknown)
         self.device = resolve_device(device)
-        self._options = options = LoaderOptions(
+        self._options = options = check_options(
+            self.device,
             batch_size=batch_size,
             context_length=context_length,
             padding=padding,
@@ -181,12 +182,12 @@ class GearLoader(Closing, Iterator[Batch]):
             host_budget=host_budget,
             sharding=sharding,
             exchange=exchange,
-        ).checked(self.device)
+        )
         check_range(seed, start_step, 0, options.batch_size)
         self.seed, self._step = int(seed), int(start_step)
         self.batch_size, self.context_length = options.batch_size, options.context_length
         self.padding, self.frame_stack = options.padding, options.frame_stack
-        self.extra_columns = options.extra_columns
+        self.extra_columns = tuple(options.extra_columns)
         self.world = find_world(world, self.batch_size)
         if isinstance(dataset, (str, Path)):
             dataset = open_dataset(dataset, verify=False)  # what is loaded is compared

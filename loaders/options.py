@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import math
-import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from numbers import Real
-from typing import Any, Literal, get_args
+from dataclasses import fields
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import ConfigDict, ValidationError
+from pydantic import Field as Range
+from pydantic.dataclasses import dataclass
 
 from gear_offline.distributed.world import World, joined_world
 from gear_offline.errors import InputError, UnavailableError
@@ -19,19 +19,12 @@ from gear_offline.kernels.gather import Padding
 from gear_offline.progress import say
 from gear_offline.sampling import Sampler, make_sampler, parse_strategy
 from gear_offline.tables.joint import TableData
+from gear_offline.tables.table import TableOptions
 
 Mode = Literal["auto", "on", "off"]
 Placement = Literal["auto", "hbm", "peer", "host", "disk"]
 Sharding = Literal["auto", "replicate", "shard"]
 
-CHOICES = {
-    "padding": Padding,
-    "engine": Mode,
-    "exchange": Mode,
-    "sharding": Sharding,
-    "placement": Placement,
-}
-MAX_FRAME_STACK = 64
 ELSEWHERE = {  # arguments of other libraries' loaders
     "shuffle": "batches are random already; selection='shuffled_epochs' takes each start once",
     "sampler": "it is called selection: a strategy's name, or what make_sampler(...) returns",
@@ -45,71 +38,37 @@ ELSEWHERE = {  # arguments of other libraries' loaders
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoaderOptions:
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, allow_inf_nan=False))
+class LoaderOptions(TableOptions):
     """The options of `gear_offline.loaders.loader.GearLoader` that say how batches are made."""
 
-    batch_size: int
-    context_length: int
+    batch_size: Annotated[int, Range(ge=1)]
     padding: Padding
-    gamma: float
-    returns_scale: float
-    normalize_states: bool
-    extra_columns: Sequence[str]
-    frame_stack: int
     engine: Mode
     placement: Placement
-    hbm_budget: int | None
-    host_budget: int | None
+    hbm_budget: Annotated[int, Range(ge=0)] | None
+    host_budget: Annotated[int, Range(ge=1)] | None
     sharding: Sharding
     exchange: Mode
 
-    def checked(self, device: torch.device) -> LoaderOptions:
-        """Return plain values; raises ``LOADER_OPTION`` for what no loader can do."""
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in get_args(choices):
-                allowed = ", ".join(get_args(choices))
-                raise bad_option(name, getattr(self, name), f"one of {allowed}")
-        if not (isinstance(self.gamma, Real) and 0 <= self.gamma <= 1):
-            raise bad_option("gamma", self.gamma, "a number from 0 to 1")
-        scale = self.returns_scale
-        if not (isinstance(scale, Real) and math.isfinite(scale) and scale > 0):
-            raise bad_option("returns_scale", scale, "a positive number")
-        columns = self.extra_columns
-        if isinstance(columns, str) or not isinstance(columns, Sequence):
-            raise bad_option("extra_columns", columns, "a list of columns, or [] for none")
-        if self.engine == "on" and device.type != "cuda":
-            raise no_engine(f"engine='on' needs a CUDA device, batches go to {device}")
-        if self.placement == "disk" and self.engine == "on":
-            raise bad_option("placement", "disk", "engine='auto' or 'off' with rows on disk")
-        return replace(
-            self,
-            batch_size=_whole("batch_size", self.batch_size),
-            context_length=_whole("context_length", self.context_length),
-            frame_stack=_whole("frame_stack", self.frame_stack, MAX_FRAME_STACK),
-            host_budget=_bytes("host_budget", self.host_budget, 1),
-            hbm_budget=_bytes("hbm_budget", self.hbm_budget, 0),
-            gamma=float(self.gamma),
-            returns_scale=float(scale),
-            normalize_states=bool(self.normalize_states),
-            extra_columns=tuple(columns),
-        )
 
-    @property
-    def window_rows(self) -> int:
-        """Rows that a window takes, with its history; so many are a table's margin."""
-        return self.context_length + self.frame_stack - 1
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """What the size of a table depends on."""
-        names = ("context_length", "normalize_states", "extra_columns", "frame_stack")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """What the content of a table depends on."""
-        return self.sizes | {"gamma": self.gamma, "returns_scale": self.returns_scale}
+def check_options(device: torch.device, **given: Any) -> LoaderOptions:
+    """Return the options, of Python's or NumPy's numbers; refuse what no loader can do."""
+    plain = {k: v.item() if isinstance(v, np.generic) else v for k, v in given.items()}
+    try:
+        options = LoaderOptions(**plain)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = str(problem["loc"][0])
+        remedy = problem["msg"].replace("Input", name)
+        raise InputError(
+            "LOADER_OPTION", f"{name}={given[name]!r} is not usable", remedy=remedy
+        ) from error
+    if options.engine == "on" and device.type != "cuda":
+        raise no_engine(f"engine='on' needs a CUDA device, batches go to {device}")
+    if options.placement == "disk" and options.engine == "on":
+        raise bad_option("placement", "disk", "engine='auto' or 'off' with rows on disk")
+    return options
 
 
 KEYWORDS = (
@@ -130,26 +89,6 @@ def no_engine(what: str) -> UnavailableError:
         what,
         remedy="use device='cuda' and engine='on', which says what is missing; or engine='auto'",
     )
-
-
-def _whole(name: str, value: object, most: int | None = None) -> int:
-    """Return a whole number from 1 to `most`, of Python or NumPy."""
-    try:
-        number = 0 if isinstance(value, bool | np.bool_) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = 0
-    if number < 1 or (most is not None and number > most):
-        allowed = "of at least 1" if most is None else f"from 1 to {most}"
-        raise bad_option(name, value, f"an integer {allowed}")
-    return number
-
-
-def _bytes(name: str, value: object, least: int) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise bad_option(name, value, f"bytes from {least}, such as 4 << 30, or None")
-    return int(value)
 
 
 def find_world(world: World | Literal["auto"] | None, global_batch: int) -> World:

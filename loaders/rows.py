@@ -21,14 +21,14 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
 from gear_offline.kernels.draws import PriorityTree
 from gear_offline.kernels.gather import CpuGather, Windows
-from gear_offline.loaders.options import LoaderOptions
+from gear_offline.loaders.options import LoaderOptions, Sharding
 from gear_offline.loaders.segments import OwnSegments, Ring, ShardedSegments, node_rows
 from gear_offline.progress import say
 from gear_offline.sampling import Sampler
 from gear_offline.sampling.base import Stream
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import Handle, share_table
-from gear_offline.tables.table import Table, build_table, table_bytes
+from gear_offline.tables.table import Table, TableOptions, build_table, table_bytes
 
 if TYPE_CHECKING:
     from gear_offline.kernels.gather_gpu import GpuGather
@@ -136,11 +136,13 @@ class RowOpener:
         if table is not None:
             self._check(table)
         elif not self.world.feeds:
-            table = build_table(self.data, shards=(), **options.values)
+            table = build_table(self.data, options, shards=())
         elif (reason := self._disk_reason()) is not None:
             return self._open_disk(reason)
         else:
-            share = choose_share(self.data, self.stream.selection, self.world, options)
+            share = choose_share(
+                self.data, self.stream.selection, self.world, options, options.sharding
+            )
             ring = None if share is None else self._make_ring()
             table = self._build(share, ring)
         local = None if share is None else share.nodes == self.world.node
@@ -169,7 +171,7 @@ class RowOpener:
 
     def _check(self, table: Table) -> None:
         same = np.array_equal(table.episodes.lengths, self.data.episodes.lengths)
-        if not same or table.margin != self.options.window_rows:
+        if not same or table.margin != self.options.margin:
             raise InputError(
                 "LOADER_OPTION",
                 "the table is not one of this dataset for these windows",
@@ -184,7 +186,7 @@ class RowOpener:
             reason = "as asked for"
         # The ranks of a node build one table together: without a budget none may step aside.
         elif options.placement == "auto" and (budget is not None or self.world.size == 1):
-            needed = table_bytes(self.data, **options.sizes)
+            needed = table_bytes(self.data, options)
             limit = available_bytes() - RESERVE_BYTES if budget is None else budget
             if needed > limit:
                 reason = (
@@ -212,10 +214,10 @@ class RowOpener:
         gather = DiskGather(
             self.data,
             self.stream,
+            options,
             host_budget=budget,
-            pin=pin,
             padding=options.padding,
-            **options.values,
+            pin=pin,
         )
         if options.placement == "auto" or pin:
             how = "into page-locked memory, and copied" if pin else "here"
@@ -235,8 +237,8 @@ class RowOpener:
 
     def _make_ring(self) -> Ring:
         """Return the landing rows that this rank will need."""
-        rows = self.options.window_rows
-        row_bytes = table_bytes(self.data, **self.options.sizes) // self.data.episodes.steps
+        rows = self.options.margin
+        row_bytes = table_bytes(self.data, self.options) // self.data.episodes.steps
         learns = self.stream.selection.loss_sampler is not None
         return Ring(
             steps=1 if learns else min(self._block_steps(row_bytes * rows), SHARDED_STEPS),
@@ -248,16 +250,17 @@ class RowOpener:
 
     def _build(self, share: NodeShare | None, ring: Ring | None) -> Table:
         """Build a table in memory of this process, or once a node if the node has several ranks."""
-        world, given = self.world, dict(self.options.values)
+        world, options, given = self.world, self.options, dict[str, Any]()
         if share is not None and ring is not None:
             given["shards"] = share.shards.tolist()
             given["landing_rows"] = ring.rows * len(world.members)
         if world.size == world.node_count:
-            return build_table(self.data, **given)
-        made = world.lead(lambda: share_table(self.data, **given), leader=world.leader)
+            return build_table(self.data, options, **given)
+        made = world.lead(lambda: share_table(self.data, options, **given), leader=world.leader)
         handles = world.gather(None if made is None else asdict(made[1].handle()))
         if made is None:
-            made = share_table(self.data, handle=Handle(**handles[world.leader]), **given)
+            handle = Handle(**handles[world.leader])
+            made = share_table(self.data, options, handle=handle, **given)
         world.gather(None)  # the leader's memory stays open until everyone has it
         return made[0]
 
@@ -332,16 +335,16 @@ class RowOpener:
 
 
 def choose_share(
-    data: TableData, sampler: Sampler, world: World, options: LoaderOptions
+    data: TableData, sampler: Sampler, world: World, options: TableOptions, sharding: Sharding
 ) -> NodeShare | None:
     """Return what this rank's node holds, or None if every node holds all.
 
     Nodes get equal shares of the probability where the sampler knows it, else of steps.
     """
-    if world.node_count == 1 or options.sharding == "replicate":
+    if world.node_count == 1 or sharding == "replicate":
         return None
-    needed = table_bytes(data, **options.sizes)
-    if options.sharding == "auto":
+    needed = table_bytes(data, options)
+    if sharding == "auto":
         limits = world.gather(available_bytes() - RESERVE_BYTES)
         if needed <= min(limits):
             return None
@@ -350,7 +353,7 @@ def choose_share(
     owners = share_shards(weights, world.node_count, sizes=steps)
     share, own = take_share(data, owners, world.node), owners == world.node
     say(
-        f"sharding {options.sharding}: {len(share.shards)} of {len(weights)} shards, "
+        f"sharding {sharding}: {len(share.shards)} of {len(weights)} shards, "
         f"{steps[own].sum() / steps.sum():.1%} of {size_text(needed)} and "
         f"{weights[own].sum() / weights.sum():.1%} of the draws, on this one of "
         f"{world.node_count} nodes",

@@ -15,7 +15,7 @@ import torch
 from gear_offline.core.types import Array
 from gear_offline.tables.device import DeviceMemory
 from gear_offline.tables.placement import PlacedTable, Ranks, place_table
-from gear_offline.tables.table import Table, build_table
+from gear_offline.tables.table import Table, TableOptions, build_table
 from tests.segment_oracle import MemoryTable
 
 
@@ -104,7 +104,9 @@ def make_table(lengths: list[int]) -> Table:
         "frames": generator.integers(0, 256, (steps, 7), dtype=np.uint8),
     }
     source = MemoryTable(columns, lengths)
-    return build_table(source, context_length=3, extra_columns=["infos/qpos", "frames"])
+    return build_table(
+        source, TableOptions(context_length=3, extra_columns=["infos/qpos", "frames"])
+    )
 
 
 def place_all(

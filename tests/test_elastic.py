@@ -99,11 +99,11 @@ def open_ranks(
 
 
 def private_table(opener: RowOpener, share: Any, ring: Any) -> Any:
-    given = dict(opener.options.values)
+    given: dict[str, Any] = {}
     if share is not None:
         given["shards"] = share.shards.tolist()
         given["landing_rows"] = ring.rows * len(opener.world.members)
-    return build_table(opener.data, **given)
+    return build_table(opener.data, opener.options, **given)
 
 
 @settings(

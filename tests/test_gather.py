@@ -24,7 +24,7 @@ from gear_offline.kernels.columns import ColumnGroup, Field
 from gear_offline.kernels.gather import ALIGNMENT_BYTES, Arena, Padding, Windows, carve
 from gear_offline.kernels.gather_gpu import JOB, StaticFill
 from gear_offline.kernels.segments import Segments
-from gear_offline.tables.table import Table, build_table
+from gear_offline.tables.table import Table, TableOptions, build_table
 from tests.gpu_support import NEEDS_CUPY, ON_GPU
 from tests.kernels_on_cpu import compile_library, gpu_gather, on_cpu
 from tests.segment_oracle import (
@@ -153,10 +153,9 @@ def test_every_field_of_every_segment_equals_the_oracle(
     scale: dict[str, Any] = {"gamma": gamma, "returns_scale": 10.0 if normalize else 1.0}
     table = build_table(
         MemoryTable(columns, lengths),
-        context_length=span,
-        normalize_states=normalize,
-        extra_columns=["infos/x"],
-        **scale,
+        TableOptions(
+            context_length=span, normalize_states=normalize, extra_columns=["infos/x"], **scale
+        ),
     )
     segments = all_segments(lengths)
     windows = cut(table, segments, None, span, padding)
@@ -193,7 +192,9 @@ def test_extra_columns_keep_every_bit(cut: Cut, dtype: Any) -> None:
         "rewards": np.ones(16, np.float32),
         "extra": raw.view(dtype),
     }
-    table = build_table(MemoryTable(columns, lengths), context_length=4, extra_columns=["extra"])
+    table = build_table(
+        MemoryTable(columns, lengths), TableOptions(context_length=4, extra_columns=["extra"])
+    )
     windows = cut(table, all_segments(lengths), None, 4, "right")
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     for i, (episode, start) in enumerate(windows.segments.tolist()):
@@ -211,7 +212,9 @@ def frames_table(lengths: list[int], frame: tuple[int, ...], span: int, stack: i
         "actions": generator.integers(0, 4, size=total),
         "rewards": generator.normal(size=total).astype(np.float32),
     }
-    table = build_table(MemoryTable(columns, lengths), context_length=span, frame_stack=stack)
+    table = build_table(
+        MemoryTable(columns, lengths), TableOptions(context_length=span, frame_stack=stack)
+    )
     return columns["observations"], table
 
 
@@ -300,7 +303,7 @@ def small_table(lengths: list[int], span: int) -> Table:
         "actions": np.arange(total, dtype=np.int64),
         "rewards": generator.normal(size=total).astype(np.float32),
     }
-    return build_table(MemoryTable(columns, lengths), context_length=span)
+    return build_table(MemoryTable(columns, lengths), TableOptions(context_length=span))
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])

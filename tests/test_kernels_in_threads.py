@@ -12,7 +12,7 @@ from gear_offline.kernels.gather import Padding
 from gear_offline.kernels.gather_gpu import StaticFill
 from gear_offline.kernels.select import DeviceSelect
 from gear_offline.sampling import make_sampler
-from gear_offline.tables.table import Table, build_table
+from gear_offline.tables.table import Table, TableOptions, build_table
 from tests.kernels_on_cpu import ThreadedKernels, compile_threads, gpu_gather, on_cpu
 from tests.sampling_support import facts, prioritized
 from tests.segment_oracle import MemoryTable, cpu_gather
@@ -34,7 +34,7 @@ def table_of(width: int, rewards: str = "float32") -> Table:
         "actions": generator.normal(size=(total, 2)).astype(np.float32),
         "rewards": generator.normal(size=total).astype(rewards),
     }
-    return build_table(MemoryTable(columns, LENGTHS), context_length=SPAN)
+    return build_table(MemoryTable(columns, LENGTHS), TableOptions(context_length=SPAN))
 
 
 def bits(windows: Any) -> list[bytes]:
@@ -93,7 +93,7 @@ def test_long_windows_odd_widths_and_leads(
         columns["observations"] = columns.pop("frames")
         columns["actions"] = columns["actions"][:, :2]
         options["frame_stack"] = 3
-    table = build_table(MemoryTable(columns, LENGTHS), context_length=SPAN, **options)
+    table = build_table(MemoryTable(columns, LENGTHS), TableOptions(context_length=SPAN, **options))
     sampler = make_sampler("uniform_steps", facts(LENGTHS))
     gather = cpu_gather(table, context_length=SPAN, padding=padding)
     with on_cpu(kernels):

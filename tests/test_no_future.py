@@ -15,7 +15,7 @@ import pytest
 
 from gear_offline.kernels.gather import Padding
 from gear_offline.sampling import Facts, make_sampler
-from gear_offline.tables.table import Table, build_table
+from gear_offline.tables.table import Table, TableOptions, build_table
 from tests.kernels_on_cpu import compile_kernels, gpu_gather, on_cpu
 from tests.sampling_support import CASES
 from tests.segment_oracle import MemoryTable, cpu_gather
@@ -50,7 +50,7 @@ def columns(*, replaced: bool) -> dict[str, Any]:
 
 
 def table_of(values: dict[str, Any]) -> Table:
-    return build_table(MemoryTable(values, LENGTHS), context_length=SPAN)
+    return build_table(MemoryTable(values, LENGTHS), TableOptions(context_length=SPAN))
 
 
 def sampler_of(values: dict[str, Any], name: str, options: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.static_batch import StaticBatch
 from gear_offline.models.loss import action_loss, segment_losses
 from gear_offline.sampling import make_sampler
-from gear_offline.tables.table import Table, build_table
+from gear_offline.tables.table import Table, TableOptions, build_table
 from tests.kernels_on_cpu import compile_kernels, gpu_gather, on_cpu
 from tests.sampling_support import CASES, IDS, facts, prioritized
 from tests.segment_oracle import MemoryTable, cpu_gather
@@ -40,7 +40,7 @@ def table() -> Table:
         "actions": generator.normal(size=(total, 2)).astype(np.float32),
         "rewards": generator.normal(size=total),
     }
-    return build_table(MemoryTable(columns, LENGTHS), context_length=SPAN)
+    return build_table(MemoryTable(columns, LENGTHS), TableOptions(context_length=SPAN))
 
 
 def make(name: str, options: dict[str, Any]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from gear_offline.loaders.segments import Ring, ShardedSegments, node_rows
 from gear_offline.loaders.static_batch import BlockNames, StaticBatch
 from gear_offline.sampling import make_sampler
 from gear_offline.sampling.base import Stream
-from gear_offline.tables.table import build_table
+from gear_offline.tables.table import TableOptions, build_table
 from tests.image_support import image_columns
 from tests.kernels_on_cpu import compile_library, gpu_gather, on_cpu
 from tests.one_process import OneProcess
@@ -94,9 +93,7 @@ class Rank:
         )
         table = build_table(
             dataset,
-            context_length=span,
-            frame_stack=stack,
-            normalize_states=normalize,
+            TableOptions(context_length=span, frame_stack=stack, normalize_states=normalize),
             shards=share.shards.tolist(),
             landing_rows=ring.rows * len(members),
         )
@@ -141,7 +138,9 @@ def test_ranks_get_the_global_batch(
     batch_size = len(nodes) * data.draw(st.integers(1, 9))
     options: dict[str, Any] = {"sampler": sampler, "batch_size": batch_size, "span": span}
     options |= {"padding": padding, "stack": stack, "normalize": normalize, "engine": engine}
-    whole = build_table(source, context_length=span, frame_stack=stack, normalize_states=normalize)
+    whole = build_table(
+        source, TableOptions(context_length=span, frame_stack=stack, normalize_states=normalize)
+    )
     gather = cpu_gather(whole, span, padding)
     with on_cpu(text) if engine else nullcontext():
         ranks = ranks_of(source, nodes, **options)
@@ -185,7 +184,7 @@ def test_a_captured_step_reads_rows_of_other_nodes(
     monkeypatch.setattr(torch.cuda, "Event", Event)
     sampler = make_sampler("uniform_steps", dataset)
     options: dict[str, Any] = {"sampler": sampler, "batch_size": 10, "span": 4, "engine": True}
-    gather = cpu_gather(build_table(dataset, context_length=4), 4)
+    gather = cpu_gather(build_table(dataset, TableOptions(context_length=4)), 4)
     with on_cpu(text):
         ranks = ranks_of(dataset, (0, 1), **options)
         batches = [
@@ -272,9 +271,8 @@ def test_skewed_samplers_share_their_probability(dataset: Dataset) -> None:
     sampler = make_sampler("return_weighted", dataset)
     weight = sampler.episode_weight
     assert weight is not None and weight.max() > 2 * weight.min()
-    options: Any = SimpleNamespace(sharding="shard", sizes={"context_length": 4})
     world = World(rank=1, nodes=(0, 1))
-    share = choose_share(dataset, sampler, world, options)
+    share = choose_share(dataset, sampler, world, TableOptions(context_length=4), "shard")
     assert share is not None
     equal = weight[share.nodes == 1].sum() / weight.sum()
     by_steps = take_share(dataset, share_shards(shard_weights(dataset), 2), 1)

@@ -19,7 +19,7 @@ from gear_offline.tables import returns as returns_module
 from gear_offline.tables import table as module
 from gear_offline.tables.fields import standard_fields
 from gear_offline.tables.returns import sum_returns
-from gear_offline.tables.table import Table, build_table, table_bytes
+from gear_offline.tables.table import Table, TableOptions, build_table, table_bytes
 from tests.segment_oracle import MemoryTable, same_bits
 from tests.support import ArraySource, failing_code
 
@@ -90,12 +90,14 @@ def test_records_are_aligned_and_cost_what_is_stated(
 ) -> None:
     arrays = columns(state=state, action=action)
     source = MemoryTable(arrays, LENGTHS)
-    table = build_table(source, context_length=5, gamma=0.9, returns_scale=4.0, landing_rows=6)
+    table = build_table(
+        source, TableOptions(context_length=5, gamma=0.9, returns_scale=4.0), landing_rows=6
+    )
     (group,) = table.groups
     assert group.rows.strides == (row_bytes, 4)
     assert group.rows.ctypes.data % 64 == 0
     assert table.owned_bytes == row_bytes * (13 + 2 * 5 + 6)
-    pages = table_bytes(source, context_length=5, landing_rows=6)
+    pages = table_bytes(source, TableOptions(context_length=5), landing_rows=6)
     assert table.owned_bytes <= pages < table.owned_bytes + 4096
     rows = {f.name: group.rows[5:18, f.offset : f.offset + f.width] for f in group.fields}
     assert same_bits(rows["states"], arrays["observations"].reshape(13, -1))
@@ -112,7 +114,7 @@ def test_wide_discrete_and_extra_columns_stand_alone_in_their_dtype() -> None:
     arrays["actions"] = np.arange(13, dtype=np.int8)
     arrays["infos/qpos"] = np.arange(26, dtype=np.float64).reshape(13, 2)
     table = build_table(
-        MemoryTable(arrays, LENGTHS), context_length=2, extra_columns=["infos/qpos"]
+        MemoryTable(arrays, LENGTHS), TableOptions(context_length=2, extra_columns=["infos/qpos"])
     )
     dtypes = {group.fields[0].name: group.dtype for group in table.groups}
     assert dtypes == {
@@ -150,10 +152,12 @@ def test_shards_give_the_bits_of_the_arrays_whatever_is_read_at_a_time(
         "returns_scale": 3.0,
         "extra_columns": ["frames", "flags", "waves"],
     }
-    whole = build_table(arrays, threads=1, **options)
+    whole = build_table(arrays, TableOptions(**options), threads=1)
     monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
     monkeypatch.setattr(module, "RUN_STEPS", run)
-    table = build_table(dataset, threads=threads, normalize_states=normalize, **options)
+    table = build_table(
+        dataset, TableOptions(normalize_states=normalize, **options), threads=threads
+    )
     if normalize:
         wide, moments = arrays.columns["observations"], dataset.statistics["observations"]
         expected = ((wide - moments.mean) / (moments.std + 1e-6)).astype(np.float32)
@@ -164,13 +168,13 @@ def test_shards_give_the_bits_of_the_arrays_whatever_is_read_at_a_time(
 
 def test_a_table_of_some_shards_holds_their_episodes(data: tuple[Dataset, MemoryTable]) -> None:
     dataset, _ = data
-    whole = build_table(dataset, context_length=4)
-    part = build_table(dataset, context_length=4, shards=[0, 2])
+    whole = build_table(dataset, TableOptions(context_length=4))
+    part = build_table(dataset, TableOptions(context_length=4), shards=[0, 2])
     firsts = dataset.first_steps
     steps = [*range(firsts[0], firsts[1]), *range(firsts[2], firsts[3])]
     assert part.episodes.steps == len(steps)
     assert same_bits(part.groups[0].rows[4:-4], whole.groups[0].rows[4:-4][steps])
-    assert build_table(dataset, context_length=4, shards=[]).episodes.episodes == 0
+    assert build_table(dataset, TableOptions(context_length=4), shards=[]).episodes.episodes == 0
 
 
 lengths_of = st.one_of(
@@ -221,7 +225,9 @@ def test_infinite_rewards_stay_and_sums_that_overflow_are_refused() -> None:
 def test_normalisation_is_rounded_once_and_a_floor_keeps_it_finite() -> None:
     arrays = columns()
     arrays["observations"][:, 4] = 2.5  # no deviation
-    table = build_table(MemoryTable(arrays, LENGTHS), context_length=2, normalize_states=True)
+    table = build_table(
+        MemoryTable(arrays, LENGTHS), TableOptions(context_length=2, normalize_states=True)
+    )
     wide = arrays["observations"].astype(np.float64)
     expected = ((wide - wide.mean(0)) / (wide.std(0) + 1e-6)).astype(np.float32)
     rows = table.groups[0].rows
@@ -269,22 +275,24 @@ def test_damage_is_found_on_the_way_in_every_column(tmp_path: Path) -> None:
             opened = open_dataset(tmp_path / "d", verify=False)  # reads no column
             with pytest.raises(InputError, match=tensor.name) as caught:
                 build_table(
-                    opened, context_length=2, extra_columns=["frames", "flags", "waves"], threads=2
+                    opened,
+                    TableOptions(context_length=2, extra_columns=["frames", "flags", "waves"]),
+                    threads=2,
                 )
             assert caught.value.code == "DATASET_DAMAGED"
     os.truncate(file, len(whole) - 1)
     with pytest.raises(InputError):
-        build_table(dataset, context_length=2)
+        build_table(dataset, TableOptions(context_length=2))
     (tmp_path / "d").rename(tmp_path / "old")
     convert(ArraySource(arrays, LENGTHS), tmp_path / "d", quiet=True)
     with pytest.raises(InputError):
-        build_table(dataset, context_length=2)
+        build_table(dataset, TableOptions(context_length=2))
 
 
 def test_refusals() -> None:
     def code(arrays: dict[str, npt.NDArray[Any]], **options: Any) -> str:
         source = MemoryTable(arrays, LENGTHS)
-        return failing_code(lambda: build_table(source, context_length=2, **options))
+        return failing_code(lambda: build_table(source, TableOptions(context_length=2, **options)))
 
     good = columns()
     missing = code({k: v for k, v in good.items() if k != "rewards"})
@@ -299,5 +307,7 @@ def test_refusals() -> None:
     large = np.ones((13, 2))
     large[9, 1] = 1e300
     with pytest.raises(InputError, match="column observations, step 9"):
-        build_table(MemoryTable({**good, "observations": large}, LENGTHS), context_length=2)
+        build_table(
+            MemoryTable({**good, "observations": large}, LENGTHS), TableOptions(context_length=2)
+        )
     assert code({**good, "rewards": np.full(13, 1e308)}) == "COLUMN"

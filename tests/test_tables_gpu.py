@@ -11,7 +11,7 @@ import torch
 from gear_offline.tables.device import DeviceMemory
 from gear_offline.tables.placement import HBM, HOST, PlacedTable, place_table
 from gear_offline.tables.shared import share_table
-from gear_offline.tables.table import Table
+from gear_offline.tables.table import Table, TableOptions
 from tests.gpu_support import ON_GPU
 from tests.placement_support import make_table
 from tests.support import failing_code, make_dataset
@@ -59,7 +59,7 @@ def test_every_tier_is_read_by_a_kernel(placement: Any) -> None:
 
 def test_both_tiers_in_one_table_from_shared_memory(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, LENGTHS)
-    table, memory = share_table(dataset, context_length=4)
+    table, memory = share_table(dataset, TableOptions(context_length=4))
     weight = [1, 0, 9, 1, 0, 9, 9]
     placed = place_table(table, gpu(), hbm_budget=64 * 40, episode_weight=weight)
     assert {HBM, HOST} <= set(placed.tiers.tolist())
@@ -67,7 +67,7 @@ def test_both_tiers_in_one_table_from_shared_memory(tmp_path: Path) -> None:
     again = place_table(table, gpu(), placement="host")  # pinned twice at once
     placed.close()
     assert_readable(again, table)
-    attached, _ = share_table(dataset, context_length=4, handle=memory.handle())
+    attached, _ = share_table(dataset, TableOptions(context_length=4), handle=memory.handle())
     other = place_table(attached, gpu(), placement="host")  # another mapping of the pages
     assert_readable(other, table)
     again.close()

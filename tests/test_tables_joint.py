@@ -19,7 +19,7 @@ from gear_offline.kernels.gather import Padding
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling import Segments
 from gear_offline.tables.joint import JointDataset, Part, join_datasets
-from gear_offline.tables.table import build_table
+from gear_offline.tables.table import TableOptions, build_table
 from tests.image_support import image_columns
 from tests.segment_oracle import cpu_gather
 from tests.support import failing_code, hopper_columns, make_dataset
@@ -39,7 +39,7 @@ def padded(values: Any, width: int) -> Any:
 
 def rows_of(joint: JointDataset, **options: Any) -> dict[str, Any]:
     """The fields of a joint table, (N, width)."""
-    table = build_table(joint, context_length=2, **options)
+    table = build_table(joint, TableOptions(context_length=2, **options))
     return {
         field.name: group.rows[2:-2, field.offset : field.offset + field.width]
         for group in table.groups
@@ -81,7 +81,7 @@ def test_windows_are_those_of_each_task_alone(
     joint = join(parts)
     common: dict[str, Any] = {"context_length": span, "gamma": gamma}
     whole = cpu_gather(
-        build_table(joint, threads=threads, normalize_states=normalize, **common),
+        build_table(joint, TableOptions(normalize_states=normalize, **common), threads=threads),
         context_length=span,
         padding=padding,
     )
@@ -95,9 +95,9 @@ def test_windows_are_those_of_each_task_alone(
         alone = cpu_gather(
             build_table(
                 part,
-                normalize_states=normalize,
-                returns_scale=SCALES[names[task]],
-                **common,
+                TableOptions(
+                    normalize_states=normalize, returns_scale=SCALES[names[task]], **common
+                ),
             ),
             context_length=span,
             padding=padding,
@@ -173,12 +173,12 @@ def test_a_loaders_state_knows_what_the_table_is_made_of(parts: dict[str, Datase
 
 def test_the_share_of_a_node_reads_its_tasks(parts: dict[str, Dataset]) -> None:
     joint = join(parts)
-    whole = build_table(joint, context_length=2)
+    whole = build_table(joint, TableOptions(context_length=2))
     owners = share_shards(shard_weights(joint), 2)
     for node in range(2):
         share = take_share(joint, owners, node)
         held = np.repeat(share.nodes == node, joint.episodes.lengths)
-        table = build_table(joint, context_length=2, shards=share.shards.tolist())
+        table = build_table(joint, TableOptions(context_length=2), shards=share.shards.tolist())
         assert table.episodes.steps == held.sum()
         np.testing.assert_array_equal(table.groups[0].rows[2:-2], whole.groups[0].rows[2:-2][held])
 
@@ -263,7 +263,7 @@ def test_what_one_model_cannot_take_is_refused(parts: dict[str, Dataset], tmp_pa
     assert failing_code(lambda: join({**parts, "f": frames})) == ("COLUMN")
     still = join({"f": frames})
     options: dict[str, Any] = {"context_length": 2, "normalize_states": True}
-    assert failing_code(lambda: build_table(still, **options)) == "LOADER_OPTION"
+    assert failing_code(lambda: build_table(still, TableOptions(**options))) == "LOADER_OPTION"
     twice = [Part(name="a", dataset=parts["hop"])] * 2
     assert failing_code(lambda: join_datasets(twice)) == "LOADER_OPTION"
     joint = join(parts)

@@ -22,7 +22,7 @@ from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import GearError
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.tables.shared import Handle, SharedMemory, SharedTables, share_table
-from gear_offline.tables.table import build_table
+from gear_offline.tables.table import TableOptions, build_table
 from tests.segment_oracle import same_bits
 from tests.support import failing_code, make_dataset
 
@@ -135,14 +135,14 @@ def test_too_much_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_shared_table_has_the_bits_of_a_private_one_in_one_copy(dataset: Dataset) -> None:
-    options: dict[str, Any] = {"context_length": 5, "gamma": 0.5}
-    table, memory = share_table(dataset, threads=2, **options)
-    assert same_bits(table.groups[0].rows, build_table(dataset, **options).groups[0].rows)
-    attached, second = share_table(dataset, handle=memory.handle(), **options)
+    options = TableOptions(context_length=5, gamma=0.5)
+    table, memory = share_table(dataset, options, threads=2)
+    assert same_bits(table.groups[0].rows, build_table(dataset, options).groups[0].rows)
+    attached, second = share_table(dataset, options, handle=memory.handle())
     attached.groups[0].rows[5, 0] = 77
     assert table.groups[0].rows[5, 0] == 77 and second.nbytes == memory.nbytes
-    wrong = {**options, "context_length": 400}
-    assert failing_code(lambda: share_table(dataset, handle=memory.handle(), **wrong)) == "MEMORY"
+    wrong, handle = replace(options, context_length=400), memory.handle()
+    assert failing_code(lambda: share_table(dataset, wrong, handle=handle)) == "MEMORY"
 
 
 def test_published_tables_are_attached_by_other_processes(dataset: Dataset) -> None:

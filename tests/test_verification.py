@@ -14,7 +14,7 @@ from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest
 from gear_offline.dataset.shard import digest
 from gear_offline.errors import InputError
-from gear_offline.tables.table import build_table
+from gear_offline.tables.table import TableOptions, build_table
 from tests.support import ArraySource, failing_code, hopper_columns, make_dataset
 
 
@@ -89,7 +89,7 @@ def test_damage_is_found_by_whatever_reads_whole_columns(copy: Path, way: str) -
     shard = manifest.shards[1]
     tensors = {t.name: t for t in manifest.tensors(shard)}
     uses: dict[str, Callable[[Dataset], object]] = {
-        "table": lambda d: build_table(d, context_length=2),
+        "table": lambda d: build_table(d, TableOptions(context_length=2)),
         "column": lambda d: [d.column(c) for c in ("observations", "actions", "rewards")],
         "verify": lambda d: d.verify(),
     }

@@ -28,7 +28,7 @@ from gear_offline.runs.checks import check_selection
 from gear_offline.sampling import Prioritized
 from gear_offline.tables.fields import is_image
 from gear_offline.tables.joint import TableData, parts_of
-from gear_offline.tables.table import plan_groups
+from gear_offline.tables.table import TableOptions, plan_groups
 from gear_offline.training.model import ModelSizes
 
 SHARD_BYTES = 256 << 20  # as `convert` makes them
@@ -86,9 +86,12 @@ def make_workload(
     else:
         source, text = _open(recipe)
     loader = recipe.loader
-    groups = plan_groups(
-        source, normalize_states=loader.normalize_states, frame_stack=loader.frame_stack
+    options = TableOptions(
+        context_length=loader.context_length,
+        normalize_states=loader.normalize_states,
+        frame_stack=loader.frame_stack,
     )
+    groups = plan_groups(source, options)
     rows = [group.width * group.dtype.itemsize for group in groups]
     histories = [max((f.history for f in g.fields.values()), default=0) for g in groups]
     spans = [(loader.context_length + h) * row for row, h in zip(rows, histories, strict=True)]

@@ -30,7 +30,7 @@ from gear_offline.tables.disk_columns import SlotColumn, load_columns, slot_colu
 from gear_offline.tables.joint import JointDataset, TableData, parts_of
 from gear_offline.tables.read_ahead import ReadAhead
 from gear_offline.tables.read_plan import REFERENCE_BYTES, Int64Array, Needs, Places, ReadPlan
-from gear_offline.tables.table import Table
+from gear_offline.tables.table import Table, TableOptions
 from gear_offline.tables.window_reader import (
     COPY_BYTES,
     GAP_BYTES,
@@ -158,25 +158,14 @@ class DiskGather:
         self,
         dataset: TableData,
         stream: Stream,
+        options: TableOptions,
         *,
         host_budget: int,
-        context_length: int,
-        padding: Padding = "right",
-        gamma: float = 1.0,
-        returns_scale: float = 1.0,
-        normalize_states: bool = False,
-        extra_columns: Sequence[str] = (),
-        frame_stack: int = 1,
-        pin: bool = False,
+        padding: Padding,
+        pin: bool,
     ) -> None:
-        sources = slot_columns(
-            dataset,
-            normalize_states=normalize_states,
-            extra_columns=extra_columns,
-            frame_stack=frame_stack,
-        )
-        history = frame_stack - 1
-        rows = context_length + history
+        sources, context_length = slot_columns(dataset, options), options.context_length
+        history, rows = options.frame_stack - 1, options.margin
         window = [rows * s.field.width * s.field.dtype.itemsize for s in sources]
         converted = [n * s.is_converted for n, s in zip(window, sources, strict=True)]
         window_bytes = sum(window) + 16 * context_length
@@ -202,10 +191,8 @@ class DiskGather:
             sources,
             self.sizes.resident,
             first_steps,
-            margin=rows,
-            normalize_states=normalize_states and isinstance(dataset, JointDataset),
-            gamma=gamma,
-            returns_scale=returns_scale,
+            options,
+            normalize_states=options.normalize_states and isinstance(dataset, JointDataset),
             budget_bytes=host_budget,
         )
         files = ShardFiles([part.dataset for part in parts], derived)

@@ -28,7 +28,7 @@ from gear_offline.tables.fields import ACTIONS, REWARDS, STATES, standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData
 from gear_offline.tables.read_plan import Int64Array
 from gear_offline.tables.returns import sum_returns
-from gear_offline.tables.table import plan_groups
+from gear_offline.tables.table import TableOptions, plan_groups
 
 RETURNS_BYTES = 32  # in passing for each step whose returns-to-go are computed
 
@@ -69,22 +69,16 @@ class DiskColumn:
     margin: int = 0  # rows of zeros, at least K + H
 
 
-def slot_columns(
-    dataset: TableData, *, normalize_states: bool, extra_columns: Sequence[str], frame_stack: int
-) -> list[SlotColumn]:
+def slot_columns(dataset: TableData, options: TableOptions) -> list[SlotColumn]:
     """Return the columns that batches are made of, in their source dtype."""
-    joint = isinstance(dataset, JointDataset)  # then states are normalised before the slots
-    plans = plan_groups(
-        dataset,
-        normalize_states=normalize_states,
-        extra_columns=extra_columns,
-        frame_stack=frame_stack,
-    )
+    # The tasks of a joint table are normalised before the slots.
+    normalized = isinstance(dataset, JointDataset) and options.normalize_states
+    plans = plan_groups(dataset, options)
     fields = {column: field for plan in plans for column, field in plan.fields.items()}
     columns = []
-    for name in (STATES, ACTIONS, REWARDS, None, *extra_columns):
+    for name in (STATES, ACTIONS, REWARDS, None, *options.extra_columns):
         field = replace(fields[name], offset=0)
-        final = name is None or (joint and normalize_states and name == STATES)
+        final = name is None or (normalized and name == STATES)
         dtype = field.dtype if final else dataset.spec[name or STATES].dtype
         shape = field.shape if name is None else dataset.spec[name].shape
         columns.append(SlotColumn(name=name, width=prod(shape), dtype=dtype, field=field))
@@ -96,19 +90,17 @@ def load_columns(
     sources: Sequence[SlotColumn],
     resident: Sequence[bool],
     first_steps: Int64Array,
+    options: TableOptions,
     *,
-    margin: int,
     normalize_states: bool,
-    gamma: float,
-    returns_scale: float,
     budget_bytes: int,
 ) -> tuple[list[DiskColumn], IO[bytes] | None]:
     """Find each column's rows; bring those into memory that stay there, and derive the returns.
 
     With `normalize_states` states are normalised when they are read, by their own part's moments.
     """
-    steps, columns = int(first_steps[-1]), []
-    returns = partial(_returns, parts, gamma=gamma, scale=returns_scale, budget_bytes=budget_bytes)
+    steps, margin, columns = int(first_steps[-1]), options.margin, []
+    returns = partial(_returns, parts, options, budget_bytes)
     for source, stays in zip(sources, resident, strict=True):
         column = _located(parts, source, first_steps, normalize_states=normalize_states)
         if stays:
@@ -186,12 +178,12 @@ def _rows(parts: Sequence[Part], name: str, lays: Sequence[Lay | None]) -> Itera
 
 
 def _returns(
-    parts: Sequence[Part], *, gamma: float, scale: float, budget_bytes: int
+    parts: Sequence[Part], options: TableOptions, budget_bytes: int
 ) -> Iterator[UInt8Array]:
     """Yield all returns-to-go in their order, (n, 4) bytes of whole episodes."""
     most = max(min(budget_bytes // 8, 256 << 20) // RETURNS_BYTES, 1)
     for part in parts:
-        dataset, own = part.dataset, part.returns_scale
+        dataset, scale = part.dataset, options.returns_scale * part.returns_scale
         offsets = dataset.episodes.offsets
         for shard in range(len(dataset.manifest.shards)):
             kept: Array = np.empty(0)
@@ -202,11 +194,9 @@ def _returns(
                 low, high = offsets.searchsorted([begin, end + 1]) - [0, 1]
                 if low < high:
                     whole = int(offsets[high]) - begin
-                    yield _bytes_of(
-                        sum_returns(
-                            kept[:whole], offsets[low : high + 1], gamma=gamma, scale=scale * own
-                        )
-                    )
+                    ends = offsets[low : high + 1]
+                    summed = sum_returns(kept[:whole], ends, gamma=options.gamma, scale=scale)
+                    yield _bytes_of(summed)
                     kept = kept[whole:]
 
 

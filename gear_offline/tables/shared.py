@@ -4,8 +4,8 @@ The memory is an anonymous file (``memfd_create``): it has no name in any file s
 processes of the same user can reach it (mode 0600), its size is sealed, and the kernel frees it
 when the last process that holds it is gone, ``kill -9`` included.
 
-    rank 0:   table, memory = share_table(dataset, context_length=20); handle = memory.handle()
-    others:   table, _ = share_table(dataset, context_length=20, handle=handle)  # the same pages
+    rank 0:   table, memory = share_table(dataset, options); handle = memory.handle()
+    others:   table, _ = share_table(dataset, options, handle=handle)  # the same pages
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import json
 import mmap
 import os
 import weakref
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from math import prod
 from typing import Any, Self
 
@@ -27,10 +27,7 @@ from gear_offline.core.text import size_text
 from gear_offline.core.types import Array
 from gear_offline.errors import GearError, UnavailableError
 from gear_offline.tables.joint import TableData, data_digest, data_name
-from gear_offline.tables.table import Table, build_table, table_bytes, whole_pages
-
-_VALUES = ("gamma", "returns_scale")  # options of `build_table` on which no size depends
-_OPTIONS = ("context_length", "normalize_states", "extra_columns", "frame_stack", *_VALUES)
+from gear_offline.tables.table import Table, TableOptions, build_table, table_bytes, whole_pages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +36,6 @@ class Handle:
 
     process: int
     descriptor: int
-    nbytes: int
     device: int  # this and the inode tell when the descriptor's number is used again
     inode: int
 
@@ -102,7 +98,6 @@ class SharedMemory:
         return Handle(
             process=os.getpid(),
             descriptor=self._descriptor,
-            nbytes=self.nbytes,
             device=status.st_dev,
             inode=status.st_ino,
         )
@@ -120,7 +115,13 @@ class SharedMemory:
 
 
 def share_table(
-    source: TableData, *, handle: Handle | None = None, threads: int | None = None, **options: Any
+    source: TableData,
+    options: TableOptions,
+    *,
+    shards: Sequence[int] | None = None,
+    landing_rows: int = 0,
+    handle: Handle | None = None,
+    threads: int | None = None,
 ) -> tuple[Table, SharedMemory]:
     """Build a table in shared memory, or take one that another process of the node has built.
 
@@ -128,14 +129,20 @@ def share_table(
     pass it with the same options; they return at once and read the same pages.  Other arguments are
     those of `build_table`.
     """
-    nbytes = table_bytes(source, **_sizes(options))
+    nbytes = table_bytes(source, options, shards=shards, landing_rows=landing_rows)
     memory = SharedMemory.create(nbytes) if handle is None else SharedMemory.attach(handle)
     if handle is not None and memory.nbytes != max(nbytes, mmap.PAGESIZE):
         raise _not_attached(
             handle, f"it has {size_text(memory.nbytes)}, {size_text(nbytes)} were expected"
         )
     table = build_table(
-        source, allocate=memory.allocate, fill=handle is None, threads=threads, **options
+        source,
+        options,
+        shards=shards,
+        allocate=memory.allocate,
+        fill=handle is None,
+        landing_rows=landing_rows,
+        threads=threads,
     )
     return table, memory
 
@@ -159,16 +166,17 @@ class SharedTables:
 
         ``None`` where the rows stay on disk, or may have to: then the loader decides.
         """
-        options = {name: loader[name] for name in _OPTIONS if name in loader}
-        name = json.dumps([data_name(source), data_digest(source), options], sort_keys=True)
+        names = {field.name for field in fields(TableOptions)} & loader.keys()
+        options = TableOptions(**{name: loader[name] for name in names})
+        name = json.dumps([data_name(source), data_digest(source), asdict(options)])
         if name not in self._tables:
             handle = Handle(**self._handles[name]) if name in self._handles else None
             if handle is None and not _fits(source, loader, options):
                 return None
             if handle is not None or self._publish:
-                table, self._memory[name] = share_table(source, handle=handle, **options)
+                table, self._memory[name] = share_table(source, options, handle=handle)
             else:
-                table = build_table(source, **options)
+                table = build_table(source, options)
             self._tables[name] = table
         return self._tables[name]
 
@@ -177,14 +185,10 @@ class SharedTables:
         return {name: asdict(memory.handle()) for name, memory in self._memory.items()}
 
 
-def _fits(source: TableData, loader: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+def _fits(source: TableData, loader: Mapping[str, Any], options: TableOptions) -> bool:
     if loader.get("placement") == "disk" or loader.get("host_budget") is not None:
         return False
-    return table_bytes(source, **_sizes(options)) + RESERVE_BYTES <= available_bytes()
-
-
-def _sizes(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in _VALUES}
+    return table_bytes(source, options) + RESERVE_BYTES <= available_bytes()
 
 
 def _not_attached(handle: Handle, why: str) -> GearError:

@@ -22,9 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field as Range
 
 from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, BoolArray, Int64Array
@@ -51,6 +52,39 @@ SWITCH_SECONDS = 2e-4  # for the interpreter's lock: 16 threads loaded 1.6 times
 MAX_THREADS = 8  # more are slower: the kernel makes pages for one mapping no faster
 
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptions:
+    """What a table holds, besides its data; the loader checks the ranges.
+
+    Attributes
+    ----------
+    context_length
+        Longest window that will be cut, K.
+    gamma, returns_scale
+        ``returns_to_go[t] = sum_{k >= t} gamma**(k - t) r_k / returns_scale`` over the rest of the
+        episode, summed from its end in float64, rounded once to float32.
+    normalize_states
+        ``(x - mean) / (std + 1e-6)`` with the statistics of the rows' own dataset, in float64,
+        rounded once to float32.
+    extra_columns
+        Further columns, kept in their source dtype bit for bit.
+    frame_stack
+        Frames that make up a state; the column holds single ones.
+    """
+
+    context_length: Annotated[int, Range(ge=1)]
+    gamma: Annotated[float, Range(ge=0, le=1)] = 1.0
+    returns_scale: Annotated[float, Range(gt=0)] = 1.0
+    normalize_states: bool = False
+    extra_columns: Sequence[str] = ()
+    frame_stack: Annotated[int, Range(ge=1, le=64)] = 1
+
+    @property
+    def margin(self) -> int:
+        """Rows that a window takes, with its history: K + H."""
+        return self.context_length + self.frame_stack - 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,15 +144,9 @@ class GroupPlan:
         return self.width * self.dtype.itemsize
 
 
-def plan_groups(
-    source: HasColumns | JointDataset,
-    *,
-    normalize_states: bool = False,
-    extra_columns: Sequence[str] = (),
-    frame_stack: int = 1,
-) -> list[GroupPlan]:
+def plan_groups(source: HasColumns | JointDataset, options: TableOptions) -> list[GroupPlan]:
     """Return the column groups of a table, in their order."""
-    joint = isinstance(source, JointDataset)
+    joint, normalize_states = isinstance(source, JointDataset), options.normalize_states
     if isinstance(source, JointDataset):
         for part in source.tasks:
             standard_fields(part.dataset, normalize_states=normalize_states)
@@ -126,8 +154,9 @@ def plan_groups(
     fields = standard_fields(
         source,  # type: ignore[arg-type]  # without normalisation no statistics are asked for
         normalize_states=normalize_states and not joint,
-        frame_stack=frame_stack,
+        frame_stack=options.frame_stack,
     )
+    extra_columns = options.extra_columns
     taken = [STATES, ACTIONS, REWARDS, *extra_columns]
     if len(set(taken)) != len(taken):
         raise InputError(
@@ -184,13 +213,8 @@ def private_rows(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 def build_table(
     source: TableData,
+    options: TableOptions,
     *,
-    context_length: int,
-    gamma: float = 1.0,
-    returns_scale: float = 1.0,
-    normalize_states: bool = False,
-    extra_columns: Sequence[str] = (),
-    frame_stack: int = 1,
     shards: Sequence[int] | None = None,
     allocate: Allocate = private_rows,
     fill: bool = True,
@@ -200,25 +224,13 @@ def build_table(
     """Read the columns of `source` and derive the returns-to-go.
 
     Memory, exactly: the packed fields cost ``ceil16(4 * (S + A + 2))`` bytes a step; other columns
-    keep their source dtype; each group has ``2 * (context_length + frame_stack - 1) +
-    landing_rows`` more rows.  While reading, each thread has some megabytes more.
+    keep their source dtype; each group has ``2 * options.margin + landing_rows`` more rows.  While
+    reading, each thread has some megabytes more.
 
     Parameters
     ----------
     source
         A dataset, or several as `gear_offline.tables.joint.join_datasets` joins them.
-    context_length
-        Longest window that will be cut, K.
-    gamma, returns_scale
-        ``returns_to_go[t] = sum_{k >= t} gamma**(k - t) r_k / returns_scale`` over the rest of the
-        episode, summed from its end in float64, rounded once to float32.
-    normalize_states
-        ``(x - mean) / (std + 1e-6)`` with the statistics of the rows' own dataset, in float64,
-        rounded once to float32.
-    extra_columns
-        Further columns, kept in their source dtype bit for bit.
-    frame_stack
-        Frames that make up a state; the column holds single ones.
     shards
         Numbers of the shards that the table holds, ascending; by default all.
     allocate
@@ -231,13 +243,7 @@ def build_table(
     threads
         That read at once, by default one per core up to 8.
     """
-    plans = plan_groups(
-        source,
-        normalize_states=normalize_states,
-        extra_columns=extra_columns,
-        frame_stack=frame_stack,
-    )
-    margin = context_length + frame_stack - 1
+    plans, margin = plan_groups(source, options), options.margin
     jobs = list(_jobs(source, shards))
     lengths = [job.lengths for job in jobs]
     index = EpisodeIndex(np.concatenate(lengths) if lengths else np.zeros(0, np.int64))
@@ -248,33 +254,22 @@ def build_table(
     )
     table = Table(episodes=index, groups=groups, margin=margin)
     if fill:
-        filler = _Filler(
-            list(zip(plans, groups, strict=True)), margin, normalize_states, gamma, returns_scale
-        )
+        filler = _Filler(list(zip(plans, groups, strict=True)), options)
         filler.fill(jobs, max(1, threads or min(MAX_THREADS, usable_cores())))
     return table
 
 
 def table_bytes(
     source: TableData,
+    options: TableOptions,
     *,
-    context_length: int,
-    normalize_states: bool = False,
-    extra_columns: Sequence[str] = (),
-    frame_stack: int = 1,
     shards: Sequence[int] | None = None,
     landing_rows: int = 0,
 ) -> int:
     """Return the bytes that `build_table` takes for the rows, each group at pages of its own."""
-    plans = plan_groups(
-        source,
-        normalize_states=normalize_states,
-        extra_columns=extra_columns,
-        frame_stack=frame_stack,
-    )
     steps = sum(int(job.lengths.sum()) for job in _jobs(source, shards))
-    rows = steps + 2 * (context_length + frame_stack - 1) + landing_rows
-    return sum(whole_pages(rows * plan.row_bytes) for plan in plans)
+    rows = steps + 2 * options.margin + landing_rows
+    return sum(whole_pages(rows * plan.row_bytes) for plan in plan_groups(source, options))
 
 
 def whole_pages(nbytes: int) -> int:
@@ -316,17 +311,14 @@ class _Filler:
     """Reads shards into the rows of a table; threads write to different rows or groups."""
 
     groups: list[tuple[GroupPlan, ColumnGroup]]
-    margin: int
-    normalize_states: bool
-    gamma: float
-    returns_scale: float
+    options: TableOptions
     part_fields: dict[str, dict[str, Field]] = field(default_factory=dict)
 
     def fill(self, jobs: Sequence[_Job], threads: int) -> None:
         """Read all shards; the first error ends it."""
         for part in {job.part.name: job.part for job in jobs}.values():
             self.part_fields[part.name] = standard_fields(
-                part.dataset, normalize_states=self.normalize_states
+                part.dataset, normalize_states=self.options.normalize_states
             )
         # Where there are few shards, each group is work of its own.
         apart = threads > 1 and len(jobs) <= 2 * threads
@@ -344,7 +336,7 @@ class _Filler:
 
     def _fill_shard(self, job: _Job, groups: Sequence[tuple[GroupPlan, ColumnGroup]]) -> None:
         for plan, group in groups:
-            first = self.margin + job.first_step
+            first = self.options.margin + job.first_step
             rows = group.rows[first : first + int(job.lengths.sum())]
             if plan.final:
                 self._fill_final(job, plan, rows)
@@ -398,8 +390,8 @@ class _Filler:
             returns[low:high, 0] = sum_returns(
                 raw[low:high],
                 offsets[first : last + 1],
-                gamma=self.gamma,
-                scale=self.returns_scale * job.part.returns_scale,
+                gamma=self.options.gamma,
+                scale=self.options.returns_scale * job.part.returns_scale,
             )
         return to_float32(raw, REWARDS, base), returns
 

@@ -27,7 +27,7 @@ from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import train
 from gear_offline.tables.fields import ACTIONS, REWARDS, STATES
-from gear_offline.tables.table import build_table
+from gear_offline.tables.table import TableOptions, build_table
 from gear_offline.training.checkpoint import read_checkpoint
 from tests.training_support import tiny_data, tiny_recipe
 
@@ -122,7 +122,7 @@ def load(path: Path) -> None:
     """Load every column as training does: opening compares nothing but the small parts."""
     dataset = open_dataset(path, verify=False)
     extra = [c.name for c in dataset.spec if c.name not in (STATES, ACTIONS, REWARDS)]
-    build_table(dataset, context_length=3, extra_columns=extra, threads=1)
+    build_table(dataset, TableOptions(context_length=3, extra_columns=extra), threads=1)
 
 
 def main() -> int:
