@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
 from gear_offline.kernels.draws import PriorityTree
 from gear_offline.kernels.gather import CpuGather, Windows
 from gear_offline.loaders.options import LoaderOptions, Sharding
-from gear_offline.loaders.segments import OwnSegments, Ring, ShardedSegments, node_rows
+from gear_offline.loaders.segments import OwnSegments, Ring, ShardedSegments
 from gear_offline.progress import say
 from gear_offline.sampling import Sampler
 from gear_offline.sampling.base import Stream
@@ -132,7 +133,7 @@ class RowOpener:
         """Open the rows of `table`, or those that are read here."""
         options, device = self.options, self.device
         wants_engine = device.type == "cuda" and options.engine != "off" and self.world.feeds
-        share = ring = None
+        ring = None
         if table is not None:
             self._check(table)
         elif not self.world.feeds:
@@ -140,23 +141,28 @@ class RowOpener:
         elif (reason := self._disk_reason()) is not None:
             return self._open_disk(reason)
         else:
-            share = choose_share(
-                self.data, self.stream.selection, self.world, options, options.sharding
-            )
-            ring = None if share is None else self._make_ring()
-            table = self._build(share, ring)
-        local = None if share is None else share.nodes == self.world.node
+            ring = self._make_ring()
+            table = self._build(ring)
+        local = None if ring is None else ring.share.nodes == self.world.node
         steps = self._block_steps(window_bytes(table.groups, options.context_length))
         engine = self._open_engine(table, local) if wants_engine else None
         if engine is None:
             _need_rows(table)
         segments: RankSegments = OwnSegments(self.stream)
-        if share is not None and ring is not None:
-            segments, steps = self._open_sharded(table, share, ring), ring.steps
+        if ring is not None:
+            segments = ShardedSegments.open(
+                self.stream,
+                self.world,
+                table,
+                ring,
+                padding=options.padding,
+                mode=options.exchange,
+            )
+            steps = ring.steps
         if self.stream.selection.loss_sampler is not None:
             steps = 1  # the next step depends on the losses of this one
         if engine is not None:
-            if share is None and not engine.reads_host:
+            if ring is None and not engine.reads_host:
                 table = table.without_rows()  # the GPU holds them all
             return GpuRows(table, segments, steps, engine)
         gather = CpuGather(
@@ -235,42 +241,38 @@ class RowOpener:
         fits = min(nbytes, BLOCK_BYTES) // max(self.stream.rank_batch * window, 1)
         return max(1, min(min(segments, BLOCK_SEGMENTS) // self.stream.global_batch, fits))
 
-    def _make_ring(self) -> Ring:
-        """Return the landing rows that this rank will need."""
-        rows = self.options.margin
-        row_bytes = table_bytes(self.data, self.options) // self.data.episodes.steps
-        learns = self.stream.selection.loss_sampler is not None
+    def _make_ring(self) -> Ring | None:
+        """Return the share and landing rows of this rank; None where each node holds all rows."""
+        options, sampler = self.options, self.stream.selection
+        share = choose_share(self.data, sampler, self.world, options, options.sharding)
+        if share is None:
+            return None
+        row_bytes = table_bytes(self.data, options) // self.data.episodes.steps
+        steps = min(self._block_steps(row_bytes * options.margin), SHARDED_STEPS)
         return Ring(
-            steps=1 if learns else min(self._block_steps(row_bytes * rows), SHARDED_STEPS),
+            share=share,
+            steps=1 if sampler.loss_sampler is not None else steps,
             rank_batch=self.stream.rank_batch,
-            context_length=self.options.context_length,
-            history=self.options.frame_stack - 1,
+            context_length=options.context_length,
+            history=options.frame_stack - 1,
             place=self.world.members.index(self.world.rank),
         )
 
-    def _build(self, share: NodeShare | None, ring: Ring | None) -> Table:
+    def _build(self, ring: Ring | None) -> Table:
         """Build a table in memory of this process, or once a node if the node has several ranks."""
-        world, options, given = self.world, self.options, dict[str, Any]()
-        if share is not None and ring is not None:
-            given["shards"] = share.shards.tolist()
-            given["landing_rows"] = ring.rows * len(world.members)
+        world, parts = self.world, dict[str, Any]()
+        if ring is not None:
+            parts["shards"] = ring.share.shards.tolist()
+            parts["landing_rows"] = ring.rows * len(world.members)
         if world.size == world.node_count:
-            return build_table(self.data, options, **given)
-        made = world.lead(lambda: share_table(self.data, options, **given), leader=world.leader)
+            return build_table(self.data, self.options, **parts)
+        share = partial(share_table, self.data, self.options, **parts)
+        made = world.lead(share, leader=world.leader)
         handles = world.gather(None if made is None else asdict(made[1].handle()))
         if made is None:
-            handle = Handle(**handles[world.leader])
-            made = share_table(self.data, options, handle=handle, **given)
+            made = share(handle=Handle(**handles[world.leader]))
         world.gather(None)  # the leader's memory stays open until everyone has it
         return made[0]
-
-    def _open_sharded(self, table: Table, share: NodeShare, ring: Ring) -> ShardedSegments:
-        from gear_offline.distributed.exchange import open_exchange
-
-        rows, landing = node_rows(table, share), ring.of(table)
-        exchange = open_exchange(rows, landing, self.world, mode=self.options.exchange)
-        first_row, padding = ring.first_row(table), self.options.padding
-        return ShardedSegments(self.stream, self.world, share, exchange, ring, padding, first_row)
 
     def _open_engine(self, table: Table, local: BoolArray | None) -> GpuGather | None:
         """Place the table and return the GPU's gather; with ``"auto"`` None where that cannot be.

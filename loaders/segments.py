@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
 from gear_offline.core.types import Array, Int64Array
-from gear_offline.distributed.assignment import Assigner
 from gear_offline.distributed.reads import NodeRows, Reads
-from gear_offline.distributed.sharding import NodeShare
+from gear_offline.distributed.sharding import Assigner, NodeShare
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.kernels.gather import Padding, filled, real_steps
@@ -56,10 +55,14 @@ class OwnSegments:
         """End what runs in the background; all ranks together."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Ring:
-    """The landing rows of a rank, for blocks of up to `steps` x `rank_batch` segments."""
+    """The landing rows of a rank beside the `share` of its node.
 
+    For blocks of up to `steps` x `rank_batch` segments.
+    """
+
+    share: NodeShare
     steps: int
     rank_batch: int
     context_length: int
@@ -117,13 +120,12 @@ class ShardedSegments:
         self,
         stream: Stream,
         world: World,
-        share: NodeShare,
         exchange: Exchange,
         ring: Ring,
         padding: Padding,
         first_row: int,
     ) -> None:
-        self._stream, self._world, self._share = stream, world, share
+        self._stream, self._world, self._share = stream, world, ring.share
         self._exchange, self._ring, self._padding = exchange, ring, padding
         self._first_row = first_row
         self._blocks_ahead = 1 if stream.selection.loss_sampler is None else 0
@@ -136,6 +138,23 @@ class ShardedSegments:
         self._read: list[Any] = [None] * PARTS  # event behind the gather of each part of the ring
         self._error: BaseException | None = None  # which ended the exchange
         self.all_segments = self.far_segments = 0  # of this rank, since the beginning
+
+    @classmethod
+    def open(
+        cls,
+        stream: Stream,
+        world: World,
+        table: Table,
+        ring: Ring,
+        *,
+        padding: Padding,
+        mode: Literal["auto", "on", "off"],
+    ) -> Self:
+        """Open the exchange of a table's rows; all ranks together."""
+        from gear_offline.distributed.exchange import open_exchange
+
+        exchange = open_exchange(node_rows(table, ring.share), ring.of(table), world, mode=mode)
+        return cls(stream, world, exchange, ring, padding, ring.first_row(table))
 
     def take(self, first_step: int, steps: int) -> tuple[Segments, Int64Array]:
         if not self._coming or self._coming[0][:2] != (first_step, steps):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.distributed.assignment import Assigner
+from gear_offline.distributed.sharding import Assigner
 
 
 @st.composite

@@ -98,10 +98,10 @@ def open_ranks(
     return loaders
 
 
-def private_table(opener: RowOpener, share: Any, ring: Any) -> Any:
+def private_table(opener: RowOpener, ring: Any) -> Any:
     given: dict[str, Any] = {}
-    if share is not None:
-        given["shards"] = share.shards.tolist()
+    if ring is not None:
+        given["shards"] = ring.share.shards.tolist()
         given["landing_rows"] = ring.rows * len(opener.world.members)
     return build_table(opener.data, opener.options, **given)
 

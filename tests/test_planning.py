@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from gear_offline.cli.main import app
 from gear_offline.config.recipe import load_recipe
 from gear_offline.dataset.dataset import open_dataset
-from gear_offline.distributed.assignment import Assigner
+from gear_offline.distributed.sharding import Assigner
 from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.planning.compute import model_size, step_cost

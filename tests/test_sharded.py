@@ -85,6 +85,7 @@ class Rank:
         )
         self.block_steps = block_steps
         ring = Ring(
+            share=share,
             steps=block_steps,
             rank_batch=width,
             context_length=span,
@@ -100,7 +101,7 @@ class Rank:
         held[rank] = node_rows(table, share)
         self.exchange: Any = OneProcess(rank, held, ring.of(table))
         self.segments = ShardedSegments(
-            stream, world, share, self.exchange, ring, padding, ring.first_row(table)
+            stream, world, self.exchange, ring, padding, ring.first_row(table)
         )
         whole: dict[str, Any] = {
             "offsets": dataset.episodes.offsets,

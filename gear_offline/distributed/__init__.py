@@ -1,7 +1,7 @@
 """Ranks and nodes of a run, which node holds which shards, and rows that come from other nodes.
 
-`world` has the ranks and their small messages, `sharding` gives shards to nodes, `assignment`
-segments to ranks, and `exchange` brings rows of other nodes into landing memory: by collectives
+`world` has the ranks and their small messages, `sharding` gives shards to nodes and segments to
+ranks, and `exchange` brings rows of other nodes into landing memory: by collectives
 of torch (`collective`) or by RDMA reads (`rdma`, which does not import torch).
 """
 

@@ -27,9 +27,8 @@ from gear_offline.config.strict_yaml import parse_yaml
 from gear_offline.core.types import BoolArray, Int64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
-from gear_offline.kernels.draws import Draw
+from gear_offline.kernels.draws import Draw, GuidedSearch
 from gear_offline.kernels.philox import UInt64Array, draws
-from gear_offline.kernels.search import GuidedSearch
 from gear_offline.kernels.segments import Segments
 
 if TYPE_CHECKING:

@@ -20,9 +20,8 @@ from pydantic.dataclasses import dataclass
 from gear_offline.config.sections import Positive, PositiveFloat, Whole
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError
-from gear_offline.kernels.draws import CumulativeWeights
+from gear_offline.kernels.draws import CumulativeWeights, GuidedSearch
 from gear_offline.kernels.philox import UInt64Array, bounded, draws
-from gear_offline.kernels.search import GuidedSearch
 from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import (
     ROTATION_STREAM,

@@ -14,7 +14,7 @@ enum { ROUNDS = 8 };
 struct Sampling {
     i64 way;
     const u64* table;    // (E,) cumulative masses of the episodes (WEIGHTS), or their ends
-    const i64* guide;    // of that table, as kernels/search.py
+    const i64* guide;    // of that table, as kernels/draws.py
     u64 shift;
     const i64* offsets;  // (E + 1,) of the episodes that are drawn from
     i64 size;            // N
