@@ -131,9 +131,8 @@ class RowOpener:
 
     def open(self, table: Table | None = None) -> Rows:
         """Open the rows of `table`, or those that are read here."""
-        options, device = self.options, self.device
+        options, device, ring = self.options, self.device, None
         wants_engine = device.type == "cuda" and options.engine != "off" and self.world.feeds
-        ring = None
         if table is not None:
             self._check(table)
         elif not self.world.feeds:
@@ -144,11 +143,11 @@ class RowOpener:
             ring = self._make_ring()
             table = self._build(ring)
         local = None if ring is None else ring.share.nodes == self.world.node
-        steps = self._block_steps(window_bytes(table.groups, options.context_length))
         engine = self._open_engine(table, local) if wants_engine else None
         if engine is None:
             _need_rows(table)
         segments: RankSegments = OwnSegments(self.stream)
+        steps = self._block_steps(window_bytes(table.groups, options.context_length))
         if ring is not None:
             segments = ShardedSegments.open(
                 self.stream,
@@ -159,8 +158,6 @@ class RowOpener:
                 mode=options.exchange,
             )
             steps = ring.steps
-        if self.stream.selection.loss_sampler is not None:
-            steps = 1  # the next step depends on the losses of this one
         if engine is not None:
             if ring is None and not engine.reads_host:
                 table = table.without_rows()  # the GPU holds them all
@@ -238,20 +235,23 @@ class RowOpener:
 
     def _block_steps(self, window: int, segments: int = 1 << 62, nbytes: int = 1 << 62) -> int:
         """Return the steps of a block of at most so many segments and bytes, at least one."""
+        if self.stream.selection.loss_sampler is not None:
+            return 1  # the next step depends on the losses of this one
         fits = min(nbytes, BLOCK_BYTES) // max(self.stream.rank_batch * window, 1)
         return max(1, min(min(segments, BLOCK_SEGMENTS) // self.stream.global_batch, fits))
 
     def _make_ring(self) -> Ring | None:
         """Return the share and landing rows of this rank; None where each node holds all rows."""
-        options, sampler = self.options, self.stream.selection
-        share = choose_share(self.data, sampler, self.world, options, options.sharding)
+        options = self.options
+        share = choose_share(
+            self.data, self.stream.selection, self.world, options, options.sharding
+        )
         if share is None:
             return None
         row_bytes = table_bytes(self.data, options) // self.data.episodes.steps
-        steps = min(self._block_steps(row_bytes * options.margin), SHARDED_STEPS)
         return Ring(
             share=share,
-            steps=1 if sampler.loss_sampler is not None else steps,
+            steps=min(self._block_steps(row_bytes * options.margin), SHARDED_STEPS),
             rank_batch=self.stream.rank_batch,
             context_length=options.context_length,
             history=options.frame_stack - 1,

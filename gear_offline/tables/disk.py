@@ -27,7 +27,7 @@ from gear_offline.kernels.gather import CpuGather, Padding, Windows, real_steps
 from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import Stream
 from gear_offline.tables.disk_columns import SlotColumn, load_columns, slot_columns
-from gear_offline.tables.joint import JointDataset, TableData, parts_of
+from gear_offline.tables.joint import TableData, parts_of
 from gear_offline.tables.read_ahead import ReadAhead
 from gear_offline.tables.read_plan import REFERENCE_BYTES, Int64Array, Needs, Places, ReadPlan
 from gear_offline.tables.table import Table, TableOptions
@@ -164,72 +164,28 @@ class DiskGather:
         padding: Padding,
         pin: bool,
     ) -> None:
-        sources, context_length = slot_columns(dataset, options), options.context_length
-        history, rows = options.frame_stack - 1, options.margin
-        window = [rows * s.field.width * s.field.dtype.itemsize for s in sources]
-        converted = [n * s.is_converted for n, s in zip(window, sources, strict=True)]
-        window_bytes = sum(window) + 16 * context_length
-        longest = int(dataset.episodes.lengths.max())
-        self.sizes = share_out(
-            budget_bytes=host_budget,
-            row_bytes=[source.row_bytes for source in sources],
-            rows=rows,
-            batch_bytes=stream.rank_batch * window_bytes,
-            converted_share=max(converted) / window_bytes,
-            fixed_bytes=INDEX_BYTES * dataset.episodes.episodes
-            + 8 * min(longest + 2 * context_length, 1 << 21),
-            steps=dataset.spec.steps,
-            batch=stream.rank_batch,
-        )
-        # A window is not a block that could be compared while it is read.
-        parts = [replace(part, dataset=part.dataset.verify()) for part in parts_of(dataset)]
-        counts = [len(part.dataset.manifest.shards) for part in parts]
-        steps = np.concatenate([np.diff(part.dataset.first_steps) for part in parts])
-        first_steps = np.concatenate([[0], np.cumsum(steps)])
-        columns, derived = load_columns(
-            parts,
-            sources,
-            self.sizes.resident,
-            first_steps,
-            options,
-            normalize_states=options.normalize_states and isinstance(dataset, JointDataset),
-            budget_bytes=host_budget,
-        )
-        files = ShardFiles([part.dataset for part in parts], derived)
-        self._windows = WindowReader(
-            files,
-            columns,
-            first_steps=first_steps,
-            part_of=np.repeat(np.arange(len(parts)), counts),
-            span=context_length,
-            history=history,
-            chunk_steps=self.sizes.chunk_steps,
-            chunks=self.sizes.chunks,
-        )
-        self._row_bytes = sum(column.row_bytes for column in columns)
-        self._windows_given = self._bytes_given = 0
-        self._memory = partial(
-            _Slots,
-            sources,
-            dataset.episodes,
-            span=context_length,
-            history=history,
-            padding=padding,
-        )
+        sources = slot_columns(dataset, options)
+        self.sizes = _sizes(dataset, stream.rank_batch, sources, options, host_budget)
+        self._windows = _open_reader(dataset, sources, self.sizes, options, host_budget)
+        self._memory = partial(_Slots, sources, dataset.episodes, options, padding)
         try:
             self._slots = self._memory(self.sizes.slots, pin=pin)
         except BaseException:
-            files.close()
+            self._windows.files.close()
             raise
-        self.table = Table(episodes=dataset.episodes, groups=self._slots.groups, margin=rows)
+        self.table = Table(
+            episodes=dataset.episodes, groups=self._slots.groups, margin=options.margin
+        )
         plan = ReadPlan(
-            _needs(dataset.episodes, stream, self._windows, context_length, history),
+            _needs(dataset.episodes, stream, self._windows, options),
             batch=stream.rank_batch,
             slots=self.sizes.slots,
             depth=self.sizes.depth,
             horizon=self.sizes.horizon,
         )
-        self._rank_batch, self._span = stream.rank_batch, context_length
+        self._rank_batch, self._span = stream.rank_batch, options.context_length
+        self._row_bytes = sum(source.row_bytes for source in sources)
+        self._windows_given = self._bytes_given = 0
         self._ahead = ReadAhead(
             self._windows, plan, self._slots.targets, threads=self.sizes.threads
         )
@@ -286,14 +242,13 @@ class _Slots:
         self,
         sources: Sequence[SlotColumn],
         episodes: EpisodeIndex,
+        options: TableOptions,
+        padding: Padding,
         slots: int,
         *,
-        span: int,
-        history: int,
-        padding: Padding,
         pin: bool = False,
     ) -> None:
-        self._rows, self._history = span + history, history
+        self._rows, self._history = options.margin, options.frame_stack - 1
         count = (slots + 2) * self._rows  # with two margins in front
         check_available(sum(count * source.row_bytes for source in sources))
         groups, self.targets = [], list[Array]()
@@ -308,7 +263,7 @@ class _Slots:
             groups,
             episodes.lengths,
             np.zeros(episodes.episodes, np.int64),  # all windows lie in slots
-            context_length=span,
+            context_length=options.context_length,
             padding=padding,
             pin=pin,
         )
@@ -321,10 +276,63 @@ class _Slots:
             return self._gather.gather(segments, landing)
 
 
+def _sizes(
+    dataset: TableData,
+    rank_batch: int,
+    sources: Sequence[SlotColumn],
+    options: TableOptions,
+    budget: int,
+) -> DiskSizes:
+    """Return how the budget is shared out between these columns."""
+    fields = [source.field for source in sources]
+    window = [options.margin * field.width * field.dtype.itemsize for field in fields]
+    converted = [n * s.is_converted for n, s in zip(window, sources, strict=True)]
+    window_bytes = sum(window) + 16 * options.context_length
+    longest = int(dataset.episodes.lengths.max())
+    guide_bytes = 8 * min(longest + 2 * options.context_length, 1 << 21)
+    return share_out(
+        budget_bytes=budget,
+        row_bytes=[source.row_bytes for source in sources],
+        rows=options.margin,
+        batch_bytes=rank_batch * window_bytes,
+        converted_share=max(converted) / window_bytes,
+        fixed_bytes=INDEX_BYTES * dataset.episodes.episodes + guide_bytes,
+        steps=dataset.spec.steps,
+        batch=rank_batch,
+    )
+
+
+def _open_reader(
+    dataset: TableData,
+    sources: Sequence[SlotColumn],
+    sizes: DiskSizes,
+    options: TableOptions,
+    budget: int,
+) -> WindowReader:
+    """Verify the shards and derive the returns-to-go; return what reads windows of them."""
+    # A window is not a block that could be compared while it is read.
+    parts = [replace(part, dataset=part.dataset.verify()) for part in parts_of(dataset)]
+    counts = [len(part.dataset.manifest.shards) for part in parts]
+    steps = np.concatenate([np.diff(part.dataset.first_steps) for part in parts])
+    first_steps = np.concatenate([[0], np.cumsum(steps)])
+    columns, derived = load_columns(parts, sources, sizes.resident, first_steps, options, budget)
+    return WindowReader(
+        ShardFiles([part.dataset for part in parts], derived),
+        columns,
+        first_steps=first_steps,
+        part_of=np.repeat(np.arange(len(parts)), counts),
+        span=options.context_length,
+        history=options.frame_stack - 1,
+        chunk_steps=sizes.chunk_steps,
+        chunks=sizes.chunks,
+    )
+
+
 def _needs(
-    episodes: EpisodeIndex, stream: Stream, windows: WindowReader, span: int, history: int
+    episodes: EpisodeIndex, stream: Stream, windows: WindowReader, options: TableOptions
 ) -> Callable[[int, int], Needs]:
     """Return the function that names the windows of steps; it refers to no gather or loader."""
+    span, history = options.context_length, options.frame_stack - 1
 
     def needs(first_step: int, steps: int) -> Needs:
         drawn = stream.segments(first_step, steps)

@@ -38,12 +38,13 @@ Lay = Callable[[UInt8Array], UInt8Array]  # (m, stored bytes) to (m, row bytes)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SlotColumn:
-    """A column of the slots: its name in the datasets (None: returns-to-go), dtype and field."""
+    """A column of the slots, in its source dtype unless its values are final."""
 
-    name: str | None
+    name: str | None  # in the datasets; None: the returns-to-go
     width: int
     dtype: np.dtype[Any]
     field: Field
+    normalized: bool  # on the way into the slots, by the moments of each task
 
     @property
     def row_bytes(self) -> int:
@@ -71,17 +72,18 @@ class DiskColumn:
 
 def slot_columns(dataset: TableData, options: TableOptions) -> list[SlotColumn]:
     """Return the columns that batches are made of, in their source dtype."""
-    # The tasks of a joint table are normalised before the slots.
-    normalized = isinstance(dataset, JointDataset) and options.normalize_states
-    plans = plan_groups(dataset, options)
+    joint, plans = isinstance(dataset, JointDataset), plan_groups(dataset, options)
     fields = {column: field for plan in plans for column, field in plan.fields.items()}
     columns = []
     for name in (STATES, ACTIONS, REWARDS, None, *options.extra_columns):
         field = replace(fields[name], offset=0)
-        final = name is None or (normalized and name == STATES)
-        dtype = field.dtype if final else dataset.spec[name or STATES].dtype
+        normalized = joint and options.normalize_states and name == STATES
+        dtype = field.dtype if normalized or name is None else dataset.spec[name or STATES].dtype
         shape = field.shape if name is None else dataset.spec[name].shape
-        columns.append(SlotColumn(name=name, width=prod(shape), dtype=dtype, field=field))
+        column = SlotColumn(
+            name=name, width=prod(shape), dtype=dtype, field=field, normalized=normalized
+        )
+        columns.append(column)
     return columns
 
 
@@ -91,18 +93,13 @@ def load_columns(
     resident: Sequence[bool],
     first_steps: Int64Array,
     options: TableOptions,
-    *,
-    normalize_states: bool,
     budget_bytes: int,
 ) -> tuple[list[DiskColumn], IO[bytes] | None]:
-    """Find each column's rows; bring those into memory that stay there, and derive the returns.
-
-    With `normalize_states` states are normalised when they are read, by their own part's moments.
-    """
+    """Find each column's rows; bring those into memory that stay there, and derive the returns."""
     steps, margin, columns = int(first_steps[-1]), options.margin, []
     returns = partial(_returns, parts, options, budget_bytes)
     for source, stays in zip(sources, resident, strict=True):
-        column = _located(parts, source, first_steps, normalize_states=normalize_states)
+        column = _located(parts, source, first_steps)
         if stays:
             rows = np.zeros((steps + 2 * margin, source.row_bytes), np.uint8)
             at = margin
@@ -115,9 +112,7 @@ def load_columns(
     return columns, _written(parts, returns()) if is_written else None
 
 
-def _located(
-    parts: Sequence[Part], source: SlotColumn, first_steps: Int64Array, *, normalize_states: bool
-) -> DiskColumn:
+def _located(parts: Sequence[Part], source: SlotColumn, first_steps: Int64Array) -> DiskColumn:
     """Return where the rows of a column lie."""
     row_bytes = source.row_bytes
     lay: tuple[Lay | None, ...] = (None,) * len(parts)
@@ -135,7 +130,7 @@ def _located(
         offsets, stored = np.array(layouts, np.int64).T
         own = [
             standard_fields(part.dataset, normalize_states=True)[STATES]
-            if normalize_states and source.name == STATES
+            if source.normalized
             else None
             for part in parts
         ]
