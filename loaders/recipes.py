@@ -20,8 +20,7 @@ def open_tasks(recipe: Recipe, open_one: Callable[[Recipe], Dataset]) -> JointDa
     for name in tasks_in(recipe):
         single = task_recipe(recipe, name)
         task = Part(name=name, dataset=open_one(single), returns_scale=single.loader.returns_scale)
-        # refused here first, in a recipe's words
-        standard_fields(task.dataset, normalize_states=normalize, recipe=True)
+        standard_fields(task.dataset, normalize_states=normalize)  # refuses what fits no batch
         tasks.append(task)
     return join_datasets(tasks)
 

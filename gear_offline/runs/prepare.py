@@ -332,7 +332,6 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
         dataset,
         normalize_states=loader.normalize_states,
         frame_stack=loader.frame_stack,
-        recipe=True,
     )
     for column in ("observations", "actions", "rewards"):
         values, where = dataset.statistics[column], f"column {column} of {path}"

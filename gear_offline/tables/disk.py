@@ -54,17 +54,6 @@ INDEX_BYTES = 284  # an episode: offset, length, return, ends, and the guide of 
 CONVERSION_FACTOR = 8  # bytes in passing for each byte of float32 that is cast or normalised
 
 
-@dataclass(frozen=True)
-class DiskCounts:
-    """What was done since the loader was made."""
-
-    read_bytes: int  # from disk, in whole pages
-    reads: int  # parts of files
-    window_bytes: int  # of the windows handed out: their real steps over all columns
-    windows: int
-    evicted: int  # windows that were let go of before their use, since others came sooner
-
-
 @dataclass(frozen=True, kw_only=True)
 class DiskSizes:
     """How a budget of host memory is shared out."""
@@ -184,8 +173,6 @@ class DiskGather:
             horizon=self.sizes.horizon,
         )
         self._rank_batch, self._span = stream.rank_batch, options.context_length
-        self._row_bytes = sum(source.row_bytes for source in sources)
-        self._windows_given = self._bytes_given = 0
         self._ahead = ReadAhead(
             self._windows, plan, self._slots.targets, threads=self.sizes.threads
         )
@@ -208,9 +195,6 @@ class DiskGather:
         )
         windows = self._slots.gather(segments, ready.slots)
         self._ahead.move(first_step + steps)
-        self._windows_given += segments.episodes.size
-        # Not torch's sum: its threads would wait for the next one, turning.
-        self._bytes_given += int(windows.attention_mask.numpy().sum()) * self._row_bytes
         return windows
 
     def gather(self, segments: Segments) -> Windows:
@@ -224,11 +208,6 @@ class DiskGather:
         places = Places(low=low[order], real=real[order], before=starts[order], slots=order)
         self._windows.read(places, aside.targets, self._windows.buffer())
         return aside.gather(segments, np.arange(len(low)))
-
-    def counts(self) -> DiskCounts:
-        """Return what was read and what `draw_and_gather` gave until now."""
-        read_bytes, reads, evicted = self._ahead.counts()
-        return DiskCounts(read_bytes, reads, self._bytes_given, self._windows_given, evicted)
 
     def close(self) -> None:
         """End the reading threads and close all files; can be repeated."""

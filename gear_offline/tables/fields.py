@@ -37,17 +37,15 @@ class HasColumns(Protocol):
 
 
 def standard_fields(
-    source: HasColumns, *, normalize_states: bool, frame_stack: int = 1, recipe: bool = False
+    source: HasColumns, *, normalize_states: bool, frame_stack: int = 1
 ) -> dict[str, Field]:
     """Return the fields that every batch has, by column: dtype, shape and normalisation.
 
     States are float32, except images (uint8 with two or more dimensions a step), which stay uint8.
     Integer and bool actions are discrete and become int64 of their own shape, a single one without
     a dimension; other actions are float32 with one dimension, flattened.  Rewards are float32 of
-    shape (1,).  Stacks of more than one frame are for images.  Errors name options as a `recipe`
-    names them, or as arguments.
+    shape (1,).  Stacks of more than one frame are for images.
     """
-    section = "loader." if recipe else ""
     f32, i64 = np.dtype(np.float32), np.dtype(np.int64)
     states, actions, rewards = (source.spec[c] for c in (STATES, ACTIONS, REWARDS))
     for spec in (states, actions, rewards):
@@ -59,19 +57,17 @@ def standard_fields(
     if frame_stack > 1 and not image:
         raise InputError(
             "LOADER_OPTION",
-            f"{section}frame_stack={frame_stack} is for images (uint8, two or more dimensions a "
+            f"frame_stack={frame_stack} is for images (uint8, two or more dimensions a "
             f"step), {STATES} are {states.dtype} {states.shape}",
             where=f"column {STATES}",
-            remedy=f"use {section}frame_stack=1",
+            remedy="use frame_stack=1",
         )
     if normalize_states and image:
         raise InputError(
             "LOADER_OPTION",
             "uint8 images are not normalised by the loader",
             where=f"column {STATES}",
-            remedy="set loader.normalize_states=false: the model scales the pixels"
-            if recipe
-            else "set normalize_states to false and scale the pixels in the model",
+            remedy="set normalize_states to false: a model scales the pixels itself",
         )
     mean, divisor = normalization(source) if normalize_states else (None, None)
     discrete = actions.dtype.kind in "iub"

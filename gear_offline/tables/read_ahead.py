@@ -35,7 +35,6 @@ class ReadAhead:
         self._changed, self._arrived = threading.Condition(lock), threading.Condition(lock)
         self._error: BaseException | None = None
         self._stopped = False
-        self._read_bytes = self._reads = 0
         # Daemons: the interpreter waits for other threads before it runs what stops these.
         self._threads = [
             threading.Thread(target=self._work, name=f"gear-disk-{number}", daemon=True)
@@ -67,11 +66,6 @@ class ReadAhead:
         with self._changed:
             self._plan.move(step)
             self._changed.notify()
-
-    def counts(self) -> tuple[int, int, int]:
-        """Return bytes and parts of files that were read, and windows that went unused."""
-        with self._changed:
-            return self._read_bytes, self._reads, self._plan.evicted
 
     def stop(self) -> None:
         """End the threads, wait for them and close the files; can be repeated."""
@@ -117,11 +111,9 @@ class ReadAhead:
             buffer = self._windows.buffer()
             while (task := self._next()) is not None:
                 if isinstance(task, Job):
-                    nbytes, calls = self._windows.read(task.places, self._targets, buffer)
+                    self._windows.read(task.places, self._targets, buffer)
                     with self._changed:
                         self._plan.finish(task)
-                        self._read_bytes += nbytes
-                        self._reads += calls
                         self._arrived.notify_all()
                 else:
                     generation, first_step, steps = task

@@ -152,7 +152,6 @@ class ReadPlan:
         self._generation = 0
         self._base = self._cursor = self._start = 0
         self._open: tuple[int, int] | None = None  # steps that somebody is selecting
-        self.evicted = 0  # windows that were let go of before their use
 
     @property
     def base_step(self) -> int:
@@ -302,7 +301,6 @@ class ReadPlan:
             gone = last[(last > bound) & (last >= stretch.first) & (last < stretch.last)]
             if len(gone):
                 self._drop(stretch, gone - stretch.first)
-                self.evicted += len(gone)
         admitted: Int64Array = missing[missing <= bound]
         return admitted
 

@@ -111,8 +111,8 @@ def _read_directly(handle: int) -> None:
         fcntl.fcntl(handle, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
 
 
-def read_pages(handle: int, memory: UInt8Array, begin: int, least: int, where: str) -> int:
-    """Fill `memory` from byte `begin` on, up to the end of the file; return the bytes read.
+def read_pages(handle: int, memory: UInt8Array, begin: int, least: int, where: str) -> None:
+    """Fill `memory` from byte `begin` on, up to the end of the file.
 
     A read may give less than was asked for, on network file systems for one.  It goes on from the
     last whole page, as direct reads must, until `least` bytes are there.
@@ -127,7 +127,6 @@ def read_pages(handle: int, memory: UInt8Array, begin: int, least: int, where: s
         if not count or (at + count <= got and begin + got >= os.fstat(handle).st_size):
             raise damaged(f"the file ends at byte {begin + got}, more were expected", where)
         got = max(got, at + count)
-    return got
 
 
 class WindowReader:
@@ -174,8 +173,8 @@ class WindowReader:
         chunk += (low - self._first_steps[shard]) // self._chunk_steps
         return chunk
 
-    def read(self, places: Places, targets: Sequence[Array], buffer: UInt8Array) -> tuple[int, int]:
-        """Read windows into their slots; return the bytes and the parts of files that were read.
+    def read(self, places: Places, targets: Sequence[Array], buffer: UInt8Array) -> None:
+        """Read windows into their slots.
 
         Windows come in the order of their first steps.  A target has (S,) slots of H + K rows, as
         void, of each column; row H is a window's first step; what lies around the window's rows,
@@ -183,15 +182,10 @@ class WindowReader:
         """
         border = np.flatnonzero(np.diff(self.chunk_of(places.low))) + 1
         cuts = [0, *border[self.chunks - 1 :: self.chunks].tolist(), len(places.low)]
-        done = [
+        for begin, end in pairwise(cuts):
             self._read_together(places.part(begin, end), targets, buffer)
-            for begin, end in pairwise(cuts)
-        ]
-        return sum(nbytes for nbytes, _ in done), sum(calls for _, calls in done)
 
-    def _read_together(
-        self, places: Places, targets: Sequence[Array], buffer: UInt8Array
-    ) -> tuple[int, int]:
+    def _read_together(self, places: Places, targets: Sequence[Array], buffer: UInt8Array) -> None:
         low, ends = places.low, np.maximum.accumulate(places.low + places.real)
         shard = self._first_steps.searchsorted(low, side="right") - 1
         other = shard[1:] != shard[:-1]
@@ -221,7 +215,7 @@ class WindowReader:
             reads.append((file, begin, end, place))
             starts.append(np.repeat(origin + place - begin, tails - heads + 1))
         assert at + self._margin <= len(buffer), "the parts of so few chunks have room"
-        total, calls = self._fill(reads, buffer)
+        self._fill(reads, buffer)
         for column, start, target in zip(self._columns, starts, targets, strict=True):
             row = low - self._history
             if start is None:
@@ -231,20 +225,16 @@ class WindowReader:
             else:
                 begins = start + row * column.stored_bytes[shard]
                 self._lay(column, shard, buffer, begins, places.slots, target)
-        return total, calls
 
-    def _fill(self, reads: Sequence[tuple[Int64Array, ...]], buffer: UInt8Array) -> tuple[int, int]:
-        """Read parts of files into the buffer; return bytes and calls."""
-        total = calls = 0
+    def _fill(self, reads: Sequence[tuple[Int64Array, ...]], buffer: UInt8Array) -> None:
+        """Read parts of files into the buffer."""
         shards = {number for file, *_ in reads for number in file.tolist()} - {DERIVED}
         with self.files.opened(shards) as handles:
             for part in reads:
                 for file, begin, end, place in zip(*(p.tolist() for p in part), strict=True):
                     memory = buffer[place : place + pages(end - begin)]
                     name = self.files.names[file]
-                    total += read_pages(handles[file], memory, begin, end - begin, name)
-                    calls += 1
-        return total, calls
+                    read_pages(handles[file], memory, begin, end - begin, name)
 
     def _lay(
         self,
