@@ -362,9 +362,9 @@ def test_ctrl_c_while_waiting_for_the_disk(
     loader = on_disk(dataset, **OPTIONS)
     held, real = threading.Event(), window_reader.WindowReader.read
 
-    def slow(*arguments: Any) -> tuple[int, int]:
+    def slow(*arguments: Any) -> None:
         held.wait(30)
-        return real(*arguments)
+        real(*arguments)
 
     monkeypatch.setattr(window_reader.WindowReader, "read", slow)
     main = threading.main_thread().ident

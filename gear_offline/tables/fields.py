@@ -60,14 +60,15 @@ def standard_fields(
             f"frame_stack={frame_stack} is for images (uint8, two or more dimensions a "
             f"step), {STATES} are {states.dtype} {states.shape}",
             where=f"column {STATES}",
-            remedy="use frame_stack=1",
+            remedy="use frame_stack=1, in a recipe loader.frame_stack=1",
         )
     if normalize_states and image:
         raise InputError(
             "LOADER_OPTION",
             "uint8 images are not normalised by the loader",
             where=f"column {STATES}",
-            remedy="set normalize_states to false: a model scales the pixels itself",
+            remedy="use normalize_states=False, in a recipe loader.normalize_states=false: models "
+            "scale the pixels",
         )
     mean, divisor = normalization(source) if normalize_states else (None, None)
     discrete = actions.dtype.kind in "iub"
