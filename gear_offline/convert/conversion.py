@@ -39,7 +39,6 @@ from gear_offline.dataset.manifest import (
     MAX_BLOCK_BYTES,
     MAX_MANIFEST_BYTES,
     MIN_BLOCK_BYTES,
-    MORE,
     Endings,
     Environment,
     Manifest,
@@ -384,7 +383,9 @@ def _small_fact(value: Any) -> Any:
     # the rest is for what is said of those without room
     kept = entries[: int(np.searchsorted(ends, MAX_FACT_CHARS - 40))]
     lost = len(entries) - len(kept)
-    return {**dict(kept), MORE: lost} if isinstance(plain, dict) else [*kept, f"and {lost} more"]
+    return (
+        {**dict(kept), "and more": lost} if isinstance(plain, dict) else [*kept, f"and {lost} more"]
+    )
 
 
 def _suggestions(manifest: Manifest, written: Sequence[Written]) -> list[str]:

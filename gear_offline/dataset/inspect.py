@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from rich import box
+from rich.bar import Bar
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -25,7 +25,6 @@ BAR_WIDTH = 40
 MOST_LEFT_OUT = 8  # that `convert` names
 MOST_ATTRIBUTES, MOST_LEAVES, LONGEST_TEXT = 200, 14, 100  # of the source; --json shows all
 MOST_COLUMNS = 8  # without --full
-_BLOCKS = " ▏▎▍▌▋▊▉█"
 _HEIGHTS = " ▁▂▃▄▅▆▇█"
 
 
@@ -83,7 +82,7 @@ def print_inspection(
     spreads = {"return": document["returns"], "length": document["lengths"]}
     parts = [_facts(document, full), Text(), _columns(document, full), _endings(document, spreads)]
     if full:
-        parts += [_histogram(what, spread, console.width) for what, spread in spreads.items()]
+        parts += [_histogram(what, spread) for what, spread in spreads.items()]
     else:
         parts.append(Text("--full shows histograms and what the source says of itself", "dim"))
     console.print(Group(*parts))
@@ -102,10 +101,10 @@ def summary(manifest: Manifest) -> list[str]:
         if column.nonfinite:
             count = count_text(column.nonfinite, "value")
             lines.append(f"warning: column {name}: {count} NaN or infinite")
-    left_out, more = source.left_out
-    lines += [f"left out: {name}: {why}" for name, why in list(left_out.items())[:MOST_LEFT_OUT]]
-    if (rest := max(0, len(left_out) - MOST_LEFT_OUT) + more) > 0:
-        lines.append(f"left out: {rest} more, see inspect")
+    left_out = list(source.attributes.get("left_out", {}).items())
+    lines += [f"left out: {name}: {why}" for name, why in left_out[:MOST_LEFT_OUT]]
+    if len(left_out) > MOST_LEFT_OUT:
+        lines.append("left out: others too, see inspect")
     lines += [f"warning: {warning}" for warning in source.warnings]
     return list(map(printable, lines))  # names and texts are those of strangers
 
@@ -116,38 +115,39 @@ def number_text(value: float | None) -> str:
 
 
 def _facts(document: Mapping[str, Any], full: bool) -> RenderableType:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", overflow="fold", max_width=30)
-    table.add_column(overflow="fold")
-    for name, value in _fact_rows(document, full):
-        table.add_row(escape(printable(name)), escape(printable(value)))
-    return table
-
-
-def _fact_rows(document: Mapping[str, Any], full: bool) -> Iterable[tuple[str, str]]:
     source, environment = document["source"], document["environment"]
     counts = ", ".join(count_text(document[f"{what}s"], what) for what in ("episode", "step"))
     shards = count_text(len(document["shards"]), "shard")
-    yield "dataset", document["path"]
-    yield "size", f"{counts}, {size_text(document['bytes'])} in {shards}"
     blocks = count_text(document["digests"]["blocks"], "block")
-    if document["verified"]:
-        yield "digests", f"{blocks} checked, all match"
-    else:
-        yield "digests", f"manifest, headers and episodes match; {blocks} unread"
+    checked = f"{blocks} checked, all match"
+    if not document["verified"]:
+        checked = f"manifest, headers and episodes match; {blocks} unread"
     scores = environment["reference_scores"]
     shown = "no reference scores"
     if scores is not None:
         shown = f"reference scores {scores['minimum']:g} to {scores['maximum']:g}"
         shown += f" ({scores['name']}{', indicative only' if scores['indicative'] else ''})"
-    yield "environment", f"{environment['id'] or 'unknown'}; {shown}"
-    yield "source", f"{source['uri']} ({source['format']}; rule: {source['rule']})"
+    rows = [
+        ("dataset", document["path"]),
+        ("size", f"{counts}, {size_text(document['bytes'])} in {shards}"),
+        ("digests", checked),
+        ("environment", f"{environment['id'] or 'unknown'}; {shown}"),
+        ("source", f"{source['uri']} ({source['format']}; rule: {source['rule']})"),
+    ]
     if full:
         if scores is not None and scores["note"]:
-            yield "scores", scores["note"]
-        yield "format", f"version {document['format_version']}"
-        yield "source digest", f"xxh3-128:{source['digest']}" if source["digest"] else "none"
-        yield from _leaves("", source["attributes"])
+            rows.append(("scores", scores["note"]))
+        rows.append(("format", f"version {document['format_version']}"))
+        rows.append(
+            ("source digest", f"xxh3-128:{source['digest']}" if source["digest"] else "none")
+        )
+        rows += _leaves("", source["attributes"])
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", overflow="fold", max_width=30)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(escape(printable(name)), escape(printable(value)))
+    return table
 
 
 def _leaves(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
@@ -232,37 +232,18 @@ def _endings(document: Mapping[str, Any], spreads: Mapping[str, Any]) -> Rendera
     return table
 
 
-def _histogram(what: str, spread: Mapping[str, Any], room: int) -> RenderableType:
-    rows: list[tuple[str, int]] = []
-    edges: Sequence[float] = spread["histogram"]["edges"]
-    counts: Sequence[int] = spread["histogram"]["counts"]
-    for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
-        label = f"{number_text(low)} to {number_text(high)}"
-        if what == "length":
-            # bins are half open; those of older datasets have edges between the whole numbers
-            first, last = math.ceil(low), min(math.ceil(high) - 1, int(spread["max"]))
-            if high == edges[-1] == spread["max"]:
-                last = int(high)  # only the last bin of those holds its upper edge
-            if last < first:
-                continue
-            label = f"{first:,}" if first == last else f"{first:,} to {last:,}"
-        rows.append((label, count))
-    most = max(counts, default=1)
-    others = max((len(label) for label, _ in rows), default=0) + len(f"{most:,}") + 4
-    width = max(1, min(BAR_WIDTH, room - others))
+def _histogram(what: str, spread: Mapping[str, Any]) -> RenderableType:
+    edges, counts = spread["histogram"]["edges"], spread["histogram"]["counts"]
     table = Table(
         box=None, title=f"episode {what}s", title_justify="left", show_header=False, pad_edge=False
     )
     table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True, min_width=width)
+    table.add_column(max_width=BAR_WIDTH)
     table.add_column(justify="right", no_wrap=True)
-    for label, count in rows:
-        table.add_row(label, bar_text(count, most, width=width), f"{count:,}")
+    for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
+        label = f"{number_text(low)} to {number_text(high)}"
+        if what == "length":  # whole numbers below the upper edge
+            last = min(high - 1, spread["max"])
+            label = f"{low:,.0f} to {last:,.0f}" if low < last else f"{low:,.0f}"
+        table.add_row(label, Bar(max(counts), 0, count), f"{count:,}")
     return table
-
-
-def bar_text(count: int, most: int, *, width: int = BAR_WIDTH) -> str:
-    """Return a bar of eighths of characters; every count above zero shows something."""
-    eighths = max(round(count / most * width * 8), 1) if count else 0
-    whole, rest = divmod(eighths, 8)
-    return _BLOCKS[8] * whole + (_BLOCKS[rest] if rest else "")

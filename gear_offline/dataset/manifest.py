@@ -41,7 +41,6 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 256 << 20
 MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 64, 1 << 30
-MORE = "and more"  # bears the number of entries that a mapping in a source's attributes has lost
 
 _SHARD_NAME = r"shard-[0-9]{5,9}\.safetensors"
 _SEAL = re.compile(rb',\n"digest": "xxh3-128:([0-9a-f]{32})"\n}\n')
@@ -86,16 +85,7 @@ class SourceRecord(Model):
     @property
     def warnings(self) -> list[str]:
         """What a user should know of the source."""
-        warnings = self.attributes.get("warnings", [])
-        return list(map(str, warnings)) if isinstance(warnings, list) else [str(warnings)]
-
-    @property
-    def left_out(self) -> tuple[dict[str, str], int]:
-        """What the source has and is no column, with the reason; and how many more there are."""
-        left_out = self.attributes.get("left_out")
-        named = dict(left_out) if isinstance(left_out, dict) else {}
-        more = named.pop(MORE, 0)
-        return named, more if isinstance(more, int) else 0
+        return list(map(str, self.attributes.get("warnings", ())))
 
 
 class Endings(Model):
@@ -190,14 +180,17 @@ class Manifest(Model):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        parts = self.statistics.values()
         shapes = {name: part.mean.shape for name, part in self.statistics.items()}
         if shapes != {column.name: stored_form(column)[1] for column in self.spec}:
             raise ValueError("statistics are not those of the columns")
         if any(
-            {part.std.shape, part.min.shape, part.max.shape} != {part.mean.shape}
-            for part in self.statistics.values()
+            {part.std.shape, part.min.shape, part.max.shape} != {part.mean.shape} for part in parts
         ):
             raise ValueError("statistics of one column have different shapes")
+        deviations = [*(part.std for part in parts), self.returns.std, self.lengths.std]
+        if any(np.any(std < 0) for std in deviations):
+            raise ValueError("a standard deviation is negative")
         if [s.name for s in self.shards] != [shard_name(i) for i in range(len(self.shards))]:
             raise ValueError("shard names are not shard-00000, shard-00001, ... in order")
         sums = sum(s.episodes for s in self.shards), sum(s.steps for s in self.shards)

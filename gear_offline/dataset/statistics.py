@@ -92,12 +92,6 @@ class ColumnStatistics(Model):
     min: Values
     max: Values
 
-    @model_validator(mode="after")
-    def _check(self) -> ColumnStatistics:
-        if (self.std < 0).any():
-            raise ValueError("a standard deviation is negative")
-        return self
-
 
 class Moments:
     """Running moments of a column whose rows have `shape`, element by element."""
@@ -250,16 +244,8 @@ class Distribution(Model):
     max: Number
     histogram: Histogram
 
-    @model_validator(mode="after")
-    def _check(self) -> Distribution:
-        if self.std < 0:
-            raise ValueError("a standard deviation is negative")
-        return self
 
-
-def distribution(
-    values: npt.ArrayLike, *, bins: int = HISTOGRAM_BINS, whole: bool = False
-) -> Distribution:
+def distribution(values: npt.ArrayLike, *, whole: bool = False) -> Distribution:
     """Summarise (E,) numbers, e.g. episode returns or lengths; NaN and infinities are left out.
 
     With `whole` the numbers are whole and so are the edges of the histogram: bins have one whole
@@ -273,13 +259,13 @@ def distribution(
     low, high = float(finite.min()), float(finite.max())
     edges, counts = np.asarray([low, high]), np.asarray([finite.size])
     if whole:
-        width = (int(high) - int(low)) // bins + 1
+        width = (int(high) - int(low)) // HISTOGRAM_BINS + 1
         edges = np.arange(int(low), int(high) + width + 1, width, dtype=np.int64)
         counts = np.histogram(finite, bins=edges)[0]
     elif low < high and np.isfinite(high - low):
         # NumPy refuses a range that spans too few floats for that many bins: then keep one bin.
         with suppress(ValueError):
-            counts, edges = np.histogram(finite, bins=bins, range=(low, high))
+            counts, edges = np.histogram(finite, bins=HISTOGRAM_BINS, range=(low, high))
     with np.errstate(all="ignore"):
         mean, std = float(finite.mean()), float(finite.std())
     histogram = Histogram(edges=list(map(float, edges)), counts=list(map(int, counts)))
