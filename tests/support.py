@@ -5,7 +5,8 @@ Shape legend: N steps, E episodes, S observation size, A action size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,14 @@ def write_hdf5(path: Path, *, episodes: int = 40, length: int = 25, seed: int = 
 def contents(folder: Path) -> dict[str, bytes]:
     """Return the bytes of each file in a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@contextmanager
+def one_error(code: str, match: str | None = None) -> Iterator[pytest.ExceptionInfo[GearError]]:
+    """Expect an error with that code, whose message is one line, in which `match` is found."""
+    with pytest.raises(GearError, match=match) as caught:
+        yield caught
+    assert caught.value.code == code and "\n" not in str(caught.value), str(caught.value)
 
 
 def failing_code(call: Callable[[], object]) -> str:

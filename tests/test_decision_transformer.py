@@ -3,10 +3,11 @@
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ from tests.model_support import (
     mask,
     released_model,
 )
+from tests.support import failing_code, one_error
 
 
 def load_completely(kind: Any, path: Path) -> Any:
@@ -46,21 +48,22 @@ def load_completely(kind: Any, path: Path) -> Any:
     return model
 
 
+def assert_same_state(found: torch.nn.Module, expected: torch.nn.Module) -> None:
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0)
+
+
 def test_parameters_have_the_released_names_shapes_and_initial_values() -> None:
     ours = make()
     torch.manual_seed(0)
     theirs = DecisionTransformerModel(ours.config)
     assert list(ours.state_dict()) == list(theirs.state_dict())
-    for name, value in theirs.state_dict().items():
-        assert torch.equal(ours.state_dict()[name], value), name
+    assert_same_state(ours, theirs)
 
 
 def test_our_file_loads_in_the_released_class_bit_for_bit(tmp_path: Path) -> None:
     ours = make()
     ours.save_pretrained(tmp_path)
-    theirs = load_completely(DecisionTransformerModel, tmp_path)
-    for name, value in ours.state_dict().items():
-        assert torch.equal(theirs.state_dict()[name], value), name
+    assert_same_state(load_completely(DecisionTransformerModel, tmp_path), ours)
 
 
 def test_a_released_file_loads_in_ours_bit_for_bit(tmp_path: Path) -> None:
@@ -72,8 +75,7 @@ def test_a_released_file_loads_in_ours_bit_for_bit(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
     ours = load_completely(DecisionTransformer, tmp_path)
     assert not ours.discrete and ours.padding == "any"
-    for name, value in theirs.state_dict().items():
-        assert torch.equal(ours.state_dict()[name], value), name
+    assert_same_state(ours, theirs)
 
 
 def test_own_configuration_keys_survive_both_classes(tmp_path: Path) -> None:
@@ -187,13 +189,11 @@ def test_return_dict_false_gives_the_three_predictions() -> None:
     model = make().eval()
     batch = inputs()
     output = model(**batch)
-    state_preds, action_preds, return_preds = model(**batch, return_dict=False)
-    assert state_preds.shape == (WINDOWS, STEPS, STATES)
-    assert action_preds.shape == (WINDOWS, STEPS, ACTIONS)
-    assert return_preds.shape == (WINDOWS, STEPS, 1)
-    assert torch.equal(action_preds, output.action_preds)
+    predictions = model(**batch, return_dict=False)
+    for found, width in zip(predictions, (STATES, ACTIONS, 1), strict=True):
+        assert found.shape == (WINDOWS, STEPS, width)
+    assert torch.equal(predictions[1], output.action_preds)
     assert output.hidden_states is None and output.attentions is None
-    assert model(**batch, output_hidden_states=True).hidden_states is not None
 
 
 def test_eager_is_taken_when_loaded_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,33 +269,26 @@ def test_discrete_action_embedding_learns() -> None:
 
 
 def test_floating_actions_are_no_targets_of_a_discrete_model() -> None:
-    class Vectors:
-        attention_mask = torch.ones((WINDOWS, STEPS))
-        padding: Literal["right"] = "right"
-
-        def __init__(self, actions: torch.Tensor) -> None:
-            self.actions = actions
-
-        def model_inputs(self) -> dict[str, torch.Tensor]:
-            return inputs() | {"actions": self.actions}
+    def batch_of(actions: Tensor) -> Any:
+        given = {"attention_mask": torch.ones((WINDOWS, STEPS)), "padding": "right"}
+        model_inputs: Any = partial(dict, inputs(), actions=actions)
+        return SimpleNamespace(actions=actions, model_inputs=model_inputs, **given)
 
     model = make(discrete=True)
     numbers = torch.zeros((WINDOWS, STEPS), dtype=torch.long)
-    assert torch.isfinite(model.loss(Vectors(numbers)))
+    assert torch.isfinite(model.loss(batch_of(numbers)))
     one_hot = torch.nn.functional.one_hot(numbers, ACTIONS)
     for actions in (one_hot.float(), numbers.float(), one_hot):
-        with pytest.raises(InputError, match="the model's are discrete") as caught:
-            model.loss(Vectors(actions))
-        assert caught.value.code == "MODEL"
+        with one_error("MODEL", "the model's are discrete"):
+            model.loss(batch_of(actions))
 
 
 @pytest.mark.parametrize("timestep", [50, -1])
 def test_timesteps_without_embedding_are_refused(timestep: int) -> None:
     batch = inputs()
     batch["timesteps"][2, 3] = timestep
-    with pytest.raises(InputError, match=str(timestep)) as caught:
+    with one_error("MODEL", str(timestep)):
         make()(**batch)
-    assert caught.value.code == "MODEL"
 
 
 @pytest.mark.parametrize("missing", ["states", "actions", "returns_to_go", "timesteps"])
@@ -321,21 +314,11 @@ def test_impossible_sizes_are_refused(changes: dict[str, Any], place: str) -> No
     assert (caught.value.code, caught.value.where) == ("MODEL", place)
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda config: setattr(config, "add_cross_attention", True),
-        lambda config: setattr(config, "discrete_actions", True),
-    ],
-)
-def test_impossible_configurations_are_refused(
-    spoil: Callable[[DecisionTransformerConfig], None],
-) -> None:
+@pytest.mark.parametrize("key", ["add_cross_attention", "discrete_actions"])
+def test_impossible_configurations_are_refused(key: str) -> None:
     config = make().config
-    spoil(config)
-    with pytest.raises(InputError) as caught:
-        DecisionTransformer(config)
-    assert caught.value.code == "MODEL"
+    setattr(config, key, True)
+    assert failing_code(lambda: DecisionTransformer(config)) == "MODEL"
 
 
 def test_longest_episode_is_checked_by_number() -> None:
@@ -352,13 +335,8 @@ def test_trainable_parameters_are_those_with_a_gradient() -> None:
     action_loss(model(**batch, only_actions=True).action_preds, batch["actions"], None).backward()
     assert kept and all(p.grad is not None for p in kept)
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    assert frozen == {
-        "predict_state.weight",
-        "predict_state.bias",
-        "predict_return.weight",
-        "predict_return.bias",
-        "encoder.wte.weight",
-    }
+    heads = [f"predict_{of}.{part}" for of in ("state", "return") for part in ("weight", "bias")]
+    assert frozen == {*heads, "encoder.wte.weight"}
     assert len(kept) + len(frozen) == len(list(model.parameters()))
 
 

@@ -144,6 +144,24 @@ def test_commands_could_be_run(page: Path) -> None:
     assert {command: what for command, what in found.items() if what} == {}
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "gear-offline frobnicate",
+        "gear-offline train paper --steps 5",
+        "gear-offline train paper trian.steps=5",
+        "torchrun -m gear_offline train paper seed=x",
+        "make nothing",
+        "python -m benchmarks nothing",
+        "python examples/nothing.py",
+    ],
+)
+def test_a_wrong_command_is_found(line: str) -> None:
+    """In a page that is written, so that the tests above cannot go blind."""
+    (words,) = commands(f"```sh\nX=1 {line} \\\n  # a comment\n```\n")
+    assert problem(words)
+
+
 @each_page
 def test_recipes_are_valid(page: Path, tmp_path: Path) -> None:
     for number, block in enumerate(blocks(page.read_text(), "yaml")):

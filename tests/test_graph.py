@@ -3,8 +3,6 @@
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,51 +13,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.distributed.world import World
-from gear_offline.errors import UnavailableError
 from gear_offline.loaders.batch import Batch
 from gear_offline.training.gradients import GradientPass, micro_batches
-from gear_offline.training.graph import WARM_UPS, warm_up, why_not_captured
+from gear_offline.training.graph import why_not_captured
 from gear_offline.training.graph_ranks import LINE, RankGradients
 from tests.gpu_support import NEEDS_CUPY
 from tests.ranks_support import launch
-from tests.support import make_dataset
+from tests.support import make_dataset, one_error
 from tests.test_gradients import gradients, make_batch, trained
 from tests.wire import Wire
-
-
-class Stream:
-    def wait_stream(self, other: Stream) -> None:
-        pass
-
-
-def holders(parameter: nn.Parameter) -> int:
-    """Return how many tensors there are whose graph ends at a parameter."""
-    tensors = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
-    nexts = [node for t in tensors if t.grad_fn is not None for node, _ in t.grad_fn.next_functions]
-    return sum(getattr(node, "variable", None) is parameter for node in nexts)
-
-
-def test_a_warm_up_draws_nothing_and_finds_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that is kept has nodes of gradients that belong to the stream they were made on."""
-    for name in ("Stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
-    parameter, found = nn.Parameter(torch.arange(3.0)), []
-
-    def run() -> None:
-        found.append(holders(parameter))
-        torch.rand(1)
-        parameter.square().sum().backward()
-
-    random = torch.get_rng_state()
-    warm_up(run, parameter.device)
-    assert found == [0] * WARM_UPS and torch.equal(torch.get_rng_state(), random)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +53,8 @@ def test_replicas_are_captured(
     assert found.startswith(reason) and bool(found) == bool(reason)
     if reason and graph == "auto":
         insisting = recipe.replace({"train.graph": "on"})
-        with pytest.raises(UnavailableError, match="graph=on is not possible") as caught:
+        with one_error("UNAVAILABLE", "graph=on is not possible"):
             why_not_captured(insisting, torch.device("cuda"), world, loader, **options)
-        assert caught.value.code == "UNAVAILABLE"
 
 
 def batch_of(mask: Tensor) -> Batch:

@@ -20,7 +20,6 @@ from gear_offline.models.policy import Policy
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train
 from gear_offline.runs.prepare import resolve
-from gear_offline.training.checkpoint_folder import remove_checkpoint
 from gear_offline.training.metrics import read_records
 from gear_offline.training.policies import load_policy
 from tests.image_support import ACTIONS, ENVIRONMENT, SIZE, STEP_LIMIT, band_data
@@ -62,22 +61,6 @@ def test_what_the_earlier_frame_shows_is_learnt(
     assert policy.model.config.frame_encoder == encoder
     played = evaluate(tmp_path / "run", targets=[7.0], episodes=4, quiet=True)
     assert played.mean_return is not None and played.mean_return > STEP_LIMIT - 1
-
-
-def test_a_run_of_frames_resumes_bit_for_bit(dataset: Dataset, tmp_path: Path) -> None:
-    options = ["train.steps=8", "train.checkpoint_every=4", "evaluate.episodes=0"]
-    recipe = recipe_for(dataset, *options)
-    train(recipe, out=tmp_path / "whole", quiet=True)
-    cut = tmp_path / "cut"
-    train(recipe, out=cut, quiet=True)
-    last = cut / "checkpoints" / "step-00000008"
-    remove_checkpoint(last)
-    train(recipe, out=cut, resume=True, quiet=True)
-    one, other = (
-        (run / "checkpoints" / "step-00000008" / "model.safetensors").read_bytes()
-        for run in (tmp_path / "whole", cut)
-    )
-    assert one == other
 
 
 def test_acting_sees_what_training_showed(dataset: Dataset) -> None:

@@ -59,10 +59,16 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Cluster:
-    """One torchrun a node, which starts some ranks."""
+    """One torchrun a node, which starts as many ranks as `ranks` says of it."""
 
     def __init__(
-        self, nodes: list[Node], folder: Path, *, elastic: bool, ranks: int = 1, **extra: str
+        self,
+        nodes: list[Node],
+        folder: Path,
+        *,
+        elastic: bool,
+        ranks: tuple[int, ...],
+        **extra: str,
     ) -> None:
         self.nodes, self.folder, self.elastic, self.ranks = nodes, folder, elastic, ranks
         folder.mkdir(parents=True)
@@ -80,7 +86,7 @@ class Cluster:
     def _start(self, number: int, arguments: tuple[str, ...]) -> subprocess.Popen[str]:
         node, first = self.nodes[number], self.nodes[0]
         command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", node.address]
-        command += ["--nnodes", str(len(self.nodes)), "--nproc-per-node", str(self.ranks)]
+        command += ["--nnodes", str(len(self.nodes)), "--nproc-per-node", str(self.ranks[number])]
         if self.elastic:
             command += ["--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-id", "nodes"]
             command += ["--rdzv-endpoint", f"{first.address}:29400"]
@@ -145,7 +151,7 @@ def finish(processes: list[subprocess.Popen[str]], cluster: Cluster, seconds: fl
 def test_killed_ranks_and_other_numbers_of_nodes(
     nodes: list[Node], recipe: Path, tmp_path: Path
 ) -> None:
-    """Two nodes of two ranks that share a table; the first of one is killed after step 14.
+    """A node of two ranks that share a table and one of one, which is killed after step 14.
 
     Then three nodes of one rank each go on from step 20.
     """
@@ -161,13 +167,13 @@ def test_killed_ranks_and_other_numbers_of_nodes(
     run = tmp_path / "run"
     arguments = (str(recipe), "--out", str(run), "--resume")
 
-    pair = Cluster(nodes[:2], tmp_path / "pair", elastic=True, ranks=2, KILL="2 14")
+    pair = Cluster(nodes[:2], tmp_path / "pair", elastic=True, ranks=(2, 1), KILL="2 14")
     codes = finish(pair.run(*arguments, "train.steps=20"), pair, SECONDS)
     assert codes == [0, 0], pair.said()
     assert "of 2 nodes" in pair.said()[0] and "exchange: collectives" in pair.said()[0]
     assert "resuming after step 10" in pair.said()[0]
     assert "error[RANK_LOST]" in pair.said()[0]
-    trio = Cluster(nodes, tmp_path / "trio", elastic=True)
+    trio = Cluster(nodes, tmp_path / "trio", elastic=False, ranks=(1, 1, 1))
     codes = finish(trio.run(*arguments), trio, SECONDS)
     assert codes == [0, 0, 0], trio.said()
 
@@ -183,7 +189,7 @@ def test_killed_ranks_and_other_numbers_of_nodes(
 
 
 def test_a_cut_link_ends_the_run(nodes: list[Node], recipe: Path, tmp_path: Path) -> None:
-    pair = Cluster(nodes[:2], tmp_path / "pair", elastic=False, PAUSE="0.02")
+    pair = Cluster(nodes[:2], tmp_path / "pair", elastic=False, ranks=(1, 1), PAUSE="0.02")
     arguments = (str(recipe), "--out", str(tmp_path / "run"))
     options = ("train.steps=100000", "train.checkpoint_every=50", f"train.timeout={TIMEOUT}")
     processes = pair.run(*arguments, *options)

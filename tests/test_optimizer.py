@@ -18,17 +18,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gear_offline.config.sections import OptimizerSettings
-from gear_offline.errors import GearError
 from gear_offline.kernels import adamw as adamw_module
 from gear_offline.kernels.adamw import (
     KINDS,
     MOST_PARTIALS,
-    PIECE,
     STEP_BLOCKS_PER_SM,
     DeviceAdamW,
     Schedule,
     Update,
-    cut,
     enqueue_together,
     laid_out_alike,
     share_norm,
@@ -37,6 +34,7 @@ from gear_offline.kernels.adamw import (
 from gear_offline.training.optimizer import Optimizer
 from tests.gpu_support import NEEDS_CUPY, NEEDS_GPU
 from tests.kernels_on_cpu import ThreadedKernels, compile_threads, on_cpu
+from tests.support import one_error
 
 # One rounding more or less in each operation, over a few steps.
 CLOSE: Any = {"rtol": 2e-6, "atol": 2e-7}
@@ -319,18 +317,8 @@ def test_several_models_take_the_steps_of_each(kernels: ThreadedKernels, count: 
 def test_a_missing_gradient_is_refused(kernels: ThreadedKernels) -> None:
     mine = no_decay([nn.Parameter(torch.zeros(3, 2))], Schedule(1.0))
     place = torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(GearError, match=r"shape \(3, 2\)") as caught:
+    with one_error("MODEL", r"shape \(3, 2\)"):
         mine.enqueue(torch.zeros(()), index=place, row=place, window=torch.zeros(1, 2))
-    assert caught.value.code == "MODEL"
-
-
-@given(sizes=st.lists(st.integers(1, 5 * PIECE), max_size=5))
-def test_pieces_partition_the_tensors(sizes: list[int]) -> None:
-    seen = [np.zeros(size, int) for size in sizes]
-    for tensor, begin, count in cut(sizes).tolist():
-        assert 0 < count <= PIECE
-        seen[tensor][begin : begin + count] += 1
-    assert all((part == 1).all() for part in seen)
 
 
 @given(pieces=st.integers(1, 3_000_000), processors=st.integers(1, 200), models=st.integers(1, 16))

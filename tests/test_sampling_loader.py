@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from gear_offline.dataset.dataset import Dataset
-from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
@@ -20,7 +19,7 @@ from gear_offline.runs.loop import train
 from gear_offline.sampling import Prioritized, make_sampler
 from gear_offline.training.learner import Learner
 from tests.sampling_support import CASES, CONTEXT, IDS, facts, keys
-from tests.support import hopper_columns, make_dataset
+from tests.support import failing_code, hopper_columns, make_dataset, one_error
 from tests.training_support import learnt, tiny_data, tiny_recipe
 
 LENGTHS = [1, 7, 2, 9, 5, 3, 12]
@@ -50,9 +49,8 @@ def test_windows_hold_their_own_steps_and_nothing_later(
         "device": "cpu",
     }
     if sampler.padding not in (None, padding):
-        with pytest.raises(InputError, match="padding") as caught:
+        with one_error("LOADER_OPTION", "padding"):
             GearLoader(dataset, **arguments)
-        assert caught.value.code == "LOADER_OPTION"
         return
     loader = GearLoader(dataset, **arguments)
     for step in range(12):
@@ -87,12 +85,11 @@ def test_samplers_made_for_other_data_are_refused(
     parts = {"parts": [{"strategy": "uniform_episodes", "weight": 1}]} if name == "mixture" else {}
     sampler = make_sampler(name, facts(lengths), context_length=CONTEXT + 2, **parts)
     padding: Any = sampler.padding or "right"
-    with pytest.raises(InputError, match=message) as caught:
+    with one_error("LOADER_OPTION", message):
         GearLoader(
             dataset, batch_size=5, context_length=CONTEXT, selection=sampler, padding=padding,
             device="cpu",
         )  # fmt: skip
-    assert caught.value.code == "LOADER_OPTION"
 
 
 def test_feedback_reaches_the_next_batch(dataset: Dataset) -> None:
@@ -118,9 +115,8 @@ def test_feedback_reaches_the_next_batch(dataset: Dataset) -> None:
     other = GearLoader(
         dataset, batch_size=6, context_length=CONTEXT, selection="prioritized", device="cpu"
     )
-    with pytest.raises(InputError, match="updates") as caught:
+    with one_error("LOADER_STATE", "updates"):
         other.load_state_dict(state)
-    assert caught.value.code == "LOADER_STATE"
     assert loader.loss_sampler is not None and other.loss_sampler is not None
     other.loss_sampler.load_state(loader.loss_sampler.state())
     other.load_state_dict(state)
@@ -129,7 +125,7 @@ def test_feedback_reaches_the_next_batch(dataset: Dataset) -> None:
 
 @pytest.mark.parametrize("name", ["prioritized", "d3rlpy"])
 def test_rows_on_disk_refuse_samplers_that_cannot_wait(dataset: Dataset, name: str) -> None:
-    with pytest.raises(InputError, match="do not serve strategy") as caught:
+    with one_error("LOADER_OPTION", "do not serve strategy"):
         GearLoader(
             dataset,
             batch_size=2,
@@ -139,14 +135,11 @@ def test_rows_on_disk_refuse_samplers_that_cannot_wait(dataset: Dataset, name: s
             placement="disk",
             device="cpu",
         )
-    assert caught.value.code == "LOADER_OPTION"
 
 
 def test_feedback_needs_a_sampler_that_learns(dataset: Dataset) -> None:
     loader = GearLoader(dataset, batch_size=2, context_length=CONTEXT, device="cpu")
-    with pytest.raises(InputError) as caught:
-        LossFeedback(loader)
-    assert caught.value.code == "SELECTION"
+    assert failing_code(lambda: LossFeedback(loader)) == "SELECTION"
 
 
 @pytest.mark.parametrize("discrete", [False, True])

@@ -15,8 +15,9 @@ from gymnasium import spaces
 
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
-from gear_offline.errors import GearError, UnavailableError
+from gear_offline.errors import GearError
 from gear_offline.sources import iter_episodes, open_source
+from tests.support import failing_code, one_error
 
 pytest.importorskip("minari", reason="needs pip install 'gear-offline[minari]'")
 import minari
@@ -55,6 +56,12 @@ def plain_episodes(count: int) -> list[EpisodeBuffer]:
             )
         )
     return found
+
+
+def recorded(observations: Any, actions: Any, *, steps: int, number: int = 0) -> EpisodeBuffer:
+    """An episode without rewards and without any flag: the recording stopped."""
+    rewards, flags = [0.0] * steps, [False] * steps
+    return EpisodeBuffer(number, None, None, observations, actions, rewards, flags, flags)
 
 
 def create(name: str, episodes: list[EpisodeBuffer], **options: Any) -> None:
@@ -123,30 +130,20 @@ def test_dict_and_tuple_spaces_become_columns(data_format: str) -> None:
     )
     action_space = spaces.Tuple((PUSH, spaces.MultiDiscrete([3, 4])))
     made = [
-        EpisodeBuffer(
-            id=number,
-            observations={
+        recorded(
+            {
                 "state": rng.normal(size=(steps + 1, 3)),
                 "goal": {"id": rng.integers(0, 5, size=steps + 1)},
                 "text": ["word"] * (steps + 1),
             },
-            actions=(
-                rng.normal(size=(steps, 2)).astype(np.float32),
-                rng.integers(0, 3, size=(steps, 2)),
-            ),
-            rewards=[0.0] * steps,
-            terminations=[False] * steps,
-            truncations=[False] * (steps - 1) + [True],
+            (rng.normal(size=(steps, 2)).astype(np.float32), rng.integers(0, 3, size=(steps, 2))),
+            steps=steps,
+            number=number,
         )
         for number, steps in enumerate((3, 1, 5))
     ]
-    create(
-        "nested-v1",
-        made,
-        observation_space=observation_space,
-        action_space=action_space,
-        data_format=data_format,
-    )
+    options = {"observation_space": observation_space, "action_space": action_space}
+    create("nested-v1", made, data_format=data_format, **options)
     with open_source("minari:nested-v1") as source:
         assert set(source.info.attributes["left_out"]) == {"observations/text"}
         for buffer, read in zip(made, iter_episodes(source), strict=True):
@@ -164,35 +161,19 @@ def test_dict_and_tuple_spaces_become_columns(data_format: str) -> None:
                 assert read[name].dtype == values.dtype, name
 
 
-def image_episode() -> EpisodeBuffer:
-    rng = np.random.default_rng(1)
-    return EpisodeBuffer(
-        id=0,
-        observations=rng.integers(0, 256, size=(4, 32, 40, 3)).astype(np.uint8),
-        actions=np.zeros((3, 2), np.float32),
-        rewards=[0.0] * 3,
-        terminations=[False] * 3,
-        truncations=[False] * 3,
-    )
-
-
 @pytest.mark.parametrize("data_format", FORMATS)
 def test_images(data_format: str) -> None:
     space = spaces.Box(0, 255, (32, 40, 3), np.uint8)
-    episode = image_episode()
+    frames = np.random.default_rng(1).integers(0, 256, (4, 32, 40, 3)).astype(np.uint8)
+    episode = recorded(frames, np.zeros((3, 2), np.float32), steps=3)
     create("raw-v0", [episode], observation_space=space, data_format=data_format)
     with open_source("minari:raw-v0") as source:
         assert source.spec["observations"].shape == (32, 40, 3)
         rows = source.read("observations", 0, 3)
         assert rows.tobytes() == episode.observations[:-1].tobytes()
         assert source.truncated.tolist() == [True]  # no flag at all: the recording stopped
-    create(
-        "jpeg-v0",
-        [episode],
-        observation_space=space,
-        data_format=data_format,
-        jpeg_encoding=True,
-    )
+    jpeg: dict[str, Any] = {"data_format": data_format, "jpeg_encoding": True}
+    create("jpeg-v0", [episode], observation_space=space, **jpeg)
     decoded = next(iter(minari.load_dataset("jpeg-v0").iterate_episodes())).observations
     with open_source("minari:jpeg-v0") as source:
         assert source.read("observations", 0, 3).tobytes() == decoded[:-1].tobytes()
@@ -210,28 +191,20 @@ def test_ids_places_and_packages(root: Path, monkeypatch: pytest.MonkeyPatch) ->
     error = refused("minari:mujoco/hopper/medium-v0", "SOURCE_READ")
     assert "minari download mujoco/hopper/medium-v0" in error.remedy
     create("x-v0", plain_episodes(2))
-    with pytest.raises(GearError) as caught:
-        open_source("minari:x-v0", rule="terminals")
-    assert caught.value.code == "SOURCE_LAYOUT"
+    assert failing_code(lambda: open_source("minari:x-v0", rule="terminals")) == "SOURCE_LAYOUT"
     monkeypatch.setitem(sys.modules, "minari", None)
     monkeypatch.setitem(sys.modules, "minari.dataset.minari_storage", None)
-    with pytest.raises(UnavailableError) as missing:
+    with one_error("PACKAGE_MISSING") as missing:
         open_source("minari:x-v0")
-    assert missing.value.code == "PACKAGE_MISSING" and "[minari]" in missing.value.remedy
+    assert "[minari]" in missing.value.remedy
 
 
 @pytest.mark.parametrize("data_format", FORMATS)
 def test_goals_of_the_kitchen(tmp_path: Path, data_format: str) -> None:
     rng = np.random.default_rng(0)
     rows = {"bottom burner": rng.normal(size=(4, 3)), "kettle": rng.normal(size=(4, 3))}
-    episode = EpisodeBuffer(
-        id=0,
-        observations={"desired_goal": rows, "text": ["word"] * 4},
-        actions=np.zeros((3, 2), np.float32),
-        rewards=[0.0] * 3,
-        terminations=[False] * 3,
-        truncations=[False, False, True],
-    )
+    observations = {"desired_goal": rows, "text": ["word"] * 4}
+    episode = recorded(observations, np.zeros((3, 2), np.float32), steps=3)
     goals = spaces.Dict({"bottom burner": BOX, "kettle": BOX})
     space = spaces.Dict({"desired_goal": goals, "text": spaces.Text(8)})
     create("D4RL/kitchen-v0", [episode], observation_space=space, data_format=data_format)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from gear_offline.config.files import recipe_paths
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import GearError
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train
 from gear_offline.training.checkpoint import chosen_checkpoint, read_checkpoint
@@ -24,7 +25,7 @@ from gear_offline.training.metrics import read_records
 from gear_offline.training.model import resolve_precision
 from gear_offline.training.policies import load_policy, trained_model
 from tests.image_support import image_columns
-from tests.support import make_dataset
+from tests.support import failing_code, make_dataset, one_error
 from tests.training_support import (
     ACTION_DIM,
     ENVIRONMENT,
@@ -174,9 +175,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(
 
     monkeypatch.setattr(DecisionTransformer, "loss", sometimes)
     run = tmp_path / "run"
-    with pytest.raises(GearError, match="the loss of step 8 is nan") as caught:
+    with one_error("LOSS_NONFINITE", "the loss of step 8 is nan"):
         train(tiny_recipe(data), out=run, quiet=True)
-    assert caught.value.code == "LOSS_NONFINITE"
     last = read_checkpoint(list_checkpoints(run / "checkpoints")[-1][1])
     assert last.state.step == 7
     assert all(bool(torch.isfinite(value).all()) for value in last.weights().values())
@@ -205,9 +205,8 @@ def test_actions_that_a_tanh_cannot_reach_are_refused(tmp_path: Path) -> None:
     columns["actions"][3, 1] = 1.5
     dataset = make_dataset(tmp_path, [5, 5], columns=columns, environment_id=None)
     recipe = tiny_recipe(dataset.path, "train.steps=3", "train.evaluate_every=null")
-    with pytest.raises(InputError, match=r"actions reach .* 1\.5") as caught:
+    with one_error("MODEL", r"actions reach .* 1\.5"):
         train(recipe, out=tmp_path / "a", quiet=True)
-    assert caught.value.code == "MODEL"
     train(recipe.replace({"model.action_tanh": False}), out=tmp_path / "b", quiet=True)
 
 
@@ -240,9 +239,7 @@ def test_a_policy_is_read_from_run_checkpoint_or_best(whole: Path, data: Path) -
         assert (policy.returns_scale, policy.context_length) == (10.0, 3)
         assert not policy.model.training
     for place in (data, whole / "plots"):
-        with pytest.raises(InputError) as caught:
-            load_policy(place)
-        assert caught.value.code == "RUN_NOT_FOUND"
+        assert failing_code(partial(load_policy, place)) == "RUN_NOT_FOUND"
 
 
 def test_a_complete_run_is_left_as_it_is(
