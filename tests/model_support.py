@@ -43,6 +43,11 @@ def released_model(model: DecisionTransformer) -> DecisionTransformerModel:
     return released
 
 
+def assert_same_state(found: torch.nn.Module, expected: torch.nn.Module) -> None:
+    """Compare names and weights, bit for bit."""
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0)
+
+
 def inputs(steps: int = STEPS, *, seed: int = 1) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
-from gear_offline.kernels.gather import CpuGather, Padding
+from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.kernels.segments import Segments
 from gear_offline.tables.table import Table
 
@@ -147,3 +147,9 @@ def all_segments(lengths: Sequence[int]) -> Segments:
     pairs = [(e, s) for e, length in enumerate(lengths) for s in range(length)]
     episodes, starts = np.array(pairs, dtype=np.int64).T
     return Segments(episodes=episodes.copy(), starts=starts.copy(), probability=np.ones(len(pairs)))
+
+
+def bits(windows: Windows) -> list[bytes]:
+    """Return the bytes of everything that a gather gives."""
+    tensors = [*windows.buffers, windows.timesteps, windows.attention_mask, windows.segments]
+    return [tensor.cpu().numpy().tobytes() for tensor in tensors]

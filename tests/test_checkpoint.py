@@ -33,6 +33,7 @@ from gear_offline.training.checkpoint_folder import (
 )
 from gear_offline.training.policies import load_policy, trained_model
 from tests.checkpoint_support import RECIPE, save_checkpoint, saved_state, training_tensors
+from tests.model_support import assert_same_state
 from tests.support import failing_code, one_error
 
 FILES = ("config.json", "model.safetensors", "state.json", "training.safetensors")
@@ -94,8 +95,7 @@ def test_plain_transformers_reads_it(
     loaded: Any = DecisionTransformerModel.from_pretrained(path, output_loading_info=True)
     released, info = loaded
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    for name, tensor in released.state_dict().items():
-        assert torch.equal(tensor, model.state_dict()[name])
+    assert_same_state(released, model)
     text = json.loads((path / "config.json").read_text())
     assert text["architectures"] == ["DecisionTransformerModel"]
     assert load_policy(path, device="cpu").model.state_dict().keys() == released.state_dict().keys()

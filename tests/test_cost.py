@@ -114,17 +114,6 @@ def test_shards_take_less_than_replicas(
     assert kept - part == parameters * (2 if half else 4)
 
 
-@settings(max_examples=50)
-@given(accumulate=st.sampled_from([1, 2, 4]), recompute=st.booleans(), half=st.booleans())
-def test_what_saves_memory_saves_some_by_formula(
-    accumulate: int, recompute: bool, half: bool
-) -> None:
-    plain = load_recipe("dt_1b", ["train.weights=fp32"])
-    frugal = plain.replace({"train.accumulate": accumulate, "train.recompute": recompute})
-    most, found = (memory_bytes(r, 10**6, segments=24, half=half) for r in (plain, frugal))
-    assert (found < most) == (accumulate > 1 or recompute)
-
-
 GPU, PARAMETERS = torch.device("cuda"), 10**8
 
 

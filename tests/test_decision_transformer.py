@@ -33,6 +33,7 @@ from tests.model_support import (
     STEPS,
     TOLERANCE,
     WINDOWS,
+    assert_same_state,
     inputs,
     largest_difference,
     make,
@@ -46,10 +47,6 @@ def load_completely(kind: Any, path: Path) -> Any:
     model, info = kind.from_pretrained(path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     return model
-
-
-def assert_same_state(found: torch.nn.Module, expected: torch.nn.Module) -> None:
-    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0)
 
 
 def test_parameters_have_the_released_names_shapes_and_initial_values() -> None:

@@ -18,6 +18,7 @@ from gear_offline.models.decision_transformer import (
     trainable_parameters,
 )
 from gear_offline.models.encoders import FrameEncoder, build_encoder
+from tests.model_support import assert_same_state
 from tests.support import one_error
 
 BATCH, STEPS, STACK = 2, 3, 4
@@ -139,8 +140,7 @@ def test_files_keep_the_encoder(encoder: str, tmp_path: Path) -> None:
     expected = model(**given).action_preds
     model.save_pretrained(tmp_path / "weights")
     again = DecisionTransformer.from_pretrained(tmp_path / "weights").eval()
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor), name
+    assert_same_state(again, model)
     assert torch.equal(again(**given).action_preds, expected)
     assert again.config.frame_shape == [84, 84] and again.config.frame_stack == STACK
     assert again.config.state_dim == (STACK * 84 * 84 if encoder == "none" else 16)

@@ -31,6 +31,7 @@ from tests.segment_oracle import (
     Array,
     MemoryTable,
     all_segments,
+    bits,
     cpu_gather,
     expect,
     oracle_window,
@@ -290,11 +291,6 @@ def test_rows_that_landed_are_read_like_any_other(
     expected = cpu_gather(whole, span, padding).gather(segments)
     windows = cut(part, segments, landing, span, padding, offsets=offsets, local=held)
     assert bits(windows) == bits(expected)
-
-
-def bits(windows: Windows) -> list[bytes]:
-    tensors = [*windows.buffers, windows.timesteps, windows.attention_mask, windows.segments]
-    return [tensor.cpu().numpy().tobytes() for tensor in tensors]
 
 
 def small_table(lengths: list[int], span: int) -> Table:

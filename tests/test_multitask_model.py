@@ -19,6 +19,7 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.loss import action_loss, segment_losses
 from gear_offline.models.multitask import ModelTask, single_task, tasks_of_config
+from tests.model_support import assert_same_state
 from tests.support import failing_code
 
 WIDTHS = {"narrow": (3, 1), "wide": (6, 4), "between": (4, 2)}
@@ -202,8 +203,7 @@ def test_the_shared_part_is_the_released_classs(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     again = DecisionTransformer.from_pretrained(tmp_path)
     assert tasks_of_config(again.config) == model_tasks()
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor), name
+    assert_same_state(again, model)
     torch.manual_seed(0)
     plain = build_model(
         state_dim=6, action_dim=4, hidden_size=16, layers=2, dropout=0.0, max_timestep=30
@@ -222,9 +222,7 @@ def test_a_model_of_one_task_is_the_plain_one() -> None:
     one = build_model(
         state_dim=3, action_dim=1, hidden_size=16, layers=1, max_timestep=30, tasks=tasks
     )
-    assert set(one.state_dict()) == set(plain.state_dict())
-    for name, tensor in plain.state_dict().items():
-        assert torch.equal(one.state_dict()[name], tensor), name
+    assert_same_state(one, plain)
     alone = single_task(one, "narrow")
     assert torch.equal(alone.embed_state.weight, plain.embed_state.weight)
 

@@ -34,6 +34,7 @@ from gear_offline.kernels.adamw import (
 from gear_offline.training.optimizer import Optimizer
 from tests.gpu_support import NEEDS_CUPY, NEEDS_GPU
 from tests.kernels_on_cpu import ThreadedKernels, compile_threads, on_cpu
+from tests.model_support import assert_same_state
 from tests.support import one_error
 
 # One rounding more or less in each operation, over a few steps.
@@ -98,8 +99,7 @@ def test_state_moves_to_another_optimizer_bit_for_bit() -> None:
     resumed = Optimizer(second, chosen, steps=9)
     resumed.load_state({**saved, "random/cpu": torch.zeros(1)})
     steps_of(second, resumed, 4, 9)
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, second.state_dict()[name]), name
+    assert_same_state(second, whole)
 
 
 def test_state_of_another_model_is_refused() -> None:

@@ -21,7 +21,7 @@ from gear_offline.sampling import make_sampler
 from gear_offline.tables.table import Table, TableOptions, build_table
 from tests.kernels_on_cpu import compile_kernels, gpu_gather, on_cpu
 from tests.sampling_support import CASES, IDS, facts, prioritized
-from tests.segment_oracle import MemoryTable, cpu_gather
+from tests.segment_oracle import MemoryTable, bits, cpu_gather
 
 LENGTHS = [4, 1, 30, 7, 19, 2, 23, 11]
 SPAN, BATCH = 5, 7
@@ -51,11 +51,6 @@ def make(name: str, options: dict[str, Any]) -> Any:
 def engine_of(table: Table, sampler: Any, padding: Padding = "right", **options: Any) -> GpuGather:
     shape: dict[str, Any] = {"rank_batch": BATCH, "context_length": SPAN, **options}
     return gpu_gather(table, sampler, seed=9, padding=padding, **shape)
-
-
-def bits(windows: Any) -> list[bytes]:
-    tensors = [*windows.buffers, windows.timesteps, windows.attention_mask, windows.segments]
-    return [tensor.numpy().tobytes() for tensor in tensors]
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)

@@ -27,7 +27,7 @@ from gear_offline.tables.table import TableOptions, build_table
 from tests.image_support import image_columns
 from tests.kernels_on_cpu import compile_library, gpu_gather, on_cpu
 from tests.one_process import OneProcess
-from tests.segment_oracle import cpu_gather
+from tests.segment_oracle import bits, cpu_gather
 from tests.support import failing_code, make_dataset
 
 LENGTHS = [9, 3, 14, 1, 7, 5, 22, 2, 6, 11, 4, 8]
@@ -158,11 +158,6 @@ def test_ranks_get_the_global_batch(
             assert (np.sort(np.concatenate(seen, 1)) == np.arange(batch_size)).all()
         for rank in ranks:
             rank.segments.close()
-
-
-def bits(windows: Any) -> list[bytes]:
-    tensors = [*windows.buffers, windows.timesteps, windows.attention_mask, windows.segments]
-    return [tensor.numpy().tobytes() for tensor in tensors]
 
 
 class Event:
