@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         DecisionTransformer as DecisionTransformer,
     )
     from gear_offline.models.decision_transformer import build_model as build_model
+    from gear_offline.runs.callbacks import Callback as Callback
     from gear_offline.runs.evaluate import evaluate as evaluate
     from gear_offline.runs.listing import list_runs as list_runs
     from gear_offline.runs.run import Run as Run
@@ -71,6 +72,7 @@ _MODULES = {
     "loaders.loader": "GearLoader",
     "models.decision_transformer": "DecisionTransformer build_model",
     "runs.evaluate": "evaluate",
+    "runs.callbacks": "Callback",
     "runs.listing": "list_runs",
     "runs.run": "Run open_run train",
     "sampling": "make_sampler",

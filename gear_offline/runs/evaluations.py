@@ -32,6 +32,7 @@ from gear_offline.evaluation.evaluate import tasks_of
 from gear_offline.evaluation.results import summary_text
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.progress import Progress
+from gear_offline.runs.callbacks import Callbacks
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import Metrics
@@ -54,6 +55,8 @@ class RunEvaluations:
         Of the first rank.
     concurrent_runs
         Runs that share the cores which training leaves.
+    callbacks
+        Are told of results.
 
     Attributes
     ----------
@@ -73,8 +76,9 @@ class RunEvaluations:
         progress: Progress,
         stop: StopRequest,
         concurrent_runs: int = 1,
+        callbacks: Callbacks,
     ) -> None:
-        self._folder, self._learner = folder, learner
+        self._folder, self._learner, self._callbacks = folder, learner, callbacks
         self._saver, self._metrics, self._progress, self._stop = saver, metrics, progress, stop
         plays_any = learner.recipe.evaluate.episodes > 0
         model_tasks = tasks_of_config(learner.model.config)
@@ -207,6 +211,7 @@ class RunEvaluations:
         late = f" ({seconds:,.0f} s and {now - step:,} steps ago)" if now > step else ""
         self._progress.update(now, last=short)
         self._progress.say(f"step {step:,}{late}: {whole}")
+        self._callbacks.evaluation(step, self._metrics.evaluations[-1])
 
     def summary(self) -> dict[str, Any]:
         """Return how evaluations were played, for ``summary.json``; how late, their lines say."""

@@ -8,7 +8,7 @@ steps; the first one alone writes and speaks (`gear_offline.runs.writer`), and i
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,12 @@ from gear_offline.distributed.world import current, open_world, rank_device
 from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import import_module_of
 from gear_offline.progress import say
+from gear_offline.runs.callbacks import Callback, Callbacks
 from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.directory import RunDirectory, check_resumed, default_run_path
 from gear_offline.runs.evaluations import plays
 from gear_offline.runs.prepare import prepare_dataset, resolve
+from gear_offline.runs.run import Run
 from gear_offline.runs.writer import RunWriter
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
@@ -56,6 +58,7 @@ def train(
     resume: bool = False,
     quiet: bool = False,
     tables: SharedTables | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Path:
     """Train a run and return its directory; `gear_offline.runs.run.train` is the public door.
 
@@ -77,13 +80,14 @@ def train(
         world.lead(lambda: check_resumed(path, resolved))
         learner = Learner(resolved, sizes, dataset, device, world=world, tables=tables)
         stack.callback(learner.release)
+        told = stack.enter_context(Callbacks(Run(path), callbacks if world.is_first else ()))
         try:
             with (
                 StopRequest() as stop,
-                LiveRun(path, directory, learner, dataset, stop, quiet) as run,
+                LiveRun(path, directory, learner, dataset, stop, quiet, callbacks=told) as run,
             ):
                 run.catch_up()  # a killed run may have left something to do
-                while not run.is_complete:
+                while not (run.is_complete or run.is_stopped):
                     learner.advance()
                     run.note_step()
                     run.catch_up()
@@ -114,6 +118,8 @@ class LiveRun(Closing):
     ----------
     writer
         Writes, speaks and evaluates on the first rank; None on the others.
+    is_stopped
+        Whether a callback has ended it, on all ranks alike.
     """
 
     def __init__(
@@ -125,8 +131,11 @@ class LiveRun(Closing):
         stop: StopRequest,
         quiet: bool,
         concurrent_runs: int = 1,
+        callbacks: Callbacks | None = None,
     ) -> None:
         self.path, self.learner, self.stop = path, learner, stop
+        self.is_stopped = False
+        self._callbacks = callbacks or Callbacks(Run(path))
         self._world, self._settings = learner.world, learner.recipe.train
         folder = path / "checkpoints"
         seconds = restore(learner, folder, partial(say, quiet=quiet))
@@ -144,6 +153,7 @@ class LiveRun(Closing):
                 seconds=seconds,
                 quiet=quiet,
                 concurrent_runs=concurrent_runs,
+                callbacks=self._callbacks,
             )
             try:
                 self.writer.evaluations.begin(self.evaluates_at)
@@ -177,7 +187,7 @@ class LiveRun(Closing):
             return True
         if self._world.size > 1:
             return step % STOP_EVERY == 0
-        return self.stop.signal_name is not None
+        return self.stop.signal_name is not None or self._callbacks.stop
 
     def catch_up(self) -> None:
         """Log, evaluate, save and stop, each of it if it is due after the steps so far."""
@@ -213,9 +223,11 @@ class LiveRun(Closing):
         """Save if the first rank needs a checkpoint or if any rank was told to stop; then stop."""
         step = self.learner.step
         saves = is_needed or self.is_complete or step % self._settings.checkpoint_every == 0
-        answers = self._world.gather({"saves": saves, "signal": self.stop.signal_name})
+        answer = {"saves": saves, "signal": self.stop.signal_name, "stops": self._callbacks.stop}
+        answers = self._world.gather(answer)
         signal = next((answer["signal"] for answer in answers if answer["signal"]), None)
-        if answers[0]["saves"] or signal:
+        self.is_stopped = answers[0]["stops"]
+        if answers[0]["saves"] or signal or self.is_stopped:
             seconds = 0.0 if self.writer is None else self.writer.seconds
             self.saver.save(seconds=seconds, keep=self._keep)
         if signal and not self.is_complete:
@@ -237,6 +249,8 @@ class LiveRun(Closing):
             self.writer.finish()
         self.saver.prune(self._keep)
         self.saver.wait()
+        if self.writer is not None:
+            self.writer.tell_saved()
 
     def close(self) -> None:
         """Close the files and end the threads; a second Ctrl-C waits for nothing."""

@@ -22,6 +22,7 @@ from gear_offline.training.metrics import read_records
 if TYPE_CHECKING:  # these load torch
     from gear_offline.evaluation.results import EvaluationReport
     from gear_offline.models.policy import Policy
+    from gear_offline.runs.callbacks import Callback
 
 __all__ = ["Run", "open_run", "train"]
 
@@ -217,6 +218,7 @@ def train(
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
     quiet: bool = False,
+    callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Train, evaluate and write a run directory.
 
@@ -236,6 +238,9 @@ def train(
         Go on from the newest whole checkpoint; begins the run when there is none.
     quiet
         Print nothing.
+    callbacks
+        Objects derived from `gear_offline.Callback`: told of metrics, evaluations and checkpoints,
+        on the first rank; they may end the run.
 
     Returns
     -------
@@ -250,7 +255,8 @@ def train(
     TrainingInterrupted
         ``INTERRUPTED``.
     GearError
-        ``LOSS_NONFINITE``; ``RANK_LOST`` and ``RANK_FAILED`` for what happened on other ranks.
+        ``LOSS_NONFINITE``; ``CALLBACK`` for an exception of a callback; ``RANK_LOST`` and
+        ``RANK_FAILED`` for what happened on other ranks.
 
     Examples
     --------
@@ -269,10 +275,13 @@ def train(
         whole = recipe.replace(overrides) if overrides else recipe
     else:
         whole = load_recipe(recipe if isinstance(recipe, str) else Path(recipe), overrides)
+    from gear_offline.runs.callbacks import check_callbacks
+
+    told = check_callbacks(callbacks)
     from gear_offline.runs import loop  # loads torch: a typo was told before
 
     place = None if out is None else Path(out)
-    return Run(loop.train(whole, out=place, resume=resume, quiet=quiet))
+    return Run(loop.train(whole, out=place, resume=resume, quiet=quiet, callbacks=told))
 
 
 def _frame(records: list[dict[str, Any]]) -> Any:

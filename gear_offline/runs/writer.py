@@ -15,6 +15,7 @@ import torch
 from gear_offline.core.interruption import StopRequest
 from gear_offline.core.text import count_text
 from gear_offline.progress import Progress, say
+from gear_offline.runs.callbacks import Callbacks
 from gear_offline.runs.directory import write_summary
 from gear_offline.runs.evaluations import RunEvaluations, plays
 from gear_offline.runs.records import read_summary
@@ -38,6 +39,8 @@ class RunWriter:
         Wall time of the run before.
     concurrent_runs
         Runs that share this process.
+    callbacks
+        Are told what happens.
     """
 
     def __init__(
@@ -51,9 +54,10 @@ class RunWriter:
         seconds: float,
         quiet: bool,
         concurrent_runs: int = 1,
+        callbacks: Callbacks,
     ) -> None:
         self._path, self._learner, self._dataset, self._saver = path, learner, dataset, saver
-        self._recipe, self._quiet = learner.recipe, quiet
+        self._recipe, self._quiet, self._callbacks = learner.recipe, quiet, callbacks
         self._parameters = sum(parameter.numel() for parameter in learner.model.parameters())
         self._began = time.monotonic() - seconds
         # The first step of a process is not timed: it prepares kernels.
@@ -73,6 +77,7 @@ class RunWriter:
             progress=self.progress,
             stop=stop,
             concurrent_runs=concurrent_runs,
+            callbacks=callbacks,
         )
         self._announce()
         self.progress.__enter__()
@@ -117,6 +122,14 @@ class RunWriter:
             self._timed_after, self._timed_from = step, time.perf_counter()
             self._stalled_before = self._saver.stalled_seconds
         self.collect()
+        self.tell_saved()
+
+    def tell_saved(self) -> None:
+        """Tell callbacks of the checkpoints that have become whole, as far as they are there."""
+        while self._saver.written:
+            step = self._saver.written.popleft()
+            if self._saver.path(step).is_dir():
+                self._callbacks.checkpoint(step, self._saver.path(step))
 
     def collect(self) -> None:
         """Record the evaluations that have come in."""
@@ -132,6 +145,7 @@ class RunWriter:
         self._logged, self._stalled = now, stalled
         self.metrics.log(step, values)
         self.progress.update(step, loss=f"{values['loss']:.4g}")
+        self._callbacks.log(step, values)
 
     def finish(self) -> None:
         """Wait for the evaluations that are under way."""
@@ -156,7 +170,10 @@ class RunWriter:
         if not is_summed_up:  # else its figures are of the process that did the steps
             summary = self._summary()
             write_summary(self._path, summary)
-            text = f"{name}: complete after {self.seconds:,.0f} s"
+            end = "complete"
+            if learner.step < self._recipe.train.steps:
+                end = f"stopped by a callback at step {learner.step:,},"
+            text = f"{name}: {end} after {self.seconds:,.0f} s"
             if self._timed_after is not None:
                 text += (
                     f", {learner.meter.text()} while stepping; {learner.data_wait_share:.1%} of "

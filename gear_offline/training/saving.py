@@ -14,6 +14,7 @@ import secrets
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -64,6 +65,7 @@ class Saver:
         self._thread: threading.Thread | None = None  # that does what was begun last
         self._error: BaseException | None = None
         self._writing: int | None = None  # the step that is written, or was last
+        self.written = deque[int]()  # steps whose checkpoints became whole; readers take them out
         self._shards: ShardWriter | None = None
         self.stalled_seconds = 0.0  # how long `save` has held up training so far
         self.remark = ""  # how a model that is spread over ranks is saved
@@ -149,6 +151,7 @@ class Saver:
             if self._world.is_first:
                 self._before()
                 write_checkpoint(place, state, config, model, kinds["training"])
+                self.written.append(state.step)
                 prune(self._folder, keep)
         finally:
             if self._world.is_first:

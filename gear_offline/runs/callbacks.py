@@ -1,0 +1,125 @@
+"""What a caller does while a run trains: a `Callback` is told what happens, and may end it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from gear_offline.core.text import first_line
+from gear_offline.errors import GearError, InputError
+from gear_offline.progress import say
+from gear_offline.runs.run import Run
+
+__all__ = ["Callback"]
+
+
+class Callback:
+    """What is called while `gear_offline.train` trains; derive from it what you need.
+
+    All methods are called in the training process between two steps, on the first rank only.  The
+    first three may return True to ask for the run's end: a checkpoint is saved, evaluations under
+    way are waited for, and the run is summed up after the step; resuming it goes on.  An exception
+    ends the run with the error ``CALLBACK``.
+
+    Examples
+    --------
+    `"tiny"` is what the example of `gear_offline.convert` makes.
+
+    >>> import gear_offline as go
+    >>> class Enough(go.Callback):
+    ...     def on_log(self, run, step, values):
+    ...         return values["loss"] < 100
+    >>> options = {"data.path": "tiny", "train.steps": 400, "train.device": "cpu"}
+    >>> options |= {"train.log_every": 3, "evaluate.episodes": 0}
+    >>> go.train("smoke", options, out="runs/enough", callbacks=[Enough()], quiet=True).steps
+    3
+    """
+
+    def on_log(self, run: Run, step: int, values: Mapping[str, float]) -> bool | None:
+        """Called every ``train.log_every`` steps with the line of ``metrics.jsonl``."""
+
+    def on_evaluation(self, run: Run, step: int, record: Mapping[str, Any]) -> bool | None:
+        """Called with the line of ``evaluations.jsonl``: ``return``, ``targets`` and more.
+
+        `step` is that of the weights; in the background its result comes later.  One that failed
+        has ``error`` and no ``return``.
+        """
+
+    def on_checkpoint(self, run: Run, step: int, path: Path) -> bool | None:
+        """Called when the checkpoint of `step` is whole in the directory `path`."""
+
+    def on_end(self, run: Run, error: BaseException | None) -> None:
+        """Called once at the end; `error` is None if the run is complete or a callback ended it."""
+
+
+def check_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
+    """Return callbacks, each of which is one."""
+    given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+    for one in given:
+        if not isinstance(one, Callback):
+            what = f"{one.__name__ if isinstance(one, type) else type(one).__name__} is no callback"
+            remedy = "give a list of objects whose class derives from gear_offline.Callback"
+            raise InputError("USAGE", what, where="callbacks", remedy=remedy)
+    return tuple(given)
+
+
+class Callbacks(AbstractContextManager["Callbacks"]):
+    """The callbacks of a run; a context manager, which tells them of the end.
+
+    Attributes
+    ----------
+    stop
+        Whether one of them has asked for the end.
+    """
+
+    def __init__(self, run: Run, callbacks: Sequence[Callback] = ()) -> None:
+        self.run, self._callbacks, self.stop = run, callbacks, False
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Tell of a line of metrics."""
+        self._tell("on_log", lambda one: one.on_log(self.run, step, dict(values)))
+
+    def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
+        """Tell of an evaluation."""
+        self._tell("on_evaluation", lambda one: one.on_evaluation(self.run, step, dict(record)))
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        """Tell of a checkpoint."""
+        self._tell("on_checkpoint", lambda one: one.on_checkpoint(self.run, step, path))
+
+    def _tell(self, event: str, call: Callable[[Callback], bool | None]) -> None:
+        for one in self._callbacks:
+            try:
+                self.stop = bool(call(one)) or self.stop
+            except Exception as error:
+                raise _failed(one, event, error, self.run) from error
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Tell all of the end; what ended the run counts more than what fails here."""
+        failures = []
+        for one in self._callbacks:
+            try:
+                one.on_end(self.run, error)
+            except Exception as failure:
+                failures.append(_failed(one, "on_end", failure, self.run))
+        for failed in failures if error is not None else failures[1:]:
+            say(f"warning: {failed.message}")
+        if failures and error is None:
+            raise failures[0]
+
+
+def _failed(callback: Callback, event: str, error: Exception, run: Run) -> GearError:
+    where = f"{type(callback).__name__}.{event}"
+    what = f"a callback failed: {type(error).__name__}: {first_line(error)}"
+    remedy = f"mend it; the run in {run.path} goes on from its newest checkpoint with resume"
+    failed = GearError("CALLBACK", what, where=where, remedy=remedy)
+    failed.__cause__ = error
+    return failed
