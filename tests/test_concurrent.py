@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,14 @@ import torch
 from safetensors.torch import load
 
 from gear_offline.config.recipe import Recipe
+from gear_offline.config.tasks import data_key
 from gear_offline.errors import GearError, InputError
 from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.runs.prepare import prepare_dataset
-from gear_offline.sweep import errors as sweep_errors
+from gear_offline.sweep import job as sweep_job
 from gear_offline.sweep.concurrent import CHUNK, DEEP, RngStream, train_concurrently
-from gear_offline.sweep.errors import run_errors
+from gear_offline.sweep.job import Job, run_errors
+from gear_offline.sweep.trials import Trial
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import read_records
 from gear_offline.training.saving import Saver
@@ -37,10 +38,8 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
 
 
-@dataclass(frozen=True)
-class Trial:
-    name: str
-    recipe: Recipe
+def trial_of(name: str, recipe: Recipe) -> Trial:
+    return Trial(name=name, label=name, settings={}, recipe=recipe)
 
 
 def trials_of(
@@ -50,7 +49,7 @@ def trials_of(
     changes = [
         {"optimizer.learning_rate": rate, "seed": seed} for rate in rates for seed in range(seeds)
     ]
-    return [Trial(f"t{n}", base.replace(change)) for n, change in enumerate(changes)]
+    return [trial_of(f"t{n}", base.replace(change)) for n, change in enumerate(changes)]
 
 
 def concurrently(
@@ -59,21 +58,24 @@ def concurrently(
     """Train together; return the code of the error that each ended with."""
     errors: dict[str, str | None] = {}
 
-    def ended(trial: Any, error: GearError | None) -> None:
+    def ended(trial: Trial, error: GearError | None) -> None:
         assert trial.name not in errors, "told once"
         errors[trial.name] = None if error is None else error.code
 
     steps: dict[str, int] = {}
-    train_concurrently(
-        trials,  # type: ignore[arg-type]
+    recipes = {data_key(trial.recipe): trial.recipe for trial in trials}
+    job = Job(
+        trials=trials,
         folder=folder,
         device=CPU,
         parallel=parallel,
+        threads=None,
         exact=exact,
-        open_data=lambda recipe: prepare_dataset(recipe, quiet=True),
-        ended=ended,
+        datasets={key: prepare_dataset(one, quiet=True) for key, one in recipes.items()},
         moved=lambda trial, step: steps.update({trial.name: step}),
+        ended=ended,
     )
+    train_concurrently(job)
     complete = [trial for trial in trials if errors.get(trial.name, "") is None]
     assert all(steps[trial.name] == trial.recipe.train.steps for trial in complete)
     return errors
@@ -159,8 +161,8 @@ def test_only_equal_shapes_are_stacked(
     monkeypatch.setattr(Stack, "__init__", counted)
     short = ("train.steps=4", "model.dropout=0")
     trials = trials_of(data, *short)
-    trials += [Trial("wide", trials[0].recipe.replace({"model.hidden_size": 32}))]
-    trials += [Trial("left", trials[0].recipe.replace({"loader.padding": "left", "seed": s}))
+    trials += [trial_of("wide", trials[0].recipe.replace({"model.hidden_size": 32}))]
+    trials += [trial_of("left", trials[0].recipe.replace({"loader.padding": "left", "seed": s}))
                for s in (0,)]  # fmt: skip
     assert set(concurrently(trials, tmp_path / "a", parallel=6).values()) == {None}
     assert sizes == [(4, {0})]
@@ -250,7 +252,7 @@ def test_an_error_of_a_stack_ends_its_runs_and_no_others(
 ) -> None:
     trials = trials_of(data, "model.dropout=0")
     wide = [
-        Trial(f"w{n}", t.recipe.replace({"model.hidden_size": 32})) for n, t in enumerate(trials)
+        trial_of(f"w{n}", t.recipe.replace({"model.hidden_size": 32})) for n, t in enumerate(trials)
     ]
     advance = Stack.advance
 
@@ -297,7 +299,7 @@ def test_nothing_goes_on_after_the_gpu_is_lost_and_a_later_call_does(
 
     with monkeypatch.context() as patch:
         patch.setattr(Stack, "advance", broken)
-        patch.setattr(sweep_errors, "_is_lost", lambda device: True)
+        patch.setattr(sweep_job, "_is_lost", lambda device: True)
         with pytest.raises(GearError, match="illegal memory access") as caught:
             concurrently(trials, tmp_path)
     assert caught.value.code == "DEVICE"

@@ -20,6 +20,7 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.sweep import run as sweep_run
 from gear_offline.sweep.directory import SweepDirectory
+from gear_offline.sweep.job import Job
 from gear_offline.sweep.report import SweepResult
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.run import run_trials, sweep
@@ -39,7 +40,7 @@ def recipe(data: Path) -> Recipe:
 @pytest.fixture
 def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is trained: the trials stay open."""
-    monkeypatch.setattr(sweep_run._Sweep, "_train", lambda *_: None)
+    monkeypatch.setattr(sweep_run, "_train", lambda *_, **__: None)
 
 
 def table_of(result: SweepResult) -> list[tuple[Any, ...]]:
@@ -190,21 +191,22 @@ def test_on_a_gpu_all_trials_share_it(
 ) -> None:
     from gear_offline.sweep import concurrent
 
-    asked: list[dict[str, Any]] = []
+    asked: list[Job] = []
 
-    def together(trials: Any, **options: Any) -> None:
-        asked.append({"names": [trial.name for trial in trials], **options})
-        for trial in trials:
-            options["moved"](trial, 20)
-            options["ended"](trial, GearError("MEMORY", "none") if trial.recipe.seed else None)
+    def together(job: Job) -> None:
+        asked.append(job)
+        for trial in job.trials:
+            job.moved(trial, 20)
+            job.end(trial, GearError("MEMORY", "none") if trial.recipe.seed else None)
 
     monkeypatch.setattr(concurrent, "train_concurrently", together)
     monkeypatch.setattr(sweep_run, "resolve_device", lambda _: torch.device("cuda"))
     for exact in (False, True, False):
         result = sweep(recipe, seeds=3, out=tmp_path / "s", exact=exact, quiet=True)
     assert [one.status for one in result.trials] == ["open", "failed", "failed"]
-    assert [(one["parallel"], one["exact"]) for one in asked] == [(3, False), (3, True), (3, True)]
-    assert asked[0]["folder"] == tmp_path / "s" / "runs" and asked[0]["names"] == ["s0", "s1", "s2"]
+    assert [(job.parallel, job.exact) for job in asked] == [(3, False), (3, True), (3, True)]
+    assert asked[0].folder == tmp_path / "s" / "runs"
+    assert [trial.name for trial in asked[0].trials] == ["s0", "s1", "s2"]
 
 
 def test_the_command(

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import GearError, InputError
-from gear_offline.sweep.directory import SweepDirectory, merged
+from gear_offline.sweep.directory import SweepDirectory
 from gear_offline.sweep.report import print_sweep, read_sweep, write_sweep_report
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.table import make_curves
@@ -44,7 +44,7 @@ def fill(path: Path, *, losses: list[float], returns: list[float], complete: boo
 def begin(path: Path, trials: list[Trial]) -> SweepDirectory:
     directory = SweepDirectory(path)
     path.mkdir()
-    directory.write(merged(None, trials, free=(), path=path))
+    directory.write(directory.merge(trials))
     return directory
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,15 +21,14 @@ import torch
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.interruption import StopRequest
 from gear_offline.distributed.world import current
-from gear_offline.errors import GearError, UnavailableError
+from gear_offline.errors import GearError
 from gear_offline.loaders.recipes import recipe_sampler
 from gear_offline.runs.directory import RunDirectory, check_resumed
 from gear_offline.runs.loop import LiveRun, TrainingInterrupted
 from gear_offline.runs.prepare import resolve
 from gear_offline.runs.writer import RunWriter
-from gear_offline.sweep.errors import run_errors
+from gear_offline.sweep.job import Job, run_errors
 from gear_offline.sweep.trials import Trial
-from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
 from gear_offline.training.learner import Learner
 from gear_offline.training.seeding import deterministic, torch_threads
@@ -42,64 +40,36 @@ LARGEST_STACK = 16  # more runs need memory and are hardly faster
 PAUSE_SECONDS = 0.002  # of the host when every run waits for something
 MEMORY_SPARE = 1.25  # a further run begins if so many times what one takes is free
 
-Ended = Callable[[Trial, GearError | None], None]
 
-
-def train_concurrently(
-    trials: Sequence[Trial],
-    *,
-    folder: Path,
-    device: torch.device,
-    parallel: int,
-    exact: bool,
-    open_data: Callable[[Recipe], TableData],
-    ended: Ended,
-    moved: Callable[[Trial, int], None],
-) -> None:
-    """Train each trial into ``folder/NAME``, `parallel` at a time.
-
-    Parameters
-    ----------
-    exact
-        Stack none: each run has the bits that it has alone.
-    open_data
-        Gives the dataset of a recipe, opened and checked.
-    ended
-        Is told of each trial how it ended, but of those that were interrupted.
-    moved
-        Is told of a trial's steps done.
-    """
-    waiting = deque(_groups(trials, min(parallel, LARGEST_STACK), exact, open_data))
-    scheduler = _Scheduler(folder, device, parallel, open_data, ended, moved)
-    with scheduler.stop, current(device), _many_shapes(trials, device):
+def train_concurrently(job: Job) -> None:
+    """Train the trials together in this process; raise ``INTERRUPTED`` after Ctrl-C."""
+    waiting, scheduler = deque(_groups(job)), _Scheduler(job)
+    with scheduler.stop, current(job.device), _many_shapes(job.trials, job.device):
         scheduler.complete(waiting)
 
 
-def _groups(
-    trials: Sequence[Trial], most: int, exact: bool, open_data: Callable[[Recipe], TableData]
-) -> Iterator[list[Trial]]:
+def _groups(job: Job) -> Iterator[list[Trial]]:
     """Yield the trials that make one stack, in stacks of about the same size."""
+    most = min(job.parallel, LARGEST_STACK)
     alike: dict[str, list[Trial]] = {}
-    for trial in trials:
+    for trial in job.trials:
         alike.setdefault(stack_key(trial.recipe), []).append(trial)
     for members in alike.values():
         size = 1
-        if not exact and len(members) > 1 and _can_stack(members[0].recipe, open_data):
+        if not job.exact and len(members) > 1 and _can_stack(members[0].recipe, job):
             size = -(-len(members) // -(-len(members) // most))
         for first in range(0, len(members), size):
             yield members[first : first + size]
 
 
-def _can_stack(recipe: Recipe, open_data: Callable[[Recipe], TableData]) -> bool:
+def _can_stack(recipe: Recipe, job: Job) -> bool:
     try:
         check_stackable(recipe)
-        dataset = open_data(recipe)
+        dataset = job.dataset(recipe)
         resolved, sizes = resolve(recipe, dataset, quiet=True)
         learns = recipe_sampler(resolved, dataset).loss_sampler is not None
         check_stackable(resolved, sizes, learns=learns)
-    except UnavailableError:
-        return False
-    except GearError:  # its run tells of it
+    except GearError:  # it cannot be stacked, or its own run tells of what is wrong
         return False
     return True
 
@@ -358,17 +328,8 @@ def _errors_of(member: _Member) -> AbstractContextManager[None]:
 class _Scheduler:
     """Has groups take turns until all trials have ended."""
 
-    def __init__(
-        self,
-        folder: Path,
-        device: torch.device,
-        parallel: int,
-        open_data: Callable[[Recipe], TableData],
-        ended: Ended,
-        moved: Callable[[Trial, int], None],
-    ) -> None:
-        self._folder, self._device, self._parallel = folder, device, parallel
-        self._open_data, self._ended, self._moved = open_data, ended, moved
+    def __init__(self, job: Job) -> None:
+        self._job, self._device = job, job.device
         self._tables, self.stop = SharedTables(), StopRequest()
         self._groups: list[_Group] = []
 
@@ -388,7 +349,7 @@ class _Scheduler:
                         raise TrainingInterrupted("INTERRUPTED", what)
                 after = [(member, member.run.learner.step) for member in self._running()]
                 for member, step in after:
-                    self._moved(member.trial, step)
+                    self._job.moved(member.trial, step)
                 if before == after:
                     time.sleep(PAUSE_SECONDS)
         finally:
@@ -401,7 +362,7 @@ class _Scheduler:
     def _has_room(self, runs: int) -> bool:
         """Return whether so many runs more may begin, and the GPU has memory for them."""
         running = len(self._running())
-        if running and running + runs > self._parallel:
+        if running and running + runs > self._job.parallel:
             return False
         if self._device.type != "cuda" or not running:
             return True
@@ -417,10 +378,10 @@ class _Scheduler:
                 if self.stop.signal_name is not None:  # they have nothing to save
                     return
                 try:
-                    with run_errors(trial.name, self._folder / trial.name, self._device):
+                    with run_errors(trial.name, self._job.folder / trial.name, self._device):
                         opened.append(self._open(trial))
                 except GearError as error:
-                    self._end(trial, error)
+                    self._job.end(trial, error)
             opened.sort(key=lambda member: member.first_step)
             # a kill may have come when some had saved a step and others had not
             for _, members in groupby(list(opened), key=lambda member: member.first_step):
@@ -438,13 +399,14 @@ class _Scheduler:
         except GearError as error:
             for member in members:
                 self._release(member)
-                self._end(member.trial, error)
+            for member in members:
+                self._job.end(member.trial, error)
 
     def _open(self, trial: Trial) -> _Member:
-        path, rng = self._folder / trial.name, RngStream(self._device)
+        path, rng = self._job.folder / trial.name, RngStream(self._device)
         with ExitStack() as stack:
             directory = stack.enter_context(RunDirectory(path, resume=path.exists()))
-            dataset = self._open_data(trial.recipe)
+            dataset = self._job.dataset(trial.recipe)
             recipe, sizes = resolve(trial.recipe, dataset, quiet=True)
             check_resumed(path, recipe)
             threads, kernels = recipe.train.threads, recipe.train.deterministic
@@ -458,7 +420,7 @@ class _Scheduler:
                     dataset,
                     self.stop,
                     quiet=True,
-                    concurrent_runs=self._parallel,
+                    concurrent_runs=self._job.parallel,
                 )
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)  # a table may be on its way for others
@@ -474,7 +436,7 @@ class _Scheduler:
             self._release(member)
         for member, error in failed:
             if not isinstance(error, TrainingInterrupted):
-                self._end(member.trial, error)
+                self._job.end(member.trial, error)
         for member in list(group.done):
             self._finish(group, member)
         if not group.members and not group.done:
@@ -498,13 +460,8 @@ class _Scheduler:
         group.done.remove(member)
         self._release(member)
         if not isinstance(error, TrainingInterrupted):
-            self._moved(member.trial, member.run.learner.step)
-            self._end(member.trial, error)
-
-    def _end(self, trial: Trial, error: GearError | None) -> None:
-        if error is not None and error.code == "DEVICE":  # nothing can go on
-            raise error
-        self._ended(trial, error)
+            self._job.moved(member.trial, member.run.learner.step)
+            self._job.end(member.trial, error)
 
     def _abandon_idle(self) -> None:
         """After a request to stop: give up runs that have nothing new to save."""

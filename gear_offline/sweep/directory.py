@@ -13,48 +13,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from gear_offline.config.files import flat
-from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import read_regular, write_file
 from gear_offline.errors import GearError, InputError
-from gear_offline.runs.directory import LOCK, HeldDirectory
+from gear_offline.runs.directory import LOCK, RESUMABLE, HeldDirectory
 from gear_offline.sweep.results import TrialResult, is_complete, read_result
 from gear_offline.sweep.trials import Trial
 from gear_offline.training.metrics import GrowingFile, finite
 
 MOST_BYTES = 1 << 30
-RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=,+-]{0,99}$")]
-
-
-class TrialEntry(BaseModel):
-    """A trial in ``sweep.json``; `asked` is whether the last call named it."""
-
-    name: RunName
-    label: str
-    seed: int
-    settings: dict[str, Any]
-    recipe: dict[str, Any]
-    asked: bool = True
-
-    @classmethod
-    def of(cls, trial: Trial) -> TrialEntry:
-        return cls(
-            name=trial.name,
-            label=trial.label,
-            seed=trial.recipe.seed,
-            settings=dict(trial.settings),
-            recipe=trial.recipe.to_dict(),
-        )
-
-    def trial(self, where: Path) -> Trial:
-        recipe = Recipe.parse(self.recipe, where=f"{where}: trial {self.name}")
-        return Trial(name=self.name, label=self.label, recipe=recipe, settings=self.settings)
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,99}")
 
 
 class SweepFile(BaseModel):
@@ -76,8 +51,17 @@ class SweepFile(BaseModel):
     recipe: str
     threads: int | None = None
     exact: bool = False
-    trials: list[TrialEntry] = Field(min_length=1)
+    trials: list[Trial] = Field(min_length=1)
     table: dict[str, Any] | None = None
+
+    @field_validator("trials")
+    @classmethod
+    def _stay_inside(cls, trials: list[Trial]) -> list[Trial]:
+        """Refuse names that are no directory's in ``runs/``."""
+        for trial in trials:
+            if not RUN_NAME.fullmatch(trial.name):
+                raise ValueError(f"{trial.name!r} is no name of a run")
+        return trials
 
 
 class _Failure(BaseModel):
@@ -127,74 +111,61 @@ class SweepDirectory:
                 "sweep into another directory with --out",
             ) from error
 
+    def merge(self, trials: Sequence[Trial]) -> SweepFile:
+        """Return the content for a sweep that goes on with `trials`, or begins.
+
+        Trials may differ from those before in the sweep's own options, the seed and what a run
+        that is resumed may change: else the name of a run would not tell what it is.
+        """
+        file = SweepFile(recipe=trials[0].recipe.name, trials=list(trials))
+        if not self.is_begun:
+            return file
+        before = self.read()
+        old, new = before.trials[0], file.trials[0]
+        if old.settings.keys() != new.settings.keys():
+            options, these = (", ".join(one.settings) or "their seeds" for one in (old, new))
+            raise self._mismatch(f"its trials differ in {options}, these in {these}")
+        own = (*old.settings, *RESUMABLE, "seed", "description")
+        then, now = flat(old.recipe.to_dict()), flat(new.recipe.to_dict())
+        for key in sorted({*then, *now}):
+            is_own = any(key == name or key.startswith(f"{name}.") for name in own)
+            if not is_own and then.get(key) != now.get(key):
+                raise self._mismatch(f"{key} was {then.get(key)!r} and is {now.get(key)!r} now")
+        asked = {trial.name for trial in trials}
+        others = [trial for trial in before.trials if trial.name not in asked]
+        file.trials += [trial.model_copy(update={"asked": False}) for trial in others]
+        file.threads, file.exact = before.threads, before.exact
+        return file
+
+    def _mismatch(self, what: str) -> InputError:
+        what = f"there is another sweep: {what}"
+        remedy = "give another directory with --out, or other values and seeds of the same options"
+        return InputError("RUN_MISMATCH", what, str(self.path), remedy)
+
     def write(self, file: SweepFile) -> None:
         """Write ``sweep.json``, with all recipes: once when a sweep begins and once at its end."""
-        text = json.dumps(finite(file.model_dump()), indent=1, allow_nan=False) + "\n"
+        text = json.dumps(finite(file.model_dump(mode="json")), indent=1, allow_nan=False) + "\n"
         write_file(self.json_path, text.encode())
 
     def note_failure(self, trial: Trial, error: GearError) -> None:
         """Append a line to ``failures.jsonl``."""
-        lines = GrowingFile(self.path / "failures.jsonl")
-        try:
-            text = f"{error.code}: {error.message}"
-            lines.append(_Failure(trial=trial.name, error=text).model_dump())
-        finally:
-            lines.close()
+        with GrowingFile(self.path / "failures.jsonl") as lines:
+            lines.append({"trial": trial.name, "error": f"{error.code}: {error.message}"})
 
     def results(self, trials: Iterable[Trial]) -> list[TrialResult]:
-        """Return how trials stand."""
-        errors = self._failures()
+        """Return how trials stand; of several failures of a trial the last one counts."""
+        path = self.path / "failures.jsonl"
+        try:  # a line that a kill cut short does not count
+            lines = read_regular(path, most=MOST_BYTES).split(b"\n")[:-1]
+            failures = [_Failure.model_validate_json(line) for line in lines]
+        except FileNotFoundError:
+            failures = []
+        except (OSError, ValueError) as error:
+            what, remedy = "failures.jsonl cannot be read", "remove it: failed trials run again"
+            raise InputError("RUN_DAMAGED", what, str(path), remedy) from error
+        errors = {failure.trial: failure.error for failure in failures}
         return [read_result(one, self.run_path(one), errors.get(one.name)) for one in trials]
 
     def open_trials(self, trials: Iterable[Trial]) -> list[Trial]:
         """Return those that are not complete."""
         return [trial for trial in trials if not is_complete(trial, self.run_path(trial))]
-
-    def _failures(self) -> dict[str, str]:
-        """Return the last error of each trial; a line that a kill cut short does not count."""
-        path = self.path / "failures.jsonl"
-        if not os.path.lexists(path):
-            return {}
-        try:
-            lines = read_regular(path, most=MOST_BYTES).split(b"\n")[:-1]
-            failures = [_Failure.model_validate_json(line) for line in lines]
-        except (OSError, ValueError) as error:
-            what, remedy = "failures.jsonl cannot be read", "remove it: failed trials run again"
-            raise InputError("RUN_DAMAGED", what, str(path), remedy) from error
-        return {failure.trial: failure.error for failure in failures}
-
-
-def merged(
-    before: SweepFile | None, trials: Sequence[Trial], *, free: Iterable[str], path: Path
-) -> SweepFile:
-    """Return the file of a sweep that goes on with `trials`, or begins.
-
-    Trials may differ from those before in the sweep's own options, the seed and what is `free`:
-    else the name of a run would not tell what it is.
-    """
-    file = SweepFile(
-        recipe=trials[0].recipe.name, trials=[TrialEntry.of(trial) for trial in trials]
-    )
-    if before is None:
-        return file
-    old, new = before.trials[0], file.trials[0]
-    if old.settings.keys() != new.settings.keys():
-        then, now = (", ".join(entry.settings) or "their seeds" for entry in (old, new))
-        raise _mismatch(f"its trials differ in {then}, these in {now}", path)
-    own = (*old.settings, *free, "seed", "description")
-    leaves, others = flat(old.recipe), flat(new.recipe)
-    for key in sorted({*leaves, *others}):
-        is_own = any(key == name or key.startswith(f"{name}.") for name in own)
-        if not is_own and leaves.get(key) != others.get(key):
-            raise _mismatch(f"{key} was {leaves.get(key)!r} and is {others.get(key)!r} now", path)
-    asked = {trial.name for trial in trials}
-    for entry in before.trials:
-        if entry.name not in asked:
-            file.trials.append(entry.model_copy(update={"asked": False}))
-    file.threads, file.exact = before.threads, before.exact
-    return file
-
-
-def _mismatch(what: str, path: Path) -> InputError:
-    remedy = "give another directory with --out, or other values and seeds of the same options"
-    return InputError("RUN_MISMATCH", f"there is another sweep: {what}", str(path), remedy)

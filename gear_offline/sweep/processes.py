@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from multiprocessing.connection import wait
@@ -18,45 +17,36 @@ from gear_offline.errors import GearError
 from gear_offline.loaders.recipes import loader_options
 from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.sampling.base import own_strategies, register_own
-from gear_offline.sweep.errors import run_errors
+from gear_offline.sweep.job import Job, run_errors
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.trials import Trial
-from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
 from gear_offline.workers import LOST, Caller, Worker
 
 POLL_SECONDS = 0.2
 
 
-def train_in_processes(
-    trials: Sequence[Trial],
-    *,
-    folder: Path,
-    parallel: int,
-    threads: int | None,
-    open_data: Callable[[Recipe], TableData],
-    ended: Callable[[Trial, GearError | None], None],
-    moved: Callable[[Trial, int], None],
-) -> None:
-    """Train each trial into ``folder/NAME``, `parallel` at a time.
+def train_in_processes(job: Job) -> None:
+    """Train each trial in a worker process.
 
     After Ctrl-C or SIGTERM every trial saves a checkpoint, then ``INTERRUPTED`` is raised.
     """
     shared = SharedTables(publish=True)
-    for trial in trials:  # a trial whose table does not fit there reads one of its own
+    for trial in job.trials:  # a trial whose table does not fit there reads one of its own
         with suppress(GearError):
-            dataset = open_data(trial.recipe)
+            dataset = job.dataset(trial.recipe)
             shared.table(dataset, loader_options(trial.recipe, dataset))
     context = json.dumps(shared.handles()), tuple(own_strategies())
-    waiting, idle = deque(trials), list[Worker]()
+    waiting, idle = deque(job.trials), list[Worker]()
     running: dict[Any, tuple[Worker, Trial]] = {}
     interrupted = False
     with StopRequest() as stop, ExitStack() as stack:
         while running or (waiting and not interrupted):
-            while waiting and len(running) < parallel and not interrupted:
+            while waiting and len(running) < job.parallel and not interrupted:
                 trial = waiting.popleft()
-                worker = idle.pop() if idle else stack.enter_context(Worker(threads=threads))
-                worker.start(f"{__name__}:train_trial", trial.recipe, folder / trial.name, *context)
+                worker = idle.pop() if idle else stack.enter_context(Worker(threads=job.threads))
+                path = job.folder / trial.name
+                worker.start(f"{__name__}:train_trial", trial.recipe, path, *context)
                 running[worker.connection] = worker, trial
             if stop.signal_name is not None and not interrupted:
                 interrupted = True
@@ -70,9 +60,9 @@ def train_in_processes(
                     idle.append(worker)
                 # one that is interrupted before it trains is ended by the signal
                 if not (interrupted and (is_lost or isinstance(error, TrainingInterrupted))):
-                    ended(trial, error)
+                    job.end(trial, error)
             for _, trial in running.values():
-                moved(trial, steps_done(folder / trial.name))
+                job.moved(trial, steps_done(job.folder / trial.name))
     if interrupted:
         raise TrainingInterrupted("INTERRUPTED", f"stopped by {stop.signal_name}")
 

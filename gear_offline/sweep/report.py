@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader
 from matplotlib.axes import Axes
 from rich import box
 from rich.console import Console
@@ -98,7 +99,7 @@ def read_sweep(path: str | os.PathLike[str]) -> SweepResult:
     """Return what the sweep in a directory came to, of the trials that were asked for last."""
     directory = SweepDirectory(path)
     file = directory.read()
-    trials = [entry.trial(directory.path) for entry in file.trials if entry.asked]
+    trials = [trial for trial in file.trials if trial.asked]
     results = directory.results(trials)
     return SweepResult(
         path=directory.path,
@@ -111,30 +112,24 @@ def read_sweep(path: str | os.PathLike[str]) -> SweepResult:
 
 def write_sweep_report(result: SweepResult) -> Path:
     """Write ``sweep.md`` and the plots of a sweep; return the report's path."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"cell": _cell, "count": count_text, "short": short}
     states = [one.status for one in result.trials]
-    counts = [f"{states.count(s)} {s}" for s in ("complete", "failed", "open") if s in states]
-    parts = [
-        f"# {result.path.name}\n",
-        f"{count_text(len(states), 'run')} of `{result.recipe}`: {', '.join(counts)}. "
-        f"± is the {INTERVAL}.{_others(result)}\n",
-        _markdown_table(result.table),
-    ]
-    plot = plot_results(result.path / "plots" / "learning_curves.png", result.trials, result.table)
-    if plot is not None:
-        parts.append("![Learning curves](plots/learning_curves.png)\n")
-    parts.append(_runs_table(result.trials))
+    plot = result.path / "plots" / "learning_curves.png"
+    text = environment.get_template("sweep.md.j2").render(
+        result=result,
+        states=states,
+        counts=[f"{states.count(s)} {s}" for s in ("complete", "failed", "open") if s in states],
+        headings=_headings(result.table),
+        interval=INTERVAL,
+        others=_others(result),
+        is_drawn=plot_results(plot, result.trials, result.table) is not None,
+    )
     report = result.path / "sweep.md"
-    write_file(report, "\n".join(parts).encode())
+    write_file(report, text.encode())
     return report
-
-
-def plot_results(path: Path, trials: Sequence[TrialResult], table: Table) -> Path | None:
-    """Draw the curves of complete trials over steps into `path`; None without any."""
-    curves = {metric: make_curves(trials, metric) for metric in ("loss", *RANKING[:2])}
-    if curves["return"]:
-        del curves["normalized_score"]  # the same curve on another axis
-    drawn = {metric: by_label for metric, by_label in curves.items() if by_label}
-    return _plot_curves(path, table, drawn) if drawn else None
 
 
 def _others(result: SweepResult) -> str:
@@ -143,42 +138,9 @@ def _others(result: SweepResult) -> str:
     return f" Not asked for last and not in the table: {count_text(result.others, 'more run')}."
 
 
-def _columns(table: Table) -> list[str]:
-    return [name for name in HEADINGS if any(name in row.estimates for row in table.rows)]
-
-
-def _markdown_table(table: Table) -> str:
-    columns = _columns(table)
-    lines = [
-        "| setting | seeds | " + " | ".join(HEADINGS[name] for name in columns) + " |",
-        "|---|---:|" + "---:|" * len(columns),
-    ]
-    for row in table.rows:
-        cells = [str(row.estimates.get(name, "-")) for name in columns]
-        lines.append(f"| {_cell(row.label)} | {len(row.seeds)} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _errors(trials: Sequence[TrialResult]) -> dict[str, str]:
-    """Return what ended the trials that failed, by name."""
-    return {one.trial.name: str(one.error) for one in trials if one.status == "failed"}
-
-
-def _runs_table(trials: Sequence[TrialResult]) -> str:
-    errors = _errors(trials)
-    lines = ["## Runs\n", "| run | state | steps | loss | return |", "|---|---|---:|---:|---:|"]
-    for one in trials:
-        name, error = one.trial.name, errors.get(one.trial.name)
-        last = None if one.last is None else one.last.mean_return
-        cells = [
-            f"[{name}](runs/{name}/report.md)" if one.status == "complete" else name,
-            one.status if error is None else f"failed: {_cell(error)}",
-            f"{max(one.losses, default=0):,}",
-            "-" if one.loss is None else f"{one.loss:.4g}",
-            "-" if last is None else short(last),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+def _headings(table: Table) -> dict[str, str]:
+    """Return the headings of the metrics that some trial has."""
+    return {n: text for n, text in HEADINGS.items() if any(n in r.estimates for r in table.rows)}
 
 
 def _cell(text: str) -> str:
@@ -190,18 +152,21 @@ def print_sweep(result: SweepResult, *, console: Console | None = None) -> None:
     """Print the table of a sweep, one row a setting, the best one first."""
     console = Console() if console is None else console
     print_settings(result.table, console, _others(result))
-    for name, error in _errors(result.trials).items():
-        console.print(f"{name} failed: {escape(printable(error))}", highlight=False)
+    for one in result.trials:
+        if one.status == "failed":
+            error = escape(printable(str(one.error)))
+            console.print(f"{one.trial.name} failed: {error}", highlight=False)
 
 
 def print_settings(table: Table, console: Console, remark: str = "") -> None:
     """Print a row a setting, and what its intervals are."""
-    columns = [name for name in _columns(table) if name != "best_return"]
+    headings = _headings(table)
+    headings.pop("best_return", None)
     cells = [
-        [row.label, str(len(row.seeds)), *(str(row.estimates.get(n, "-")) for n in columns)]
+        [row.label, str(len(row.seeds)), *(str(row.estimates.get(n, "-")) for n in headings)]
         for row in table.rows
     ]
-    print_table(console, ["setting", "seeds", *(HEADINGS[name] for name in columns)], cells)
+    print_table(console, ["setting", "seeds", *headings.values()], cells)
     has_intervals = any(
         one.half is not None for row in table.rows for one in row.estimates.values()
     )
@@ -228,11 +193,17 @@ def print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequen
 # learning curves over seeds ------------------------------------------------------------------
 
 
-def _plot_curves(path: Path, table: Table, curves: Mapping[str, Mapping[str, Curve]]) -> Path:
-    """Draw loss and return over steps: the mean over seeds with its interval, or each seed.
+def plot_results(path: Path, trials: Sequence[TrialResult], table: Table) -> Path | None:
+    """Draw loss and return of the best settings over steps into `path`; None without any.
 
-    `curves` are by metric and label; the best settings are drawn.
+    A curve is the mean over seeds with its interval, or each seed.
     """
+    curves = {metric: make_curves(trials, metric) for metric in ("loss", *RANKING[:2])}
+    if curves["return"]:
+        del curves["normalized_score"]  # the same curve on another axis
+    curves = {metric: by_label for metric, by_label in curves.items() if by_label}
+    if not curves:
+        return None
     shown = [row.label for row in table.rows if row.estimates][:MOST_CURVES]
     figure = new_figure()
     panels = figure.subplots(len(curves), 1, sharex=True, squeeze=False)[:, 0]
@@ -249,10 +220,10 @@ def _plot_curves(path: Path, table: Table, curves: Mapping[str, Mapping[str, Cur
     dress(panels[-1], x="optimizer step", y=panels[-1].get_ylabel())
     thousands(panels[-1].xaxis)
     figure.align_ylabels(list(panels))
-    trials = sum(len(row.seeds) for row in table.rows)
+    runs = sum(len(row.seeds) for row in table.rows)
     hidden = f", the best {len(shown)} of {len(table.rows)}" if len(shown) < len(table.rows) else ""
     what = "mean over seeds, 95 % interval from 3 seeds on"
-    titles(figure, _finding(table), f"{count_text(trials, 'run')}{hidden}; {what}")
+    titles(figure, _finding(table), f"{count_text(runs, 'run')}{hidden}; {what}")
     return save_figure(figure, path)
 
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.tasks import data_key
-from gear_offline.core.closing import Closing
 from gear_offline.core.device import resolve_device
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text
@@ -23,11 +21,11 @@ from gear_offline.evaluation.background import MOST_WORKERS
 from gear_offline.progress import Progress, say
 from gear_offline.runs import report
 from gear_offline.runs.checks import check_recipe
-from gear_offline.runs.directory import RESUMABLE, check_resumed
+from gear_offline.runs.directory import check_resumed
 from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.runs.prepare import prepare_dataset, resolve
-from gear_offline.sweep.directory import SweepDirectory, SweepFile, merged
-from gear_offline.sweep.errors import run_errors
+from gear_offline.sweep.directory import SweepDirectory, SweepFile
+from gear_offline.sweep.job import Job, run_errors
 from gear_offline.sweep.processes import train_in_processes
 from gear_offline.sweep.report import SweepResult, read_sweep, write_sweep_report
 from gear_offline.sweep.results import steps_done
@@ -114,7 +112,52 @@ def run_trials(
     _check_trials(trials, parallel)
     for trial in trials:
         check_recipe(trial.recipe, where=f"run {trial.name}")
-    return _Sweep(trials, SweepDirectory(out), parallel, exact=exact, quiet=quiet).complete()
+    device = resolve_device(trials[0].recipe.train.device)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        os.environ.setdefault(*QUEUES)  # without effect where the GPU is in use already
+    parallel = min(len(trials), parallel or (MOST_ON_A_GPU if on_gpu else usable_cores()))
+    datasets, resolved = dict[str, TableData](), dict[str, Recipe]()
+    for trial in trials:  # whatever does not fit shows before the first step
+        key = data_key(trial.recipe)
+        if key not in datasets:
+            datasets[key] = prepare_dataset(trial.recipe, quiet=quiet)
+        resolved[trial.name], _ = resolve(trial.recipe, datasets[key], quiet=True)
+    directory = SweepDirectory(out)
+    with directory.hold():
+        file = directory.merge(trials)
+        file.exact = file.exact or exact
+        if not on_gpu and parallel > 1 and file.threads is None:
+            file.threads = max(1, usable_cores() // parallel)
+        left = directory.open_trials(trials)
+        for trial in left:
+            check_resumed(directory.run_path(trial), resolved[trial.name])
+        directory.write(file)
+        if left:
+            done = len(trials) - len(left)
+            say(
+                f"{count_text(len(trials), 'run')} on {device}"
+                f"{f', {done} complete already' if done else ''}, {parallel} at a time; "
+                f"sweep directory {directory.path}",
+                quiet=quiet,
+            )
+            # Every trial gets its share of the cores; none of it changes what the trial computes.
+            threads = None if on_gpu or parallel == 1 else file.threads
+            display = _Display(trials, done, directory, quiet=quiet or parallel == 1)
+            job = Job(
+                trials=[_with_share(trial, parallel, threads) for trial in left],
+                folder=directory.path / "runs",
+                device=device,
+                parallel=parallel,
+                threads=threads,
+                exact=file.exact,
+                datasets=datasets,
+                moved=display.move,
+                ended=display.end,
+            )
+            with display.progress:
+                _train(job, directory, quiet=quiet)
+        return _conclude(directory, file)
 
 
 def _check_trials(trials: Sequence[Trial], parallel: int | None) -> None:
@@ -133,125 +176,45 @@ def _check_trials(trials: Sequence[Trial], parallel: int | None) -> None:
         raise InputError("USAGE", what, remedy=remedy)
 
 
-class _Sweep:
-    """A sweep under way."""
+def _train(job: Job, directory: SweepDirectory, *, quiet: bool) -> None:
+    try:
+        if job.parallel == 1:
+            _train_one_by_one(job, quiet=quiet)
+        elif job.device.type == "cuda":
+            from gear_offline.sweep.concurrent import train_concurrently
 
-    def __init__(
-        self,
-        trials: Sequence[Trial],
-        directory: SweepDirectory,
-        parallel: int | None,
-        *,
-        exact: bool,
-        quiet: bool,
-    ) -> None:
-        self._trials, self._directory = trials, directory
-        self._exact, self._quiet = exact, quiet
-        self._datasets: dict[str, TableData] = {}
-        self._device = resolve_device(trials[0].recipe.train.device)
-        self._on_gpu = self._device.type == "cuda"
-        if self._on_gpu:
-            os.environ.setdefault(*QUEUES)  # without effect where the GPU is in use already
-        most = MOST_ON_A_GPU if self._on_gpu else usable_cores()
-        self._parallel = min(len(trials), parallel or most)
+            train_concurrently(job)
+        else:
+            train_in_processes(job)
+    except TrainingInterrupted as error:
+        what, remedy = "stopped; what the trials have done is saved", "the same command goes on"
+        raise TrainingInterrupted("INTERRUPTED", what, str(directory.path), remedy) from error
 
-    def complete(self) -> SweepResult:
-        """Train what is not complete, and report."""
-        resolved = {}
-        for trial in self._trials:  # whatever does not fit shows before the first step
-            resolved[trial.name], _ = resolve(trial.recipe, self._open(trial.recipe), quiet=True)
-        with self._directory.hold():
-            begun = self._directory.read() if self._directory.is_begun else None
-            where = self._directory.path
-            file = merged(begun, self._trials, free=RESUMABLE, path=where)
-            file.exact = file.exact or self._exact
-            if not self._on_gpu and self._parallel > 1 and file.threads is None:
-                file.threads = max(1, usable_cores() // self._parallel)
-            left = self._directory.open_trials(self._trials)
-            for trial in left:
-                check_resumed(self._directory.run_path(trial), resolved[trial.name])
-            self._directory.write(file)
-            if left:
-                self._train(left, file)
-            return self._conclude(file)
 
-    def _open(self, recipe: Recipe) -> TableData:
-        """Return the data of a recipe, opened and verified once for all trials."""
-        key = data_key(recipe)
-        if key not in self._datasets:
-            self._datasets[key] = prepare_dataset(recipe, quiet=self._quiet)
-        return self._datasets[key]
-
-    def _train(self, left: Sequence[Trial], file: SweepFile) -> None:
-        done = len(self._trials) - len(left)
-        say(
-            f"{count_text(len(self._trials), 'run')} on {self._device}"
-            f"{f', {done} complete already' if done else ''}, {self._parallel} at a time; "
-            f"sweep directory {self._directory.path}",
-            quiet=self._quiet,
-        )
-        # Every trial gets its share of the cores; none of it changes what the trial computes.
-        threads = None if self._on_gpu or self._parallel == 1 else file.threads
-        shared = [_with_share(trial, self._parallel, threads) for trial in left]
+def _train_one_by_one(job: Job, *, quiet: bool) -> None:
+    """Train here, each trial with the display of a run alone."""
+    tables = SharedTables()
+    for trial in job.trials:
+        path, failure = job.folder / trial.name, None
         try:
-            if self._parallel == 1:
-                self._one_by_one(shared)
-            else:
-                self._together(shared, file)
-        except TrainingInterrupted as error:
-            what = "stopped; what the trials have done is saved"
-            where, remedy = str(self._directory.path), "the same command goes on"
-            raise TrainingInterrupted("INTERRUPTED", what, where, remedy) from error
+            with run_errors(trial.name, path, job.device):
+                train(trial.recipe, out=path, resume=True, quiet=quiet, tables=tables)
+        except TrainingInterrupted:
+            raise
+        except GearError as error:
+            failure = error
+        job.end(trial, failure)
 
-    def _one_by_one(self, trials: Sequence[Trial]) -> None:
-        """Train here, each trial with the display of a run alone."""
-        tables = SharedTables()
-        for trial in trials:
-            path = self._directory.run_path(trial)
-            try:
-                with run_errors(trial.name, path, self._device):
-                    train(trial.recipe, out=path, resume=True, quiet=self._quiet, tables=tables)
-            except TrainingInterrupted:
-                raise
-            except GearError as error:
-                if error.code == "DEVICE":  # nothing can go on
-                    raise
-                self._directory.note_failure(trial, error)
 
-    def _together(self, trials: Sequence[Trial], file: SweepFile) -> None:
-        display = _Display(self._trials, self._directory, quiet=self._quiet)
-
-        def ended(trial: Trial, error: GearError | None) -> None:
-            if error is not None:
-                self._directory.note_failure(trial, error)
-            display.end(trial, error)
-
-        options: dict[str, Any] = {
-            "folder": self._directory.path / "runs",
-            "parallel": self._parallel,
-            "open_data": self._open,
-            "ended": ended,
-            "moved": display.move,
-        }
-        with display:
-            if self._on_gpu:
-                from gear_offline.sweep.concurrent import train_concurrently
-
-                train_concurrently(trials, device=self._device, exact=file.exact, **options)
-            else:
-                train_in_processes(trials, threads=file.threads, **options)
-
-    def _conclude(self, file: SweepFile) -> SweepResult:
-        result = read_sweep(self._directory.path)
-        by_name = {one.trial.name: one for one in result.trials}
-        ordered = tuple(by_name[trial.name] for trial in self._trials)
-        for one in ordered:  # a kill may have come between a run's summary and its report
-            if one.status == "complete" and not (one.path / "report.md").exists():
-                report.write_report(one.path)
-        file.table = result.table.to_json()
-        self._directory.write(file)
-        write_sweep_report(result)
-        return result
+def _conclude(directory: SweepDirectory, file: SweepFile) -> SweepResult:
+    result = read_sweep(directory.path)
+    for one in result.trials:  # a kill may have come between a run's summary and its report
+        if one.status == "complete" and not (one.path / "report.md").exists():
+            report.write_report(one.path)
+    file.table = result.table.to_json()
+    directory.write(file)
+    write_sweep_report(result)
+    return result
 
 
 def _with_share(trial: Trial, parallel: int, threads: int | None) -> Trial:
@@ -262,33 +225,34 @@ def _with_share(trial: Trial, parallel: int, threads: int | None) -> Trial:
     if recipe.evaluate.episodes and recipe.evaluate.workers is None and parallel > 1:
         spare = usable_cores() - parallel * (threads or 0)
         changes["evaluate.workers"] = max(1, min(MOST_WORKERS, spare // parallel))
-    return replace(trial, recipe=recipe.replace(changes)) if changes else trial
+    if not changes:
+        return trial
+    return trial.model_copy(update={"recipe": recipe.replace(changes)})
 
 
-class _Display(Closing):
-    """The progress of all trials together."""
+class _Display:
+    """How the trials stand: the progress of all together, and what failed."""
 
-    def __init__(self, trials: Sequence[Trial], directory: SweepDirectory, *, quiet: bool) -> None:
-        wanted = sum(trial.recipe.train.steps for trial in trials)
+    def __init__(
+        self, trials: Sequence[Trial], complete: int, directory: SweepDirectory, *, quiet: bool
+    ) -> None:
+        self._directory, self._trials, self._ended = directory, len(trials), complete
         self._done = {trial.name: steps_done(directory.run_path(trial)) for trial in trials}
-        self._trials, self._ended = len(trials), len(trials) - len(directory.open_trials(trials))
-        self._progress = Progress(
-            directory.path.name, total=wanted, done=sum(self._done.values()), quiet=quiet
-        )
-        self._progress.__enter__()
-
-    def close(self) -> None:
-        self._progress.close()
+        wanted, done = sum(trial.recipe.train.steps for trial in trials), sum(self._done.values())
+        self.progress = Progress(directory.path.name, total=wanted, done=done, quiet=quiet)
 
     def move(self, trial: Trial, steps: int) -> None:
         """Note where a trial stands; cheap enough for every few steps."""
         self._done[trial.name] = steps
         done = f"{self._ended} of {self._trials}"
-        self._progress.update(sum(self._done.values()), runs=done)
+        self.progress.update(sum(self._done.values()), runs=done)
 
     def end(self, trial: Trial, error: GearError | None) -> None:
         """Note that a trial has ended, and say how."""
         self._ended += 1
-        how = "complete" if error is None else f"{error.code}: {error.message}"
-        self._progress.say(f"{trial.name}: {how} ({self._ended} of {self._trials})")
+        how = "complete"
+        if error is not None:
+            self._directory.note_failure(trial, error)
+            how = f"{error.code}: {error.message}"
+        self.progress.say(f"{trial.name}: {how} ({self._ended} of {self._trials})")
         self.move(trial, trial.recipe.train.steps)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.strict_yaml import dump_yaml, parse_yaml
@@ -19,8 +20,7 @@ NAME_CHARACTERS = 80
 _UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trial:
+class Trial(BaseModel, frozen=True):
     """One run of a sweep.
 
     Attributes
@@ -29,16 +29,19 @@ class Trial:
         Of its run directory.
     label
         What it is among the others, the same for all seeds.
-    recipe
-        What it trains.
     settings
         Dotted option and value of what the trials differ in, without the seed.
+    recipe
+        What it trains.
+    asked
+        Whether the last call named it.
     """
 
     name: str
     label: str
+    settings: dict[str, Any]
     recipe: Recipe
-    settings: Mapping[str, Any]
+    asked: bool = True
 
 
 def make_trials(

@@ -1,15 +1,63 @@
-"""What ends one of several runs, as an error that the others survive."""
+"""What the schedulers of a sweep have in common: their job, and errors that end one run alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from gear_offline.config.recipe import Recipe
+from gear_offline.config.tasks import data_key
 from gear_offline.core.files import write_error
 from gear_offline.errors import GearError, is_out_of_memory
+from gear_offline.sweep.trials import Trial
+from gear_offline.tables.joint import TableData
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a scheduler is to train, and how.
+
+    Attributes
+    ----------
+    trials, folder
+        Each trial is trained into ``folder/NAME``.
+    device, parallel
+        Where, and how many at a time.
+    threads
+        Of a trial in a process of its own.
+    exact
+        Stack none on a GPU: each run has the bits that it has alone.
+    datasets
+        By `data_key`, opened and checked.
+    moved
+        Is told of a trial's steps done.
+    ended
+        Is told of each trial how it ended, but of those that were interrupted.
+    """
+
+    trials: Sequence[Trial]
+    folder: Path
+    device: torch.device
+    parallel: int
+    threads: int | None
+    exact: bool
+    datasets: Mapping[str, TableData]
+    moved: Callable[[Trial, int], None]
+    ended: Callable[[Trial, GearError | None], None]
+
+    def dataset(self, recipe: Recipe) -> TableData:
+        """Return the data of a recipe."""
+        return self.datasets[data_key(recipe)]
+
+    def end(self, trial: Trial, error: GearError | None) -> None:
+        """Tell how a trial has ended; raise ``DEVICE``, after which nothing can go on."""
+        if error is not None and error.code == "DEVICE":
+            raise error
+        self.ended(trial, error)
 
 
 @contextmanager
