@@ -136,7 +136,7 @@ def test_too_much_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_shared_table_has_the_bits_of_a_private_one_in_one_copy(dataset: Dataset) -> None:
     options = TableOptions(context_length=5, gamma=0.5)
-    table, memory = share_table(dataset, options, threads=2)
+    table, memory = share_table(dataset, options)
     assert same_bits(table.groups[0].rows, build_table(dataset, options).groups[0].rows)
     attached, second = share_table(dataset, options, handle=memory.handle())
     attached.groups[0].rows[5, 0] = 77

@@ -68,20 +68,14 @@ def _sum_back(values: Float64Array, lengths: npt.NDArray[np.int64], gamma: float
         return
     # Lengths of one class differ by less than a factor of two: so does the memory.
     classes = np.frexp(lengths)[1]
-    kinds = np.unique(classes)
-    for kind in kinds.tolist():
+    for kind in np.unique(classes).tolist():
         chosen = lengths[classes == kind]
         inside = np.arange(chosen.max()) < chosen[:, None]  # (E, L)
         matrix = np.full(inside.shape, -0.0)
-        if len(kinds) == 1:
-            matrix[inside] = values
-            _scan(matrix, gamma)
-            values[...] = matrix[inside]
-        else:
-            steps = np.repeat(classes == kind, lengths)
-            matrix[inside] = values[steps]
-            _scan(matrix, gamma)
-            values[steps] = matrix[inside]
+        steps = np.repeat(classes == kind, lengths)
+        matrix[inside] = values[steps]
+        _scan(matrix, gamma)
+        values[steps] = matrix[inside]
 
 
 def _scan(matrix: Float64Array, gamma: float) -> None:

@@ -121,7 +121,6 @@ def share_table(
     shards: Sequence[int] | None = None,
     landing_rows: int = 0,
     handle: Handle | None = None,
-    threads: int | None = None,
 ) -> tuple[Table, SharedMemory]:
     """Build a table in shared memory, or take one that another process of the node has built.
 
@@ -142,7 +141,6 @@ def share_table(
         allocate=memory.allocate,
         fill=handle is None,
         landing_rows=landing_rows,
-        threads=threads,
     )
     return table, memory
 

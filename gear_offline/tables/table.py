@@ -188,15 +188,13 @@ def plan_groups(source: HasColumns | JointDataset, options: TableOptions) -> lis
 
 
 def _packed_plan(fields: Mapping[str | None, Field]) -> GroupPlan:
-    """Return one float32 group of several fields side by side."""
+    """Return one float32 group of the fields, side by side."""
     placed: dict[str | None, Field] = {}
     width = 0
     for column, single in fields.items():
         placed[column] = replace(single, offset=width)
         width += single.width
-    if len(fields) > 1:
-        unit = RECORD_ALIGNMENT_BYTES // 4
-        width = -(-width // unit) * unit
+    width += -width % (RECORD_ALIGNMENT_BYTES // 4)
     return GroupPlan(fields=placed, width=width, dtype=np.dtype(np.float32), final=True)
 
 
