@@ -187,7 +187,6 @@ class GearLoader(Closing, Iterator[Batch]):
         self.seed, self._step = int(seed), int(start_step)
         self.batch_size, self.context_length = options.batch_size, options.context_length
         self.padding, self.frame_stack = options.padding, options.frame_stack
-        self.extra_columns = tuple(options.extra_columns)
         self.world = find_world(world, self.batch_size)
         if isinstance(dataset, (str, Path)):
             dataset = open_dataset(dataset, verify=False)  # what is loaded is compared
