@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.cli.main import main
-from gear_offline.convert import conversion, shards
+from gear_offline.convert import conversion
 from gear_offline.convert.conversion import convert
 from gear_offline.convert.shards import plan_shards
 from gear_offline.dataset.dataset import open_dataset
@@ -40,27 +40,6 @@ def test_bytes_do_not_depend_on_piece_sizes(tmp_path: Path) -> None:
     for rows in (1, 3, 1000):
         convert(source(rows_per_read=rows), tmp_path / str(rows), quiet=True)
     assert contents(tmp_path / "1") == contents(tmp_path / "3") == contents(tmp_path / "1000")
-
-
-def test_pieces_are_cut_at_storage_chunks(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(shards, "PIECE_BYTES", 1)
-    asked: list[tuple[int, int]] = []
-
-    class Recording(ArraySource):
-        def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
-            if column == "observations":
-                asked.append((start, stop))
-            return super().read(column, start, stop)
-
-    columns = hopper_columns(STEPS)
-    convert(
-        Recording(columns, LENGTHS, rows_per_read=6), tmp_path / "d", shard_bytes=600, quiet=True
-    )
-    dataset = open_dataset(tmp_path / "d")
-    borders = set(dataset.first_steps.tolist()) | set(range(0, STEPS, 6))
-    assert len(dataset.manifest.shards) > 1
-    assert [a for a, _ in asked] == sorted(borders - {STEPS})
-    assert dataset.column("observations").tobytes() == columns["observations"].tobytes()
 
 
 @pytest.mark.parametrize("workers", [2, 5])
@@ -320,16 +299,3 @@ def test_ctrl_c_while_a_compressed_file_is_read_stops(tmp_path: Path) -> None:
     )
     assert done.returncode == 130 and "interrupted" in done.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_warnings_are_shown_unless_quiet(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    warned = {"warnings": ["only dones end episodes"]}
-    for name, quiet in (("a", True), ("b", False)):
-        source = ArraySource(hopper_columns(6), [3, 3], attributes=warned)
-        convert(source, str(tmp_path / name), quiet=quiet)
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert ("warning: only dones end episodes" in captured.err) is not quiet
-        assert ("2 episodes (1 terminated" in captured.err) is not quiet

@@ -16,7 +16,6 @@ from gear_offline.convert.conversion import convert
 from gear_offline.core.text import count_text, size_text
 from gear_offline.dataset.inspect import inspect, number_text, print_inspection, summary
 from gear_offline.dataset.manifest import Manifest
-from gear_offline.errors import InputError
 from tests.support import ArraySource, hopper_columns, make_dataset
 
 
@@ -97,14 +96,6 @@ def test_bins_of_lengths_are_whole_numbers(tmp_path: Path) -> None:
     assert length_rows(document)[-1] == ["47", "1"]
 
 
-def test_one_of_each_is_written_in_the_singular(tmp_path: Path) -> None:
-    dataset = make_dataset(tmp_path, [1])
-    said = summary_of(dataset.manifest)
-    assert said.startswith("1 episode (") and "1 step, 1 shard, " in said
-    assert "1 episode, 1 step, " in text_of(inspect(dataset.path))
-    assert "1 episode, 1 step, columns" in repr(dataset)
-
-
 def test_every_column_name_survives_narrow_terminals(tmp_path: Path) -> None:
     columns = hopper_columns(3)
     name = "infos/a_long_name_that_nobody_wants_to_lose_in_a_narrow_terminal"
@@ -159,40 +150,12 @@ def test_markup_in_attributes_is_only_text(tmp_path: Path) -> None:
     assert "[red]x[/nonsense]" in text and "nested.deep" in text and "empty" not in text
 
 
-def test_damage_names_file_tensor_and_block(tmp_path: Path) -> None:
-    dataset = make_dataset(tmp_path, [4])
-    shard = dataset.manifest.shards[0]
-    raw = bytearray((dataset.path / shard.name).read_bytes())
-    tensor = next(t for t in dataset.manifest.tensors(shard) if t.name == "actions")
-    raw[shard.header_bytes + tensor.start] ^= 1
-    (dataset.path / shard.name).write_bytes(raw)
-    with pytest.raises(InputError, match="tensor actions, block 0") as one:
-        inspect(dataset.path)
-    assert one.value.code == "DATASET_DAMAGED" and shard.name in str(one.value)
-
-
 def test_texts() -> None:
     sizes = ["0 B", "1023 B", "1.5 KiB", "3.0 GiB"]
     assert [size_text(n) for n in (0, 1023, 1536, 3 << 30)] == sizes
     assert [number_text(v) for v in (None, 0.0, 1234.56, 1e-9)] == ["-", "0", "1235", "1e-09"]
     counts = ["0 steps", "1 step", "2 steps", "1,000 steps"]
     assert [count_text(n, "step") for n in (0, 1, 2, 1000)] == counts
-
-
-def test_long_attributes_are_cut_short(tmp_path: Path) -> None:
-    attributes = {"many": {f"k{i}": i for i in range(50)}, "long": "x" * 3000}
-    source = ArraySource(hopper_columns(3), [3], attributes=attributes)
-    convert(source, tmp_path / "d", quiet=True)
-    text = text_of(inspect(tmp_path / "d"))
-    assert "50 entries: k0, k1" in text and "k49" not in text
-    assert 50 < text.count("x") < 200
-
-
-def test_a_summary_names_the_warnings_of_the_source(tmp_path: Path) -> None:
-    source = ArraySource(hopper_columns(7), [3, 4], attributes={"warnings": ["odd [tail]"]})
-    said = summary_of(convert(source, tmp_path / "d", quiet=True))
-    assert "2 episodes" in said and "7 steps, 1 shard" in said
-    assert "warning: odd [tail]" in said
 
 
 def test_control_characters_of_a_file_do_not_reach_the_terminal(tmp_path: Path) -> None:
@@ -222,10 +185,3 @@ def test_many_warnings_and_datasets_left_out_stay_what_they_are(tmp_path: Path) 
     assert warned[-1] == f"warning: and {31 - len(warned) // 2} more"
     left_out = [line for line in lines if line.startswith("left out")]
     assert left_out[8] == "left out: others too, see inspect"
-
-
-def test_what_is_left_out_is_named_with_its_reason(tmp_path: Path) -> None:
-    left_out = {f"text{i}": "type |S1 of shape [3]" for i in range(10)}
-    source = ArraySource(hopper_columns(3), [3], attributes={"left_out": left_out})
-    text = summary_of(convert(source, tmp_path / "d", quiet=True))
-    assert "left out: text0: type |S1 of shape [3]\n" in text and "others too" in text

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import pytest
 
@@ -93,16 +92,6 @@ def test_an_overwrite_that_ends_between_its_two_renames_keeps_the_old_dataset(
     assert contents(first.path) == before and os.listdir(tmp_path) == ["dataset"]
 
 
-def test_a_failed_overwrite_keeps_the_old_dataset(tmp_path: Path) -> None:
-    path = make_dataset(tmp_path, [3, 4]).path
-    before = contents(path)
-    columns = hopper_columns(STEPS)
-    columns["actions"][3] = np.nan
-    call = lambda: convert(ArraySource(columns, LENGTHS), path, overwrite=True, quiet=True)  # noqa: E731
-    assert failing_code(call) == "COLUMN"
-    assert contents(path) == before and os.listdir(tmp_path) == ["dataset"]
-
-
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])
 @pytest.mark.parametrize(("number", "code"), [(28, "OUTPUT_WRITE"), (5, "OUTPUT_WRITE")])
 def test_disk_errors(tmp_path: Path, monkeypatch: Any, call: str, number: int, code: str) -> None:
@@ -171,21 +160,6 @@ class Paused(ArraySource):
         self.reading.set()
         assert self.go_on.wait(30), "nobody let the source go on"
         return super().read(column, start, stop)
-
-
-def test_a_live_conversion_is_not_disturbed(tmp_path: Path) -> None:
-    paused = Paused(hopper_columns(STEPS), LENGTHS)
-    thread = threading.Thread(target=lambda: convert(paused, tmp_path / "d", quiet=True))
-    thread.start()
-    try:
-        assert paused.reading.wait(30)
-        convert(source(seed=1), tmp_path / "neighbour", quiet=True)
-    finally:
-        paused.go_on.set()
-        thread.join(30)
-    found = open_dataset(tmp_path / "d").column("observations")
-    assert found.tobytes() == hopper_columns(STEPS)["observations"].tobytes()
-    assert sorted(os.listdir(tmp_path)) == ["d", "neighbour"]
 
 
 def test_what_appears_at_the_target_meanwhile_is_kept(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def convert(
     given = None if isinstance(source, Source) else source
     _check_options(shard_bytes, block_bytes, workers, is_open=given is None)
     columns, names = _split_names(columns, is_open=given is None)
-    known = None if reference is None else known_scores(reference)
+    given_scores = None if reference is None else known_scores(reference)
     with ExitStack() as stack:
         if isinstance(source, (str, Path)):
             source = stack.enter_context(open_source(source, rule=rule, names=names))
@@ -179,7 +179,9 @@ def convert(
             written = write_in_processes(opening, jobs, settings, folder, workers, advance)
         else:
             written = write_shards(source, jobs, settings, folder, advance)
-        scores = known or _scores_of(info, environment)
+        names_of_scores = (info.reference_name, environment, info.environment_id)
+        known = (reference_scores(name) for name in names_of_scores if name)
+        scores = given_scores or next((one for one in known if one is not None), None)
         manifest = _manifest(source, settings, written, digests.records(), environment, scores)
         with open(folder / MANIFEST_NAME, "xb") as file:
             file.write(manifest.encode())
@@ -231,17 +233,18 @@ class _SourceDigests(Closing):
 
 
 def _check_options(shard_bytes: int, block_bytes: int, workers: int, *, is_open: bool) -> None:
-    def check(option: str, value: Any, fits: bool, need: str) -> None:
-        if type(value) is not int or not fits:
-            what, remedy = f"{option} is {value!r}", f"give a whole number, {need}"
-            raise InputError("USAGE", what, remedy=remedy)
-
-    check("shard_bytes", shard_bytes, shard_bytes >= 1, "at least 1")
     fits = MIN_BLOCK_BYTES <= block_bytes <= MAX_BLOCK_BYTES and not block_bytes % MIN_BLOCK_BYTES
-    need = f"a multiple of {MIN_BLOCK_BYTES} up to {MAX_BLOCK_BYTES}"
-    check("block_bytes", block_bytes, fits, need)
-    need = "at least 1, and 1 for a source that is open: workers open it themselves"
-    check("workers", workers, workers == 1 or (workers > 1 and not is_open), need)
+    if shard_bytes < 1:
+        what, remedy = f"shard_bytes is {shard_bytes}", "give at least 1"
+    elif not fits:
+        what = f"block_bytes is {block_bytes}"
+        remedy = f"give a multiple of {MIN_BLOCK_BYTES} up to {MAX_BLOCK_BYTES}"
+    elif workers < 1 or (workers > 1 and is_open):
+        what = f"workers are {workers}"
+        remedy = "give at least 1, and 1 for a source that is open: workers open it themselves"
+    else:
+        return
+    raise InputError("USAGE", what, remedy=remedy)
 
 
 def _split_names(
@@ -323,12 +326,6 @@ def _check_manifest_size(settings: Settings, spec: TableSpec, shards: int) -> No
 
 
 # the manifest --------------------------------------------------------------------------------
-
-
-def _scores_of(info: SourceInfo, environment: str | None) -> ReferenceScores | None:
-    names = (info.reference_name, environment, info.environment_id)
-    scores = (reference_scores(name) for name in names if name)
-    return next((one for one in scores if one is not None), None)
 
 
 def _manifest(
