@@ -31,6 +31,7 @@ from gear_offline.cli.values import (
     Overwrite,
     Quiet,
     RecipeName,
+    Run,
     Shares,
     Size,
     examples,
@@ -318,7 +319,7 @@ def train(
     "evaluate runs/hopper-medium-s0 --video hopper.gif",
 )
 def evaluate(
-    run: Path = Argument(metavar="RUN", help="Run directory or checkpoint."),
+    run: Path = Run(help="Run directory or checkpoint."),
     targets: Any = Numbers(None, help="Target returns, comma-separated; default the recipe's."),
     episodes: int | None = Count(None, help="Episodes per target."),
     environment: str | None = Environment(help="Gymnasium id."),
@@ -350,7 +351,7 @@ def evaluate(
 
 @command("Train", "export-policy runs/hopper-medium-s0 hopper.onnx")
 def export_policy(
-    run: Path = Argument(metavar="RUN", help="Run directory or checkpoint."),
+    run: Path = Run(help="Run directory or checkpoint."),
     out: Path = Argument(help="ONNX file to write."),
     task: str | None = Option(None, help="The task to act in, of a run of several."),
     overwrite: Overwrite = False,
@@ -408,9 +409,7 @@ def runs_ls(
 
 
 @runs_app.command("show", epilog=examples("runs show runs/smoke-s0"))
-def runs_show(
-    run: Path = Argument(metavar="RUN", help="Run directory."), as_json: Json = False
-) -> None:
+def runs_show(run: Path = Run(help="Run directory."), as_json: Json = False) -> None:
     """Show one run: its recipe, data, steps, checkpoints and evaluations."""
     from gear_offline.runs.listing import describe_run, print_run
     from gear_offline.runs.run import open_run
@@ -421,7 +420,7 @@ def runs_show(
 
 @runs_app.command("compare", epilog=examples("runs compare runs/a-s0 runs/b-s0 --out ab.svg"))
 def runs_compare(
-    runs: list[Path] = Argument(metavar="RUN RUN...", help="Run directories."),
+    runs: list[Path] = Run(metavar="RUN RUN...", help="Run directories."),
     out: Path = Option(Path("comparison.png"), help="Picture of the curves, .png or .svg."),
     overwrite: Overwrite = False,
     as_json: Json = False,

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 from typer import Argument, BadParameter, Option
 
+from gear_offline.cli.completion import complete_option, complete_recipe, complete_run
+
 SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 SIZE_UNITS |= {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
@@ -70,19 +72,33 @@ def parse_shares(text: str) -> dict[str, float]:
 
 
 RecipeName = Annotated[
-    str, Argument(metavar="RECIPE", help="Name of a recipe, a YAML file or a run directory.")
+    str,
+    Argument(
+        metavar="RECIPE",
+        help="Name of a recipe, a YAML file or a run directory.",
+        autocompletion=complete_recipe,
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    Argument(metavar="KEY=VALUE", help="Options to change, e.g. train.steps=1000."),
+    Argument(
+        metavar="KEY=VALUE",
+        help="Options to change, e.g. train.steps=1000.",
+        autocompletion=complete_option,
+    ),
 ]
 Json = Annotated[bool, Option("--json", help="Print one JSON document on stdout.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="No progress, no messages.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace an existing target.")]
 Axes = Annotated[
     list[str] | None,
-    Argument(metavar="KEY=VALUE", help="Options to change; key=a,b,c: every combination is a run."),
+    Argument(
+        metavar="KEY=VALUE",
+        help="Options to change; key=a,b,c: every combination is a run.",
+        autocompletion=complete_option,
+    ),
 ]
+Run = partial(Argument, metavar="RUN", autocompletion=complete_run)
 Exact = Annotated[bool, Option("--exact", help="On a GPU, give each run the bits of one alone.")]
 Environment = partial(Option, None, "--environment", "--env")
 Size = partial(Option, parser=parse_size, metavar="SIZE")
