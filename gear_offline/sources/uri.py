@@ -20,11 +20,12 @@ from gear_offline.sources.d4rl import locate
 from gear_offline.sources.hdf5_table import SUFFIXES, open_hdf5
 from gear_offline.sources.minari import data_directory, find_directory, open_minari
 from gear_offline.sources.npz import open_npz
+from gear_offline.sources.parquet import open_parquet
 from gear_offline.sources.robomimic import open_robomimic
 
-NPZ = (".npz",)
+NPZ, PARQUET = (".npz",), (".parquet",)
 ACCEPTED = (
-    "a .hdf5, .h5 or .npz file, a folder of them, robomimic:FILE#FILTER_KEY, d4rl:NAME "
+    "a .hdf5, .h5, .npz or .parquet file, a folder of them, robomimic:FILE#FILTER_KEY, d4rl:NAME "
     "(d4rl:hopper-medium-v2), minari:ID (minari:mujoco/hopper/medium-v0), the directory of a "
     "Minari dataset, or one of GEAR shards; "
     "arrays are given from Python, see docs/how-to/convert.md"
@@ -40,8 +41,9 @@ def open_source(
     ----------
     uri
         Path of an HDF5 file (D4RL's layouts, robomimic's or the generic one), of an ``.npz`` file
-        (OGBench's or flat arrays) or of a folder of such files, ``robomimic:FILE#FILTER_KEY``,
-        ``d4rl:NAME``, ``minari:ID``, a Minari dataset's directory, or one of GEAR shards.
+        (OGBench's or flat arrays), of a ``.parquet`` file of one row an episode, or of a folder of
+        such files, ``robomimic:FILE#FILTER_KEY``, ``d4rl:NAME``, ``minari:ID``, a Minari dataset's
+        directory, or one of GEAR shards.
     rule
         Boundary rule in place of the format's own, e.g. ``"terminals|steps=1000"``; see
         docs/explanation/episodes.md.
@@ -95,17 +97,24 @@ def open_source(
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of a folder that make one dataset: of OGBench's not those for validation."""
-    files = files_in(folder, SUFFIXES) or files_in(folder, NPZ)
-    return [
-        f for f in files if f.with_name(f"{f.stem.removesuffix('-val')}{f.suffix}") == f
-    ] or files
+    """Return the files of a folder that make one dataset: not OGBench's files for validation.
+
+    Sets of Hugging Face's hub have theirs in a folder ``train``.
+    """
+    places = (folder, folder / "train") if (folder / "train").is_dir() else (folder,)
+    kinds = (SUFFIXES, NPZ, PARQUET)
+    files = next((f for place in places for kind in kinds if (f := files_in(place, kind))), [])
+    validation = [f for f in files if f.with_name(f"{f.stem}-val{f.suffix}") in files]
+    return [f for f in files if f.stem.removesuffix("-val") == f.stem] if validation else files
 
 
 def _open_file(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str]) -> Source:
     """Open a file by the reader of its layout."""
-    if path.suffix.lower() == ".npz":
+    if path.suffix.lower() in NPZ:
         return open_npz(path, uri=uri, rule=rule, names=names)
+    if path.suffix.lower() in PARQUET:
+        _refuse_rule(rule, uri)
+        return open_parquet(path, uri=uri, names=names)
     if source := open_robomimic(path, uri=uri, names=names):
         _refuse_rule(rule, uri)
         return source
@@ -141,7 +150,7 @@ def _is_directory(text: str, path: Path) -> bool:
     except (OSError, ValueError):  # too long, or not a name at all
         pass
     known = dataset_of_file(path.name)
-    if not known and path.suffix.lower() not in (*SUFFIXES, *NPZ):
+    if not known and path.suffix.lower() not in (*SUFFIXES, *NPZ, *PARQUET):
         raise _unknown(f"{text if len(text) <= 100 else text[:100] + '...'!r} is not a source")
     remedy = "check the path"
     if known:
