@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.dataset.dataset import open_dataset
 from gear_offline.distributed.world import World
 from gear_offline.loaders.batch import Batch
 from gear_offline.models.decision_transformer import (
@@ -30,6 +31,7 @@ from gear_offline.training.gradients import (
     micro_batches,
 )
 from gear_offline.training.learner import Learner
+from gear_offline.training.model import ModelSizes
 from tests.model_support import STEPS, WINDOWS, inputs, make, mask
 from tests.support import make_dataset, one_error
 from tests.training_support import measured
@@ -152,9 +154,6 @@ def test_bfloat16_weights_do_not_add_up_micro_batches(recipe: Path) -> None:
 
 
 def learner(recipe: Recipe) -> Learner:
-    from gear_offline.dataset.dataset import open_dataset
-    from gear_offline.training.model import ModelSizes
-
     dataset = open_dataset(str(recipe.data.path))
     states, actions = (dataset.spec[c].shape[0] for c in ("observations", "actions"))
     sizes = ModelSizes(state_dim=states, action_dim=actions, discrete=False)

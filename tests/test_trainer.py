@@ -16,7 +16,10 @@ import torch
 
 from gear_offline.config.files import recipe_paths
 from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import GearError
+from gear_offline.loaders.loader import GearLoader
+from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train
 from gear_offline.training.checkpoint import chosen_checkpoint, read_checkpoint
@@ -25,7 +28,7 @@ from gear_offline.training.metrics import read_records
 from gear_offline.training.model import resolve_precision
 from gear_offline.training.policies import load_policy, trained_model
 from tests.image_support import image_columns
-from tests.support import failing_code, make_dataset, one_error
+from tests.support import failing_code, hopper_columns, make_dataset, one_error
 from tests.training_support import (
     ACTION_DIM,
     ENVIRONMENT,
@@ -104,10 +107,6 @@ def test_evaluation_does_not_disturb_training(whole: Path, data: Path, tmp_path:
 
 def test_the_loop_matches_a_plain_one(data: Path, tmp_path: Path) -> None:
     """Written from the paper's code: AdamW, clip, min((step + 1) / warmup, 1)."""
-    from gear_offline.dataset.dataset import open_dataset
-    from gear_offline.loaders.loader import GearLoader
-    from gear_offline.models.decision_transformer import build_model
-
     # without dropout: which numbers it draws depends on the way attention is computed
     recipe = tiny_recipe(data, "train.steps=8", "evaluate.episodes=0", "model.dropout=0")
     run = train(recipe, out=tmp_path / "run", quiet=True)
@@ -162,8 +161,6 @@ def test_the_loop_matches_a_plain_one(data: Path, tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_stops_the_run(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gear_offline.models.decision_transformer import DecisionTransformer
-
     loss = DecisionTransformer.loss
     calls = 0
 
@@ -199,8 +196,6 @@ def test_data_and_recipe_that_do_not_fit(data: Path, tmp_path: Path) -> None:
 
 
 def test_actions_that_a_tanh_cannot_reach_are_refused(tmp_path: Path) -> None:
-    from tests.support import hopper_columns
-
     columns = hopper_columns(10, state_dim=STATE_DIM, action_dim=ACTION_DIM)
     columns["actions"][3, 1] = 1.5
     dataset = make_dataset(tmp_path, [5, 5], columns=columns, environment_id=None)
@@ -211,8 +206,6 @@ def test_actions_that_a_tanh_cannot_reach_are_refused(tmp_path: Path) -> None:
 
 
 def test_discrete_actions_and_raw_states(tmp_path: Path) -> None:
-    from tests.support import hopper_columns
-
     columns = hopper_columns(12, state_dim=STATE_DIM)
     columns["actions"] = np.arange(12, dtype=np.int64) % 4
     dataset = make_dataset(tmp_path, [5, 7], columns=columns, environment_id=None)
@@ -226,8 +219,6 @@ def test_discrete_actions_and_raw_states(tmp_path: Path) -> None:
 
 
 def test_a_policy_is_read_from_run_checkpoint_or_best(whole: Path, data: Path) -> None:
-    from gear_offline.dataset.dataset import open_dataset
-
     last = list_checkpoints(whole / "checkpoints")[-1][1]
     statistics = open_dataset(data).statistics["observations"]
     for place in (whole, last, whole / "checkpoints" / "best"):
