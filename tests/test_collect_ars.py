@@ -17,9 +17,9 @@ from gear_offline.collect.ars import (
     train,
     update,
 )
-from gear_offline.collect.makers import choose_rollouts, requested_mix
+from gear_offline.collect.makers import choose_rollouts
 from gear_offline.collect.record import Crew, EpisodeScore
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import GearError
 from tests.collect_environments import PUSH
 
 OPTIONS = ArsOptions(directions=6, top=3, noise=0.1, step_size=0.1, attempt_steps=2_000)
@@ -183,12 +183,3 @@ def test_options_are_found_by_the_environments_name() -> None:
     assert options_for("Hopper-v5").alive_bonus == 1.0
     assert options_for("space/HalfCheetah-v5").directions == 8
     assert options_for("Nothing-v0") == ArsOptions()
-
-
-@pytest.mark.parametrize(
-    "mix", [{}, {"expert": 0.0}, {"expert": float("nan")}, {"level:1.5": 1}, {"best": 1}]
-)
-def test_mixes_that_mean_nothing_are_refused(mix: dict[str, float]) -> None:
-    with pytest.raises(InputError) as caught:
-        requested_mix("ars", None, mix)
-    assert caught.value.code == "USAGE"

@@ -286,19 +286,20 @@ def test_a_run_that_cannot_be_closed_or_saved_ends_by_its_first_error(
     assert concurrently(trials, tmp_path, exact=True) == {"t0": None, "t1": "MEMORY", "t2": None}
 
 
+@pytest.mark.parametrize("method", ["__init__", "advance"])
 def test_nothing_goes_on_after_the_gpu_is_lost_and_a_later_call_does(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     trials = trials_of(data)
-    advance = Stack.advance
+    work = getattr(Stack, method)
 
-    def broken(self: Stack) -> Any:
-        if self.learners[0].step == 14:
+    def broken(self: Stack, *arguments: Any) -> Any:
+        if method == "__init__" or self.learners[0].step == 14:
             raise ILLEGAL
-        return advance(self)
+        return work(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Stack, "advance", broken)
+        patch.setattr(Stack, method, broken)
         patch.setattr(sweep_job, "_is_lost", lambda device: True)
         with pytest.raises(GearError, match="illegal memory access") as caught:
             concurrently(trials, tmp_path)
