@@ -187,7 +187,12 @@ def convert(
             file.write(manifest.encode())
             file.flush()
             os.fsync(file.fileno())
-    for line in [*summary(manifest), *_suggestions(manifest, written)]:
+    lines = summary(manifest)
+    if all(statistics.choices for _, statistics in written):
+        most = manifest.statistics[ACTIONS].max.max()
+        note = f"note: all actions are whole numbers from 0 to {most:.0f}"
+        lines.append(f"{note}; if they are numbers of choices, convert with --discrete actions")
+    for line in lines:
         say(line, quiet=quiet)
     return manifest
 
@@ -383,11 +388,3 @@ def _small_fact(value: Any) -> Any:
     return (
         {**dict(kept), "and more": lost} if isinstance(plain, dict) else [*kept, f"and {lost} more"]
     )
-
-
-def _suggestions(manifest: Manifest, written: Sequence[Written]) -> list[str]:
-    if not all(statistics.choices for _, statistics in written):
-        return []
-    most = manifest.statistics[ACTIONS].max.max()
-    note = f"note: all actions are whole numbers from 0 to {most:.0f}"
-    return [f"{note}; if they are numbers of choices, convert with --discrete actions"]

@@ -99,11 +99,8 @@ def dataset_file(name: str) -> str | None:
 
 def dataset_of_file(name: str) -> str | None:
     """Return the dataset that a dataset name, file name or path stands for, or ``None``."""
-    file = PurePosixPath(name.replace("\\", "/")).name
-    stem = re.sub(r"\.(?:hdf5|h5)$", "", file)
-    if stem in _table():
-        return stem
-    return _files().get(stem)
+    stem = re.sub(r"\.(?:hdf5|h5)$", "", PurePosixPath(name).name)
+    return stem if stem in _table() else _files().get(stem)
 
 
 @functools.cache
@@ -167,11 +164,8 @@ def normalized_score(value: float, refs: ReferenceScores | str) -> float:
     46.71
     """
     if isinstance(value, str):
-        what, remedy = (
-            f"the return is the text {value!r}",
-            f"write normalized_score({refs!r}, {value!r})",
-        )
-        raise InputError("USAGE", what, remedy=remedy)
+        remedy = f"write normalized_score({refs!r}, {value!r})"
+        raise InputError("USAGE", f"the return is the text {value!r}", remedy=remedy)
     scores = known_scores(refs) if isinstance(refs, str) else refs
     return 100.0 * (value - scores.minimum) / (scores.maximum - scores.minimum)
 
