@@ -405,7 +405,7 @@ def code_blocks() -> list[str]:
 def test_the_strategy_in_the_documents_works(dataset: Dataset) -> None:
     (code,) = (block for block in code_blocks() if "@reg" in block)
     try:
-        exec(compile(code, "strategies.md", "exec"), {})
+        exec(compile(code, "strategies.md", "exec", dont_inherit=True), {})
         sampler = make_sampler("recent", dataset, half_life=1.0)
         drawn = sampler.sample(0, 0, 10, 500)
     finally:
