@@ -26,7 +26,7 @@ from gear_offline.analysis.compare import Comparison, Difference, Outcome
 from gear_offline.analysis.sampling import Data, Draws
 from gear_offline.core.files import write_file, writing
 from gear_offline.core.text import count_text, printable
-from gear_offline.runs.plots import BLUE, FAINT, GREY, INK, ORANGE, dress, short, thousands
+from gear_offline.plots import BLUE, FAINT, GREY, INK, ORANGE, dress, short, shortened, thousands
 from gear_offline.sweep.report import print_table
 
 TALLEST = 2.5  # times the data's own tallest bar: higher ones are cut, and it is said
@@ -248,7 +248,7 @@ def _final_picture(outcomes: Sequence[Outcome]) -> str:
     baseline = outcomes[0]
     if baseline.versus is None and baseline.final is not None:
         axes.axvline(baseline.final.mean, color=GREY, linewidth=1, linestyle="--", zorder=0)
-    axes.set_yticks(range(len(outcomes)), [_short(outcome.label) for outcome in outcomes])
+    axes.set_yticks(range(len(outcomes)), [shortened(outcome.label) for outcome in outcomes])
     axes.set_ylim(len(outcomes) - 0.5, -0.5)
     dress(axes, x="last return: seeds, mean, 95 % interval from 3 seeds on", grid="x")
     thousands(axes.xaxis)
@@ -267,14 +267,10 @@ def _curve_picture(outcomes: Sequence[Outcome]) -> str:
         style = "--" if outcome.versus is None else "-"
         axes.plot(
             outcome.curve.steps, means, style, marker="o", markersize=3.5, color=colour,
-            linewidth=1.8, label=_short(outcome.label),
+            linewidth=1.8, label=shortened(outcome.label),
         )  # fmt: skip
     dress(axes, x="optimizer step", y="mean return over seeds")
     thousands(axes.xaxis)
     thousands(axes.yaxis)
     axes.legend(fontsize=9, frameon=False, loc="best")
     return _source(axes.figure)
-
-
-def _short(label: str) -> str:
-    return label if len(label) <= 34 else f"{label[:16]}...{label[-15:]}"

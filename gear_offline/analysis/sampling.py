@@ -22,7 +22,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.core.types import Int64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.distributed.sharding import Assigner
-from gear_offline.runs.plots import histogram_edges
+from gear_offline.plots import histogram_edges
 from gear_offline.sampling import Sampler
 from gear_offline.tables.joint import TableData
 

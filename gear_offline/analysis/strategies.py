@@ -26,9 +26,9 @@ from gear_offline.core.system import machine
 from gear_offline.core.text import count_text
 from gear_offline.errors import GearError, InputError
 from gear_offline.loaders.recipes import recipe_sampler
+from gear_offline.plots import histogram_edges, short
 from gear_offline.progress import Progress, say
 from gear_offline.runs.loop import TrainingInterrupted
-from gear_offline.runs.plots import histogram_edges, short
 from gear_offline.runs.prepare import prepare_dataset
 from gear_offline.sampling import sampler_class
 from gear_offline.sweep.report import SweepResult, read_sweep

@@ -1,14 +1,12 @@
 """The three plots of a run: learning curve, returns of the data, achieved against asked.
 
-Each function takes numbers, writes one PNG of 1080 x 675 pixels and returns its path.  Colours are
-those of Okabe and Ito, which people with the common kinds of colour blindness can tell apart.
+Each function takes numbers, writes one PNG of 1080 x 675 pixels and returns its path.
 
 Shape legend: E episodes, n points of a curve, m episodes of one target.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,102 +14,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
 from gear_offline.core.text import count_text
+from gear_offline.plots import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    SERIES,
+    SKY,
+    dress,
+    histogram_edges,
+    legend,
+    new_figure,
+    save_figure,
+    short,
+    thousands,
+    ticks_to,
+    titles,
+)
 from gear_offline.runs.records import EvaluationRecord, TargetRecord
-
-BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
-SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#E69F00")
-INK, GREY, FAINT = "#222222", "#6B6B6B", "#D9D9D9"
-SIZE_INCHES, DPI = (7.2, 4.5), 150
-LONGEST_TITLE = 95  # characters that fit the width
-
-
-def new_figure() -> Figure:
-    """Return an empty figure of the size that all plots have."""
-    figure = Figure(figsize=SIZE_INCHES, dpi=DPI, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def titles(figure: Figure, title: str, subtitle: str) -> None:
-    """Write the finding and, below it, what it was found in."""
-    figure.suptitle(_shortened(title, 72), x=0.013, ha="left", fontsize=12, fontweight="bold")
-    figure.axes[0].set_title(_shortened(subtitle), loc="left", fontsize=9, color=GREY)
-
-
-def _shortened(text: str, most: int = LONGEST_TITLE) -> str:
-    """Return text of at most `most` characters: what is amid a longer one is left out."""
-    if len(text) <= most:
-        return text
-    return f"{text[: most // 3]}...{text[most // 3 - most + 3 :]}"
-
-
-def dress(axes: Axes, *, x: str = "", y: str = "", grid: str = "y") -> None:
-    """Name the axes and take away what is no information."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GREY)
-    axes.tick_params(colors=GREY, labelcolor=INK, labelsize=9, length=3)
-    axes.set_xlabel(x, color=INK)
-    axes.set_ylabel(y, color=INK)
-    if grid:
-        axes.grid(axis=grid, color=FAINT, linewidth=0.7)  # type: ignore[arg-type]
-    axes.set_axisbelow(True)
-
-
-def legend(axes: Axes) -> None:
-    """Name the lines that have labels, beside the axes."""
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
-
-
-def short(value: float) -> str:
-    """Return `value` with separators, and decimals only where it is small."""
-    if value == 0 or abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:,.3g}"
-
-
-def thousands(axis: Any) -> None:
-    """Write an axis's numbers with separators; from a million on in millions."""
-
-    def text(value: float, _: int | None) -> str:
-        in_millions = max(abs(end) for end in axis.get_view_interval()) >= 1e6
-        return f"{value / 1e6:,.4g} M" if in_millions and value else f"{value:,.6g}"
-
-    axis.set_major_formatter(FuncFormatter(text))
-
-
-def ticks_to(axes: Axes, last: float) -> None:
-    """Let the steps of a run end with a tick at its last step."""
-    inner = [tick for tick in axes.get_xticks() if 0 <= tick < 0.92 * last]
-    axes.set_xticks([*inner, last])
-    axes.set_xlim(0, 1.02 * last)
-    thousands(axes.xaxis)
-
-
-def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure as its name says, .png or .svg, so that a reader finds all of it or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, format=path.suffix[1:], dpi=DPI)
-    os.replace(partial, path)
-    return path
-
-
-def histogram_edges(values: npt.NDArray[np.float64], bins: int) -> npt.NDArray[np.float64]:
-    """Return the (bins + 1,) edges of a picture of finite `values` (n,), n >= 1.
-
-    Values that are equal but for the rounding of their sums lie in the middle of a wider range:
-    NumPy refuses one that spans fewer floats than there are bins.
-    """
-    low, high = float(values.min()), float(values.max())
-    if high - low <= 1e-12 * max(abs(low), abs(high)):
-        room = max(0.5, 1e-6 * abs(low))
-        low, high = low - room, high + room
-    return np.linspace(low, high, bins + 1)
 
 
 def plot_data_returns(

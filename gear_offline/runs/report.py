@@ -21,11 +21,11 @@ from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.scores import ReferenceScores, normalized_score
 from gear_offline.errors import InputError
 from gear_offline.evaluation.results import score_text
+from gear_offline.plots import short
 from gear_offline.runs.plots import (
     plot_asked_vs_achieved,
     plot_data_returns,
     plot_learning_curve,
-    short,
 )
 from gear_offline.runs.records import (
     EvaluationRecord,

@@ -23,13 +23,14 @@ from rich.text import Text
 
 from gear_offline.core.files import write_file
 from gear_offline.core.text import count_text, printable
-from gear_offline.runs.plots import (
+from gear_offline.plots import (
     SERIES,
     dress,
     legend,
     new_figure,
     save_figure,
     short,
+    shortened,
     thousands,
     titles,
 )
@@ -39,7 +40,6 @@ from gear_offline.sweep.table import INTERVAL, RANKING, Curve, Table, make_curve
 
 MOST_NAME = 26  # characters of a name that are not broken on a narrow terminal
 MOST_CURVES = len(SERIES)  # more cannot be told apart
-LABEL_CHARACTERS = 34
 AXES = {"return": "mean return", "normalized_score": "normalized score", "loss": "training loss"}
 HEADINGS = {
     "return": "return",
@@ -210,7 +210,7 @@ def plot_results(path: Path, trials: Sequence[TrialResult], table: Table) -> Pat
     for axes, (metric, by_label) in zip(panels, curves.items(), strict=True):
         for place, label in enumerate(shown):
             if label in by_label:
-                _draw(axes, by_label[label], _shortened(label), SERIES[place])
+                _draw(axes, by_label[label], shortened(label), SERIES[place])
         dress(axes, y=AXES[metric])
         if metric == "loss":
             axes.set_ylim(bottom=0)
@@ -249,15 +249,9 @@ def _finding(table: Table) -> str:
     best = rows[0].estimates[table.metric]
     if len(rows) == 1:
         return f"{AXES[table.metric].capitalize()} {best} after training"
-    title = f"{_shortened(rows[0].label)} is best: {AXES[table.metric]} {short(best.mean)}"
+    title = f"{shortened(rows[0].label)} is best: {AXES[table.metric]} {short(best.mean)}"
     second = rows[1].estimates[table.metric]
     if best.half is None or second.half is None:
         return f"{title}; too few seeds for intervals"
     overlap = abs(best.mean - second.mean) <= best.half + second.half
     return f"{title}; intervals overlap" if overlap else title
-
-
-def _shortened(label: str) -> str:
-    """Return a label that has room beside a curve: its ends tell it apart."""
-    half = LABEL_CHARACTERS // 2 - 2
-    return label if len(label) <= LABEL_CHARACTERS else f"{label[:half]}...{label[-half:]}"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gear_offline.evaluation.results import mean_interval
-from gear_offline.runs.plots import short
+from gear_offline.plots import short
 from gear_offline.sweep.results import TrialResult
 
 INTERVAL = "two-sided 95 % Student t interval of the mean over seeds"
