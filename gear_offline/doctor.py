@@ -91,12 +91,10 @@ class Feature:
 
 def diagnose(*, seconds: float = SECONDS) -> dict[str, Any]:
     """Return what this machine has, JSON-able; each attempt takes `seconds` at most."""
-    wanted = [name for name in PROBES if package_version(name)]
+    missing = {n: Probe(False, f"{n} is not installed") for n in PROBES if not package_version(n)}
     with ThreadPoolExecutor(max_workers=4) as pool:
-        answers = pool.map(lambda name: probe(PROBES[name], seconds=seconds), wanted)
-        tried = dict(zip(wanted, answers, strict=True))
-    for name in PROBES:
-        tried.setdefault(name, Probe(False, f"{name} is not installed"))
+        answers = pool.map(lambda n: missing.get(n) or probe(PROBES[n], seconds=seconds), PROBES)
+        tried = dict(zip(PROBES, answers, strict=True))
     cpu = {"model": processor(), "cores": os.cpu_count() or 1, "usable": usable_cores()}
     devices = rdma_devices()
     features = [
@@ -219,13 +217,12 @@ def _gpu(torch: Probe, cupy: Probe) -> Feature:
         reason = f"{count}is not usable: {cupy.reason}"
         return Feature("gpu", True, path, reason, OPTIONAL_PACKAGES["cupy"][1])
     install = None
+    reason = "no NVIDIA driver on this machine"
     if build := torch.found.get("cuda_build"):
         reason = f"torch is built for CUDA {build}, but sees no device"
     elif Path("/proc/driver/nvidia/version").exists():
         reason = "an NVIDIA driver, but a torch without CUDA"
         install = "pip install --force-reinstall torch"
-    else:
-        reason = "no NVIDIA driver on this machine"
     return Feature("gpu", False, "device=auto uses the CPU", reason, install)
 
 

@@ -16,6 +16,7 @@ import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.errors import InputError
+from gear_offline.evaluation.environments import probe
 from gear_offline.evaluation.evaluate import (
     check_sizes,
     evaluate_policy,
@@ -27,6 +28,7 @@ from gear_offline.models.decision_transformer import DecisionTransformer, build_
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.training.checkpoint import Normalisation, SavedState, chosen_checkpoint
 from gear_offline.training.checkpoint_folder import find_checkpoint
+from gear_offline.training.model import sizes_of
 from tests.checkpoint_support import save_checkpoint
 from tests.evaluation_support import Constant
 from tests.support import failing_code, one_error
@@ -269,9 +271,10 @@ def test_targets_that_no_model_can_read_are_one_error_of_the_recipe(targets: Any
 
 
 def test_sizes_must_be_those_of_the_environment() -> None:
-    check_sizes(small_model(), "Pendulum-v1")
+    pendulum = probe("Pendulum-v1")
+    check_sizes(pendulum, sizes_of(small_model()), whose="the model")
     with one_error("ENVIRONMENT"):
-        check_sizes(small_model(state_dim=4), "Pendulum-v1")
+        check_sizes(pendulum, sizes_of(small_model(state_dim=4)), whose="the model")
 
 
 def test_a_checkpoint_that_training_removes_meanwhile_is_played_to_the_end(

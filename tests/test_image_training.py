@@ -12,6 +12,7 @@ import torch
 from gear_offline.config.recipe import Recipe
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
+from gear_offline.evaluation.environments import probe
 from gear_offline.evaluation.evaluate import check_sizes
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.rows import CpuRows
@@ -21,6 +22,7 @@ from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train
 from gear_offline.runs.prepare import resolve
 from gear_offline.training.metrics import read_records
+from gear_offline.training.model import sizes_of
 from gear_offline.training.policies import load_policy
 from tests.image_support import ACTIONS, ENVIRONMENT, SIZE, STEP_LIMIT, band_data
 from tests.support import failing_code
@@ -107,9 +109,9 @@ def test_policies_refuse_other_frames(dataset: Dataset) -> None:
     wrong: list[Any] = [np.zeros((1, SIZE, SIZE), np.float32), np.zeros((1, 4, 4), np.uint8)]
     for frames in wrong:
         assert failing_code(lambda frames=frames: policy.act(frames)) == "MODEL"  # type: ignore[misc]
-    check_sizes(model, ENVIRONMENT)
-    with pytest.raises(InputError, match="observation values"):
-        check_sizes(model, "CartPole-v1")
+    check_sizes(probe(ENVIRONMENT), sizes_of(model), whose="the model")
+    with pytest.raises(InputError, match="has frames of 4 and 2 discrete actions"):
+        check_sizes(probe("CartPole-v1"), sizes_of(model), whose="the model")
 
 
 @pytest.mark.parametrize(

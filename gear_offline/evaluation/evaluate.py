@@ -6,22 +6,22 @@ target, so that a difference between two targets is not a difference of start st
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import LARGEST_TARGET, EvaluateSettings, TaskSettings
 from gear_offline.config.tasks import tasks_in
+from gear_offline.core.text import count_text
 from gear_offline.dataset.scores import ReferenceScores, reference_scores
 from gear_offline.errors import InputError
-from gear_offline.evaluation.environments import probe
+from gear_offline.evaluation.environments import EnvironmentFacts, probe
 from gear_offline.evaluation.results import EvaluationReport, TargetResult, TaskResult
 from gear_offline.evaluation.rollout import (
     ActingPolicy,
@@ -32,7 +32,8 @@ from gear_offline.evaluation.rollout import (
 from gear_offline.progress import Progress
 
 if TYPE_CHECKING:
-    from gear_offline.models.multitask import ModelTask  # which imports torch
+    from gear_offline.models.multitask import ModelTask  # these import torch
+    from gear_offline.training.model import ModelSizes
 
 FOREIGN = "the environment is not the one that D4RL measured, so the score is indicative only"
 
@@ -240,21 +241,30 @@ def resolve_reference(
     return scores.model_copy(update={"indicative": True, "note": note})
 
 
-def check_sizes(model: Any, environment_id: str) -> None:
-    """Refuse an environment whose observations or actions are not the model's."""
-    facts = probe(environment_id)
-    here = (facts.state_size, facts.action_size, facts.discrete)
-    inputs = getattr(model.config, "frame_shape", None) or (model.config.state_dim,)
-    wanted = (math.prod(inputs), model.config.act_dim, bool(model.discrete))
-    if here != wanted:
-        kinds = {True: "discrete actions", False: "action values"}
+def check_sizes(environment: EnvironmentFacts, sizes: ModelSizes, *, whose: str) -> None:
+    """Refuse an environment whose observations or actions are not those of data or a model."""
+    there = replace(
+        sizes,
+        state_dim=environment.state_size,
+        action_dim=environment.action_size,
+        discrete=environment.discrete,
+        frame_shape=environment.observation_shape if sizes.frame_shape else (),
+    )
+    if there != sizes:
         raise InputError(
             "ENVIRONMENT",
-            f"{environment_id} has {here[0]:,} observation values and {here[1]:,} {kinds[here[2]]},"
-            f" the model {wanted[0]:,} and {wanted[1]:,} {kinds[wanted[2]]}",
+            f"{environment.environment_id} has {_sizes_text(there)}, {whose} {_sizes_text(sizes)}",
             where="evaluate.environment",
-            remedy="evaluate in the environment that the data came from",
+            remedy="name the environment that the data came from, or set evaluate.episodes=0",
         )
+
+
+def _sizes_text(sizes: ModelSizes) -> str:
+    seen = count_text(sizes.state_dim, "observation value")
+    if sizes.frame_shape:
+        seen = f"frames of {' x '.join(map(str, sizes.frame_shape))}"
+    acts = count_text(sizes.action_dim, "discrete action" if sizes.discrete else "action value")
+    return f"{seen} and {acts}"
 
 
 def asked_returns(targets: Sequence[float] | float) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from gear_offline.core.device import resolve_device
 from gear_offline.core.files import check_new_file, write_error
 from gear_offline.errors import GearError, InputError, given_path
-from gear_offline.evaluation.environments import import_module_of, say_version
+from gear_offline.evaluation.environments import import_module_of, probe, say_version
 from gear_offline.evaluation.evaluate import (
     EvaluationTask,
     asked_returns,
@@ -29,6 +29,7 @@ from gear_offline.progress import say
 from gear_offline.runs.report import write_report
 from gear_offline.training.checkpoint import chosen_checkpoint
 from gear_offline.training.checkpoint_folder import run_of
+from gear_offline.training.model import sizes_of
 from gear_offline.training.policies import TrainedModel, trained_model
 from gear_offline.training.seeding import torch_threads
 
@@ -100,7 +101,7 @@ def evaluate(
 
     def policy_of(task: EvaluationTask) -> Policy:
         policy = trained.policy(task.name or None, where)
-        check_sizes(policy.model, task.environment)
+        check_sizes(probe(task.environment), sizes_of(policy.model), whose="the model")
         return policy
 
     for task in tasks:

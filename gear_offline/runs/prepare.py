@@ -27,6 +27,7 @@ from gear_offline.dataset.scores import dataset_file, reference_scores
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.environments import EnvironmentFacts, probe, say_version
+from gear_offline.evaluation.evaluate import check_sizes
 from gear_offline.loaders.recipes import open_tasks
 from gear_offline.models.decision_transformer import beyond_tanh
 from gear_offline.models.multitask import ModelTask
@@ -226,8 +227,9 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         if facts is None:
             environment = None
         else:
-            assert environment is not None, "it was made"
-            sizes = _agreed(sizes, facts, environment)
+            if sizes.discrete and facts.discrete:  # some actions may never occur in the data
+                sizes = replace(sizes, action_dim=max(sizes.action_dim, facts.action_size))
+            check_sizes(facts, sizes, whose="the data")
             longest = max(longest, facts.step_limit)
     scores, returns = dataset.reference_scores, dataset.manifest.returns
     known = scores.name if scores is not None and reference_scores(scores.name) else None
@@ -296,33 +298,6 @@ def _sizes(dataset: Dataset) -> ModelSizes:
         discrete=discrete,
         frame_shape=observations.shape if is_image(observations) else (),
     )
-
-
-def _agreed(data: ModelSizes, facts: EnvironmentFacts, name: str) -> ModelSizes:
-    """Return the sizes of data and environment, which may have actions that never occur."""
-    there = ModelSizes(
-        state_dim=facts.state_size,
-        action_dim=facts.action_size,
-        discrete=facts.discrete,
-        frame_shape=facts.observation_shape if data.frame_shape else (),
-    )
-    is_rare = data.discrete and data.action_dim < there.action_dim
-    if replace(data, action_dim=there.action_dim if is_rare else data.action_dim) == there:
-        return there
-    raise InputError(
-        "ENVIRONMENT",
-        f"{name} has {_sizes_text(there)}, the data {_sizes_text(data)}",
-        where="evaluate.environment",
-        remedy="name the environment that the data came from, or set evaluate.episodes=0",
-    )
-
-
-def _sizes_text(sizes: ModelSizes) -> str:
-    seen = count_text(sizes.state_dim, "observation value")
-    if sizes.frame_shape:
-        seen = f"frames of {' x '.join(map(str, sizes.frame_shape))}"
-    acts = count_text(sizes.action_dim, "discrete action" if sizes.discrete else "action value")
-    return f"{seen} and {acts}"
 
 
 def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:

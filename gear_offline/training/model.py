@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -29,6 +30,17 @@ class ModelSizes:
     discrete: bool
     frame_shape: tuple[int, ...] = ()  # of an observation that is one: (h, w) or (h, w, colours)
     tasks: tuple[ModelTask, ...] = ()  # of a recipe of several
+
+
+def sizes_of(model: DecisionTransformer) -> ModelSizes:
+    """Return the sizes of a model of one task."""
+    frame_shape = tuple(getattr(model.config, "frame_shape", None) or ())
+    return ModelSizes(
+        state_dim=prod(frame_shape) if frame_shape else model.config.state_dim,
+        action_dim=model.config.act_dim,
+        discrete=bool(model.discrete),
+        frame_shape=frame_shape,
+    )
 
 
 @dataclass(frozen=True)
