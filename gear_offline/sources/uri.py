@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from gear_offline.core.text import count_text
 from gear_offline.dataset.manifest import is_dataset
 from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError, given_path
@@ -85,27 +87,33 @@ def open_source(
     if scheme == "robomimic":
         source = _open_demonstrations(name, rule, renamed)
     elif path.is_dir():
-        files = _files(path.absolute())
+        files, notes = _files(path.absolute())
         if not files:
             raise _unknown(f"the directory {text!r} holds neither a Minari dataset nor data files")
         parts_of = [_open_file(file, uri=file.name, rule=rule, names=renamed) for file in files]
         source = join_sources(parts_of, uri=path.absolute().name)
+        facts = source.info.attributes
+        facts = {**facts, "warnings": [*notes, *facts.get("warnings", ())]}
+        source.info = replace(source.info, attributes=facts)
     else:
         uri = text if scheme == "d4rl" else path.name
         source = _open_file(path, uri=uri, rule=rule, names=renamed)
     return with_columns(source, parts, renamed)
 
 
-def _files(folder: Path) -> list[Path]:
-    """Return the files of a folder that make one dataset: not OGBench's files for validation.
+def _files(folder: Path) -> tuple[list[Path], list[str]]:
+    """Return the files of a folder that make one dataset, and what a user should know of it.
 
     Sets of Hugging Face's hub have theirs in a folder ``train``.
     """
     places = (folder, folder / "train") if (folder / "train").is_dir() else (folder,)
     kinds = (SUFFIXES, NPZ, PARQUET)
     files = next((f for place in places for kind in kinds if (f := files_in(place, kind))), [])
-    validation = [f for f in files if f.with_name(f"{f.stem}-val{f.suffix}") in files]
-    return [f for f in files if f.stem.removesuffix("-val") == f.stem] if validation else files
+    validation = {f.with_name(f"{f.stem}-val.npz") for f in files if f.suffix == ".npz"}
+    kept = [file for file in files if file not in validation]
+    left = count_text(len(files) - len(kept), "file")
+    note = f"{left} for validation (NAME-val.npz beside NAME.npz) left out: convert them apart"
+    return kept, [note] if len(kept) < len(files) else []
 
 
 def _open_file(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str]) -> Source:
