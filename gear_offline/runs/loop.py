@@ -60,7 +60,7 @@ def train(
     tables: SharedTables | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Path:
-    """Train a run and return its directory; `gear_offline.runs.run.train` is the public door.
+    """Train a run and return its directory; `gear_offline.runs.train.train` is the public door.
 
     `tables` are those that several runs of one process share.
     """
