@@ -37,7 +37,7 @@ FRAMES = "observations=uint8[84,84],actions=int64,rewards=float32"
 
 @given(
     count=st.integers(1, 60),
-    share=st.floats(0.0, 1.0),
+    share=st.floats(1e-9, 1.0),
     capacity=st.integers(0, 70),
 )
 def test_expected_excess_is_that_of_the_binomial_distribution(
