@@ -78,7 +78,7 @@ def export_hdf5(
 
     Examples
     --------
-    `tiny` is what the example of `gear_offline.convert.convert` makes.
+    `tiny` is what the example of `gear_offline.convert` makes.
 
     >>> import h5py
     >>> import gear_offline as go

@@ -125,7 +125,7 @@ class GearLoader(Closing, Iterator[Batch]):
 
     Examples
     --------
-    `tiny` is what the example of `gear_offline.convert.convert` makes.
+    `tiny` is what the example of `gear_offline.convert` makes.
 
     >>> import gear_offline as go
     >>> loader = go.GearLoader("tiny", batch_size=4, context_length=5, device="cpu")

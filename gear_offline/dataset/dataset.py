@@ -309,7 +309,7 @@ def open_dataset(path: str | Path, *, verify: bool = True) -> Dataset:
     Parameters
     ----------
     path
-        Directory that `gear_offline.convert.convert` made.
+        Directory that `gear_offline.convert` made.
     verify
         Compare every block of every shard with its digest now.  Otherwise the manifest, the sizes
         and headers of the shards and the per-episode tensors are checked; what is loaded whole
@@ -323,7 +323,7 @@ def open_dataset(path: str | Path, *, verify: bool = True) -> Dataset:
 
     Examples
     --------
-    `tiny` is what the example of `gear_offline.convert.convert` makes.
+    `tiny` is what the example of `gear_offline.convert` makes.
 
     >>> import gear_offline as go
     >>> dataset = go.open_dataset("tiny")

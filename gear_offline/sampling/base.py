@@ -264,7 +264,7 @@ def make_sampler(
 
     Examples
     --------
-    `tiny` is what the example of `gear_offline.convert.convert` makes.
+    `tiny` is what the example of `gear_offline.convert` makes.
 
     >>> import gear_offline as go
     >>> sampler = go.make_sampler("top_k", go.open_dataset("tiny"), k=1)

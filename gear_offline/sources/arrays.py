@@ -37,7 +37,7 @@ def from_episodes(
     environment: str | None = None,
     attributes: Mapping[str, Any] | None = None,
 ) -> Source:
-    """Return a source over episodes in memory, to be given to `gear_offline.convert.convert`.
+    """Return a source over episodes in memory, to be given to `gear_offline.convert`.
 
     Parameters
     ----------
