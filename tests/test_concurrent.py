@@ -375,9 +375,9 @@ def test_random_numbers_are_a_runs_own() -> None:
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
-        (NO_MEMORY, "MEMORY", "CUDA out of memory. Tried to allocate 2 GiB. (one)"),
+        (NO_MEMORY, "MEMORY", "CUDA out of memory. Tried to allocate 2 GiB (one)"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "MEMORY", "DefaultCPU"),
-        (MemoryError(), "MEMORY", "no reason given"),
+        (MemoryError(), "MEMORY", "out of memory: MemoryError"),
         (RuntimeError("\nbackend failed:\nlong"), "INTERNAL", "RuntimeError: backend failed:"),
         (ILLEGAL, "INTERNAL", "AcceleratorError: CUDA error: an illegal memory access"),
         (OSError(28, "No space left on device"), "OUTPUT_WRITE", "(folder)"),

@@ -89,11 +89,9 @@ class Member:
         end, total = first + len(out), self.header + prod(self.shape) * self.dtype.itemsize
         raw = decoder.unconsumed_tail
         while at < end:
-            if not raw:
+            if not raw:  # nor more to read, at the end: the decoder may still hold some
                 buffer = bytearray(min(READ_COMPRESSED, self.size - taken))
-                if not buffer or read_at(file, memoryview(buffer), self.offset + taken) < len(
-                    buffer
-                ):
+                if read_at(file, memoryview(buffer), self.offset + taken) < len(buffer):
                     raise ValueError("the file ends before its data do")
                 raw, taken = bytes(buffer), taken + len(buffer)
             plain = decoder.decompress(raw, min(end - at, 4 * READ_COMPRESSED))
@@ -104,7 +102,7 @@ class Member:
                 place = at + low - first
                 out[place : place + len(plain) - low] = plain[low:]
             at += len(plain)
-            if not plain and decoder.eof:
+            if not plain and not raw and taken == self.size:
                 raise ValueError("it holds less than it claims")
         if at < total:
             self.state = decoder, at, taken, crc

@@ -12,6 +12,7 @@ import torch
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.tasks import data_key
 from gear_offline.core.files import write_error
+from gear_offline.core.text import first_line
 from gear_offline.errors import GearError, is_out_of_memory
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables.joint import TableData
@@ -74,7 +75,7 @@ def run_errors(name: str, path: Path, device: torch.device) -> Iterator[None]:
     except OSError as error:
         raise write_error(error, str(path)) from error
     except Exception as error:
-        first = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
+        first = first_line(error)
         if _is_lost(device):
             raise GearError(
                 "DEVICE",
