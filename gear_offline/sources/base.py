@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
@@ -77,6 +78,21 @@ def files_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
 
     files = (p for p in folder.iterdir() if p.suffix.lower() in suffixes and p.is_file())
     return sorted((p for p in files if not p.name.startswith(".")), key=by_number)
+
+
+@contextmanager
+def damage_told(
+    kind: str, where: Path | str, errors: tuple[type[Exception], ...]
+) -> Iterator[None]:
+    """Turn the `errors` that a library raises of a damaged file into one (``SOURCE_READ``)."""
+    try:
+        yield
+    except InputError:
+        raise
+    except errors as error:
+        what = f"not a readable {kind} file: {' '.join(str(error).split())[:200]}"
+        remedy = "the file is damaged, cut short or of another format: get it again"
+        raise InputError("SOURCE_READ", what, where=str(where), remedy=remedy) from error
 
 
 def changed_error(name: str) -> InputError:

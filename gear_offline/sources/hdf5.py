@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -30,7 +30,7 @@ from gear_offline.core.files import read_at
 from gear_offline.core.types import Int64Array
 from gear_offline.dataset.schema import MAX_DIMENSIONS
 from gear_offline.errors import InputError
-from gear_offline.sources.base import READ_BYTES, InputFile
+from gear_offline.sources.base import READ_BYTES, InputFile, damage_told
 from gear_offline.sources.hdf5_filters import FILTER_NAMES, Bytes, decode_chunk
 
 MAX_READ_BYTES = 256 << 20  # beyond this a row of chunks is read in parts
@@ -437,17 +437,8 @@ class Hdf5Column:
         )
 
 
-@contextmanager
-def _told_as_damaged(path: Path) -> Iterator[None]:
-    """Turn what the library, or a read, raises of a file that makes no sense into one error."""
-    try:
-        yield
-    except InputError:
-        raise
-    except LIBRARY_ERRORS as error:
-        what = f"not a readable HDF5 file: {' '.join(str(error).split())[:200]}"
-        remedy = "the file is damaged, cut short or of another format: get it again"
-        raise InputError("SOURCE_READ", what, where=str(path), remedy=remedy) from error
+def _told_as_damaged(path: Path) -> AbstractContextManager[None]:
+    return damage_told("HDF5", path, LIBRARY_ERRORS)
 
 
 def some_names(names: Iterable[str], limit: int = 12) -> str:

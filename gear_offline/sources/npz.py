@@ -11,7 +11,6 @@ from __future__ import annotations
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -25,7 +24,7 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.dataset.schema import is_step_shape
 from gear_offline.errors import InputError
-from gear_offline.sources.base import InputFile, Kinds, Piece, Source, SourceInfo
+from gear_offline.sources.base import InputFile, Kinds, Piece, Source, SourceInfo, damage_told
 from gear_offline.sources.episode_ends import (
     ARTIFICIAL,
     FLAGS,
@@ -40,6 +39,16 @@ READ_COMPRESSED = 1 << 20
 NO_REWARDS = (
     "OGBench's files have no rewards, which depend on the goal: they are 0 here; to train for "
     "returns save what ogbench adds for a singletask name: docs/how-to/convert.md"
+)
+DAMAGE = (
+    OSError,
+    ValueError,
+    EOFError,
+    zipfile.BadZipFile,
+    zlib.error,
+    RuntimeError,
+    NotImplementedError,
+    SyntaxError,
 )
 Decoder = Any  # zlib gives its type no public name
 
@@ -69,7 +78,10 @@ class Member:
         width = prod(self.shape[1:]) * self.dtype.itemsize
         first = self.header + start * width
         view = rows.reshape(-1).view(np.uint8).data
-        with _told(self.file.path, self.path), self.file.open() as file:
+        with (
+            damage_told(".npz", f"{self.file.path}: {self.path}", DAMAGE),
+            self.file.open() as file,
+        ):
             if self.crc is None:
                 if read_at(file.fileno(), view, self.offset + first) < len(view):
                     raise ValueError("the file ends before its data do")
@@ -181,10 +193,14 @@ def _ordered(kinds: Kinds) -> Kinds:
 
 def _members(file: InputFile, left_out: dict[str, str]) -> Iterator[tuple[str, Member]]:
     """Yield the arrays of a file; those that are no columns come into `left_out`."""
-    with file.open() as raw, _told(file.path), zipfile.ZipFile(raw) as archive:
+    with (
+        file.open() as raw,
+        damage_told(".npz", file.path, DAMAGE),
+        zipfile.ZipFile(raw) as archive,
+    ):
         for entry in archive.infolist():
             name = entry.filename.removesuffix(".npy")
-            with _told(file.path, name):
+            with damage_told(".npz", f"{file.path}: {name}", DAMAGE):
                 if entry.flag_bits & 1 or entry.compress_type not in (0, zipfile.ZIP_DEFLATED):
                     raise ValueError("it is encrypted, or compressed otherwise than by deflate")
                 with archive.open(entry) as opened:
@@ -246,26 +262,3 @@ def _steps(members: dict[str, Member], left_out: dict[str, str], path: Path) -> 
         left_out[name] = f"{count_text(rows, 'row')} for {count_text(steps, 'step')}"
         del members[name]
     return steps
-
-
-@contextmanager
-def _told(path: Path, name: str = "") -> Iterator[None]:
-    """Turn what a damaged file raises into one error."""
-    try:
-        yield
-    except InputError:
-        raise
-    except (
-        OSError,
-        ValueError,
-        EOFError,
-        zipfile.BadZipFile,
-        zlib.error,
-        RuntimeError,
-        NotImplementedError,
-        SyntaxError,
-    ) as error:
-        what = f"not a readable .npz file: {' '.join(str(error).split())[:200]}"
-        remedy = "the file is damaged, cut short or of another format: get it again"
-        where = f"{path}: {name}" if name else str(path)
-        raise InputError("SOURCE_READ", what, where=where, remedy=remedy) from error

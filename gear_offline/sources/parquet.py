@@ -19,7 +19,7 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, Int64Array
 from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.sources.base import InputFile, Kinds, Piece, Source, SourceInfo
+from gear_offline.sources.base import InputFile, Kinds, Piece, Source, SourceInfo, damage_told
 from gear_offline.sources.episode_ends import FLAGS, SCALARS, TERMINAL_FLAGS
 from gear_offline.sources.hdf5 import renamed, some_names
 
@@ -167,15 +167,13 @@ class _File:
         import pyarrow
         import pyarrow.parquet
 
-        try:
-            with self.file.open() as raw, pyarrow.parquet.ParquetFile(raw) as opened:
-                yield opened
-        except InputError:
-            raise
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
-            what = f"not a readable parquet file: {' '.join(str(error).split())[:200]}"
-            remedy = "the file is damaged, cut short or of another format: get it again"
-            raise self.error("SOURCE_READ", what, remedy) from error
+        errors = (pyarrow.ArrowException, OSError, ValueError)
+        with (
+            damage_told("parquet", self.file.path, errors),
+            self.file.open() as raw,
+            pyarrow.parquet.ParquetFile(raw) as opened,
+        ):
+            yield opened
 
 
 def _lengths(lists: Any) -> Int64Array:
