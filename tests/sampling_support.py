@@ -45,6 +45,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [  # every strategy is here
     ("top_k", {"k": 3, "unit": "episodes"}),
     ("stratified_return", {"strata": 3}),
     ("stratified_return", {"strata": 2, "unit": "episodes"}),
+    ("weighted", {"column": "rewards"}),
+    ("weighted", {"column": "rewards", "unit": "episodes"}),
     ("shuffled_epochs", {}),
     ("prioritized", {}),
     ("original", {}),
@@ -66,6 +68,7 @@ def facts(
     lengths: Sequence[int],
     returns: Sequence[float] | None = None,
     terminated: Sequence[bool] | None = None,
+    column: Any = None,
 ) -> Facts:
     count = len(lengths)
     default = [float((7 * e + 3) % count) for e in range(count)]
@@ -74,6 +77,7 @@ def facts(
         episodes=EpisodeIndex(np.array(lengths, dtype=np.int64)),
         returns=np.array(default if returns is None else returns, dtype=np.float64),
         terminated=np.array(ends, dtype=bool),
+        column=lambda name: (5 * np.arange(sum(lengths)) + 1) % 4 if column is None else column,
     )
 
 
@@ -171,6 +175,17 @@ def exact_law(name: str, data: Facts, **options: Any) -> dict[Key, float]:
             for e in order[a:b]:
                 weights_[e] = unit[e] / whole / strata
         return by_episode(weights_, lengths)
+    if name == "weighted":
+        assert data.column is not None
+        values, firsts = data.column(options["column"]).tolist(), data.episodes.offsets.tolist()
+        if not per_step:
+            return by_episode([Fraction(values[first]) for first in firsts[:-1]], lengths)
+        steps = [(e, s) for e, length in enumerate(lengths) for s in range(length)]
+        return {
+            (e, s, window(lengths[e], s)): float(Fraction(value) / sum(map(Fraction, values)))
+            for (e, s), value in zip(steps, values, strict=True)
+            if value
+        }
     if name == "min_dt":
         law = {}
         for e, length in enumerate(lengths):

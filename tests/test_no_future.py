@@ -58,7 +58,10 @@ def sampler_of(values: dict[str, Any], name: str, options: dict[str, Any]) -> An
     ends = np.cumsum(LENGTHS)
     returns = np.array([part.sum() for part in np.split(values["rewards"], ends[:-1])])
     data = Facts(
-        episodes=index, returns=returns, terminated=np.array([True, True, False, True, True, False])
+        episodes=index,
+        returns=returns,
+        terminated=np.array([True, True, False, True, True, False]),
+        column=lambda name: np.arange(index.steps) % 3,
     )
     return make_sampler(name, data, context_length=SPAN, **options)
 

@@ -214,6 +214,43 @@ def test_a_choice_finds_every_edge(weights: list[float], numbers: list[int]) -> 
     np.testing.assert_allclose(choice.probability, exact, rtol=1e-15)
 
 
+@settings(max_examples=60, deadline=None)
+@given(table=TABLES, data=st.data(), episodes=st.booleans(), seed=st.integers(0, 2**64 - 1))
+def test_a_column_weighs_steps_or_episodes(
+    table: list[int], data: st.DataObject, episodes: bool, seed: int
+) -> None:
+    """Probabilities are the column's shares; what weighs 0 is never drawn."""
+    number = st.floats(0, 1e300) | st.integers(0, 9).map(float)
+    column = np.array(data.draw(st.lists(number, min_size=sum(table), max_size=sum(table))))
+    column[data.draw(st.integers(0, table[0] - 1)) if not episodes else 0] = 1.0
+    source = facts(table, column=column.reshape(-1, 1))
+    sampler = make_sampler("weighted", source, column="w", unit=["steps", "episodes"][episodes])
+    drawn, index = sampler.sample(seed, 3, 4, 50), source.episodes
+    firsts, rows = index.offsets[:-1], index.offsets[drawn.episodes] + drawn.starts
+    shares = column / np.max(column)
+    each = np.repeat(shares[firsts] / table, table) if episodes else shares
+    np.testing.assert_allclose(drawn.probability, (each / each.sum())[rows], rtol=1e-9, atol=1e-18)
+    assert (column[firsts[drawn.episodes]] if episodes else column[rows]).all()
+    assert (sampler.gpu is not None) == episodes and sampler.episode_weight is not None
+    by_episode = np.add.reduceat(each / each.sum(), firsts)
+    np.testing.assert_allclose(sampler.episode_weight, by_episode, rtol=1e-9, atol=1e-18)
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        (np.ones((7, 2)), r"float64 \(2,\) a step"),
+        (np.ones(7, np.complex64), "complex64"),
+        (np.array([1, 0, math.nan, 0, 0, 0, 0]), "step 2 has nan"),
+        (np.array([1, 0, 0, -1, 0, math.inf, 0]), "step 3 has -1"),
+        (np.zeros(7), "not all 0"),
+    ],
+)
+def test_columns_that_are_no_weights(column: Any, words: str) -> None:
+    with one_error("SELECTION", words):
+        make_sampler("weighted", facts([3, 4], column=column), column="w")
+
+
 POINTS = [{"step": 10, "weights": [1, 0]}, {"step": 20, "weights": [1, 3]}]
 
 
@@ -296,6 +333,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("top_percent", {"percent": "10"}, "percent: Input should be a valid number"),
     ("top_percent", {"of": "step"}, "'steps' or 'episodes'"),
     ("return_weighted", {"rule": "soft"}, "'softmax', 'rank' or 'percentile'"),
+    ("weighted", {"unit": "steps"}, "column (required)"),
     ("stratified_return", {"strata": 2000}, "less than or equal to 1024"),
     ("prioritized", {"beta": 1.5}, "less than or equal to 1"),
     ("prioritized", {"initial": 200.0}, "at most largest, 100"),
@@ -328,6 +366,7 @@ def test_data_that_cannot_be_drawn_from() -> None:
     plain = EpisodeIndex(np.array([3, 4]))
     assert codes("top_k", plain, k=1) == "SELECTION", "no returns"
     assert codes("min_dt", plain) == "SELECTION", "no context length"
+    assert codes("weighted", plain, column="rewards") == "SELECTION", "no columns"
     assert codes("d3rlpy", plain, context_length=4) == "SELECTION", "no flags"
     assert codes("uniform_steps", EpisodeIndex(np.array([], np.int64))) == "SELECTION"
     assert codes("return_weighted", facts([3, 4], returns=[1.0, math.nan])) == "SELECTION"

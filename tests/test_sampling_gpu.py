@@ -15,7 +15,7 @@ from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling import Facts, WeightedEpisodes, make_sampler
 from tests.gpu_support import NEEDS_CUPY, ON_GPU, same
 from tests.sampling_support import CASES, IDS, facts, prioritized
-from tests.support import make_dataset
+from tests.support import hopper_columns, make_dataset
 
 pytestmark = [*ON_GPU, NEEDS_CUPY]
 LENGTHS = [4, 1, 30, 7, 19, 2, 60]
@@ -24,7 +24,9 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_dataset(tmp_path_factory.mktemp("samplers"), LENGTHS)
+    columns = hopper_columns(sum(LENGTHS))
+    columns["rewards"] = np.abs(columns["rewards"])  # `weighted` draws by them
+    return make_dataset(tmp_path_factory.mktemp("samplers"), LENGTHS, columns=columns)
 
 
 @pytest.mark.parametrize("name", ["return_weighted", "shuffled_epochs", "prioritized"])

@@ -32,6 +32,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     steps = sum(LENGTHS)
     columns = hopper_columns(steps)
     columns["observations"][:] = np.arange(steps, dtype=np.float32)[:, None]
+    columns["rewards"] = np.abs(columns["rewards"])  # `weighted` draws by them
     return make_dataset(tmp_path_factory.mktemp("samplers"), LENGTHS, columns=columns)
 
 

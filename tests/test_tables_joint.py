@@ -55,6 +55,7 @@ def test_columns_are_the_tasks_columns_padded_with_zeros(parts: dict[str, Datase
     for column, (name, width) in columns.items():
         wanted = np.concatenate([padded(part.column(column), width) for part in parts.values()])
         np.testing.assert_array_equal(rows[name], wanted)
+    np.testing.assert_array_equal(joint.column("rewards"), rows["rewards"][:, 0])
 
 
 @settings(

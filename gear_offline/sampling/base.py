@@ -24,7 +24,7 @@ from pydantic import ConfigDict, ValidationError
 
 from gear_offline.config.problems import problem_text
 from gear_offline.config.strict_yaml import parse_yaml
-from gear_offline.core.types import BoolArray, Int64Array
+from gear_offline.core.types import Array, BoolArray, Int64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.draws import Draw, GuidedSearch
@@ -52,6 +52,8 @@ class EpisodeData(Protocol):
     def returns(self) -> Float64Array | None: ...
     @property
     def terminated(self) -> BoolArray | None: ...
+    @property
+    def column(self) -> Callable[[str], Array] | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,9 +63,10 @@ class Facts:
     episodes: EpisodeIndex
     returns: Float64Array | None = None  # (E,) undiscounted sum of rewards of each episode
     terminated: BoolArray | None = None  # (E,) whether the environment ended the episode
+    column: Callable[[str], Array] | None = None  # reads a column by its name, (N, *shape)
     context_length: int | None = None  # K of the loader
 
-    def need(self, name: Literal["returns", "terminated", "context_length"]) -> Any:
+    def need(self, name: Literal["returns", "terminated", "column", "context_length"]) -> Any:
         """Return a fact that the strategy cannot do without."""
         value = getattr(self, name)
         if value is None:
@@ -279,6 +282,7 @@ def make_sampler(
         episodes=data.episodes,
         returns=data.returns,
         terminated=data.terminated,
+        column=data.column,
         context_length=context_length,
     )
     if facts.episodes.episodes == 0:

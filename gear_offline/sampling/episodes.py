@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from gear_offline.config.sections import Positive, PositiveFloat, Whole
+from gear_offline.config.sections import Positive, PositiveFloat, Text, Whole
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError
 from gear_offline.kernels.draws import CumulativeWeights, GuidedSearch
@@ -29,6 +29,7 @@ from gear_offline.sampling.base import (
     Facts,
     Float64Array,
     Sampler,
+    StepLocator,
     register,
     slot_draws,
 )
@@ -115,15 +116,13 @@ def masses_of(weights: Float64Array) -> UInt64Array:
     those of the two passes.  An item that has everything has 0, ``2**64`` modulo ``2**64``.
     """
     given = np.asarray(weights, dtype=np.float64)
-    if not (np.isfinite(given).all() and (given >= 0).all()):
+    positive = np.flatnonzero(given)
+    if positive.size == 0 or not ((given >= 0) & (given < np.inf)).all():
         raise InputError(
             "SELECTION",
-            "weights must be finite and not negative",
-            remedy="look for NaN or infinite rewards with `gear-offline inspect`",
+            "weights must be finite, not negative and not all 0",
+            remedy="look for NaN, infinite or negative values with `gear-offline inspect`",
         )
-    positive = np.flatnonzero(given)
-    if positive.size == 0:
-        raise InputError("SELECTION", "no episode has a positive weight")
     result = np.zeros(given.size, dtype=np.uint64)
     if positive.size == 1:
         return result
@@ -252,6 +251,71 @@ class TopK(ReturnSampler):
 
     def weigh(self, returns: Float64Array) -> Float64Array:
         return self.alike(best_first(returns)[: self.options.k])
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ColumnOptions(UnitOptions):
+    """Options of `weighted`."""
+
+    column: Text
+
+
+@register("weighted")
+class Weighted(ChosenEpisodes):
+    """Starts in proportion to a column; or episodes, to its value at their first step."""
+
+    Options = ColumnOptions
+
+    def __init__(self, facts: Facts, options: ColumnOptions) -> None:
+        super().__init__(facts, options)
+        values, first = self._values(facts), self.index.offsets[:-1]
+        self._by_steps = options.unit == "steps"
+        choice = WeightedChoice(values if self._by_steps else values[first])
+        self._search, self._chance = choice.search, choice.probability
+        self._locate = StepLocator(self.index)
+        self.chances = np.add.reduceat(self._chance, first) if self._by_steps else self._chance
+
+    def _values(self, facts: Facts) -> Float64Array:
+        """Return the column, (N,), of which no value may be negative, infinite or NaN."""
+        name = self.options.column
+        values = np.asarray(facts.need("column")(name))
+        what = f"it is {values.dtype} {values.shape[1:]} a step"
+        if values.size == self.index.steps and values.dtype.kind != "c":
+            values = values.reshape(-1).astype(np.float64)
+            wrong = np.flatnonzero(~((values >= 0) & (values < np.inf)))
+            if not wrong.size:
+                return values
+            what = f"step {wrong[0]} has {values[wrong[0]]:g}"
+        raise InputError(
+            "SELECTION",
+            f"a weight is one finite number of at least 0 a step: {what}",
+            where=f"column {name}",
+            remedy="look at the columns with `gear-offline inspect`, and name another one",
+        )
+
+    def choose(self, seed: int, first_step: int, numbers: UInt64Array) -> Int64Array:
+        return self._search.find(numbers)
+
+    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        if not self._by_steps:
+            return super().sample(seed, first_step, steps, count)
+        rows = self._search.find(slot_draws(seed, first_step, steps, count)[0])
+        episodes, starts = self._locate(rows)
+        return Segments(episodes=episodes, starts=starts, probability=self._chance[rows])
+
+    def density(self, segments: Segments) -> Float64Array:
+        if not self._by_steps:
+            return super().density(segments)
+        rows = self.index.offsets[segments.episodes] + segments.starts
+        return np.asarray(self._chance[rows])
+
+    @property
+    def episode_weight(self) -> Float64Array:
+        return self.chances
+
+    @property
+    def gpu(self) -> CumulativeWeights | None:
+        return None if self._by_steps else CumulativeWeights(self._search)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

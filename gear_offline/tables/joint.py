@@ -20,7 +20,7 @@ from numbers import Real
 
 import numpy as np
 
-from gear_offline.core.types import BoolArray, Float64Array, Int64Array
+from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.dataset.shard import digest
@@ -62,6 +62,10 @@ class JointDataset:
     def terminated(self) -> BoolArray:
         """(E,) whether the environment ended the episode."""
         return np.concatenate([task.dataset.terminated for task in self.tasks])
+
+    def column(self, name: str) -> Array:
+        """Return a whole column that every task has in one shape, (N, *shape)."""
+        return np.concatenate([task.dataset.column(name) for task in self.tasks])
 
     @cached_property
     def first_episodes(self) -> Int64Array:
