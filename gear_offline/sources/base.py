@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ from gear_offline.errors import InputError
 READ_BYTES = 8 << 20  # a read of about this size amortises the call
 MAX_NAME_CHARS = 200
 
+Stored = TypeVar("Stored")
 Kinds = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]  # dtype and step shape by column
 
 
@@ -264,3 +265,32 @@ def legal_names(names: Iterable[str]) -> dict[str, str]:
         taken.add(unique.casefold())
         columns[name] = unique
     return columns
+
+
+def renamed(
+    stored: Mapping[str, Stored], names: Mapping[str, str], where: Path | str
+) -> dict[str, Stored]:
+    """Return what is stored by column name; one that already has a given name is hidden.
+
+    A name that stands for a group moves all that is below it.
+    """
+    columns: dict[str, Stored] = {}
+    moved: set[str] = set()
+    for new, old in names.items():
+        old = old.strip("/")
+        parts = [n for n in stored if n == old or n.startswith(f"{old}/")]
+        if not parts:
+            what, remedy = f"no {old!r} to take as {new!r}", f"found: {some_names(stored)}"
+            raise InputError("COLUMN", what, where=str(where), remedy=remedy)
+        moved.update(parts)
+        columns |= {new + name.removeprefix(old): stored[name] for name in parts}
+    hidden = tuple(f"{new}/" for new in names)
+    taken = moved | columns.keys()
+    rest = {n: one for n, one in stored.items() if n not in taken and not n.startswith(hidden)}
+    return columns | rest
+
+
+def some_names(names: Iterable[str], limit: int = 12) -> str:
+    """Return the first names of many, for a message."""
+    listed = sorted(names)
+    return ", ".join(listed[:limit]) + (", ..." if len(listed) > limit else "") or "nothing"

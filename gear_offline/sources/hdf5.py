@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import h5py
 import numpy as np
@@ -30,7 +30,7 @@ from gear_offline.core.files import read_at
 from gear_offline.core.types import Int64Array
 from gear_offline.dataset.schema import MAX_DIMENSIONS
 from gear_offline.errors import InputError
-from gear_offline.sources.base import READ_BYTES, InputFile, damage_told
+from gear_offline.sources.base import READ_BYTES, InputFile, damage_told, renamed
 from gear_offline.sources.hdf5_filters import FILTER_NAMES, Bytes, decode_chunk
 
 MAX_READ_BYTES = 256 << 20  # beyond this a row of chunks is read in parts
@@ -42,7 +42,6 @@ MAX_UNWRITTEN_BYTES = 16 << 20  # fill values in place of chunks that were never
 MAX_ATTRIBUTES, MAX_ATTRIBUTE_BYTES = 200, 4096
 MAX_TEXT_BYTES = 16 << 20
 LIBRARY_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, NotImplementedError)
-Stored = TypeVar("Stored")
 _PLAIN = "copy the data into plain datasets of one file, e.g. with h5repack"
 
 
@@ -441,12 +440,6 @@ def _told_as_damaged(path: Path) -> AbstractContextManager[None]:
     return damage_told("HDF5", path, LIBRARY_ERRORS)
 
 
-def some_names(names: Iterable[str], limit: int = 12) -> str:
-    """Return the first names of many, for a message."""
-    listed = sorted(names)
-    return ", ".join(listed[:limit]) + (", ..." if len(listed) > limit else "") or "nothing"
-
-
 def _pread_into(file: int, buffer: memoryview, offset: int) -> None:
     """Fill `buffer` from `offset` on."""
     if read_at(file, buffer, offset) < len(buffer):
@@ -470,28 +463,6 @@ def _dtype(dataset: Any) -> tuple[np.dtype[Any] | None, str]:
     if h5t.py_create(plain, logical=True) != stored:
         return None, f"a type that only resembles {plain}"
     return plain, plain.name
-
-
-def renamed(
-    datasets: Mapping[str, Stored], names: Mapping[str, str], path: Path
-) -> dict[str, Stored]:
-    """Return datasets by column name; one that already has a given name is hidden."""
-    columns: dict[str, Stored] = {}
-    moved: set[str] = set()
-    for new, old in names.items():
-        stored = old.strip("/")
-        parts = [n for n in datasets if n == stored or n.startswith(f"{stored}/")]
-        if not parts:
-            what = f"no dataset {old!r} to take as {new!r}"
-            remedy = f"found: {some_names(datasets)}"
-            raise InputError("COLUMN", what, where=str(path), remedy=remedy)
-        moved.update(parts)
-        columns |= {new + name.removeprefix(stored): datasets[name] for name in parts}
-    hidden = tuple(f"{new}/" for new in names)
-    for name, dataset in datasets.items():
-        if name not in moved and name not in columns and not name.startswith(hidden):
-            columns[name] = dataset
-    return columns
 
 
 def _plain(value: Any, most: int = 500) -> str | int | float | None:

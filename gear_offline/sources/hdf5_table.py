@@ -13,10 +13,10 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.dataset.schema import is_step_shape
 from gear_offline.errors import InputError
-from gear_offline.sources.base import Piece, Source, SourceInfo, files_in
+from gear_offline.sources.base import Piece, Source, SourceInfo, files_in, some_names
 from gear_offline.sources.d4rl import D4rlFile
 from gear_offline.sources.episode_ends import FLAGS, SCALARS, default_rule, split_episodes
-from gear_offline.sources.hdf5 import Hdf5File, some_names
+from gear_offline.sources.hdf5 import Hdf5File
 
 SUFFIXES = (".hdf5", ".h5")
 REQUIRED = ("observations", "actions", "rewards")

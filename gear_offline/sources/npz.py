@@ -24,7 +24,16 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.dataset.schema import is_step_shape
 from gear_offline.errors import InputError
-from gear_offline.sources.base import InputFile, Kinds, Piece, Source, SourceInfo, damage_told
+from gear_offline.sources.base import (
+    InputFile,
+    Kinds,
+    Piece,
+    Source,
+    SourceInfo,
+    damage_told,
+    renamed,
+    some_names,
+)
 from gear_offline.sources.episode_ends import (
     ARTIFICIAL,
     FLAGS,
@@ -33,7 +42,6 @@ from gear_offline.sources.episode_ends import (
     default_rule,
     split_episodes,
 )
-from gear_offline.sources.hdf5 import renamed, some_names
 
 READ_COMPRESSED = 1 << 20
 NO_REWARDS = (

@@ -19,9 +19,17 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, Int64Array
 from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.sources.base import InputFile, Kinds, Piece, Source, SourceInfo, damage_told
+from gear_offline.sources.base import (
+    InputFile,
+    Kinds,
+    Piece,
+    Source,
+    SourceInfo,
+    damage_told,
+    renamed,
+    some_names,
+)
 from gear_offline.sources.episode_ends import FLAGS, SCALARS, TERMINAL_FLAGS
-from gear_offline.sources.hdf5 import renamed, some_names
 
 REQUIRED = ("observations", "actions", "rewards")
 

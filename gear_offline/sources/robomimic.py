@@ -21,11 +21,18 @@ from gear_offline.core.types import Array
 from gear_offline.dataset.schema import is_step_shape
 from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError
-from gear_offline.sources.base import Kinds, Piece, Source, SourceInfo
+from gear_offline.sources.base import (
+    Kinds,
+    Piece,
+    Source,
+    SourceInfo,
+    renamed,
+    some_names,
+)
 from gear_offline.sources.combine import with_columns
 from gear_offline.sources.d4rl import is_gymnasium_id
 from gear_offline.sources.episode_ends import SCALARS
-from gear_offline.sources.hdf5 import Hdf5Column, Hdf5Dataset, Hdf5File, renamed, some_names
+from gear_offline.sources.hdf5 import Hdf5Column, Hdf5Dataset, Hdf5File
 
 _DEMO = re.compile(r"data/(demo_([0-9]+))/(.+)")
 GYM_TYPE = 2  # of robomimic's EnvType: the name is that of a gym environment

@@ -26,6 +26,7 @@ from gear_offline.sources.parquet import open_parquet
 from gear_offline.sources.robomimic import open_robomimic
 
 NPZ, PARQUET = (".npz",), (".parquet",)
+KINDS = (SUFFIXES, NPZ, PARQUET)
 ACCEPTED = (
     "a .hdf5, .h5, .npz or .parquet file, a folder of them, robomimic:FILE#FILTER_KEY, d4rl:NAME "
     "(d4rl:hopper-medium-v2), minari:ID (minari:mujoco/hopper/medium-v0), the directory of a "
@@ -107,8 +108,14 @@ def _files(folder: Path) -> tuple[list[Path], list[str]]:
     Sets of Hugging Face's hub have theirs in a folder ``train``.
     """
     places = (folder, folder / "train") if (folder / "train").is_dir() else (folder,)
-    kinds = (SUFFIXES, NPZ, PARQUET)
-    files = next((f for place in places for kind in kinds if (f := files_in(place, kind))), [])
+    found = [f for place in places for kind in KINDS if (f := files_in(place, kind))]
+    files = found[0] if found else []
+    if len(found) > 1:
+        what = " and ".join(f"{len(f)} like {f[0].relative_to(folder)}" for f in found)
+        remedy = "give the files that belong together a folder of their own"
+        raise InputError(
+            "SOURCE_READ", f"files of several kinds or places: {what}", str(folder), remedy
+        )
     validation = {f.with_name(f"{f.stem}-val.npz") for f in files if f.suffix == ".npz"}
     kept = [file for file in files if file not in validation]
     left = count_text(len(files) - len(kept), "file")
