@@ -39,7 +39,7 @@ SURFACE = {
     "recipes show": "recipe",
     "recipes cp": "recipe target",
     "recipes validate": "recipe key=value",
-    "train": "recipe key=value out resume quiet",
+    "train": "recipe key=value out resume checkpoint quiet",
     "export-policy": "run out task overwrite",
     "evaluate": "run targets episodes environment checkpoint seed device out video json quiet",
     "sweep": "recipe key=value seeds out parallel exact json quiet",

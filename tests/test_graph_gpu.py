@@ -230,3 +230,14 @@ def test_a_deep_model_compiled_in_parts_learns_the_same(path: Path) -> None:
     plain = wide(path, "train.precision=fp32", "train.graph=off", model=DEEP)
     options = ("train.weights=bf16", "train.graph=on", "train.compile=on")
     np.testing.assert_allclose(wide(path, *options, model=DEEP)[:, 0], plain[:, 0], rtol=2e-2)
+
+
+@pytest.mark.parametrize("placement", ["hbm", "host"])
+def test_batches_that_are_skipped(
+    path: Path, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(static_batch, "AHEAD_BYTES", 0)  # from host memory: a step ahead
+    options = (*EXACT, "train.skip=[[0, 2], [10, 30], [40, 40]]", f"loader.placement={placement}")
+    graph, single = (learner(path, f"train.graph={way}", *options) for way in ("on", "off"))
+    np.testing.assert_allclose(losses(graph), losses(single), **TOLERANCE)
+    assert graph.loader.state_dict() == single.loader.state_dict()

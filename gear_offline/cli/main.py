@@ -277,12 +277,14 @@ def recipes_validate(recipe: RecipeName, overrides: Overrides = None) -> None:
     "train smoke",
     "train paper data.path=data/mine train.steps=2000",
     "train runs/hopper-medium-s0 --resume",
+    "train runs/a-s0 --checkpoint 4000 'train.skip=[[4100,4160]]'",
 )
 def train(
     recipe: RecipeName,
     overrides: Overrides = None,
     out: Path | None = Option(None, metavar="RUN", help="Run directory; default runs/NAME-sSEED."),
     resume: bool = Option(False, "--resume", help="Continue from the last checkpoint."),
+    checkpoint: str | None = Option(None, help="Of a run, a step: begin another run with it."),
     quiet: Quiet = False,
 ) -> None:
     """Train a Decision Transformer from a recipe."""
@@ -296,8 +298,11 @@ def train(
     message = f"{whole.name}: {whole.train.steps:,} steps{warmup}; seed {whole.seed}"
     say(message, quiet=quiet or not is_first)
     from gear_offline.evaluation.environments import import_module_of
-    from gear_offline.runs.directory import run_in
+    from gear_offline.runs.directory import run_in, start_of
 
+    start = None
+    if checkpoint is not None:
+        start, out = start_of(recipe, checkpoint, out, resume=resume)
     if resume:  # a run's own recipe imports no module of an environment, what is typed here does
         for override in overrides or ():
             key, _, value = override.partition("=")
@@ -307,7 +312,7 @@ def train(
 
     if resume and out is None:
         out = run_in(recipe)  # a run that is named is resumed where it lies
-    path = run(whole, out=out, resume=resume, quiet=quiet)
+    path = run(whole, out=out, resume=resume, start=start, quiet=quiet)
     if is_first:
         print(path)
 

@@ -46,6 +46,7 @@ Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
+Range = Annotated[tuple[Count, Count], Field(strict=False)]
 Targets = Annotated[
     Annotated[tuple[float, ...], Field(strict=False)] | None, BeforeValidator(target_list)
 ]
@@ -273,6 +274,8 @@ class TrainSettings(Section):
 
     steps: Positive = 100_000
     """Optimiser steps."""
+    skip: Annotated[tuple[Range, ...], Field(strict=False)] = ()
+    """Ranges of batches to leave out, both ends included: [[4100, 4160]]; later ones follow."""
     device: Device = "auto"
     """auto: CUDA where there is one, else the CPU."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -307,6 +310,22 @@ class TrainSettings(Section):
     """Only kernels that give the same bits each time: resumed runs end in the same weights."""
     tensorboard: bool = True
     """Write TensorBoard event files as well as metrics.jsonl."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        edges = [edge for first, last in self.skip for edge in (first, last + 1)]
+        if edges != sorted(set(edges)):  # ranges that touch are one
+            raise ValueError(f"skip must be rising ranges with batches between, got {self.skip}")
+        return self
+
+    def batch_of(self, step: int) -> int:
+        """Return which batch the optimiser step takes, both counted from 0.
+
+        It is `step` itself until something is skipped; what is left out moves the rest up.
+        """
+        for first, last in self.skip:
+            step += last + 1 - first if step >= first else 0
+        return step
 
 
 class EvaluateSettings(Section):

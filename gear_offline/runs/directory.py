@@ -29,8 +29,9 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import check_folder, write_file
 from gear_offline.errors import InputError
-from gear_offline.training.checkpoint import newest_checkpoint, read_state
+from gear_offline.training.checkpoint import SavedState, newest_checkpoint, read_state
 from gear_offline.training.checkpoint_folder import (
+    find_checkpoint,
     list_checkpoints,
     remove_checkpoint,
     remove_leftovers,
@@ -78,6 +79,21 @@ def run_in(recipe: str | Path) -> Path | None:
     place = Path(recipe)
     folder = place.parent if place.name == "recipe.yaml" and place.is_file() else place
     return folder if is_run(folder) else None
+
+
+def start_of(
+    recipe: object, checkpoint: str | int, out: Path | None, *, resume: bool
+) -> tuple[Path, Path]:
+    """Return a checkpoint of the run that a recipe was named by, and where its branch goes."""
+    run = None if isinstance(recipe, Recipe) else run_in(str(recipe))
+    if run is None or resume:
+        what = "another run begins with a checkpoint of a run"
+        remedy = f"resume that other run without it, from {out or 'its directory'}"
+        if run is None:
+            remedy = "name a run directory in place of the recipe"
+        raise InputError("USAGE", what, "checkpoint", remedy)
+    start = find_checkpoint(run, checkpoint)
+    return start, out or run.with_name(f"{run.resolve().name}-from-{int(start.name[5:])}")
 
 
 def is_run(folder: Path) -> bool:
@@ -225,19 +241,36 @@ class RunDirectory(HeldDirectory):
 
         What a false start left goes, or what came after the checkpoint of `step`.
         """
-        if self.begins_anew:
-            for name in OWN_FOLDERS:
-                if (self.path / name).is_dir():
-                    shutil.rmtree(self.path / name)
-            for name in OWN_FILES:
-                (self.path / name).unlink(missing_ok=True)
-            self.begins_anew = False
+        self._clear()
         check_records(self.path, step=step)  # it may refuse the run
         write_file(self.recipe_path, recipe.to_yaml().encode())
         remove_leftovers(self.checkpoints_path)
         for done, path in list_checkpoints(self.checkpoints_path):
             if done > step:  # passed over: it would count as saved, and as the newest to keep
                 remove_checkpoint(path)
+
+    def branch(self, recipe: Recipe, start: Path) -> Path:
+        """Make this the run of the checkpoint `start` as it was then; `begin` cuts its records."""
+        self._clear()
+        write_file(self.recipe_path, recipe.to_yaml().encode())
+        for name in ("metrics.jsonl", "evaluations.jsonl"):
+            if (start.parents[1] / name).is_file():
+                shutil.copyfile(start.parents[1] / name, self.path / name)
+        partial = self.checkpoints_path / f".partial-{start.name}"
+        remove_leftovers(self.checkpoints_path)
+        shutil.copytree(start, partial)
+        return partial.rename(self.checkpoints_path / start.name)
+
+    def _clear(self) -> None:
+        """Remove a false start."""
+        if not self.begins_anew:
+            return
+        for name in OWN_FOLDERS:
+            if (self.path / name).is_dir():
+                shutil.rmtree(self.path / name)
+        for name in OWN_FILES:
+            (self.path / name).unlink(missing_ok=True)
+        self.begins_anew = False
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
@@ -246,36 +279,41 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
     write_file(path / "summary.json", text.encode())
 
 
-def check_resumed(path: Path, recipe: Recipe) -> None:
+def check_resumed(path: Path, recipe: Recipe, start: Path | None = None) -> None:
     """Refuse to go on with a run whose recipe would have made another run, or has fewer steps.
 
-    The `recipe` is resolved; a run without a checkpoint is not refused.
+    The `recipe` is resolved; a run without a checkpoint is not refused.  What goes on is `start`,
+    a checkpoint of any run, or by default the run at `path`.
     """
-    saved = list_checkpoints(path / "checkpoints")
-    before = _begun_with(path, [place for _, place in saved])
-    if before is not None:
-        check_same_run(before, recipe, path)
-    if not saved or saved[-1][0] <= recipe.train.steps:
+    saved = [path for _, path in list_checkpoints(path / "checkpoints")]
+    state = _begun_with([start] if start else saved)
+    if state is not None:
+        check_same_run(state, recipe, path)
+    if state is None or state.step <= recipe.train.steps:
         return
-    whole = newest_checkpoint(path / "checkpoints", lambda message: None)
-    done = 0 if whole is None else whole.state.step  # damaged ones after it are passed over
+    whole = None if start else newest_checkpoint(path / "checkpoints", lambda message: None)
+    done = whole.state.step if whole else state.step  # damaged ones after it are passed over
     if done > recipe.train.steps:
         what = f"train.steps is {recipe.train.steps}, but {done} steps are done"
         remedy = "ask for at least as many steps, or train into another directory"
         raise InputError("RUN_MISMATCH", what, where=str(path), remedy=remedy)
 
 
-def _begun_with(path: Path, checkpoints: list[Path]) -> Recipe | None:
-    """Return the recipe of a run: of its newest checkpoint, since recipe.yaml may be edited."""
+def _begun_with(checkpoints: list[Path]) -> SavedState | None:
+    """Return the state of a run's newest checkpoint, since recipe.yaml may be edited."""
     for place in reversed(checkpoints):
         with suppress(InputError):  # a damaged one is passed over
-            return Recipe.parse(read_state(place).recipe, where=str(place))
+            return read_state(place)
     return None  # without a whole checkpoint nothing is resumed
 
 
-def check_same_run(before: Recipe, now: Recipe, path: Path) -> None:
+def check_same_run(state: SavedState, now: Recipe, path: Path) -> None:
     """Refuse to resume a run with a recipe that would have made another run."""
+    before = Recipe.parse(state.recipe, where=str(path))
     old, new = flat(before.to_dict()), flat(now.to_dict())
+    for options, recipe in ((old, before), (new, now)):  # what is skipped later is free
+        past = before.train.batch_of(state.step - 1) if state.step else -1
+        options["train.skip"] = [list(one) for one in recipe.train.skip if one[0] <= past]
     free = set(RESUMABLE)
     if now.optimizer.schedule != "constant":
         free.remove("train.steps")  # the learning rates of the steps done depend on it

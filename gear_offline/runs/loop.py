@@ -56,20 +56,22 @@ def train(
     *,
     out: str | Path | None = None,
     resume: bool = False,
+    start: Path | None = None,
     quiet: bool = False,
     tables: SharedTables | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Path:
     """Train a run and return its directory; `gear_offline.runs.train.train` is the public door.
 
-    `tables` are those that several runs of one process share.
+    `start` is a checkpoint of another run, whose branch this is; `tables` are those that several
+    runs of one process share.
     """
     path = default_run_path(recipe) if out is None else Path(out)
     device = rank_device(resolve_device(recipe.train.device))
     with open_world(device, timeout=recipe.train.timeout) as world, ExitStack() as stack:
         check_micro_batches(world.rank_batch(recipe.loader.batch_size), recipe.train.accumulate)
         world.lead(lambda: check_recipe(recipe, where=f"recipe {recipe.name}"))
-        if not resume:  # then the recipe is the user's word, not only a run's
+        if not (resume or start):  # then the recipe is the user's word, not only a run's
             for name in named_environments(recipe):
                 import_module_of(name)
         directory = world.lead(lambda: stack.enter_context(RunDirectory(path, resume=resume)))
@@ -77,11 +79,13 @@ def train(
         quiet = quiet or not world.is_first
         dataset = prepare_dataset(recipe, world=world, quiet=quiet)
         resolved, sizes = resolve(recipe, dataset, quiet=quiet)
-        world.lead(lambda: check_resumed(path, resolved))
+        world.lead(lambda: check_resumed(path, resolved, start))
         learner = Learner(resolved, sizes, dataset, device, world=world, tables=tables)
         stack.callback(learner.release)
         told = stack.enter_context(Callbacks(Run(path), callbacks if world.is_first else ()))
         try:
+            if start is not None:
+                world.lead(lambda: directory and directory.branch(resolved, start))
             with (
                 StopRequest() as stop,
                 LiveRun(path, directory, learner, dataset, stop, quiet, callbacks=told) as run,

@@ -20,6 +20,7 @@ def train(
     *,
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
+    checkpoint: str | int | None = None,
     quiet: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
@@ -39,6 +40,9 @@ def train(
         Run directory; default ``runs/NAME-sSEED``.
     resume
         Go on from the newest whole checkpoint; begins the run when there is none.
+    checkpoint
+        Of the run that `recipe` names, a step, ``"last"`` or ``"best"``: another run begins with
+        it, in `out` or ``RUN-from-STEP``.  Options may change as when a run is resumed.
     quiet
         Print nothing.
     callbacks
@@ -80,6 +84,10 @@ def train(
         whole = load_recipe(recipe if isinstance(recipe, str) else Path(recipe), overrides)
     told = check_callbacks(callbacks)
     from gear_offline.runs import loop  # loads torch: a typo was told before
+    from gear_offline.runs.directory import start_of
 
-    place = None if out is None else Path(out)
-    return Run(loop.train(whole, out=place, resume=resume, quiet=quiet, callbacks=told))
+    place, start = None if out is None else Path(out), None
+    if checkpoint is not None:
+        start, place = start_of(recipe, checkpoint, place, resume=resume)
+    path = loop.train(whole, out=place, resume=resume, start=start, quiet=quiet, callbacks=told)
+    return Run(path)

@@ -84,8 +84,8 @@ def find_checkpoint(run: Path, which: str | int | None = None) -> Path:
     checkpoints = list_checkpoints(folder)
     if which == "best" and (folder / "best").is_dir():
         return (folder / "best").resolve()
-    for _, path in checkpoints:
-        if path.name == _name_of(which):
+    for _, path in reversed(checkpoints):
+        if which == "last" or path.name == _name_of(which):
             return path.resolve()
     steps = ", ".join(str(step) for step, _ in checkpoints) or "none"
     raise InputError(

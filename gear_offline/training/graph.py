@@ -82,20 +82,28 @@ def start_compilers() -> None:
 class RunPart:
     """One run's part of a captured step: its batch, its update, its losses and norms.
 
-    `batches` are made for the step to come, `step`.  `window`, (n, 2) float32 on the device, has
-    loss and gradient norm of each step since the last report; `filled` rows of it are in use.
+    `batches` are made from number `batch` on, for the step to come, `step`.  `window`, (n, 2)
+    float32 on the device, has loss and gradient norm of each step since the last report; `filled`
+    rows of it are in use.
     """
 
     def __init__(
-        self, optimizer: Optimizer, batches: StaticBatch, window: Tensor, *, step: int, filled: int
+        self,
+        optimizer: Optimizer,
+        batches: StaticBatch,
+        window: Tensor,
+        *,
+        step: int,
+        batch: int,
+        filled: int,
     ) -> None:
         assert optimizer.on_device is not None, "made with captured=True"
         self.optimizer, self.batches, self._window = optimizer, batches, window
         self._adamw = optimizer.on_device
         self._row = torch.full((1,), filled, dtype=torch.int64, device=window.device)
         self._index = torch.full((1,), step, dtype=torch.int64, device=window.device)
-        self._step = step
-        self._fill_seconds = _time_fill(batches, step)
+        self._batch = batch
+        self._fill_seconds = _time_fill(batches, batch)
 
     def update(self, loss: Tensor) -> Update:
         """Return what clips and updates by the gradients, notes loss and norm, and counts."""
@@ -108,7 +116,7 @@ class RunPart:
     def finish_capture(self) -> None:
         """Make a captured update ready for replays, whose first batch is the next one again."""
         self._adamw.send_addresses()
-        self.batches.set_step(self._step)
+        self.batches.set_step(self._batch)
 
     def wait_seconds(self) -> float:
         """Return the GPU seconds that a step waits for its batch; the last one must be done.

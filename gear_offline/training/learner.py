@@ -19,7 +19,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.core.types import Float64Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.distributed.world import World
-from gear_offline.errors import GearError
+from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.gather import Windows
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import (
@@ -108,6 +108,10 @@ class Learner:
         self._part: RunPart | None = None  # of a captured step, made by the first one or `join`
         self._captured: CapturedStep | None = None  # unless others launch it
         self._acting: DecisionTransformer | None = None  # a sharded model's copy that acts
+        if recipe.train.skip and self.loader.loss_sampler is not None:
+            what = f"what {self.loader.selection.name} draws depends on the losses before, so the "
+            what += "episodes of a range that is left out come again"
+            raise InputError("SELECTION", what, "train.skip", "use train.skip=[]")
         seed_rank(recipe.seed, world)
         self.state_mean: Float64Array | None = None
         self.state_std: Float64Array | None = None
@@ -159,6 +163,7 @@ class Learner:
     def take(self) -> Batch:
         """Begin a step that is launched by itself: return its batch."""
         self._began = time.perf_counter()
+        self._pass_skipped()
         batch = next(self._batches)
         self._wait_seconds += time.perf_counter() - self._began
         self.optimizer.zero_gradients()
@@ -181,8 +186,17 @@ class Learner:
         self._timed += 1
         self._busy_seconds += time.perf_counter() - self._began
 
+    def _pass_skipped(self) -> bool:
+        """Move the loader past the batches that `train.skip` leaves out here, if there are any."""
+        ahead = self.recipe.train.batch_of(self.step) - self.loader.step
+        if ahead:
+            self.loader.skip(ahead)
+        return ahead > 0
+
     def _replay(self) -> None:
         began = time.perf_counter()
+        if self._pass_skipped() and self._part is not None:
+            self._part.batches.set_step(self.loader.step)  # behind the step that was launched last
         if self._part is None:
             feedback = None
             part = self.join(None)
@@ -220,6 +234,7 @@ class Learner:
             self.loader.static_batch(ahead=True, windows=windows),
             self._window,
             step=self.step,
+            batch=self.loader.step,
             filled=self._filled,
         )
         return self._part

@@ -50,6 +50,8 @@ def check_stackable(
         reason = "batches are computed in micro-batches (train.accumulate)"
     elif train.recompute:
         reason = "blocks are computed twice (train.recompute)"
+    elif train.skip:
+        reason = "batches are left out (train.skip)"
     elif train.weights != "fp32":
         reason = "steps run on a bfloat16 copy of the weights (train.weights)"
     elif recipe.loader.padding != "right":
