@@ -298,20 +298,18 @@ def train(
     message = f"{whole.name}: {whole.train.steps:,} steps{warmup}; seed {whole.seed}"
     say(message, quiet=quiet or not is_first)
     from gear_offline.evaluation.environments import import_module_of
-    from gear_offline.runs.directory import run_in, start_of
+    from gear_offline.runs.directory import places
 
-    start = None
-    if checkpoint is not None:
-        start, out = start_of(recipe, checkpoint, out, resume=resume)
-    if resume:  # a run's own recipe imports no module of an environment, what is typed here does
+    out, start = places(recipe, out, resume=resume, checkpoint=checkpoint)
+    if (
+        resume or start
+    ):  # a run's own recipe imports no module of an environment, what is typed here does
         for override in overrides or ():
             key, _, value = override.partition("=")
             if key.endswith("environment"):
                 import_module_of(value)
     from gear_offline.runs.loop import train as run  # loads torch
 
-    if resume and out is None:
-        out = run_in(recipe)  # a run that is named is resumed where it lies
     path = run(whole, out=out, resume=resume, start=start, quiet=quiet)
     if is_first:
         print(path)

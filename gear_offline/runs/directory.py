@@ -81,11 +81,16 @@ def run_in(recipe: str | Path) -> Path | None:
     return folder if is_run(folder) else None
 
 
-def start_of(
-    recipe: object, checkpoint: str | int, out: Path | None, *, resume: bool
-) -> tuple[Path, Path]:
-    """Return a checkpoint of the run that a recipe was named by, and where its branch goes."""
+def places(
+    recipe: object, out: Path | None, *, resume: bool, checkpoint: str | int | None
+) -> tuple[Path | None, Path | None]:
+    """Return where a run goes, and the checkpoint of the run named by `recipe` that it begins with.
+
+    A run that is named and resumed is resumed where it lies; None: at `default_run_path`.
+    """
     run = None if isinstance(recipe, Recipe) else run_in(str(recipe))
+    if checkpoint is None:
+        return out or (run if resume else None), None
     if run is None or resume:
         what = "another run begins with a checkpoint of a run"
         remedy = f"resume that other run without it, from {out or 'its directory'}"
@@ -93,7 +98,7 @@ def start_of(
             remedy = "name a run directory in place of the recipe"
         raise InputError("USAGE", what, "checkpoint", remedy)
     start = find_checkpoint(run, checkpoint)
-    return start, out or run.with_name(f"{run.resolve().name}-from-{int(start.name[5:])}")
+    return out or run.with_name(f"{run.resolve().name}-from-{int(start.name[5:])}"), start
 
 
 def is_run(folder: Path) -> bool:

@@ -37,7 +37,7 @@ def train(
         Options to change, as for `gear_offline.load_recipe`: ``{"train.steps": 600}``, or
         ``"train.steps=600"``, one or many.
     out
-        Run directory; default ``runs/NAME-sSEED``.
+        Run directory; default ``runs/NAME-sSEED``, or that of the run that is resumed.
     resume
         Go on from the newest whole checkpoint; begins the run when there is none.
     checkpoint
@@ -84,10 +84,9 @@ def train(
         whole = load_recipe(recipe if isinstance(recipe, str) else Path(recipe), overrides)
     told = check_callbacks(callbacks)
     from gear_offline.runs import loop  # loads torch: a typo was told before
-    from gear_offline.runs.directory import start_of
+    from gear_offline.runs.directory import places
 
-    place, start = None if out is None else Path(out), None
-    if checkpoint is not None:
-        start, place = start_of(recipe, checkpoint, place, resume=resume)
+    place = None if out is None else Path(out)
+    place, start = places(recipe, place, resume=resume, checkpoint=checkpoint)
     path = loop.train(whole, out=place, resume=resume, start=start, quiet=quiet, callbacks=told)
     return Run(path)
