@@ -6,15 +6,18 @@ counts what was handed out, not what was prepared.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn, Self
 
 import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from gear_offline.config.files import Overrides
+from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.closing import Closing
 from gear_offline.core.device import resolve_device
 from gear_offline.core.types import Int64Array
@@ -34,6 +37,7 @@ from gear_offline.loaders.options import (
     find_world,
     no_engine,
 )
+from gear_offline.loaders.recipes import loader_options, open_data, recipe_sampler
 from gear_offline.loaders.rows import DiskRows, GpuRows, RowOpener, Rows
 from gear_offline.loaders.static_batch import BlockNames, StaticBatch
 from gear_offline.sampling import Sampler, check_range
@@ -207,6 +211,45 @@ class GearLoader(Closing, Iterator[Batch]):
         ).open(table)
         self._task_bounds = _task_bounds(dataset, self.device)
         self._ready: list[Batch] = []  # the next batches, last one first
+
+    @classmethod
+    def from_recipe(
+        cls,
+        recipe: Recipe | str | os.PathLike[str],
+        overrides: Overrides = (),
+        *,
+        dataset: TableData | None = None,
+        **options: Any,
+    ) -> Self:
+        """Return the loader that training a recipe has: the same batches.
+
+        Parameters
+        ----------
+        recipe, overrides
+            As for `gear_offline.load_recipe`.
+        dataset
+            In place of the data that the recipe names, which must be there: training makes them.
+        options
+            What a recipe does not say, as for `GearLoader`: `world`, `extra_columns`, `table`,
+            `start_step`, or `device` in place of ``train.device``.
+
+        Raises
+        ------
+        InputError
+            ``RECIPE``, ``DATASET_NOT_FOUND``, and those of `GearLoader`.
+
+        Examples
+        --------
+        `tiny` is what the example of `gear_offline.convert` makes.
+
+        >>> import gear_offline as go
+        >>> go.GearLoader.from_recipe("smoke", {"data.path": "tiny", "seed": 3}, device="cpu")
+        GearLoader('tiny': 16 x 5 steps a batch, uniform_steps, seed 3, padding right, on cpu, ...)
+        """
+        whole = load_recipe(recipe, overrides)
+        data = open_data(whole) if dataset is None else dataset
+        given = loader_options(whole, data) | {"seed": whole.seed, "device": whole.train.device}
+        return cls(data, **given | {"selection": recipe_sampler(whole, data)} | options)
 
     def __repr__(self) -> str:
         return (

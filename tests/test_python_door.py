@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from operator import length_hint
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import gear_offline as go
+from gear_offline.config.sections import LoaderSettings, SelectionSettings
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from tests.support import make_dataset
 
@@ -74,7 +76,35 @@ def test_what_is_written_elsewhere_works_here_too(folder: Path) -> None:
     assert {**batch}.keys() == set(batch.keys()) >= {"states", "segments", "terminals"}
     dataset = go.open_dataset(folder)
     assert [len(episode["rewards"]) for episode in dataset[1:]] == [7, 8]
+    assert dataset[5:10] == [] and [len(each["rewards"]) for each in dataset[::-2]] == [8, 9]
     assert not hasattr(dataset, "nothing") and not hasattr(batch, "nothing")
+
+
+def test_a_loader_of_a_recipe(folder: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"data.path": str(folder), "seed": 3, "loader.context_length": 4}
+    options |= {"selection.strategy": "weighted", "selection.column": "observations"}
+    with pytest.raises(go.InputError, match="column observations"):
+        go.GearLoader.from_recipe("smoke", options)
+    options["selection.column"] = "timeouts"  # the last step alone
+    recipe = go.load_recipe("smoke", options)
+    made = go.GearLoader.from_recipe(recipe, device="cpu", start_step=2)
+    batch = next(made)
+    assert batch.states.shape == (16, 4, 11) and made.selection.name == "weighted"
+    assert batch.segments.tolist() == [[2, 7]] * 16
+    shape: dict[str, Any] = {"batch_size": 16, "context_length": 4, "seed": 3}
+    more: dict[str, Any] = {"normalize_states": True, "returns_scale": 100.0}
+    plain = loader(folder, selection="weighted:column=timeouts", **shape, **more).batch_at(2)
+    assert all(bool((batch[name] == plain[name]).all()) for name in made.batch_at(0).model_inputs())
+    with pytest.raises(go.InputError, match="`gear-offline train` makes it") as caught:
+        go.GearLoader.from_recipe("smoke", {"data.path": str(tmp_path / "nothing")})
+    assert caught.value.code == "DATASET_NOT_FOUND"
+
+
+def test_defaults_of_loaders_are_those_of_recipes() -> None:
+    arguments = signature(go.GearLoader.__init__).parameters
+    recipe = LoaderSettings().model_dump() | {"selection": SelectionSettings().strategy, "seed": 0}
+    differ = {name for name, value in recipe.items() if arguments[name].default != value}
+    assert differ == {"batch_size", "returns_scale", "normalize_states"}, "docs/reference/batch.md"
 
 
 def test_a_policy_of_one_environment_takes_a_number() -> None:

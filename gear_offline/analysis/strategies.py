@@ -80,7 +80,7 @@ def compare_strategies(
     TrainingInterrupted
         ``INTERRUPTED``; the page shows what there is.
     """
-    whole = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    whole = load_recipe(recipe)
     folder = Path(out) if out is not None else Path("runs") / f"{whole.name}-strategies"
     candidates = parse_candidates(strategies, whole)
     check_folder(folder, output=folder)  # before anything is drawn

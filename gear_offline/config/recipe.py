@@ -7,6 +7,7 @@ Everything is checked when a recipe is built: all that is wrong becomes one `Inp
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -119,14 +120,14 @@ class Recipe(Section):
         return Recipe.parse(apply_overrides(self.to_dict(), overrides), where=self.name)
 
 
-def load_recipe(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
+def load_recipe(recipe: Recipe | str | os.PathLike[str], overrides: Overrides = ()) -> Recipe:
     """Read a recipe by name or from a file, apply its bases, then overrides.
 
     Parameters
     ----------
-    name_or_path
-        Name of a recipe that comes with gear-offline, a YAML file, or a run directory (its
-        ``recipe.yaml``).
+    recipe
+        Name of a recipe that comes with gear-offline, a YAML file, a run directory (its
+        ``recipe.yaml``), or a recipe that was read before.
     overrides
         Dotted options and their values, as a mapping (``{"train.steps": 3000}``) or as the command
         line takes them (``"train.steps=3000"``, ``"evaluate.targets=[3600, 1800]"``), one or many.
@@ -151,4 +152,7 @@ def load_recipe(name_or_path: str | Path, overrides: Overrides = ()) -> Recipe:
         ...
     gear_offline.errors.InputError: [RECIPE] unknown option 'train.stepz', did you mean ...
     """
-    return Recipe.parse(read_merged(name_or_path, overrides), where=str(name_or_path))
+    if isinstance(recipe, Recipe):
+        return recipe.replace(overrides) if overrides else recipe
+    name = recipe if isinstance(recipe, str) else Path(recipe)
+    return Recipe.parse(read_merged(name, overrides), where=str(name))

@@ -199,7 +199,8 @@ class Dataset:
     def __getitem__(self, number: SupportsIndex | slice) -> Columns | list[Columns]:
         """Return an episode as `episode` does, or a list of them; -1 is the last one."""
         if isinstance(number, slice):
-            return list(self.iter_episodes(range(*number.indices(len(self)))))
+            which = range(*number.indices(len(self)))
+            return list(self.iter_episodes(which)) if which else []
         try:
             episode = index(number)
         except TypeError as error:

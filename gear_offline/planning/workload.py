@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -19,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.distributed.sharding import shard_weights
 from gear_offline.errors import InputError
-from gear_offline.loaders.recipes import open_tasks, recipe_sampler
+from gear_offline.loaders.recipes import open_data, recipe_sampler
 from gear_offline.runs.checks import check_selection
 from gear_offline.sampling import Prioritized
 from gear_offline.tables.fields import is_image
@@ -126,21 +125,16 @@ def make_workload(
 
 def _open(recipe: Recipe) -> tuple[TableData, str]:
     """Return the recipe's dataset, or that of its tasks together, and what it is called."""
-    path, tasks = recipe.data.path, recipe.data.tasks
-    if path is not None and Path(path).exists():
-        return open_dataset(path, verify=False), f"dataset {path}"
-    paths = [path] if path else [task.path for task in (tasks or {}).values()]
-    missing = ", ".join(place for place in paths if not Path(place).exists())
-    if tasks and not missing:
-        source = open_tasks(recipe, lambda one: open_dataset(str(one.data.path), verify=False))
-        return source, f"datasets of {len(tasks)} tasks: {', '.join(tasks)}"
-    raise InputError(
-        "USAGE",
-        f"no dataset at {missing}" if missing else "the recipe names no data",
-        where="data.path",
-        remedy="make it, or describe it: --columns 'observations=float32[11],"
-        "actions=float32[3],rewards=float32' --data 100TB",
-    )
+    tasks = recipe.data.tasks
+    text = f"datasets of {len(tasks)} tasks: {', '.join(tasks)}" if tasks else ""
+    try:
+        return open_data(recipe), text or f"dataset {recipe.data.path}"
+    except InputError as error:
+        if error.code != "DATASET_NOT_FOUND":
+            raise
+        remedy = "make it, or describe it: --columns 'observations=float32[11],"
+        remedy += "actions=float32[3],rewards=float32' --data 100TB"
+        raise InputError("USAGE", error.what, error.where, remedy) from error
 
 
 def _describe(text: str, episode_length: int) -> SimpleNamespace:

@@ -28,7 +28,7 @@ from gear_offline.distributed.world import World
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.environments import EnvironmentFacts, probe, say_version
 from gear_offline.evaluation.evaluate import check_sizes
-from gear_offline.loaders.recipes import open_tasks
+from gear_offline.loaders.recipes import open_one, open_tasks
 from gear_offline.models.decision_transformer import beyond_tanh
 from gear_offline.models.multitask import ModelTask
 from gear_offline.progress import say
@@ -71,30 +71,17 @@ def _open_on_ranks(recipe: Recipe, world: World, *, quiet: bool) -> Dataset:
 
 
 def prepare_one(recipe: Recipe, *, quiet: bool = False) -> Dataset:
-    """Open the dataset of a recipe of one, making it first when it does not exist.
-
-    Its blocks are compared with their digests when they are loaded.
-    """
-    data = recipe.data
-    if data.path is None:
-        what = "the recipe names no data"
-        remedy = "set data.path to a dataset, and data.source to a file to convert into it"
-        raise InputError("DATASET_NOT_FOUND", what, where="data.path", remedy=remedy)
-    path = Path(data.path)
-    if path.exists():
-        dataset = open_dataset(path, verify=False)
-        _check_origin(data, dataset)
-        return dataset
-    source = data.source
-    if data.collect is not None:
-        source = str(_collect(data.collect, path.with_name(path.name + ".hdf5"), quiet))
-    if source is None:
-        what = f"no dataset at {path} (relative to {Path.cwd()})"
-        remedy = "make it with `gear-offline convert`, or say what to convert: data.source"
-        raise InputError("DATASET_NOT_FOUND", what, where="data.path", remedy=remedy)
-    say(f"converting {source} to {path}", quiet=quiet)
-    convert(source, path, quiet=quiet)
-    return open_dataset(path, verify=False)
+    """Open the dataset of a recipe of one, making it first when it does not exist."""
+    data, source = recipe.data, recipe.data.source
+    if data.path is not None and not (path := Path(data.path)).exists():
+        if data.collect is not None:
+            source = str(_collect(data.collect, path.with_name(path.name + ".hdf5"), quiet))
+        if source is not None:
+            say(f"converting {source} to {path}", quiet=quiet)
+            convert(source, path, quiet=quiet)
+    dataset = open_one(recipe)
+    _check_origin(data, dataset)
+    return dataset
 
 
 def _check_origin(data: DataSettings, dataset: Dataset) -> None:

@@ -78,10 +78,7 @@ def train(
     >>> sorted(path.name for path in (run.path / "checkpoints").iterdir())
     ['step-00000004']
     """
-    if isinstance(recipe, Recipe):
-        whole = recipe.replace(overrides) if overrides else recipe
-    else:
-        whole = load_recipe(recipe if isinstance(recipe, str) else Path(recipe), overrides)
+    whole = load_recipe(recipe, overrides)
     told = check_callbacks(callbacks)
     from gear_offline.runs import loop  # loads torch: a typo was told before
     from gear_offline.runs.directory import places

@@ -88,7 +88,7 @@ def sweep(
     if isinstance(seeds, int):
         seeds = range(seeds)
     if out is None:
-        name = (recipe if isinstance(recipe, Recipe) else load_recipe(recipe)).name
+        name = load_recipe(recipe).name
         out = Path("runs") / f"{name}-sweep"
     place = Path(out)
     directory = SweepDirectory(place)

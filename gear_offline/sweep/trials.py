@@ -73,7 +73,7 @@ def make_trials(
     trials = []
     for chosen in itertools.product(*axes.values()):
         changes = dict(zip(axes, chosen, strict=True))
-        one = _changed(recipe, changes)
+        one = load_recipe(recipe, changes)
         content = one.to_dict()
         settings = {key: _value(content, key, changes.get(key)) for key in names}
         label = settings_label(settings)
@@ -121,12 +121,6 @@ def parse_seeds(text: str) -> list[int]:
         remedy = "a single seed is written with a comma: 12345,"
         raise _unusable(f"--seeds {text} is not a number from 1 to {MOST_TRIALS:,}", remedy)
     return list(range(numbers[0]))
-
-
-def _changed(recipe: Recipe | str | Path, changes: Mapping[str, Any]) -> Recipe:
-    if not isinstance(recipe, Recipe):
-        return load_recipe(recipe, changes)
-    return recipe.replace(dict(changes))
 
 
 def _value(content: Any, key: str, given: Any) -> Any:

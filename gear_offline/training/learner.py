@@ -29,7 +29,7 @@ from gear_offline.loaders.feedback import (
     selection_tensors,
 )
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.loaders.recipes import loader_options, recipe_sampler
+from gear_offline.loaders.recipes import loader_options
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
@@ -70,14 +70,9 @@ class Learner:
         self.model, self.working, self.parallel = made.model, made.working, made.parallel
         self.precision, self.precision_reason = made.autocast, made.remark
         options = loader_options(recipe, dataset)
-        self.loader = GearLoader(
-            dataset,
-            **options,
-            table=None if tables is None else tables.table(dataset, options),
-            selection=recipe_sampler(recipe, dataset),
-            seed=recipe.seed,
-            device=device,
-            world=world,
+        table = None if tables is None else tables.table(dataset, options)
+        self.loader = GearLoader.from_recipe(
+            recipe, dataset=dataset, table=table, device=device, world=world
         )
         self._batches = iter(self.loader)
         sharded, compiled = self.parallel.sharded, is_compiled(recipe.train)
