@@ -8,6 +8,7 @@ Shape legend: E environments, K steps of context, S state elements, A action ele
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from gear_offline.core.text import count_text
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, given_path
 from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.models.policy_folder import PolicyFacts, PolicyFile, write_policy
 from gear_offline.tables.fields import STD_FLOOR
 
 __all__ = ["Policy"]
@@ -45,10 +47,12 @@ class Policy:
         K, at least 1.
     device
         A torch device.
+    facts
+        Where it comes from and what for: what `save` writes besides.
 
     Attributes
     ----------
-    model, device, context_length, returns_scale
+    model, device, context_length, returns_scale, facts
         As given.
     max_timestep
         Rows of the model's timestep embedding.
@@ -72,6 +76,7 @@ class Policy:
         returns_scale: float,
         context_length: int,
         device: str | torch.device = "cpu",
+        facts: PolicyFacts | None = None,
     ) -> None:
         if not returns_scale > 0.0:
             raise InputError("MODEL", f"returns_scale {returns_scale} is not positive")
@@ -83,6 +88,7 @@ class Policy:
         self.device = torch.device(device)
         self.context_length = context_length
         self.returns_scale = float(returns_scale)
+        self.facts = facts or PolicyFacts()
         self.max_timestep = int(model.config.max_ep_len)
         self.frame_shape = tuple(getattr(model.config, "frame_shape", ()))
         self.frame_stack = int(getattr(model.config, "frame_stack", 1))
@@ -91,8 +97,7 @@ class Policy:
         self.action_dim = int(model.config.act_dim)
         self.discrete = model.discrete
         self._mean = _statistic(state_mean, self.state_dim, "state_mean")
-        std = _statistic(state_std, self.state_dim, "state_std")
-        self._scale = None if std is None else std + STD_FLOOR
+        self._std = _statistic(state_std, self.state_dim, "state_std")
         self._targets: npt.NDArray[np.float64] = np.zeros(0)
         self._steps: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._waiting: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
@@ -126,19 +131,66 @@ class Policy:
     @property
     def statistics(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None:
         """(S,) float64 mean and scale: ``(state - mean) / scale`` is seen; None: raw states."""
-        return None if self._mean is None or self._scale is None else (self._mean, self._scale)
+        if self._mean is None or self._std is None:
+            return None
+        return self._mean, self._std + STD_FLOOR
 
-    def reset(self, indices: npt.ArrayLike, targets: npt.ArrayLike | None = None) -> None:
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
+        """Write a folder that acts by itself; `gear_offline.load_policy` reads it.
+
+        Parameters
+        ----------
+        folder
+            To be made: ``config.json`` and ``model.safetensors``, which plain transformers reads,
+            ``policy.json`` with all else, and a model card, ``README.md``.
+        overwrite
+            Replace a policy folder that is there.
+
+        Returns
+        -------
+        Path
+            `folder`.
+
+        Raises
+        ------
+        InputError, GearError
+            ``OUTPUT_EXISTS``, ``OUTPUT_WRITE``.
+        """
+        folder = given_path(folder, "OUTPUT_WRITE", where="folder")
+        bounded = bool(self.model.config.action_tanh) and not self.discrete
+        file = PolicyFile(
+            **{name: getattr(self.facts, name) for name in PolicyFacts.model_fields},
+            context_length=self.context_length,
+            returns_scale=self.returns_scale,
+            state_mean=None if self._mean is None else tuple(self._mean.tolist()),
+            state_std=None if self._std is None else tuple(self._std.tolist()),
+            actions="discrete" if self.discrete else "continuous",
+            action_bounds=(-1.0, 1.0) if bounded else None,
+        )
+        write_policy(folder, self.model, file, overwrite=overwrite)
+        return folder
+
+    save_pretrained = save  # as it is called in the Hugging Face ecosystem
+
+    def reset(
+        self, indices: npt.ArrayLike | None = None, targets: npt.ArrayLike | None = None
+    ) -> None:
         """Forget the history of some environments and ask them for a return.
 
         Parameters
         ----------
         indices
             (n,) integers; numbers not seen before add environments.  Alone it is the target of
-            the one environment there is: ``policy.reset(3600)``.
+            the one environment there is: ``policy.reset(3600)``; default: the return that the
+            policy is asked for by default, ``facts.targets[0]``.
         targets
             (n,) or scalar, undiscounted return asked, in the units of the rewards.
         """
+        if indices is None:
+            if not self.facts.targets:
+                what, remedy = "the policy knows no return to ask for", "write policy.reset(3600)"
+                raise InputError("USAGE", what, remedy=remedy)
+            indices = self.facts.targets[0]
         if targets is None:
             if np.ndim(indices) or self.environments > 1:
                 remedy = "write policy.reset(numbers of environments, targets)"

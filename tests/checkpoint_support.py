@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.distributed.world import World
-from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.models.decision_transformer import DecisionTransformer, build_model
+from gear_offline.models.policy_folder import config_text
 from gear_offline.training.checkpoint import (
     Normalisation,
     SavedState,
-    config_text,
     write_checkpoint,
 )
 from gear_offline.training.learner import Learner
@@ -78,3 +78,47 @@ class StandIn(SimpleNamespace):
     @property
     def learner(self) -> Learner:
         return cast(Learner, cast(Any, self))
+
+
+def small_model(*, state_dim: int = 3, action_dim: int = 1) -> DecisionTransformer:
+    torch.manual_seed(0)
+    return build_model(
+        state_dim=state_dim, action_dim=action_dim, hidden_size=16, layers=2, max_timestep=300
+    )
+
+
+def action_head(model: DecisionTransformer) -> torch.nn.Linear:
+    return next(m for m in model.predict_action.modules() if isinstance(m, torch.nn.Linear))
+
+
+def write_run(
+    folder: Path, *, steps: Sequence[int] = (10, 20), environment: str = "Pendulum-v1"
+) -> Path:
+    """A run directory as training leaves it, with different weights at each checkpoint."""
+    recipe = Recipe.parse(
+        {
+            "name": "tiny",
+            "loader": {"context_length": 4, "returns_scale": 50.0},
+            "model": {"hidden_size": 16, "layers": 2, "max_timestep": 300},
+            "evaluate": {
+                "environment": environment,
+                "targets": [-200.0, -900.0],
+                "episodes": 2,
+                "environments": 2,
+                "seed": 3,
+            },
+        }
+    )
+    for step in steps:
+        model = small_model()
+        torch.nn.init.normal_(action_head(model).weight, std=0.1 * step)
+        state = SavedState(
+            step=step,
+            recipe=recipe.to_dict(),
+            loader={},
+            normalisation=Normalisation(mean=(0.0,) * 3, std=(1.0,) * 3),
+            seconds=1.0,
+        )
+        save_checkpoint(folder / "checkpoints", model, step, state)
+    (folder / "checkpoints" / "best").symlink_to(f"step-{steps[0]:08d}")
+    return folder

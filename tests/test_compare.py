@@ -24,9 +24,9 @@ from gear_offline.analysis.compare import (
     verdict_text,
 )
 from gear_offline.config.recipe import load_recipe
-from gear_offline.runs.records import EvaluationRecord
 from gear_offline.sweep.results import TrialResult
 from gear_offline.sweep.trials import Trial
+from gear_offline.training.records import EvaluationRecord
 
 
 def enumerated(differences: Sequence[float]) -> float:

@@ -6,13 +6,11 @@ import errno
 import json
 import math
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.errors import InputError
@@ -24,12 +22,11 @@ from gear_offline.evaluation.evaluate import (
     resolve_reference,
 )
 from gear_offline.evaluation.results import mean_interval, summary_text
-from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.runs.evaluate import evaluate
-from gear_offline.training.checkpoint import Normalisation, SavedState, chosen_checkpoint
+from gear_offline.training.checkpoint import chosen_checkpoint
 from gear_offline.training.checkpoint_folder import find_checkpoint
 from gear_offline.training.model import sizes_of
-from tests.checkpoint_support import save_checkpoint
+from tests.checkpoint_support import small_model, write_run
 from tests.evaluation_support import Constant
 from tests.support import failing_code, one_error
 
@@ -107,50 +104,6 @@ def test_gymnasium_environments_give_indicative_scores_only() -> None:
     assert (named.minimum, named.maximum) == (-20.272305, 3234.3)
     assert resolve_reference("Pendulum-v1") is None
     assert failing_code(lambda: resolve_reference("Hopper-v5", "hoper-medium-v2")) == "USAGE"
-
-
-def small_model(*, state_dim: int = 3, action_dim: int = 1) -> DecisionTransformer:
-    torch.manual_seed(0)
-    return build_model(
-        state_dim=state_dim, action_dim=action_dim, hidden_size=16, layers=2, max_timestep=300
-    )
-
-
-def action_head(model: DecisionTransformer) -> torch.nn.Linear:
-    return next(m for m in model.predict_action.modules() if isinstance(m, torch.nn.Linear))
-
-
-def write_run(
-    folder: Path, *, steps: Sequence[int] = (10, 20), environment: str = "Pendulum-v1"
-) -> Path:
-    """A run directory as training leaves it, with different weights at each checkpoint."""
-    recipe = Recipe.parse(
-        {
-            "name": "tiny",
-            "loader": {"context_length": 4, "returns_scale": 50.0},
-            "model": {"hidden_size": 16, "layers": 2, "max_timestep": 300},
-            "evaluate": {
-                "environment": environment,
-                "targets": [-200.0, -900.0],
-                "episodes": 2,
-                "environments": 2,
-                "seed": 3,
-            },
-        }
-    )
-    for step in steps:
-        model = small_model()
-        torch.nn.init.normal_(action_head(model).weight, std=0.1 * step)
-        state = SavedState(
-            step=step,
-            recipe=recipe.to_dict(),
-            loader={},
-            normalisation=Normalisation(mean=(0.0,) * 3, std=(1.0,) * 3),
-            seconds=1.0,
-        )
-        save_checkpoint(folder / "checkpoints", model, step, state)
-    (folder / "checkpoints" / "best").symlink_to(f"step-{steps[0]:08d}")
-    return folder
 
 
 def test_evaluating_a_run_writes_its_results(tmp_path: Path) -> None:

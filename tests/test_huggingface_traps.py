@@ -25,7 +25,7 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import DecisionTransformer, beyond_tanh, build_model
 from gear_offline.models.policy import Policy
-from gear_offline.training.checkpoint import config_text
+from gear_offline.models.policy_folder import config_text
 from tests.model_support import TOLERANCE, released_model
 from tests.support import hopper_columns, make_dataset
 

@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import save_file
 
 from gear_offline.errors import GearError
+from gear_offline.models import tensor_file
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.runs.loop import train
-from gear_offline.training import saving, tensor_file
+from gear_offline.training import saving
 from gear_offline.training.checkpoint import read_checkpoint, write_checkpoint
 from gear_offline.training.checkpoint_folder import Keep, list_checkpoints
 from gear_offline.training.saving import Saver

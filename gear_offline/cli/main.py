@@ -322,7 +322,7 @@ def train(
     "evaluate runs/hopper-medium-s0 --video hopper.gif",
 )
 def evaluate(
-    run: Path = Run(help="Run directory or checkpoint."),
+    run: Path = Run(help="Run directory, checkpoint or policy folder."),
     targets: Any = Numbers(None, help="Target returns, comma-separated; default the recipe's."),
     episodes: int | None = Count(None, help="Episodes per target."),
     environment: str | None = Environment(help="Gymnasium id."),
@@ -352,14 +352,18 @@ def evaluate(
     show(report.to_json(), as_json, report.print)
 
 
-@command("Train", "export-policy runs/hopper-medium-s0 hopper.onnx")
+@command(
+    "Train",
+    "export-policy runs/hopper-medium-s0 hopper",
+    "export-policy runs/hopper-medium-s0 hopper.onnx",
+)
 def export_policy(
     run: Path = Run(help="Run directory or checkpoint."),
-    out: Path = Argument(help="ONNX file to write."),
+    out: Path = Argument(help="Folder to make, or NAME.onnx."),
     task: str | None = Option(None, help="The task to act in, of a run of several."),
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a policy as an ONNX file, which acts without torch and gear-offline."""
+    """Write a policy as a folder that acts without its run, or as an ONNX file, without torch."""
     from gear_offline.training.onnx import export_policy as export
 
     print(export(run, out, task, overwrite=overwrite))

@@ -27,10 +27,8 @@ from gear_offline.models.multitask import tasks_of_config
 from gear_offline.models.policy import Policy
 from gear_offline.progress import say
 from gear_offline.runs.report import write_report
-from gear_offline.training.checkpoint import chosen_checkpoint
-from gear_offline.training.checkpoint_folder import run_of
 from gear_offline.training.model import sizes_of
-from gear_offline.training.policies import TrainedModel, trained_model
+from gear_offline.training.policies import TrainedModel, find_trained
 from gear_offline.training.seeding import torch_threads
 
 EPISODES = 10  # where the recipe has 0, which means none while training
@@ -57,7 +55,7 @@ def evaluate(
     Parameters
     ----------
     run
-        Run directory, or one checkpoint of it.
+        Run directory, one checkpoint of it, or a policy folder, which stays as it is.
     targets, episodes, seed
         Default: the recipe's; 10 episodes if the recipe has 0, which means none while training.
     environment
@@ -86,8 +84,8 @@ def evaluate(
     run = given_path(run, "RUN_NOT_FOUND", where="run")
     if out is not None:
         check_new_file(Path(out))
-    weights = chosen_checkpoint(run, checkpoint, partial(say, quiet=quiet))
-    trained, where = trained_model(weights), resolve_device(device)
+    trained = find_trained(run, checkpoint, partial(say, quiet=quiet))
+    where, home = resolve_device(device), trained.run
     if environment is not None:
         import_module_of(environment)
     tasks = [
@@ -111,19 +109,21 @@ def evaluate(
         check_video(video, tasks)
     with torch_threads(trained.recipe.train.threads):
         report = evaluate_tasks(policy_of, tasks, keep_actions=video is not None, quiet=quiet)
-    home = run_of(weights.path)
-    report = replace(report, run=home.name, step=weights.state.step, device=str(where))
+    facts = trained.facts
+    report = replace(report, run=facts.name, step=facts.step, device=str(where))
     try:
         if video is not None:
             videos = write_videos(video, report, quiet=quiet)
             say(f"written: {', '.join(map(str, videos))}", quiet=quiet)
-            seen = tuple(os.path.relpath(path.resolve(), home.resolve()) for path in videos)
+            seen = tuple(
+                os.path.relpath(path.resolve(), (home or run).resolve()) for path in videos
+            )
             report = replace(report, videos=seen)
     finally:  # what was played must not be lost
-        if out is None:
-            _keep(report, home, run if (run / "checkpoints").is_dir() else home, quiet)
-        else:
+        if out is not None:
             _write(report, Path(out))
+        elif home is not None:
+            _keep(report, home, run if (run / "checkpoints").is_dir() else home, quiet)
     return report
 
 

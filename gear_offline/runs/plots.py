@@ -34,7 +34,7 @@ from gear_offline.plots import (
     ticks_to,
     titles,
 )
-from gear_offline.runs.records import EvaluationRecord, TargetRecord
+from gear_offline.training.records import EvaluationRecord, TargetRecord
 
 
 def plot_data_returns(

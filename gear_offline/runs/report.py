@@ -27,7 +27,7 @@ from gear_offline.runs.plots import (
     plot_data_returns,
     plot_learning_curve,
 )
-from gear_offline.runs.records import (
+from gear_offline.training.records import (
     EvaluationRecord,
     MetricsRecord,
     TaskRecord,

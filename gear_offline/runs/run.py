@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.errors import InputError, given_path
-from gear_offline.runs.records import EvaluationRecord, read_lines
 from gear_offline.training.checkpoint_folder import list_checkpoints, no_run
 from gear_offline.training.metrics import read_records
+from gear_offline.training.records import EvaluationRecord, read_lines
 
 if TYPE_CHECKING:  # these load torch
     from gear_offline.evaluation.results import EvaluationReport

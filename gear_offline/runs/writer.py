@@ -18,11 +18,11 @@ from gear_offline.progress import Progress, say
 from gear_offline.runs.callbacks import Callbacks
 from gear_offline.runs.directory import write_summary
 from gear_offline.runs.evaluations import RunEvaluations, plays
-from gear_offline.runs.records import read_summary
 from gear_offline.tables.joint import TableData
 from gear_offline.training.checkpoint_folder import Keep
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import Metrics
+from gear_offline.training.records import read_summary
 from gear_offline.training.saving import Saver
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Literal
 
 from gear_offline.core.files import open_regular
-from gear_offline.runs.records import (
+from gear_offline.sweep.trials import Trial
+from gear_offline.training.records import (
     EvaluationRecord,
     MetricsRecord,
     RunSummary,
     read_document,
     read_lines,
 )
-from gear_offline.sweep.trials import Trial
 
 TAIL_BYTES = 4096  # holds the last line of a run's metrics
 

@@ -16,10 +16,8 @@ a ``.partial-...`` directory that the next run removes.  Nothing is pickled.
 
 from __future__ import annotations
 
-import copy
 import errno
 import json
-import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import xxhash
@@ -39,6 +37,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import read_regular, sync_directory, write_error
 from gear_offline.core.types import Float64Array
 from gear_offline.errors import GearError, InputError, is_out_of_memory
+from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
 from gear_offline.training.checkpoint_folder import (
     STATE,
     checkpoint_name,
@@ -46,10 +45,6 @@ from gear_offline.training.checkpoint_folder import (
     list_checkpoints,
     remove_checkpoint,
 )
-from gear_offline.training.tensor_file import FileFacts, file_facts, write_tensors
-
-if TYPE_CHECKING:
-    from gear_offline.models.decision_transformer import DecisionTransformer
 
 T = TypeVar("T")
 CONFIG, MODEL, TRAINING = "config.json", "model.safetensors", "training.safetensors"
@@ -195,24 +190,6 @@ def _write_text(path: Path, content: bytes) -> FileFacts:
         file.flush()
         os.fsync(file.fileno())
     return file_facts(path)
-
-
-def config_text(model: DecisionTransformer) -> str:
-    """Return the model's configuration as ``save_pretrained`` writes it, JSON."""
-    config = copy.deepcopy(model.config)
-    config.architectures = ["DecisionTransformerModel"]  # the released class reads it too
-
-    def wanted(record: logging.LogRecord) -> bool:
-        # To leave out defaults transformers 5.17 builds the default configuration, and warns of
-        # it: 50256 is no token of a vocabulary of one.  Ours are 0.
-        return "got 50256" not in record.getMessage()
-
-    logger = logging.getLogger("transformers.configuration_utils")
-    logger.addFilter(wanted)
-    try:
-        return str(config.to_json_string())
-    finally:
-        logger.removeFilter(wanted)
 
 
 def read_checkpoint(path: Path, *, training: bool = True) -> Checkpoint:

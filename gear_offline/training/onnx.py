@@ -33,7 +33,7 @@ def export_policy(
     *,
     overwrite: bool = False,
 ) -> Path:
-    """Write the policy of a run as one ONNX file that normalises, scales and acts by itself.
+    """Write the policy of a run as one file, or as a folder, that acts by itself.
 
     Parameters
     ----------
@@ -42,15 +42,16 @@ def export_policy(
     task
         Of a run of several tasks: the one to act in.
     out
-        File to write.
+        ``NAME.onnx``, a file that normalises, scales and acts; any other name is that of a folder
+        to make, as `gear_offline.models.policy.Policy.save` does.
     overwrite
-        Replace a file that is there.
+        Replace a file or a policy folder that is there.
 
     Returns
     -------
     Path
-        `out`.  The graph takes the last L steps of each environment, L at most K, which the file's
-        metadata name ``context_length``:
+        `out`.  The graph of a file takes the last L steps of each environment, L at most K, which
+        the file's metadata name ``context_length``:
 
         - ``observations`` (B, L, S) float32 as the environment gives them; of frames
           (B, L, stack, *frame) uint8, zeros before an episode's first frame
@@ -75,6 +76,11 @@ def export_policy(
     >>> go.export_policy("runs/tiny", "tiny.onnx").name
     'tiny.onnx'
     """
+    target = Path(out)
+    if target.suffix != ".onnx":
+        if not isinstance(policy, Policy):
+            policy = load_policy(policy, task, device="cpu")
+        return policy.save(target, overwrite=overwrite)
     try:
         import onnx
         import onnxscript  # noqa: F401 - what torch exports with
@@ -84,7 +90,6 @@ def export_policy(
             f"the export needs {error.name}",
             remedy='install it: pip install "gear-offline[onnx]"',
         ) from error
-    target = Path(out)
     check_new_file(target, overwrite=overwrite)
     if not isinstance(policy, Policy):
         policy = load_policy(policy, task, device="cpu")

@@ -1,28 +1,34 @@
-"""What acts: the policy of a run or of one of its checkpoints, without the optimiser's state."""
+"""What acts: the policy of a run, of one of its checkpoints, or of a folder of its own."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from gear_offline.config.recipe import Recipe
+from gear_offline.config.tasks import task_recipe, tasks_in
 from gear_offline.core.device import resolve_device
 from gear_offline.core.types import Float64Array
-from gear_offline.errors import given_path
-from gear_offline.models.decision_transformer import (
-    DecisionTransformer,
-    DecisionTransformerConfig,
-)
+from gear_offline.errors import InputError, given_path
+from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.multitask import single_task, task_number, tasks_of_config
 from gear_offline.models.policy import Policy
+from gear_offline.models.policy_folder import POLICY, Achieved, PolicyFacts, assemble, read_policy
 from gear_offline.training.checkpoint import Checkpoint, chosen_checkpoint, damaged
+from gear_offline.training.checkpoint_folder import run_of
+from gear_offline.training.records import EvaluationRecord, read_document, read_lines
 
 __all__ = ["TrainedModel", "load_policy"]
+
+NO_FACTS = PolicyFacts()
 
 
 @dataclass(frozen=True)
@@ -33,10 +39,13 @@ class TrainedModel:
     recipe: Recipe
     state_mean: Float64Array | None = None  # (S,) of the training data; None: not normalised
     state_std: Float64Array | None = None  # (S,) the model saw (state - mean) / (std + 1e-6)
+    facts: PolicyFacts = NO_FACTS  # what the recipe does not say of it
+    run: Path | None = None  # directory of the run, or of a checkpoint that was copied out of it
 
     def policy(self, task: str | None = None, device: torch.device | str = "cpu") -> Policy:
         """Return what acts in the task, or in the only one; the model is moved to `device`."""
-        model, scale = self.model, self.recipe.loader.returns_scale
+        model, recipe = self.model, self.recipe
+        scale = recipe.loader.returns_scale
         mean: npt.ArrayLike | None = self.state_mean
         std: npt.ArrayLike | None = self.state_std
         tasks = tasks_of_config(model.config)
@@ -45,13 +54,23 @@ class TrainedModel:
             one = tasks[task_number(model, name)]
             model, scale = single_task(model, one.name), one.returns_scale
             mean, std = one.state_mean, one.state_std
+            if one.name in tasks_in(recipe):
+                recipe = task_recipe(recipe, one.name)
+        evaluate = recipe.evaluate
+        facts = {
+            "environment": evaluate.environment,
+            "targets": evaluate.targets or (),
+            "reference": evaluate.reference,
+            "data": self.facts.data or _origin(recipe),
+        }
         return Policy(
             model,
             state_mean=mean,
             state_std=std,
             returns_scale=scale,
-            context_length=self.recipe.loader.context_length,
+            context_length=recipe.loader.context_length,
             device=device,
+            facts=self.facts.model_copy(update=facts),
         )
 
     def on(self, device: torch.device | str) -> TrainedModel:
@@ -63,7 +82,7 @@ class TrainedModel:
 
 
 def load_policy(
-    run_or_checkpoint: str | os.PathLike[str],
+    run_or_folder: str | os.PathLike[str],
     task: str | None = None,
     *,
     checkpoint: str | int | None = None,
@@ -73,9 +92,9 @@ def load_policy(
 
     Parameters
     ----------
-    run_or_checkpoint
-        Run directory (its newest whole checkpoint), a checkpoint of it, or its
-        ``checkpoints/best``.
+    run_or_folder
+        Run directory (its newest whole checkpoint), a checkpoint of it, its ``checkpoints/best``,
+        or a folder that `Policy.save` wrote.
     task
         Of a run of several tasks: the one to act in.
     checkpoint
@@ -110,10 +129,70 @@ def load_policy(
     >>> policy.observe_reward([1.0, 1.0])
     >>> policy.targets.tolist()
     [6.0, 4.0]
+    >>> policy.save("policy")  # without the run and its data
+    PosixPath('policy')
+    >>> go.load_policy("policy", device="cpu").facts.step
+    4
     """
     where = resolve_device(device)
-    path = given_path(run_or_checkpoint, "RUN_NOT_FOUND", where="run_or_checkpoint")
-    return trained_model(chosen_checkpoint(path, checkpoint)).policy(task, where)
+    trained = find_trained(run_or_folder, checkpoint)
+    policy = trained.policy(task, where)
+    if trained.run is not None:
+        found = {"achieved": _achieved(trained.run, trained.facts.step, task)}
+        policy.facts = policy.facts.model_copy(update=found)
+    return policy
+
+
+def find_trained(
+    given: str | os.PathLike[str],
+    checkpoint: str | int | None = None,
+    say: Callable[[str], None] = lambda message: None,
+) -> TrainedModel:
+    """Return the model of a run, a checkpoint or a policy folder, on the CPU."""
+    path = given_path(given, "RUN_NOT_FOUND", where="run")
+    if not (path / POLICY).is_file():
+        return trained_model(chosen_checkpoint(path, checkpoint, say))
+    if checkpoint is not None:
+        what, remedy = f"{path} is one policy", "leave the choice of a checkpoint out"
+        raise InputError("USAGE", what, where="checkpoint", remedy=remedy)
+    model, file = read_policy(path)
+    loader = {"context_length": file.context_length, "returns_scale": file.returns_scale}
+    evaluate = {
+        "environment": file.environment,
+        "reference": file.reference,
+        "targets": list(file.targets) or None,
+    }
+    recipe = Recipe.parse(
+        {"name": "policy", "loader": loader, "evaluate": evaluate}, where=str(path)
+    )
+    mean, std = (None if n is None else np.array(n) for n in (file.state_mean, file.state_std))
+    return TrainedModel(model, recipe, mean, std, file)
+
+
+def _origin(recipe: Recipe) -> str | None:
+    """Return what the data were made of, without the folders of this machine."""
+    data = recipe.data
+    if data.collect is not None:
+        return f"{data.collect.environment}, collected by {data.collect.policy}"
+    text = data.source or data.path
+    is_file = text is not None and text.partition(":")[0] not in ("d4rl", "hub", "minari")
+    return PurePath(text).name if text and is_file else text
+
+
+def _achieved(run: Path, step: int | None, task: str | None) -> tuple[Achieved, ...]:
+    """Return what the newest evaluation of these weights in their run found."""
+    records: list[EvaluationRecord | None] = []
+    with suppress(InputError):  # nothing of it is needed to act
+        records = [*read_lines(run / "evaluations.jsonl", EvaluationRecord)]
+        records += [read_document(run / "evaluation.json", EvaluationRecord)]
+    for record in reversed(records):
+        if record is not None and record.step == step and record.error is None:
+            targets = (record.tasks.get(task or "") or record).targets
+            return tuple(
+                Achieved(episodes=len(one.returns), **one.model_dump(exclude={"returns"}))
+                for one in targets
+            )
+    return ()
 
 
 def copy_model(model: DecisionTransformer, weights: Mapping[str, Tensor]) -> DecisionTransformer:
@@ -129,18 +208,10 @@ def trained_model(checkpoint: Checkpoint) -> TrainedModel:
     """Return the model of a checkpoint, on the CPU; what does not fit together is damaged."""
     weights = checkpoint.weights()
     try:
-        layers = checkpoint.config["n_layer"]
-        if type(layers) is not int or layers > len(weights):
-            raise ValueError(f"{layers} layers")
-        config = DecisionTransformerConfig.from_dict(dict(checkpoint.config))
-        # Without memory first: what a configuration asks for may be more than the machine has.
-        with torch.device("meta"):
-            wanted = {name: w.shape for name, w in DecisionTransformer(config).state_dict().items()}
-        if wanted != {name: w.shape for name, w in weights.items()}:
-            raise ValueError("other shapes")
-        model = DecisionTransformer(config)
-        model.attention = checkpoint.recipe.model.attention
-        model.load_state_dict(weights)
+        model = assemble(checkpoint.config, weights)
     except Exception as error:  # a library's own checks raise what they like
         raise damaged(checkpoint.path, "the weights do not fit the configuration") from error
-    return TrainedModel(model, checkpoint.recipe, *checkpoint.state.statistics)
+    model.attention = checkpoint.recipe.model.attention
+    run = run_of(checkpoint.path)
+    facts = PolicyFacts(name=run.name, step=checkpoint.state.step)
+    return TrainedModel(model, checkpoint.recipe, *checkpoint.state.statistics, facts, run)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from gear_offline.models.policy_folder import config_text
 from gear_offline.training.checkpoint import (
     MODEL_PREFIX,
     SHARDED,
@@ -31,7 +32,6 @@ from gear_offline.training.checkpoint import (
     Checkpoint,
     Normalisation,
     SavedState,
-    config_text,
     damaged,
     named,
     newest_checkpoint,

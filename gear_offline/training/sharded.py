@@ -29,7 +29,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from gear_offline.core.files import write_error
 from gear_offline.distributed.world import World, peers
 from gear_offline.errors import GearError
-from gear_offline.training.tensor_file import FileFacts, write_tensors
+from gear_offline.models.tensor_file import FileFacts, write_tensors
 
 
 class ShardWriter:

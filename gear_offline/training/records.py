@@ -33,6 +33,7 @@ class TargetRecord(_Record):
     target: float
     mean_return: float = Field(alias="return")
     ci95: tuple[float | None, float | None] = (None, None)
+    normalized_score: float | None = None
     returns: tuple[float, ...] = ()
 
 

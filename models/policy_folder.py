@@ -1,0 +1,203 @@
+"""A policy as a folder that acts by itself, without a run and without data.
+
+- ``config.json``, ``model.safetensors``: the model as ``save_pretrained`` writes it, which plain
+  transformers reads;
+- ``policy.json``: what else it takes to act, `PolicyFile`;
+- ``README.md``: a card as the Hugging Face Hub shows it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors.torch import load as load_tensors
+from torch import Tensor
+
+from gear_offline.core.files import new_directory, read_regular, write_file
+from gear_offline.errors import InputError
+from gear_offline.models.decision_transformer import DecisionTransformer, DecisionTransformerConfig
+from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
+
+CONFIG, MODEL, POLICY, CARD = "config.json", "model.safetensors", "policy.json", "README.md"
+MAX_POLICY_BYTES = 64 << 20
+TAGS = ["decision-transformer", "offline-reinforcement-learning", "reinforcement-learning"]
+
+Numbers = tuple[float, ...]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Achieved(_Strict):
+    """What a policy was seen to do with one asked return."""
+
+    target: float
+    mean_return: float
+    ci95: tuple[float | None, float | None] = (None, None)
+    episodes: Annotated[int, Field(ge=0)]
+    normalized_score: float | None = None
+
+
+class PolicyFacts(_Strict):
+    """Where a policy comes from and what for; nothing of it is needed to act."""
+
+    name: str = "policy"
+    environment: str | None = None
+    """Gymnasium id."""
+    targets: Numbers = ()
+    """Returns to ask for, the first by default."""
+    reference: str | None = None
+    """D4RL name of the scores that returns are normalised by."""
+    data: str | None = None
+    step: int | None = None
+    """Of the training."""
+    achieved: tuple[Achieved, ...] = ()
+
+
+class PolicyFile(PolicyFacts):
+    """The content of ``policy.json``."""
+
+    format: Literal["gear-offline policy"] = "gear-offline policy"
+    format_version: Literal[1] = 1
+    context_length: Annotated[int, Field(ge=1)]
+    """Steps that the model is shown."""
+    returns_scale: Annotated[float, Field(gt=0)]
+    """Returns-to-go are divided by it."""
+    state_mean: Numbers | None
+    """The model sees (observation - state_mean) / (state_std + 1e-6); null: raw ones."""
+    state_std: Numbers | None
+    actions: Literal["continuous", "discrete"]
+    action_bounds: tuple[float, float] | None
+    """Of every element; null: none, or discrete actions."""
+    files: dict[str, FileFacts] = {}
+
+
+def write_policy(
+    folder: Path, model: DecisionTransformer, file: PolicyFile, *, overwrite: bool = False
+) -> None:
+    """Write a policy folder, whole or not at all; with `overwrite` in place of another one."""
+    weights = {name: w.detach().cpu().contiguous() for name, w in model.state_dict().items()}
+    replaceable = _is_only_policy if overwrite else lambda path: False
+    with new_directory(folder, replaceable=replaceable) as part:
+        write_file(part / CONFIG, config_text(model).encode())
+        files = {CONFIG: file_facts(part / CONFIG), MODEL: write_tensors(part / MODEL, weights)}
+        file = file.model_copy(update={"files": files})
+        write_file(part / POLICY, file.model_dump_json(indent=1).encode())
+        write_file(part / CARD, card(file).encode())
+
+
+def read_policy(folder: Path) -> tuple[DecisionTransformer, PolicyFile]:
+    """Return the model of a policy folder, on the CPU, and the rest; ``RUN_DAMAGED``."""
+    try:
+        file = PolicyFile.model_validate_json(read_regular(folder / POLICY, most=MAX_POLICY_BYTES))
+        for name in (CONFIG, MODEL):
+            if file_facts(folder / name) != file.files.get(name):
+                raise ValueError(f"{name} does not match its digest")
+        config = json.loads((folder / CONFIG).read_bytes())
+        return assemble(config, load_tensors((folder / MODEL).read_bytes())), file
+    except Exception as error:  # a library's own checks raise what they like
+        what = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            what = f"{POLICY}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        what, remedy = f"the policy is damaged: {what.splitlines()[0]}", "get or save it again"
+        raise InputError("RUN_DAMAGED", what, str(folder), remedy) from error
+
+
+def assemble(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> DecisionTransformer:
+    """Return the model of a configuration and its weights; any exception if they do not fit."""
+    layers = config["n_layer"]
+    if type(layers) is not int or layers > len(weights):
+        raise ValueError(f"{layers} layers")
+    made = DecisionTransformerConfig.from_dict(dict(config))
+    # Without memory first: what a configuration asks for may be more than the machine has.
+    with torch.device("meta"):
+        wanted = {name: w.shape for name, w in DecisionTransformer(made).state_dict().items()}
+    if wanted != {name: w.shape for name, w in weights.items()}:
+        raise ValueError("the weights do not fit the configuration")
+    model = DecisionTransformer(made)
+    model.load_state_dict(dict(weights))
+    return model
+
+
+def config_text(model: DecisionTransformer) -> str:
+    """Return the model's configuration as ``save_pretrained`` writes it, JSON."""
+    config = copy.deepcopy(model.config)
+    config.architectures = ["DecisionTransformerModel"]  # the released class reads it too
+
+    def wanted(record: logging.LogRecord) -> bool:
+        # To leave out defaults transformers 5.17 builds the default configuration, and warns of
+        # it: 50256 is no token of a vocabulary of one.  Ours are 0.
+        return "got 50256" not in record.getMessage()
+
+    logger = logging.getLogger("transformers.configuration_utils")
+    logger.addFilter(wanted)
+    try:
+        return str(config.to_json_string())
+    finally:
+        logger.removeFilter(wanted)
+
+
+def card(file: PolicyFile) -> str:
+    """Return the model card, Markdown with metadata in YAML, as the Hub reads it."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    place = file.environment or "unknown"
+    best = max(file.achieved, key=lambda one: one.mean_return, default=None)
+    found = {} if best is None else {"return": best.mean_return, "score": best.normalized_score}
+    results = [
+        EvalResult("reinforcement-learning", place, place, f"mean_{kind}", round(value, 4))
+        for kind, value in found.items()
+        if value is not None
+    ]
+    data = file.data or ""
+    metadata = ModelCardData(
+        library_name="gear-offline",
+        pipeline_tag="reinforcement-learning",
+        tags=[*TAGS, *filter(None, [file.environment])],
+        datasets=[data.removeprefix("hub:").split("@")[0]] if data.startswith("hub:") else None,
+        metrics=[result.metric_type for result in results] or None,
+        model_name=file.name,
+        eval_results=results or None,
+    )
+    facts = {
+        "environment": file.environment,
+        "data": file.data,
+        "training steps": None if file.step is None else f"{file.step:,}",
+        "actions": file.actions + (f" in {list(file.action_bounds)}" if file.action_bounds else ""),
+        "context": f"{file.context_length} steps",
+    }
+    lines = [f"---\n{metadata.to_yaml()}\n---\n\n# {file.name}\n", "A Decision Transformer.\n"]
+    lines += [f"- {name}: {value}" for name, value in facts.items() if value is not None]
+    if file.achieved:
+        lines += ["\n| asked return | achieved | 95 % interval | score | episodes |"]
+        lines += ["|---:|---:|---:|---:|---:|"]
+    for one in file.achieved:
+        low, high = (None if end is None else f"{end:,.1f}" for end in one.ci95)
+        score = "-" if one.normalized_score is None else f"{one.normalized_score:.1f}"
+        interval = "-" if None in (low, high) else f"{low} .. {high}"
+        row = f"{one.target:,.6g} | {one.mean_return:,.1f} | {interval} | {score} | {one.episodes}"
+        lines += [f"| {row} |"]
+    target = file.targets[0] if file.targets else "RETURN"
+    lines += [
+        "\n```python",
+        "import gear_offline as go\n",
+        'policy = go.load_policy("THIS FOLDER")',
+    ]
+    lines += [f"policy.reset({target})", "action = policy.act(observation[None])[0]", "```\n"]
+    return "\n".join(lines)
+
+
+def _is_only_policy(path: Path) -> bool:
+    """Whether a directory is a policy folder and holds nothing else: what may be replaced."""
+    names = set(os.listdir(path)) if path.is_dir() else set()
+    return POLICY in names and names <= {CONFIG, MODEL, POLICY, CARD}
