@@ -16,8 +16,8 @@ from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train
 from gear_offline.runs.prepare import resolve
 from gear_offline.tables.shared import SharedMemory
+from tests.checkpoint_support import write_run
 from tests.support import failing_code, make_dataset, one_error
-from tests.test_evaluate import write_run
 from tests.training_support import tiny_recipe
 
 ROOT = Path(__file__).parents[1]

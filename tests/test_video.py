@@ -18,9 +18,9 @@ from gear_offline.evaluation import video
 from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
 from gear_offline.evaluation.results import EvaluationReport
 from gear_offline.runs.evaluate import evaluate
+from tests.checkpoint_support import write_run
 from tests.evaluation_support import Constant, Counted
 from tests.support import failing_code
-from tests.test_evaluate import write_run
 
 imageio = pytest.importorskip("imageio.v3")
 
