@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.lib import format as npy
@@ -43,7 +43,7 @@ from gear_offline.sources.episode_ends import (
     split_episodes,
 )
 
-READ_COMPRESSED = 1 << 20
+READ_COMPRESSED = 1 << 18
 NO_REWARDS = (
     "OGBench's files have no rewards, which depend on the goal: they are 0 here; to train for "
     "returns save what ogbench adds for a singletask name: docs/how-to/convert.md"
@@ -63,17 +63,18 @@ Decoder = Any  # zlib gives its type no public name
 
 @dataclass(kw_only=True, eq=False)
 class Member:
-    """An array of the file: where its bytes lie, and how far a compressed one was decoded."""
+    """An array of a file: where its bytes lie, and how far it was read in order."""
 
     file: InputFile
-    path: str
+    where: str  # for messages
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     offset: int  # in the file, of the member
     size: int  # there
-    header: int  # bytes of the member before the first row
-    crc: int | None  # of a compressed member
-    state: tuple[Decoder, int, int, int] | None = field(default=None)
+    header: bytes  # of the member before the first row
+    crc: int
+    window: int | None = -15  # zlib's wbits; None: stored as it is
+    state: tuple[Decoder, int, int, int] | None = field(default=None)  # decoder, at, taken, crc
 
     @property
     def rows(self) -> int:
@@ -81,32 +82,44 @@ class Member:
         return self.shape[0]
 
     def read(self, start: int, stop: int) -> Array:
-        """Return rows ``[start, stop)``, native byte order."""
+        """Return rows ``[start, stop)``, native byte order; in order, the checksum is compared."""
         rows = np.empty((stop - start, *self.shape[1:]), self.dtype)
-        width = prod(self.shape[1:]) * self.dtype.itemsize
-        first = self.header + start * width
+        first = len(self.header) + start * prod(self.shape[1:]) * self.dtype.itemsize
         view = rows.reshape(-1).view(np.uint8).data
-        with (
-            damage_told(".npz", f"{self.file.path}: {self.path}", DAMAGE),
-            self.file.open() as file,
-        ):
-            if self.crc is None:
-                if read_at(file.fileno(), view, self.offset + first) < len(view):
-                    raise ValueError("the file ends before its data do")
+        with damage_told(self.file.path.suffix, self.where, DAMAGE), self.file.open() as file:
+            if self.window is None:
+                self._copy(file.fileno(), view, first)
             else:
                 self._decode(file.fileno(), view, first)
         if self.dtype.kind == "b" and view.nbytes and np.frombuffer(view, np.uint8).max() > 1:
-            what, where = "a bool array holds values other than 0 and 1", f"{self.file.path}"
-            raise InputError("SOURCE_READ", what, where=where, remedy="the file is damaged")
+            what, remedy = "a bool array holds values other than 0 and 1", "the file is damaged"
+            raise InputError("SOURCE_READ", what, where=self.where, remedy=remedy)
         return rows.astype(self.dtype.newbyteorder("="), copy=False)
+
+    def _copy(self, file: int, out: memoryview, first: int) -> None:
+        """Fill `out` with the stored bytes from `first` on."""
+        if read_at(file, out, self.offset + first) < len(out):
+            raise ValueError("the file ends before its data do")
+        if first == len(self.header):
+            self.state = None, first, first, zlib.crc32(self.header)
+        if self.state and self.state[1] == first:
+            at, crc = first + len(out), zlib.crc32(out, self.state[3])
+            self._keep(None, at, at, crc)
+
+    def _keep(self, decoder: Decoder, at: int, taken: int, crc: int) -> None:
+        """Remember how far it was read; at the end compare the checksum."""
+        if at < len(self.header) + prod(self.shape) * self.dtype.itemsize:
+            self.state = decoder, at, taken, crc
+        elif crc != self.crc:
+            raise ValueError("the checksum differs")
 
     def _decode(self, file: int, out: memoryview, first: int) -> None:
         """Fill `out` with the decoded bytes from `first` on."""
         state, self.state = self.state, None
-        decoder, at, taken, crc = state or (zlib.decompressobj(-15), 0, 0, 0)
-        if at > first:  # backwards: once more from the beginning
-            decoder, at, taken, crc = zlib.decompressobj(-15), 0, 0, 0
-        end, total = first + len(out), self.header + prod(self.shape) * self.dtype.itemsize
+        if state is None or state[1] > first:  # backwards: once more from the beginning
+            state = zlib.decompressobj(self.window or 0), 0, 0, 0
+        decoder, at, taken, crc = state
+        end = first + len(out)
         raw = decoder.unconsumed_tail
         while at < end:
             if not raw:  # nor more to read, at the end: the decoder may still hold some
@@ -114,7 +127,7 @@ class Member:
                 if read_at(file, memoryview(buffer), self.offset + taken) < len(buffer):
                     raise ValueError("the file ends before its data do")
                 raw, taken = bytes(buffer), taken + len(buffer)
-            plain = decoder.decompress(raw, min(end - at, 4 * READ_COMPRESSED))
+            plain = decoder.decompress(raw, min(end - at, 16 * READ_COMPRESSED))
             raw = decoder.unconsumed_tail
             crc = zlib.crc32(plain, crc)
             low = max(first - at, 0)
@@ -124,10 +137,7 @@ class Member:
             at += len(plain)
             if not plain and not raw and taken == self.size:
                 raise ValueError("it holds less than it claims")
-        if at < total:
-            self.state = decoder, at, taken, crc
-        elif crc != self.crc:
-            raise ValueError("the checksum differs")
+        self._keep(decoder, at, taken, crc)
 
 
 def open_npz(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str]) -> Source:
@@ -208,18 +218,12 @@ def _members(file: InputFile, left_out: dict[str, str]) -> Iterator[tuple[str, M
     ):
         for entry in archive.infolist():
             name = entry.filename.removesuffix(".npy")
-            with damage_told(".npz", f"{file.path}: {name}", DAMAGE):
+            where = f"{file.path}: {name}"
+            with damage_told(".npz", where, DAMAGE):
                 if entry.flag_bits & 1 or entry.compress_type not in (0, zipfile.ZIP_DEFLATED):
                     raise ValueError("it is encrypted, or compressed otherwise than by deflate")
                 with archive.open(entry) as opened:
-                    version = npy.read_magic(opened)
-                    header = (
-                        npy.read_array_header_1_0(opened)
-                        if version == (1, 0)
-                        else npy.read_array_header_2_0(opened)
-                    )
-                    begin = opened.tell()
-                shape, fortran, dtype = header
+                    header, dtype, shape = npy_header(opened)
                 local = bytearray(30)
                 read_at(raw.fileno(), memoryview(local), entry.header_offset)
                 lengths = (
@@ -234,9 +238,7 @@ def _members(file: InputFile, left_out: dict[str, str]) -> Iterator[tuple[str, M
                 ):
                     left_out[name] = f"{dtype} of shape {list(shape)}"
                     continue
-                if fortran and len(shape) > 1:
-                    raise ValueError("it is stored by columns: save np.ascontiguousarray(array)")
-                if entry.file_size != begin + prod(shape) * dtype.itemsize:
+                if entry.file_size != len(header) + prod(shape) * dtype.itemsize:
                     raise ValueError(f"{entry.file_size} bytes for {dtype} {shape}")
                 if offset + entry.compress_size > file.identity[2]:
                     raise ValueError("the file ends before its data do")
@@ -244,15 +246,28 @@ def _members(file: InputFile, left_out: dict[str, str]) -> Iterator[tuple[str, M
                     name,
                     Member(
                         file=file,
-                        path=name,
+                        where=where,
                         dtype=dtype,
                         shape=shape,
                         offset=offset,
                         size=entry.compress_size,
-                        header=begin,
-                        crc=entry.CRC if entry.compress_type else None,
+                        header=header,
+                        crc=entry.CRC,
+                        window=-15 if entry.compress_type else None,
                     ),
                 )
+
+
+def npy_header(opened: IO[bytes]) -> tuple[bytes, np.dtype[Any], tuple[int, ...]]:
+    """Return the header of an ``.npy`` file, and what it says: dtype and shape."""
+    version = npy.read_magic(opened)
+    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    shape, fortran, dtype = read(opened)
+    if fortran and len(shape) > 1:
+        raise ValueError("it is stored by columns: save np.ascontiguousarray(array)")
+    size = opened.tell()
+    opened.seek(0)
+    return opened.read(size), dtype, shape
 
 
 def _steps(members: dict[str, Member], left_out: dict[str, str], path: Path) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from gear_offline.core.text import count_text
@@ -19,6 +20,7 @@ from gear_offline.sources.combine import (
     with_columns,
 )
 from gear_offline.sources.d4rl import locate
+from gear_offline.sources.dqn_replay import open_dqn_replay, replay_folder
 from gear_offline.sources.hdf5_table import SUFFIXES, open_hdf5
 from gear_offline.sources.minari import data_directory, find_directory, open_minari
 from gear_offline.sources.npz import open_npz
@@ -30,7 +32,7 @@ KINDS = (SUFFIXES, NPZ, PARQUET)
 ACCEPTED = (
     "a .hdf5, .h5, .npz or .parquet file, a folder of them, robomimic:FILE#FILTER_KEY, d4rl:NAME "
     "(d4rl:hopper-medium-v2), minari:ID (minari:mujoco/hopper/medium-v0), the directory of a "
-    "Minari dataset, or one of GEAR shards; "
+    "Minari dataset, of DQN-Replay's checkpoints, or of GEAR shards; "
     "arrays are given from Python, see docs/how-to/convert.md"
 )
 
@@ -78,12 +80,13 @@ def open_source(
     elif scheme == "robomimic" and name:
         path = Path(name)
     else:
-        is_minari = _is_directory(text, path) and data_directory(path) is not None
-        scheme, name = "minari" if is_minari else "path", ""
-    if scheme == "minari" or (scheme != "robomimic" and is_dataset(path)):
+        scheme, name = "path", ""
+    reader = partial(open_minari, dataset_id=name) if scheme == "minari" else None
+    if scheme == "path" and _is_directory(text, path):
+        reader = _folder_reader(path)
+    if reader is not None:
         _refuse_rule(rule, text)
-        source = open_minari(path, dataset_id=name) if scheme == "minari" else open_shards(path)
-        return with_columns(source, parts)
+        return with_columns(reader(path), parts)
     renamed, parts = names_in_file(parts)  # the reader looks for flags under their new names
     if scheme == "robomimic":
         source = _open_demonstrations(name, rule, renamed)
@@ -100,6 +103,15 @@ def open_source(
         uri = text if scheme == "d4rl" else path.name
         source = _open_file(path, uri=uri, rule=rule, names=renamed)
     return with_columns(source, parts, renamed)
+
+
+def _folder_reader(path: Path) -> Callable[[Path], Source] | None:
+    """Return the reader of a folder that is one dataset, ``None`` for a folder of data files."""
+    if data_directory(path) is not None:
+        return open_minari
+    if is_dataset(path):
+        return open_shards
+    return open_dqn_replay if replay_folder(path) else None
 
 
 def _files(folder: Path) -> tuple[list[Path], list[str]]:
