@@ -17,9 +17,9 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from gear_offline.core.files import read_at
 from gear_offline.core.text import count_text
@@ -65,17 +65,26 @@ def open_dqn_replay(folder: Path) -> Source:
             yield Piece(read=partial(_read, checkpoint), first=first, steps=end - start)
             start = end
 
+    def blank(row: int) -> int:
+        """Return how many rows from `row` on are zeros, up to `PADDING`."""
+        found = pieces(row, min(row + PADDING, ends.size))
+        frames = [p.read("observations", p.first, p.first + p.steps) for p in found]
+        zero = ~np.concatenate(frames).any((1, 2)) & still[row : row + PADDING]
+        return int(np.logical_and.accumulate(zero).sum())
+
     ends = np.concatenate([c["terminals"].read(a, b) != 0 for c, a, b in runs])
+    quiet = [(c["actions"].read(a, b) == 0) & (c["rewards"].read(a, b) == 0) for c, a, b in runs]
+    still = np.concatenate(quiet) & ~ends
     firsts = np.unique([0, *gaps, *(np.flatnonzero(ends) + 1)])
     firsts = firsts[firsts < ends.size]
     begins = np.where(firsts == 0, fresh, ends[firsts - 1]) & ~np.isin(firsts, gaps)
-    known = firsts[begins]  # of the others the beginning is missing
-    quiet = [(c["actions"].read(a, b) == 0) & (c["rewards"].read(a, b) == 0) for c, a, b in runs]
-    still = sliding_window_view(np.append(np.concatenate(quiet), [True] * PADDING), PADDING)
-    padded = known.size > 0 and still[known].all()
-    for piece in pieces(int(known[0]), min(int(known[0]) + PADDING, ends.size)) if padded else ():
-        padded &= not piece.read("observations", piece.first, piece.first + piece.steps).any()
-    starts = firsts + PADDING * (begins & padded)
+    known = firsts[begins & (firsts + PADDING <= ends.size)]
+    starts = firsts.copy()
+    padded = known.size and all(still[known + n].all() for n in range(PADDING))
+    if padded and blank(int(known[0])) == PADDING:
+        cut = [blank(int(row)) for row in firsts[~begins]]
+        starts[begins] += PADDING
+        starts[~begins] += np.array(cut, np.int64)
     stops = np.array([*firsts[1:], ends.size])
     kept = starts < stops
     starts, stops = starts[kept], stops[kept]
@@ -108,6 +117,10 @@ def _read(checkpoint: Checkpoint, column: str, start: int, stop: int) -> Array:
 def _runs(folder: Path) -> tuple[list[Run], list[int], bool]:
     """Return all rows in the order of time, where some are missing, and if it is the beginning."""
     numbers = sorted(int(m[1]) for p in folder.iterdir() if (m := _FRAMES.fullmatch(p.name)))
+
+    def kinds(checkpoint: Checkpoint) -> list[Any]:
+        return [(member.dtype, member.shape[1:]) for member in checkpoint.values()]
+
     runs: list[Run] = []
     gaps: list[int] = []
     known = steps = 0  # rows ever added, and those here
@@ -121,8 +134,15 @@ def _runs(folder: Path) -> tuple[list[Run], list[int], bool]:
         count = _add_count(path)
         capacity = checkpoint["observations"].rows
         shapes = [member.shape for member in checkpoint.values()]
-        if count < 1 or capacity < 1 or shapes[1:] != [(capacity,)] * 3:
+        if (
+            count + known < 1
+            or capacity < 1
+            or shapes[1:] != [(capacity,)] * 3
+            or len(shapes[0]) != 3
+        ):
             raise _misfit(f"arrays of shapes {shapes}, {count_text(count, 'row')} added", path)
+        if runs and kinds(checkpoint) != kinds(runs[0][0]):
+            raise _misfit("another shape or dtype than in those before", path)
         if count < known:  # the buffer that is logged last counts from 0
             count -= (count - known) // capacity * capacity
         first = max(count - capacity, known)
@@ -135,12 +155,6 @@ def _runs(folder: Path) -> tuple[list[Run], list[int], bool]:
             runs.append((checkpoint, row, stop))
             first, steps = first + stop - row, steps + stop - row
         known = count
-    first_kinds, last_kinds = (
-        [(name, m.dtype, m.shape[1:]) for name, m in checkpoint.items()]
-        for checkpoint in (runs[0][0], runs[-1][0])
-    )
-    if first_kinds != last_kinds:
-        raise _misfit(f"{last_kinds} after {first_kinds}", folder)
     return runs, gaps, fresh
 
 

@@ -47,8 +47,8 @@ def open_source(
     uri
         Path of an HDF5 file (D4RL's layouts, robomimic's or the generic one), of an ``.npz`` file
         (OGBench's or flat arrays), of a ``.parquet`` file of one row an episode, or of a folder of
-        such files, ``robomimic:FILE#FILTER_KEY``, ``d4rl:NAME``, ``minari:ID``, a Minari dataset's
-        directory, or one of GEAR shards.
+        such files, ``robomimic:FILE#FILTER_KEY``, ``d4rl:NAME``, ``minari:ID``, a directory of a Minari
+        dataset, of DQN-Replay's checkpoints, or of GEAR shards.
     rule
         Boundary rule in place of the format's own, e.g. ``"terminals|steps=1000"``; see
         docs/explanation/episodes.md.
