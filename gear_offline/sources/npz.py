@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy
@@ -258,7 +258,7 @@ def _members(file: InputFile, left_out: dict[str, str]) -> Iterator[tuple[str, M
                 )
 
 
-def npy_header(opened: IO[bytes]) -> tuple[bytes, np.dtype[Any], tuple[int, ...]]:
+def npy_header(opened: Any) -> tuple[bytes, np.dtype[Any], tuple[int, ...]]:
     """Return the header of an ``.npy`` file, and what it says: dtype and shape."""
     version = npy.read_magic(opened)
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0

@@ -47,8 +47,8 @@ def open_source(
     uri
         Path of an HDF5 file (D4RL's layouts, robomimic's or the generic one), of an ``.npz`` file
         (OGBench's or flat arrays), of a ``.parquet`` file of one row an episode, or of a folder of
-        such files, ``robomimic:FILE#FILTER_KEY``, ``d4rl:NAME``, ``minari:ID``, a directory of a Minari
-        dataset, of DQN-Replay's checkpoints, or of GEAR shards.
+        such files, ``robomimic:FILE#FILTER_KEY``, ``d4rl:NAME``, ``minari:ID``, or a directory of a
+        Minari dataset, of DQN-Replay's checkpoints, or of GEAR shards.
     rule
         Boundary rule in place of the format's own, e.g. ``"terminals|steps=1000"``; see
         docs/explanation/episodes.md.
@@ -81,8 +81,10 @@ def open_source(
         path = Path(name)
     else:
         scheme, name = "path", ""
-    reader = partial(open_minari, dataset_id=name) if scheme == "minari" else None
-    if scheme == "path" and _is_directory(text, path):
+    reader: Callable[[Path], Source] | None = None
+    if scheme == "minari":
+        reader = partial(open_minari, dataset_id=name)
+    elif scheme == "path" and _is_directory(text, path):
         reader = _folder_reader(path)
     if reader is not None:
         _refuse_rule(rule, text)
