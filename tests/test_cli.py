@@ -28,8 +28,8 @@ from tests.hdf5_files import write
 ROOT = Path(__file__).parents[1]
 # New knobs go into recipes; a change of this list is a change of the product's surface.
 SURFACE = {
-    "convert": "source out shard-size workers columns discrete rule environment reference "
-    "allow-nonfinite overwrite quiet",
+    "convert": "source out shard-size workers columns discrete rename map where rule "
+    "environment reference allow-nonfinite overwrite quiet",
     "export": "dataset out columns overwrite quiet",
     "inspect": "dataset verify full json quiet",
     "audit": "dataset against json quiet",

@@ -190,6 +190,15 @@ def test_a_named_source_is_compared_with_the_dataset(
     assert wanted in caught.value.what
 
 
+def test_a_dataset_of_edits_is_not_taken_for_its_source(tmp_path: Path) -> None:
+    file = write_hdf5(tmp_path / "x.hdf5")
+    convert(file, tmp_path / "d", where="length > 0", quiet=True)
+    with one_error("DATA_MISMATCH") as caught:
+        prepare_one(tiny_recipe(tmp_path / "d", f"data.source={file}"), quiet=True)
+    assert "x.hdf5 with edits (where length > 0" in caught.value.what
+    assert prepare_one(tiny_recipe(tmp_path / "d"), quiet=True).spec.steps > 0
+
+
 def test_a_dataset_made_of_something_else_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ from gear_offline.cli.values import (
     Numbers,
     Overrides,
     Overwrite,
+    Pairs,
     Quiet,
     RecipeName,
     Run,
@@ -90,6 +91,7 @@ def root(
     "convert mine.hdf5 data/mine",
     "convert d4rl:hopper-medium-v2 data/hopper",
     "convert mine.hdf5 data/mine --columns observations=obs,actions",
+    "convert mine.hdf5 data/best --where 'return > 1000'",
 )
 def convert(
     source: str = Argument(help="File or folder, d4rl:NAME, minari:ID, robomimic:FILE#KEY."),
@@ -98,6 +100,13 @@ def convert(
     workers: int = Option(1, min=1, help="Processes that write shards."),
     columns: Any = Names(None, help="Columns to keep, NEW=OLD renames; default all."),
     discrete: Any = Names(None, help="Float columns to store as integers, e.g. actions."),
+    rename: Any = Pairs(None, help="New names of columns; all others stay."),
+    map_: str | None = Option(
+        None, "--map", metavar="FILE.py:FUNCTION", help="Changes columns of each episode."
+    ),
+    where: str | None = Option(
+        None, metavar="EXPRESSION", help="Episodes to keep: return > 1000 and not truncated."
+    ),
     rule: str | None = Option(None, help="Episode boundary rule, if the detected one is wrong."),
     environment: str | None = Environment(help="Gymnasium id, if not in the file."),
     reference: str | None = Option(None, help="D4RL name whose reference scores apply."),
@@ -118,6 +127,9 @@ def convert(
         workers=workers,
         columns=columns,
         discrete=discrete or (),
+        rename=rename,
+        map=map_,
+        where=where,
         allow_nonfinite=allow_nonfinite,
         overwrite=overwrite,
         environment=environment,

@@ -51,6 +51,15 @@ def parse_list(text: str) -> list[str]:
     return parts
 
 
+def parse_pairs(text: str) -> dict[str, str]:
+    """Return the pairs of ``"act=actions,obs=observations"``."""
+    parts = parse_list(text)
+    pairs = {old.strip(): new.strip() for old, _, new in (part.partition("=") for part in parts)}
+    if len(pairs) < len(parts) or not all(pairs.values()):
+        raise BadParameter(f"{text!r} does not give names once each, as in act=actions")
+    return pairs
+
+
 def parse_numbers(text: str) -> list[float]:
     """Return the numbers of ``"3600,1800"``."""
     try:
@@ -104,6 +113,7 @@ Environment = partial(Option, None, "--environment", "--env")
 Size = partial(Option, parser=parse_size, metavar="SIZE")
 Count = partial(Option, parser=parse_count, metavar="COUNT")
 Names = partial(Option, parser=parse_list, metavar="A,B,...")
+Pairs = partial(Option, parser=parse_pairs, metavar="OLD=NEW,...")
 Numbers = partial(Option, parser=parse_numbers, metavar="X,Y,...")
 Shares = partial(Option, parser=parse_shares, metavar="A=X,B=Y,...")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,6 +23,7 @@ import xxhash
 from gear_offline.convert.shards import (
     ACTIONS,
     REWARDS,
+    Opening,
     Settings,
     Written,
     plan_shards,
@@ -54,6 +55,8 @@ from gear_offline.errors import InputError
 from gear_offline.progress import Progress, say
 from gear_offline.sources import open_source
 from gear_offline.sources.base import InputFile, Source, SourceInfo
+from gear_offline.sources.combine import parse_names, with_columns
+from gear_offline.sources.edit import EpisodeFunction, plan_edits
 
 SHARD_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20
@@ -70,6 +73,9 @@ def convert(
     workers: int = 1,
     columns: Sequence[str] | None = None,
     discrete: Sequence[str] = (),
+    rename: Mapping[str, str] | None = None,
+    map: str | EpisodeFunction | None = None,
+    where: str | None = None,
     allow_nonfinite: bool = False,
     overwrite: bool = False,
     environment: str | None = None,
@@ -101,6 +107,17 @@ def convert(
     discrete
         Columns of whole numbers in a float dtype that are stored as int32: ``["actions"]`` makes
         numbers of actions discrete actions.
+    rename
+        New name of columns, or of groups, by the old one; all others stay.
+    map
+        Function that gets an episode, column name to (T, *shape), and returns columns in place of
+        those of their names, or more, T rows each and the same dtype and shape in every episode.
+        It may be called more than once for an episode.  As text ``module:function`` or
+        ``FILE.py:function``, which several workers need.
+    where
+        Expression that tells which episodes to keep, of what `map` made: of ``return``,
+        ``length``, ``terminated``, ``truncated``, ``episode`` (its number) and columns that do not
+        change in any episode, e.g. ``"return > 1000 and not truncated"``.
     allow_nonfinite
         Accept NaN and infinities; statistics leave them out.
     overwrite
@@ -118,7 +135,8 @@ def convert(
     Raises
     ------
     InputError
-        ``USAGE`` for options; ``COLUMN`` (missing, illegal, NaN, ...), ``SOURCE_LAYOUT``,
+        ``USAGE`` for options, and if `map` raises; ``SELECTION`` if `where` keeps nothing;
+        ``COLUMN`` (missing, illegal, NaN, ...), ``SOURCE_LAYOUT``,
         ``SOURCE_READ``, ``SOURCE_CHANGED`` and the source's own; ``ENVIRONMENT``;
         ``OUTPUT_EXISTS``, ``OUTPUT_WRITE``.
     GearError
@@ -143,13 +161,19 @@ def convert(
     if environment is not None:
         check_environment_id(environment, where="environment")
     given = None if isinstance(source, Source) else source
-    _check_options(shard_bytes, block_bytes, workers, is_open=given is None)
-    columns, names = _split_names(columns, is_open=given is None)
+    local = given is None or not isinstance(map, str | None)
+    _check_options(shard_bytes, block_bytes, workers, local=local)
+    columns, names = _split_names(columns, rename or {})
     given_scores = None if reference is None else known_scores(reference)
     with ExitStack() as stack:
         if isinstance(source, (str, Path)):
             source = stack.enter_context(open_source(source, rule=rule, names=names))
-        info, picked = source.info, _pick_columns(source, columns)
+        else:
+            source = with_columns(source, parse_names(names))
+        edits, notes = plan_edits(source, map, where)
+        source = edits.apply(source)
+        notes = [f"rename {old} to {new}" for old, new in (rename or {}).items()] + notes
+        info, picked = _with_notes(source.info, notes), _pick_columns(source, columns)
         settings = Settings(
             spec=source.spec,
             columns=picked,
@@ -175,14 +199,17 @@ def convert(
             progress.advance(done)
 
         if given is not None and workers > 1 and len(jobs) > 1:
-            opening = (given, rule, tuple(names.items()))
+            if map is not None:
+                edits = replace(edits, function=map)
+            opening = Opening(uri=given, rule=rule, names=tuple(names.items()), edits=edits)
             written = write_in_processes(opening, jobs, settings, folder, workers, advance)
         else:
             written = write_shards(source, jobs, settings, folder, advance)
         names_of_scores = (info.reference_name, environment, info.environment_id)
         known = (reference_scores(name) for name in names_of_scores if name)
         scores = given_scores or next((one for one in known if one is not None), None)
-        manifest = _manifest(source, settings, written, digests.records(), environment, scores)
+        files = digests.records()
+        manifest = _manifest(source, info, settings, written, files, environment, scores)
         with open(folder / MANIFEST_NAME, "xb") as file:
             file.write(manifest.encode())
             file.flush()
@@ -237,38 +264,46 @@ class _SourceDigests(Closing):
 # options -------------------------------------------------------------------------------------
 
 
-def _check_options(shard_bytes: int, block_bytes: int, workers: int, *, is_open: bool) -> None:
+def _check_options(shard_bytes: int, block_bytes: int, workers: int, *, local: bool) -> None:
     fits = MIN_BLOCK_BYTES <= block_bytes <= MAX_BLOCK_BYTES and not block_bytes % MIN_BLOCK_BYTES
     if shard_bytes < 1:
         what, remedy = f"shard_bytes is {shard_bytes}", "give at least 1"
     elif not fits:
         what = f"block_bytes is {block_bytes}"
         remedy = f"give a multiple of {MIN_BLOCK_BYTES} up to {MAX_BLOCK_BYTES}"
-    elif workers < 1 or (workers > 1 and is_open):
+    elif workers < 1 or (workers > 1 and local):
         what = f"workers are {workers}"
-        remedy = "give at least 1, and 1 for a source that is open: workers open it themselves"
+        remedy = "give at least 1; several need the source as a path or name, and map as text"
     else:
         return
     raise InputError("USAGE", what, remedy=remedy)
 
 
 def _split_names(
-    columns: Sequence[str] | None, *, is_open: bool
+    columns: Sequence[str] | None, rename: Mapping[str, str]
 ) -> tuple[list[str] | None, dict[str, str]]:
-    """Return the columns to keep, and the datasets that get new names."""
-    if columns is None:
-        return None, {}
-    _check_list(columns, "columns")
-    pairs = [name.split("=", 1) for name in columns if "=" in name]
+    """Return the columns to keep, and those that get new names: the old by the new one."""
+    pairs = [(new, old) for old, new in rename.items()]
+    if columns is not None:
+        _check_list(columns, "columns")
+        pairs += [
+            (name, old) for name, equals, old in (c.partition("=") for c in columns) if equals
+        ]
     names = {new.strip(): old.strip() for new, old in pairs}
     parts = [part.strip() for text in (*names, *names.values()) for part in text.split("+")]
-    if not columns or len(names) < len(pairs) or not all(parts):
-        what = f"columns {', '.join(columns)} give a name twice, or none"
+    if (columns is not None and not columns) or len(names) < len(pairs) or not all(parts):
+        what = f"{', '.join(columns or map('='.join, pairs))} gives a name twice, or none"
         raise InputError("USAGE", what, remedy="write it like observations=obs,actions=act")
-    if names and is_open:
-        what = "columns of an open source cannot be renamed"
-        raise InputError("USAGE", what, remedy="give open_source(..., names={NEW: OLD})")
-    return [name.split("=", 1)[0].strip() for name in columns], names
+    return None if columns is None else [name.partition("=")[0].strip() for name in columns], names
+
+
+def _with_notes(info: SourceInfo, notes: list[str]) -> SourceInfo:
+    """Return `info` with what was edited, after what was edited before."""
+    if not notes:
+        return info
+    before = info.attributes.get("edits")
+    notes = [*(before if isinstance(before, list) else ()), *notes]
+    return replace(info, attributes={**info.attributes, "edits": notes})
 
 
 def _check_list(names: Sequence[str], option: str) -> None:
@@ -335,13 +370,13 @@ def _check_manifest_size(settings: Settings, spec: TableSpec, shards: int) -> No
 
 def _manifest(
     source: Source,
+    info: SourceInfo,
     settings: Settings,
     written: Sequence[Written],
     files: list[SourceFile],
     environment: str | None,
     scores: ReferenceScores | None,
 ) -> Manifest:
-    info = source.info
     first, *others = [statistics for _, statistics in written]
     for other in others:
         for name, moments in other.moments.items():

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from gear_offline.dataset.statistics import Moments
 from gear_offline.errors import GearError, InputError
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source, changed_error
+from gear_offline.sources.edit import Edits
 from gear_offline.workers import Caller, WorkerPool
 
 PIECE_BYTES = 4 << 20  # a piece has about this many bytes, or one storage chunk if that is more
@@ -95,15 +97,14 @@ def write_shards(
             shard = writers.enter_context(ShardWriter(source, job, settings, folder))
             first, last = source.episodes.offsets[[job.first_episode, job.last_episode]].tolist()
             under_way: list[Future[None]] = []
-            for column, stored in zip(settings.columns, settings.stored, strict=True):
-                for start, stop in _pieces(source, column, first, last):
-                    rows = _read_rows(source, column, stored, start, stop)
-                    _wait(under_way)
-                    under_way = [
-                        pool.submit(shard.statistics.add, stored, rows, start),
-                        pool.submit(shard.append, stored.name, rows),
-                    ]
-                    advance((stop - start) * stored.step_bytes)
+            for column, stored, start, stop in _pieces(source, settings, first, last):
+                rows = _read_rows(source, column, stored, start, stop)
+                _wait(under_way)
+                under_way = [
+                    pool.submit(shard.statistics.add, stored, rows, start),
+                    pool.submit(shard.append, stored.name, rows),
+                ]
+                advance((stop - start) * stored.step_bytes)
             _wait([*under_way, *shards[-1:]])
             shards.append(pool.submit(shard.finish))
         return _wait(shards)
@@ -169,14 +170,18 @@ class ShardWriter(Closing):
         self._file.close()
 
 
-def _pieces(source: Source, column: ColumnSpec, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cut ``[start, stop)`` at multiples of whole chunks, so that none is read twice."""
-    chunk = max(1, source.preferred_rows(column.name))
-    rows = chunk * max(1, PIECE_BYTES // (chunk * column.step_bytes))
-    while start < stop:
-        end = min(stop, (start // rows + 1) * rows)
-        yield start, end
-        start = end
+def _pieces(
+    source: Source, settings: Settings, first: int, last: int
+) -> Iterator[tuple[ColumnSpec, ColumnSpec, int, int]]:
+    """Cut ``[first, last)`` of each column at multiples of whole chunks: none is read twice."""
+    turns = source.turns[(source.turns > first) & (source.turns < last)]
+    for begin, end in pairwise([first, *turns.tolist(), last]):
+        for column, stored in zip(settings.columns, settings.stored, strict=True):
+            chunk = source.preferred_rows(column.name)
+            rows = chunk * max(1, PIECE_BYTES // (chunk * column.step_bytes))
+            cuts = range((begin // rows + 1) * rows, end, rows)
+            for start, stop in pairwise([begin, *cuts, end]):
+                yield column, stored, start, stop
 
 
 def _read_rows(
@@ -265,7 +270,16 @@ class ShardStatistics:
 
 
 Written = tuple[ShardRecord, ShardStatistics]
-Opening = tuple[str | Path, str | None, tuple[tuple[str, str], ...]]  # source, rule, names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """How a worker opens the source: what the user gave, and what was found to be done to it."""
+
+    uri: str | Path
+    rule: str | None
+    names: tuple[tuple[str, str], ...]
+    edits: Edits
 
 
 def write_in_processes(
@@ -286,13 +300,14 @@ def write_shard(
     caller: Caller, opening: Opening, job: ShardJob, settings: Settings, folder: Path
 ) -> Written:
     """Write one shard in a worker."""
-    source = _opened(*opening)
+    source = _opened(opening)
     if source.spec != settings.spec:
-        raise changed_error(str(opening[0]))
+        raise changed_error(str(opening.uri))
     with writing(folder):
         return write_shards(source, [job], settings, folder, caller.send)[0]
 
 
 @lru_cache(maxsize=1)
-def _opened(uri: str | Path, rule: str | None, names: tuple[tuple[str, str], ...]) -> Source:
-    return open_source(uri, rule=rule, names=dict(names))
+def _opened(opening: Opening) -> Source:
+    source = open_source(opening.uri, rule=opening.rule, names=dict(opening.names))
+    return opening.edits.apply(source)

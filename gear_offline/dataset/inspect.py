@@ -97,6 +97,7 @@ def summary(manifest: Manifest) -> list[str]:
         f"{endings.truncated:,} truncated), {', '.join(counts)}, "
         f"{size_text(manifest.total_bytes)}; rule {source.rule}"
     ]
+    lines += [f"edited: {edit}" for edit in source.attributes.get("edits", ())]
     for name, column in manifest.statistics.items():
         if column.nonfinite:
             count = count_text(column.nonfinite, "value")

@@ -87,6 +87,9 @@ def prepare_one(recipe: Recipe, *, quiet: bool = False) -> Dataset:
 def _check_origin(data: DataSettings, dataset: Dataset) -> None:
     """Refuse a dataset that is there already but was made of something else."""
     origin = dataset.manifest.source
+    if (data.source or data.collect) and (edits := origin.attributes.get("edits")):
+        made = f"{origin.uri} with edits ({'; '.join(map(str, edits))})"
+        raise _mismatch("dataset", dataset.path, f"{data.source or 'data.collect'} alone", made)
     if data.collect is not None:
         collected = origin.attributes.get("attributes")
         _check_collected(data.collect, collected, "dataset", dataset.path)
@@ -122,7 +125,8 @@ def _mismatch(what: str, path: Path, wanted: str, actual: str) -> InputError:
         "DATA_MISMATCH",
         f"the {what} that is there was made of {actual}, the recipe says {wanted}",
         where=str(path),
-        remedy=f"give another data.path, or remove that {what} to have it made again",
+        remedy=f"give another data.path, or remove that {what} to have it made again, or take it "
+        "as it is: data.source=null data.collect=null",
     )
 
 

@@ -91,7 +91,7 @@ def from_episodes(
         raise _misfit("there are no episodes", "", "give at least one")
     first = read[0][0]
     for number, (columns, _) in enumerate(read):
-        _check_same(number, columns, first)
+        check_same(number, columns, first)
     notes: list[str] = []
     if not any(n.split("/")[0] == OBSERVATIONS for n in first):
         notes.append(f"no column is named {OBSERVATIONS}, which training needs: {', '.join(first)}")
@@ -144,7 +144,7 @@ def from_arrays(
         raise _misfit(what, "columns", "give a mapping of column names to arrays")
     named = _named(columns, "")
     metadata = {key: named.pop(key) for key in tuple(named) if key.split("/")[0] == METADATA}
-    arrays = {key: _array(value, key, "") for key, value in named.items()}
+    arrays = {key: as_rows(value, key, "") for key, value in named.items()}
     steps = _steps(arrays, "")
     notes: list[str] = []
     if rule is None:
@@ -188,7 +188,7 @@ def _episode(number: int, given: Mapping[str, Any]) -> tuple[Columns, tuple[bool
     where = f"episode {number}"
     if not isinstance(given, Mapping):
         raise _misfit(f"an episode is a {type(given).__name__}", where, f"give {_ONE_EACH}")
-    arrays = {key: _array(value, key, where) for key, value in _named(given, where).items()}
+    arrays = {key: as_rows(value, key, where) for key, value in _named(given, where).items()}
     flags = {key: arrays.pop(key) for key in FLAGS if key in arrays and not arrays[key].ndim}
     _split_observations(arrays, where)
     _steps(arrays, where)
@@ -209,7 +209,8 @@ def _named(given: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, 
     return named
 
 
-def _array(value: Any, column: str, where: str) -> Array:
+def as_rows(value: Any, column: str, where: str) -> Array:
+    """Return what a program gives for a column as an array of numbers."""
     try:
         rows = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors of a GPU
@@ -260,17 +261,18 @@ def _steps(columns: Columns, where: str) -> int:
     return steps
 
 
-def _check_same(number: int, columns: Columns, wanted: Columns) -> None:
+def check_same(number: int, columns: Columns, wanted: Columns, like: int = 0) -> None:
+    """Refuse columns of an episode that are not those of episode `like`."""
     where = f"episode {number}"
     differ = sorted(set(columns) ^ set(wanted))
     if differ:
-        what = "is missing" if differ[0] in wanted else "is not in episode 0"
+        what = "is missing" if differ[0] in wanted else f"is not in episode {like}"
         raise _misfit(f"column {differ[0]} {what}", where, "give every episode the same columns")
     for name, first in wanted.items():
         rows, shape = columns[name], first.shape[1:]
         native = rows.dtype.newbyteorder("=") == first.dtype.newbyteorder("=")
         if not native or rows.shape[1:] != shape:
-            what = f"{rows.dtype} {rows.shape[1:]} a step, episode 0 has {first.dtype} {shape}"
+            what = f"{rows.dtype} {rows.shape[1:]} a step, episode {like} has {first.dtype} {shape}"
             remedy = "give every episode the same shape and dtype: np.asarray(values, np.float32)"
             raise _misfit(what, where, remedy, name)
 

@@ -158,6 +158,8 @@ class Source(Closing):
         Provenance.
     preferred
         Rows per read that suit the storage, by name of the source; default about 8 MiB.
+    by_piece
+        Read all columns of a piece before those of the next: a read loads a whole piece.
 
     Attributes
     ----------
@@ -184,12 +186,15 @@ class Source(Closing):
         truncated: npt.ArrayLike | None = None,
         info: SourceInfo,
         preferred: Mapping[str, int] | None = None,
+        by_piece: bool = False,
     ) -> None:
         names = legal_names(columns)
         self._stored = {new: old for old, new in names.items()}
         self._pieces = tuple(pieces)
         self._firsts = np.cumsum([0, *(piece.steps for piece in pieces)], dtype=np.int64)
         self._preferred = preferred or {}
+        # where reading has to turn to the next column
+        self.turns = self._firsts if by_piece else self._firsts[:0]
         self.episodes = EpisodeIndex(lengths=np.asarray(lengths, np.int64))
         self.terminated: BoolArray = np.ascontiguousarray(terminated, np.bool_)
         if truncated is None:

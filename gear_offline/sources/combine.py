@@ -21,7 +21,15 @@ from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.manifest import MANIFEST_NAME
 from gear_offline.dataset.schema import ColumnSpec, chosen_episodes
 from gear_offline.errors import InputError
-from gear_offline.sources.base import InputFile, Kinds, Piece, Source, SourceInfo, legal_names
+from gear_offline.sources.base import (
+    InputFile,
+    Kinds,
+    Piece,
+    Source,
+    SourceInfo,
+    legal_names,
+    renamed,
+)
 
 MOST_NAMED = 20  # parts that a joined source describes one by one
 
@@ -219,9 +227,12 @@ def with_columns(source: Source, parts: Parts, given: Mapping[str, str] | None =
         new: tuple(old if old in source.spec else legal_names([old])[old] for old in olds)
         for new, olds in parts.items()
     }
-    used = {name for olds in parts.values() for name in olds}
-    rest = [c for c in source.spec if c.name not in used and c.name not in parts]
-    all_parts = {c.name: (c.name,) for c in rest} | parts
+    several = {new: olds for new, olds in parts.items() if len(olds) > 1}
+    alone = {new: olds[0] for new, olds in parts.items() if len(olds) == 1}
+    used = {name for olds in several.values() for name in olds}
+    stored = renamed({c.name: c.name for c in source.spec}, alone, source.info.uri)
+    rest = {new: (old,) for new, old in stored.items() if new != old or old not in used}
+    all_parts = rest | several
 
     def read(column: str, start: int, stop: int) -> Array:
         rows = [source.read(old, start, stop) for old in all_parts[column]]
@@ -229,11 +240,11 @@ def with_columns(source: Source, parts: Parts, given: Mapping[str, str] | None =
             return rows[0]
         return np.concatenate([part.reshape(stop - start, -1) for part in rows], axis=1)
 
-    made = [_column(source, new, olds, given or {}) for new, olds in parts.items()]
+    columns = [_column(source, new, olds, given or {}) for new, olds in all_parts.items()]
     made_of = {new: " + ".join(olds) for new, olds in parts.items()}
     return Source(
         [Piece(read=read, steps=source.spec.steps)],
-        _kinds([*made, *rest]),
+        _kinds(columns),
         lengths=source.episodes.lengths,
         terminated=source.terminated,
         truncated=source.truncated,

@@ -1,0 +1,317 @@
+"""Edits of an open source: columns that a function makes, episodes that an expression keeps.
+
+Shape legend: N rows, E episodes.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial, reduce
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gear_offline.config.problems import nearest
+from gear_offline.core.text import count_text, first_line
+from gear_offline.core.types import Array, BoolArray, Float64Array
+from gear_offline.dataset.shard import digest
+from gear_offline.errors import InputError
+from gear_offline.sources.arrays import Columns, as_rows, check_same
+from gear_offline.sources.base import Piece, Source, some_names
+from gear_offline.sources.combine import pick_episodes
+
+WINDOW_BYTES = 32 << 20  # of episodes that are in memory for a function; a longer one alone
+MOST_CHARACTERS = 1000  # of an expression
+_RETURN = "_return"  # Python keeps the word for itself
+_ARITHMETIC: dict[type[ast.AST], np.ufunc] = {
+    ast.Add: np.add,
+    ast.Sub: np.subtract,
+    ast.Mult: np.multiply,
+    ast.Div: np.divide,
+    ast.FloorDiv: np.floor_divide,
+    ast.Mod: np.mod,
+    ast.UAdd: np.positive,
+    ast.USub: np.negative,
+}
+_TRUTH: dict[type[ast.AST], np.ufunc] = {
+    ast.Lt: np.less,
+    ast.LtE: np.less_equal,
+    ast.Gt: np.greater,
+    ast.GtE: np.greater_equal,
+    ast.Eq: np.equal,
+    ast.NotEq: np.not_equal,
+    ast.And: np.logical_and,
+    ast.Or: np.logical_or,
+    ast.Not: np.logical_not,
+}
+
+EpisodeFunction = Callable[[Columns], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edits:
+    """What happens to an open source; each worker does it to its own.
+
+    Attributes
+    ----------
+    function
+        Changes columns of an episode; its name where another process is to find it.
+    kept
+        A bit for each episode, as `numpy.packbits` makes them; None keeps all.
+    """
+
+    function: str | EpisodeFunction | None = None
+    kept: bytes | None = None
+
+    def apply(self, source: Source) -> Source:
+        """Return the source that `source` becomes."""
+        numbers = np.arange(source.spec.episodes)
+        if self.kept is not None:
+            bits = np.unpackbits(np.frombuffer(self.kept, np.uint8), count=numbers.size)
+            numbers = np.flatnonzero(bits)
+            source = pick_episodes(source, numbers)
+        if self.function is None or not numbers.size:
+            return source
+        return _map_episodes(source, find_function(self.function), numbers.tolist())
+
+
+def plan_edits(
+    source: Source, function: str | EpisodeFunction | None, where: str | None
+) -> tuple[Edits, list[str]]:
+    """Return the edits of a source, and what its dataset says of them."""
+    edits, notes = Edits(), []
+    if function is not None:
+        edits = Edits(function=find_function(function))
+        notes.append(f"map {_origin(function, edits.function)}")
+    if where is not None:
+        kept = keep_episodes(where, edits.apply(source))
+        edits = replace(edits, kept=np.packbits(kept).tobytes())
+        counts = f"{kept.sum():,} of {count_text(kept.size, 'episode')}"
+        notes.append(f"where {' '.join(where.split())}: {counts}")
+    return edits, notes
+
+
+def find_function(given: str | EpisodeFunction) -> EpisodeFunction:
+    """Return the function that ``module:function`` or ``FILE.py:function`` names (``USAGE``)."""
+    remedy = "give module:function, FILE.py:function or, in Python, a function of an episode"
+    function: Any = given
+    what = f"a {type(given).__name__} is no function"
+    if isinstance(given, str):
+        place, _, name = given.rpartition(":")
+        try:
+            module = _load(place)
+        except Exception as error:  # whatever a user's module raises
+            what = f"it cannot be imported: {type(error).__name__}: {first_line(error)}"
+            raise InputError("USAGE", what, f"map {given}", remedy) from error
+        function, near = getattr(module, name, None), nearest(name, dir(module))
+        what = f"{place} has no such function" + (f", did you mean {near}?" if near else "")
+    if not callable(function):
+        raise InputError("USAGE", what, f"map {given}", remedy)
+    return function  # type: ignore[no-any-return]
+
+
+def _load(place: str) -> Any:
+    """Import a module by its name or its file."""
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    assert spec is not None and spec.loader is not None, "by its suffix it is Python"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _origin(given: str | EpisodeFunction, function: Any) -> str:
+    """Return the name of a function, and the digest of the file that it stands in."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    name = Path(given).name if isinstance(given, str) else f"{function.__module__}:{name}"
+    try:
+        content = Path(inspect.getsourcefile(function) or "").read_bytes()
+    except (OSError, TypeError):  # typed at a prompt, or not of Python
+        return name
+    return f"{name}, xxh3-128:{digest(content)}"
+
+
+def _map_episodes(source: Source, function: EpisodeFunction, numbers: Sequence[int]) -> Source:
+    """Return a source of what `function` makes of its episodes, some at a time; their numbers."""
+    offsets = source.episodes.offsets
+    first = _call(function, _read(source, 0, int(offsets[1])), numbers[0])
+    kinds = {c.name: (c.dtype, c.shape) for c in source.spec}
+    kinds |= {name: (rows.dtype, rows.shape[1:]) for name, rows in first.items()}
+    step_bytes = sum(dtype.itemsize * prod(shape) for dtype, shape in kinds.values())
+    # The first episode that begins in each run of so many steps begins a window.
+    runs = offsets[:-1] // max(1, WINDOW_BYTES // step_bytes)
+    firsts = [*np.unique(runs, return_index=True)[1].tolist(), source.spec.episodes]
+
+    @lru_cache(maxsize=1)
+    def window(index: int) -> Columns:
+        begin, end = firsts[index : index + 2]
+        low, high = int(offsets[begin]), int(offsets[end])
+        read = _read(source, low, high)
+        made = {n: np.empty((high - low, *kinds[n][1]), kinds[n][0]) for n in first}
+        for number, (a, b) in zip(
+            numbers[begin:end], pairwise((offsets[begin : end + 1] - low).tolist()), strict=True
+        ):
+            changed = _call(function, {n: rows[a:b] for n, rows in read.items()}, number)
+            check_same(number, changed, first, like=numbers[0])
+            for name, rows in changed.items():
+                made[name][a:b] = rows
+        return read | made
+
+    def read_made(index: int, column: str, start: int, stop: int) -> Array:
+        return window(index)[column][start:stop]
+
+    return Source(
+        [
+            Piece(read=partial(read_made, index), steps=int(offsets[end] - offsets[begin]))
+            for index, (begin, end) in enumerate(pairwise(firsts))
+        ],
+        kinds,
+        lengths=source.episodes.lengths,
+        terminated=source.terminated,
+        truncated=source.truncated,
+        info=source.info,
+        by_piece=True,
+    )
+
+
+def _read(source: Source, start: int, stop: int) -> Columns:
+    columns = {c.name: source.read(c.name, start, stop).view() for c in source.spec}
+    for rows in columns.values():
+        rows.setflags(write=False)  # they may be the user's own
+    return columns
+
+
+def _call(function: EpisodeFunction, episode: Columns, number: int) -> Columns:
+    """Return the columns that `function` makes of an episode, each with a row for each step."""
+    where, steps = f"episode {number}", len(next(iter(episode.values())))
+    remedy = "return a dict of columns, one row for each step; what it gets cannot be written to"
+    try:
+        given = function(episode)
+    except Exception as error:  # whatever a user's function raises
+        what = f"the function of map raised {type(error).__name__}: {first_line(error)}"
+        raise InputError("USAGE", what, where=where, remedy=f"{remedy}; see --debug") from error
+    if not isinstance(given, Mapping):
+        what = f"the function of map returned a {type(given).__name__}"
+        raise InputError("USAGE", what, where=where, remedy=remedy)
+    made = {str(name): as_rows(rows, str(name), where) for name, rows in given.items()}
+    for name, rows in made.items():
+        if rows.shape[:1] != (steps,):
+            what = (
+                f"the function of map returned shape {rows.shape} for {count_text(steps, 'step')}"
+            )
+            raise InputError("SOURCE_LAYOUT", what, f"{where}, column {name}", remedy)
+    return made
+
+
+def keep_episodes(expression: str, source: Source) -> BoolArray:
+    """Return (E,) which episodes an expression keeps, at least one.
+
+    It compares and calculates with numbers, facts of episodes, and columns of one number a step
+    that do not change in any episode.
+    """
+    where = f"where {expression[:200]}"
+    remedy = "compare numbers, join by and, or, not: return > 1000 and length > 50"
+    facts = _Facts(source)
+    try:
+        if len(expression) > MOST_CHARACTERS:
+            raise ValueError(f"more than {MOST_CHARACTERS} characters")
+        text = re.sub(r"\breturn\b", _RETURN, expression.strip())
+        with np.errstate(all="ignore"):
+            kept = np.asarray(_value(ast.parse(text, mode="eval").body, facts))
+        if kept.dtype != np.bool_ or kept.shape != (source.spec.episodes,):
+            raise ValueError("it says of no episode that it is true or false")
+    except InputError as error:
+        raise InputError(error.code, error.what, where, error.remedy) from error
+    except (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError) as error:
+        raise InputError("USAGE", first_line(error), where, remedy) from error
+    if not kept.any():
+        what = f"none of {count_text(kept.size, 'episode')} is kept"
+        asked = ((n.lstrip("_"), v.astype(float)) for n, v in facts.items() if n in text)
+        ranges = "; ".join(f"{n} is {v.min():.6g} to {v.max():.6g}" for n, v in asked)
+        raise InputError("SELECTION", what, where, ranges)
+    return kept
+
+
+def _value(node: ast.AST, facts: Mapping[str, Array]) -> Any:
+    """Return (E,) what a part of an expression is worth, or one number for all."""
+    match node:
+        case ast.Constant(value=bool() | int() | float() as number):
+            return float(number)
+        case ast.Name(id=name):
+            return facts[name]
+        case ast.UnaryOp(op=operation, operand=operand):
+            return _calculated(operation, _value(operand, facts))
+        case ast.BinOp(left=left, op=operation, right=right):
+            return _calculated(operation, _value(left, facts), _value(right, facts))
+        case ast.BoolOp(op=operation, values=parts):
+            return reduce(partial(_calculated, operation), (_value(p, facts) for p in parts))
+        case ast.Compare(left=left, ops=operations, comparators=others):
+            pairs = pairwise(_value(part, facts) for part in (left, *others))
+            found = (_calculated(o, *two) for o, two in zip(operations, pairs, strict=True))
+            return reduce(np.logical_and, found)
+    raise ValueError(f"{ast.unparse(node)} is not understood")
+
+
+def _calculated(operation: ast.AST, *values: Any) -> Any:
+    if function := _TRUTH.get(type(operation)):
+        return function(*values)
+    if function := _ARITHMETIC.get(type(operation)):
+        return function(*values, dtype=np.float64)
+    raise ValueError(f"{type(operation).__name__} is not understood")
+
+
+class _Facts(dict[str, Array]):
+    """What names stand for, (E,) each, found when they are asked for."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(
+            length=source.episodes.lengths,
+            terminated=source.terminated,
+            truncated=source.truncated,
+            episode=np.arange(source.spec.episodes),
+        )
+        self._source = source
+
+    def __missing__(self, name: str) -> Array:
+        scalars = [c for c in self._source.spec if c.shape in ((), (1,)) and c.dtype.kind != "c"]
+        columns = [c.name for c in scalars]
+        if name == _RETURN and "rewards" in columns:
+            self[name] = _fold(self._source, "rewards", np.add, 0.0)
+            return self[name]
+        if name not in columns:
+            names = ["return", *self, *columns]
+            near = nearest(name, names)
+            what = f"unknown name {name!r}" + (f", did you mean {near!r}?" if near else "")
+            remedy = f"names are {some_names(names)}, of columns those that stay in an episode"
+            raise InputError("USAGE", what, remedy=remedy)
+        low = _fold(self._source, name, np.minimum, np.inf)
+        if (changing := np.flatnonzero(low != _fold(self._source, name, np.maximum, -np.inf))).size:
+            what = f"the column {name} changes in episode {changing[0]}"
+            raise InputError("USAGE", what, remedy="name columns that do not")
+        self[name] = low
+        return low
+
+
+def _fold(source: Source, column: str, function: np.ufunc, start: float) -> Float64Array:
+    """Return (E,) what a function of two numbers makes of each episode, e.g. its sum."""
+    offsets, rows = source.episodes.offsets, source.preferred_rows(column)
+    found = np.full(source.spec.episodes, start)
+    for begin in range(0, source.spec.steps, rows):
+        end = min(begin + rows, source.spec.steps)
+        block = source.read(column, begin, end).reshape(-1).astype(np.float64)
+        first = int(np.searchsorted(offsets, begin, side="right")) - 1
+        last = int(np.searchsorted(offsets, end, side="left"))
+        parts = function.reduceat(block, np.maximum(offsets[first:last] - begin, 0))
+        found[first:last] = function(found[first:last], parts)
+    return found

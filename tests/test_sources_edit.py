@@ -1,0 +1,241 @@
+"""Edits at conversion, against the same done with NumPy on the source's arrays.
+
+Shape legend: E episodes, T steps of an episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gear_offline.cli.main import main
+from gear_offline.convert.conversion import convert
+from gear_offline.dataset.dataset import open_dataset
+from gear_offline.errors import InputError
+from gear_offline.sources import edit, from_episodes, open_source
+from tests.hdf5_files import write
+from tests.support import ArraySource, contents, hopper_columns
+
+Columns = dict[str, Any]
+
+RELABEL = """
+import numpy as np
+def halved(episode):
+    past = np.cumsum(episode["rewards"], dtype=np.float32)
+    return {"rewards": episode["rewards"] / 2, "past": past, "pair": np.stack([past, -past], 1)}
+"""
+
+
+def relabelled(episode: Columns) -> Columns:
+    """Do what RELABEL does."""
+    past = np.cumsum(episode["rewards"], dtype=np.float32)
+    return {"rewards": episode["rewards"] / 2, "past": past, "pair": np.stack([past, -past], 1)}
+
+
+def episodes_of(lengths: list[int], seed: int = 0) -> list[Columns]:
+    """Return episodes of float rewards, some of which terminate, each with a level of its own."""
+    made = []
+    for number, steps in enumerate(lengths):
+        columns = hopper_columns(steps, seed=seed + number, state_dim=2, action_dim=1)
+        rows = {name: columns[name] for name in ("observations", "actions", "rewards")}
+        flags = np.zeros((2, steps), bool)
+        flags[(seed + number) % 2, -1] = True
+        level = np.full(steps, number % 3)
+        made.append(rows | {"terminals": flags[0], "timeouts": flags[1], "level": level})
+    return made
+
+
+EXPRESSIONS: dict[str, Callable[[float, int, bool, int], Any]] = {
+    "return > 0 and length > 2": lambda r, n, t, e: r > 0 and n > 2,
+    "not (terminated or length == 3)": lambda r, n, t, e: not (t or n == 3),
+    "-1 < return / length <= .25": lambda r, n, t, e: -1 < r / n <= 0.25,
+    "truncated == (episode % 2)": lambda r, n, t, e: (not t) == (e % 2),
+    "level != 1 or return - 1 >= -length": lambda r, n, t, e: e % 3 != 1 or r - 1 >= -n,
+    "+length // 2 * 2 == length": lambda r, n, t, e: n % 2 == 0,
+}
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    seed=st.integers(0, 99),
+    where=st.sampled_from(sorted(EXPRESSIONS)),
+    mapped=st.booleans(),
+    window=st.sampled_from([1, 300, 1 << 20]),
+    shard_bytes=st.sampled_from([200, 1 << 20]),
+)
+def test_what_is_written_is_what_numpy_makes(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: list[int],
+    seed: int,
+    where: str,
+    mapped: bool,
+    window: int,
+    shard_bytes: int,
+) -> None:
+    monkeypatch.setattr(edit, "WINDOW_BYTES", window)
+    episodes, out = episodes_of(lengths, seed), tmp_path_factory.mktemp("edit") / "d"
+    wanted = [e | (relabelled(e) if mapped else {}) for e in episodes]
+    keep = [
+        bool(
+            EXPRESSIONS[where](
+                e["rewards"].sum(dtype=float), len(e["rewards"]), e["terminals"][-1], i
+            )
+        )
+        for i, e in enumerate(wanted)
+    ]
+    given_: Columns = {"map": relabelled if mapped else None, "rename": {"observations": "state"}}
+    given_ |= {"where": where, "shard_bytes": shard_bytes, "quiet": True}
+    if not any(keep):
+        with pytest.raises(InputError, match="is kept"):
+            convert(from_episodes(episodes), out, **given_)
+        return
+    record = convert(from_episodes(episodes), out, **given_).source.attributes["edits"]
+    wanted = [e for e, kept in zip(wanted, keep, strict=True) if kept]
+    dataset = open_dataset(out)
+    assert {c.name for c in dataset.spec} == {*wanted[0], "state"} - {"observations"}
+    for found, made in zip(dataset, wanted, strict=True):
+        for name, rows in found.items():
+            again = made["observations" if name == "state" else name]
+            assert rows.dtype == again.dtype and rows.tobytes() == again.tobytes(), name
+    returns = [e["rewards"].sum(dtype=float) for e in wanted]
+    np.testing.assert_allclose(dataset.returns, returns, rtol=1e-12, atol=1e-12)
+    assert dataset.terminated.tolist() == [bool(e["terminals"][-1]) for e in wanted]
+    mean = np.concatenate([e["rewards"] for e in wanted]).mean(dtype=float)
+    assert dataset.statistics["rewards"].mean == pytest.approx(mean)
+    assert record[0] == "rename observations to state" and where in record[-1]
+    assert ("test_sources_edit:relabelled, xxh3-128:" in record[1]) is mapped
+
+
+@pytest.mark.parametrize("kind", ["hdf5", "npz", "folder", "shards"])
+def test_every_source_is_edited_by_any_number_of_workers(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "relabel.py").write_text(RELABEL)
+    episodes = episodes_of([3, 4, 5, 6, 7, 8, 9, 3, 4])
+    flat: Columns = {name: np.concatenate([e[name] for e in episodes]) for name in episodes[0]}
+    source = tmp_path / f"x.{kind}"
+    if kind == "hdf5":
+        write(source, flat, compression="gzip", chunks=True)
+    elif kind == "npz":
+        np.savez_compressed(source, **flat)
+    elif kind == "folder":
+        source.mkdir()
+        write(source / "a.hdf5", {name: rows[:25] for name, rows in flat.items()})
+        write(source / "b.hdf5", {name: rows[25:] for name, rows in flat.items()})
+    else:
+        convert(from_episodes(episodes), source, quiet=True)
+    options = ["--where", "return > -9 and length > 3", "--rename", "level=stage", "-q"]
+    options += ["--map", f"{tmp_path / 'relabel.py'}:halved", "--shard-size", "500"]
+    for workers in ("1", "3"):
+        out = [str(source), str(tmp_path / workers), "--workers", workers]
+        assert main(["convert", *out, *options]) == 0
+    assert contents(tmp_path / "1") == contents(tmp_path / "3")
+    dataset = open_dataset(tmp_path / "1")
+    wanted = [e | relabelled(e) for e in episodes if len(e["rewards"]) > 3]
+    assert len(dataset.manifest.shards) > 3
+    for found, made in zip(dataset, wanted, strict=True):
+        assert all(
+            found["stage" if n == "level" else n].tobytes() == made[n].tobytes() for n in made
+        )
+    edits = dataset.manifest.source.attributes["edits"]
+    assert edits[1].startswith("map relabel.py:halved, xxh3-128:") and "7 of 9 epi" in edits[2]
+    manifest = convert(tmp_path / "1", tmp_path / "again", where="length > 8", quiet=True)
+    assert manifest.source.attributes["edits"] == [*edits, "where length > 8: 1 of 7 episodes"]
+
+
+def test_a_function_sees_each_episode_once_for_all_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edit, "WINDOW_BYTES", 2000)
+    calls = []
+
+    def counted(episode: Columns) -> Columns:
+        calls.append(len(episode["rewards"]))
+        return relabelled(episode)
+
+    lengths = [20, 30, 400, 10, 50]
+    source = ArraySource(hopper_columns(sum(lengths)), lengths)
+    convert(source, tmp_path / "d", map=counted, quiet=True)
+    assert calls == [20, *lengths]  # the first one tells what columns there are
+
+
+def broken(result: Any) -> Callable[[Columns], Any]:
+    return lambda episode: result(episode) if len(episode["rewards"]) == 5 else relabelled(episode)
+
+
+def written(episode: Columns) -> Columns:
+    episode["rewards"] *= 2
+    return episode
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        ({"where": "retrun > 3"}, "USAGE", "unknown name 'retrun', did you mean 'return'?"),
+        ({"where": "levle == 1"}, "USAGE", "did you mean 'level'?"),
+        ({"where": "rewards > 1"}, "USAGE", "the column rewards changes in episode 0"),
+        ({"where": "return >"}, "USAGE", "invalid syntax"),
+        ({"where": "length"}, "USAGE", "of no episode that it is true or false"),
+        ({"where": "1 < 2"}, "USAGE", "of no episode that it is true or false"),
+        ({"where": "length == 'a'"}, "USAGE", "'a' is not understood"),
+        ({"where": "length < 10 ** 9"}, "USAGE", "Pow is not understood"),
+        ({"where": "__import__('os').getpid() > length"}, "USAGE", "is not understood"),
+        ({"where": "(lambda: length)() > 1"}, "USAGE", "is not understood"),
+        ({"where": "length > 1" + " + 0" * 400}, "USAGE", "more than 1000 characters"),
+        ({"where": "length > 9 and return > 0"}, "SELECTION", "none of 3 episodes is kept"),
+        ({"map": "nothing_here:f"}, "USAGE", "No module named 'nothing_here'"),
+        ({"map": "nothing.py:f"}, "USAGE", "FileNotFoundError"),
+        ({"map": "math:sqrrt"}, "USAGE", "did you mean sqrt?"),
+        ({"map": 3}, "USAGE", "a int is no function"),
+        ({"map": broken(lambda e: e["nothing"])}, "USAGE", "KeyError: 'nothing' (episode 1)"),
+        ({"map": broken(written)}, "USAGE", "read-only (episode 1)"),
+        ({"map": broken(lambda e: [1])}, "USAGE", "returned a list (episode 1)"),
+        (
+            {"map": broken(lambda e: relabelled(e) | {"past": np.zeros(4)})},
+            "SOURCE_LAYOUT",
+            "returned shape (4,) for 5 steps (episode 1, column past)",
+        ),
+        (
+            {"map": broken(lambda e: relabelled(e) | {"pair": np.zeros((5, 3), "f4")})},
+            "SOURCE_LAYOUT",
+            "float32 (3,) a step, episode 0 has float32 (2,) (episode 1, column pair)",
+        ),
+        (
+            {"map": broken(lambda e: {"rewards": e["rewards"]})},
+            "SOURCE_LAYOUT",
+            "column pair is mi",
+        ),
+        ({"map": relabelled, "workers": 2}, "USAGE", "workers are 2"),
+        ({"rename": {"levle": "stage"}}, "COLUMN", "no 'levle' to take as 'stage'"),
+        ({"rename": {"level": "a", "actions": "a"}}, "USAGE", "gives a name twice"),
+    ],
+)
+def test_edits_that_cannot_be_made_are_one_error(
+    tmp_path: Path, options: Columns, code: str, said: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        convert(from_episodes(episodes_of([4, 5, 6])), tmp_path / "d", quiet=True, **options)
+    error = caught.value
+    assert error.code == code and said in f"{error.what} ({error.where})" and error.remedy
+    assert not (tmp_path / "d").exists()
+
+
+def test_groups_are_renamed_and_arrays_of_the_user_stay(tmp_path: Path) -> None:
+    episode: Columns = {"obs": {"a": np.ones((3, 2)), "b": np.zeros(3)}, "actions": np.ones((3, 1))}
+    with pytest.warns(UserWarning, match="training needs"):
+        source = from_episodes([episode | {"rewards": [1.0, 2.0, 3.0], "terminated": True}])
+    convert(source, tmp_path / "d", rename={"obs": "observations"}, quiet=True)
+    names = [c.name for c in open_dataset(tmp_path / "d").spec]
+    assert sorted(names) == ["actions", "observations/a", "observations/b", "rewards"]
+    with open_source(tmp_path / "d") as opened:
+        both = ["observations=observations/a+observations/b"]
+        manifest = convert(opened, tmp_path / "e", columns=both, map=lambda e: {}, quiet=True)
+    assert [str(c) for c in manifest.spec] == ["rewards float64", "observations float64[3]"]
