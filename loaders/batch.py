@@ -7,7 +7,7 @@ Shape legend: B segments, K steps of a window, S and A per-step shapes of states
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, Never
 
 import torch
@@ -38,7 +38,7 @@ class Batch:
         ``(B, K, A)`` float32, those of several dimensions a step flattened; or ``(B, K, *A)`` int64
         for discrete actions (``(B, K)`` for one a step).
     rewards
-        ``(B, K, 1)`` float32.
+        ``(B, K, 1)`` float32; neither they nor `returns_to_go` are there of data without rewards.
     returns_to_go
         ``(B, K, 1)`` float32, own reward included, over the rest of the whole episode.
     timesteps
@@ -66,6 +66,10 @@ class Batch:
     padding: Literal["right", "left"] = field(default="right", kw_only=True)
     extras: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
     task_bounds: Tensor | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in [name for name in _FIELDS if self.__dict__[name] is None]:
+            del self.__dict__[name]
 
     def __repr__(self) -> str:
         shown = (
@@ -97,6 +101,8 @@ class Batch:
     def __getattr__(self, name: str) -> Never:
         hint = OTHER_NAMES.get(name)
         remedy = f"; did you mean {hint}?" if hint else ""
+        if name in _FIELDS:
+            remedy = ": its dataset has no rewards"
         raise AttributeError(f"a Batch has no attribute {name!r}{remedy}")
 
     def __len__(self) -> int:
@@ -128,7 +134,8 @@ class Batch:
         return self._fields() | ({} if tasks is None else {"tasks": tasks})
 
     def _fields(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in (*_FIELDS, *_NAMED[:2])}
+        names = (*_FIELDS, *_NAMED[:2])
+        return {name: self.__dict__[name] for name in names if name in self.__dict__}
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """Return the batch on `device`; tensors that are there already are not copied.
@@ -148,12 +155,13 @@ class Batch:
 
     def part(self, segments: slice) -> Batch:
         """Return some of the segments; views."""
-        return replace(self._map(lambda tensor: tensor[segments]), task_bounds=self.task_bounds)
+        return self._map(lambda tensor: tensor[segments])
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         segments, bounds = change(self.segments), self.task_bounds
+        fields: dict[str, Any] = dict.fromkeys(_FIELDS)
         return Batch(
-            **{name: change(tensor) for name, tensor in self._fields().items()},
+            **fields | {name: change(tensor) for name, tensor in self._fields().items()},
             segments=segments,
             padding=self.padding,
             extras={name: change(tensor) for name, tensor in self.extras.items()},
@@ -176,12 +184,13 @@ def split_steps(
     windows: Windows, padding: Padding, task_bounds: Tensor | None = None
 ) -> list[Batch]:
     """Return the batch of each step of windows (steps, B, K, ...); views, nothing is copied."""
-    fields = {name: tensor.unbind(0) for name, tensor in windows.tensors().items()}
+    fields: dict[str, Any] = {name: [None] * len(windows.segments) for name in _FIELDS}
+    fields |= {name: tensor.unbind(0) for name, tensor in windows.tensors().items()}
     fields |= {name: getattr(windows, name).unbind(0) for name in _NAMED}
     extras = [name for name in fields if name.startswith(EXTRA)]
     return [
         Batch(
-            *(fields[name][step] for name in (*_FIELDS, *_NAMED)),
+            **{name: fields[name][step] for name in (*_FIELDS, *_NAMED)},
             padding=padding,
             extras={name.removeprefix(EXTRA): fields[name][step] for name in extras},
             task_bounds=task_bounds,

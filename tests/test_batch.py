@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
 from tests.image_support import image_columns
-from tests.support import failing_code, make_dataset
+from tests.support import failing_code, hopper_columns, make_dataset
 
 
 def make_batch(*, strided: bool = False) -> Batch:
@@ -76,6 +77,36 @@ def test_pin_memory_keeps_the_values() -> None:
     pinned = batch.pin_memory()
     for name, tensor in tensors(pinned).items():
         assert tensor.is_pinned() and torch.equal(tensor, tensors(batch)[name])
+
+
+@pytest.mark.parametrize("frames", [True, False])
+def test_data_without_rewards(tmp_path: Path, frames: bool) -> None:
+    """Batches have neither rewards nor returns-to-go; all else is as with rewards."""
+    lengths = [12, 3, 30]
+    columns = image_columns(45, (6, 5)) if frames else hopper_columns(45)
+    options: dict[str, Any] = {"batch_size": 6, "context_length": 5, "device": "cpu"}
+    whole = GearLoader(make_dataset(tmp_path / "all", lengths, columns=columns), **options)
+    del columns["rewards"]
+    dataset = make_dataset(tmp_path, lengths, columns=columns)
+    assert np.isnan(dataset.returns).all() and dataset.manifest.returns.count == 0
+    for placement in ("host", "disk"):
+        loader = GearLoader(dataset, placement=placement, host_budget=1 << 22, **options)
+        batch, other = next(loader), whole.batch_at(0)
+        for same in (
+            batch,
+            batch.to("cpu"),
+            batch.part(slice(0, 6)),
+            pickle.loads(pickle.dumps(batch)),
+        ):
+            assert {*same.model_inputs()} == {"states", "actions", "timesteps", "attention_mask"}
+            assert all(torch.equal(same[name], other[name]) for name in same.keys())  # noqa: SIM118
+            assert not hasattr(same, "rewards") and "no rewards" not in repr(same)
+        with pytest.raises(AttributeError, match="its dataset has no rewards"):
+            batch.returns_to_go  # noqa: B018
+        loader.close()
+    assert (
+        failing_code(lambda: GearLoader(dataset, selection="top_k:k=1", **options)) == "SELECTION"
+    )
 
 
 Frames = npt.NDArray[np.uint8]

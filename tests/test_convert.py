@@ -139,7 +139,6 @@ def column(name: str, *shape: int, dtype: str = "f4", value: int = 0) -> dict[st
     return hopper_columns(STEPS) | {name: np.full((STEPS, *shape), value, "u1").astype(dtype)}
 
 
-NO_REWARDS = {name: rows for name, rows in hopper_columns(STEPS).items() if name != "rewards"}
 BOOL_BYTES = hopper_columns(STEPS) | {"f": np.full(STEPS, 2, "u1").view(bool)}
 ENDS = [True] * len(LENGTHS)
 
@@ -147,7 +146,6 @@ ENDS = [True] * len(LENGTHS)
 @pytest.mark.parametrize(
     ("given", "options", "code"),
     [
-        (ArraySource(NO_REWARDS, LENGTHS), {}, "COLUMN"),
         (ArraySource(column("rewards", 2), LENGTHS), {}, "COLUMN"),
         (ArraySource(column("rewards", dtype="c8"), LENGTHS), {}, "COLUMN"),
         (ArraySource(column("Episode_Returns"), LENGTHS), {}, "COLUMN"),

@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gear_offline.config.recipe import load_recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import InputError
+from gear_offline.runs.prepare import resolve
 from gear_offline.sources import iter_episodes, open_source
+from tests.support import one_error
 
 SAVES: list[Callable[..., None]] = [np.savez_compressed, np.savez]
 Columns = dict[str, Any]
@@ -49,10 +52,12 @@ def test_every_step_of_ogbench(tmp_path: Path, save: Callable[..., None]) -> Non
                 np.testing.assert_array_equal(episodes[number][name], rows)
                 again = source.read(name, number * 11 + 3, number * 11 + 9)  # and backwards
                 np.testing.assert_array_equal(again, rows[3:9])
-            assert not episodes[number]["rewards"].any()
+            assert "rewards" not in episodes[number]
     convert(path, tmp_path / "shards", quiet=True)
     read = open_dataset(tmp_path / "shards").read("observations", 0, 33)
     np.testing.assert_array_equal(read, columns["observations"])
+    with one_error("COLUMN", "the data have no rewards"):
+        resolve(load_recipe("smoke"), open_dataset(tmp_path / "shards"), quiet=True)
 
 
 def test_a_folder_and_the_file_for_validation(tmp_path: Path) -> None:

@@ -295,7 +295,7 @@ def test_refusals() -> None:
         return failing_code(lambda: build_table(source, TableOptions(context_length=2, **options)))
 
     good = columns()
-    missing = code({k: v for k, v in good.items() if k != "rewards"})
+    missing = code({k: v for k, v in good.items() if k != "actions"})
     assert missing == code(good, extra_columns=["nothing"]) and missing.startswith("COLUMN")
     assert code(good, extra_columns=["rewards"]) == "COLUMN"
     assert code(good, extra_columns=["a", "a"]) == "COLUMN"

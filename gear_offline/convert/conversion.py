@@ -319,12 +319,9 @@ def _pick_columns(source: Source, names: Sequence[str] | None) -> tuple[ColumnSp
     if (source.terminated & source.truncated).any():
         what = "the source says of an episode that it is both terminated and truncated"
         raise InputError("SOURCE_LAYOUT", what, where=uri, remedy="let termination win")
-    if REWARDS not in spec:
-        what, remedy = f"the source has no column {REWARDS!r}", "add one number per step"
-        raise InputError("COLUMN", what, where=uri, remedy=remedy)
-    rewards = spec[REWARDS]
-    if math.prod(rewards.shape) != 1 or rewards.dtype.kind == "c":
-        what = f"rewards are {rewards.dtype} of per-step shape {rewards.shape}"
+    rewards = [column for column in spec if column.name == REWARDS]  # or none
+    if any(math.prod(column.shape) != 1 or column.dtype.kind == "c" for column in rewards):
+        what = f"rewards are {rewards[0].dtype} of per-step shape {rewards[0].shape}"
         raise InputError("COLUMN", what, where=uri, remedy="store one real number per step")
     # A name that no column has stands for those below it: observations for observations/camera.
     parts = {n: [c.name for c in spec if c.name.startswith(f"{n}/")] for n in names or ()}

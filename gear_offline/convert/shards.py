@@ -231,7 +231,8 @@ class ShardStatistics:
         self._first_episode = job.first_episode
         self._allow_nonfinite = settings.allow_nonfinite
         self.moments = {c.name: Moments(stored_form(c)[1]) for c in settings.stored}
-        self.returns: Float64Array = np.zeros(self._offsets.size - 1)
+        known = any(c.name == REWARDS for c in settings.stored)
+        self.returns: Float64Array = np.full(self._offsets.size - 1, 0.0 if known else np.nan)
         self.choices = any(
             c.name == ACTIONS and c.dtype.kind == "f" and math.prod(c.shape) == 1
             for c in settings.stored

@@ -66,7 +66,7 @@ class Dataset:
     terminated, truncated
         (E,) bool, how each episode ended.
     returns
-        (E,) float64, undiscounted sum of `rewards` of each episode.
+        (E,) float64, undiscounted sum of `rewards` of each episode; NaN where the data have none.
     verified
         Whether every block of every shard has been compared with its digest.
     identities

@@ -210,6 +210,10 @@ def _model_task(task: Part, sizes: ModelSizes, *, normalized: bool) -> ModelTask
 
 
 def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Recipe, ModelSizes]:
+    if "rewards" not in dataset.spec:
+        what = "the data have no rewards, and the Decision Transformer is asked for returns"
+        remedy = "add a column rewards to the source, and convert it again"
+        raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
     sizes, environment = _sizes(dataset), recipe.evaluate.environment or dataset.environment_id
     longest = int(dataset.episodes.lengths.max())
     if recipe.evaluate.episodes > 0:

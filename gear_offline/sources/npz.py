@@ -45,8 +45,8 @@ from gear_offline.sources.episode_ends import (
 
 READ_COMPRESSED = 1 << 18
 NO_REWARDS = (
-    "OGBench's files have no rewards, which depend on the goal: they are 0 here; to train for "
-    "returns save what ogbench adds for a singletask name: docs/how-to/convert.md"
+    "OGBench's files have no rewards, which depend on the goal; to train for returns save what "
+    "ogbench adds for a singletask name: docs/how-to/convert.md"
 )
 DAMAGE = (
     OSError,
@@ -151,7 +151,6 @@ def open_npz(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str]
         remedy = "give the file that ogbench downloads, or save with compact_dataset=False"
         raise InputError("SOURCE_LAYOUT", what, where=str(path), remedy=remedy)
     # Its terminals are ends of trajectories, not of tasks; `masks` come with its rewards.
-    has_rewards = "rewards" in members
     ogbench = {"observations", "actions", "terminals"} <= set(members) and (
         "masks" in members or not {"rewards", *TIME_FLAGS} & set(members)
     )
@@ -167,16 +166,13 @@ def open_npz(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str]
     }
 
     def read(column: str, start: int, stop: int) -> Array:
-        if column not in members:  # rewards that the file does not have
-            return np.zeros(stop - start, np.float32)
         rows = members[column].read(start, stop)
         return rows[:, 0] if _scalar(column, members[column]) else rows
 
     notes: list[str] = []
     if ogbench:
         rule = rule or ARTIFICIAL
-        if not has_rewards:
-            kinds["rewards"] = np.dtype(np.float32), ()
+        if "rewards" not in members:
             notes.append(NO_REWARDS)
     elif rule is None:
         rule, notes = default_rule([flag for flag in FLAGS if flag in kinds], where=str(path))

@@ -76,6 +76,8 @@ def slot_columns(dataset: TableData, options: TableOptions) -> list[SlotColumn]:
     fields = {column: field for plan in plans for column, field in plan.fields.items()}
     columns = []
     for name in (STATES, ACTIONS, REWARDS, None, *options.extra_columns):
+        if name not in fields:  # of data without rewards
+            continue
         field = replace(fields[name], offset=0)
         normalized = joint and options.normalize_states and name == STATES
         dtype = field.dtype if normalized or name is None else dataset.spec[name or STATES].dtype

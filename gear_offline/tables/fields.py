@@ -41,18 +41,21 @@ def standard_fields(
 ) -> dict[str, Field]:
     """Return the fields that every batch has, by column: dtype, shape and normalisation.
 
+    Data without rewards have neither those nor returns-to-go.
+
     States are float32, except images (uint8 with two or more dimensions a step), which stay uint8.
     Integer and bool actions are discrete and become int64 of their own shape, a single one without
     a dimension; other actions are float32 with one dimension, flattened.  Rewards are float32 of
     shape (1,).  Stacks of more than one frame are for images.
     """
     f32, i64 = np.dtype(np.float32), np.dtype(np.int64)
-    states, actions, rewards = (source.spec[c] for c in (STATES, ACTIONS, REWARDS))
-    for spec in (states, actions, rewards):
+    states, actions = source.spec[STATES], source.spec[ACTIONS]
+    rewards = [source.spec[REWARDS]] if REWARDS in source.spec else []
+    for spec in (states, actions, *rewards):
         if spec.dtype.kind == "c":
             raise _unusable(spec, "complex numbers are not supported here")
-    if prod(rewards.shape) != 1:
-        raise _unusable(rewards, "rewards must be one number a step")
+    if rewards and prod(rewards[0].shape) != 1:
+        raise _unusable(rewards[0], "rewards must be one number a step")
     image = is_image(states)
     if frame_stack > 1 and not image:
         raise InputError(
@@ -73,7 +76,7 @@ def standard_fields(
     mean, divisor = normalization(source) if normalize_states else (None, None)
     discrete = actions.dtype.kind in "iub"
     action_shape = () if discrete and actions.shape == (1,) else actions.shape
-    return {
+    fields = {
         STATES: Field(
             name="states",
             dtype=states.dtype if image else f32,
@@ -87,8 +90,8 @@ def standard_fields(
             dtype=i64 if discrete else f32,
             shape=action_shape if discrete else (prod(action_shape),),
         ),
-        REWARDS: Field(name="rewards", dtype=f32, shape=(1,)),
     }
+    return fields | ({REWARDS: Field(name="rewards", dtype=f32, shape=(1,))} if rewards else {})
 
 
 def is_image(states: ColumnSpec) -> bool:

@@ -162,7 +162,7 @@ def plan_groups(source: HasColumns | JointDataset, options: TableOptions) -> lis
         raise InputError(
             "COLUMN",
             f"extra columns {list(extra_columns)} repeat a column or a standard field",
-            remedy="name each further column once; observations, actions, rewards are always there",
+            remedy="name each further column once; observations, actions, rewards are there anyway",
         )
     packed: dict[str | None, Field] = {
         column: single
@@ -171,12 +171,13 @@ def plan_groups(source: HasColumns | JointDataset, options: TableOptions) -> lis
         and single.dtype == np.float32
         and 4 * single.width <= PACKED_BYTES
     }
-    packed[None] = Field(name="returns_to_go", dtype=np.dtype(np.float32), shape=(1,))
+    if REWARDS in fields:
+        packed[None] = Field(name="returns_to_go", dtype=np.dtype(np.float32), shape=(1,))
     alone = {column: f for column, f in fields.items() if column not in packed}
     for column in extra_columns:
         spec = source.spec[column]
         alone[column] = Field(name=EXTRA + column, dtype=spec.dtype, shape=spec.shape)
-    plans = [_packed_plan(packed)]
+    plans = [_packed_plan(packed)] if packed else []
     for column, single in alone.items():
         spec = source.spec[column]
         final = joint and normalize_states and column == STATES
