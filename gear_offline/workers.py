@@ -4,6 +4,8 @@ A worker is a fresh interpreter (``python -m gear_offline.workers``), so that ne
 of the caller nor scripts without a ``__main__`` guard matter.  It has a session of its own, which
 Ctrl-C in a terminal does not reach, and dies with its caller.  What it prints is kept for the error
 that tells how it died.
+
+A `Pool` does many jobs: in such processes, or as tasks of Ray, which no other module knows.
 """
 
 from __future__ import annotations
@@ -15,17 +17,25 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
+from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
+from itertools import count
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import Any
 
+from gear_offline import __version__
 from gear_offline.core.closing import Closing
-from gear_offline.errors import GearError
+from gear_offline.core.text import first_line
+from gear_offline.errors import GearError, UnavailableError
 
 LOST = "WORKER_LOST"
+RETRIES = 3  # of a task of Ray whose node or process is lost
 _PR_SET_PDEATHSIG = 1
 
 
@@ -135,12 +145,34 @@ class Worker(Closing):
         return GearError(LOST, f"a worker process has ended ({how})", remedy=remedy)
 
 
-class WorkerPool(Closing):
-    """Up to `workers` processes, started when there is work, that do job after job."""
+class Pool(Closing):
+    """Does jobs side by side, up to `workers` at a time; a context manager."""
 
     def __init__(self, workers: int) -> None:
-        self._most = workers
-        self._idle: list[Worker] = []
+        self.workers = workers
+        self._numbers = count()
+        self._running: dict[Any, int] = {}  # whatever does a job -> the job's number
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more job may begin."""
+        return len(self._running) < self.workers
+
+    def submit(self, function: str, *arguments: Any) -> int:
+        """Begin a job, ``module:function`` as of `Worker.start`; return its number."""
+        number = next(self._numbers)
+        self._running[self._begin(function, arguments)] = number
+        return number
+
+    def wait(
+        self, seconds: float | None = None, on_message: Callable[[Any], None] = lambda message: None
+    ) -> list[tuple[int, Any]]:
+        """Wait until something comes; return the numbers and values of jobs that have ended.
+
+        In place of a value stands the `GearError` of a job that failed: ``WORKER_LOST`` where its
+        process is gone.  `on_message` is called with what jobs send.
+        """
+        return [(self._running.pop(one), value) for one, value in self._ended(seconds, on_message)]
 
     def run(
         self,
@@ -156,44 +188,247 @@ class WorkerPool(Closing):
         function
             ``module:function``.
         jobs
-            The arguments of each, read as workers become free.
+            The arguments of each, read as there is room.
         on_message
             Is called with what a job sends while it works.
         """
-        waiting = enumerate(jobs)
-        running: dict[Any, tuple[Worker, int]] = {}
+        waiting, expected = iter(jobs), deque[int]()
         early: dict[int, Any] = {}  # values that jobs before theirs are waited for
-        expected = 0
         try:
             while True:
-                while len(running) < self._most and (item := next(waiting, None)) is not None:
-                    number, arguments = item
-                    worker = self._idle.pop() if self._idle else Worker()
-                    running[worker.connection] = worker, number
-                    worker.start(function, *arguments)
-                if not running:
+                while self.has_room and (arguments := next(waiting, None)) is not None:
+                    expected.append(self.submit(function, *arguments))
+                if not expected:
                     return
-                for connection in wait(list(running)):
-                    worker, number = running[connection]
-                    value = worker.receive()
-                    if worker.busy:
-                        on_message(value)
-                        continue
-                    del running[connection]
-                    self._idle.append(worker)
+                for number, value in self.wait(on_message=on_message):
+                    if isinstance(value, GearError):
+                        raise value
                     early[number] = value
-                while expected in early:
-                    yield early.pop(expected)
-                    expected += 1
+                while expected and expected[0] in early:
+                    yield early.pop(expected.popleft())
         finally:
-            for worker, _ in running.values():  # nobody waits for what they do
+            self.abandon()  # nobody waits for what they do
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Ask the jobs that run to end, which they tell."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """End the jobs that run, whatever they are doing."""
+
+    @abstractmethod
+    def _begin(self, function: str, arguments: tuple[Any, ...]) -> Any: ...
+
+    @abstractmethod
+    def _ended(
+        self, seconds: float | None, on_message: Callable[[Any], None]
+    ) -> Iterator[tuple[Any, Any]]: ...
+
+
+class WorkerPool(Pool):
+    """A pool of processes here, started when there is work, each with `threads` as of `Worker`."""
+
+    def __init__(self, workers: int, *, threads: int | None = 1) -> None:
+        super().__init__(workers)
+        self._threads = threads
+        self._idle: list[Worker] = []
+
+    def _begin(self, function: str, arguments: tuple[Any, ...]) -> Worker:
+        worker = self._idle.pop() if self._idle else Worker(threads=self._threads)
+        try:
+            worker.start(function, *arguments)
+        except GearError:
+            worker.close()
+            raise
+        return worker
+
+    def _ended(
+        self, seconds: float | None, on_message: Callable[[Any], None]
+    ) -> Iterator[tuple[Worker, Any]]:
+        workers = {worker.connection: worker for worker in self._running}
+        for connection in wait(list(workers), seconds):
+            worker = workers[connection]
+            try:
+                value = worker.receive()
+            except GearError as error:
+                value = error
+            if worker.busy:
+                on_message(value)
+                continue
+            if isinstance(value, GearError) and value.code == LOST:
                 worker.close()
+            else:
+                self._idle.append(worker)
+            yield worker, value
+
+    def interrupt(self) -> None:
+        for worker in self._running:
+            worker.interrupt()
+
+    def abandon(self) -> None:
+        for worker in self._running:
+            worker.close()
+        self._running.clear()
 
     def close(self) -> None:
         """End the processes."""
+        self.abandon()
         for worker in self._idle:
             worker.close()
         self._idle.clear()
+
+
+class RayPool(Pool):
+    """A pool of tasks on a Ray cluster, each with its share of CPUs and GPUs.
+
+    A task whose node is lost is done again on another one.  Tasks work in the directory of this
+    process, which has to be on a file system that all nodes share; what they send comes with their
+    values.
+
+    Parameters
+    ----------
+    address
+        Of the cluster: ``"auto"`` or ``"HOST:PORT"``; this machine is one of its nodes.
+
+    Attributes
+    ----------
+    cpus, gpus
+        Of all nodes together.
+    node_cpus
+        Of the smallest node that has any.
+
+    Raises
+    ------
+    UnavailableError
+        ``PACKAGE_MISSING``; ``UNAVAILABLE`` where there is no such cluster.
+    """
+
+    def __init__(self, address: str) -> None:
+        try:
+            import ray
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+        except ImportError as error:
+            remedy = "pip install 'gear-offline[ray]'"
+            raise UnavailableError("PACKAGE_MISSING", "Ray is not installed", "", remedy) from error
+        super().__init__(1)
+        self._ray: Any = ray
+        self._on_node = NodeAffinitySchedulingStrategy
+        self._is_ours = not ray.is_initialized()
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            if self._is_ours:
+                self._ray.init(address, log_to_driver=False, logging_level="error")
+        except Exception as error:  # of many classes
+            what, remedy = f"no Ray cluster: {first_line(error)}", "start one: ray start --head"
+            raise UnavailableError("UNAVAILABLE", what, address, remedy) from error
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, before)  # Ray takes it for itself
+        self._nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        cpus = [int(node["Resources"].get("CPU", 0)) for node in self._nodes]
+        self.cpus, self.node_cpus = sum(cpus), min(filter(None, cpus), default=1)
+        self.gpus = int(sum(node["Resources"].get("GPU", 0) for node in self._nodes))
+        self.share(max(1, self.cpus))
+
+    def device(self, asked: str) -> str:
+        """Return ``"cuda"`` or ``"cpu"``: what ``"auto"`` or another device is on these nodes."""
+        if asked.startswith("cuda") and not self.gpus:
+            what, remedy = f"{asked} was asked for, and no node has a GPU", "use device=auto or cpu"
+            raise UnavailableError("DEVICE", what, "Ray", remedy)
+        return "cuda" if self.gpus and asked != "cpu" else "cpu"
+
+    def share(self, workers: int, *, cpus: int = 1, device: str = "cpu") -> None:
+        """Let up to `workers` tasks run at a time, each with so many CPUs and its share of GPUs."""
+        self.workers = workers
+        gpus = min(1, self.gpus / workers) if device == "cuda" else 0
+        self._options = {"num_cpus": min(cpus, self.node_cpus), "num_gpus": gpus}
+
+    def check(self, place: Path) -> None:
+        """Refuse nodes that do not see `place` as it is here; ``SYSTEM``."""
+        looks = [
+            self._remote(
+                (f"{__name__}:look_at", (place.absolute(),)),
+                num_cpus=0,
+                scheduling_strategy=self._on_node(node["NodeID"], soft=False),
+            )
+            for node in self._nodes
+        ]
+        here = look_at(None, place)
+        for node, look in zip(self._nodes, looks, strict=True):
+            seen = self._value(look, lambda message: None)
+            if seen != here:
+                why = seen.what if isinstance(seen, GearError) else "it is another one there"
+                what = f"node {node['NodeManagerHostname']} does not see this one's {place}: {why}"
+                remedy = "work in a folder that all nodes share, with one gear-offline"
+                raise UnavailableError("SYSTEM", what, remedy=remedy)
+
+    def _remote(self, job: tuple[str, tuple[Any, ...]], **options: Any) -> Any:
+        task = self._ray.remote(max_retries=RETRIES, **options)(_do_in_ray)
+        return task.remote(os.getcwd(), pickle.dumps(job))
+
+    def _begin(self, function: str, arguments: tuple[Any, ...]) -> Any:
+        return self._remote((function, arguments), **self._options)
+
+    def _ended(
+        self, seconds: float | None, on_message: Callable[[Any], None]
+    ) -> Iterator[tuple[Any, Any]]:
+        ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=seconds)
+        for task in ready:
+            yield task, self._value(task, on_message)
+
+    def _value(self, task: Any, on_message: Callable[[Any], None]) -> Any:
+        try:
+            messages, answer = self._ray.get(task)
+        except self._ray.exceptions.RayError as error:
+            remedy = "look at Ray's logs: memory may have run out"
+            return GearError(LOST, f"a task of Ray has ended: {first_line(error)}", remedy=remedy)
+        for message in messages:
+            on_message(message)
+        return pickle.loads(answer)[1]
+
+    def interrupt(self) -> None:
+        for task in self._running:
+            self._ray.cancel(task)  # SIGINT, for one that runs
+
+    def abandon(self) -> None:
+        for task in self._running:
+            self._ray.cancel(task, force=True)
+        if self._running:
+            self._ray.wait(list(self._running), num_returns=len(self._running), timeout=10)
+        self._running.clear()
+
+    def close(self) -> None:
+        """End the tasks, and leave the cluster."""
+        self.abandon()
+        if self._is_ours:
+            self._ray.shutdown()
+
+
+def look_at(caller: Caller | None, place: Path) -> tuple[str, int]:
+    """Return what has to be equal on all nodes."""
+    descriptor = os.open(place, os.O_RDONLY)  # NFS asks its server for what is opened
+    try:
+        return __version__, os.fstat(descriptor).st_mtime_ns
+    finally:
+        os.close(descriptor)
+
+
+class _Kept(Caller):
+    """Keeps what a job sends."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.messages.append(message)
+
+
+def _do_in_ray(folder: str, request: bytes) -> tuple[list[Any], bytes]:
+    os.chdir(folder)
+    caller = _Kept()
+    return caller.messages, _answer(caller, request)
 
 
 def _serve(connection: Connection[Any, Any]) -> None:
@@ -204,16 +439,22 @@ def _serve(connection: Connection[Any, Any]) -> None:
             request = connection.recv_bytes()
         except EOFError:
             return
-        try:
-            answer = _do(caller, request)
-            connection.send((True, answer))
-        except GearError as error:
-            connection.send((True, error))
-        except Exception as error:
-            last = traceback.format_exception_only(error)[-1].strip()
-            internal = GearError("INTERNAL", f"a worker process failed: {last}")
-            internal.add_note("".join(traceback.format_exception(error)))
-            connection.send((True, internal))
+        connection.send_bytes(_answer(caller, request))
+
+
+def _answer(caller: Caller, request: bytes) -> bytes:
+    """Do a job; return True, for its end, and its value or its `GearError`."""
+    try:
+        name, arguments = pickle.loads(request)  # from our own caller only
+        module, _, function = name.partition(":")
+        return pickle.dumps((True, getattr(import_module(module), function)(caller, *arguments)))
+    except GearError as error:
+        return pickle.dumps((True, error))
+    except Exception as error:
+        last = traceback.format_exception_only(error)[-1].strip()
+        internal = GearError("INTERNAL", f"a worker process failed: {last}")
+        internal.add_note("".join(traceback.format_exception(error)))
+        return pickle.dumps((True, internal))
 
 
 def _die_with_parent(parent: int) -> None:
@@ -226,12 +467,6 @@ def _die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call above
         sys.exit(1)
-
-
-def _do(caller: Caller, request: bytes) -> Any:
-    name, arguments = pickle.loads(request)  # from our own caller only
-    module, _, function = name.partition(":")
-    return getattr(import_module(module), function)(caller, *arguments)
 
 
 if __name__ == "__main__":

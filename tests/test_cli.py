@@ -42,8 +42,8 @@ SURFACE = {
     "train": "recipe key=value out resume checkpoint quiet",
     "export-policy": "run out task overwrite",
     "evaluate": "run targets episodes environment checkpoint seed device out video json quiet",
-    "sweep": "recipe key=value seeds out parallel exact json quiet",
-    "strategies": "recipe key=value strategies train seeds parallel exact all out json quiet",
+    "sweep": "recipe key=value seeds out parallel exact ray json quiet",
+    "strategies": "recipe key=value strategies train seeds parallel exact ray all out json quiet",
     "plan": "recipe key=value nodes gpus nic-gbps nics hardware host-memory disk-rate data columns "
     "episode-length json",
     "doctor": "json",

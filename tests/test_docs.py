@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,6 +137,13 @@ def _check_recipe(words: list[str]) -> None:
     single = [re.sub(r"=([^\[{,]*),.*", r"=\1", word) for word in overrides]  # a list of a sweep
     single = [word for word in single if not word.startswith("data.tasks.")]
     load_recipe(words[0] if words[0] in recipe_paths() else "paper", single)
+
+
+def test_batch_files_can_be_parsed() -> None:
+    found = [block for page in PAGES for block in blocks(page.read_text(), "bash")]
+    assert any("sbatch" in block.casefold() for block in found)
+    for block in found:
+        subprocess.run(["bash", "-n"], input=block, text=True, check=True)
 
 
 @each_page

@@ -48,6 +48,7 @@ def compare_strategies(
     out: str | Path | None = None,
     parallel: int | None = None,
     exact: bool = False,
+    ray: str | None = None,
     quiet: bool = False,
 ) -> Comparison:
     """Compare sampling strategies; write ``strategies.json`` and ``strategies.html``.
@@ -67,7 +68,7 @@ def compare_strategies(
         Of each strategy, from the recipe's own on.
     out
         Folder of the page; by default ``runs/NAME-strategies``.
-    parallel, exact
+    parallel, exact, ray
         As in `gear_offline.sweep.run.sweep`.
     quiet
         Print nothing.
@@ -98,7 +99,7 @@ def compare_strategies(
         trials = _trials(whole, trained, range(whole.seed, whole.seed + seeds))
         place = folder / "training"
         try:
-            sweep = run_trials(trials, place, parallel=parallel, exact=exact, quiet=quiet)
+            sweep = run_trials(trials, place, parallel=parallel, exact=exact, ray=ray, quiet=quiet)
         except TrainingInterrupted:
             write_comparison(_with_outcomes(comparison, read_sweep(place)), folder)
             raise

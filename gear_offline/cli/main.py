@@ -31,6 +31,7 @@ from gear_offline.cli.values import (
     Overwrite,
     Pairs,
     Quiet,
+    Ray,
     RecipeName,
     Run,
     Shares,
@@ -389,6 +390,7 @@ def sweep(
     out: Path | None = Option(None, help="Sweep directory; default runs/NAME-sweep."),
     parallel: int | None = Option(None, min=1, help="Runs at a time; default: as many as pay off."),
     exact: Exact = False,
+    ray: Ray = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -403,7 +405,14 @@ def sweep(
     from gear_offline.sweep.run import sweep as run_sweep
 
     result = run_sweep(
-        recipe, options, seeds=numbers, out=out, parallel=parallel, exact=exact, quiet=quiet
+        recipe,
+        options,
+        seeds=numbers,
+        out=out,
+        parallel=parallel,
+        exact=exact,
+        ray=ray,
+        quiet=quiet,
     )
     if not (quiet or as_json):
         print_sweep(result)
@@ -467,14 +476,15 @@ def strategies(
     seeds: int | None = Option(None, help="Runs of each strategy, with --train; default 3."),
     parallel: int | None = Option(None, min=1, help="Runs at a time, with --train."),
     exact: Exact = False,
+    ray: Ray = None,
     everything: bool = Option(False, "--all", help="Print all columns."),
     out: Path | None = Option(None, help="Folder of page and runs; default runs/NAME-strategies."),
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Compare sampling strategies: what they draw and, with --train, what is learnt from it."""
-    if not train and (seeds is not None or parallel is not None or exact):
-        what = "--seeds, --parallel and --exact are for --train"
+    if not train and (seeds is not None or parallel is not None or exact or ray):
+        what = "--seeds, --parallel, --exact and --ray are for --train"
         raise InputError("USAGE", what, remedy="add --train")
     from gear_offline.config.recipe import load_recipe
 
@@ -491,6 +501,7 @@ def strategies(
         out=folder,
         parallel=parallel,
         exact=exact,
+        ray=ray,
         quiet=quiet,
     )
     if not as_json:

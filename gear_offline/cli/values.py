@@ -109,6 +109,10 @@ Axes = Annotated[
 ]
 Run = partial(Argument, metavar="RUN", autocompletion=complete_run)
 Exact = Annotated[bool, Option("--exact", help="On a GPU, give each run the bits of one alone.")]
+Ray = Annotated[
+    str | None,
+    Option(metavar="ADDRESS", help="Work on a Ray cluster: auto, or HOST:PORT of its head."),
+]
 Environment = partial(Option, None, "--environment", "--env")
 Size = partial(Option, parser=parse_size, metavar="SIZE")
 Count = partial(Option, parser=parse_count, metavar="COUNT")

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.tasks import data_key
@@ -26,12 +29,13 @@ from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.runs.prepare import prepare_dataset, resolve
 from gear_offline.sweep.directory import SweepDirectory, SweepFile
 from gear_offline.sweep.job import Job, run_errors
-from gear_offline.sweep.processes import train_in_processes
+from gear_offline.sweep.processes import LOCK_SECONDS, train_in_pool, train_in_processes
 from gear_offline.sweep.report import SweepResult, read_sweep, write_sweep_report
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.trials import Trial, make_trials
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
+from gear_offline.workers import RayPool
 
 MOST_ON_A_GPU = 16  # more trials at a time need memory and are hardly faster
 # of the driver for streams; its default of 8 makes further ones wait for each other
@@ -46,6 +50,7 @@ def sweep(
     out: str | Path | None = None,
     parallel: int | None = None,
     exact: bool = False,
+    ray: str | None = None,
     quiet: bool = False,
 ) -> SweepResult:
     """Train a recipe with several settings and seeds, and compare them.
@@ -66,9 +71,12 @@ def sweep(
     out
         Directory of the sweep; by default ``runs/NAME-sweep``.
     parallel
-        Trials at a time; by default 16 on a GPU, one a core on a CPU.
+        Trials at a time; by default 16 on a GPU, one a core on a CPU, with Ray one a GPU or core.
     exact
         On a GPU, do not stack trials of the same shape: each gives the bits of a run alone.
+    ray
+        Address of a Ray cluster, such as ``"auto"``: each trial is a task there with its share of
+        the CPUs and GPUs.  All nodes have to see this directory and `out`.
     quiet
         Print nothing.
 
@@ -82,6 +90,8 @@ def sweep(
     InputError
         ``USAGE``, ``RECIPE``, ``RUN_MISMATCH`` for a directory with another sweep, ``RUN_LOCKED``,
         and those of preparing the data, before any trial begins.
+    UnavailableError
+        With `ray`: ``PACKAGE_MISSING``, ``UNAVAILABLE``, and ``SYSTEM`` for a node without `out`.
     TrainingInterrupted
         ``INTERRUPTED`` after Ctrl-C or SIGTERM; what the trials have done is saved.
     """
@@ -94,7 +104,7 @@ def sweep(
     directory = SweepDirectory(place)
     named = directory.read().trials[0].settings if directory.is_begun else ()
     trials = make_trials(recipe, options or {}, seeds, named=tuple(named))
-    return run_trials(trials, place, parallel=parallel, exact=exact, quiet=quiet)
+    return run_trials(trials, place, parallel=parallel, exact=exact, ray=ray, quiet=quiet)
 
 
 def run_trials(
@@ -103,6 +113,7 @@ def run_trials(
     *,
     parallel: int | None = None,
     exact: bool = False,
+    ray: str | None = None,
     quiet: bool = False,
 ) -> SweepResult:
     """Train `trials` into the sweep directory `out`, as `sweep` does."""
@@ -112,26 +123,39 @@ def run_trials(
     _check_trials(trials, parallel)
     for trial in trials:
         check_recipe(trial.recipe, where=f"run {trial.name}")
-    device = resolve_device(trials[0].recipe.train.device)
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        os.environ.setdefault(*QUEUES)  # without effect where the GPU is in use already
-    parallel = min(len(trials), parallel or (MOST_ON_A_GPU if on_gpu else usable_cores()))
-    datasets, resolved = dict[str, TableData](), dict[str, Recipe]()
-    for trial in trials:  # whatever does not fit shows before the first step
-        key = data_key(trial.recipe)
-        if key not in datasets:
-            datasets[key] = prepare_dataset(trial.recipe, quiet=quiet)
-        resolved[trial.name], _ = resolve(trial.recipe, datasets[key], quiet=True)
-    directory = SweepDirectory(out)
-    with directory.hold():
+    asked = trials[0].recipe.train.device
+    with ExitStack() as stack:
+        if ray is None:
+            pool, device, cores, each = None, resolve_device(asked), usable_cores(), usable_cores()
+            most = MOST_ON_A_GPU if device.type == "cuda" else cores
+            if device.type == "cuda":
+                os.environ.setdefault(*QUEUES)  # without effect where the GPU is in use already
+        else:
+            pool = stack.enter_context(RayPool(ray))
+            device, cores, each = torch.device(pool.device(asked)), pool.cpus, pool.node_cpus
+            most = pool.gpus if device.type == "cuda" else cores
+        parallel = min(len(trials), parallel or most)
+        datasets, resolved = dict[str, TableData](), dict[str, Recipe]()
+        for trial in trials:  # whatever does not fit shows before the first step
+            key = data_key(trial.recipe)
+            if key not in datasets:
+                datasets[key] = prepare_dataset(trial.recipe, quiet=quiet)
+            resolved[trial.name], _ = resolve(trial.recipe, datasets[key], quiet=True)
+        directory = SweepDirectory(out)
+        stack.enter_context(directory.hold())
         file = directory.merge(trials)
         file.exact = file.exact or exact
-        if not on_gpu and parallel > 1 and file.threads is None:
-            file.threads = max(1, usable_cores() // parallel)
+        has_share = pool is not None or (device.type != "cuda" and parallel > 1)
+        if has_share and file.threads is None:
+            file.threads = max(1, min(each, cores // parallel))
+        # Every trial gets its share of the cores; none of it changes what the trial computes.
+        threads = file.threads if has_share else None
         left = directory.open_trials(trials)
         for trial in left:
             check_resumed(directory.run_path(trial), resolved[trial.name])
+        if pool is not None:
+            pool.share(parallel, cpus=threads or 1, device=device.type)
+            pool.check(directory.path)
         directory.write(file)
         if left:
             done = len(trials) - len(left)
@@ -141,11 +165,10 @@ def run_trials(
                 f"sweep directory {directory.path}",
                 quiet=quiet,
             )
-            # Every trial gets its share of the cores; none of it changes what the trial computes.
-            threads = None if on_gpu or parallel == 1 else file.threads
-            display = _Display(trials, done, directory, quiet=quiet or parallel == 1)
+            alone = parallel == 1 and pool is None
+            display = _Display(trials, done, directory, quiet=quiet or alone)
             job = Job(
-                trials=[_with_share(trial, parallel, threads) for trial in left],
+                trials=[_with_share(trial, parallel, threads, pool) for trial in left],
                 folder=directory.path / "runs",
                 device=device,
                 parallel=parallel,
@@ -156,7 +179,7 @@ def run_trials(
                 ended=display.end,
             )
             with display.progress:
-                _train(job, directory, quiet=quiet)
+                _train(job, directory, pool, quiet=quiet)
         return _conclude(directory, file)
 
 
@@ -176,9 +199,11 @@ def _check_trials(trials: Sequence[Trial], parallel: int | None) -> None:
         raise InputError("USAGE", what, remedy=remedy)
 
 
-def _train(job: Job, directory: SweepDirectory, *, quiet: bool) -> None:
+def _train(job: Job, directory: SweepDirectory, pool: RayPool | None, *, quiet: bool) -> None:
     try:
-        if job.parallel == 1:
+        if pool is not None:
+            train_in_pool(job, pool, patience=LOCK_SECONDS)
+        elif job.parallel == 1:
             _train_one_by_one(job, quiet=quiet)
         elif job.device.type == "cuda":
             from gear_offline.sweep.concurrent import train_concurrently
@@ -217,13 +242,15 @@ def _conclude(directory: SweepDirectory, file: SweepFile) -> SweepResult:
     return result
 
 
-def _with_share(trial: Trial, parallel: int, threads: int | None) -> Trial:
-    """Return a trial whose recipe has its share of the machine, where it does not say."""
-    recipe, changes = trial.recipe, dict[str, int]()
+def _with_share(trial: Trial, parallel: int, threads: int | None, pool: RayPool | None) -> Trial:
+    """Return a trial whose recipe has its share of the machines, where it does not say."""
+    recipe, changes = trial.recipe, dict[str, Any]()
+    if pool is not None:  # nodes with GPUs may train on their CPUs
+        changes["train.device"] = pool.device(recipe.train.device)
     if recipe.train.threads is None and threads is not None:
         changes["train.threads"] = threads
-    if recipe.evaluate.episodes and recipe.evaluate.workers is None and parallel > 1:
-        spare = usable_cores() - parallel * (threads or 0)
+    if recipe.evaluate.episodes and recipe.evaluate.workers is None and (parallel > 1 or pool):
+        spare = usable_cores() - parallel * (threads or 0) if pool is None else 0
         changes["evaluate.workers"] = max(1, min(MOST_WORKERS, spare // parallel))
     if not changes:
         return trial
