@@ -9,6 +9,7 @@ from typing import Any
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import SelectionSettings
 from gear_offline.config.tasks import task_recipe, tasks_in
+from gear_offline.core.hub import is_there
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
 from gear_offline.sampling import Sampler, Schedule, TaskPart, make_sampler, mix_tasks
@@ -24,7 +25,7 @@ def open_data(recipe: Recipe) -> TableData:
 def open_one(recipe: Recipe) -> Dataset:
     """Open the dataset of a recipe of one; its blocks are compared when they are loaded."""
     data = recipe.data
-    if data.path is not None and Path(data.path).exists():
+    if data.path is not None and is_there(data.path):
         return open_dataset(data.path, verify=False)
     what = "the recipe names no data"
     remedy = "make it with `gear-offline convert`, or say what to convert: data.source"

@@ -7,6 +7,7 @@ Shape legend: E environments, K steps of context, S state elements, A action ele
 
 from __future__ import annotations
 
+import tempfile
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gear_offline.core.hub import put
 from gear_offline.core.text import count_text
 from gear_offline.errors import InputError, given_path
 from gear_offline.models.decision_transformer import DecisionTransformer
-from gear_offline.models.policy_folder import PolicyFacts, PolicyFile, write_policy
+from gear_offline.models.policy_folder import CARD, PLACE, PolicyFacts, PolicyFile, write_policy
 from gear_offline.tables.fields import STD_FLOOR
 
 __all__ = ["Policy"]
@@ -171,6 +173,29 @@ class Policy:
         return folder
 
     save_pretrained = save  # as it is called in the Hugging Face ecosystem
+
+    def push_to_hub(self, name: str, *, private: bool = False) -> str:
+        """Put what `save` writes on the Hugging Face Hub; return its address there.
+
+        Parameters
+        ----------
+        name
+            ``USER/NAME``, made if it is not there, or ``USER/NAME@BRANCH``.
+        private
+            For you alone, if it is made.
+
+        Raises
+        ------
+        InputError, UnavailableError
+            ``OUTPUT_WRITE`` without a token that may write, or a network.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            files: dict[str, Path | bytes] = {
+                path.name: path for path in self.save(Path(folder, "policy")).iterdir()
+            }
+            text = Path(folder, "policy", CARD).read_text()
+            files[CARD] = text.replace(PLACE, name.removeprefix("hub:")).encode()
+            return put(files, name, "model", private=private)
 
     def reset(
         self, indices: npt.ArrayLike | None = None, targets: npt.ArrayLike | None = None

@@ -22,13 +22,15 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from gear_offline.core.files import new_directory, read_regular, write_file
+from gear_offline.core.hub import card
 from gear_offline.errors import InputError
 from gear_offline.models.decision_transformer import DecisionTransformer, DecisionTransformerConfig
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
 
 CONFIG, MODEL, POLICY, CARD = "config.json", "model.safetensors", "policy.json", "README.md"
 MAX_POLICY_BYTES = 64 << 20
-TAGS = ["decision-transformer", "offline-reinforcement-learning", "reinforcement-learning"]
+PLACE = "THIS FOLDER"  # in a card, until it is on the Hub
+TAGS = ("reinforcement-learning", "offline-reinforcement-learning", "decision-transformer")
 
 Numbers = tuple[float, ...]
 
@@ -92,7 +94,7 @@ def write_policy(
         files = {CONFIG: file_facts(part / CONFIG), MODEL: write_tensors(part / MODEL, weights)}
         file = file.model_copy(update={"files": files})
         write_file(part / POLICY, file.model_dump_json(indent=1).encode())
-        write_file(part / CARD, card(file).encode())
+        write_file(part / CARD, _card(file))
 
 
 def read_policy(folder: Path) -> tuple[DecisionTransformer, PolicyFile]:
@@ -147,54 +149,49 @@ def config_text(model: DecisionTransformer) -> str:
         logger.removeFilter(wanted)
 
 
-def card(file: PolicyFile) -> str:
-    """Return the model card, Markdown with metadata in YAML, as the Hub reads it."""
-    from huggingface_hub import EvalResult, ModelCardData
-
+def _card(file: PolicyFile) -> bytes:
+    """Return the model card, with results in the metadata as the Hub lists them."""
     place = file.environment or "unknown"
     best = max(file.achieved, key=lambda one: one.mean_return, default=None)
-    found = {} if best is None else {"return": best.mean_return, "score": best.normalized_score}
-    results = [
-        EvalResult("reinforcement-learning", place, place, f"mean_{kind}", round(value, 4))
-        for kind, value in found.items()
-        if value is not None
-    ]
+    found = {"mean_reward": best.mean_return, "score": best.normalized_score} if best else {}
+    metrics = [{"type": kind, "value": value} for kind, value in found.items() if value is not None]
+    where = {"task": {"type": TAGS[0]}, "dataset": {"type": place, "name": place}}
     data = file.data or ""
-    metadata = ModelCardData(
-        library_name="gear-offline",
-        pipeline_tag="reinforcement-learning",
-        tags=[*TAGS, *filter(None, [file.environment])],
-        datasets=[data.removeprefix("hub:").split("@")[0]] if data.startswith("hub:") else None,
-        metrics=[result.metric_type for result in results] or None,
-        model_name=file.name,
-        eval_results=results or None,
-    )
+    metadata = {
+        "library_name": "gear-offline",
+        "pipeline_tag": TAGS[0],
+        "tags": [*TAGS, *filter(None, [file.environment])],
+        "datasets": [data.removeprefix("hub:").split("@")[0]] if data.startswith("hub:") else None,
+        "metrics": list(found) or None,
+        "model-index": [{"name": file.name, "results": [{**where, "metrics": metrics}]}],
+    }
+    bounds = "" if file.action_bounds is None else " in {} .. {}".format(*file.action_bounds)
     facts = {
         "environment": file.environment,
         "data": file.data,
-        "training steps": None if file.step is None else f"{file.step:,}",
-        "actions": file.actions + (f" in {list(file.action_bounds)}" if file.action_bounds else ""),
+        "training steps": file.step,
+        "actions": file.actions + bounds,
         "context": f"{file.context_length} steps",
     }
-    lines = [f"---\n{metadata.to_yaml()}\n---\n\n# {file.name}\n", "A Decision Transformer.\n"]
-    lines += [f"- {name}: {value}" for name, value in facts.items() if value is not None]
-    if file.achieved:
-        lines += ["\n| asked return | achieved | 95 % interval | score | episodes |"]
-        lines += ["|---:|---:|---:|---:|---:|"]
-    for one in file.achieved:
-        low, high = (None if end is None else f"{end:,.1f}" for end in one.ci95)
-        score = "-" if one.normalized_score is None else f"{one.normalized_score:.1f}"
-        interval = "-" if None in (low, high) else f"{low} .. {high}"
-        row = f"{one.target:,.6g} | {one.mean_return:,.1f} | {interval} | {score} | {one.episodes}"
-        lines += [f"| {row} |"]
-    target = file.targets[0] if file.targets else "RETURN"
-    lines += [
-        "\n```python",
-        "import gear_offline as go\n",
-        'policy = go.load_policy("THIS FOLDER")',
+    rows = [
+        f"| {one.target:,.6g} | {one.mean_return:,.1f} | {_interval(one)} | {one.episodes} |"
+        for one in file.achieved
     ]
-    lines += [f"policy.reset({target})", "action = policy.act(observation[None])[0]", "```\n"]
-    return "\n".join(lines)
+    head = ["| asked return | achieved | 95 % interval | episodes |", "|---:|---:|---:|---:|"]
+    target = file.targets[0] if file.targets else "RETURN"
+    code = f"""```python
+import gear_offline as go
+
+policy = go.load_policy("{PLACE}")
+policy.reset({target})
+action = policy.act(observation[None])[0]
+```"""
+    return card(metadata, file.name, facts, "\n".join([*(head if rows else []), *rows, "", code]))
+
+
+def _interval(one: Achieved) -> str:
+    low, high = one.ci95
+    return "" if low is None or high is None else f"{low:,.1f} .. {high:,.1f}"
 
 
 def _is_only_policy(path: Path) -> bool:

@@ -31,6 +31,7 @@ SURFACE = {
     "convert": "source out shard-size workers columns discrete rename map where rule "
     "environment reference allow-nonfinite overwrite quiet",
     "export": "dataset out columns overwrite quiet",
+    "push": "what name task private",
     "inspect": "dataset verify full json quiet",
     "audit": "dataset against json quiet",
     "collect": "environment out policy quality mix steps exact action-noise seed "

@@ -183,13 +183,6 @@ def test_random_values_are_refused_or_harmless(
         assert Manifest.decode(found.encode()).model_dump() == found.model_dump()
 
 
-def test_a_manifest_that_is_a_link_is_refused(tmp_path: Path) -> None:
-    dataset = make_dataset(tmp_path, [3])
-    (dataset.path / MANIFEST_NAME).rename(tmp_path / "elsewhere")
-    (dataset.path / MANIFEST_NAME).symlink_to(tmp_path / "elsewhere")
-    assert failing_code(lambda: Manifest.read(dataset.path)) == "DATASET_DAMAGED"
-
-
 def test_a_manifest_too_large_to_read_back_is_not_written(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(conversion, "MAX_MANIFEST_BYTES", 1_000)
     assert failing_code(lambda: make_dataset(tmp_path, [3])) == "COLUMN"

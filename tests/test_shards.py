@@ -76,13 +76,14 @@ def test_block_digests_do_not_depend_on_pieces(data: bytes, block: int, cuts: li
     assert digests.finish() == "".join(xxhash.xxh3_128_hexdigest(b) for b in blocks)
 
 
-def test_links_devices_and_other_sizes_are_not_opened(tmp_path: Path) -> None:
+def test_devices_and_other_sizes_are_not_opened(tmp_path: Path) -> None:
     (tmp_path / "real").write_bytes(b"data")
     (tmp_path / "link").symlink_to(tmp_path / "real")
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    os.close(open_member(tmp_path / "real", size=4))
-    for name in ("link", "folder", "pipe", "absent"):
+    for name in ("real", "link"):
+        os.close(open_member(tmp_path / name, size=4))
+    for name in ("folder", "pipe", "absent"):
         with pytest.raises(InputError) as caught:
             open_member(tmp_path / name)
         assert caught.value.code == "DATASET_DAMAGED" and name in str(caught.value)

@@ -95,7 +95,9 @@ def root(
     "convert mine.hdf5 data/best --where 'return > 1000'",
 )
 def convert(
-    source: str = Argument(help="File or folder, d4rl:NAME, minari:ID, robomimic:FILE#KEY."),
+    source: str = Argument(
+        help="File or folder, d4rl:NAME, minari:ID, robomimic:FILE#KEY, hub:USER/NAME."
+    ),
     out: Path = Argument(help="Directory of GEAR shards to make."),
     shard_size: int = Size("256MiB", help="Target bytes of a shard."),
     workers: int = Option(1, min=1, help="Processes that write shards."),
@@ -232,6 +234,28 @@ def export(
     print(export_hdf5(dataset, out, columns=columns, overwrite=overwrite, quiet=quiet))
 
 
+@command(
+    "Data",
+    "push data/mine hub:USER/NAME",
+    "push runs/hopper-medium-s0 hub:USER/NAME --private",
+)
+def push(
+    what: Path = Argument(help="Dataset, run, checkpoint or policy folder."),
+    name: str = Argument(help="hub:USER/NAME, or hub:USER/NAME@BRANCH."),
+    task: str | None = Option(None, help="The task to act in, of a run of several."),
+    private: bool = Option(False, "--private", help="If it is made: for you alone."),
+) -> None:
+    """Put a dataset or a policy on the Hugging Face Hub."""
+    from gear_offline.dataset.manifest import is_dataset
+
+    pushed: Any
+    if is_dataset(what):
+        pushed = gear_offline.open_dataset(what, verify=False)
+    else:
+        pushed = gear_offline.load_policy(what, task, device="cpu")
+    print(pushed.push_to_hub(name, private=private))
+
+
 app.add_typer(recipes_app, name="recipes", rich_help_panel="Train")
 
 
@@ -335,7 +359,7 @@ def train(
     "evaluate runs/hopper-medium-s0 --video hopper.gif",
 )
 def evaluate(
-    run: Path = Run(help="Run directory, checkpoint or policy folder."),
+    run: Path = Run(help="Run directory, checkpoint or policy folder, or hub:USER/NAME."),
     targets: Any = Numbers(None, help="Target returns, comma-separated; default the recipe's."),
     episodes: int | None = Count(None, help="Episodes per target."),
     environment: str | None = Environment(help="Gymnasium id."),

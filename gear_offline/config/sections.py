@@ -158,9 +158,9 @@ class DataSettings(Section):
     """Where the steps come from."""
 
     path: Text | None = None
-    """Directory of GEAR shards, relative to the current directory."""
+    """Directory of GEAR shards, relative to the current directory, or hub:USER/NAME."""
     source: Text | None = None
-    """What to convert into `path` when it does not exist: a file, d4rl:NAME or minari:ID."""
+    """What to convert into `path` when it does not exist: a file, d4rl:, minari: or hub:NAME."""
     collect: CollectSettings | None = None
     """What to record and convert into `path` when it does not exist, instead of `source`."""
     tasks: Tasks | None = None

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.core.files import FileIdentity, file_identity
+from gear_offline.core.hub import card, fetch, is_hub, put
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
@@ -289,6 +290,46 @@ class Dataset:
             list(pool.map(check, range(len(self.manifest.shards))))  # an error cancels the rest
         return replace(self, verified=True)
 
+    def push_to_hub(self, name: str, *, private: bool = False) -> str:
+        """Put the dataset on the Hugging Face Hub, every block compared first.
+
+        Parameters
+        ----------
+        name
+            ``USER/NAME``, made if it is not there, or ``USER/NAME@BRANCH``.
+        private
+            For you alone, if it is made.
+
+        Returns
+        -------
+        str
+            Its address there.
+
+        Raises
+        ------
+        InputError, UnavailableError
+            ``DATASET_DAMAGED``; ``OUTPUT_WRITE`` without a token that may write, or a network.
+        """
+        manifest, place = self.verify().manifest, name.removeprefix("hub:")
+        metadata = {
+            "task_categories": ["reinforcement-learning"],
+            "tags": ["offline-reinforcement-learning", "gear-offline"],
+            "viewer": False,  # which reads no shards
+        }
+        facts = {
+            "environment": self.environment_id,
+            "size": f"{count_text(manifest.episodes, 'episode')}, {manifest.steps:,} steps",
+            "columns": ", ".join(column.name for column in self.spec),
+            "returns": f"{manifest.returns.min:,.6g} .. {manifest.returns.max:,.6g}",
+            "source": manifest.source.uri,
+        }
+        code = f'```python\nimport gear_offline as go\n\ngo.open_dataset("hub:{place}")\n```'
+        files: dict[str, Path | bytes] = {
+            file: self.path / file for file in (MANIFEST_NAME, *(s.name for s in manifest.shards))
+        }
+        files["README.md"] = card(metadata, place, facts, code)
+        return put(files, name, "dataset", private=private)
+
     def open_shard(self, shard: int) -> int:
         """Return a descriptor of a shard's file, which must not have changed since opening."""
         path = self.path / self.manifest.shards[shard].name
@@ -310,7 +351,7 @@ def open_dataset(path: str | Path, *, verify: bool = True) -> Dataset:
     Parameters
     ----------
     path
-        Directory that `gear_offline.convert` made.
+        Directory that `gear_offline.convert` made, or ``hub:USER/NAME`` of the Hugging Face Hub.
     verify
         Compare every block of every shard with its digest now.  Otherwise the manifest, the sizes
         and headers of the shards and the per-episode tensors are checked; what is loaded whole
@@ -335,6 +376,8 @@ def open_dataset(path: str | Path, *, verify: bool = True) -> Dataset:
     >>> dataset.column("rewards").dtype, dataset.statistics["observations"].mean.tolist()
     (dtype('float32'), [6.5, -4.5, 1.0])
     """
+    if is_hub(path):
+        path = fetch(str(path), "dataset", "DATASET_NOT_FOUND")
     manifest, path = Manifest.read(path), Path(path)
     identities: list[FileIdentity] = []
     parts: dict[str, list[Array]] = {c.name: [] for c in EPISODE_COLUMNS}

@@ -268,7 +268,7 @@ def shard_name(index: int) -> str:
 def is_dataset(path: Path) -> bool:
     """Whether a directory has a manifest of ours; the dataset may be damaged."""
     try:
-        with open(open_regular(path / MANIFEST_NAME, links=False), "rb") as file:
+        with open(open_regular(path / MANIFEST_NAME), "rb") as file:
             return file.read(len(_BEGIN)) == _BEGIN
     except OSError:
         return False

@@ -143,9 +143,9 @@ class BlockDigests:
 
 
 def open_member(path: Path, *, size: int | None = None) -> int:
-    """Open a file of a dataset's directory, a regular one of `size` bytes and no link."""
+    """Open a file of a dataset's directory, a regular one of `size` bytes, or a link to one."""
     try:
-        handle = open_regular(path, links=False)
+        handle = open_regular(path)
     except OSError as error:
         raise damaged(f"cannot read a file of the dataset: {error.strerror}", path) from error
     actual = os.fstat(handle).st_size

@@ -55,7 +55,8 @@ def evaluate(
     Parameters
     ----------
     run
-        Run directory, one checkpoint of it, or a policy folder, which stays as it is.
+        Run directory, one checkpoint of it, or a policy folder, which stays as it is; one of the
+        Hugging Face Hub: ``hub:USER/NAME``.
     targets, episodes, seed
         Default: the recipe's; 10 episodes if the recipe has 0, which means none while training.
     environment

@@ -20,6 +20,7 @@ from gear_offline.config.tasks import task_recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.core.device import resolve_device
 from gear_offline.core.files import check_folder
+from gear_offline.core.hub import is_there
 from gear_offline.core.system import available_bytes
 from gear_offline.core.text import count_text, size_text
 from gear_offline.dataset.dataset import Dataset, open_dataset
@@ -73,7 +74,7 @@ def _open_on_ranks(recipe: Recipe, world: World, *, quiet: bool) -> Dataset:
 def prepare_one(recipe: Recipe, *, quiet: bool = False) -> Dataset:
     """Open the dataset of a recipe of one, making it first when it does not exist."""
     data, source = recipe.data, recipe.data.source
-    if data.path is not None and not (path := Path(data.path)).exists():
+    if data.path is not None and not is_there(path := Path(data.path)):
         if data.collect is not None:
             source = str(_collect(data.collect, path.with_name(path.name + ".hdf5"), quiet))
         if source is not None:
@@ -96,7 +97,7 @@ def _check_origin(data: DataSettings, dataset: Dataset) -> None:
         return
     names = [file.name for file in origin.files]
     scheme, _, name = (data.source or "").partition(":")
-    if scheme in ("d4rl", "minari") and name:
+    if scheme in ("d4rl", "hub", "minari") and name:
         # The file of a D4RL dataset may have been converted under its own name.
         file = PurePosixPath(dataset_file(name) or "" if scheme == "d4rl" else "").name
         if origin.uri != data.source and file not in names:

@@ -16,6 +16,7 @@ from jinja2 import Environment, FileSystemLoader, Template
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.tasks import task_recipe
 from gear_offline.core.files import write_file
+from gear_offline.core.hub import is_there
 from gear_offline.core.text import count_text, printable
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.scores import ReferenceScores, normalized_score
@@ -95,7 +96,7 @@ def _final_evaluation(
 
 def _dataset(recipe: Recipe | None) -> Dataset | None:
     """Return the dataset of a recipe, while it is still there."""
-    if recipe is None or recipe.data.path is None or not Path(recipe.data.path).is_dir():
+    if recipe is None or recipe.data.path is None or not is_there(recipe.data.path):
         return None
     return open_dataset(recipe.data.path, verify=False)
 

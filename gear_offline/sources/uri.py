@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from gear_offline.core.hub import fetch, is_hub
 from gear_offline.core.text import count_text
 from gear_offline.dataset.manifest import is_dataset
 from gear_offline.dataset.scores import dataset_of_file
@@ -48,7 +49,8 @@ def open_source(
         Path of an HDF5 file (D4RL's layouts, robomimic's or the generic one), of an ``.npz`` file
         (OGBench's or flat arrays), of a ``.parquet`` file of one row an episode, or of a folder of
         such files, ``robomimic:FILE#FILTER_KEY``, ``d4rl:NAME``, ``minari:ID``, or a directory of a
-        Minari dataset, of DQN-Replay's checkpoints, or of GEAR shards.
+        Minari dataset, of DQN-Replay's checkpoints, or of GEAR shards; ``hub:USER/NAME`` holds any
+        of these.
     rule
         Boundary rule in place of the format's own, e.g. ``"terminals|steps=1000"``; see
         docs/explanation/episodes.md.
@@ -70,6 +72,10 @@ def open_source(
     UnavailableError
         ``SOURCE_READ`` for a failed download, ``PACKAGE_MISSING``.
     """
+    if is_hub(uri):
+        source = open_source(fetch(str(uri), "dataset", "SOURCE_READ"), rule=rule, names=names)
+        source.info = replace(source.info, uri=str(uri))
+        return source
     parts = parse_names(names)
     text, path = str(uri), given_path(uri, "SOURCE_READ", where="uri")
     scheme, _, name = text.partition(":") if isinstance(uri, str) else ("", "", "")

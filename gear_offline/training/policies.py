@@ -16,12 +16,21 @@ from torch import Tensor
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.tasks import task_recipe, tasks_in
 from gear_offline.core.device import resolve_device
+from gear_offline.core.hub import PREFIX, fetch, is_hub
 from gear_offline.core.types import Float64Array
 from gear_offline.errors import InputError, given_path
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.multitask import single_task, task_number, tasks_of_config
 from gear_offline.models.policy import Policy
-from gear_offline.models.policy_folder import POLICY, Achieved, PolicyFacts, assemble, read_policy
+from gear_offline.models.policy_folder import (
+    CONFIG,
+    MODEL,
+    POLICY,
+    Achieved,
+    PolicyFacts,
+    assemble,
+    read_policy,
+)
 from gear_offline.training.checkpoint import Checkpoint, chosen_checkpoint, damaged
 from gear_offline.training.checkpoint_folder import run_of
 from gear_offline.training.records import EvaluationRecord, read_document, read_lines
@@ -86,6 +95,7 @@ def load_policy(
     task: str | None = None,
     *,
     checkpoint: str | int | None = None,
+    revision: str | None = None,
     device: str = "auto",
 ) -> Policy:
     """Return what acts: the policy of a run, which takes raw observations and asked returns.
@@ -94,12 +104,15 @@ def load_policy(
     ----------
     run_or_folder
         Run directory (its newest whole checkpoint), a checkpoint of it, its ``checkpoints/best``,
-        or a folder that `Policy.save` wrote.
+        or a folder that `Policy.save` wrote; where there is no such folder, ``USER/NAME`` on the
+        Hugging Face Hub, always there: ``hub:USER/NAME``.
     task
         Of a run of several tasks: the one to act in.
     checkpoint
         Of a run: ``"last"`` (the default), ``"best"`` (the highest return while training) or a
         step number.
+    revision
+        On the Hub: a branch, a tag or a commit.
     device
         ``"auto"`` (CUDA if there is one), or a torch device: ``"cpu"``, ``"cuda:1"``.
 
@@ -114,7 +127,8 @@ def load_policy(
         ``RUN_NOT_FOUND``, ``RUN_DAMAGED``, ``RECIPE`` for a task that the model does not know,
         ``LOADER_OPTION`` for a device that torch does not know.
     UnavailableError
-        ``DEVICE`` if a CUDA device is asked for and there is none.
+        ``DEVICE`` if a CUDA device is asked for and there is none; ``RUN_NOT_FOUND`` if the Hub
+        does not answer.
 
     Examples
     --------
@@ -135,7 +149,8 @@ def load_policy(
     4
     """
     where = resolve_device(device)
-    trained = find_trained(run_or_folder, checkpoint)
+    given = run_or_folder if revision is None else f"{os.fspath(run_or_folder)}@{revision}"
+    trained = find_trained(given, checkpoint)
     policy = trained.policy(task, where)
     if trained.run is not None:
         found = {"achieved": _achieved(trained.run, trained.facts.step, task)}
@@ -148,8 +163,12 @@ def find_trained(
     checkpoint: str | int | None = None,
     say: Callable[[str], None] = lambda message: None,
 ) -> TrainedModel:
-    """Return the model of a run, a checkpoint or a policy folder, on the CPU."""
+    """Return the model of a run, a checkpoint or a policy folder, here or on the Hub."""
     path = given_path(given, "RUN_NOT_FOUND", where="run")
+    is_bare = isinstance(given, str) and len(path.parts) == 2  # a Path is one of this machine
+    if is_hub(path) or (is_bare and not path.exists() and not path.parent.is_dir()):
+        name = f"{PREFIX}{str(path).removeprefix(PREFIX)}"
+        path = fetch(name, "model", "RUN_NOT_FOUND", only=(POLICY, CONFIG, MODEL))
     if not (path / POLICY).is_file():
         return trained_model(chosen_checkpoint(path, checkpoint, say))
     if checkpoint is not None:

@@ -1,0 +1,128 @@
+"""The Hugging Face Hub: ``hub:USER/NAME``, what is fetched from there and what is put there.
+
+Nothing of it is executed; whoever opens a download checks it, as any other file from outside.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from gear_offline.core.files import write_error
+from gear_offline.errors import NO_SPACE, InputError, UnavailableError
+
+Kind = Literal["model", "dataset"]
+PREFIX = "hub:"
+FORM = "write it like hub:USER/NAME, hub:USER/NAME/FOLDER or hub:USER/NAME@REVISION"
+_NAME = re.compile(r"(?:hub:)?([\w.-]+/[\w.-]+)(?:/([^@]+))?(?:@(\S+))?", re.ASCII)
+
+
+def is_hub(given: object) -> bool:
+    """Whether it is ``hub:...``."""
+    return isinstance(given, str | Path) and str(given).startswith(PREFIX)
+
+
+def is_there(path: str | Path) -> bool:
+    """Whether a path leads somewhere, or to the Hub, which is asked later."""
+    return is_hub(path) or Path(path).exists()
+
+
+def fetch(name: str, kind: Kind, code: str, *, only: tuple[str, ...] = ()) -> Path:
+    """Return where the files of a repository lie here, in the cache of huggingface_hub.
+
+    Parameters
+    ----------
+    name
+        ``USER/NAME``, with a folder or file of it, and ``@`` a branch, a tag or a commit.
+    code
+        Code of errors.
+    only
+        Patterns of the files to fetch; default all.
+    """
+    from huggingface_hub import snapshot_download
+
+    repo, inner, revision = _parts(name, code)
+    patterns = [inner, f"{inner}/*"] if inner else [*only]
+    with _telling(name, kind, code):
+        found = snapshot_download(
+            repo, repo_type=kind, revision=revision, allow_patterns=patterns or None
+        )
+    path = Path(found, inner or "")
+    if not path.exists():
+        what, remedy = f"the {kind} {repo} has no {inner or only[0]}", "look at its files"
+        raise InputError(code, what, where=name, remedy=remedy)
+    return path
+
+
+def put(files: Mapping[str, Path | bytes], name: str, kind: Kind, *, private: bool = False) -> str:
+    """Put files into a repository in one commit, made first if it is missing; return its address.
+
+    Raises
+    ------
+    GearError
+        ``OUTPUT_WRITE``.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    repo, inner, revision = _parts(name, "OUTPUT_WRITE")
+    if inner:
+        what = f"{inner} is a folder in a repository"
+        raise InputError("OUTPUT_WRITE", what, where=name, remedy="give USER/NAME")
+    api = HfApi()
+    with _telling(name, kind, "OUTPUT_WRITE"):
+        address = api.create_repo(repo, repo_type=kind, private=private or None, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo, branch=revision, repo_type=kind, exist_ok=True)
+        added = [CommitOperationAdd(path, content) for path, content in files.items()]
+        message = f"Upload a {kind} with gear-offline"
+        api.create_commit(repo, added, commit_message=message, repo_type=kind, revision=revision)
+    return str(address)
+
+
+def card(metadata: Mapping[str, Any], title: str, facts: Mapping[str, Any], rest: str) -> bytes:
+    """Return a README.md as the Hub shows it; what is None is left out."""
+    head = yaml.safe_dump({k: v for k, v in metadata.items() if v is not None}, sort_keys=False)
+    lines = [f"- {name}: {value}" for name, value in facts.items() if value is not None]
+    return "\n".join([f"---\n{head}---\n\n# {title}\n", *lines, "", rest, ""]).encode()
+
+
+def _parts(name: str, code: str) -> tuple[str, str | None, str | None]:
+    """Return repository, folder in it and revision of ``hub:USER/NAME/FOLDER@REVISION``."""
+    match = _NAME.fullmatch(name)
+    if match is None or ".." in (match[2] or "").split("/"):
+        raise InputError(code, f"{name!r} is no name on the Hub", remedy=FORM)
+    return match[1], match[2], match[3]
+
+
+@contextmanager
+def _telling(name: str, kind: Kind, code: str) -> Iterator[None]:
+    """Raise what huggingface_hub finds as one error: not there, no token, no network."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except Exception as error:  # each layer of the client has its own: HTTP, LFS, Xet
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        said = (getattr(error, "server_message", None) or str(error) or repr(error)).strip()
+        login = "log in: hf auth login, or set HF_TOKEN"
+        if isinstance(error, OSError) and error.errno in NO_SPACE:
+            raise write_error(error, name) from error
+        if isinstance(error, errors.HFValidationError):
+            what, remedy = f"no {kind} can have this name", FORM
+        elif isinstance(error, errors.RevisionNotFoundError):
+            what, remedy = f"the {kind} has no such revision", "name a branch, a tag or a commit"
+        elif isinstance(error, errors.RepositoryNotFoundError):
+            what = f"the Hub has no such {kind}, or does not show it"
+            remedy = f"check the name; to see what is private, {login}"
+        elif status in (401, 403):
+            what, remedy = f"the Hub refuses: {said}", f"with a token that may write, {login}"
+        else:
+            what = f"the Hub does not answer as it should: {said.splitlines()[0]}"
+            remedy = "check the network, HF_ENDPOINT and HF_HUB_OFFLINE; then try again"
+            raise UnavailableError(code, what, where=name, remedy=remedy) from error
+        raise InputError(code, what, where=name, remedy=remedy) from error

@@ -1,0 +1,220 @@
+"""The Hub through huggingface_hub's own client, against a stand-in of its HTTP API."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+import yaml
+from transformers import DecisionTransformerModel
+
+import gear_offline as go
+from gear_offline.cli.main import main
+from gear_offline.runs.prepare import prepare_dataset
+from tests.checkpoint_support import write_run
+from tests.hub import TOKEN, StandIn, stand_in
+from tests.support import hopper_columns, make_dataset, one_error
+
+# huggingface_hub's own upload, in the words of the HTTP library before its present one
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[StandIn]:
+    with stand_in(tmp_path / "cache") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "pend-s0")
+
+
+def test_a_policy_goes_there_and_acts_elsewhere(
+    hub: StandIn, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = go.load_policy(run, checkpoint="best", device="cpu")
+    assert policy.push_to_hub("hub:me/pend") == f"{hub.url}/me/pend"
+    assert main(["push", str(run), "hub:me/pend@last", "--private"]) == 0
+    assert capsys.readouterr().out == f"{hub.url}/me/pend\n"
+    weights = hub.files("model/me/pend")["model.safetensors"]
+    assert weights != hub.files("model/me/pend", "last")["model.safetensors"]
+    best = (run / "checkpoints" / "best" / "model.safetensors").read_bytes()
+    assert weights == best
+
+    loaded = go.load_policy("me/pend", device="cpu")
+    assert (loaded.facts.step, go.load_policy("me/pend", revision="last").facts.step) == (10, 20)
+    for one in (policy, loaded):
+        one.reset(-200.0)
+    seen = np.ones((1, 3))
+    np.testing.assert_array_equal(loaded.act(seen), policy.act(seen))
+    released = DecisionTransformerModel.from_pretrained("me/pend")
+    for name, weight in released.state_dict().items():
+        torch.testing.assert_close(weight, policy.model.state_dict()[name], rtol=0, atol=0)
+
+    out = tmp_path / "result.json"
+    words = "evaluate hub:me/pend@last --env Pendulum-v1 --targets -200 --episodes 1 --seed 3 -q"
+    assert main([*words.split(), "--out", str(out)]) == 0
+    expected = go.evaluate(run, targets=-200, episodes=1, out=tmp_path / "again.json", quiet=True)
+    assert json.loads(out.read_text())["return"] == expected.mean_return
+
+
+def test_the_card_is_what_the_hub_reads(hub: StandIn, run: Path) -> None:
+    go.evaluate(run, episodes=2, targets=[-200.0], device="cpu", quiet=True)
+    go.load_policy(run, device="cpu").push_to_hub("me/pend")
+    card = huggingface_hub.ModelCard.load("me/pend")
+    achieved = json.loads((run / "evaluation.json").read_text())
+    assert card.data.library_name == "gear-offline" and "Pendulum-v1" in card.data.tags
+    (result,) = card.data.eval_results
+    assert (result.metric_type, result.metric_value) == ("mean_reward", achieved["return"])
+    assert 'go.load_policy("me/pend")' in card.text
+
+
+def test_a_dataset_goes_there_and_is_read_from_there(
+    hub: StandIn,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = make_dataset(tmp_path / "here", [9, 30, 4], shard_bytes=3000)
+    assert main(["push", str(data.path), "hub:me/data"]) == 0
+    assert capsys.readouterr().out == f"{hub.url}/datasets/me/data\n"
+    found = go.open_dataset("hub:me/data")
+    assert found.verified and found.manifest.encode() == data.manifest.encode()
+    np.testing.assert_array_equal(found.column("observations"), data.column("observations"))
+    assert main(["inspect", "hub:me/data", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 43
+    _, metadata, text = (found.path / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(metadata)["task_categories"] == ["reinforcement-learning"]
+    assert 'go.open_dataset("hub:me/data")' in text
+
+    assert main(["convert", "hub:me/data", str(tmp_path / "copy"), "-q"]) == 0
+    copy = go.open_dataset(tmp_path / "copy")
+    assert copy.manifest.source.uri == "hub:me/data"
+    np.testing.assert_array_equal(copy.column("rewards"), data.column("rewards"))
+
+    monkeypatch.chdir(tmp_path)
+    for options in ({"path": "hub:me/data"}, {"path": "copy", "source": "hub:me/data"}):
+        recipe = go.load_recipe("paper", {f"data.{key}": text for key, text in options.items()})
+        assert len(prepare_dataset(recipe, quiet=True).episodes.lengths) == 3
+    other = go.load_recipe("paper", {"data.path": "copy", "data.source": "hub:me/other"})
+    with one_error("DATA_MISMATCH"):
+        prepare_dataset(other, quiet=True)
+
+    repo = hub.repos["dataset/me/data"]
+    broken = {**hub.files("dataset/me/data")}
+    broken["shard-00000.safetensors"] = broken["shard-00000.safetensors"][:-1] + b"?"
+    repo.commit("broken", broken)
+    with one_error("DATASET_DAMAGED"):
+        go.open_dataset("hub:me/data@broken")
+
+
+def test_files_of_another_kind_are_converted(hub: StandIn, tmp_path: Path) -> None:
+    columns = hopper_columns(50)
+    columns["terminals"][[19, 49]] = True
+    (tmp_path / "raw" / "medium").mkdir(parents=True)
+    for number, part in enumerate((slice(0, 20), slice(20, 50))):
+        with h5py.File(tmp_path / "raw" / "medium" / f"{number}.hdf5", "w") as file:
+            for name, values in columns.items():
+                file[name] = values[part]
+    (tmp_path / "raw" / "other.bin").write_bytes(b"not asked for")
+    api = huggingface_hub.HfApi()
+    api.create_repo("me/raw", repo_type="dataset")
+    api.upload_folder(repo_id="me/raw", repo_type="dataset", folder_path=tmp_path / "raw")
+    for name, steps in (("hub:me/raw/medium", 50), ("hub:me/raw/medium/1.hdf5@main", 30)):
+        manifest = go.convert(name, tmp_path / str(steps), quiet=True)
+        assert (manifest.steps, manifest.source.uri) == (steps, name)
+        rewards = go.open_dataset(tmp_path / str(steps)).column("rewards")
+        np.testing.assert_array_equal(rewards, columns["rewards"][-steps:])
+    assert not list((tmp_path / "cache").rglob("other.bin"))
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("hub:me/none", "no such model, or does not show it"),
+        ("none/at-all", "hub:none/at-all"),
+        ("hub:me/secret", "log in: hf auth login, or set HF_TOKEN"),
+        ("hub:me/pend@nope", "no such revision"),
+        ("hub:me/empty", "has no policy.json"),
+        ("hub:me", "is no name on the Hub"),
+        ("hub:me/pend/../..", "is no name on the Hub"),
+        ("hub:me/a..b", "can have this name"),
+    ],
+)
+def test_what_is_not_there_is_one_error(
+    name: str, what: str, hub: StandIn, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go.load_policy(run, device="cpu").push_to_hub("me/pend")
+    huggingface_hub.HfApi().create_repo("me/secret", private=True)
+    huggingface_hub.HfApi().create_repo("me/empty")
+    monkeypatch.delenv("HF_TOKEN")
+    with one_error("RUN_NOT_FOUND") as caught:
+        go.load_policy(name, device="cpu")
+    assert what in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_without_a_token_or_a_network(
+    hub: StandIn, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = go.load_policy(run, device="cpu")
+    policy.push_to_hub("me/pend")
+    go.load_policy("me/pend", device="cpu")
+    for token in ("wrong", ""):
+        monkeypatch.setenv("HF_TOKEN", token)
+        with one_error("OUTPUT_WRITE", "refuses") as caught:
+            policy.push_to_hub("me/pend")
+        assert "HF_TOKEN" in caught.value.remedy
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert go.load_policy("me/pend", device="cpu").facts.step == 20, "it was fetched before"
+    for call, code in (
+        (lambda: go.load_policy("me/new", device="cpu"), "RUN_NOT_FOUND"),
+        (lambda: go.open_dataset("hub:me/new"), "DATASET_NOT_FOUND"),
+        (lambda: go.open_source("hub:me/new"), "SOURCE_READ"),
+        (lambda: policy.push_to_hub("me/pend"), "OUTPUT_WRITE"),
+    ):
+        with pytest.raises(go.UnavailableError, match="does not answer") as unreachable:
+            call()
+        assert unreachable.value.code == code and "check the network" in unreachable.value.remedy
+
+
+def test_a_folder_here_wins_and_a_path_is_never_asked_for_there(
+    hub: StandIn, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    go.load_policy(run, device="cpu").push_to_hub("me/pend")
+    go.load_policy(run, checkpoint="best", device="cpu").save("me/pend")
+    assert go.load_policy("me/pend", device="cpu").facts.step == 10
+    assert go.load_policy("hub:me/pend", device="cpu").facts.step == 20
+    hub.shutdown()
+    for name in ("me/other", Path("you/other")):
+        with one_error("RUN_NOT_FOUND", "no such run"):
+            go.load_policy(name)
+
+
+def test_a_process_of_its_own_finds_the_hub_by_the_environment(
+    hub: StandIn, run: Path, tmp_path: Path
+) -> None:
+    go.load_policy(run, device="cpu").push_to_hub("me/pend", private=True)
+    (tmp_path / "home").mkdir()
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
+    environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    line = [
+        sys.executable,
+        "-m",
+        "gear_offline",
+        "export-policy",
+        "hub:me/pend",
+        str(tmp_path / "p"),
+    ]
+    subprocess.run(line, env=environment, check=True)
+    assert go.load_policy(tmp_path / "p", device="cpu").facts.step == 20
