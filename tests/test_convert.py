@@ -140,7 +140,6 @@ def column(name: str, *shape: int, dtype: str = "f4", value: int = 0) -> dict[st
 
 
 BOOL_BYTES = hopper_columns(STEPS) | {"f": np.full(STEPS, 2, "u1").view(bool)}
-ENDS = [True] * len(LENGTHS)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +149,6 @@ ENDS = [True] * len(LENGTHS)
         (ArraySource(column("rewards", dtype="c8"), LENGTHS), {}, "COLUMN"),
         (ArraySource(column("Episode_Returns"), LENGTHS), {}, "COLUMN"),
         (ArraySource(BOOL_BYTES, LENGTHS), {}, "COLUMN"),
-        (source(terminated=ENDS, truncated=ENDS), {}, "SOURCE_LAYOUT"),
         (ArraySource(hopper_columns(0), [], terminated=[]), {}, "SOURCE_LAYOUT"),
         (5, {}, "SOURCE_READ"),
         (source(), {"shard_bytes": 0}, "USAGE"),
@@ -269,7 +267,7 @@ def test_statistics_too_large_for_a_manifest_are_refused_before_writing(tmp_path
     columns = hopper_columns(STEPS) | {"frames": np.zeros((STEPS, 6_000_000), np.uint8)}
     wide = ArraySource(columns, LENGTHS)
     wide.read = lambda *values: pytest.fail("read")  # type: ignore[method-assign]
-    with pytest.raises(InputError, match="column frames, 6,000,000 numbers a step") as caught:
+    with pytest.raises(InputError, match="column frames") as caught:
         convert(wide, tmp_path / "d", quiet=True)
     assert caught.value.code == "COLUMN" and os.listdir(tmp_path) == []
 

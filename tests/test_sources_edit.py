@@ -57,7 +57,7 @@ EXPRESSIONS: dict[str, Callable[[float, int, bool, int], Any]] = {
     "-1 < return / length <= .25": lambda r, n, t, e: -1 < r / n <= 0.25,
     "truncated == (episode % 2)": lambda r, n, t, e: (not t) == (e % 2),
     "level != 1 or return - 1 >= -length": lambda r, n, t, e: e % 3 != 1 or r - 1 >= -n,
-    "+length // 2 * 2 == length": lambda r, n, t, e: n % 2 == 0,
+    "length // 2 * 2 == length": lambda r, n, t, e: n % 2 == 0,
 }
 
 

@@ -30,15 +30,14 @@ from gear_offline.convert.shards import (
     write_in_processes,
     write_shards,
 )
-from gear_offline.core.closing import Closing
 from gear_offline.core.environment_id import check_environment_id
 from gear_offline.core.files import new_directory
 from gear_offline.core.interruption import StopRequest
+from gear_offline.core.text import count_text
 from gear_offline.dataset.inspect import summary
 from gear_offline.dataset.manifest import (
     MANIFEST_NAME,
     MAX_BLOCK_BYTES,
-    MAX_MANIFEST_BYTES,
     MIN_BLOCK_BYTES,
     Endings,
     Environment,
@@ -49,17 +48,18 @@ from gear_offline.dataset.manifest import (
 )
 from gear_offline.dataset.schema import ColumnSpec, TableSpec
 from gear_offline.dataset.scores import ReferenceScores, known_scores, reference_scores
-from gear_offline.dataset.shard import DIGEST_CHARS, RESERVED_NAMES, digest, stored_form
+from gear_offline.dataset.shard import RESERVED_NAMES, digest
 from gear_offline.dataset.statistics import distribution
 from gear_offline.errors import InputError
 from gear_offline.progress import Progress, say
 from gear_offline.sources import open_source
-from gear_offline.sources.base import InputFile, Source, SourceInfo
+from gear_offline.sources.base import InputFile, Source
 from gear_offline.sources.combine import parse_names, with_columns
-from gear_offline.sources.edit import EpisodeFunction, plan_edits
+from gear_offline.sources.edit import EpisodeFunction, edit_source, find_function, keep_episodes
 
 SHARD_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20
+MAX_WIDTH = 2 << 20  # numbers a step: the statistics of each take 90 bytes of a manifest
 MAX_FACT_CHARS = 4096  # of each attribute of a source in the manifest
 
 
@@ -170,10 +170,8 @@ def convert(
             source = stack.enter_context(open_source(source, rule=rule, names=names))
         else:
             source = with_columns(source, parse_names(names))
-        edits, notes = plan_edits(source, map, where)
-        source = edits.apply(source)
-        notes = [f"rename {old} to {new}" for old, new in (rename or {}).items()] + notes
-        info, picked = _with_notes(source.info, notes), _pick_columns(source, columns)
+        source, kept = _edited(source, rename or {}, map, where)
+        info, picked = source.info, _pick_columns(source, columns)
         settings = Settings(
             spec=source.spec,
             columns=picked,
@@ -182,10 +180,11 @@ def convert(
             allow_nonfinite=allow_nonfinite,
         )
         jobs = plan_shards(source.episodes, settings.stored, shard_bytes=shard_bytes)
-        _check_manifest_size(settings, source.spec, len(jobs))
         replaceable = is_only_dataset if overwrite else lambda path: False
         folder = stack.enter_context(new_directory(Path(out), replaceable=replaceable))
-        digests = stack.enter_context(_SourceDigests(info))
+        pool, stopped = stack.enter_context(ThreadPoolExecutor(max_workers=1)), Event()
+        stack.callback(stopped.set)
+        digests = [pool.submit(_digest, file, stopped) for file in info.files]
         total = source.spec.steps * sum(c.step_bytes for c in settings.stored)
         what = f"convert {info.uri}"
         progress = stack.enter_context(Progress(what, total=total, unit="bytes", quiet=quiet))
@@ -199,17 +198,23 @@ def convert(
             progress.advance(done)
 
         if given is not None and workers > 1 and len(jobs) > 1:
-            if map is not None:
-                edits = replace(edits, function=map)
-            opening = Opening(uri=given, rule=rule, names=tuple(names.items()), edits=edits)
+            opening = Opening(
+                uri=given,
+                rule=rule,
+                names=tuple(names.items()),
+                map=str(map) if map else None,
+                kept=kept,
+            )
             written = write_in_processes(opening, jobs, settings, folder, workers, advance)
         else:
             written = write_shards(source, jobs, settings, folder, advance)
         names_of_scores = (info.reference_name, environment, info.environment_id)
         known = (reference_scores(name) for name in names_of_scores if name)
         scores = given_scores or next((one for one in known if one is not None), None)
-        files = digests.records()
-        manifest = _manifest(source, info, settings, written, files, environment, scores)
+        files = [future.result() for future in digests]
+        for one in info.files:
+            one.open().close()  # refuses one that has changed
+        manifest = _manifest(source, settings, written, files, environment, scores)
         with open(folder / MANIFEST_NAME, "xb") as file:
             file.write(manifest.encode())
             file.flush()
@@ -224,41 +229,17 @@ def convert(
     return manifest
 
 
-class _SourceDigests(Closing):
-    """Digests the files of a source in a thread, while they are converted."""
-
-    def __init__(self, info: SourceInfo) -> None:
-        self._files = info.files
-        self._stop = Event()
-        self._pool = ThreadPoolExecutor(max_workers=1)
-        self._digests = [self._pool.submit(self._digest, file) for file in self._files]
-
-    def _digest(self, file: InputFile) -> str:
-        xxh3, buffer = xxhash.xxh3_128(), memoryview(bytearray(256 << 10))
-        try:
-            with file.open() as opened:
-                while not self._stop.is_set() and (count := opened.readinto(buffer)):
-                    xxh3.update(buffer[:count])
-        except OSError as error:
-            what = f"cannot read the source: {error.strerror or error}"
-            where, remedy = file.path.name, "check the file"
-            raise InputError("SOURCE_READ", what, where=where, remedy=remedy) from error
-        return str(xxh3.hexdigest())
-
-    def close(self) -> None:
-        """Stop."""
-        self._stop.set()
-        self._pool.shutdown(cancel_futures=True)
-
-    def records(self) -> list[SourceFile]:
-        """Wait for the digests; refuse files that have changed since they were opened."""
-        digests = [future.result() for future in self._digests]
-        for file in self._files:
-            file.open().close()
-        return [
-            SourceFile(name=file.path.name, bytes=file.identity[2], digest=digest)
-            for file, digest in zip(self._files, digests, strict=True)
-        ]
+def _digest(file: InputFile, stop: Event) -> SourceFile:
+    """Read a file of the source and digest it; refuse one that changes meanwhile."""
+    xxh3, buffer = xxhash.xxh3_128(), memoryview(bytearray(256 << 10))
+    try:
+        with file.open() as opened:
+            while not stop.is_set() and (count := opened.readinto(buffer)):
+                xxh3.update(buffer[:count])
+    except OSError as error:
+        what, remedy = f"cannot read the source: {error.strerror or error}", "check the file"
+        raise InputError("SOURCE_READ", what, where=file.path.name, remedy=remedy) from error
+    return SourceFile(name=file.path.name, bytes=file.identity[2], digest=str(xxh3.hexdigest()))
 
 
 # options -------------------------------------------------------------------------------------
@@ -297,13 +278,25 @@ def _split_names(
     return None if columns is None else [name.partition("=")[0].strip() for name in columns], names
 
 
-def _with_notes(info: SourceInfo, notes: list[str]) -> SourceInfo:
-    """Return `info` with what was edited, after what was edited before."""
-    if not notes:
-        return info
-    before = info.attributes.get("edits")
-    notes = [*(before if isinstance(before, list) else ()), *notes]
-    return replace(info, attributes={**info.attributes, "edits": notes})
+def _edited(
+    source: Source, rename: Mapping[str, str], map: str | EpisodeFunction | None, where: str | None
+) -> tuple[Source, bytes | None]:
+    """Return a source that says what was edited, and packed bits of which episodes are kept."""
+    function = kept = None
+    notes = [f"rename {old} to {new}" for old, new in rename.items()]
+    if map is not None:
+        function, origin = find_function(map)
+        notes.append(f"map {origin}")
+    if where is not None:
+        kept = keep_episodes(where, edit_source(source, function))
+        counts = f"{kept.sum():,} of {count_text(kept.size, 'episode')}"
+        notes.append(f"where {' '.join(where.split())}: {counts}")
+    source = edit_source(source, function, kept)
+    if notes:
+        before = source.info.attributes
+        attributes = {**before, "edits": [*before.get("edits", ()), *notes]}
+        source.info = replace(source.info, attributes=attributes)
+    return source, None if kept is None else np.packbits(kept).tobytes()
 
 
 def _check_list(names: Sequence[str], option: str) -> None:
@@ -316,9 +309,6 @@ def _pick_columns(source: Source, names: Sequence[str] | None) -> tuple[ColumnSp
     spec, uri = source.spec, source.info.uri
     if spec.episodes < 1 or spec.steps < 1:
         raise InputError("SOURCE_LAYOUT", "the source has no episodes", where=uri)
-    if (source.terminated & source.truncated).any():
-        what = "the source says of an episode that it is both terminated and truncated"
-        raise InputError("SOURCE_LAYOUT", what, where=uri, remedy="let termination win")
     rewards = [column for column in spec if column.name == REWARDS]  # or none
     if any(math.prod(column.shape) != 1 or column.dtype.kind == "c" for column in rewards):
         what = f"rewards are {rewards[0].dtype} of per-step shape {rewards[0].shape}"
@@ -328,6 +318,12 @@ def _pick_columns(source: Source, names: Sequence[str] | None) -> tuple[ColumnSp
     kept = [[spec[n].name] if n in spec or not below else below for n, below in parts.items()]
     wanted = {REWARDS, *(name for group in kept for name in group)}
     picked = tuple(c for c in spec if names is None or c.name in wanted)
+    widths = {c.name: math.prod(c.shape) for c in picked}
+    if sum(widths.values()) > MAX_WIDTH:
+        widest = max(picked, key=lambda c: widths[c.name]).name
+        what = f"{sum(widths.values()):,} numbers a step, of which the manifest holds statistics"
+        where, remedy = f"column {widest}", f"leave out wide columns: at most {MAX_WIDTH:,}"
+        raise InputError("COLUMN", what, where=where, remedy=remedy)
     for column in picked:
         if column.name.casefold() in RESERVED_NAMES:
             what = f"the name {column.name!r} is reserved for the shards' own tensors"
@@ -347,33 +343,18 @@ def _make_discrete(
     return tuple(replace(c, dtype=int32) if c.name in floats else c for c in columns)
 
 
-def _check_manifest_size(settings: Settings, spec: TableSpec, shards: int) -> None:
-    """Refuse columns so wide that their statistics would make no manifest, before writing."""
-    widths = {c: math.prod(stored_form(c)[1]) for c in settings.stored}
-    numbers = sum(width * (50 if c.dtype.kind in "biu" else 90) for c, width in widths.items())
-    data = spec.steps * sum(c.step_bytes for c in settings.stored)
-    digests = (data // settings.block_bytes + shards * (len(widths) + 8)) * (DIGEST_CHARS + 10)
-    if numbers + digests > MAX_MANIFEST_BYTES:
-        widest = max(widths, key=lambda c: widths[c])
-        what = f"statistics and digests would take about {(numbers + digests) >> 20} MiB, "
-        what += f"a manifest may have {MAX_MANIFEST_BYTES >> 20}"
-        where = f"column {widest.name}, {widths[widest]:,} numbers a step"
-        remedy = "leave out very wide columns, or use larger digest blocks and shards"
-        raise InputError("COLUMN", what, where=where, remedy=remedy)
-
-
 # the manifest --------------------------------------------------------------------------------
 
 
 def _manifest(
     source: Source,
-    info: SourceInfo,
     settings: Settings,
     written: Sequence[Written],
     files: list[SourceFile],
     environment: str | None,
     scores: ReferenceScores | None,
 ) -> Manifest:
+    info = source.info
     first, *others = [statistics for _, statistics in written]
     for other in others:
         for name, moments in other.moments.items():
@@ -414,9 +395,10 @@ def _small_fact(value: Any) -> Any:
         return str(plain)[:MAX_FACT_CHARS]
     entries = list(plain.items()) if isinstance(plain, dict) else plain
     ends = np.cumsum([len(json.dumps(entry)) + 2 for entry in entries])
-    # the rest is for what is said of those without room
     kept = entries[: int(np.searchsorted(ends, MAX_FACT_CHARS - 40))]
-    lost = len(entries) - len(kept)
+    more = len(entries) - len(kept)
     return (
-        {**dict(kept), "and more": lost} if isinstance(plain, dict) else [*kept, f"and {lost} more"]
+        dict([*kept, ("and more", more)])
+        if isinstance(plain, dict)
+        else [*kept, f"and {more} more"]
     )

@@ -36,7 +36,7 @@ from gear_offline.dataset.statistics import Moments
 from gear_offline.errors import GearError, InputError
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source, changed_error
-from gear_offline.sources.edit import Edits
+from gear_offline.sources.edit import edit_source, find_function
 from gear_offline.workers import Caller, WorkerPool
 
 PIECE_BYTES = 4 << 20  # a piece has about this many bytes, or one storage chunk if that is more
@@ -280,7 +280,8 @@ class Opening:
     uri: str | Path
     rule: str | None
     names: tuple[tuple[str, str], ...]
-    edits: Edits
+    map: str | None
+    kept: bytes | None  # packed bits, of each episode
 
 
 def write_in_processes(
@@ -310,5 +311,8 @@ def write_shard(
 
 @lru_cache(maxsize=1)
 def _opened(opening: Opening) -> Source:
-    source = open_source(opening.uri, rule=opening.rule, names=dict(opening.names))
-    return opening.edits.apply(source)
+    source, kept = open_source(opening.uri, rule=opening.rule, names=dict(opening.names)), None
+    if opening.kept is not None:
+        bits = np.unpackbits(np.frombuffer(opening.kept, np.uint8), count=source.spec.episodes)
+        kept = bits.view(np.bool_)
+    return edit_source(source, find_function(opening.map)[0] if opening.map else None, kept)

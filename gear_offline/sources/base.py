@@ -197,9 +197,8 @@ class Source(Closing):
         self.turns = self._firsts if by_piece else self._firsts[:0]
         self.episodes = EpisodeIndex(lengths=np.asarray(lengths, np.int64))
         self.terminated: BoolArray = np.ascontiguousarray(terminated, np.bool_)
-        if truncated is None:
-            truncated = ~self.terminated
-        self.truncated: BoolArray = np.ascontiguousarray(truncated, np.bool_)
+        either = True if truncated is None else np.asarray(truncated, np.bool_)
+        self.truncated: BoolArray = ~self.terminated & either
         self.spec = TableSpec(
             columns=tuple(
                 ColumnSpec(name=names[name], dtype=dtype, shape=shape)

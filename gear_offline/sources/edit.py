@@ -6,16 +6,16 @@ Shape legend: N rows, E episodes.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
 from functools import lru_cache, partial, reduce
+from importlib import import_module
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import numpy as np
@@ -32,114 +32,58 @@ from gear_offline.sources.combine import pick_episodes
 WINDOW_BYTES = 32 << 20  # of episodes that are in memory for a function; a longer one alone
 MOST_CHARACTERS = 1000  # of an expression
 _RETURN = "_return"  # Python keeps the word for itself
-_ARITHMETIC: dict[type[ast.AST], np.ufunc] = {
-    ast.Add: np.add,
-    ast.Sub: np.subtract,
-    ast.Mult: np.multiply,
+_TRUTH: dict[Any, np.ufunc] = {ast.And: np.logical_and, ast.Or: np.logical_or}
+_TRUTH |= {ast.Not: np.logical_not, ast.Eq: np.equal, ast.NotEq: np.not_equal}
+_TRUTH |= {ast.Lt: np.less, ast.LtE: np.less_equal, ast.Gt: np.greater, ast.GtE: np.greater_equal}
+_ARITHMETIC: dict[Any, np.ufunc] = {ast.Add: np.add, ast.Sub: np.subtract, ast.Mult: np.multiply}
+_ARITHMETIC |= {
+    ast.Mod: np.mod,
     ast.Div: np.divide,
     ast.FloorDiv: np.floor_divide,
-    ast.Mod: np.mod,
-    ast.UAdd: np.positive,
     ast.USub: np.negative,
-}
-_TRUTH: dict[type[ast.AST], np.ufunc] = {
-    ast.Lt: np.less,
-    ast.LtE: np.less_equal,
-    ast.Gt: np.greater,
-    ast.GtE: np.greater_equal,
-    ast.Eq: np.equal,
-    ast.NotEq: np.not_equal,
-    ast.And: np.logical_and,
-    ast.Or: np.logical_or,
-    ast.Not: np.logical_not,
 }
 
 EpisodeFunction = Callable[[Columns], Mapping[str, Any]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Edits:
-    """What happens to an open source; each worker does it to its own.
+def edit_source(
+    source: Source, function: EpisodeFunction | None, kept: BoolArray | None = None
+) -> Source:
+    """Return the (E,) `kept` episodes of a source, all by default, as `function` changes them."""
+    numbers = np.arange(source.spec.episodes)
+    if kept is not None:
+        numbers = np.flatnonzero(kept)
+        source = pick_episodes(source, numbers)
+    if function is None or not numbers.size:
+        return source
+    return _map_episodes(source, function, numbers.tolist())
 
-    Attributes
-    ----------
-    function
-        Changes columns of an episode; its name where another process is to find it.
-    kept
-        A bit for each episode, as `numpy.packbits` makes them; None keeps all.
+
+def find_function(given: str | EpisodeFunction) -> tuple[EpisodeFunction, str]:
+    """Return the function that ``FILE.py:function`` or ``module:function`` names, and its origin.
+
+    The origin has the digest of the file in which it stands.
     """
-
-    function: str | EpisodeFunction | None = None
-    kept: bytes | None = None
-
-    def apply(self, source: Source) -> Source:
-        """Return the source that `source` becomes."""
-        numbers = np.arange(source.spec.episodes)
-        if self.kept is not None:
-            bits = np.unpackbits(np.frombuffer(self.kept, np.uint8), count=numbers.size)
-            numbers = np.flatnonzero(bits)
-            source = pick_episodes(source, numbers)
-        if self.function is None or not numbers.size:
-            return source
-        return _map_episodes(source, find_function(self.function), numbers.tolist())
-
-
-def plan_edits(
-    source: Source, function: str | EpisodeFunction | None, where: str | None
-) -> tuple[Edits, list[str]]:
-    """Return the edits of a source, and what its dataset says of them."""
-    edits, notes = Edits(), []
-    if function is not None:
-        edits = Edits(function=find_function(function))
-        notes.append(f"map {_origin(function, edits.function)}")
-    if where is not None:
-        kept = keep_episodes(where, edits.apply(source))
-        edits = replace(edits, kept=np.packbits(kept).tobytes())
-        counts = f"{kept.sum():,} of {count_text(kept.size, 'episode')}"
-        notes.append(f"where {' '.join(where.split())}: {counts}")
-    return edits, notes
-
-
-def find_function(given: str | EpisodeFunction) -> EpisodeFunction:
-    """Return the function that ``module:function`` or ``FILE.py:function`` names (``USAGE``)."""
-    remedy = "give module:function, FILE.py:function or, in Python, a function of an episode"
+    remedy = "give FILE.py:function, module:function or, in Python, a function of an episode"
     function: Any = given
-    what = f"a {type(given).__name__} is no function"
+    what, origin = f"a {type(given).__name__} is no function", ""
     if isinstance(given, str):
         place, _, name = given.rpartition(":")
         try:
-            module = _load(place)
+            found = run_path(place) if place.endswith(".py") else vars(import_module(place))
         except Exception as error:  # whatever a user's module raises
             what = f"it cannot be imported: {type(error).__name__}: {first_line(error)}"
             raise InputError("USAGE", what, f"map {given}", remedy) from error
-        function, near = getattr(module, name, None), nearest(name, dir(module))
+        function, near, origin = found.get(name), nearest(name, list(found)), Path(given).name
         what = f"{place} has no such function" + (f", did you mean {near}?" if near else "")
     if not callable(function):
         raise InputError("USAGE", what, f"map {given}", remedy)
-    return function  # type: ignore[no-any-return]
-
-
-def _load(place: str) -> Any:
-    """Import a module by its name or its file."""
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
-    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-    assert spec is not None and spec.loader is not None, "by its suffix it is Python"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
-
-
-def _origin(given: str | EpisodeFunction, function: Any) -> str:
-    """Return the name of a function, and the digest of the file that it stands in."""
-    name = getattr(function, "__qualname__", type(function).__name__)
-    name = Path(given).name if isinstance(given, str) else f"{function.__module__}:{name}"
-    try:
+    kind = getattr(function, "__qualname__", type(function).__name__)
+    origin = origin or f"{function.__module__}:{kind}"
+    with suppress(OSError, TypeError):  # typed at a prompt, or not written in Python
         content = Path(inspect.getsourcefile(function) or "").read_bytes()
-    except (OSError, TypeError):  # typed at a prompt, or not of Python
-        return name
-    return f"{name}, xxh3-128:{digest(content)}"
+        origin = f"{origin}, xxh3-128:{digest(content)}"
+    return function, origin
 
 
 def _map_episodes(source: Source, function: EpisodeFunction, numbers: Sequence[int]) -> Source:
