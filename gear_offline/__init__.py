@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
     from gear_offline.analysis.audit import audit as audit
     from gear_offline.analysis.strategies import compare_strategies as compare_strategies
+    from gear_offline.collect.act import act as act
     from gear_offline.collect.collection import collect as collect
     from gear_offline.config.recipe import load_recipe as load_recipe
+    from gear_offline.convert.append import Appender as Appender
     from gear_offline.convert.conversion import convert as convert
     from gear_offline.dataset.dataset import Dataset as Dataset
     from gear_offline.dataset.dataset import open_dataset as open_dataset
@@ -59,8 +61,10 @@ else:
 _MODULES = {
     "analysis.audit": "audit",
     "analysis.strategies": "compare_strategies",
+    "collect.act": "act",
     "collect.collection": "collect",
     "config.recipe": "load_recipe",
+    "convert.append": "Appender",
     "convert.conversion": "convert",
     "dataset.dataset": "Dataset open_dataset",
     "dataset.inspect": "inspect",

@@ -23,10 +23,14 @@ def open_data(recipe: Recipe) -> TableData:
 
 
 def open_one(recipe: Recipe) -> Dataset:
-    """Open the dataset of a recipe of one; its blocks are compared when they are loaded."""
+    """Open the dataset of a recipe of one, as training begins with it.
+
+    Its blocks are compared when they are loaded.
+    """
     data = recipe.data
     if data.path is not None and is_there(data.path):
-        return open_dataset(data.path, verify=False)
+        admissions = None if data.admit_every is None else 0
+        return open_dataset(data.path, verify=False, admissions=admissions)
     what = "the recipe names no data"
     remedy = "make it with `gear-offline convert`, or say what to convert: data.source"
     if data.path is not None:

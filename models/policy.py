@@ -315,7 +315,13 @@ class Policy:
             chosen_actions = chosen_actions.float()
         return np.asarray(chosen_actions.cpu().numpy())
 
-    def observe_reward(self, rewards: npt.ArrayLike, indices: npt.ArrayLike | None = None) -> None:
+    def observe_reward(
+        self,
+        rewards: npt.ArrayLike,
+        indices: npt.ArrayLike | None = None,
+        *,
+        actions: npt.ArrayLike | None = None,
+    ) -> None:
         """Lower what is still asked of each environment by the reward it has given.
 
         Parameters
@@ -324,6 +330,8 @@ class Policy:
             (n,) rewards of the step that `act` chose.
         indices
             As in `act`.
+        actions
+            As `act` returns them: what was done, where that is not what `act` chose.
 
         Raises
         ------
@@ -333,6 +341,11 @@ class Policy:
         chosen = self._chosen(indices)
         given = np.asarray(rewards, dtype=np.float64).reshape(len(chosen))
         _check_rewards(given)
+        if actions is not None:
+            rows = torch.from_numpy(chosen).to(self.device)
+            last = torch.from_numpy(np.minimum(self._steps[chosen], self.context_length) - 1)
+            done = torch.from_numpy(np.asarray(actions)).to(self._windows[1])
+            self._windows[1][rows, last.to(self.device)] = done
         self._targets[chosen] -= given
         self._waiting[chosen] = False
 

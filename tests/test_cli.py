@@ -48,6 +48,7 @@ SURFACE = {
     "plan": "recipe key=value nodes gpus nic-gbps nics hardware host-memory disk-rate data columns "
     "episode-length json",
     "doctor": "json",
+    "act": "run environment actors episodes target action-noise seed json quiet",
     "runs ls": "folder json",
     "runs show": "run json",
     "runs compare": "run run... out overwrite json",

@@ -170,7 +170,8 @@ class Player(Closing):
         observation, _ = environment.reset(seed=plan.reset_seed)
         played, over = _Played(seen=[np.array(observation)]), False
         while not over:
-            action = self._applied(plan, plan.policy.act(played.seen[-1], generator), generator)
+            chosen = plan.policy.act(played.seen[-1], generator)
+            action = noisy(self.facts, chosen, plan.action_noise, generator)
             if self._data is not None:
                 played.positions.append(self._data.qpos.copy())
                 played.velocities.append(self._data.qvel.copy())
@@ -184,24 +185,26 @@ class Player(Closing):
             played.terminated, over = bool(terminated), bool(terminated or truncated)
         return played
 
-    def _applied(self, plan: EpisodePlan, action: Array, generator: np.random.Generator) -> Array:
-        """Add the plan's noise, clip to the bounds, and cast to what will be stored."""
-        noise, facts = plan.action_noise, self.facts
-        if not np.isfinite(action).all():
-            what = "the policy returned an action that is NaN or infinite"
-            remedy = "train it with smaller steps"
-            raise GearError("MODEL", what, facts.environment_id, remedy)
-        if facts.discrete:
-            if noise and generator.random() < noise:
-                action = np.asarray(generator.integers(facts.choices))
-            return np.asarray(action, dtype=np.int64)
-        if noise:
-            half = 0.5 * (facts.high - facts.low)
-            action = action + noise * half * generator.standard_normal(facts.low.size)
-        return np.minimum(np.maximum(action, facts.low), facts.high).astype(np.float32)
-
     def close(self) -> None:
         self._environment.close()
+
+
+def noisy(
+    facts: EnvironmentFacts, action: Array, noise: float, generator: np.random.Generator
+) -> Array:
+    """Add noise as of `EpisodePlan` to an action, clip it, and cast it to what will be stored."""
+    if not np.isfinite(action).all():
+        what = "the policy returned an action that is NaN or infinite"
+        remedy = "train it with smaller steps"
+        raise GearError("MODEL", what, facts.environment_id, remedy)
+    if facts.discrete:
+        if noise and generator.random() < noise:
+            action = np.asarray(generator.integers(facts.choices))
+        return np.asarray(action, dtype=np.int64)
+    if noise:
+        half = 0.5 * (facts.high - facts.low)
+        action = action + noise * half * generator.standard_normal(facts.low.size)
+    return np.minimum(np.maximum(action, facts.low), facts.high).astype(np.float32)
 
 
 def _check_recordable(facts: EnvironmentFacts) -> None:

@@ -89,6 +89,12 @@ class Recipe(Section):
                 f"({loader.context_length}), got {model.max_timestep}: raise it to the longest "
                 "episode, or null for that of the data"
             )
+        every = self.data.admit_every
+        if every is not None and self.data.admit_least and every % train.checkpoint_every:
+            yield (
+                f"train.checkpoint_every must divide data.admit_every ({every}) where the learner "
+                f"waits for actors, who play its checkpoints, got {train.checkpoint_every}"
+            )
         for leaf in ("environment", "reference", "targets") if self.data.tasks else ():
             if getattr(self.evaluate, leaf) is not None:
                 yield (

@@ -167,10 +167,20 @@ class DataSettings(Section):
     """In place of path, source and collect: several tasks by name, for one model."""
     schedule: Annotated[tuple[SchedulePoint, ...], Field(min_length=1, strict=False)] | None = None
     """In place of the tasks' weights: weights that change over the steps."""
+    admit_every: Positive | None = None
+    """Steps between two looks at what actors have appended to `path`; null: it does not grow."""
+    admit_least: Count = 0
+    """New steps to wait for at each look but the first, at most train.timeout seconds."""
+    replay: bool = False
+    """Admit what was admitted before, at the same steps, and nothing new."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         single = [name for name in ("path", "source", "collect") if getattr(self, name) is not None]
+        if (self.replay or self.admit_least) and self.admit_every is None:
+            raise ValueError("replay and admit_least need admit_every")
+        if self.admit_every is not None and self.path is None:
+            raise ValueError("admit_every needs path: data of several tasks do not grow")
         if self.tasks is None:
             if "source" in single and "collect" in single:
                 raise ValueError("source and collect exclude each other: keep one")

@@ -23,6 +23,7 @@ from gear_offline.core.hub import card, fetch, is_hub, put
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
+from gear_offline.dataset.admissions import Admission, grown, read_admissions
 from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest, ShardRecord
 from gear_offline.dataset.schema import EpisodeIndex, TableSpec, chosen_episodes
 from gear_offline.dataset.scores import ReferenceScores
@@ -38,7 +39,7 @@ from gear_offline.dataset.shard import (
     read_exactly,
     stored_form,
 )
-from gear_offline.dataset.statistics import ColumnStatistics
+from gear_offline.dataset.statistics import ColumnStatistics, distribution
 from gear_offline.errors import InputError
 
 PIECE_BYTES = 1 << 20  # read and digested while it is in the cache
@@ -345,7 +346,9 @@ class Dataset:
         return next(t for t in tensors if t.name == name)
 
 
-def open_dataset(path: str | Path, *, verify: bool = True) -> Dataset:
+def open_dataset(
+    path: str | Path, *, verify: bool = True, admissions: int | None = None
+) -> Dataset:
     """Open the dataset directory at `path`.
 
     Parameters
@@ -356,6 +359,8 @@ def open_dataset(path: str | Path, *, verify: bool = True) -> Dataset:
         Compare every block of every shard with its digest now.  Otherwise the manifest, the sizes
         and headers of the shards and the per-episode tensors are checked; what is loaded whole
         (`Dataset.stream`, `Dataset.column`, a table) is compared in any case.
+    admissions
+        Of a dataset that grows: as it was after so many admissions; default all.
 
     Raises
     ------
@@ -379,30 +384,62 @@ def open_dataset(path: str | Path, *, verify: bool = True) -> Dataset:
     if is_hub(path):
         path = fetch(str(path), "dataset", "DATASET_NOT_FOUND")
     manifest, path = Manifest.read(path), Path(path)
-    identities: list[FileIdentity] = []
-    parts: dict[str, list[Array]] = {c.name: [] for c in EPISODE_COLUMNS}
-    for shard in manifest.shards:
+    nothing = {c.name: np.empty(0, c.dtype) for c in EPISODE_COLUMNS}
+    dataset = _with_shards(path, manifest, nothing, ())
+    if admissions != 0:
+        dataset = grow_dataset(dataset, read_admissions(path)[0][:admissions])
+    return dataset.verify() if verify else dataset
+
+
+def grow_dataset(dataset: Dataset, admissions: Sequence[Admission]) -> Dataset:
+    """Return the dataset with further admissions, whose shards lie in its directory."""
+    if not admissions:
+        return dataset
+    manifest = grown(dataset.manifest, admissions)
+    values = {
+        "episode_lengths": dataset.episodes.lengths,
+        "episode_terminated": dataset.terminated,
+        "episode_truncated": dataset.truncated,
+        "episode_returns": dataset.returns,
+    }
+    larger = _with_shards(dataset.path, manifest, values, dataset.identities)
+    spread = {
+        "returns": distribution(larger.returns),
+        "lengths": distribution(larger.episodes.lengths, whole=True),
+    }
+    return replace(larger, manifest=manifest.replaced(**spread))
+
+
+def _with_shards(
+    path: Path,
+    manifest: Manifest,
+    values: Mapping[str, Array],
+    identities: tuple[FileIdentity, ...],
+) -> Dataset:
+    """Return a dataset of which the episodes of the first shards have been read before."""
+    parts = {name: [part] for name, part in values.items()}
+    found = list(identities)
+    for shard in manifest.shards[len(identities) :]:
         with open(open_member(path / shard.name, size=shard.bytes), "rb") as file:
-            identities.append(file_identity(file.fileno()))
+            found.append(file_identity(file.fileno()))
             for name, part in _read_episodes(file.fileno(), path, manifest, shard).items():
                 parts[name].append(part)
-    values = {name: np.concatenate(arrays) for name, arrays in parts.items()}
-    for array in values.values():
+    joined = {name: np.concatenate(arrays) for name, arrays in parts.items()}
+    for array in joined.values():
         array.setflags(write=False)
     for key, count in manifest.endings:
-        if int(values[f"episode_{key}"].sum()) != count:
+        if int(joined[f"episode_{key}"].sum()) != count:
             raise damaged(f"{key} episodes are counted otherwise", path / MANIFEST_NAME)
-    dataset = Dataset(
+    return Dataset(
         path=path,
         manifest=manifest,
-        episodes=EpisodeIndex(lengths=values["episode_lengths"]),
-        terminated=values["episode_terminated"],
-        truncated=values["episode_truncated"],
-        returns=values["episode_returns"],
+        episodes=EpisodeIndex(lengths=joined["episode_lengths"]),
+        terminated=joined["episode_terminated"],
+        truncated=joined["episode_truncated"],
+        returns=joined["episode_returns"],
         verified=False,
-        identities=tuple(identities),
+        identities=tuple(found),
     )
-    return dataset.verify() if verify else dataset
 
 
 def _read_episodes(

@@ -178,6 +178,11 @@ class Manifest(Model):
         """Return the layout that `shard` must have."""
         return plan_tensors(self.columns, steps=shard.steps, episodes=shard.episodes)
 
+    def replaced(self, **changes: Any) -> Self:
+        """Return the manifest with other values of some fields, checked again."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self).model_validate(fields | changes)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         parts = self.statistics.values()

@@ -29,7 +29,7 @@ from gear_offline.runs.callbacks import Callback, Callbacks
 from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.directory import RunDirectory, check_resumed, default_run_path
 from gear_offline.runs.evaluations import plays
-from gear_offline.runs.prepare import prepare_dataset, resolve
+from gear_offline.runs.prepare import open_growing, prepare_dataset, resolve
 from gear_offline.runs.run import Run
 from gear_offline.runs.writer import RunWriter
 from gear_offline.tables.joint import TableData
@@ -80,7 +80,12 @@ def train(
         dataset = prepare_dataset(recipe, world=world, quiet=quiet)
         resolved, sizes = resolve(recipe, dataset, quiet=quiet)
         world.lead(lambda: check_resumed(path, resolved, start))
-        learner = Learner(resolved, sizes, dataset, device, world=world, tables=tables)
+        growing = open_growing(resolved, sizes, world=world, quiet=quiet)
+        if growing is not None:
+            stack.enter_context(growing)
+        learner = Learner(
+            resolved, sizes, dataset, device, world=world, tables=tables, growing=growing
+        )
         stack.callback(learner.release)
         told = stack.enter_context(Callbacks(Run(path), callbacks if world.is_first else ()))
         try:
@@ -92,6 +97,7 @@ def train(
             ):
                 run.catch_up()  # a killed run may have left something to do
                 while not (run.is_complete or run.is_stopped):
+                    learner.admit(lambda: stop.signal_name is not None)
                     learner.advance()
                     run.note_step()
                     run.catch_up()

@@ -23,7 +23,8 @@ from gear_offline.core.files import check_folder
 from gear_offline.core.hub import is_there
 from gear_offline.core.system import available_bytes
 from gear_offline.core.text import count_text, size_text
-from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.dataset.dataset import Dataset
+from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.dataset.scores import dataset_file, reference_scores
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError, UnavailableError
@@ -61,14 +62,30 @@ def _open_on_ranks(recipe: Recipe, world: World, *, quiet: bool) -> Dataset:
     if world.size == 1:
         assert made is not None, "this rank has made it"
         return made
-    path = str(recipe.data.path)  # the first rank has found it there
     is_read_in_parts = recipe.loader.placement == "disk" or recipe.loader.host_budget is not None
 
     def opened() -> Dataset:
-        dataset = made or open_dataset(path, verify=False)
+        dataset = made or open_one(recipe)
         return dataset.verify() if is_read_in_parts else dataset
 
-    return world.lead(opened, leader=world.leader) or open_dataset(path, verify=False)
+    return world.lead(opened, leader=world.leader) or open_one(recipe)
+
+
+def open_growing(
+    recipe: Recipe, sizes: ModelSizes, *, world: World, quiet: bool = False
+) -> GrowingDataset | None:
+    """Open the dataset of a resolved recipe that admits what actors append; else None."""
+    data = recipe.data
+    if data.admit_every is None:
+        return None
+
+    def opened(*, admits: bool) -> GrowingDataset:
+        def check(piece: Dataset) -> None:
+            _check(recipe, piece, sizes)
+
+        return GrowingDataset(str(data.path), admits=admits, check=check, quiet=quiet)
+
+    return world.lead(lambda: opened(admits=not data.replay)) or opened(admits=False)
 
 
 def prepare_one(recipe: Recipe, *, quiet: bool = False) -> Dataset:

@@ -203,6 +203,14 @@ class Prioritized(Sampler):
         """Return masses (N,) int64 and the number of updates (1,) int64."""
         return self._priorities.state()
 
+    def take_over(self, before: Prioritized) -> None:
+        """Take over the masses of the first steps of the table, of which `before` had no more."""
+        state, first = before.state(), before.index.steps
+        masses = np.full(self.index.steps, self.first_mass, np.int64)
+        finer = largest_mass(first) // largest_mass(self.index.steps)
+        masses[:first] = np.maximum(state["masses"] // finer, 1)  # as if made anew: powers of two
+        self.load_state({"masses": masses, "updates": state["updates"]})
+
     def load_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """Take over what `state` returned; what does not fit is refused before any change."""
         masses, updates = state.get("masses"), state.get("updates")

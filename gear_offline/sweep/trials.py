@@ -74,6 +74,8 @@ def make_trials(
     for chosen in itertools.product(*axes.values()):
         changes = dict(zip(axes, chosen, strict=True))
         one = load_recipe(recipe, changes)
+        if one.data.admit_every is not None:
+            raise _unusable("several runs cannot grow one dataset", "train them one by one")
         content = one.to_dict()
         settings = {key: _value(content, key, changes.get(key)) for key in names}
         label = settings_label(settings)

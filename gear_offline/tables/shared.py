@@ -169,7 +169,7 @@ class SharedTables:
         name = json.dumps([data_name(source), data_digest(source), asdict(options)])
         if name not in self._tables:
             handle = Handle(**self._handles[name]) if name in self._handles else None
-            if handle is None and not _fits(source, loader, options):
+            if handle is None and not fits_in_memory(source, loader, options):
                 return None
             if handle is not None or self._publish:
                 table, self._memory[name] = share_table(source, options, handle=handle)
@@ -183,7 +183,8 @@ class SharedTables:
         return {name: asdict(memory.handle()) for name, memory in self._memory.items()}
 
 
-def _fits(source: TableData, loader: Mapping[str, Any], options: TableOptions) -> bool:
+def fits_in_memory(source: TableData, loader: Mapping[str, Any], options: TableOptions) -> bool:
+    """Whether the rows of a loader surely stay in host memory, so that a table may be built."""
     if loader.get("placement") == "disk" or loader.get("host_budget") is not None:
         return False
     return table_bytes(source, options) + RESERVE_BYTES <= available_bytes()

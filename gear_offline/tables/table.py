@@ -217,6 +217,7 @@ def build_table(
     shards: Sequence[int] | None = None,
     allocate: Allocate = private_rows,
     fill: bool = True,
+    filled_shards: int = 0,
     landing_rows: int = 0,
     threads: int | None = None,
 ) -> Table:
@@ -237,6 +238,8 @@ def build_table(
         as `gear_offline.tables.shared.SharedMemory.allocate`.
     fill
         ``False`` takes the rows as they are: another process has filled the same memory.
+    filled_shards
+        The rows of so many shards are there already: the memory was filled before.
     landing_rows
         Rows behind the last margin of each group, for segments that arrive from other nodes.
     threads
@@ -254,7 +257,7 @@ def build_table(
     table = Table(episodes=index, groups=groups, margin=margin)
     if fill:
         filler = _Filler(list(zip(plans, groups, strict=True)), options)
-        filler.fill(jobs, max(1, threads or min(MAX_THREADS, usable_cores())))
+        filler.fill(jobs[filled_shards:], max(1, threads or min(MAX_THREADS, usable_cores())))
     return table
 
 

@@ -59,7 +59,7 @@ class GradientPass:
                 remedy="use train.accumulate=1, or another strategy",
             )
         self._model, self._world, self._parallel = model, world, parallel
-        self._feedback, self._accumulate = feedback, accumulate
+        self.feedback, self._accumulate = feedback, accumulate
         self._device = next(model.parameters()).device
         # FSDP casts by itself, and its weights are no longer float32 inside.
         self._precision = None if parallel.sharded else precision
@@ -132,9 +132,9 @@ class GradientPass:
 
     def _rank_loss(self, batch: Batch, *, valid_steps: Tensor | float | None) -> Tensor:
         output = self._forward(**batch.model_inputs(), padding=batch.padding, only_actions=True)
-        if self._feedback is not None:
+        if self.feedback is not None:
             each = segment_losses(output.action_preds, batch.actions, batch.attention_mask)
-            return self._feedback.loss(each, batch, valid_steps=valid_steps)
+            return self.feedback.loss(each, batch, valid_steps=valid_steps)
         return action_loss(
             output.action_preds,
             batch.actions,

@@ -9,7 +9,7 @@ Shape legend: n steps since the last report.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.types import Float64Array
 from gear_offline.dataset.dataset import Dataset
+from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.gather import Windows
@@ -31,8 +32,10 @@ from gear_offline.loaders.feedback import (
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.recipes import loader_options
 from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.tables.growing import GrowingTable
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
+from gear_offline.tables.table import Table
 from gear_offline.training.cost import Meter, is_compiled
 from gear_offline.training.gradients import GradientPass
 from gear_offline.training.graph import CapturedStep, RunPart, start_compilers, why_not_captured
@@ -51,7 +54,7 @@ class Learner:
 
     `recipe` is resolved (`gear_offline.runs.prepare.resolve`).  Each rank of `world` has a learner;
     they call `advance`, `report`, `tensors`, `weights` and `prepare_policy` together.  Several runs
-    of one process may share `tables`.
+    of one process may share `tables`.  `growing` is where a `dataset` comes from that grows.
     """
 
     def __init__(
@@ -63,17 +66,17 @@ class Learner:
         *,
         world: World | None = None,
         tables: SharedTables | None = None,
+        growing: GrowingDataset | None = None,
     ) -> None:
         self.recipe, self.device, self.tasks = recipe, device, sizes.tasks
         self.world = world = World() if world is None else world
         made = make_training_model(recipe, sizes, device, world)
         self.model, self.working, self.parallel = made.model, made.working, made.parallel
         self.precision, self.precision_reason = made.autocast, made.remark
+        self._growing, self._table = growing, GrowingTable()
         options = loader_options(recipe, dataset)
         table = None if tables is None else tables.table(dataset, options)
-        self.loader = GearLoader.from_recipe(
-            recipe, dataset=dataset, table=table, device=device, world=world
-        )
+        self.loader = self._open_loader(dataset, table=table)
         self._batches = iter(self.loader)
         sharded, compiled = self.parallel.sharded, is_compiled(recipe.train)
         self.graph_reason = why_not_captured(recipe, device, world, self.loader, sharded=sharded)
@@ -120,6 +123,48 @@ class Learner:
         self._timed = 0  # steps of it that this process did
         self._busy_seconds = self._wait_seconds = self._began = 0.0  # of these
         self._all_busy_seconds = self._all_wait_seconds = 0.0  # of what was reported
+
+    def _open_loader(
+        self, dataset: TableData, *, step: int = 0, table: Table | None = None
+    ) -> GearLoader:
+        if self._growing is not None and self.world.size == 1:
+            assert isinstance(dataset, Dataset), "data of several tasks do not grow"
+            table = self._table.table(dataset, loader_options(self.recipe, dataset))
+        return GearLoader.from_recipe(
+            self.recipe,
+            dataset=dataset,
+            table=table,
+            start_step=step,
+            device=self.device,
+            world=self.world,
+        )
+
+    def admit(self, is_stopped: Callable[[], bool] = lambda: False) -> None:
+        """Admit, before the next step, what actors have appended; all ranks together."""
+        growing, data = self._growing, self.recipe.data
+        if growing is None or data.admit_every is None or self.step % data.admit_every:
+            return
+        before, timeout = growing.admissions, self.recipe.train.timeout
+        least = data.admit_least if self.step else 0  # there is no policy to play before
+        self.world.lead(
+            lambda: growing.admit(self.step, least=least, timeout=timeout, is_stopped=is_stopped)
+        )
+        count: int = self.world.gather(growing.admissions)[0]
+        if count > before:
+            self._grow(growing.follow(count))
+
+    def _grow(self, dataset: Dataset) -> None:
+        """Go on with batches of a dataset that has become larger."""
+        before, self.loader = self.loader, self._open_loader(dataset, step=self.loader.step)
+        sampler = self.loader.loss_sampler
+        if sampler is not None and before.loss_sampler is not None:
+            sampler.take_over(before.loss_sampler)
+            if self._gradients is not None:
+                self._gradients.feedback = LossFeedback(self.loader)
+        before.close()
+        self._batches = iter(self.loader)
+        self.release()
+        self._part = self._captured = None  # a step is captured anew
 
     @property
     def step_kind(self) -> str:
@@ -356,6 +401,8 @@ class Learner:
             load_model_tensors(self.model, model)
         self.optimizer.refresh()
         self.optimizer.load_state(tensors)
+        if self._growing is not None:
+            self._grow(self._growing.go_to(step))
         load_selection(self.loader.loss_sampler, tensors)
         self.loader.load_state_dict(dict(loader))
         self._batches = iter(self.loader)

@@ -1,0 +1,256 @@
+"""Actors: play the newest policy of a run, and append what they see to the data it trains on."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gear_offline.collect.record import noisy, stream
+from gear_offline.convert.append import Appender
+from gear_offline.core.types import Array
+from gear_offline.errors import GearError, InputError
+from gear_offline.evaluation.environments import (
+    Known,
+    describe,
+    known_of,
+    make_environment,
+    say_version,
+)
+from gear_offline.models.policy import Policy
+from gear_offline.progress import say
+from gear_offline.training.checkpoint import chosen_checkpoint
+from gear_offline.training.checkpoint_folder import list_checkpoints, no_run
+from gear_offline.training.policies import trained_model
+from gear_offline.workers import Caller, WorkerPool
+
+REPORT_SECONDS = 10.0  # between two lines
+WAIT_SECONDS = 600.0  # for a run's first checkpoint
+POLL_SECONDS = 0.5
+RECENT = 20  # episodes of a line's mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActReport:
+    """What actors have appended; `mean_return` is None where no episode was played."""
+
+    episodes: int
+    steps: int
+    mean_return: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields by name, JSON-able."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """What one actor does."""
+
+    run: Path
+    data: Path
+    environment: str
+    known: Known | None
+    target: float
+    noise: float
+    seed: tuple[int, int]
+    episodes: int | None
+    began: float
+
+
+def act(
+    run: str | Path,
+    *,
+    environment: str | None = None,
+    actors: int = 1,
+    episodes: int | None = None,
+    target: float | None = None,
+    action_noise: float = 0.1,
+    seed: int | None = None,
+    quiet: bool = False,
+) -> ActReport:
+    """Play a run's newest policy with exploration, and append the episodes to the run's dataset.
+
+    The run has ``data.admit_every``: it admits them between its steps.  Actors and learner need
+    nothing of each other but the file system: each may be stopped, killed and started again.
+
+    Parameters
+    ----------
+    run
+        Run directory, of which the newest checkpoint plays; its first one is waited for.
+    environment
+        Gymnasium id; default the run's own.
+    actors
+        Processes, each with an environment of its own.
+    episodes
+        How many in all; default until the run has ended, or Ctrl-C.
+    target
+        Return asked of the policy; default the highest of the run's ``evaluate.targets``.
+    action_noise
+        Gaussian noise on actions, in half ranges; with discrete actions the probability of a random
+        one.
+    seed
+        Of resets and noise; default another one each time.
+    quiet
+        Say nothing.
+
+    Raises
+    ------
+    InputError
+        ``RUN_NOT_FOUND``; ``USAGE`` if the run's data do not grow; ``COLUMN`` if the dataset has
+        columns that actors do not record: they know ``observations``, ``next_observations``,
+        ``actions``, ``rewards``, ``terminals`` and ``timeouts``; ``ENVIRONMENT``.
+    GearError
+        ``WORKER_LOST``, ``OUTPUT_WRITE``.
+    """
+    path = Path(run)
+    if actors < 1 or (episodes is not None and episodes < 1) or not action_noise >= 0.0:
+        what = f"got actors={actors}, episodes={episodes}, action_noise={action_noise}"
+        raise InputError("USAGE", what, remedy="give at least one actor and episode, no negatives")
+    recipe = chosen_checkpoint(_with_checkpoint(path, quiet=quiet)).recipe
+    if recipe.data.admit_every is None or recipe.data.path is None:
+        what, remedy = "the run's data do not grow", "train it with data.admit_every=1000"
+        raise InputError("USAGE", what, str(path), remedy)
+    name, targets = environment or recipe.evaluate.environment, recipe.evaluate.targets
+    if name is None or (target is None and targets is None):
+        what = "the run names no environment to play in, or no return to ask for"
+        raise InputError("ENVIRONMENT", what, str(path), "give --environment and --target")
+    with make_environment(name) as made:
+        describe(made, name)
+    if known_of(name) is None:
+        what, remedy = "only this process knows the environment", "register it with an entry point"
+        raise InputError("ENVIRONMENT", what, name, remedy)
+    say_version(name, quiet=quiet)
+    asked = float(max(targets or ())) if target is None else target
+    base = time.time_ns() if seed is None else seed
+    shares = [None] * actors
+    if episodes is not None:
+        shares = [len(part) for part in np.array_split(np.arange(episodes), actors)]  # type: ignore[misc]
+    parts = [
+        _Part(
+            run=path,
+            data=Path(recipe.data.path),
+            environment=name,
+            known=known_of(name),
+            target=asked,
+            noise=action_noise,
+            seed=(base, number),
+            episodes=share,
+            began=time.time(),
+        )
+        for number, share in enumerate(shares)
+        if share != 0
+    ]
+    board = _Board(quiet=quiet)
+    try:
+        with ExitStack() as stack:
+            pool = stack.enter_context(WorkerPool(actors))
+            jobs = [(part,) for part in parts]
+            list(pool.run(f"{__name__}:play_in_worker", jobs, on_message=board.add))
+    except KeyboardInterrupt:
+        say("stopped: the episodes under way are lost, the others appended", quiet=quiet)
+    return board.report()
+
+
+class _Board:
+    """Counts episodes, and tells of them every ten seconds."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet, self._told = quiet, time.monotonic()
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._episodes = self._steps = 0
+        self._total = 0.0
+
+    def add(self, message: tuple[float, int, int]) -> None:
+        total, steps, policy = message
+        self._episodes, self._steps = self._episodes + 1, self._steps + steps
+        self._total += total
+        self._recent.append(total)
+        if time.monotonic() - self._told > REPORT_SECONDS:
+            self._told = time.monotonic()
+            say(
+                f"{self._episodes:,} episodes, {self._steps:,} steps; mean return of the last "
+                f"{len(self._recent)}: {np.mean(self._recent):,.1f}, policy of step {policy:,}",
+                quiet=self._quiet,
+            )
+
+    def report(self) -> ActReport:
+        mean = self._total / self._episodes if self._episodes else None
+        return ActReport(episodes=self._episodes, steps=self._steps, mean_return=mean)
+
+
+def _with_checkpoint(path: Path, *, quiet: bool) -> Path:
+    """Return the run directory when it has a checkpoint."""
+    if not (path / "recipe.yaml").is_file():
+        raise no_run(path)
+    deadline = time.monotonic() + WAIT_SECONDS
+    if not list_checkpoints(path / "checkpoints"):
+        say(f"waiting for the first checkpoint of {path}", quiet=quiet)
+    while not list_checkpoints(path / "checkpoints"):
+        if time.monotonic() > deadline:
+            what, remedy = f"no checkpoint within {WAIT_SECONDS:g} s", "is the run under way?"
+            raise GearError("RUN_NOT_FOUND", what, str(path), remedy)
+        time.sleep(POLL_SECONDS)
+    return path
+
+
+def play_in_worker(caller: Caller, part: _Part) -> None:
+    """Play episodes until there are enough, or the run has ended; send each one's facts."""
+    if part.known is not None:
+        part.known.learn()
+    appender, policy, step, played = Appender(part.data), None, -1, 0
+    summary = part.run / "summary.json"
+    with make_environment(part.environment) as environment:
+        facts = describe(environment, part.environment)
+        while part.episodes is None or played < part.episodes:
+            if part.episodes is None and _is_newer(summary, part.began):
+                return
+            newest = list_checkpoints(part.run / "checkpoints")[-1:]
+            if policy is None or (newest and newest[0][0] > step):
+                checkpoint = chosen_checkpoint(part.run)
+                policy, step = trained_model(checkpoint).policy(), checkpoint.state.step
+            generator = stream(part.seed[0], part.seed[1], played)
+            episode = _episode(environment, facts, policy, part, generator)
+            appender.append([episode])
+            played += 1
+            caller.send((float(episode["rewards"].sum()), len(episode["rewards"]), step))
+
+
+def _is_newer(path: Path, time_of: float) -> bool:
+    try:
+        return path.stat().st_mtime > time_of
+    except OSError:
+        return False
+
+
+def _episode(
+    environment: Any, facts: Any, policy: Policy, part: _Part, generator: np.random.Generator
+) -> dict[str, Array]:
+    """Play one episode and return its columns."""
+    observation, _ = environment.reset(seed=int(generator.integers(1 << 31)))
+    policy.reset(part.target)
+    seen, actions, rewards, over, terminated = [np.array(observation)], [], [], False, False
+    while not over:
+        chosen = policy.act(seen[-1][None])[0]
+        action = noisy(facts, chosen, part.noise, generator)
+        observation, reward, terminated, truncated, _ = environment.step(facts.shaped(action))
+        policy.observe_reward([reward], actions=action[None])
+        seen.append(np.array(observation))
+        actions.append(action)
+        rewards.append(float(reward))
+        over = bool(terminated or truncated)
+    last = np.arange(len(rewards)) == len(rewards) - 1
+    states = np.asarray(seen, np.float32 if facts.observation_dtype.kind == "f" else None)
+    return {
+        "observations": states[:-1],
+        "next_observations": states[1:],
+        "actions": np.asarray(actions, np.int64 if facts.discrete else np.float32),
+        "rewards": np.asarray(rewards, np.float32),
+        "terminals": last & bool(terminated),
+        "timeouts": last & (not terminated),
+    }

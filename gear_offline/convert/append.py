@@ -1,0 +1,105 @@
+"""Append episodes to a dataset that grows: the actor's side."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gear_offline.convert.conversion import convert
+from gear_offline.core.files import writing
+from gear_offline.core.types import Array
+from gear_offline.dataset.growing import INCOMING
+from gear_offline.dataset.manifest import Manifest
+from gear_offline.dataset.schema import ColumnSpec
+from gear_offline.errors import InputError
+from gear_offline.sources import from_episodes
+from gear_offline.sources.episode_ends import FLAGS
+
+
+class Appender:
+    """Appends whole episodes to a dataset that a learner trains on.
+
+    Any number of them, in any processes that see the file system: nothing is locked and nobody is
+    waited for.  A learner with ``data.admit_every`` admits what was appended between its steps.
+
+    Parameters
+    ----------
+    path
+        Directory of a dataset, whose columns each episode has.
+
+    Raises
+    ------
+    InputError
+        ``DATASET_NOT_FOUND``, ``DATASET_DAMAGED``.
+
+    Examples
+    --------
+    `tiny` is what the example of `gear_offline.convert` makes.
+
+    >>> import numpy as np
+    >>> import gear_offline as go
+    >>> appender = go.Appender("tiny")
+    >>> steps = np.zeros((4, 1), np.float32)
+    >>> columns = {"observations": np.zeros((4, 3)), "actions": steps, "rewards": steps[:, 0]}
+    >>> piece = appender.append([columns | {"terminated": True}])
+    >>> piece.parent.name
+    'incoming'
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._manifest, self._folder = Manifest.read(path), Path(path) / INCOMING
+
+    def append(self, episodes: Iterable[Mapping[str, Any]]) -> Path:
+        """Append `episodes`, as `gear_offline.from_episodes` takes them, as one piece.
+
+        They are there, durable and whole, when this returns.  Columns that the dataset does not
+        have are left out; numbers take its dtypes where none is changed by that.
+
+        Returns
+        -------
+        Path
+            Of the piece, until a learner admits it.
+
+        Raises
+        ------
+        InputError
+            ``COLUMN`` if a column is missing, of another shape, or NaN or infinite.
+        GearError
+            ``OUTPUT_WRITE``.
+        """
+        environment = self._manifest.environment.id
+        source = from_episodes(map(self._cast, episodes), name="actor", environment=environment)
+        # Names in the order of time are admitted in that order.
+        place = self._folder / f"{time.time_ns():020d}-{secrets.token_hex(6)}"
+        with writing(place):
+            self._folder.mkdir(exist_ok=True)
+        names = [column.name for column in self._manifest.columns]
+        convert(source, place, columns=names, block_bytes=self._manifest.block_bytes, quiet=True)
+        return place
+
+    def _cast(self, episode: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the dataset's columns in its dtypes, and how the episode ended."""
+        columns = {column.name: _rows(episode, column) for column in self._manifest.columns}
+        ends = [name for name in FLAGS if name in episode and name not in columns]
+        return columns | {name: bool(np.reshape(episode[name], -1)[-1]) for name in ends}
+
+
+def _rows(episode: Mapping[str, Any], column: ColumnSpec) -> Array:
+    if column.name not in episode:
+        what = f"an episode lacks the column {column.name!r}, which the dataset has"
+        remedy = "give it, or grow a dataset that was converted with fewer --columns"
+        raise InputError("COLUMN", what, remedy=remedy)
+    given = np.asarray(episode[column.name])
+    with np.errstate(all="ignore"):
+        rows = given.astype(column.dtype)
+    if given.shape[1:] != column.shape or (
+        column.dtype.kind in "biu" and not np.array_equal(rows, given)
+    ):
+        what = f"{given.dtype} of per-step shape {given.shape[1:]} is given"
+        raise InputError("COLUMN", what, where=str(column), remedy="give it as the dataset has it")
+    return rows

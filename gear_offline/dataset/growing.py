@@ -1,0 +1,209 @@
+"""A dataset that grows while a learner trains on it: pieces are admitted, one after the other.
+
+Actors append pieces, small datasets of whole episodes, to the folder ``incoming``, where each
+appears by a rename (`gear_offline.convert.append`).  A learner admits them between two of its
+steps: it links a piece's shards behind those that are there, adds a line to ``admissions.jsonl``,
+and removes the piece.  Killed at any instant, it has admitted a piece wholly or not at all.
+
+As far as the lines go they decide what is admitted when, so that a resumed or repeated run sees the
+same data at every step.  Only beyond the last line new pieces are admitted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from gear_offline.core.closing import Closing
+from gear_offline.core.files import sync_directory, writing
+from gear_offline.core.text import count_text
+from gear_offline.dataset.admissions import ADMISSIONS_NAME, Admission, read_admissions, seal_of
+from gear_offline.dataset.dataset import Dataset, grow_dataset, open_dataset
+from gear_offline.dataset.manifest import shard_name
+from gear_offline.errors import GearError, InputError
+from gear_offline.progress import say
+
+INCOMING, REFUSED = "incoming", "refused"
+POLL_SECONDS = 0.02
+
+
+class GrowingDataset(Closing):
+    """The data of a learner that trains while actors append; a context manager.
+
+    Parameters
+    ----------
+    path
+        Directory of a dataset.
+    admits
+        Go on behind the last line, as one process at a time may; else follow the lines only.
+    check
+        Raises `InputError` for a piece that does not fit the learner.
+
+    Attributes
+    ----------
+    dataset
+        As it is at present; at first as it was converted.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        admits: bool = True,
+        check: Callable[[Dataset], None] = lambda piece: None,
+        quiet: bool = False,
+    ) -> None:
+        self.dataset = open_dataset(path, verify=False, admissions=0)
+        self._path, self._check, self._quiet = self.dataset.path, check, quiet
+        self._log = self._hold() if admits else -1
+        self._lines, self._seal = read_admissions(self._path)
+        self._admitted = 0  # lines
+        if admits:
+            self._finish_last()
+
+    def _hold(self) -> int:
+        """Open the lines for writing, which no other process may; return the descriptor."""
+        with writing(self._path):
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+            log = os.open(self._path / ADMISSIONS_NAME, flags, 0o644)
+            sync_directory(self._path)
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(log)
+            what, remedy = "another run grows this dataset", "wait for it, or copy the dataset"
+            raise InputError("RUN_LOCKED", what, str(self._path), remedy) from None
+        return log
+
+    def _finish_last(self) -> None:
+        """Do what a killed learner left undone: half a line, or a piece that was admitted."""
+        with writing(self._path):
+            ends = (self._path / ADMISSIONS_NAME).read_bytes().rfind(b"\n") + 1
+            os.ftruncate(self._log, ends)
+            for line in self._lines[-1:]:
+                self._remove(self._path / INCOMING / line.piece)
+
+    @property
+    def admissions(self) -> int:
+        """How many admissions `dataset` has."""
+        return self._admitted
+
+    def go_to(self, step: int) -> Dataset:
+        """Return the dataset as it was before anything was admitted at `step` or later."""
+        return self._follow(lambda line: line.step < step)
+
+    def admit(
+        self,
+        step: int,
+        *,
+        least: int = 0,
+        timeout: float = 0.0,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> Dataset:
+        """Admit what is to be admitted before the learner's `step`; return the dataset.
+
+        Beyond the last line that is every piece that is there, and then what comes until there are
+        at least so many steps, for `timeout` seconds (``WORKER_LOST``) or until `is_stopped`.  A
+        piece that is damaged or does not fit goes to the folder ``refused``, and stderr says why.
+        """
+        self._follow(lambda line: line.step <= step)
+        if self._log < 0 or self._admitted < len(self._lines):
+            return self.dataset
+        deadline, is_told = time.monotonic() + timeout, False
+        wanted = self.dataset.spec.steps + least
+        while True:
+            for piece in self._pieces():
+                with writing(self._path):
+                    self._admit(piece, step)
+            missing = wanted - self._follow(lambda line: True).spec.steps
+            if missing <= 0 or is_stopped():
+                return self.dataset
+            if not is_told:
+                is_told = True
+                steps = count_text(missing, "step")
+                say(f"step {step:,}: waiting for {steps} that actors append", quiet=self._quiet)
+            if time.monotonic() > deadline:
+                what = f"no actor has appended {count_text(missing, 'step')} within {timeout:g} s"
+                remedy = "start actors: gear-offline act RUN; then go on with --resume"
+                raise GearError("WORKER_LOST", what, str(self._path), remedy)
+            time.sleep(POLL_SECONDS)
+
+    def follow(self, admissions: int) -> Dataset:
+        """Return the dataset with so many admissions, which another process has written."""
+        if len(self._lines) < admissions:
+            self._lines, self._seal = read_admissions(self._path)
+        known = {id(line) for line in self._lines[:admissions]}
+        return self._follow(lambda line: id(line) in known)
+
+    def _follow(self, is_due: Callable[[Admission], bool]) -> Dataset:
+        due = self._admitted
+        while due < len(self._lines) and is_due(self._lines[due]):
+            due += 1
+        self.dataset = grow_dataset(self.dataset, self._lines[self._admitted : due])
+        self._admitted = due
+        return self.dataset
+
+    def _pieces(self) -> list[Path]:
+        """Return the pieces that are there, in the order of their names."""
+        folder = self._path / INCOMING
+        names = sorted(os.listdir(folder)) if folder.is_dir() else []
+        return [folder / name for name in names if not name.startswith(".")]
+
+    def _admit(self, path: Path, step: int) -> None:
+        try:
+            piece = open_dataset(path)
+            self._check_form(piece)
+            self._check(piece)
+        except InputError as error:
+            place = self._path / REFUSED
+            place.mkdir(exist_ok=True)
+            path.rename(place / path.name)
+            say(f"refused, and moved to {place / path.name}: {error}", quiet=self._quiet)
+            return
+        records, first = (
+            [],
+            len(self.dataset.manifest.shards)
+            + sum(len(line.shards) for line in self._lines[self._admitted :]),
+        )
+        for number, record in enumerate(piece.manifest.shards, start=first):
+            name = self._path / shard_name(number)
+            name.unlink(missing_ok=True)  # of an admission that a kill broke off
+            os.link(path / record.name, name)
+            records.append(record.model_copy(update={"name": name.name}))
+        sync_directory(self._path)
+        line = Admission(step=step, piece=path.name, endings=piece.manifest.endings, shards=records)
+        encoded = line.encode(self._seal)
+        os.write(self._log, encoded)
+        os.fsync(self._log)
+        self._lines.append(line)
+        self._seal = seal_of(encoded)
+        self._remove(path)
+        episodes = count_text(len(piece), "episode")
+        mean = piece.returns.mean()
+        say(f"step {step:,}: {episodes} admitted, mean return {mean:,.1f}", quiet=self._quiet)
+
+    def _check_form(self, piece: Dataset) -> None:
+        """Refuse a piece that is not laid out as the dataset."""
+        own, other = self.dataset.manifest, piece.manifest
+        if (tuple(own.columns), own.block_bytes) != (tuple(other.columns), other.block_bytes):
+            columns = ", ".join(map(str, own.columns))
+            what = f"its columns are not those of the dataset: {columns}"
+            remedy = "append it with go.Appender, which checks them"
+            raise InputError("COLUMN", what, where=str(piece.path), remedy=remedy)
+
+    @staticmethod
+    def _remove(piece: Path) -> None:
+        with suppress(FileNotFoundError):
+            (piece / "manifest.json").unlink()  # first: the rest is no piece any more
+            shutil.rmtree(piece)
+
+    def close(self) -> None:
+        """Let another process grow the dataset."""
+        if self._log >= 0:
+            os.close(self._log)
+            self._log = -1

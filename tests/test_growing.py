@@ -1,0 +1,351 @@
+"""Datasets that grow while a run trains on them: appended, admitted, replayed bit for bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gear_offline as go
+from gear_offline.config.recipe import Recipe
+from gear_offline.dataset.growing import GrowingDataset
+from gear_offline.dataset.manifest import Manifest
+from gear_offline.errors import GearError, InputError
+from gear_offline.runs.loop import TrainingInterrupted
+from tests.ranks_support import environment, torchrun
+from tests.support import ArraySource, hopper_columns
+from tests.test_resume import interrupted_in
+from tests.training_support import (
+    ACTION_DIM,
+    ENVIRONMENT,
+    STATE_DIM,
+    STEP_LIMIT,
+    learnt,
+    register_importable,
+    tiny_recipe,
+)
+
+DOOR: Any = go
+FIRST = [9, 7, 8]  # lengths of the episodes that are there at first
+
+pytestmark = pytest.mark.usefixtures("no_reports")
+
+
+def episodes(lengths: list[int], seed: int) -> list[dict[str, Any]]:
+    """Return random episodes that all terminate, but the last, which is truncated."""
+    found = []
+    for number, length in enumerate(lengths):
+        columns = hopper_columns(length, seed=1000 * seed + number)
+        columns["terminals" if number + 1 < len(lengths) else "timeouts"][-1] = True
+        found.append(columns)
+    return found
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    folder = tmp_path / "grows"
+    go.convert(go.from_episodes(episodes(FIRST, 0)), folder, quiet=True)
+    return folder
+
+
+def grow(path: Path, step: int) -> None:
+    with GrowingDataset(path, quiet=True) as growing:
+        growing.admit(step)
+
+
+def recipe_of(path: Path, *changes: str) -> Recipe:
+    fixed = ("evaluate.episodes=0", "data.admit_every=4", "model.max_timestep=40")
+    return tiny_recipe(path, *fixed, *changes)
+
+
+class Actor(go.Callback):
+    """Appends an episode of a length of its own whenever the run logs, every three steps."""
+
+    def __init__(self, path: Path) -> None:
+        self.appender, self.count = go.Appender(path), 0
+
+    def on_log(self, run: go.Run, step: int, values: Mapping[str, float]) -> None:
+        self.appender.append(episodes([5 + step], step))
+
+
+def test_a_grown_dataset_is_the_one_of_all_its_episodes(path: Path, tmp_path: Path) -> None:
+    appender = go.Appender(path)
+    appender.append(episodes([6, 4], 1))
+    appender.append(episodes([11], 2))
+    assert len(go.open_dataset(path)) == len(FIRST)  # nobody has admitted them
+    grow(path, 10)
+    appender.append(episodes([3], 3))
+    grow(path, 20)
+    assert not list((path / "incoming").iterdir())
+    everything = [*episodes(FIRST, 0), *episodes([6, 4], 1), *episodes([11], 2), *episodes([3], 3)]
+    go.convert(go.from_episodes(everything), tmp_path / "at-once", quiet=True)
+    grown, at_once = go.open_dataset(path), go.open_dataset(tmp_path / "at-once")
+    assert np.array_equal(grown.episodes.lengths, at_once.episodes.lengths)
+    assert np.array_equal(grown.terminated, at_once.terminated)
+    assert np.array_equal(grown.returns, at_once.returns)
+    assert grown.manifest.returns == at_once.manifest.returns
+    assert grown.manifest.endings == at_once.manifest.endings
+    at_first = go.open_dataset(path, admissions=0).statistics["observations"]
+    assert np.array_equal(grown.statistics["observations"].mean, at_first.mean)  # frozen
+    for column in grown.spec:
+        assert np.array_equal(grown.column(column.name), at_once.column(column.name))
+    batches = [
+        next(DOOR.GearLoader(dataset, 64, context_length=5, device="cpu", seed=3))
+        for dataset in (grown, at_once)
+    ]
+    for name in ("states", "actions", "rewards", "returns_to_go", "timesteps", "attention_mask"):
+        assert (getattr(batches[0], name) == getattr(batches[1], name)).all()
+    sizes = [len(go.open_dataset(path, admissions=n)) for n in (0, 1, 2, 3, None)]
+    assert sizes == [3, 5, 6, 7, 7]
+
+
+STRATEGIES = ["uniform_steps", "top_k:k=3", "prioritized"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_run_on_growing_data_repeats_bit_for_bit(
+    strategy: str, path: Path, tmp_path: Path
+) -> None:
+    """From its lines alone, and resumed from any place, also between two admissions."""
+    name, *options = strategy.split(":")
+    changes = [f"selection.strategy={name}", *(f"selection.{option}" for option in options)]
+    recipe, alone = recipe_of(path, *changes), tmp_path / "alone"
+    shutil.copytree(path, alone)
+    run = go.train(recipe, out=tmp_path / "run", callbacks=[Actor(path)], quiet=True)
+    grown = go.open_dataset(path)
+    # logged after 3, 6, 9, ..., admitted before 4, 8, 12, 16
+    assert grown.episodes.lengths[3:].tolist() == [8, 11, 14, 17, 20]
+    replayed = go.train(
+        recipe.replace({"data.replay": True}), out=tmp_path / "replayed", quiet=True
+    )
+    assert learnt(replayed.path)["model"] == learnt(run.path)["model"]
+    fixed = go.train(recipe.replace({"data.path": str(alone)}), out=tmp_path / "fixed", quiet=True)
+    assert learnt(fixed.path)["model"] != learnt(run.path)["model"]
+    for stop in (4, 7, 13):
+        resumed = tmp_path / f"resumed-{stop}"
+        replays = recipe.replace({"data.replay": True})
+        with interrupted_in(stop), pytest.raises(TrainingInterrupted):
+            go.train(replays, out=resumed, quiet=True)
+        go.train(replays, out=resumed, resume=True, quiet=True)
+        assert learnt(resumed)["model"] == learnt(run.path)["model"], stop
+
+
+def test_several_ranks_see_the_same_data(path: Path, tmp_path: Path) -> None:
+    """Two ranks replay what one admitted: the same losses, but for the order of sums."""
+    recipe = recipe_of(path, "model.dropout=0")
+    run = go.train(recipe, out=tmp_path / "run", callbacks=[Actor(path)], quiet=True)
+    again = tmp_path / "two.yaml"
+    again.write_text(recipe.replace({"data.replay": True}).to_yaml())
+    words = ["-m", "gear_offline", "train", str(again), "--out", str(tmp_path / "two")]
+    done = subprocess.run(
+        torchrun(2, *words), env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    one, two = (go.open_run(each).metrics["loss"] for each in (run, tmp_path / "two"))
+    np.testing.assert_allclose(one, two, rtol=1e-4)
+
+
+# actors ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def played(tmp_path: Path) -> Path:
+    """A dataset of the tiny environment, which other processes can make."""
+    register_importable()
+    folder = tmp_path / "played"
+    shapes = {"observations": (STATE_DIM,), "actions": (ACTION_DIM,), "rewards": ()}
+    columns = {name: np.ones((6, *shape), np.float32) for name, shape in shapes.items()}
+    source = go.from_episodes([columns | {"truncated": True}] * 3, environment=ENVIRONMENT)
+    go.convert(source, folder, quiet=True)
+    return folder
+
+
+def test_a_learner_and_its_actors_wait_for_each_other(played: Path, tmp_path: Path) -> None:
+    """Two actors in processes of their own; the run repeats from what it has written."""
+    often = ("train.checkpoint_every=4", "data.admit_least=12", "data.admit_every=4")
+    recipe = tiny_recipe(played, "evaluate.episodes=0", "evaluate.targets=[3]", *often).replace(
+        {"evaluate.environment": ENVIRONMENT}
+    )
+    out = tmp_path / "run"
+    with ThreadPoolExecutor() as pool:
+        run = pool.submit(go.train, recipe, out=out, quiet=True)
+        while not (out / "recipe.yaml").is_file():
+            time.sleep(0.05)
+        report = go.act(out, actors=2, quiet=True)  # until the run has ended
+        assert run.result(60).steps == 20
+    dataset = go.open_dataset(played)
+    admitted = dataset.episodes.lengths[3:]
+    assert (admitted == STEP_LIMIT).all() and len(admitted) >= 8  # 12 steps, four times
+    assert report.episodes >= len(admitted) and report.steps == STEP_LIMIT * report.episodes
+    assert dataset.truncated.all() and np.abs(dataset.column("actions")).max() <= 1
+    for episode in dataset[3:]:  # the state is what was done last, and so is the reward
+        assert np.array_equal(episode["observations"][1:, 0], episode["actions"][:-1, 0])
+        assert np.array_equal(episode["rewards"], episode["actions"][:, 0])
+    replay = {"data.replay": True}
+    replayed = go.train(recipe.replace(replay), out=tmp_path / "replayed", quiet=True)
+    assert learnt(replayed.path)["model"] == learnt(out)["model"]
+
+
+def test_a_learner_without_actors_says_what_it_waits_for(
+    played: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rare = ("train.checkpoint_every=4", "data.admit_least=9", "data.admit_every=4")
+    recipe = tiny_recipe(played, "evaluate.episodes=0", "train.timeout=1", *rare)
+    with pytest.raises(GearError, match="no actor has appended 9 steps within 1 s"):
+        go.train(recipe, out=tmp_path / "run")
+    assert "step 4: waiting for 9 steps that actors append" in capsys.readouterr().err
+    go.Appender(played).append(list(go.open_dataset(played)))  # 18 steps
+    with pytest.raises(GearError, match="no actor"):
+        go.train(recipe, out=tmp_path / "run", resume=True, quiet=True)
+    assert go.open_run(tmp_path / "run").steps == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"actors": 0}, "actors=0"),
+        ({"episodes": 0}, "episodes=0"),
+        ({}, "do not grow"),
+        ({"run": "nowhere"}, "no such run"),
+    ],
+)
+def test_actors_are_refused(options: dict[str, Any], said: str, data: Path, tmp_path: Path) -> None:
+    run = go.train(tiny_recipe(data, "evaluate.episodes=0"), out=tmp_path / "run", quiet=True)
+    with pytest.raises(InputError, match=said):
+        DOOR.act(**{"run": run.path, "quiet": True} | options)
+
+
+def test_a_sweep_of_growing_data_is_refused(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="several runs cannot grow one dataset"):
+        go.sweep(recipe_of(path), {"seed": [0, 1]}, out=tmp_path / "sweep")
+
+
+# what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda e: e.pop("rewards"), "lacks the column 'rewards'"),
+        (lambda e: e.update(observations=e["observations"][:, :3]), "observations float32"),
+        (lambda e: e.update(terminals=np.full(4, 2)), "terminals bool"),
+        (lambda e: e["actions"].fill(np.nan), "NaN or infinity"),
+        (lambda e: e.update(actions=e["actions"][:2]), "rows"),
+    ],
+)
+def test_episodes_that_do_not_fit_are_not_appended(change: Any, said: str, path: Path) -> None:
+    (episode,) = episodes([4], 1)
+    change(episode)
+    with pytest.raises(InputError, match=said):
+        go.Appender(path).append([episode])
+    assert not list(path.glob("incoming/*"))
+
+
+def test_pieces_that_do_not_fit_are_put_aside(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    appender = go.Appender(path)
+    damaged = appender.append(episodes([6], 1))
+    (shard,) = damaged.glob("*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    foreign = path / "incoming" / "other"
+    columns = {"observations": np.zeros((3, 2)), "actions": np.zeros((3, 1)), "rewards": np.ones(3)}
+    go.convert(ArraySource(columns, [3]), foreign, quiet=True)
+    appender.append(episodes([5], 2))
+    (path / "incoming" / ".half").mkdir()  # somebody is writing it
+    with GrowingDataset(path) as growing:
+        assert len(growing.admit(0)) == 4
+    said = capsys.readouterr().err
+    assert "do not match their digest" in said and "its columns are not those" in said
+    assert sorted(p.name for p in (path / "refused").iterdir()) == sorted([damaged.name, "other"])
+
+
+def test_episodes_longer_than_the_model_knows_are_put_aside(path: Path, tmp_path: Path) -> None:
+    go.Appender(path).append(episodes([60], 1))
+    recipe = recipe_of(path, "model.max_timestep=20")
+    go.train(recipe, out=tmp_path / "run", quiet=True)
+    assert len(go.open_dataset(path)) == 3 and len(list((path / "refused").iterdir())) == 1
+
+
+def test_one_run_at_a_time_admits(path: Path) -> None:
+    with GrowingDataset(path) as first, GrowingDataset(path, admits=False):
+        with pytest.raises(InputError, match="another run grows this dataset"):
+            GrowingDataset(path)
+        assert first.admissions == 0
+
+
+# kills ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["link", "write", "fsync", "unlink", "rmtree"])
+def test_a_learner_killed_while_admitting_admits_each_piece_once(
+    call: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ended after each of the steps of an admission, it goes on with the piece or without."""
+
+    class KilledError(BaseException):
+        pass
+
+    appender = go.Appender(path)
+    appender.append(episodes([6, 4], 1))
+    appender.append(episodes([11], 2))
+    module = shutil if call == "rmtree" else os
+    real = getattr(module, call)
+
+    def killed(*arguments: Any, **options: Any) -> None:
+        real(*arguments, **options)
+        raise KilledError
+
+    growing = GrowingDataset(path, quiet=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, call, killed)
+        with pytest.raises(KilledError):
+            growing.admit(5)
+    growing.close()
+    with GrowingDataset(path, quiet=True) as again:
+        again.admit(5)
+    dataset = go.open_dataset(path)
+    assert dataset.episodes.lengths.tolist() == [*FIRST, 6, 4, 11]
+    assert not list((path / "incoming").iterdir())
+
+
+def test_half_a_line_does_not_count(path: Path) -> None:
+    appender = go.Appender(path)
+    appender.append(episodes([6], 1))
+    grow(path, 0)
+    with open(path / "admissions.jsonl", "ab") as file:
+        file.write(b'{"step":4,"pie')
+    assert len(go.open_dataset(path)) == 4
+    appender.append(episodes([7], 2))
+    grow(path, 8)
+    assert go.open_dataset(path).episodes.lengths.tolist() == [*FIRST, 6, 7]
+
+
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.99])
+def test_a_changed_line_is_damage(place: float, path: Path) -> None:
+    go.Appender(path).append(episodes([6], 1))
+    grow(path, 0)
+    log = path / "admissions.jsonl"
+    content = bytearray(log.read_bytes())
+    content[int(place * (len(content) - 2))] ^= 1
+    log.write_bytes(content)
+    with pytest.raises(InputError, match="line 1"):
+        go.open_dataset(path)
+
+
+def test_the_dataset_itself_never_changes(path: Path) -> None:
+    before = {p.name: p.read_bytes() for p in path.iterdir()}
+    go.Appender(path).append(episodes([6], 1))
+    grow(path, 0)
+    assert {name: (path / name).read_bytes() for name in before} == before
+    assert Manifest.read(path).episodes == 3
