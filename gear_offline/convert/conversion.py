@@ -54,7 +54,7 @@ from gear_offline.errors import InputError
 from gear_offline.progress import Progress, say
 from gear_offline.sources import open_source
 from gear_offline.sources.base import InputFile, Source
-from gear_offline.sources.combine import parse_names, with_columns
+from gear_offline.sources.combine import with_columns
 from gear_offline.sources.edit import EpisodeFunction, edit_source, find_function, keep_episodes
 
 SHARD_BYTES = 256 << 20
@@ -169,7 +169,7 @@ def convert(
         if isinstance(source, (str, Path)):
             source = stack.enter_context(open_source(source, rule=rule, names=names))
         else:
-            source = with_columns(source, parse_names(names))
+            source = with_columns(source, names)
         source, kept = _edited(source, rename or {}, map, where)
         info, picked = source.info, _pick_columns(source, columns)
         settings = Settings(

@@ -276,20 +276,25 @@ def renamed(
 ) -> dict[str, Stored]:
     """Return what is stored by column name; one that already has a given name is hidden.
 
-    A name that stands for a group moves all that is below it.
+    A name that stands for a group moves all that is below it.  Several, ``"a + b"``, become leaves
+    of the new one, ``new/0`` and ``new/1``: a reader takes them for it.
     """
     columns: dict[str, Stored] = {}
     moved: set[str] = set()
-    for new, old in names.items():
-        old = old.strip("/")
+    leaves = [(new, [old.strip().strip("/") for old in o.split("+")]) for new, o in names.items()]
+    for to, old in [
+        (new if len(olds) == 1 else f"{new}/{index}", old)
+        for new, olds in leaves
+        for index, old in enumerate(olds)
+    ]:
         parts = [n for n in stored if n == old or n.startswith(f"{old}/")]
         if not parts:
-            what, remedy = f"no {old!r} to take as {new!r}", f"found: {some_names(stored)}"
+            what, remedy = f"no {old!r} to take as {to!r}", f"found: {some_names(stored)}"
             raise InputError("COLUMN", what, where=str(where), remedy=remedy)
         moved.update(parts)
-        columns |= {new + name.removeprefix(old): stored[name] for name in parts}
+        columns |= {to + name.removeprefix(old): stored[name] for name in parts}
     hidden = tuple(f"{new}/" for new in names)
-    taken = moved | columns.keys()
+    taken = moved | columns.keys() | names.keys()
     rest = {n: one for n, one in stored.items() if n not in taken and not n.startswith(hidden)}
     return columns | rest
 

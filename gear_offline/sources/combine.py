@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -186,96 +187,64 @@ def _some_text(names: Sequence[str], most: int = 3) -> str:
     return text if len(names) <= most else f"{text} + {len(names) - most} more"
 
 
-Parts = Mapping[str, tuple[str, ...]]  # column: those of the source that it is made of
+def with_columns(
+    source: Source, names: Mapping[str, str] | None, *, by_reader: bool = False
+) -> Source:
+    """Return `source` with columns under other names, or several side by side: ``{"x": "a + b"}``.
 
-
-def parse_names(names: Mapping[str, str] | None) -> Parts:
-    """Return the parts of ``{"observations": "a + b"}``."""
-    if names is not None and not (
-        isinstance(names, Mapping) and all(isinstance(old, str) for old in names.values())
-    ):
-        what, remedy = f"names={names!r} is not usable", 'give a mapping: {"observations": "obs"}'
-        raise InputError("COLUMN", what, remedy=remedy)
-    return {
-        new: tuple(part.strip() for part in old.split("+")) for new, old in (names or {}).items()
-    }
-
-
-def names_in_file(parts: Parts) -> tuple[dict[str, str], Parts]:
-    """Return what a reader of HDF5 files renames, and what is put together after that."""
-    before: dict[str, str] = {}
-    after: dict[str, tuple[str, ...]] = {}
-    for new, olds in parts.items():
-        if len(olds) == 1:
-            before[new] = olds[0]
-        else:  # as leaves of the new column, which the reader takes for it
-            after[new] = tuple(f"{new}/{index}" for index in range(len(olds)))
-            before |= dict(zip(after[new], olds, strict=True))
-    return before, after
-
-
-def with_columns(source: Source, parts: Parts, given: Mapping[str, str] | None = None) -> Source:
-    """Return `source` with the columns `parts` in front of those that it does not use up.
-
-    A column of several parts has their elements side by side: (N, sum of their widths).  `given`
-    are the names that the user knows, by those that a reader gave instead.
+    `by_reader` says that its reader has called `renamed`, so that only the latter is left to do.
     """
-    if not parts:
+    if not names:
         return source
-    # The name that the source has for one with a space, say, is its legal form.
-    parts = {
-        new: tuple(old if old in source.spec else legal_names([old])[old] for old in olds)
-        for new, olds in parts.items()
-    }
-    several = {new: olds for new, olds in parts.items() if len(olds) > 1}
-    alone = {new: olds[0] for new, olds in parts.items() if len(olds) == 1}
-    used = {name for olds in several.values() for name in olds}
-    stored = renamed({c.name: c.name for c in source.spec}, alone, source.info.uri)
-    rest = {new: (old,) for new, old in stored.items() if new != old or old not in used}
-    all_parts = rest | several
+    columns = {column.name: column for column in source.spec}
+    asked = {new: [part.strip() for part in old.split("+")] for new, old in names.items()}
+    if not by_reader:  # the name that the source has for one with a space, say, is its legal form
+        legal = {new: "+".join(legal_names([n])[n] for n in olds) for new, olds in asked.items()}
+        columns = renamed(columns, legal, source.info.uri)
+    several = {new: olds for new, olds in asked.items() if len(olds) > 1}
+    below = tuple(f"{new}/" for new in several)
+    parts = {new: [one] for new, one in columns.items() if not new.startswith(below)}
+    kinds = {new: (one.dtype, one.shape) for new, (one,) in parts.items()}
+    for new, olds in several.items():
+        parts[new] = [_part(columns, new, index, olds) for index in range(len(olds))]
+        kinds[new] = parts[new][0].dtype, (sum(prod(one.shape) for one in parts[new]),)
 
     def read(column: str, start: int, stop: int) -> Array:
-        rows = [source.read(old, start, stop) for old in all_parts[column]]
+        rows = [source.read(one.name, start, stop) for one in parts[column]]
         if len(rows) == 1:
             return rows[0]
         return np.concatenate([part.reshape(stop - start, -1) for part in rows], axis=1)
 
-    columns = [_column(source, new, olds, given or {}) for new, olds in all_parts.items()]
-    made_of = {new: " + ".join(olds) for new, olds in parts.items()}
+    facts = source.info.attributes
+    made_of = {new: " + ".join(olds) for new, olds in asked.items()}
+    made_of = {**facts.get("columns_from", {}), **made_of}
     return Source(
         [Piece(read=read, steps=source.spec.steps)],
-        _kinds(columns),
+        kinds,
         lengths=source.episodes.lengths,
         terminated=source.terminated,
         truncated=source.truncated,
-        info=replace(source.info, attributes={**source.info.attributes, "columns_from": made_of}),
-        preferred={
-            new: min(source.preferred_rows(old) for old in olds) for new, olds in all_parts.items()
-        },
+        info=replace(source.info, attributes={**facts, "columns_from": made_of}),
+        preferred={new: min(source.preferred_rows(o.name) for o in p) for new, p in parts.items()},
     )
 
 
-def _column(
-    source: Source, new: str, olds: tuple[str, ...], given: Mapping[str, str]
+def _part(
+    columns: Mapping[str, ColumnSpec], new: str, index: int, olds: Sequence[str]
 ) -> ColumnSpec:
-    """Return the column that `olds` make, or refuse (``COLUMN``)."""
-    if len(olds) == 1:
-        return replace(source.spec[olds[0]], name=new)
-    width = 0
-    for old in olds:
-        name = given.get(old, old)
-        below = [c.name.removeprefix(old) for c in source.spec if c.name.startswith(f"{old}/")]
-        if below and old not in source.spec:
-            what = f"{name} is a group of {count_text(len(below), 'column')}"
-            remedy = f"name its parts: {'+'.join(name + part for part in below)}"
-            raise InputError("COLUMN", what, where=f"column {new}", remedy=remedy)
-        spec, dtype = source.spec[old], source.spec[olds[0]].dtype
-        if len(spec.shape) > 1 or spec.dtype != dtype:
-            what = f"{name} is {spec.dtype} {spec.shape} a step: it makes no column of {dtype}"
-            remedy = "put vectors and numbers of one dtype together"
-            raise InputError("COLUMN", what, where=f"column {new}", remedy=remedy)
-        width += spec.shape[0] if spec.shape else 1
-    return ColumnSpec(name=new, dtype=dtype, shape=(width,))
+    """Return one of the columns that are put side by side as `new`, or refuse it (``COLUMN``)."""
+    old, name = olds[index], f"{new}/{index}"
+    if name not in columns:
+        below = [old + n.removeprefix(name) for n in columns if n.startswith(f"{name}/")]
+        what = f"{old} is a group of {count_text(len(below), 'column')}"
+        remedy = f"name its parts: {'+'.join(below)}"
+        raise InputError("COLUMN", what, where=f"column {new}", remedy=remedy)
+    part, dtype = columns[name], columns.get(f"{new}/0", columns[name]).dtype
+    if len(part.shape) > 1 or part.dtype != dtype:
+        what = f"{old} is {part.dtype} {part.shape} a step: it makes no column of {dtype}"
+        remedy = "put vectors and numbers of one dtype together"
+        raise InputError("COLUMN", what, where=f"column {new}", remedy=remedy)
+    return part
 
 
 def dataset_source(dataset: Dataset) -> Source:

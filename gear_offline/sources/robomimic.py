@@ -208,20 +208,22 @@ def _read(columns: Mapping[str, Hdf5Column], name: str, start: int, stop: int) -
     return rows
 
 
-def _vectors(columns: Kinds, path: Path) -> dict[str, tuple[str, ...]]:
+def _vectors(columns: Kinds, path: Path) -> dict[str, str]:
     """Return what ``observations`` and ``next_observations`` are made of."""
     if any(name.split("/")[0] == "observations" for name in columns):
         return {}
     stored = sorted(name for name in columns if name.startswith("obs/"))
     vectors = [n for n in stored if columns[n][0].kind == "f" and len(columns[n][1]) <= 1]
-    used = tuple(vectors or stored)
+    used = vectors or stored
     if not vectors and len(stored) > 1:
         what = f"observations are no vectors: {some_names(stored)}"
         remedy = f"take one: --columns observations={stored[0]},actions"
         raise InputError("COLUMN", what, where=str(path), remedy=remedy)
-    following = tuple(f"next_{name}" for name in used)
-    parts = {"observations": used}
-    return parts | ({"next_observations": following} if set(following) <= set(columns) else {})
+    following = [f"next_{name}" for name in used]
+    names = {"observations": " + ".join(used)}
+    if set(following) <= set(columns):
+        names["next_observations"] = " + ".join(following)
+    return names
 
 
 def _environment(file: Hdf5File) -> tuple[dict[str, Any], str | None, str | None]:

@@ -15,9 +15,7 @@ from gear_offline.errors import InputError, given_path
 from gear_offline.sources.base import Source, files_in
 from gear_offline.sources.combine import (
     join_sources,
-    names_in_file,
     open_shards,
-    parse_names,
     with_columns,
 )
 from gear_offline.sources.d4rl import locate
@@ -76,7 +74,10 @@ def open_source(
         source = open_source(fetch(str(uri), "dataset", "SOURCE_READ"), rule=rule, names=names)
         source.info = replace(source.info, uri=str(uri))
         return source
-    parts = parse_names(names)
+    names = names or {}
+    if not (isinstance(names, Mapping) and all(isinstance(o, str) for o in names.values())):
+        what, remedy = f"names={names!r} is not usable", 'give a mapping: {"observations": "obs"}'
+        raise InputError("COLUMN", what, remedy=remedy)
     text, path = str(uri), given_path(uri, "SOURCE_READ", where="uri")
     scheme, _, name = text.partition(":") if isinstance(uri, str) else ("", "", "")
     if scheme == "d4rl" and name:
@@ -94,23 +95,23 @@ def open_source(
         reader = _folder_reader(path)
     if reader is not None:
         _refuse_rule(rule, text)
-        return with_columns(reader(path), parts)
-    renamed, parts = names_in_file(parts)  # the reader looks for flags under their new names
+        return with_columns(reader(path), names)
+    # The readers of files look for flags under their new names.
     if scheme == "robomimic":
-        source = _open_demonstrations(name, rule, renamed)
+        source = _open_demonstrations(name, rule, names)
     elif path.is_dir():
         files, notes = _files(path.absolute())
         if not files:
             raise _unknown(f"the directory {text!r} holds neither a Minari dataset nor data files")
-        parts_of = [_open_file(file, uri=file.name, rule=rule, names=renamed) for file in files]
+        parts_of = [_open_file(file, uri=file.name, rule=rule, names=names) for file in files]
         source = join_sources(parts_of, uri=path.absolute().name)
         facts = source.info.attributes
         facts = {**facts, "warnings": [*notes, *facts.get("warnings", ())]}
         source.info = replace(source.info, attributes=facts)
     else:
         uri = text if scheme == "d4rl" else path.name
-        source = _open_file(path, uri=uri, rule=rule, names=renamed)
-    return with_columns(source, parts, renamed)
+        source = _open_file(path, uri=uri, rule=rule, names=names)
+    return with_columns(source, names, by_reader=True)
 
 
 def _folder_reader(path: Path) -> Callable[[Path], Source] | None:
