@@ -76,7 +76,7 @@ def recipe_of(path: Path, seed: int, options: argparse.Namespace) -> Recipe:
             f"optimizer.warmup_steps={max(1, steps // 10)}",
             f"train.checkpoint_every={steps}",
             "train.evaluate_every=null",
-            "train.tensorboard=false",
+            "train.trackers=[]",
             "evaluate.episodes=0",
             *options.recipe,
         ],

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from gear_offline.runs.listing import list_runs as list_runs
     from gear_offline.runs.run import Run as Run
     from gear_offline.runs.run import open_run as open_run
+    from gear_offline.runs.trackers import sync as sync
     from gear_offline.runs.train import train as train
     from gear_offline.sampling import make_sampler as make_sampler
     from gear_offline.sources import from_arrays as from_arrays
@@ -79,6 +80,7 @@ _MODULES = {
     "runs.callbacks": "Callback",
     "runs.listing": "list_runs",
     "runs.run": "Run open_run",
+    "runs.trackers": "sync",
     "runs.train": "train",
     "sampling": "make_sampler",
     "sources": "from_arrays from_episodes join_sources open_source pick_episodes",

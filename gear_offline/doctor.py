@@ -40,6 +40,8 @@ OPTIONAL_PACKAGES = {
     "mujoco": ("simulator of the locomotion tasks", "pip install 'gear-offline[mujoco]'"),
     "minari": ("Minari datasets", "pip install 'gear-offline[minari]'"),
     "pyarrow": ("parquet of one row an episode", "pip install 'gear-offline[parquet]'"),
+    "trackio": ("train.trackers=trackio", "pip install 'gear-offline[trackers]'"),
+    "wandb": ("train.trackers=wandb", "pip install 'gear-offline[trackers]'"),
     "d4rl": ("d4rl:NAME through D4RL's own package", "pip install 'gear-offline[d4rl]'"),
     "cupy": ("GPU kernels", "pip install 'gear-offline[gpu]' (CUDA 12: [gpu-cuda12])"),
     "pyverbs": ("RDMA between nodes", "apt install python3-pyverbs (Debian, Ubuntu)"),

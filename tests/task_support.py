@@ -69,7 +69,7 @@ def tasks_recipe(parts: dict[str, Dataset], *overrides: str, **of_task: Any) -> 
             *("model.hidden_size=16", "model.layers=1", "model.max_timestep=null"),
             *("optimizer.learning_rate=3e-3", "optimizer.warmup_steps=3", "train.steps=20"),
             *("train.device=cpu", "train.threads=1", "train.log_every=5"),
-            *("train.checkpoint_every=10", "train.tensorboard=false", "evaluate.episodes=0"),
+            *("train.checkpoint_every=10", "train.trackers=[]", "evaluate.episodes=0"),
             *overrides,
         ],
     ).to_dict()

@@ -41,6 +41,7 @@ SURFACE = {
     "recipes cp": "recipe target",
     "recipes validate": "recipe key=value",
     "train": "recipe key=value out resume checkpoint quiet",
+    "sync": "run tracker project",
     "export-policy": "run out task overwrite",
     "evaluate": "run targets episodes environment checkpoint seed device out video json quiet",
     "sweep": "recipe key=value seeds out parallel exact ray json quiet",

@@ -328,7 +328,7 @@ def test_pong_from_the_game_to_a_score(tmp_path: Path, monkeypatch: pytest.Monke
         {
             "data.collect.steps": 300, "loader.batch_size": 4, "loader.context_length": 3,
             "model.layers": 1, "model.hidden_size": 16, "train.steps": 3, "train.device": "cpu",
-            "train.threads": 1, "train.log_every": 1, "train.tensorboard": False,
+            "train.threads": 1, "train.log_every": 1, "train.trackers": [],
             "evaluate.episodes": 1,
         },
     )  # fmt: skip

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from gear_offline.training.metrics import (
     GrowingFile,
     Metrics,
-    check_records,
     read_records,
     truncate_records,
 )
@@ -37,8 +36,8 @@ def test_records_are_read_back(tmp_path: Path) -> None:
 
 def test_missing_is_empty(tmp_path: Path) -> None:
     assert read_records(tmp_path / "none.jsonl") == []
-    assert truncate_records(tmp_path / "none.jsonl", last_step=3) == 0
-    assert not (tmp_path / "none.jsonl").exists()
+    truncate_records(tmp_path, last_step=3)
+    assert not list(tmp_path.iterdir())
 
 
 @settings(
@@ -67,7 +66,8 @@ def test_a_kill_at_any_byte_leaves_a_file_that_goes_on(
     assert [r["step"] for r in read_records(path)] == steps[:survivors]
 
     expected = [step for step in steps[:survivors] if step <= last]
-    assert truncate_records(path, last_step=last) == len(expected)
+    truncate_records(tmp_path, last_step=last)
+    assert [r["step"] for r in read_records(path)] == expected
     lines = GrowingFile(path)
     lines.append({"step": last + 1, "loss": 0.5})
     lines.close()
@@ -96,18 +96,14 @@ def test_only_files_of_the_run_are_read_and_written(tmp_path: Path, kind: str) -
         os.mkfifo(path)
     else:
         path.mkdir()
-    for call in (
-        lambda: read_records(path),
-        lambda: Metrics(tmp_path, tensorboard=False),
-        lambda: check_records(tmp_path, step=3),
-    ):
+    for call in (lambda: read_records(path), lambda: truncate_records(tmp_path, last_step=3)):
         assert failing_code(call) == "RUN_DAMAGED"
     assert other.exists() == (kind == "link") and (kind != "link" or other.read_text() == "mine")
 
 
 def test_best_is_the_highest_return_and_the_latest_of_equals(tmp_path: Path) -> None:
     """Nothing is larger than NaN, and the best checkpoint is the one that stays."""
-    metrics = Metrics(tmp_path, tensorboard=False)
+    metrics = Metrics(tmp_path)
     assert metrics.best is None
     for step, value in ((10, math.nan), (20, 3.0), (30, 3.0), (40, math.inf), (50, 2.0)):
         metrics.evaluation(step, {"return": value})
@@ -115,43 +111,19 @@ def test_best_is_the_highest_return_and_the_latest_of_equals(tmp_path: Path) -> 
     assert metrics.best is not None and metrics.best["step"] == 30
     assert metrics.evaluated(40) and not metrics.evaluated(41)
     metrics.close()
-    again = Metrics(tmp_path, step=25, tensorboard=False)
+    truncate_records(tmp_path, last_step=25)
+    again = Metrics(tmp_path)
     assert again.best is not None
     assert (again.best["step"], [e["step"] for e in again.evaluations]) == (20, [10, 20])
     again.close()
 
 
-def test_tensorboard_shows_what_the_lines_say(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    metrics = Metrics(tmp_path)
-    metrics.log(5, {"loss": 0.5})
-    several = {"hopper": {"targets": [{"target": 9.0, "return": 3.0, "normalized_score": None}]}}
-    metrics.evaluation(5, {"normalized_score": 12.0, "targets": [], "tasks": several})
-    metrics.log(10, {"loss": 0.25})
-    target = {"target": 3600.0, "return": 7.0, "normalized_score": 1.5}
-    metrics.evaluation(10, {"return": 7.0, "targets": [target]})
-    metrics.sync()
-    metrics.close()
-    resumed = Metrics(tmp_path, step=5)
-    resumed.log(10, {"loss": 0.125})
-    resumed.close()
-    board = EventAccumulator(str(tmp_path / "tensorboard"))
-    board.Reload()
-    assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [(5, 0.5), (10, 0.125)]
-    assert [(e.step, e.value) for e in board.Scalars("evaluate/hopper/return_9")] == [(5, 3.0)]
-    assert [e.value for e in board.Scalars("evaluate/normalized_score")] == [12.0]
-    assert board.Scalars("evaluate/return_3600") == [], "the killed run's evaluation is purged"
-    assert read_records(tmp_path / "metrics.jsonl")[-1] == {"step": 10, "loss": 0.125}
-
-
-def test_lines_and_events_that_the_disk_takes_in_part_are_an_error(
+def test_lines_that_the_disk_takes_in_part_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics, write = Metrics(tmp_path), os.write
-    for cut in (b'{"step"', b"train/loss"):
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "write", lambda f, b, c=cut: write(f, b[:9] if c in b else b))
-            with pytest.raises(OSError, match="wrote 9 of"):
-                metrics.log(5, {"loss": 0.5})
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda file, content: write(file, content[:9]))
+        with pytest.raises(OSError, match="wrote 9 of"):
+            metrics.log(5, {"loss": 0.5})
     metrics.close()

@@ -36,7 +36,7 @@ model: {{hidden_size: 16, layers: 1, dropout: 0.0, action_tanh: false}}
 loader: {{batch_size: 12, context_length: 6, sharding: shard, returns_scale: 1.0}}
 optimizer: {{warmup_steps: 3}}
 train: {{steps: 30, log_every: 5, checkpoint_every: 10, device: cpu, threads: 1,
-        tensorboard: false, timeout: 90}}
+        trackers: [], timeout: 90}}
 evaluate: {{episodes: 0}}
 """
 SECONDS = 240  # for a run of some seconds, on a machine that has other things to do

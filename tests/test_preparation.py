@@ -49,7 +49,7 @@ def test_smoke_as_a_new_user_runs_it(
     # the same file as a source, and the dataset that is there already
     monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
     overrides = ["data.collect=null", "data.source=data/smoke-pendulum.hdf5", "train.steps=5"]
-    overrides += ["evaluate.episodes=0", "train.tensorboard=false"]
+    overrides += ["evaluate.episodes=0", "train.trackers=[]"]
     other = load_recipe("smoke", [*overrides, "data.path=data/other", "name=other"])
     train(other)
     assert "converting data/smoke-pendulum.hdf5 to data/other" in capfd.readouterr().err

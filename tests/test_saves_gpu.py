@@ -72,7 +72,7 @@ def recipe(data: Path, *overrides: str) -> Any:
         *("model.hidden_size=64", "model.layers=2", "loader.context_length=8", "name=bits"),
         *("loader.batch_size=16", "optimizer.warmup_steps=5", f"train.steps={STEPS}"),
         *(f"data.path={data}", "train.device=cuda", "train.log_every=7", "evaluate.episodes=0"),
-        *("train.checkpoint_every=15", "train.tensorboard=false", "model.action_tanh=false"),
+        *("train.checkpoint_every=15", "train.trackers=[]", "model.action_tanh=false"),
     ]
     return load_recipe("paper", [*settings, *overrides])
 

@@ -290,7 +290,7 @@ def test_each_shipped_recipe_takes_a_step(name: str, data: Path, tmp_path: Path)
             "train.steps": 1,
             "train.device": "cpu",
             "train.threads": 1,
-            "train.tensorboard": False,
+            "train.trackers": [],
             "evaluate.environment": None,
             "evaluate.reference": None,
             "evaluate.episodes": 0,

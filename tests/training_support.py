@@ -117,7 +117,7 @@ def tiny_recipe(data: Path, *overrides: str) -> Recipe:
             "train.log_every=3",
             "train.checkpoint_every=5",
             "train.evaluate_every=7",
-            "train.tensorboard=false",
+            "train.trackers=[]",
             "evaluate.episodes=2",
             "evaluate.environments=2",
             *overrides,

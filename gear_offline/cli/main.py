@@ -424,6 +424,19 @@ def evaluate(
     show(report.to_json(), as_json, report.print)
 
 
+@command("Train", "sync runs/a-s0 --tracker wandb", "sync runs/a-s0 --project mine --tracker wandb")
+def sync(
+    run: Path = Run(help="Run directory."),
+    tracker: str | None = Option(None, help="tensorboard, trackio or wandb; default the recipe's."),
+    project: str | None = Option(None, help="Where it is shown; default the recipe's."),
+) -> None:
+    """Send what a run has logged to a tracker, as far as it is not there yet."""
+    from gear_offline.runs.trackers import sync as send
+
+    send(run, tracker, project=project)
+    print(run)
+
+
 @command(
     "Train",
     "export-policy runs/hopper-medium-s0 hopper",

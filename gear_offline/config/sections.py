@@ -52,6 +52,13 @@ Targets = Annotated[
 ]
 
 
+Trackers = Annotated[
+    tuple[Literal["tensorboard", "trackio", "wandb"], ...],
+    Field(strict=False),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
+
+
 class Section(BaseModel):
     """Frozen, strict (no ``"3"`` for 3), no unknown keys, no NaN or infinity."""
 
@@ -318,8 +325,10 @@ class TrainSettings(Section):
     """Steps between two evaluations; null: at the end only."""
     deterministic: bool = False
     """Only kernels that give the same bits each time: resumed runs end in the same weights."""
-    tensorboard: bool = True
-    """Write TensorBoard event files as well as metrics.jsonl."""
+    trackers: Trackers = ("tensorboard",)
+    """Where metrics and evaluations are shown too: tensorboard, trackio, wandb."""
+    project: Name = "gear-offline"
+    """Project that trackio and wandb show the run in."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -19,10 +19,10 @@ __all__ = ["Callback"]
 class Callback:
     """What is called while `gear_offline.train` trains; derive from it what you need.
 
-    All methods are called in the training process between two steps, on the first rank only.  The
-    first three may return True to ask for the run's end: a checkpoint is saved, evaluations under
-    way are waited for, and the run is summed up after the step; resuming it goes on.  An exception
-    ends the run with the error ``CALLBACK``.
+    All methods are called in the training process between two steps, on the first rank only.
+    `on_log`, `on_evaluation` and `on_checkpoint` may return True to ask for the run's end: a
+    checkpoint is saved, evaluations under way are waited for, and the run is summed up after the
+    step; resuming it goes on.  An exception ends the run with the error ``CALLBACK``.
 
     Examples
     --------
@@ -37,6 +37,9 @@ class Callback:
     >>> go.train("smoke", options, out="runs/enough", callbacks=[Enough()], quiet=True).steps
     3
     """
+
+    def on_begin(self, run: Run) -> None:
+        """Called once, before the first step of this process."""
 
     def on_log(self, run: Run, step: int, values: Mapping[str, float]) -> bool | None:
         """Called every ``train.log_every`` steps with the line of ``metrics.jsonl``."""
@@ -77,6 +80,10 @@ class Callbacks(AbstractContextManager["Callbacks"]):
 
     def __init__(self, run: Run, callbacks: Sequence[Callback] = ()) -> None:
         self.run, self._callbacks, self.stop = run, callbacks, False
+
+    def begin(self) -> None:
+        """Tell of the beginning."""
+        self._tell("on_begin", lambda one: one.on_begin(self.run))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Tell of a line of metrics."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 
 from gear_offline.collect.makers import requested_mix
@@ -12,7 +14,7 @@ from gear_offline.config.sections import CollectSettings
 from gear_offline.config.tasks import task_recipe
 from gear_offline.core.environment_id import check_environment_id
 from gear_offline.dataset.scores import dataset_names, reference_scores
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.environments import unregistered
 from gear_offline.sampling import parse_options
 
@@ -22,6 +24,7 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
     for name in recipe.data.tasks or {}:
         check_recipe(task_recipe(recipe, name), where=f"{where}: task {name}" if where else name)
     check_selection(recipe, where)
+    check_trackers(recipe.train.trackers)
     if recipe.data.collect is not None:
         path = recipe.data.path
         _check_collect(recipe.data.collect, where, made=path is not None and Path(path).exists())
@@ -36,6 +39,14 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
             where=where,
             remedy=f"did you mean {guess!r}?" if guess else "e.g. hopper-medium-v2, or null",
         )
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Refuse trackers whose package is not here (``PACKAGE_MISSING``)."""
+    for name in names:
+        if find_spec(name) is None:
+            what, remedy = f"{name} is not installed", "pip install 'gear-offline[trackers]'"
+            raise UnavailableError("PACKAGE_MISSING", what, "train.trackers", remedy)
 
 
 def check_selection(recipe: Recipe, where: str) -> None:

@@ -6,7 +6,8 @@
       recipe.yaml          every option, with what was taken from the data filled in
       metrics.jsonl        one line every train.log_every steps
       evaluations.jsonl    one line an evaluation
-      tensorboard/         the same for TensorBoard
+      tensorboard/         the same for TensorBoard; wandb/ for W&B, while it is offline
+      id                   tells trackers this run from others of its name
       checkpoints/         step-00010000/ ..., and best, a link to one of them
       plots/
       summary.json         when the run is complete
@@ -36,12 +37,12 @@ from gear_offline.training.checkpoint_folder import (
     remove_checkpoint,
     remove_leftovers,
 )
-from gear_offline.training.metrics import check_records, finite
+from gear_offline.training.metrics import finite, truncate_records
 
 LOCK = ".lock"
 NEGLIGIBLE = {LOCK, ".recipe.yaml.partial"}  # a kill leaves them before the run has begun
-OWN_FILES = ("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "summary.json", "report.md")
-OWN_FOLDERS = ("tensorboard", "checkpoints", "plots")
+OWN_FILES = ("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "summary.json", "report.md", "id")
+OWN_FOLDERS = ("tensorboard", "wandb", "checkpoints", "plots")
 
 # what may differ when a run is resumed: none of it changes a step that was done
 RESUMABLE = (
@@ -62,7 +63,8 @@ RESUMABLE = (
     "train.timeout",
     "train.checkpoint_every",
     "train.keep_checkpoints",
-    "train.tensorboard",
+    "train.trackers",
+    "train.project",
     "evaluate.background",
     "evaluate.device",
     "evaluate.workers",
@@ -247,7 +249,7 @@ class RunDirectory(HeldDirectory):
         What a false start left goes, or what came after the checkpoint of `step`.
         """
         self._clear()
-        check_records(self.path, step=step)  # it may refuse the run
+        truncate_records(self.path, last_step=step)  # it may refuse the run
         write_file(self.recipe_path, recipe.to_yaml().encode())
         remove_leftovers(self.checkpoints_path)
         for done, path in list_checkpoints(self.checkpoints_path):

@@ -31,6 +31,7 @@ from gear_offline.runs.directory import RunDirectory, check_resumed, default_run
 from gear_offline.runs.evaluations import plays
 from gear_offline.runs.prepare import open_growing, prepare_dataset, resolve
 from gear_offline.runs.run import Run
+from gear_offline.runs.trackers import trackings
 from gear_offline.runs.writer import RunWriter
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
@@ -87,13 +88,14 @@ def train(
             resolved, sizes, dataset, device, world=world, tables=tables, growing=growing
         )
         stack.callback(learner.release)
-        told = stack.enter_context(Callbacks(Run(path), callbacks if world.is_first else ()))
+        told = [*trackings(resolved.train), *callbacks] if world.is_first else ()
+        listeners = stack.enter_context(Callbacks(Run(path), told))
         try:
             if start is not None:
                 world.lead(lambda: directory and directory.branch(resolved, start))
             with (
                 StopRequest() as stop,
-                LiveRun(path, directory, learner, dataset, stop, quiet, callbacks=told) as run,
+                LiveRun(path, directory, learner, dataset, stop, quiet, listeners) as run,
             ):
                 run.catch_up()  # a killed run may have left something to do
                 while not (run.is_complete or run.is_stopped):
@@ -121,6 +123,8 @@ class LiveRun(Closing):
         Of this rank.
     stop
         Says whether to save and stop.
+    callbacks
+        Are told what happens.
     concurrent_runs
         Runs that share this process.
 
@@ -140,17 +144,18 @@ class LiveRun(Closing):
         dataset: TableData,
         stop: StopRequest,
         quiet: bool,
+        callbacks: Callbacks,
         concurrent_runs: int = 1,
-        callbacks: Callbacks | None = None,
     ) -> None:
         self.path, self.learner, self.stop = path, learner, stop
         self.is_stopped = False
-        self._callbacks = callbacks or Callbacks(Run(path))
+        self._callbacks = callbacks
         self._world, self._settings = learner.world, learner.recipe.train
         folder = path / "checkpoints"
         seconds = restore(learner, folder, partial(say, quiet=quiet))
         if directory is not None:
             directory.begin(learner.recipe, step=learner.step)
+            callbacks.begin()
         self.writer: RunWriter | None = None
         self.saver = Saver(learner, folder, before=self._sync)
         if directory is not None:

@@ -65,7 +65,7 @@ class RunWriter:
         self._timed_from = self._timed_to = self._logged = time.perf_counter()
         self._stalled_before = self._stalled = 0.0
         settings = self._recipe.train
-        self.metrics = Metrics(path, step=learner.step, tensorboard=settings.tensorboard)
+        self.metrics = Metrics(path)
         self.progress = Progress(
             self._recipe.name, total=settings.steps, done=learner.step, quiet=quiet
         )

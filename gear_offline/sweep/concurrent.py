@@ -23,9 +23,12 @@ from gear_offline.core.interruption import StopRequest
 from gear_offline.distributed.world import current
 from gear_offline.errors import GearError
 from gear_offline.loaders.recipes import recipe_sampler
+from gear_offline.runs.callbacks import Callbacks
 from gear_offline.runs.directory import RunDirectory, check_resumed
 from gear_offline.runs.loop import LiveRun, TrainingInterrupted
 from gear_offline.runs.prepare import resolve
+from gear_offline.runs.run import Run
+from gear_offline.runs.trackers import trackings
 from gear_offline.runs.writer import RunWriter
 from gear_offline.sweep.job import Job, run_errors
 from gear_offline.sweep.trials import Trial
@@ -420,6 +423,7 @@ class _Scheduler:
                     dataset,
                     self.stop,
                     quiet=True,
+                    callbacks=stack.enter_context(Callbacks(Run(path), trackings(recipe.train))),
                     concurrent_runs=self._job.parallel,
                 )
                 if self._device.type == "cuda":

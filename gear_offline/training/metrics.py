@@ -1,6 +1,6 @@
-"""What a run measures: JSON lines that survive a kill, and TensorBoard beside them.
+"""What a run measures: JSON lines that survive a kill.
 
-Both are written with one system call a record, so a killed run leaves whole lines and at most one
+They are written with one system call a record, so a killed run leaves whole lines and at most one
 torn last line, which readers ignore and a resumed run removes.
 """
 
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -59,24 +57,15 @@ def _damaged(what: str, where: str, cause: str) -> InputError:
     return InputError("RUN_DAMAGED", what, where=where, remedy=f"remove {cause}")
 
 
-def _ends_up_to(path: Path, last_step: int) -> list[int]:
-    """Return where each record ends, up to the first one after `last_step`."""
-    records = takewhile(lambda entry: entry[0]["step"] <= last_step, _records(path))
-    return [end for _, end in records]
-
-
-def truncate_records(path: Path, *, last_step: int) -> int:
-    """Cut records after `last_step` and a torn last line; return how many records remain."""
-    ends = _ends_up_to(path, last_step)
-    if path.exists():
-        os.truncate(path, ends[-1] if ends else 0)
-    return len(ends)
-
-
-def check_records(folder: Path, *, step: int) -> None:
-    """Refuse what `Metrics` of a run that goes on after `step` could not take over."""
-    for name in FILES:
-        _ends_up_to(folder / name, step)
+def truncate_records(folder: Path, *, last_step: int) -> None:
+    """Cut a run's records after `last_step` and torn last lines; nothing if a file is damaged."""
+    ends = {}
+    for path in (folder / name for name in FILES):
+        known = takewhile(lambda entry: entry[0]["step"] <= last_step, _records(path))
+        ends[path] = max((end for _, end in known), default=0)
+    for path, end in ends.items():
+        if path.exists():
+            os.truncate(path, end)
 
 
 class GrowingFile(Closing):
@@ -106,38 +95,6 @@ class GrowingFile(Closing):
             self._file = -1
 
 
-class Events(Closing):
-    """Scalars for TensorBoard in a new file of `folder`; `step` is the last one that counts.
-
-    torch's SummaryWriter writes in a thread, whose errors end nothing and appear as tracebacks.
-    """
-
-    def __init__(self, folder: Path, *, step: int) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = GrowingFile(folder / name)
-        self._records = RecordWriter(self._file)
-        # The start of a session hides the events of the steps that are about to be repeated.
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._write(file_version="brain.Event:2")
-        self._write(step=step + 1, session_log=start)
-
-    def add(self, name: str, value: float, step: int) -> None:
-        """Write one number."""
-        scalar = self._summary.Value(tag=name, simple_value=value)
-        self._write(step=step, summary=self._summary(value=[scalar]))
-
-    def _write(self, **content: Any) -> None:
-        self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
-
-    def close(self) -> None:
-        self._file.close()
-
-
 def finite(value: Any) -> Any:
     """Return `value` with NaN and infinities replaced by None, for strict JSON."""
     if isinstance(value, float):
@@ -162,47 +119,22 @@ def best_evaluation(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | No
     return dict(max(ranked, key=lambda one: one[:2])[2]) if ranked else None
 
 
-class Metrics:
-    """The metrics and evaluations of a run, in files of `folder` and TensorBoard's events there.
+class Metrics(Closing):
+    """The metrics and evaluations of a run, in files of `folder` that grow."""
 
-    Records after `step`, at which the run stands, were left by a killed run and are removed.
-    """
-
-    def __init__(self, folder: Path, *, step: int = 0, tensorboard: bool = True) -> None:
-        self._paths = tuple(folder / name for name in FILES)
-        for path in self._paths:
-            truncate_records(path, last_step=step)
-        self._metrics, self._evaluations = (GrowingFile(path) for path in self._paths)
-        self.evaluations = read_records(self._paths[1])
-        self._events = Events(folder / "tensorboard", step=step) if tensorboard else None
+    def __init__(self, folder: Path) -> None:
+        self.evaluations = read_records(folder / FILES[1])
+        self._metrics, self._evaluations = (GrowingFile(folder / name) for name in FILES)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record training `values` at `step`."""
         self._metrics.append({"step": step, **values})
-        for name, value in values.items():
-            self._event(f"train/{name}", value, step)
 
     def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
         """Record an evaluation: what `EvaluationReport.to_json` gives, or one with ``error``."""
         whole: dict[str, Any] = finite({**record, "step": step})  # as it is read back
         self._evaluations.append(whole)
         self.evaluations.append(whole)
-        self._returns("evaluate", record, step)
-        for name, found in record.get("tasks", {}).items():
-            self._returns(f"evaluate/{name}", found, step)
-        if "tasks" in record and record.get("normalized_score") is not None:
-            self._event("evaluate/normalized_score", record["normalized_score"], step)
-
-    def _returns(self, prefix: str, record: Mapping[str, Any], step: int) -> None:
-        for target in record.get("targets", ()):
-            self._event(f"{prefix}/return_{target['target']:g}", target["return"], step)
-            if target.get("normalized_score") is not None:
-                name = f"{prefix}/normalized_score_{target['target']:g}"
-                self._event(name, target["normalized_score"], step)
-
-    def _event(self, name: str, value: float, step: int) -> None:
-        if self._events is not None:
-            self._events.add(name, value, step)
 
     def evaluated(self, step: int) -> bool:
         """Whether there is an evaluation of `step`."""
@@ -221,5 +153,3 @@ class Metrics:
     def close(self) -> None:
         self._metrics.close()
         self._evaluations.close()
-        if self._events is not None:
-            self._events.close()

@@ -1,0 +1,231 @@
+"""Trackers hold each line of a run once: after a kill, a resume, a failure, and sent later.
+
+What is in them is read without gear_offline: TensorBoard's own reader, trackio's SQLite file, the
+records of a ``.wandb`` file with W&B's own messages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gear_offline as go
+from gear_offline.cli.main import main
+from gear_offline.errors import GearError
+from gear_offline.training.metrics import read_records
+from tests.training_support import tiny_recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMES = ["tensorboard", "trackio", "wandb"]
+LEARNT = ("loss", "gradient_norm", "learning_rate")
+Shown = dict[str, list[tuple[int, float]]]
+
+pytestmark = pytest.mark.usefixtures("no_plots")
+each_tracker = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep trackio's database and W&B's files here, and W&B from the network."""
+    home = tmp_path / "trackio"
+    variables = {"TRACKIO_DIR": str(home), "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    for name, value in {**variables, "WANDB_ERROR_REPORTING": "false"}.items():
+        monkeypatch.setenv(name, value)
+    for module in ("trackio.utils", "trackio.sqlite_storage"):  # they read it when loaded
+        if module in sys.modules:
+            monkeypatch.setattr(f"{module}.TRACKIO_DIR", home)
+
+
+def shown_by_tensorboard(run: Path) -> Shown:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    board.Reload()
+    tags = board.Tags()["scalars"]
+    shown = {tag: [(one.step, one.value) for one in board.Scalars(tag)] for tag in tags}
+    return {tag: points for tag, points in shown.items() if points}
+
+
+def shown_by_trackio(run: Path, project: str) -> tuple[Shown, Any]:
+    (file,) = (run.parent / "trackio").glob(f"{project}.db")
+    shown: Shown = {}
+    with sqlite3.connect(file) as database:
+        rows = list(database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step"))
+        ((config,),) = database.execute("SELECT config FROM configs")
+    database.close()
+    assert {name for name, _, _ in rows} == {f"{run.name}-{(run / 'id').read_text()}"}
+    for _, step, text in rows:
+        for tag, value in json.loads(text).items():
+            shown.setdefault(tag, []).append((step, value))
+    return shown, json.loads(config)
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """Yield what W&B wrote: blocks of 32 KiB, chunks of checksum, length and kind in them."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, place, whole = file.read_bytes(), 7, b""
+    assert content.startswith(b":W&B")
+    while place + 7 <= len(content):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, place)
+        whole = whole * (kind in (3, 4)) + content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(whole)
+
+
+def shown_by_wandb(run: Path, project: str) -> tuple[Shown, Any]:
+    import wandb
+
+    wandb.teardown()  # its process writes the end of the file after `finish`
+    (file,) = (run / "wandb").glob("offline-run-*/run-*.wandb")
+    shown: Shown = {}
+    config: dict[str, Any] = {}
+    for record in wandb_records(file):
+        if record.HasField("run"):
+            assert (record.run.project, record.run.display_name) == (project, run.name)
+            assert record.run.run_id == (run / "id").read_text()
+            config |= {one.key: json.loads(one.value_json) for one in record.run.config.update}
+        if record.HasField("history"):
+            items = record.history.item
+            row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
+            (step,) = (value for key, value in row.items() if key.endswith("/step"))
+            for tag, value in row.items():
+                if not tag.startswith("_") and not tag.endswith("/step"):
+                    shown.setdefault(tag, []).append((step, value))
+    return shown, config
+
+
+def shown_by(name: str, run: Path, project: str = "gear-offline") -> Shown:
+    """Return what a tracker shows of a run, and check that its recipe went along."""
+    if name == "tensorboard":
+        return shown_by_tensorboard(run)
+    shown, config = (shown_by_trackio if name == "trackio" else shown_by_wandb)(run, project)
+    options = go.open_run(run).recipe.to_dict()
+    assert {key: config[key] for key in options} == json.loads(json.dumps(options))
+    return shown
+
+
+def expected(run: Path) -> Shown:
+    """Return what the run's files say, by the names that trackers show."""
+    numbers: Shown = {}
+    for record in read_records(run / "metrics.jsonl"):
+        for name, value in record.items():
+            if name != "step" and value is not None:
+                numbers.setdefault(f"train/{name}", []).append((record["step"], value))
+    for record in read_records(run / "evaluations.jsonl"):
+        for target in record["targets"]:
+            tag = f"evaluate/return_{target['target']:g}"
+            numbers.setdefault(tag, []).append((record["step"], target["return"]))
+    return numbers
+
+
+def check(name: str, run: Path, project: str = "gear-offline") -> None:
+    shown = {tag: sorted(points) for tag, points in shown_by(name, run, project).items()}
+    found = expected(run)
+    assert found and set(shown) == set(found)
+    for tag, points in found.items():
+        assert [step for step, _ in shown[tag]] == [step for step, _ in points], tag
+        if tag.startswith("evaluate") or tag.removeprefix("train/") in LEARNT:  # else it is a time
+            values = [value for _, value in points]
+            assert [value for _, value in shown[tag]] == pytest.approx(values, rel=1e-6), tag
+
+
+class End(go.Callback):
+    """Raises, or kills the process, at a step."""
+
+    def __init__(self, step: int, *, kill: bool = False) -> None:
+        self.step, self.kill = step, kill
+
+    def on_log(self, run: go.Run, step: int, values: Mapping[str, float]) -> None:
+        if step == self.step:
+            if self.kill:
+                os.kill(os.getpid(), 9)
+            raise OSError("the end")
+
+
+def test_a_run_that_was_killed_and_stopped_goes_on_without_a_gap_or_a_step_twice(
+    data: Path, tmp_path: Path
+) -> None:
+    """What a tracker had not written yet comes from the run's files."""
+    names, run = [name for name in NAMES if find_spec(name)], tmp_path / "run"
+    recipe = tiny_recipe(data, f"train.trackers={names}", "evaluate.background=off")
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    code = f"""
+import gear_offline as go, tests.test_trackers as this
+from tests.training_support import register_environment as register; register()
+go.train({str(tmp_path / "recipe.yaml")!r}, out={str(run)!r}, callbacks=[this.End(12, kill=True)])
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    killed = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, check=False)
+    assert killed.returncode == -9 and go.open_run(run).steps < 20
+    with pytest.raises(GearError, match="the end"):
+        go.train(recipe, out=run, resume=True, callbacks=[End(18)], quiet=True)
+    go.train(recipe, out=run, resume=True, quiet=True)
+    for name in names:
+        check(name, run)
+
+
+@each_tracker
+def test_a_run_of_before_is_sent_once(
+    name: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(name)
+    run = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
+    for _ in range(2):
+        assert main(["sync", str(run), "--tracker", name, "--project", "mine"]) == 0
+        check(name, run, "mine")
+    assert capsys.readouterr().out == f"{run}\n" * 2
+    other = go.open_run(shutil.copytree(whole, tmp_path / "other", symlinks=True))
+    go.sync(other, name, project="other")  # in the same process
+    check(name, other.path, "other")
+
+
+def test_a_tracker_that_fails_is_told_once_and_training_goes_on(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write = os.write
+
+    def full(file: int, content: bytes) -> int:
+        if b"train/loss" in content:
+            raise OSError(28, os.strerror(28))
+        return write(file, content)
+
+    run, recipe = tmp_path / "run", tiny_recipe(data, "train.trackers=tensorboard")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        assert go.train(recipe, out=run, quiet=True).steps == 20
+    assert capfd.readouterr().err == (
+        "warning: tensorboard failed and is told no more ([Errno 28] No space left on device); "
+        f"training goes on; `gear-offline sync {run} --tracker tensorboard` sends the rest\n"
+    )
+
+
+def test_what_a_tracker_needs_is_told_before_training(
+    data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gear_offline.runs.checks.find_spec", lambda name: None)
+    recipe = tiny_recipe(data, "train.trackers=[wandb]")
+    for call in (
+        lambda: go.train(recipe, out=tmp_path / "run", quiet=True),
+        lambda: go.sync(whole, "trackio"),
+    ):
+        with pytest.raises(go.UnavailableError, match=r"gear-offline\[trackers\]"):
+            call()
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(go.InputError, match="'tensorboard', 'trackio' or 'wandb'"):
+        go.sync(whole, "trackoi")
