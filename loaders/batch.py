@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gear_offline.kernels.gather import Padding, Windows
+from gear_offline.loaders.goals import GOALS
 from gear_offline.tables.fields import EXTRA
 
 OTHER_NAMES = {  # of the same things, in datasets and elsewhere
@@ -50,7 +51,7 @@ class Batch:
     padding
         Side on which the padding is.
     extras
-        Further columns, ``(B, K, *shape)`` in their source dtype.
+        Further columns, ``(B, K, *shape)`` in their source dtype; and `goals`.
     task_bounds
         ``(T - 1,)`` int64, the first episode of each task but the first, where the batch is of
         several tasks; else None.
@@ -113,6 +114,11 @@ class Batch:
     def device(self) -> torch.device:
         """Where the tensors are."""
         return self.segments.device
+
+    @property
+    def goals(self) -> Tensor | None:
+        """``(B, 1, *S)``, the state of each segment's goal, as `states`; None without goals."""
+        return self.extras.get(GOALS)
 
     @property
     def tasks(self) -> Tensor | None:

@@ -27,10 +27,12 @@ from gear_offline.errors import InputError
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.kernels.segments import Segments
 from gear_offline.loaders.batch import Batch, split_steps
+from gear_offline.loaders.goals import GOALS, GoalOptions, GoalSampler
 from gear_offline.loaders.options import (
     Mode,
     Placement,
     Sharding,
+    bad_option,
     check_keywords,
     check_options,
     choose_sampler,
@@ -86,6 +88,9 @@ class GearLoader(Closing, Iterator[Batch]):
         S, frames that make up a state, for images; the dataset holds single frames.  Stack `s` of
         step `t` is the frame of step ``t - (S - 1) + s`` of the episode, zeros before its first.
         ``states``, ``(B, K, S, *frame)``, is a view of K + S - 1 frames a segment.
+    goals
+        Give each segment a goal, ``batch.goals``: ``{"future": 0.7, "random": 0.3, "discount":
+        0.99}``, see `gear_offline.loaders.goals.GoalOptions`.  The CPU gathers then.
     engine
         For CUDA.  ``"on"``: the GPU selects and gathers.  ``"off"``: the CPU gathers into
         page-locked memory, which is copied on the current stream.  ``"auto"``: on where that is
@@ -157,6 +162,7 @@ class GearLoader(Closing, Iterator[Batch]):
         normalize_states: bool = False,
         extra_columns: Sequence[str] = (),
         frame_stack: int = 1,
+        goals: Mapping[str, Any] | GoalOptions | None = None,
         start_step: int = 0,
         engine: Mode = "auto",
         placement: Placement = "auto",
@@ -180,6 +186,7 @@ class GearLoader(Closing, Iterator[Batch]):
             normalize_states=normalize_states,
             extra_columns=extra_columns,
             frame_stack=frame_stack,
+            goals=goals,
             engine=engine,
             placement=placement,
             hbm_budget=hbm_budget,
@@ -206,8 +213,19 @@ class GearLoader(Closing, Iterator[Batch]):
             first_slot=self.world.rank * self.rank_batch,
             rank_batch=self.rank_batch,
         )
+        self._goals: GoalSampler | None = None
+        if options.goals is not None:
+            if isinstance(dataset, JointDataset) or GOALS in options.extra_columns:
+                what = "one dataset, whose extra_columns are not called goals"
+                raise bad_option("goals", goals, what)
+            self._goals = GoalSampler(options.goals, stream, self.context_length)
         self.rows: Rows = RowOpener(
-            data=dataset, stream=stream, world=self.world, device=self.device, options=options
+            data=dataset,
+            stream=stream,
+            world=self.world,
+            device=self.device,
+            options=options,
+            goals=self._goals,
         ).open(table)
         self._task_bounds = _task_bounds(dataset, self.device)
         self._ready: list[Batch] = []  # the next batches, last one first
@@ -317,6 +335,15 @@ class GearLoader(Closing, Iterator[Batch]):
         """Return the segments of any step, (B,), with the probability of each; of all ranks."""
         return self.selection.sample(self.seed, step, 1, self.batch_size)[0]
 
+    def goals_at(self, step: int) -> Segments:
+        """Return the goals of any step, (B,), of all ranks, of a loader with `goals`.
+
+        `starts` are their steps, `probability` that of each one given its segment.
+        """
+        if self._goals is None:
+            raise bad_option("goals", None, "goals={'future': 1.0} when the loader is made")
+        return self._goals.draw(step, self.segments_at(step)[None])[0]
+
     def slots_at(self, step: int) -> Int64Array:
         """Return (rank_batch,) int64: which slots of a step's global batch this rank's has."""
         return self.rows.segments.slots_at(step)
@@ -396,6 +423,7 @@ class GearLoader(Closing, Iterator[Batch]):
                 "options": plain(asdict(self.selection.options)),
             },
             **{name: getattr(self._options, name) for name in IDENTITY},
+            "goals": self._options.goals and self._options.goals.model_dump(),
             "dataset": data_digest(self.dataset),
         }
 
@@ -430,7 +458,7 @@ def _check_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> int:
             f"not a loader state of format {STATE_FORMAT}",
             remedy="pass what GearLoader.state_dict() returned",
         )
-    saved = {"frame_stack": 1, **state}  # states of 0.1 do not say it
+    saved = {"frame_stack": 1, "goals": None, **state}  # states of 0.1 do not say it
     differ = [
         f"{key} is {value!r} here and {saved.get(key)!r} in the state"
         for key, value in identity.items()

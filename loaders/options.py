@@ -13,9 +13,11 @@ from pydantic import ConfigDict, ValidationError
 from pydantic import Field as Range
 from pydantic.dataclasses import dataclass
 
+from gear_offline.config.problems import problem_text
 from gear_offline.distributed.world import World, joined_world
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.gather import Padding
+from gear_offline.loaders.goals import GoalOptions
 from gear_offline.progress import say
 from gear_offline.sampling import Sampler, make_sampler, parse_strategy
 from gear_offline.tables.joint import TableData
@@ -50,6 +52,7 @@ class LoaderOptions(TableOptions):
     host_budget: Annotated[int, Range(ge=1)] | None
     sharding: Sharding
     exchange: Mode
+    goals: GoalOptions | None
 
 
 def check_options(device: torch.device, **given: Any) -> LoaderOptions:
@@ -58,16 +61,16 @@ def check_options(device: torch.device, **given: Any) -> LoaderOptions:
     try:
         options = LoaderOptions(**plain)
     except ValidationError as error:
-        problem = error.errors()[0]
-        name = str(problem["loc"][0])
-        remedy = problem["msg"].replace("Input", name)
-        raise InputError(
-            "LOADER_OPTION", f"{name}={given[name]!r} is not usable", remedy=remedy
-        ) from error
+        what = f"not an option: {problem_text(error.errors()[0])}"
+        raise InputError("LOADER_OPTION", what) from error
     if options.engine == "on" and device.type != "cuda":
         raise no_engine(f"engine='on' needs a CUDA device, batches go to {device}")
     if options.placement == "disk" and options.engine == "on":
         raise bad_option("placement", "disk", "engine='auto' or 'off' with rows on disk")
+    cannot = {"engine": "on", "placement": "disk", "sharding": "shard"}  # the CPU reads any row
+    for name, value in cannot.items() if options.goals is not None else ():
+        if getattr(options, name) == value:
+            raise bad_option(name, value, f"{name}='auto' with goals, which the CPU gathers")
     return options
 
 

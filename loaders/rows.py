@@ -22,6 +22,7 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
 from gear_offline.kernels.draws import PriorityTree
 from gear_offline.kernels.gather import CpuGather, Windows
+from gear_offline.loaders.goals import GoalSampler, with_goals
 from gear_offline.loaders.options import LoaderOptions, Sharding
 from gear_offline.loaders.segments import OwnSegments, Ring, ShardedSegments
 from gear_offline.progress import say
@@ -52,14 +53,19 @@ class CpuRows:
     block_steps: int
     gather: CpuGather
     device: torch.device
+    goals: tuple[GoalSampler, CpuGather] | None  # and what gathers their states
 
     def windows(self, first_step: int, steps: int, *, ahead: bool) -> Windows:
         """Return the (steps, B, K, ...) windows of consecutive steps, on the loader's device.
 
         `ahead`: as many steps that follow will be asked for next.
         """
-        windows = self.gather.gather(*self.segments.take(first_step, steps))
+        segments, landing = self.segments.take(first_step, steps)
+        windows = self.gather.gather(segments, landing)
         self.segments.release()
+        if self.goals is not None:
+            sampler, states = self.goals
+            windows = with_goals(windows, states.gather(sampler.draw(first_step, segments)))
         return _moved(windows, self.device)
 
     def close(self) -> None:
@@ -128,11 +134,15 @@ class RowOpener:
     world: World
     device: torch.device
     options: LoaderOptions
+    goals: GoalSampler | None
 
     def open(self, table: Table | None = None) -> Rows:
         """Open the rows of `table`, or those that are read here."""
         options, device, ring = self.options, self.device, None
         wants_engine = device.type == "cuda" and options.engine != "off" and self.world.feeds
+        if wants_engine and self.goals is not None:
+            say("engine auto: batches are gathered by the CPU: the GPU draws no goals")
+            wants_engine = False
         if table is not None:
             self._check(table)
         elif not self.world.feeds:
@@ -162,15 +172,16 @@ class RowOpener:
             if ring is None and not engine.reads_host:
                 table = table.without_rows()  # the GPU holds them all
             return GpuRows(table, segments, steps, engine)
-        gather = CpuGather(
-            table.groups,
-            self.data.episodes.lengths,
-            table.first_rows(local),
-            context_length=options.context_length,
-            padding=options.padding,
-            pin=device.type != "cpu",
+        rows = self.data.episodes.lengths, table.first_rows(local)
+        gather = partial(CpuGather, pin=device.type != "cpu")
+        windows = gather(
+            table.groups, *rows, context_length=options.context_length, padding=options.padding
         )
-        return CpuRows(table, segments, steps, gather, device)
+        goals = None
+        if self.goals is not None:
+            own = [g for g in table.groups if any(field.name == "states" for field in g.fields)]
+            goals = self.goals, gather(own, *rows, context_length=1)
+        return CpuRows(table, segments, steps, windows, device, goals)
 
     def _check(self, table: Table) -> None:
         same = np.array_equal(table.episodes.lengths, self.data.episodes.lengths)
@@ -199,8 +210,9 @@ class RowOpener:
         if reason is None:
             return None
         unfit = sampler.loss_sampler is not None or sampler.cuts_windows
-        if unfit or (self.device.type == "cuda" and options.engine == "on"):
-            what = f"strategy {sampler.name!r}" if unfit else "engine='on'"
+        engine = self.device.type == "cuda" and options.engine == "on"
+        if unfit or engine or self.goals is not None:
+            what = f"strategy {sampler.name!r}" if unfit else "engine='on'" if engine else "goals"
             raise InputError(
                 "LOADER_OPTION",
                 f"rows that stay on disk, {reason}, do not serve {what}",
@@ -244,7 +256,11 @@ class RowOpener:
         """Return the share and landing rows of this rank; None where each node holds all rows."""
         options = self.options
         share = choose_share(
-            self.data, self.stream.selection, self.world, options, options.sharding
+            self.data,
+            self.stream.selection,
+            self.world,
+            options,
+            options.sharding if self.goals is None else "replicate",
         )
         if share is None:
             return None

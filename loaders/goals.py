@@ -1,0 +1,130 @@
+"""Goals by hindsight: for each segment the state of another step, which a policy is to reach.
+
+As OGBench's `GCDataset` does (Park et al. 2025, arXiv:2410.20092), but a pure function of (seed,
+step, slot): goals have random numbers of their own, so segments are those of a loader without.
+
+Shape legend: T steps of a block, B segments of a rank, S shape of a state, E episodes, N steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Self
+
+import numpy as np
+from pydantic import model_validator
+
+from gear_offline.config.sections import Fraction, NotNegative, Section
+from gear_offline.core.types import Float64Array, Int64Array
+from gear_offline.kernels.columns import Field
+from gear_offline.kernels.gather import Windows, real_steps
+from gear_offline.kernels.philox import bounded, draws
+from gear_offline.kernels.segments import Segments
+from gear_offline.sampling.base import StepLocator, Stream
+from gear_offline.sampling.episodes import WeightedChoice
+from gear_offline.tables.fields import EXTRA
+
+GOALS = "goals"
+GOAL_STREAM = 4  # of random numbers of one seed; those below are the samplers'
+CURRENT, FUTURE, FINAL, RANDOM = range(4)
+
+
+class GoalOptions(Section):
+    """How often a goal is which state, in proportion; seen from the last step of its window.
+
+    Attributes
+    ----------
+    current
+        That step's own state.
+    future
+        A later state of the episode, the last one where there is none.
+    final
+        The episode's last state.
+    random
+        Any state of the episodes that the selection draws from.
+    discount
+        Of `future`: ``k`` steps ahead with ``(1 - discount) * discount**(k - 1)``, the episode's
+        last state for all beyond; null: every later state alike.
+    """
+
+    current: NotNegative = 0.0
+    future: NotNegative = 0.0
+    final: NotNegative = 0.0
+    random: NotNegative = 0.0
+    discount: Fraction | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.current + self.future + self.final + self.random > 0:
+            raise ValueError("current, future, final and random must not be all 0")
+        return self
+
+
+class GoalSampler:
+    """Draws the goals of segments."""
+
+    def __init__(self, options: GoalOptions, stream: Stream, context_length: int) -> None:
+        index, o = stream.selection.index, options
+        self._stream, self._index, self._span = stream, index, context_length
+        self._locate = StepLocator(index)
+        self._kinds = WeightedChoice(np.array([o.current, o.future, o.final, o.random]))
+        self._ahead: WeightedChoice | None = None
+        if o.discount is not None:
+            weights = o.discount ** np.arange(index.lengths.max(), dtype=np.float64)
+            weights[-1] /= 1.0 - o.discount  # and all beyond
+            self._ahead = WeightedChoice(weights)
+            self._beyond = np.cumsum(self._ahead.probability[::-1])[::-1]
+
+    def draw(self, first_step: int, segments: Segments) -> Segments:
+        """Return the goals of (T, B) segments, of this rank or of all.
+
+        `starts` are the goals' steps, `probability` that of each one given its segment.
+        """
+        (steps, slots), stream = segments.shape, self._stream
+        first_slot = stream.first_slot if slots < stream.global_batch else 0
+        numbers = draws(
+            seed=stream.seed,
+            stream=GOAL_STREAM,
+            first_step=first_step,
+            steps=steps,
+            count=stream.global_batch,
+        )
+        first, second = (some[:, first_slot : first_slot + slots] for some in numbers)
+        lengths = self._index.lengths[segments.episodes]
+        real = real_steps(segments, self._index.lengths, self._span).reshape(steps, slots)
+        now, last = segments.starts + real - 1, lengths - 1
+        if self._ahead is None:
+            ahead = bounded(second, np.maximum(last - now, 1))
+        else:
+            ahead = self._ahead.search.find(second)
+        kind = self._kinds.search.find(first)
+        inside = np.choose(kind, [now, np.minimum(now + 1 + ahead, last), last, last])
+        episodes, anywhere = self._locate(bounded(second, self._index.steps))
+        is_random = kind == RANDOM
+        goals = np.where(is_random, anywhere, inside)
+        episodes = np.where(is_random, episodes, segments.episodes)
+        chance = (
+            np.where(episodes == segments.episodes, self._inside(goals, now, last), 0.0)
+            + self._kinds.probability[RANDOM] / self._index.steps
+        )
+        return Segments(episodes=episodes, starts=goals, probability=chance)
+
+    def _inside(self, goals: Int64Array, now: Int64Array, last: Int64Array) -> Float64Array:
+        """Return the probability of steps of the segment's own episode, random goals apart."""
+        shares, ahead = self._kinds.probability, np.maximum(goals - now - 1, 0)
+        if self._ahead is None:
+            future = (goals > now) / np.maximum(last - now, 1)
+        else:
+            future = np.where(goals == last, self._beyond[ahead], self._ahead.probability[ahead])
+            future = future * (goals > now)
+        future = np.where(now == last, goals == last, future)
+        chance = shares[CURRENT] * (goals == now) + shares[FINAL] * (goals == last)
+        return np.asarray(chance + shares[FUTURE] * future, np.float64)
+
+
+def with_goals(windows: Windows, goals: Windows) -> Windows:
+    """Return windows with the states of `goals`, windows of one step, as one more field."""
+    states = goals.tensors()["states"].contiguous()  # (T, B, 1, S)
+    field = Field(name=EXTRA + GOALS, dtype=states.numpy().dtype, shape=tuple(states.shape[3:]))
+    buffer = states.flatten(3) if states.dim() > 3 else states[..., None]
+    return replace(windows, buffers=(*windows.buffers, buffer), fields=(*windows.fields, (field,)))
