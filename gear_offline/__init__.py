@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from gear_offline.analysis.audit import audit as audit
+    from gear_offline.analysis.blame import blame as blame
+    from gear_offline.analysis.blame import find_spikes as find_spikes
     from gear_offline.analysis.strategies import compare_strategies as compare_strategies
     from gear_offline.collect.act import act as act
     from gear_offline.collect.collection import collect as collect
@@ -61,6 +63,7 @@ else:
 
 _MODULES = {
     "analysis.audit": "audit",
+    "analysis.blame": "blame find_spikes",
     "analysis.strategies": "compare_strategies",
     "collect.act": "act",
     "collect.collection": "collect",

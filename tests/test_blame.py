@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +14,14 @@ import pytest
 import torch
 
 import gear_offline as go
+from gear_offline.cli.main import main
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.runs.prepare import resolve
+from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.stack import check_stackable
-from tests.support import one_error
+from tests.support import hopper_columns, one_error
 from tests.test_resume import interrupted_in
 from tests.training_support import learnt, tiny_recipe
 
@@ -117,3 +121,98 @@ def test_a_captured_step_is_told_to_skip(data: Path) -> None:
 
 def open_(data: Path) -> Any:
     return open_dataset(data, verify=False)
+
+
+STEPS, RARE = 80, (45, 65)
+
+
+@pytest.fixture(scope="module")
+def spoilt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, list[int]]:
+    """A run on learnable data but for an episode, and the batches that have that."""
+    folder, lengths = tmp_path_factory.mktemp("spoilt"), [6, 4, 7, 5] * 50
+    columns = hopper_columns(sum(lengths), state_dim=4, action_dim=2)
+    columns["terminals"][np.cumsum(lengths) - 1] = True
+    columns["actions"] = np.tanh(columns["observations"][:, :2]).astype(np.float32)
+    go.convert(go.from_arrays(columns), folder / "sound", quiet=True)
+    loader = go.GearLoader(folder / "sound", 4, context_length=3, device="cpu")
+    drawn = [set(loader.segments_at(step).episodes.tolist()) for step in range(STEPS)]
+    batches = {e: [s for s in range(STEPS) if e in drawn[s]] for e in set().union(*drawn)}
+    rare = {e: b for e, b in batches.items() if RARE[0] <= b[0] and b[-1] < RARE[1]}
+    culprit = max(rare, key=lambda e: len(rare[e]))
+    begin = sum(lengths[:culprit])
+    columns["actions"][begin : begin + lengths[culprit]] = 9.0
+    go.convert(go.from_arrays(columns), folder / "data", quiet=True)
+    settings = {
+        "train.steps": STEPS,
+        "train.log_every": 2,
+        "optimizer.learning_rate": 3e-3,
+        "model.action_tanh": False,
+        "train.evaluate_every": None,
+    }
+    recipe = tiny_recipe(folder / "data", *QUIET, "train.keep_checkpoints=99").replace(settings)
+    return train(recipe, out=folder / "run", quiet=True), culprit, rare[culprit]
+
+
+def test_the_culprit_is_named_and_left_out(
+    spoilt: tuple[Path, int, list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, culprit, batches = spoilt
+    spikes = go.find_spikes(run)
+    assert {n for one in spikes for n in range(one.first, one.last + 1)} >= set(batches)
+    assert all(one.loss > 5 * one.usual for one in spikes)
+    first, last = batches[0], batches[-1]
+    page = go.blame(run, first, last, device="cpu")
+    worst = page.episodes[0]
+    assert page.verdict.startswith("Due to the data") and f"episode {culprit} alone" in page.verdict
+    assert page.checkpoint <= first < page.checkpoint + 5 and page.without == [[first, last]]
+    assert (worst.episode, worst.seen, worst.source) == (culprit, 0, f"episode {culprit} of memory")
+    assert worst.length == go.open_dataset(run.parent / "data").episodes.lengths[culprit]
+    assert sum(one.drawn for one in page.episodes) == 4 * (last + 1 - first)
+    rise = page.loss - page.ordinary_loss
+    assert sum(one.adds for one in page.episodes) == pytest.approx(rise, rel=1e-9)
+
+    assert main(["blame", str(run)]) == 0
+    assert (
+        f"gear-offline blame {run} {spikes[0].first}..{spikes[0].last}" in capsys.readouterr().out
+    )
+    words = ["blame", str(run), f"{first}..{last}", "--device", "cpu"]
+    assert main([*words, "--out", str(tmp_path / "a.png"), "-q"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24 and (tmp_path / "a.png").stat().st_size > 5000
+    assert main([*words, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["episodes"][0]["episode"] == culprit
+    assert len(document["windows"]) == 4 * (last + 1 - first)
+    assert {one["episode"] for one in document["windows"][: len(batches)]} == {culprit}
+    assert (run / "plots" / f"blame-{first}-{last}.png").is_file()
+
+    again = go.train(str(run), {"train.skip": page.without}, checkpoint=page.checkpoint, quiet=True)
+    assert go.find_spikes(again) == [] and again.steps == STEPS
+    with one_error("USAGE", f"no batches from {first} to {last}"):
+        go.blame(again, first, last)
+    assert go.blame(again, last + 1, last + 9, device="cpu").verdict.startswith("No spike")
+
+
+def test_a_spike_without_a_culprit(spoilt: tuple[Path, int, list[int]], tmp_path: Path) -> None:
+    """Of losses that rise under the weights of then only, the data are not the cause."""
+    run = tmp_path / "run"
+    shutil.copytree(spoilt[0], run)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines[15]["loss"] = 40.0  # of batches 30 and 31
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    spikes = go.find_spikes(run)
+    assert (spikes[0].first, spikes[0].last, spikes[0].loss) == (30, 31, 40.0)
+    page = go.blame(run, 30, 31, device="cpu")
+    assert page.verdict.startswith("Not the data: they explain 0%")
+    for step, path in list_checkpoints(run / "checkpoints"):
+        if step < 40:
+            shutil.rmtree(path)
+    later = go.blame(run, 30, 31, device="cpu")
+    assert later.checkpoint == 40 and later.without is None
+    recipe = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").write_text(recipe.replace("uniform_steps", "prioritized"))
+    with one_error("SELECTION", "prioritized drew depends on losses"):
+        go.blame(run, 30, 31)
+    (run / "recipe.yaml").write_text(recipe.replace("/data\n", "/sound\n"))
+    with one_error("LOADER_STATE", "dataset is"):
+        go.blame(run, 30, 31)

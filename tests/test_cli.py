@@ -45,6 +45,7 @@ SURFACE = {
     "export-policy": "run out task overwrite",
     "evaluate": "run targets episodes environment checkpoint seed device out video json quiet",
     "sweep": "recipe key=value seeds out parallel exact ray json quiet",
+    "blame": "run first..last device out json quiet",
     "strategies": "recipe key=value strategies train seeds parallel exact ray all out json quiet",
     "plan": "recipe key=value nodes gpus nic-gbps nics hardware host-memory disk-rate data columns "
     "episode-length json",

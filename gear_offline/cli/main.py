@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from gear_offline.cli.values import (
     Shares,
     Size,
     examples,
+    parse_range,
     show,
 )
 from gear_offline.errors import InputError
@@ -532,6 +534,33 @@ def runs_compare(
     if not as_json:
         comparison.print()
     show(comparison.to_json(), as_json, lambda: print(out))
+
+
+@command("Compare", "blame runs/a-s0", "blame runs/a-s0 4100..4160")
+def blame(
+    run: Path = Run(help="Run directory."),
+    batches: Any = Argument(
+        None, parser=parse_range, metavar="FIRST..LAST", help="Batches; without: find spikes."
+    ),
+    device: str = Option("auto", help="auto, cpu or cuda."),
+    out: Path | None = Option(None, help="Picture; default plots/blame-FIRST-LAST.png of the run."),
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Tell which data were in the batches of a spike of the loss; alone: where it spikes."""
+    from gear_offline.analysis.blame import blame as run_blame
+    from gear_offline.analysis.blame import find_spikes, print_spikes
+
+    if batches is None:
+        spikes = find_spikes(run)
+        show([asdict(one) for one in spikes], as_json, lambda: print_spikes(run, spikes))
+        return
+    page = run_blame(run, *batches, device=device, quiet=quiet or as_json)
+    show(page.to_json(), as_json, page.print)
+    from gear_offline.progress import say
+
+    picture = page.plot(out or run / "plots" / f"blame-{page.first}-{page.last}.png")
+    say(f"written: {picture}", quiet=quiet or as_json)
 
 
 @command(

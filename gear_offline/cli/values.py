@@ -43,6 +43,14 @@ def parse_count(text: str) -> int:
     return int(count)
 
 
+def parse_range(text: str) -> tuple[int, int]:
+    """Return the first and the last number of ``"4100..4160"``; ``"4100"`` is one."""
+    first, _, last = text.partition("..")
+    if not (first.isdecimal() and (last or first).isdecimal()):
+        raise BadParameter(f"{text[:40]!r} is not a range; write it like 4100..4160")
+    return int(first), int(last or first)
+
+
 def parse_list(text: str) -> list[str]:
     """Return the parts of a comma-separated list, at least one."""
     parts = [part.strip() for part in text.split(",") if part.strip()]

@@ -172,6 +172,7 @@ def _joint_attributes(sources: Sequence[Source], left_out: dict[str, str]) -> di
             left_out.setdefault(name, why)
     return {
         "parts": len(sources),
+        "part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]],
         "part": {str(index): text for index, text in enumerate(parts)},
         "left_out": left_out,
         "warnings": notes,

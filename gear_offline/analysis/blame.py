@@ -1,0 +1,445 @@
+"""Which data were in the batches of a spike of the loss, and whether they explain it.
+
+The batch of any step is known, so nothing is recorded while training: the losses of the batches of
+a spike, and of as many before it, are computed under a checkpoint of the run.
+
+Shape legend: n batches, B windows of a batch, w windows of all of them, E episodes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from gear_offline import plots
+from gear_offline.config.recipe import Recipe
+from gear_offline.core.text import printable
+from gear_offline.core.types import Int64Array
+from gear_offline.errors import InputError
+from gear_offline.loaders.loader import GearLoader
+from gear_offline.loaders.recipes import loader_options, recipe_sampler
+from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.models.loss import segment_losses
+from gear_offline.progress import Progress
+from gear_offline.runs.prepare import prepare_dataset
+from gear_offline.runs.run import Run, open_run
+from gear_offline.sampling import Sampler
+from gear_offline.sweep.report import print_table
+from gear_offline.tables.joint import JointDataset, TableData
+from gear_offline.training.checkpoint import read_checkpoint
+from gear_offline.training.checkpoint_folder import list_checkpoints, no_run
+from gear_offline.training.metrics import finite, read_records
+from gear_offline.training.policies import trained_model
+
+__all__ = ["Blame", "BlamedEpisode", "Spike", "blame", "find_spikes"]
+
+WINDOW, LEAST = 20, 5  # records before one that it is compared with
+MADS = 6.0  # a spike is so many median absolute deviations above the median of those ...
+FLAT = 0.01  # ... each taken for this share of the median at least
+DATA, PART = 0.5, 0.1  # shares of a rise from which on it is due to the data, or in part
+SHOWN, NAMED = 10, 3  # episodes that are printed, and that have a colour and a source
+DRAWS_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spike:
+    """Batches `first` to `last` of whole records of metrics.jsonl, and their highest `loss`.
+
+    `usual` is the median of the records before.
+    """
+
+    first: int
+    last: int
+    loss: float
+    usual: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlamedEpisode:
+    """An episode in the batches that are blamed.
+
+    Attributes
+    ----------
+    episode, source
+        Number in the run's data; the file and the number there, as far as the dataset says.
+    episode_return, length
+        Of the whole episode.
+    drawn, usual, seen
+        Windows of it in these batches, in as many on average before, and in all before.
+    loss
+        Mean over the real steps of its windows in these batches.
+    adds
+        What it adds to the mean loss of these batches, over what an ordinary window has; those of
+        all episodes sum up to the rise.
+    batch, start
+        Where its window of the largest loss is, and at which step of the episode that begins.
+    """
+
+    episode: int
+    source: str
+    episode_return: float
+    length: int
+    drawn: int
+    usual: float
+    seen: int
+    loss: float
+    adds: float
+    batch: int
+    start: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Blame:
+    """What `blame` found.
+
+    Attributes
+    ----------
+    run, first, last
+        Which batches, both included, counted from 0.
+    checkpoint
+        Step of the checkpoint under which losses were computed.
+    loss, ordinary_loss
+        Means of these batches and of as many ordinary ones, under that checkpoint.
+    spike
+        The first one that was logged for them; None without.
+    explained
+        Share of the logged rise that these batches show under the checkpoint; None without a spike.
+    verdict
+        A sentence.
+    without
+        The `train.skip` that leaves these batches out; None where the checkpoint has seen them.
+    episodes
+        By what they add, the most first.
+    windows
+        Arrays (w,) ``batch``, ``episode``, ``start`` and ``loss``, of the ordinary batches too.
+    curve
+        (batch, logged loss) of the whole run.
+    """
+
+    run: str
+    first: int
+    last: int
+    checkpoint: int
+    loss: float
+    ordinary_loss: float
+    spike: Spike | None
+    explained: float | None
+    verdict: str
+    without: list[list[int]] | None
+    episodes: tuple[BlamedEpisode, ...]
+    windows: dict[str, Any]
+    curve: tuple[tuple[int, float], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-able document; of the windows those of the batches, by their loss."""
+        names, batch = tuple(self.windows), self.windows["batch"]
+        order = np.argsort(-self.windows["loss"], kind="stable")
+        order = order[(batch[order] >= self.first) & (batch[order] <= self.last)]
+        rows = np.array([values[order] for values in self.windows.values()], object).T.tolist()
+        windows = [dict(zip(names, row, strict=True)) for row in rows]
+        document: dict[str, Any] = finite(asdict(replace(self, windows={})))
+        return document | {"windows": finite(windows)}
+
+    def print(self) -> None:
+        """Print the verdict and the episodes that add most."""
+        console = Console(highlight=False, markup=False)
+        console.print(f"{printable(self.run)}, batches {self.first:,} to {self.last:,}")
+        console.print(self.verdict, style="bold")
+        loss, ordinary = f"{self.loss:.3g}", f"{self.ordinary_loss:.3g}"
+        text = f"under checkpoint {self.checkpoint:,}: loss {loss}, of ordinary batches {ordinary}"
+        if self.spike is not None:
+            text += f"; logged: {self.spike.loss:.3g}, before {self.spike.usual:.3g}"
+        console.print(text)
+        names = ["episode", "return", "length", "drawn", "usual", "seen", "loss", "adds", "worst"]
+        rows = [
+            f"{e.episode};{plots.short(e.episode_return)};{e.length};{e.drawn};{e.usual:.1f};"
+            f"{e.seen:,};{e.loss:.3g};{e.adds:+.3g};{e.batch:,}: {e.start:,}..".split(";")
+            for e in self.episodes[:SHOWN]
+        ]
+        print_table(console, names, rows)
+        for one in self.episodes[:NAMED]:
+            console.print(f"{one.episode} is {printable(one.source)}", style="dim")
+        if self.without is not None:
+            skip = str(self.without).replace(" ", "")
+            command = f"gear-offline train {self.run} --checkpoint {self.checkpoint}"
+            console.print(f"without these batches: {command} 'train.skip={skip}'")
+
+    def plot(self, path: str | os.PathLike[str]) -> Path:
+        """Draw the logged loss around the batches, and the loss of each window; .png or .svg."""
+        figure = plots.new_figure()
+        above, below = figure.subplots(2, 1, height_ratios=(2, 3))
+        room = 10 * (self.last + 1 - self.first)
+        near = [one for one in self.curve if self.first - room <= one[0] <= self.last + room]
+        above.plot([one[0] for one in near], [one[1] for one in near], ".-", color=plots.INK)
+        plots.dress(above, y="logged loss")
+        batch, loss = self.windows["batch"], self.windows["loss"]
+        below.plot(batch, loss, ".", color=plots.GREY, markersize=3)
+        for one, colour in zip(self.episodes[:NAMED], plots.SERIES, strict=False):
+            own, label = self.windows["episode"] == one.episode, f"episode {one.episode}"
+            below.plot(batch[own], loss[own], "o", color=colour, markersize=4, label=label)
+        plots.dress(below, x="batch", y="loss of a window")
+        below.set_yscale("log" if loss.min() > 0 else "linear")
+        plots.legend(below)
+        for axes in (above, below):
+            axes.axvspan(self.first - 0.5, self.last + 0.5, color=plots.FAINT, zorder=0)
+            plots.thousands(axes.xaxis)
+        plots.titles(
+            figure, self.verdict, f"{self.run}: batches {self.first:,} to {self.last:,} are grey"
+        )
+        return plots.save_figure(figure, Path(path))
+
+
+def find_spikes(run: Run | str | os.PathLike[str]) -> list[Spike]:
+    """Return where the logged loss of a run spikes, the highest first.
+
+    A record of metrics.jsonl belongs to a spike if its loss is above ``median + 6 MAD`` of the 20
+    records before it that do not, at least 5; MAD is their median absolute deviation, or 1 % of the
+    median where that is more.  Records one after another are one spike.
+
+    Raises
+    ------
+    InputError
+        ``RUN_NOT_FOUND``, ``RUN_DAMAGED``.
+    """
+    spikes: list[Spike] = []
+    ordinary = deque[float](maxlen=WINDOW)
+    for first, last, loss in _logged(run if isinstance(run, Run) else open_run(run)):
+        usual = float(np.median(ordinary)) if len(ordinary) >= LEAST else np.inf
+        spread = float(np.median(np.abs(np.array(ordinary) - usual))) if ordinary else 0.0
+        if not loss > usual + MADS * max(spread, FLAT * abs(usual)):
+            ordinary.append(loss)
+        elif spikes and spikes[-1].last + 1 == first:
+            spikes[-1] = replace(spikes[-1], last=last, loss=max(loss, spikes[-1].loss))
+        else:
+            spikes.append(Spike(first=first, last=last, loss=loss, usual=usual))
+    return sorted(spikes, key=lambda spike: spike.usual - spike.loss)
+
+
+def print_spikes(run: str | os.PathLike[str], spikes: Sequence[Spike]) -> None:
+    """Print the highest of a run's spikes, each with the command that looks into it."""
+    if not spikes:
+        print("the logged loss has no spike")
+    for one in spikes[:SHOWN]:
+        text = f"loss {one.loss:.3g}, {one.loss / one.usual:.3g} times the usual one"
+        print(f"{text}: gear-offline blame {run} {one.first}..{one.last}")
+
+
+def _logged(run: Run) -> Iterator[tuple[int, int, float]]:
+    """Yield the first and the last batch of each record of a run's metrics, and its loss."""
+    records, batch_of = read_records(run.path / "metrics.jsonl"), run.recipe.train.batch_of
+    for before, now in pairwise([{"step": 0}, *records]):
+        if now.get("loss") is not None:
+            yield batch_of(before["step"]), batch_of(now["step"] - 1), float(now["loss"])
+
+
+def blame(
+    run: Run | str | os.PathLike[str],
+    first: int,
+    last: int,
+    *,
+    device: str = "auto",
+    quiet: bool = True,
+) -> Blame:
+    """Tell which data were in some batches of a run, and whether they explain a spike of its loss.
+
+    The losses of their windows are computed under the newest checkpoint that was saved before them
+    (else the oldest one), without dropout, and compared with those of as many batches before.
+
+    Parameters
+    ----------
+    run
+        A run directory, complete or not.
+    first, last
+        Batches, counted from 0, both included: optimiser step ``s``, counted from 0 too, takes
+        batch ``s`` unless `train.skip` leaves some out.  `find_spikes` suggests ranges.
+    device
+        ``"auto"`` (CUDA if there is one), or a torch device.
+    quiet
+        Show no progress.
+
+    Raises
+    ------
+    InputError
+        ``RUN_NOT_FOUND`` without a checkpoint; ``USAGE`` for a range without batches;
+        ``SELECTION`` for a strategy that learns from losses: what it drew is not known any more;
+        ``LOADER_STATE`` if the data are not those of the run.
+
+    Examples
+    --------
+    `runs/tiny` is what the example of `gear_offline.train` makes.
+
+    >>> import gear_offline as go
+    >>> page = go.blame("runs/tiny", 2, 3, device="cpu")
+    >>> page.checkpoint, sum(episode.drawn for episode in page.episodes)
+    (4, 32)
+    """
+    opened = run if isinstance(run, Run) else open_run(run)
+    recipe, where = opened.recipe, str(opened.path)
+    batches = _taken(recipe, first, last + 1)
+    if first < 0 or not len(batches):
+        remedy = "give the first and the last one, e.g. 4100..4160"
+        raise InputError("USAGE", f"no batches from {first} to {last}", where, remedy)
+    saved = list_checkpoints(opened.path / "checkpoints")
+    if not saved:
+        raise no_run(opened.path)
+    earlier = [one for one in saved if recipe.train.batch_of(one[0]) <= first]
+    checkpoint = read_checkpoint((earlier or saved[:1])[-1][1], training=False)
+    data = prepare_dataset(recipe, quiet=quiet)
+    options = loader_options(recipe, data) | {"engine": "auto", "placement": "auto"}
+    sampler = recipe_sampler(recipe, data)
+    if sampler.loss_sampler is not None:
+        what = f"what {sampler.name} drew depends on losses that are not kept"
+        remedy = "batches are known again of strategies that do not learn from losses"
+        raise InputError("SELECTION", what, where, remedy)
+    ordinary = _taken(recipe, max(0, first - len(batches)), first)
+    if not len(ordinary):
+        ordinary = _taken(recipe, last + 1, last + 1 + len(batches))
+    every, name = np.concatenate([ordinary, batches]).tolist(), f"blame {opened.name}"
+    with (
+        GearLoader(
+            data, **options, selection=sampler, seed=recipe.seed, device=device, world=None
+        ) as loader,
+        Progress(name, total=len(every), unit="batches", quiet=quiet) as progress,
+    ):
+        loader.load_state_dict(checkpoint.state.loader)  # refuses other data
+        model = trained_model(checkpoint).model
+        model.train(False).to(loader.device)  # type: ignore[arg-type, unused-ignore]
+        parts = [_losses(loader, model, n, progress) for n in every]
+    windows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    blamed = (windows["batch"] >= first) & (windows["batch"] <= last)
+    loss, usual = (
+        float(np.average(windows["loss"][of], weights=windows["steps"][of]))
+        for of in (blamed, ~blamed)
+    )
+    past = _taken(recipe, 0, first)
+    seen, share = _draws(sampler, recipe, past), len(batches) / max(1, len(past))
+    rows = _episodes({k: v[blamed] for k, v in windows.items()}, data, usual, seen, share)
+    spikes = [one for one in find_spikes(opened) if one.first <= last and one.last >= first]
+    spike, explained, logged = next(iter(spikes), None), None, [*_logged(opened)]
+    if spike:  # sums, for a record may have more batches than are asked for
+        near = [one for one in logged if one[0] <= last and one[1] >= first]
+        rise = sum((value - spike.usual) * (end + 1 - begin) for begin, end, value in near)
+        explained = float(np.clip((loss - usual) * len(batches) / max(rise, 1e-30), 0, 1))
+    return Blame(
+        run=where,
+        first=first,
+        last=last,
+        checkpoint=checkpoint.state.step,
+        loss=loss,
+        ordinary_loss=usual,
+        spike=spike,
+        explained=explained,
+        verdict=_verdict(explained, loss, usual, rows),
+        without=[*map(list, sorted({*recipe.train.skip, (first, last)}))] if earlier else None,
+        episodes=rows,
+        windows=windows,
+        curve=tuple(one[1:] for one in logged),
+    )
+
+
+def _taken(recipe: Recipe, first: int, end: int) -> Int64Array:
+    """Return (n,) the batches from `first` to before `end` that are not skipped."""
+    numbers = np.arange(first, end)
+    for low, high in recipe.train.skip:
+        numbers = numbers[(numbers < low) | (numbers > high)]
+    return numbers
+
+
+@torch.inference_mode()
+def _losses(
+    loader: GearLoader, model: DecisionTransformer, number: int, progress: Progress
+) -> dict[str, Any]:
+    """Return of each window of a batch, (B,), where it is, its loss and its real steps."""
+    batch = loader.batch_at(number)
+    output = model(**batch.model_inputs(), padding=batch.padding, only_actions=True)
+    mask, valid = batch.attention_mask, model.valid_actions(batch)
+    losses = segment_losses(output.action_preds, batch.actions, mask, valid_actions=valid)
+    progress.advance(1)
+    episodes, starts = batch.segments.cpu().numpy().T
+    return {
+        "batch": np.full(len(batch), number),
+        "episode": episodes,
+        "start": starts,
+        "loss": losses.double().cpu().numpy(),
+        "steps": mask.sum(1).cpu().numpy(),
+    }
+
+
+def _draws(sampler: Sampler, recipe: Recipe, batches: Int64Array) -> Int64Array:
+    """Return (E,): windows of each episode in rising `batches` (n,)."""
+    counts, size = np.zeros(sampler.index.episodes, np.int64), recipe.loader.batch_size
+    at_once = max(1, DRAWS_AT_ONCE // size)
+    for place in range(0, len(batches), at_once):
+        part = batches[place : place + at_once]
+        first, end = int(part[0]), int(part[-1]) + 1
+        drawn = sampler.sample(recipe.seed, first, end - first, size).episodes[part - first]
+        counts += np.bincount(drawn.reshape(-1), minlength=counts.size)
+    return counts
+
+
+def _episodes(
+    windows: dict[str, Any], data: TableData, usual: float, seen: Int64Array, share: float
+) -> tuple[BlamedEpisode, ...]:
+    """Return the episodes of windows, those that add most first; `share` of `seen` is usual."""
+    numbers, own = np.unique(windows["episode"], return_inverse=True)
+    steps = np.bincount(own, windows["steps"])
+    total = np.bincount(own, windows["steps"] * windows["loss"])
+    adds = (total - steps * usual) / steps.sum()
+    rows = []
+    for place in np.argsort(-adds, kind="stable").tolist():
+        episode, mine = int(numbers[place]), np.flatnonzero(own == place)
+        worst = mine[np.argmax(windows["loss"][mine])]
+        rows.append(
+            BlamedEpisode(
+                episode=episode,
+                source=_source(data, episode),
+                episode_return=float(data.returns[episode]),
+                length=int(data.episodes.lengths[episode]),
+                drawn=mine.size,
+                usual=float(seen[episode] * share),
+                seen=int(seen[episode]),
+                loss=float(total[place] / steps[place]),
+                adds=float(adds[place]),
+                batch=int(windows["batch"][worst]),
+                start=int(windows["start"][worst]),
+            )
+        )
+    return tuple(rows)
+
+
+def _source(data: TableData, episode: int) -> str:
+    """Return where an episode came from, as far as its dataset says."""
+    if isinstance(data, JointDataset):
+        task = int(np.searchsorted(data.first_episodes, episode, side="right")) - 1
+        part = data.tasks[task]
+        return f"{part.name}: {_source(part.dataset, episode - int(data.first_episodes[task]))}"
+    source = data.manifest.source
+    name, facts = source.uri, source.attributes
+    for uri, count in facts.get("part_episodes", ()):
+        if episode < count:
+            return f"episode {episode} of {uri}"
+        episode -= count
+    if len(source.files) == len(data) > 1:
+        return source.files[episode].name
+    return f"episode {episode} of {name}" + (", as picked" if "picked" in facts else "")
+
+
+def _verdict(
+    explained: float | None, loss: float, usual: float, rows: Sequence[BlamedEpisode]
+) -> str:
+    if explained is None:
+        return f"No spike was logged here; the loss is {loss / usual:.3g} times the ordinary one"
+    text = f"the data: they explain {explained:.0%} of the rise"
+    if explained < PART:
+        return f"Not {text}"
+    alone = f", episode {rows[0].episode} alone {explained * rows[0].adds / (loss - usual):.0%}"
+    return ("Due to " if explained >= DATA else "In part ") + text + alone
