@@ -26,11 +26,9 @@ from gear_offline.core.text import printable
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.loaders.recipes import loader_options, recipe_sampler
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.loss import segment_losses
 from gear_offline.progress import Progress
-from gear_offline.runs.prepare import prepare_dataset
 from gear_offline.runs.run import Run, open_run
 from gear_offline.sampling import Sampler
 from gear_offline.sweep.report import print_table
@@ -293,23 +291,19 @@ def blame(
         raise no_run(opened.path)
     earlier = [one for one in saved if recipe.train.batch_of(one[0]) <= first]
     checkpoint = read_checkpoint((earlier or saved[:1])[-1][1], training=False)
-    data = prepare_dataset(recipe, quiet=quiet)
-    options = loader_options(recipe, data) | {"engine": "auto", "placement": "auto"}
-    sampler = recipe_sampler(recipe, data)
-    if sampler.loss_sampler is not None:
-        what = f"what {sampler.name} drew depends on losses that are not kept"
-        remedy = "batches are known again of strategies that do not learn from losses"
-        raise InputError("SELECTION", what, where, remedy)
     ordinary = _taken(recipe, max(0, first - len(batches)), first)
     if not len(ordinary):
         ordinary = _taken(recipe, last + 1, last + 1 + len(batches))
     every, name = np.concatenate([ordinary, batches]).tolist(), f"blame {opened.name}"
+    here: dict[str, Any] = {"device": device, "engine": "auto", "placement": "auto", "world": None}
     with (
-        GearLoader(
-            data, **options, selection=sampler, seed=recipe.seed, device=device, world=None
-        ) as loader,
+        GearLoader.from_recipe(recipe, **here) as loader,
         Progress(name, total=len(every), unit="batches", quiet=quiet) as progress,
     ):
+        if loader.loss_sampler is not None:
+            what = f"what {loader.selection.name} drew depends on losses that are not kept"
+            remedy = "batches are known again of strategies that do not learn from losses"
+            raise InputError("SELECTION", what, where, remedy)
         loader.load_state_dict(checkpoint.state.loader)  # refuses other data
         model = trained_model(checkpoint).model
         model.train(False).to(loader.device)  # type: ignore[arg-type, unused-ignore]
@@ -321,8 +315,8 @@ def blame(
         for of in (blamed, ~blamed)
     )
     past = _taken(recipe, 0, first)
-    seen, share = _draws(sampler, recipe, past), len(batches) / max(1, len(past))
-    rows = _episodes({k: v[blamed] for k, v in windows.items()}, data, usual, seen, share)
+    seen, share = _draws(loader.selection, recipe, past), len(batches) / max(1, len(past))
+    rows = _episodes({k: v[blamed] for k, v in windows.items()}, loader.dataset, usual, seen, share)
     spikes = [one for one in find_spikes(opened) if one.first <= last and one.last >= first]
     spike, explained, logged = next(iter(spikes), None), None, [*_logged(opened)]
     if spike:  # sums, for a record may have more batches than are asked for
