@@ -31,7 +31,7 @@ from gear_offline.workers import Worker
 from tests.test_resume import interrupted_in
 from tests.training_support import (
     ENVIRONMENT,
-    FakeWorker,
+    FakePool,
     learnt,
     register_importable,
     tiny_recipe,
@@ -56,12 +56,12 @@ def in_process(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeWorker]:
-    FakeWorker.delay = FakeWorker.deadly = 0
-    FakeWorker.made = []
-    monkeypatch.setattr(background, "Worker", FakeWorker)
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakePool]:
+    FakePool.delay = FakePool.deadly = 0
+    FakePool.made = []
+    monkeypatch.setattr(background, "WorkerPool", FakePool)
     monkeypatch.setattr(background, "POLL_SECONDS", 0.0)
-    return FakeWorker
+    return FakePool
 
 
 def played(run: Path) -> list[Any]:
@@ -141,7 +141,7 @@ def child() -> None:
 
 @pytest.mark.parametrize(("delay", "workers"), [(0, 1), (3, 1), (40, 3)])
 def test_every_evaluation_is_played_and_recorded_in_order(
-    data: Path, in_process: Path, tmp_path: Path, fake: type[FakeWorker], delay: int, workers: int
+    data: Path, in_process: Path, tmp_path: Path, fake: type[FakePool], delay: int, workers: int
 ) -> None:
     fake.delay = delay
     recipe = tiny_recipe(
@@ -156,11 +156,11 @@ def test_every_evaluation_is_played_and_recorded_in_order(
     best = best_evaluation(read_records(run / "evaluations.jsonl"))
     kept = [step for step, _ in list_checkpoints(run / "checkpoints")]
     assert best is not None and kept == sorted({best["step"], 20}), "pins are lifted at last"
-    assert len(fake.made) <= workers and all(worker.closed for worker in fake.made)
+    assert fake.made[0].most <= workers and all(pool.closed for pool in fake.made)
 
 
 def test_too_many_outstanding_wait_for_room(
-    data: Path, tmp_path: Path, fake: type[FakeWorker], monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, fake: type[FakePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake.delay, most = 25, [0]
     submit = BackgroundEvaluations.submit
@@ -178,7 +178,7 @@ def test_too_many_outstanding_wait_for_room(
 
 
 def test_a_lost_worker_fails_one_evaluation_and_training_goes_on(
-    data: Path, in_process: Path, tmp_path: Path, fake: type[FakeWorker]
+    data: Path, in_process: Path, tmp_path: Path, fake: type[FakePool]
 ) -> None:
     fake.deadly = 14
     run = train(tiny_recipe(data, "evaluate.background=on"), out=tmp_path / "run", quiet=True)
@@ -187,7 +187,7 @@ def test_a_lost_worker_fails_one_evaluation_and_training_goes_on(
     assert "WORKER_LOST" in records[1]["error"] and records[1]["return"] is None
     assert [p for p in played(run) if p[0] != 14] == [p for p in played(in_process) if p[0] != 14]
     assert learnt(run)["model"] == learnt(in_process)["model"]
-    assert all(worker.closed for worker in fake.made)
+    assert all(pool.closed for pool in fake.made)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_an_evaluation_that_fails_is_recorded_and_training_goes_on(
     data: Path,
     in_process: Path,
     tmp_path: Path,
-    fake: type[FakeWorker],
+    fake: type[FakePool],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     mode: str,
@@ -233,7 +233,7 @@ def test_a_machine_without_room_for_a_process_goes_on(
 
 @pytest.mark.parametrize("stop", [8, 14, 19])
 def test_an_interrupted_run_makes_up_for_what_was_outstanding(
-    data: Path, in_process: Path, tmp_path: Path, fake: type[FakeWorker], stop: int
+    data: Path, in_process: Path, tmp_path: Path, fake: type[FakePool], stop: int
 ) -> None:
     fake.delay, run = 1000, tmp_path / "run"
     recipe = tiny_recipe(data, "evaluate.background=on", "train.keep_checkpoints=1")
@@ -247,7 +247,7 @@ def test_an_interrupted_run_makes_up_for_what_was_outstanding(
 
 
 def test_ctrl_c_at_the_end_leaves_evaluations_to_the_resumed_run(
-    data: Path, in_process: Path, tmp_path: Path, fake: type[FakeWorker]
+    data: Path, in_process: Path, tmp_path: Path, fake: type[FakePool]
 ) -> None:
     wait, run = BackgroundEvaluations.wait, tmp_path / "run"
     fake.delay = 10**9
@@ -268,7 +268,7 @@ def test_ctrl_c_at_the_end_leaves_evaluations_to_the_resumed_run(
 
 @pytest.mark.parametrize("mode", ["on", "off"])
 def test_a_damaged_checkpoint_of_an_outstanding_evaluation_is_told(
-    data: Path, tmp_path: Path, fake: type[FakeWorker], mode: str
+    data: Path, tmp_path: Path, fake: type[FakePool], mode: str
 ) -> None:
     fake.delay, run = 10**9, tmp_path / "run"
     recipe = tiny_recipe(data, "evaluate.background=on")

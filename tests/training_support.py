@@ -58,27 +58,42 @@ def register_importable() -> None:
     gymnasium.register(ENVIRONMENT, entry, max_episode_steps=STEP_LIMIT)
 
 
-class FakeWorker:
-    """Plays in this process, `delay` polls after it was asked; step `deadly` kills it."""
+class FakePool:
+    """Plays in this process, `delay` polls after it was asked; step `deadly` kills a worker."""
 
     delay, deadly = 0, 0
-    made: ClassVar[list[FakeWorker]] = []
+    made: ClassVar[list[FakePool]] = []
 
-    def __init__(self, *, threads: int) -> None:
-        self.left, self.closed, self.connection = 0, False, self
-        FakeWorker.made.append(self)
+    def __init__(self, workers: int, *, threads: int) -> None:
+        self.workers, self.most, self.closed = workers, 0, False
+        self.left: dict[int, int] = {}
+        self.requests: list[PlayRequest] = []
+        FakePool.made.append(self)
 
-    def start(self, function: str, request: PlayRequest) -> None:
-        self.left, self.request = FakeWorker.delay, request
+    @property
+    def has_room(self) -> bool:
+        return len(self.left) < self.workers
 
-    def poll(self) -> bool:
-        self.left -= 1
-        return self.left < 0
+    def submit(self, function: str, request: PlayRequest) -> int:
+        self.requests.append(request)
+        self.left[len(self.requests)] = FakePool.delay
+        self.most = max(self.most, len(self.left))
+        return len(self.requests)
 
-    def receive(self) -> dict[str, Any]:
-        if self.request.step == FakeWorker.deadly:
-            raise GearError("WORKER_LOST", "a worker process has ended (killed by SIGKILL)")
-        return play_checkpoint(self.request)
+    def wait(self, seconds: float) -> list[tuple[int, Any]]:
+        self.left = {number: left - 1 for number, left in self.left.items()}
+        ended = [number for number, left in self.left.items() if left < 0]
+        return [(number, self._value(number)) for number in ended]
+
+    def _value(self, number: int) -> Any:
+        del self.left[number]
+        request = self.requests[number - 1]
+        if request.step == FakePool.deadly:
+            return GearError("WORKER_LOST", "a worker process has ended (killed by SIGKILL)")
+        try:
+            return play_checkpoint(request)
+        except GearError as error:
+            return error
 
     def close(self) -> None:
         self.closed = True

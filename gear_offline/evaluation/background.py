@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from gear_offline.training.checkpoint import read_checkpoint
 from gear_offline.training.metrics import finite
 from gear_offline.training.policies import TrainedModel, trained_model
 from gear_offline.training.seeding import torch_threads
-from gear_offline.workers import Caller, Worker
+from gear_offline.workers import Caller, WorkerPool
 
 POLL_SECONDS = 0.05
 SPARE = 2  # evaluations that may wait while all workers play
@@ -143,7 +142,7 @@ def failure(error: Exception) -> dict[str, Any]:
 class _Outstanding:
     request: PlayRequest
     began: float
-    worker: Worker | None = None
+    job: int | None = None  # its number in the pool
     document: Mapping[str, Any] | None = None
 
 
@@ -154,8 +153,7 @@ class BackgroundEvaluations(Closing):
     """
 
     def __init__(self, *, workers: int, threads: int) -> None:
-        self._most, self._start = workers, partial(Worker, threads=threads)
-        self._idle: list[Worker] = []
+        self._pool = WorkerPool(workers, threads=threads)
         self._outstanding: dict[int, _Outstanding] = {}
         self._polled = 0.0
 
@@ -167,7 +165,7 @@ class BackgroundEvaluations(Closing):
     @property
     def is_full(self) -> bool:
         """Whether one more would have to wait."""
-        return len(self._outstanding) >= self._most + SPARE
+        return len(self._outstanding) >= self._pool.workers + SPARE
 
     def submit(self, request: PlayRequest) -> None:
         """Have a checkpoint played as soon as it is on the disk and a worker is free."""
@@ -182,49 +180,28 @@ class BackgroundEvaluations(Closing):
         if not self._outstanding or now - self._polled < POLL_SECONDS:
             return []
         self._polled = now
-        for job in self._outstanding.values():
-            if job.worker is not None and job.worker.connection.poll():
-                self._receive(job, job.worker)
-        playing = sum(job.worker is not None for job in self._outstanding.values())
-        for job in self._outstanding.values():
-            if playing == self._most:
-                break
-            if job.worker is None and job.document is None and self._begin(job):
-                playing += 1
+        ended = dict(self._pool.wait(0))
+        for one in self._outstanding.values():
+            if one.job in ended:
+                value = ended[one.job]
+                one.document = failure(value) if isinstance(value, GearError) else value
+            elif one.job is None and one.document is None and self._pool.has_room:
+                self._begin(one)
         done = []
         for step in sorted(self._outstanding):
-            job = self._outstanding[step]
-            if job.document is None:
+            one = self._outstanding[step]
+            if one.document is None:
                 break
             del self._outstanding[step]
-            done.append((step, job.document, now - job.began))
+            done.append((step, one.document, now - one.began))
         return done
 
-    def _begin(self, job: _Outstanding) -> bool:
-        if not Path(job.request.checkpoint).is_dir():  # it is still being written
-            return False
-        try:
-            job.worker = self._idle.pop() if self._idle else self._start()
-            job.worker.start(f"{__name__}:play_in_worker", job.request)
-        except GearError as error:
-            self._fail(job, error)
-        return job.worker is not None
-
-    def _receive(self, job: _Outstanding, worker: Worker) -> None:
-        try:
-            job.document = worker.receive()
-        except GearError as error:
-            self._fail(job, error)
-        else:
-            self._idle.append(worker)
-            job.worker = None
-
-    def _fail(self, job: _Outstanding, error: GearError) -> None:
-        """Record the error; the next evaluation gets a fresh worker."""
-        job.document = failure(error)
-        if job.worker is not None:
-            job.worker.close()
-            job.worker = None
+    def _begin(self, one: _Outstanding) -> None:
+        if Path(one.request.checkpoint).is_dir():  # else it is still being written
+            try:
+                one.job = self._pool.submit(f"{__name__}:play_in_worker", one.request)
+            except GearError as error:
+                one.document = failure(error)
 
     def wait(self) -> None:
         """Sleep a moment."""
@@ -232,7 +209,4 @@ class BackgroundEvaluations(Closing):
 
     def close(self) -> None:
         """End the processes; what is outstanding is left to a resumed run."""
-        for worker in (*self._idle, *(job.worker for job in self._outstanding.values())):
-            if worker is not None:
-                worker.close()
-        self._idle.clear()
+        self._pool.close()

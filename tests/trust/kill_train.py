@@ -24,7 +24,7 @@ import gear_offline.evaluation.background
 import gear_offline.runs.report
 from gear_offline.runs.loop import train
 from tests.training_support import (
-    FakeWorker,
+    FakePool,
     learnt,
     register_environment,
     register_importable,
@@ -90,9 +90,9 @@ def main() -> int:
         if arguments.background:  # results come some steps after their evaluation began
             register_importable()
             overrides = ("evaluate.background=on", "train.keep_checkpoints=1")
-            FakeWorker.delay = 4
+            FakePool.delay = 4
             gear_offline.evaluation.background.POLL_SECONDS = 0.0
-            vars(gear_offline.evaluation.background)["Worker"] = FakeWorker
+            vars(gear_offline.evaluation.background)["WorkerPool"] = FakePool
         runs = kill_many(
             data, folder / "killed", *overrides, kills=arguments.kills, seed=arguments.seed
         )
