@@ -290,6 +290,8 @@ class RayPool(Pool):
     ----------
     address
         Of the cluster: ``"auto"`` or ``"HOST:PORT"``; this machine is one of its nodes.
+    workers
+        Tasks at a time; 1: as many as there are CPUs.
 
     Attributes
     ----------
@@ -304,14 +306,14 @@ class RayPool(Pool):
         ``PACKAGE_MISSING``; ``UNAVAILABLE`` where there is no such cluster.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, workers: int = 1) -> None:
         try:
             import ray
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
         except ImportError as error:
             remedy = "pip install 'gear-offline[ray]'"
             raise UnavailableError("PACKAGE_MISSING", "Ray is not installed", "", remedy) from error
-        super().__init__(1)
+        super().__init__(workers)
         self._ray: Any = ray
         self._on_node = NodeAffinitySchedulingStrategy
         self._is_ours = not ray.is_initialized()
@@ -330,7 +332,7 @@ class RayPool(Pool):
         cpus = [int(node["Resources"].get("CPU", 0)) for node in self._nodes]
         self.cpus, self.node_cpus = sum(cpus), min(filter(None, cpus), default=1)
         self.gpus = int(sum(node["Resources"].get("GPU", 0) for node in self._nodes))
-        self.share(max(1, self.cpus))
+        self.share(workers if workers > 1 else max(1, self.cpus))
 
     def device(self, asked: str) -> str:
         """Return ``"cuda"`` or ``"cpu"``: what ``"auto"`` or another device is on these nodes."""

@@ -28,7 +28,7 @@ from tests.hdf5_files import write
 ROOT = Path(__file__).parents[1]
 # New knobs go into recipes; a change of this list is a change of the product's surface.
 SURFACE = {
-    "convert": "source out shard-size workers columns discrete rename map where rule "
+    "convert": "source out shard-size workers ray columns discrete rename map where rule "
     "environment reference allow-nonfinite overwrite quiet",
     "export": "dataset out columns overwrite quiet",
     "push": "what name task private",
@@ -43,7 +43,7 @@ SURFACE = {
     "train": "recipe key=value out resume checkpoint quiet",
     "sync": "run tracker project",
     "export-policy": "run out task overwrite",
-    "evaluate": "run targets episodes environment checkpoint seed device out video json quiet",
+    "evaluate": "run targets episodes environment checkpoint seed device out video ray json quiet",
     "sweep": "recipe key=value seeds out parallel exact ray json quiet",
     "blame": "run first..last device out json quiet",
     "strategies": "recipe key=value strategies train seeds parallel exact ray all out json quiet",

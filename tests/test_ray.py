@@ -8,13 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from gear_offline.convert.conversion import convert
+from gear_offline.errors import GearError
+from gear_offline.runs.evaluate import evaluate
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.run import sweep
-from gear_offline.sweep.trials import make_trials
+from gear_offline.workers import RayPool
+from tests.support import contents, one_error, write_hdf5
 from tests.test_sweep import table_of, wait_for
-from tests.training_support import learnt, tiny_recipe
+from tests.training_support import learnt, register_importable, tiny_recipe
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'gear-offline[ray]'")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning")
@@ -35,25 +40,89 @@ def cluster() -> Iterator[Any]:
         cluster.shutdown()
 
 
-def test_a_sweep_ends_complete_though_a_node_dies(
-    cluster: Any, data: Path, tmp_path: Path, no_reports: None
+@pytest.fixture(scope="module")
+def connected(cluster: Any) -> Iterator[str]:
+    """Its address; jobs of one connection share their processes, which saves importing torch."""
+    import ray
+
+    ray.init(cluster.address, log_to_driver=False)
+    yield cluster.address
+    ray.shutdown()
+
+
+def test_jobs_messages_and_errors(connected: str) -> None:
+    told: list[int] = []
+    jobs = "tests.worker_jobs"
+    with RayPool(connected) as pool:
+        assert (pool.cpus, pool.node_cpus, pool.gpus, pool.workers) == (2, 1, 0, 2)
+        assert pool.device("auto") == "cpu"
+        with one_error("DEVICE"):
+            pool.device("cuda:1")
+        counted = pool.run(f"{jobs}:count_down", [(n,) for n in range(3)], on_message=told.append)
+        assert list(counted) == ["lift-off"] * 3 and sorted(told) == [1, 1, 2]
+        for how, code in (("input", "COLUMN"), ("other", "INTERNAL")):
+            with one_error(code):
+                list(pool.run(f"{jobs}:fail", [(how,)]))
+        number = pool.submit(f"{jobs}:wait", "600", 1)
+        pool.interrupt()
+        ((ended, value),) = pool.wait()
+        assert ended == number and isinstance(value, GearError) and value.code == "WORKER_LOST"
+
+
+def test_every_node_has_to_see_the_folder(
+    connected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, options = tmp_path / "sweep", {"optimizer.learning_rate": [1e-2, 1e-3]}
+    with RayPool(connected) as pool:
+        pool.check(tmp_path)
+        monkeypatch.setattr("gear_offline.workers.look_at", lambda *_: ("0.0.1", 1))
+        with one_error("SYSTEM", "does not see"):
+            pool.check(tmp_path)
+
+
+def test_there_is_no_such_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    with one_error("UNAVAILABLE", "ray start --head"):
+        RayPool("nonsense")
+
+
+def test_shards_are_those_of_one_machine(connected: str, tmp_path: Path) -> None:
+    source = write_hdf5(tmp_path / "source.hdf5")
+    convert(source, tmp_path / "here", shard_bytes=9_000, quiet=True)
+    convert(source, tmp_path / "there", shard_bytes=9_000, ray=connected, quiet=True)
+    assert contents(tmp_path / "there") == contents(tmp_path / "here")
+    assert len(list((tmp_path / "there").glob("*.safetensors"))) > 2
+
+
+def test_episodes_are_those_of_one_machine(connected: str, whole: Path) -> None:
+    register_importable()
+
+    def returns(episodes: int, ray: str | None) -> list[Any]:
+        out = whole / f"{episodes}-{ray is None}.json"
+        report = evaluate(whole, targets=[3, 1], episodes=episodes, ray=ray, out=out, quiet=True)
+        return [target.returns for task in report.tasks for target in task.targets]
+
+    np.testing.assert_array_equal(returns(2, connected), returns(2, None))
+    np.testing.assert_allclose(returns(5, connected), returns(5, None), rtol=1e-5)
+
+
+def test_a_sweep_ends_complete_though_a_node_dies(
+    cluster: Any, connected: str, data: Path, tmp_path: Path, no_reports: None
+) -> None:
+    out = tmp_path / "sweep"
     recipe = tiny_recipe(
-        data, "evaluate.episodes=0", "train.steps=300", "train.checkpoint_every=20"
+        data, "evaluate.episodes=0", "train.steps=100", "train.checkpoint_every=10"
     )
-    names = [trial.name for trial in make_trials(recipe, options, [0, 1])]
 
     def kill_a_node() -> None:
-        wait_for(lambda: all(steps_done(out / "runs" / name) > 40 for name in names[:2]))
+        wait_for(lambda: all(steps_done(out / "runs" / name) > 20 for name in ("s0", "s1")))
         cluster.remove_node(*cluster.worker_nodes, allow_graceful=False)
 
     thread = threading.Thread(target=kill_a_node)
     thread.start()
-    result = sweep(recipe, options, seeds=2, out=out, ray=cluster.address, quiet=True)
+    result = sweep(recipe, seeds=3, out=out, ray=connected, quiet=True)
     thread.join()
     assert result.is_complete and not (out / "failures.jsonl").exists()
-    whole = sweep(recipe, options, seeds=2, out=tmp_path / "whole", parallel=1, quiet=True)
+    whole = sweep(recipe, seeds=3, out=tmp_path / "whole", parallel=1, quiet=True)
     assert table_of(result) == table_of(whole)
     for one, other in zip(result.trials, whole.trials, strict=True):
         assert learnt(one.path) == learnt(other.path)

@@ -103,6 +103,7 @@ def convert(
     out: Path = Argument(help="Directory of GEAR shards to make."),
     shard_size: int = Size("256MiB", help="Target bytes of a shard."),
     workers: int = Option(1, min=1, help="Processes that write shards."),
+    ray: Ray = None,
     columns: Any = Names(None, help="Columns to keep, NEW=OLD renames; default all."),
     discrete: Any = Names(None, help="Float columns to store as integers, e.g. actions."),
     rename: Any = Pairs(None, help="New names of columns; all others stay."),
@@ -130,6 +131,7 @@ def convert(
         rule=rule,
         shard_bytes=shard_size,
         workers=workers,
+        ray=ray,
         columns=columns,
         discrete=discrete or (),
         rename=rename,
@@ -405,6 +407,7 @@ def evaluate(
     device: str = Option("auto", help="auto, cpu or cuda."),
     out: Path | None = Option(None, help="File for the result; default evaluation.json there."),
     video: Path | None = Option(None, help="Also show first episodes: a new .gif or .mp4 file."),
+    ray: Ray = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -421,6 +424,7 @@ def evaluate(
         device=device,
         out=out,
         video=video,
+        ray=ray,
         quiet=quiet,
     )
     show(report.to_json(), as_json, report.print)

@@ -71,6 +71,7 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     block_bytes: int = BLOCK_BYTES,
     workers: int = 1,
+    ray: str | None = None,
     columns: Sequence[str] | None = None,
     discrete: Sequence[str] = (),
     rename: Mapping[str, str] | None = None,
@@ -100,6 +101,10 @@ def convert(
         Bytes per digest.
     workers
         Processes that write different shards; more than 1 needs `source` as a path or name.
+    ray
+        Address of a Ray cluster, such as ``"auto"``: shards are written by tasks there, as many at
+        a time as there are CPUs, or `workers` of more than 1.  All nodes see this directory, the
+        source and `out`.
     columns
         Columns to keep, default all; `rewards` is always kept.  ``NEW=OLD`` takes a column, or a
         dataset or group of an HDF5 file, under another name; ``NEW=OLD+OLD`` puts several side by
@@ -162,7 +167,8 @@ def convert(
         check_environment_id(environment, where="environment")
     given = None if isinstance(source, Source) else source
     local = given is None or not isinstance(map, str | None)
-    _check_options(shard_bytes, block_bytes, workers, local=local)
+    several = workers > 1 or ray is not None
+    _check_options(shard_bytes, block_bytes, workers, local=local and several)
     columns, names = _split_names(columns, rename or {})
     given_scores = None if reference is None else known_scores(reference)
     with ExitStack() as stack:
@@ -197,7 +203,7 @@ def convert(
                 raise KeyboardInterrupt
             progress.advance(done)
 
-        if given is not None and workers > 1 and len(jobs) > 1:
+        if given is not None and several and len(jobs) > 1:
             opening = Opening(
                 uri=given,
                 rule=rule,
@@ -205,7 +211,7 @@ def convert(
                 map=str(map) if map else None,
                 kept=kept,
             )
-            written = write_in_processes(opening, jobs, settings, folder, workers, advance)
+            written = write_in_processes(opening, jobs, settings, folder, workers, ray, advance)
         else:
             written = write_shards(source, jobs, settings, folder, advance)
         names_of_scores = (info.reference_name, environment, info.environment_id)
@@ -252,9 +258,9 @@ def _check_options(shard_bytes: int, block_bytes: int, workers: int, *, local: b
     elif not fits:
         what = f"block_bytes is {block_bytes}"
         remedy = f"give a multiple of {MIN_BLOCK_BYTES} up to {MAX_BLOCK_BYTES}"
-    elif workers < 1 or (workers > 1 and local):
-        what = f"workers are {workers}"
-        remedy = "give at least 1; several need the source as a path or name, and map as text"
+    elif workers < 1 or local:
+        what = f"workers={workers} cannot be used with this source"
+        remedy = "give at least 1; more, and Ray, need it as a path or name, and map as text"
     else:
         return
     raise InputError("USAGE", what, remedy=remedy)

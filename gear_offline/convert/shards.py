@@ -37,7 +37,7 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source, changed_error
 from gear_offline.sources.edit import edit_source, find_function
-from gear_offline.workers import Caller, WorkerPool
+from gear_offline.workers import Caller, RayPool, WorkerPool
 
 PIECE_BYTES = 4 << 20  # a piece has about this many bytes, or one storage chunk if that is more
 REWARDS, ACTIONS = "rewards", "actions"
@@ -130,7 +130,7 @@ class ShardWriter(Closing):
         self._digests = {t.name: BlockDigests(settings.block_bytes) for t in tensors}
         self.statistics = ShardStatistics(source, job, settings)
         self._name = shard_name(job.index)
-        self._file = open(folder / self._name, "xb", buffering=0)  # noqa: SIM115 - closed by `close`
+        self._file = open(folder / self._name, "wb", buffering=0)  # noqa: SIM115 - closed by `close`
 
     def _write(self, data: memoryview, place: int) -> None:
         while len(data):
@@ -290,11 +290,14 @@ def write_in_processes(
     settings: Settings,
     folder: Path,
     workers: int,
+    ray: str | None,
     advance: Advance,
 ) -> list[Written]:
     """Write several shards at once, each in a process that opens the source itself."""
     arguments = [(opening, job, settings, folder) for job in jobs]
-    with WorkerPool(workers) as pool:
+    with WorkerPool(workers) if ray is None else RayPool(ray, workers) as pool:
+        if isinstance(pool, RayPool):
+            pool.check(folder)
         return list(pool.run(f"{__name__}:write_shard", arguments, on_message=advance))
 
 

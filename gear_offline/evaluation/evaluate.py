@@ -7,7 +7,7 @@ target, so that a difference between two targets is not a difference of start st
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -124,14 +124,7 @@ def evaluate_tasks(
     With `keep_actions` results hold those of each target's first episode.
     """
     for task in tasks:
-        for name, least in (("episodes", 1), ("environments", 1), ("seed", 0)):
-            if not least <= getattr(task, name) < 1 << 63:
-                raise InputError(
-                    "USAGE",
-                    f"{name} is {getattr(task, name)}",
-                    where=f"evaluate.{name}",
-                    remedy=f"give a whole number from {least} on, below 2^63",
-                )
+        _check(task)
     scores = [resolve_reference(task.environment, task.reference) for task in tasks]
     started = time.perf_counter()
     results = []
@@ -156,6 +149,25 @@ def evaluate_tasks(
         )
     seconds = time.perf_counter() - started
     return EvaluationReport(tasks=tuple(results), seconds=seconds, versions=_versions())
+
+
+def sets_of(task: EvaluationTask) -> Iterator[EvaluationTask]:
+    """Yield the episodes of a task in sets that its environments play at once."""
+    _check(task)
+    for first in range(0, task.episodes, task.environments):
+        count = min(task.environments, task.episodes - first)
+        yield replace(task, seed=task.seed + first, episodes=count)
+
+
+def _check(task: EvaluationTask) -> None:
+    for name, least in (("episodes", 1), ("environments", 1), ("seed", 0)):
+        if not least <= getattr(task, name) < 1 << 63:
+            raise InputError(
+                "USAGE",
+                f"{name} is {getattr(task, name)}",
+                where=f"evaluate.{name}",
+                remedy=f"give a whole number from {least} on, below 2^63",
+            )
 
 
 def _play(

@@ -12,9 +12,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +208,25 @@ class EvaluationReport:
         with console.capture() as text:
             self.print(console=console)
         return text.get().rstrip()
+
+
+def joined(reports: Sequence[EvaluationReport], *, seconds: float) -> EvaluationReport:
+    """Return one report of sets of episodes; those of a task lie side by side."""
+    groups = itertools.groupby((report.tasks[0] for report in reports), key=lambda task: task.name)
+    tasks = []
+    for _, group in groups:
+        sets = list(group)
+        targets = tuple(
+            replace(
+                parts[0],
+                returns=np.concatenate([part.returns for part in parts]),
+                lengths=np.concatenate([part.lengths for part in parts]),
+                terminated=np.concatenate([part.terminated for part in parts]),
+            )
+            for parts in zip(*(one.targets for one in sets), strict=True)
+        )
+        tasks.append(replace(sets[0], targets=targets))
+    return replace(reports[0], tasks=tuple(tasks), seconds=seconds)
 
 
 def score_text(score: float | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,23 +14,31 @@ from rich.console import Console
 from gear_offline.core.device import resolve_device
 from gear_offline.core.files import check_new_file, write_error
 from gear_offline.errors import GearError, InputError, given_path
-from gear_offline.evaluation.environments import import_module_of, probe, say_version
+from gear_offline.evaluation.environments import (
+    Known,
+    import_module_of,
+    known_of,
+    probe,
+    say_version,
+)
 from gear_offline.evaluation.evaluate import (
     EvaluationTask,
     asked_returns,
     check_sizes,
     evaluate_tasks,
+    sets_of,
     tasks_of,
 )
-from gear_offline.evaluation.results import EvaluationReport, keep_earlier
+from gear_offline.evaluation.results import EvaluationReport, joined, keep_earlier
 from gear_offline.evaluation.video import check_video, write_videos
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.models.policy import Policy
-from gear_offline.progress import say
+from gear_offline.progress import Progress, say
 from gear_offline.runs.report import write_report
 from gear_offline.training.model import sizes_of
 from gear_offline.training.policies import TrainedModel, find_trained
 from gear_offline.training.seeding import torch_threads
+from gear_offline.workers import Caller, RayPool
 
 EPISODES = 10  # where the recipe has 0, which means none while training
 
@@ -45,6 +54,7 @@ def evaluate(
     device: str = "auto",
     out: str | Path | None = None,
     video: str | Path | None = None,
+    ray: str | None = None,
     quiet: bool = False,
 ) -> EvaluationReport:
     """Evaluate a run; write ``evaluation.json``, the report and its plots into the run directory.
@@ -73,6 +83,10 @@ def evaluate(
         Also write the first episode of each asked return, one after the other, to this new
         ``.gif`` or ``.mp4`` file; of several tasks one file each, ``NAME-TASK.gif``.  Takes
         ``pip install 'gear-offline[video]'``.
+    ray
+        Address of a Ray cluster, such as ``"auto"``: sets of ``evaluate.environments`` episodes are
+        played there at once.  All nodes see this directory and `run`.  Of several sets the last
+        bits may differ from those of one machine, where others act together.
     quiet
         No progress, no messages.
 
@@ -86,7 +100,7 @@ def evaluate(
     if out is not None:
         check_new_file(Path(out))
     trained = find_trained(run, checkpoint, partial(say, quiet=quiet))
-    where, home = resolve_device(device), trained.run
+    home = trained.run
     if environment is not None:
         import_module_of(environment)
     tasks = [
@@ -98,20 +112,16 @@ def evaluate(
         for task in _chosen_tasks(trained, environment, targets)
     ]
 
-    def policy_of(task: EvaluationTask) -> Policy:
-        policy = trained.policy(task.name or None, where)
-        check_sizes(probe(task.environment), sizes_of(policy.model), whose="the model")
-        return policy
-
     for task in tasks:
         say_version(task.environment, quiet=quiet)
     if video is not None:
         video = given_path(video, "OUTPUT_WRITE", where="video")
         check_video(video, tasks)
-    with torch_threads(trained.recipe.train.threads):
-        report = evaluate_tasks(policy_of, tasks, keep_actions=video is not None, quiet=quiet)
-    facts = trained.facts
-    report = replace(report, run=facts.name, step=facts.step, device=str(where))
+    if ray is None:
+        report = _play(trained, tasks, str(resolve_device(device)), video is not None, quiet=quiet)
+    else:
+        with RayPool(ray) as pool:
+            report = _play_sets(pool, run, trained, tasks, device, video is not None, quiet)
     try:
         if video is not None:
             videos = write_videos(video, report, quiet=quiet)
@@ -126,6 +136,69 @@ def evaluate(
         elif home is not None:
             _keep(report, home, run if (run / "checkpoints").is_dir() else home, quiet)
     return report
+
+
+def _play(
+    trained: TrainedModel,
+    tasks: Sequence[EvaluationTask],
+    device: str,
+    keep_actions: bool,
+    *,
+    processes: int | None = None,
+    quiet: bool = True,
+) -> EvaluationReport:
+    def policy_of(task: EvaluationTask) -> Policy:
+        policy = trained.policy(task.name or None, device)
+        check_sizes(probe(task.environment), sizes_of(policy.model), whose="the model")
+        return policy
+
+    with torch_threads(trained.recipe.train.threads):
+        report = evaluate_tasks(
+            policy_of, tasks, processes=processes, keep_actions=keep_actions, quiet=quiet
+        )
+    return replace(report, run=trained.facts.name, step=trained.facts.step, device=device)
+
+
+def _play_sets(
+    pool: RayPool,
+    run: Path,
+    trained: TrainedModel,
+    tasks: Sequence[EvaluationTask],
+    device: str,
+    keep_actions: bool,
+    quiet: bool,
+) -> EvaluationReport:
+    """Play sets of episodes as jobs of a pool, and put them together."""
+    began, device = time.perf_counter(), pool.device(device)
+    pool.share(max(1, pool.gpus if device == "cuda" else pool.cpus), device=device)
+    pool.check(run)
+    step = (
+        trained.facts.step if (run / "checkpoints").is_dir() else None
+    )  # there may be a newer one
+    parts = [part for task in tasks for part in sets_of(task)]
+    known = [known_of(part.environment) or Known() for part in parts]
+    jobs = [(run, step, *one, device, keep_actions) for one in zip(parts, known, strict=True)]
+    total = sum(part.episodes * len(part.targets) for part in parts)
+    reports: list[EvaluationReport] = []
+    with Progress("evaluate", total=total, unit="episodes", quiet=quiet) as progress:
+        for report in pool.run(f"{__name__}:play_set", jobs):
+            reports.append(report)
+            progress.advance(parts[len(reports) - 1].episodes * len(report.tasks[0].targets))
+    return joined(reports, seconds=time.perf_counter() - began)
+
+
+def play_set(
+    caller: Caller,
+    run: Path,
+    checkpoint: int | None,
+    task: EvaluationTask,
+    known: Known,
+    device: str,
+    keep_actions: bool,
+) -> EvaluationReport:
+    """Play some episodes of a task in a worker."""
+    known.learn()
+    return _play(find_trained(run, checkpoint), [task], device, keep_actions, processes=1)
 
 
 def _write(report: EvaluationReport, out: Path) -> None:
