@@ -103,8 +103,17 @@ class Policy:
         self._targets: npt.NDArray[np.float64] = np.zeros(0)
         self._steps: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._waiting: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
-        self._windows: tuple[Tensor, Tensor, Tensor, Tensor] = self._empty(0)
-        self._frames = self._empty_frames(0)  # (E, stack, *frame) uint8, the newest one last
+        # (E, K, ...) states, actions, returns-to-go and timesteps, and of frames the newest ones
+        window, device = (0, context_length), self.device
+        actions = torch.zeros((*window, self.action_dim), device=device)
+        self._windows = (
+            torch.zeros((*window, int(model.config.state_dim)), device=device),
+            torch.zeros(window, dtype=torch.int64, device=device) if self.discrete else actions,
+            torch.zeros((*window, 1), device=device),
+            torch.zeros(window, dtype=torch.int64, device=device),
+        )
+        stack = (0, self.frame_stack, *self.frame_shape)  # the newest one last
+        self._frames = torch.zeros(stack, dtype=torch.uint8, device=device)
 
     def __repr__(self) -> str:
         config = self.model.config
@@ -113,12 +122,9 @@ class Policy:
             shape = " x ".join(map(str, self.frame_shape))
             seen = f"{count_text(self.frame_stack, 'frame')} of {shape}"
         acts = count_text(self.action_dim, "discrete action" if self.discrete else "action value")
-        playing = count_text(self.environments, "environment")
-        return (
-            f"Policy({seen} to {acts}, {config.hidden_size} wide, "
-            f"{count_text(config.n_layer, 'layer')}, K {self.context_length}, {playing}, "
-            f"on {self.device})"
-        )
+        size = f"{config.hidden_size} wide, {count_text(config.n_layer, 'layer')}"
+        playing = f"{count_text(self.environments, 'environment')}, on {self.device}"
+        return f"Policy({seen} to {acts}, {size}, K {self.context_length}, {playing})"
 
     @property
     def environments(self) -> int:
@@ -138,25 +144,11 @@ class Policy:
         return self._mean, self._std + STD_FLOOR
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
-        """Write a folder that acts by itself; `gear_offline.load_policy` reads it.
+        """Write a folder that acts by itself, which `gear_offline.load_policy` reads; return it.
 
-        Parameters
-        ----------
-        folder
-            To be made: ``config.json`` and ``model.safetensors``, which plain transformers reads,
-            ``policy.json`` with all else, and a model card, ``README.md``.
-        overwrite
-            Replace a policy folder that is there.
-
-        Returns
-        -------
-        Path
-            `folder`.
-
-        Raises
-        ------
-        InputError, GearError
-            ``OUTPUT_EXISTS``, ``OUTPUT_WRITE``.
+        In it are ``config.json`` and ``model.safetensors``, which plain transformers reads,
+        ``policy.json`` with all else, and a model card.  Another policy folder is replaced with
+        `overwrite` only (``OUTPUT_EXISTS``, ``OUTPUT_WRITE``).
         """
         folder = given_path(folder, "OUTPUT_WRITE", where="folder")
         bounded = bool(self.model.config.action_tanh) and not self.discrete
@@ -177,25 +169,14 @@ class Policy:
     def push_to_hub(self, name: str, *, private: bool = False) -> str:
         """Put what `save` writes on the Hugging Face Hub; return its address there.
 
-        Parameters
-        ----------
-        name
-            ``USER/NAME``, made if it is not there, or ``USER/NAME@BRANCH``.
-        private
-            For you alone, if it is made.
-
-        Raises
-        ------
-        InputError, UnavailableError
-            ``OUTPUT_WRITE`` without a token that may write, or a network.
+        `name` is ``USER/NAME``, made (`private`: for you alone) if it is not there, or
+        ``USER/NAME@BRANCH``; ``OUTPUT_WRITE`` without a token that may write, or a network.
         """
         with tempfile.TemporaryDirectory() as folder:
-            files: dict[str, Path | bytes] = {
-                path.name: path for path in self.save(Path(folder, "policy")).iterdir()
-            }
-            text = Path(folder, "policy", CARD).read_text()
-            files[CARD] = text.replace(PLACE, name.removeprefix("hub:")).encode()
-            return put(files, name, "model", private=private)
+            made = self.save(Path(folder, "policy"))
+            card = (made / CARD).read_text().replace(PLACE, name.removeprefix("hub:"))
+            (made / CARD).write_text(card)
+            return put({path.name: path for path in made.iterdir()}, name, "model", private=private)
 
     def reset(
         self, indices: npt.ArrayLike | None = None, targets: npt.ArrayLike | None = None
@@ -262,46 +243,20 @@ class Policy:
             ``MODEL`` for wrong shapes, observations that are not finite, or an environment
             that still waits for a reward.
         """
-        _check_observations(observations)
         chosen = self._chosen(indices)
         given = np.asarray(observations).reshape(len(chosen), -1)
+        _check_finite(given, "observation")
         if given.shape[1] != self.state_dim:
-            raise InputError(
-                "MODEL",
-                f"observations have {given.shape[1]} elements, the model expects {self.state_dim}",
-            )
+            what = f"observations have {given.shape[1]} elements"
+            raise InputError("MODEL", f"{what}, the model expects {self.state_dim}")
         if self._waiting[chosen].any():
             raise InputError("MODEL", "act was called twice without observe_reward")
         rows = torch.from_numpy(chosen).to(self.device)
-        if self.frame_shape:
-            return self._act(chosen, rows, self._see(rows, given), everyone=indices is None)
-        states = given.astype(np.float32)
-        if self.statistics is not None:
-            # as the loader does it: float32 data, float64 arithmetic, rounded once
-            mean, scale = self.statistics
-            states = ((states - mean) / scale).astype(np.float32)
-        seen = torch.from_numpy(states).to(self.device)
-        return self._act(chosen, rows, seen, everyone=indices is None)
-
-    def _see(self, rows: Tensor, frames: npt.NDArray[Any]) -> Tensor:
-        """Put the newest frame (n, pixels) on each stack; return the stacks' features (n, S)."""
-        if frames.dtype != np.uint8:
-            raise InputError("MODEL", f"frames are {frames.dtype}, the model expects uint8")
-        newest = torch.from_numpy(np.ascontiguousarray(frames)).to(self.device)
-        stacks = self._frames[rows].roll(-1, dims=1)
-        stacks[:, -1] = newest.view(-1, *self.frame_shape)
-        self._frames[rows] = stacks
-        features: Tensor = self.model.features(stacks[:, None])
-        return features[:, 0]
-
-    def _act(
-        self, chosen: npt.NDArray[np.int64], rows: Tensor, states: Tensor, *, everyone: bool
-    ) -> npt.NDArray[Any]:
-        """Return the actions for `states` (n, S), as the model takes them."""
-        place = self._append(chosen, rows, states)
+        place = self._append(chosen, rows, self._see(rows, given))
         # Early in the episodes the windows are short: leave out what nobody has filled yet.
         # On a GPU the shape stays fixed, for captured graphs and compiled code.
         filled = int(place.max()) + 1 if self.device.type == "cpu" else self.context_length
+        everyone = indices is None
         inputs = [(window if everyone else window[rows])[:, :filled] for window in self._windows]
         last = torch.from_numpy(place).to(self.device)
         prediction = self.model.predict_last_action(
@@ -314,6 +269,24 @@ class Policy:
         if not self.discrete:
             chosen_actions = chosen_actions.float()
         return np.asarray(chosen_actions.cpu().numpy())
+
+    def _see(self, rows: Tensor, given: npt.NDArray[Any]) -> Tensor:
+        """Return the states (n, S) as the model takes them; of frames, features of the stacks."""
+        if not self.frame_shape:
+            states = given.astype(np.float32)
+            if self.statistics is not None:
+                # as the loader does it: float32 data, float64 arithmetic, rounded once
+                mean, scale = self.statistics
+                states = ((states - mean) / scale).astype(np.float32)
+            return torch.from_numpy(states).to(self.device)
+        if given.dtype != np.uint8:
+            raise InputError("MODEL", f"frames are {given.dtype}, the model expects uint8")
+        newest = torch.from_numpy(np.ascontiguousarray(given)).to(self.device)
+        stacks = self._frames[rows].roll(-1, dims=1)
+        stacks[:, -1] = newest.view(-1, *self.frame_shape)
+        self._frames[rows] = stacks
+        features: Tensor = self.model.features(stacks[:, None])
+        return features[:, 0]
 
     def observe_reward(
         self,
@@ -340,7 +313,7 @@ class Policy:
         """
         chosen = self._chosen(indices)
         given = np.asarray(rewards, dtype=np.float64).reshape(len(chosen))
-        _check_rewards(given)
+        _check_finite(given, "reward")
         if actions is not None:
             rows = torch.from_numpy(chosen).to(self.device)
             last = torch.from_numpy(np.minimum(self._steps[chosen], self.context_length) - 1)
@@ -355,11 +328,8 @@ class Policy:
         else:
             chosen = np.atleast_1d(np.asarray(indices, dtype=np.int64))
         if chosen.size == 0 or chosen.min() < 0 or chosen.max() >= self.environments:
-            raise InputError(
-                "MODEL",
-                f"{chosen.size} environments chosen among {self.environments}",
-                remedy="reset an environment before acting in it",
-            )
+            what = f"{chosen.size} environments chosen among {self.environments}"
+            raise InputError("MODEL", what, remedy="reset an environment before acting in it")
         return chosen
 
     def _append(
@@ -383,32 +353,16 @@ class Policy:
         window_timesteps[rows, at] = torch.from_numpy(timesteps).to(self.device)
         return place
 
-    def _empty(self, environments: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Windows of states, actions, returns-to-go and timesteps, (environments, K, ...)."""
-        shape, device = (environments, self.context_length), self.device
-        if self.discrete:
-            actions = torch.zeros(shape, dtype=torch.int64, device=device)
-        else:
-            actions = torch.zeros((*shape, self.action_dim), device=device)
-        return (
-            torch.zeros((*shape, int(self.model.config.state_dim)), device=device),
-            actions,
-            torch.zeros((*shape, 1), device=device),
-            torch.zeros(shape, dtype=torch.int64, device=device),
-        )
-
-    def _empty_frames(self, environments: int) -> Tensor:
-        shape = (environments, self.frame_stack, *self.frame_shape)
-        return torch.zeros(shape, dtype=torch.uint8, device=self.device)
-
     def _grow(self, added: int) -> None:
-        self._frames = torch.cat([self._frames, self._empty_frames(added)])
-        pairs = zip(self._windows, self._empty(added), strict=True)
-        states, actions, returns, timesteps = (torch.cat(pair) for pair in pairs)
-        self._windows = states, actions, returns, timesteps
-        self._targets = np.concatenate([self._targets, np.zeros(added)])
-        self._steps = np.concatenate([self._steps, np.zeros(added, np.int64)])
-        self._waiting = np.concatenate([self._waiting, np.zeros(added, np.bool_)])
+        def longer(values: Tensor) -> Tensor:
+            return torch.cat([values, values.new_zeros((added, *values.shape[1:]))])
+
+        states, actions, returns, timesteps = map(longer, self._windows)
+        self._windows, self._frames = (states, actions, returns, timesteps), longer(self._frames)
+        self._targets, self._steps, self._waiting = (
+            np.concatenate([values, np.zeros(added, values.dtype)])
+            for values in (self._targets, self._steps, self._waiting)
+        )
 
 
 def _statistic(
@@ -418,35 +372,18 @@ def _statistic(
         return None
     array = np.asarray(values, dtype=np.float64).reshape(-1)
     if array.size != size or not np.isfinite(array).all():
-        raise InputError(
-            "MODEL",
-            f"{name} has {array.size} elements or is not finite, the model expects {size} states",
-        )
+        what = f"{name} has {array.size} elements or is not finite, the model expects {size} states"
+        raise InputError("MODEL", what)
     return array
 
 
-def _check_observations(observations: npt.ArrayLike) -> None:
-    """Refuse NaN, infinities, and what is infinite in float32: it would spread over a window."""
-    given = np.asarray(observations)
-    if given.dtype.kind in "biu":
+def _check_finite(values: npt.NDArray[Any], name: str) -> None:
+    """Refuse rows with NaN, infinities, or what is infinite in float32: it would spread."""
+    if values.dtype.kind in "biu":
         return
     with np.errstate(over="ignore"):
-        finite = np.isfinite(given.astype(np.float32))
+        finite = np.isfinite(values.astype(np.float32)).reshape(len(values), -1).all(axis=1)
     if not finite.all():
-        row = int(np.argmin(finite.reshape(len(given), -1).all(axis=1))) if given.ndim else 0
-        raise InputError(
-            "MODEL",
-            f"observation {row} holds NaN, an infinity or a value too large for float32",
-            remedy="look at the environment: its simulation has probably diverged",
-        )
-
-
-def _check_rewards(rewards: npt.NDArray[np.float64]) -> None:
-    """Refuse rewards, (n,), that are not finite: nothing sensible could be asked after them."""
-    if not np.isfinite(rewards).all():
-        row = int(np.argmin(np.isfinite(rewards)))
-        raise InputError(
-            "MODEL",
-            f"reward {row} is {rewards[row]}",
-            remedy="look at the environment: its simulation has probably diverged",
-        )
+        what = f"{name} {int(np.argmin(finite))} is NaN, infinite or too large for float32"
+        remedy = "look at the environment: its simulation has probably diverged"
+        raise InputError("MODEL", what, remedy=remedy)

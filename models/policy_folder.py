@@ -44,42 +44,34 @@ class Achieved(_Strict):
 
     target: float
     mean_return: float
-    ci95: tuple[float | None, float | None] = (None, None)
-    episodes: Annotated[int, Field(ge=0)]
-    normalized_score: float | None = None
+    ci95: tuple[float | None, float | None]
+    normalized_score: float | None
+    episodes: int
 
 
 class PolicyFacts(_Strict):
     """Where a policy comes from and what for; nothing of it is needed to act."""
 
     name: str = "policy"
-    environment: str | None = None
-    """Gymnasium id."""
-    targets: Numbers = ()
-    """Returns to ask for, the first by default."""
-    reference: str | None = None
-    """D4RL name of the scores that returns are normalised by."""
-    data: str | None = None
-    step: int | None = None
-    """Of the training."""
+    environment: str | None = None  # Gymnasium id
+    targets: Numbers = ()  # returns to ask for, the first by default
+    reference: str | None = None  # D4RL name of the scores that returns are normalised by
+    data: str | None = None  # what it was trained on
+    step: int | None = None  # of the training
     achieved: tuple[Achieved, ...] = ()
 
 
 class PolicyFile(PolicyFacts):
-    """The content of ``policy.json``."""
+    """The content of ``policy.json``; docs/how-to/share.md says what each key means."""
 
     format: Literal["gear-offline policy"] = "gear-offline policy"
     format_version: Literal[1] = 1
     context_length: Annotated[int, Field(ge=1)]
-    """Steps that the model is shown."""
     returns_scale: Annotated[float, Field(gt=0)]
-    """Returns-to-go are divided by it."""
     state_mean: Numbers | None
-    """The model sees (observation - state_mean) / (state_std + 1e-6); null: raw ones."""
     state_std: Numbers | None
     actions: Literal["continuous", "discrete"]
     action_bounds: tuple[float, float] | None
-    """Of every element; null: none, or discrete actions."""
     files: dict[str, FileFacts] = {}
 
 
@@ -151,47 +143,34 @@ def config_text(model: DecisionTransformer) -> str:
 
 def _card(file: PolicyFile) -> bytes:
     """Return the model card, with results in the metadata as the Hub lists them."""
-    place = file.environment or "unknown"
+    place, data = file.environment or "unknown", file.data or ""
     best = max(file.achieved, key=lambda one: one.mean_return, default=None)
     found = {"mean_reward": best.mean_return, "score": best.normalized_score} if best else {}
     metrics = [{"type": kind, "value": value} for kind, value in found.items() if value is not None]
-    where = {"task": {"type": TAGS[0]}, "dataset": {"type": place, "name": place}}
-    data = file.data or ""
+    result = {"dataset": {"type": place, "name": place}, "metrics": metrics}
     metadata = {
         "library_name": "gear-offline",
         "pipeline_tag": TAGS[0],
-        "tags": [*TAGS, *filter(None, [file.environment])],
+        "tags": [*TAGS, place],
         "datasets": [data.removeprefix("hub:").split("@")[0]] if data.startswith("hub:") else None,
-        "metrics": list(found) or None,
-        "model-index": [{"name": file.name, "results": [{**where, "metrics": metrics}]}],
+        "metrics": [metric["type"] for metric in metrics] or None,
+        "model-index": [{"name": file.name, "results": [{"task": {"type": TAGS[0]}, **result}]}],
     }
-    bounds = "" if file.action_bounds is None else " in {} .. {}".format(*file.action_bounds)
-    facts = {
-        "environment": file.environment,
-        "data": file.data,
-        "training steps": file.step,
-        "actions": file.actions + bounds,
-        "context": f"{file.context_length} steps",
-    }
-    rows = [
-        f"| {one.target:,.6g} | {one.mean_return:,.1f} | {_interval(one)} | {one.episodes} |"
-        for one in file.achieved
-    ]
-    head = ["| asked return | achieved | 95 % interval | episodes |", "|---:|---:|---:|---:|"]
-    target = file.targets[0] if file.targets else "RETURN"
-    code = f"""```python
+    shown = ("environment", "data", "step", "context_length", "actions", "action_bounds")
+    rows = ["| asked return | achieved | 95 % interval | episodes |", "|---:|---:|---:|---:|"]
+    for one in file.achieved:
+        ends = " .. ".join("-" if end is None else f"{end:,.1f}" for end in one.ci95)
+        rows += [f"| {one.target:,.6g} | {one.mean_return:,.1f} | {ends} | {one.episodes} |"]
+    code = f"""
+```python
 import gear_offline as go
 
 policy = go.load_policy("{PLACE}")
-policy.reset({target})
+policy.reset({file.targets[0] if file.targets else "RETURN"})
 action = policy.act(observation[None])[0]
 ```"""
-    return card(metadata, file.name, facts, "\n".join([*(head if rows else []), *rows, "", code]))
-
-
-def _interval(one: Achieved) -> str:
-    low, high = one.ci95
-    return "" if low is None or high is None else f"{low:,.1f} .. {high:,.1f}"
+    facts = {name.replace("_", " "): getattr(file, name) for name in shown}
+    return card(metadata, file.name, facts, "\n".join([*(rows if file.achieved else []), code]))
 
 
 def _is_only_policy(path: Path) -> bool:

@@ -171,7 +171,7 @@ def test_observations_that_are_not_finite_are_refused(value: float) -> None:
     policy.reset([0, 1], 5.0)
     seen = np.zeros((2, MEAN.size))
     seen[1, 2] = value
-    with one_error("MODEL", "observation 1 holds"):
+    with one_error("MODEL", "observation 1 is NaN"):
         policy.act(seen)
     assert np.isfinite(policy.act(np.zeros((2, MEAN.size)))).all(), "nothing of it is remembered"
 

@@ -33,25 +33,16 @@ def is_there(path: str | Path) -> bool:
 
 
 def fetch(name: str, kind: Kind, code: str, *, only: tuple[str, ...] = ()) -> Path:
-    """Return where the files of a repository lie here, in the cache of huggingface_hub.
+    """Return where ``hub:USER/NAME/FOLDER@REVISION`` lies here, in huggingface_hub's cache.
 
-    Parameters
-    ----------
-    name
-        ``USER/NAME``, with a folder or file of it, and ``@`` a branch, a tag or a commit.
-    code
-        Code of errors.
-    only
-        Patterns of the files to fetch; default all.
+    `code` is that of errors, `only` patterns of the files to fetch where there is no folder.
     """
     from huggingface_hub import snapshot_download
 
     repo, inner, revision = _parts(name, code)
-    patterns = [inner, f"{inner}/*"] if inner else [*only]
+    wanted = [inner, f"{inner}/*"] if inner else [*only] or None
     with _telling(name, kind, code):
-        found = snapshot_download(
-            repo, repo_type=kind, revision=revision, allow_patterns=patterns or None
-        )
+        found = snapshot_download(repo, repo_type=kind, revision=revision, allow_patterns=wanted)
     path = Path(found, inner or "")
     if not path.exists():
         what, remedy = f"the {kind} {repo} has no {inner or only[0]}", "look at its files"
@@ -59,26 +50,20 @@ def fetch(name: str, kind: Kind, code: str, *, only: tuple[str, ...] = ()) -> Pa
     return path
 
 
-def put(files: Mapping[str, Path | bytes], name: str, kind: Kind, *, private: bool = False) -> str:
-    """Put files into a repository in one commit, made first if it is missing; return its address.
+def put(files: Mapping[str, Any], name: str, kind: Kind, *, private: bool = False) -> str:
+    """Put paths or bytes into a repository, made if it is missing; return its address.
 
-    Raises
-    ------
-    GearError
-        ``OUTPUT_WRITE``.
+    It is one commit; ``OUTPUT_WRITE``.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
     repo, inner, revision = _parts(name, "OUTPUT_WRITE")
-    if inner:
-        what = f"{inner} is a folder in a repository"
-        raise InputError("OUTPUT_WRITE", what, where=name, remedy="give USER/NAME")
     api = HfApi()
     with _telling(name, kind, "OUTPUT_WRITE"):
         address = api.create_repo(repo, repo_type=kind, private=private or None, exist_ok=True)
         if revision is not None:
             api.create_branch(repo, branch=revision, repo_type=kind, exist_ok=True)
-        added = [CommitOperationAdd(path, content) for path, content in files.items()]
+        added = [CommitOperationAdd(f"{inner or '.'}/{file}", files[file]) for file in files]
         message = f"Upload a {kind} with gear-offline"
         api.create_commit(repo, added, commit_message=message, repo_type=kind, revision=revision)
     return str(address)

@@ -292,42 +292,22 @@ class Dataset:
         return replace(self, verified=True)
 
     def push_to_hub(self, name: str, *, private: bool = False) -> str:
-        """Put the dataset on the Hugging Face Hub, every block compared first.
+        """Put the dataset on the Hugging Face Hub, every block compared first; return its address.
 
-        Parameters
-        ----------
-        name
-            ``USER/NAME``, made if it is not there, or ``USER/NAME@BRANCH``.
-        private
-            For you alone, if it is made.
-
-        Returns
-        -------
-        str
-            Its address there.
-
-        Raises
-        ------
-        InputError, UnavailableError
-            ``DATASET_DAMAGED``; ``OUTPUT_WRITE`` without a token that may write, or a network.
+        `name` is ``USER/NAME``, made (`private`: for you alone) if it is not there, or
+        ``USER/NAME@BRANCH``; ``OUTPUT_WRITE`` without a token that may write, or a network.
         """
-        manifest, place = self.verify().manifest, name.removeprefix("hub:")
+        names = [MANIFEST_NAME, *(shard.name for shard in self.verify().manifest.shards)]
+        place, what = name.removeprefix("hub:"), repr(self).partition(": ")[2].removesuffix(")")
+        facts = {"content": what, "environment": self.environment_id}
+        facts["source"] = self.manifest.source.uri
         metadata = {
             "task_categories": ["reinforcement-learning"],
             "tags": ["offline-reinforcement-learning", "gear-offline"],
             "viewer": False,  # which reads no shards
         }
-        facts = {
-            "environment": self.environment_id,
-            "size": f"{count_text(manifest.episodes, 'episode')}, {manifest.steps:,} steps",
-            "columns": ", ".join(column.name for column in self.spec),
-            "returns": f"{manifest.returns.min:,.6g} .. {manifest.returns.max:,.6g}",
-            "source": manifest.source.uri,
-        }
         code = f'```python\nimport gear_offline as go\n\ngo.open_dataset("hub:{place}")\n```'
-        files: dict[str, Path | bytes] = {
-            file: self.path / file for file in (MANIFEST_NAME, *(s.name for s in manifest.shards))
-        }
+        files: dict[str, Path | bytes] = {file: self.path / file for file in names}
         files["README.md"] = card(metadata, place, facts, code)
         return put(files, name, "dataset", private=private)
 

@@ -95,22 +95,7 @@ class Run(os.PathLike[str]):
         checkpoint: str | int | None = None,
         device: str = "auto",
     ) -> Policy:
-        """Return what acts, as `gear_offline.load_policy` does.
-
-        Parameters
-        ----------
-        task
-            Of a run of several tasks: the one to act in.
-        checkpoint
-            ``"last"`` (the default), ``"best"`` (the highest return while training) or a step.
-        device
-            ``"auto"`` (CUDA if there is one), or a torch device: ``"cpu"``, ``"cuda:1"``.
-
-        Raises
-        ------
-        InputError
-            ``RUN_NOT_FOUND`` without such a checkpoint, and those of `gear_offline.load_policy`.
-        """
+        """Return what acts; options and errors are those of `gear_offline.load_policy`."""
         from gear_offline.training.policies import load_policy
 
         return load_policy(self.path, task, checkpoint=checkpoint, device=device)

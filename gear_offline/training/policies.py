@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePath
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -65,12 +65,12 @@ class TrainedModel:
             mean, std = one.state_mean, one.state_std
             if one.name in tasks_in(recipe):
                 recipe = task_recipe(recipe, one.name)
-        evaluate = recipe.evaluate
+        names = (self.facts.data, recipe.data.source, recipe.data.path)  # none of this machine's
         facts = {
-            "environment": evaluate.environment,
-            "targets": evaluate.targets or (),
-            "reference": evaluate.reference,
-            "data": self.facts.data or _origin(recipe),
+            "environment": recipe.evaluate.environment,
+            "targets": recipe.evaluate.targets or (),
+            "reference": recipe.evaluate.reference,
+            "data": next((name for name in names if name and ":" in name), None),
         }
         return Policy(
             model,
@@ -152,9 +152,7 @@ def load_policy(
     given = run_or_folder if revision is None else f"{os.fspath(run_or_folder)}@{revision}"
     trained = find_trained(given, checkpoint)
     policy = trained.policy(task, where)
-    if trained.run is not None:
-        found = {"achieved": _achieved(trained.run, trained.facts.step, task)}
-        policy.facts = policy.facts.model_copy(update=found)
+    policy.facts = policy.facts.model_copy(update={"achieved": _achieved(trained, task)})
     return policy
 
 
@@ -188,29 +186,19 @@ def find_trained(
     return TrainedModel(model, recipe, mean, std, file)
 
 
-def _origin(recipe: Recipe) -> str | None:
-    """Return what the data were made of, without the folders of this machine."""
-    data = recipe.data
-    if data.collect is not None:
-        return f"{data.collect.environment}, collected by {data.collect.policy}"
-    text = data.source or data.path
-    is_file = text is not None and text.partition(":")[0] not in ("d4rl", "hub", "minari")
-    return PurePath(text).name if text and is_file else text
-
-
-def _achieved(run: Path, step: int | None, task: str | None) -> tuple[Achieved, ...]:
+def _achieved(trained: TrainedModel, task: str | None) -> tuple[Achieved, ...]:
     """Return what the newest evaluation of these weights in their run found."""
+    if trained.run is None:
+        return trained.facts.achieved
     records: list[EvaluationRecord | None] = []
     with suppress(InputError):  # nothing of it is needed to act
-        records = [*read_lines(run / "evaluations.jsonl", EvaluationRecord)]
-        records += [read_document(run / "evaluation.json", EvaluationRecord)]
+        records += read_lines(trained.run / "evaluations.jsonl", EvaluationRecord)
+        records += [read_document(trained.run / "evaluation.json", EvaluationRecord)]
     for record in reversed(records):
-        if record is not None and record.step == step and record.error is None:
+        if record is not None and record.step == trained.facts.step:
             targets = (record.tasks.get(task or "") or record).targets
-            return tuple(
-                Achieved(episodes=len(one.returns), **one.model_dump(exclude={"returns"}))
-                for one in targets
-            )
+            some = [(one.model_dump(exclude={"returns"}), len(one.returns)) for one in targets]
+            return tuple(Achieved(**facts, episodes=episodes) for facts, episodes in some)
     return ()
 
 
