@@ -35,7 +35,8 @@ def new_figure() -> Figure:
 
 def titles(figure: Figure, title: str, subtitle: str) -> None:
     """Write the finding and, below it, what it was found in."""
-    figure.suptitle(shortened(title, 72), x=0.013, ha="left", fontsize=12, fontweight="bold")
+    size, title = 12 * min(1.0, 72 / len(title)), shortened(title, 100)
+    figure.suptitle(title, x=0.013, ha="left", fontsize=max(9.0, size), fontweight="bold")
     figure.axes[0].set_title(shortened(subtitle, 95), loc="left", fontsize=9, color=GREY)
 
 
@@ -55,6 +56,14 @@ def dress(axes: Axes, *, x: str = "", y: str = "", grid: str = "y") -> None:
     if grid:
         axes.grid(axis=grid, color=FAINT, linewidth=0.7)  # type: ignore[arg-type]
     axes.set_axisbelow(True)
+
+
+def band(axes: Axes, x: Any, low: Any, high: Any, colour: str) -> None:
+    """Shade the intervals from `low` to `high` (n,) along `x` (n,); that of one point is a line."""
+    if len(x) == 1:
+        axes.vlines(x, low, high, color=colour, linewidth=1.5, alpha=0.6)
+    else:
+        axes.fill_between(x, low, high, color=colour, alpha=0.14, linewidth=0)
 
 
 def legend(axes: Axes) -> None:

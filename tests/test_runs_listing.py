@@ -50,6 +50,7 @@ def test_runs_are_listed(
     assert main(["runs", "ls", str(runs)]) == 0
     text = capsys.readouterr().out
     assert "20/20" in text and "damaged" in text
+    assert {"a-s0", "sweep/runs/b,s0"} <= set(text.split()), "names are whole"
     assert main(["runs", "ls", str(runs / "whole"), "--json"]) == 0
     assert [row["name"] for row in json.loads(capsys.readouterr().out)] == ["whole"]
 
@@ -81,7 +82,10 @@ def test_runs_are_compared_by_what_they_differ_in(runs: Path, tmp_path: Path) ->
 
 
 def test_compare_writes_one_picture(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     picture = tmp_path / "curves.svg"
     words = ["runs", "compare", str(runs / "a-s0"), str(runs / "whole"), "--out", str(picture)]
@@ -92,6 +96,10 @@ def test_compare_writes_one_picture(
     assert "error[OUTPUT_EXISTS]" in capsys.readouterr().err
     assert main([*words, "--overwrite", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plot"] == str(picture)
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):  # what nobody named is made anew
+        assert main(words[:-2]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == "comparison.png"
 
 
 MISTAKES: list[tuple[Callable[[Path], Any], str]] = [

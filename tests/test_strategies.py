@@ -357,6 +357,9 @@ def test_the_tables_fit_the_terminal(
         assert max(map(len, lines)) <= width
         if width >= 80:
             assert "…" not in text
+        if everything or not found.outcomes:  # numbers are whole
+            shown = [drawn_cells(one.draws) for one in found.strategies if one.draws is not None]
+            assert all(row["mean return"] in text.split() for row in shown)
         assert " ".join(text.split()).startswith(found.verdict[:40])
         assert ("cross-node" in " ".join(text.split())) is everything
 

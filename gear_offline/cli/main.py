@@ -370,7 +370,7 @@ def train(
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts several of us
     whole = load_recipe(recipe, overrides or ())
     rising = whole.optimizer.warmup(whole.train.steps)
-    warmup = f", the first {rising:,} of them warm-up" if rising else ""
+    warmup = f", the first {min(rising, whole.train.steps):,} of them warm-up" if rising else ""
     message = f"{whole.name}: {whole.train.steps:,} steps{warmup}; seed {whole.seed}"
     say(message, quiet=quiet or not is_first)
     from gear_offline.evaluation.environments import import_module_of
@@ -527,17 +527,20 @@ def runs_show(run: Path = Run(help="Run directory."), as_json: Json = False) -> 
 @runs_app.command("compare", epilog=examples("runs compare runs/a-s0 runs/b-s0 --out ab.svg"))
 def runs_compare(
     runs: list[Path] = Run(metavar="RUN RUN...", help="Run directories."),
-    out: Path = Option(Path("comparison.png"), help="Picture of the curves, .png or .svg."),
+    out: Path | None = Option(
+        None, help="Picture of the curves, .png or .svg; default comparison.png, written anew."
+    ),
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Put runs side by side: a table, and their curves in one picture."""
     from gear_offline.sweep.compare import compare_runs
 
-    comparison = compare_runs(runs, out=out, overwrite=overwrite)
+    overwrite = overwrite or out is None
+    comparison = compare_runs(runs, out=out or "comparison.png", overwrite=overwrite)
     if not as_json:
         comparison.print()
-    show(comparison.to_json(), as_json, lambda: print(out))
+    show(comparison.to_json(), as_json, lambda: print(comparison.plot))
 
 
 @command("Compare", "blame runs/a-s0", "blame runs/a-s0 4100..4160")

@@ -163,7 +163,14 @@ def _drawing(environment_id: str) -> Any:
             )
         if simulator_data(plain) is not None:
             _choose_mujoco_gl()
-    return make_environment(environment_id, render_mode="rgb_array")
+    environment = make_environment(environment_id, render_mode="rgb_array")
+    renderer = getattr(environment.unwrapped, "mujoco_renderer", None)
+    if renderer is not None:  # by default some versions of Gymnasium let the body walk off
+        import mujoco
+
+        camera = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
+        renderer.camera_id = camera if camera >= 0 else renderer.camera_id
+    return environment
 
 
 def _frame(environment: Any, environment_id: str) -> npt.NDArray[np.uint8]:

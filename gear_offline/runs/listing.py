@@ -64,16 +64,22 @@ class RunList:
         """Print a row a run."""
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("run", overflow="fold", min_width=12)
-        for heading in ("steps", "best", "last", "score"):
+        for heading in ("steps", "best", "last", "score", "age"):
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("data", overflow="fold")
-        table.add_column("age", justify="right", no_wrap=True)
+        rows = []
         for row in self.rows:
             cells = [f"{row.steps:,}/{row.asked:,}"] if row.error is None else ["damaged"]
             cells += [_number(row.best_return, ",.4g"), _number(row.last_return, ",.4g")]
-            cells += [_number(row.normalized_score, ".1f"), row.data, age_text(row.age_seconds)]
-            table.add_row(*(Text(printable(cell)) for cell in (row.name, *cells)))
-        (console or Console()).print(table, highlight=False)
+            cells += [_number(row.normalized_score, ".1f"), age_text(row.age_seconds), row.data]
+            rows.append([printable(cell) for cell in (row.name, *cells)])
+        console = console or Console()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        if sum(widths) + 2 * len(widths) > console.width:  # a run's name is needed whole
+            del table.columns[-1]
+        for cells in rows:
+            table.add_row(*map(Text, cells[: len(table.columns)]))
+        console.print(table, highlight=False)
 
     def __repr__(self) -> str:
         console = Console(width=100, color_system=None)

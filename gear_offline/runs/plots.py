@@ -24,6 +24,7 @@ from gear_offline.plots import (
     ORANGE,
     SERIES,
     SKY,
+    band,
     dress,
     histogram_edges,
     legend,
@@ -93,7 +94,7 @@ def plot_learning_curve(
         _plot_returns(panels[1], points)
         best = max(target.mean_return for _, target in points)
         title = f"{title}; best mean return {short(best)}"
-    panels[-1].set_xlabel("optimiser step")
+    panels[-1].set_xlabel("optimizer step")
     ticks_to(panels[-1], float(x[-1]))
     titles(figure, title, f"{name}: mean loss of the logged steps")
     figure.align_ylabels(list(panels))
@@ -108,8 +109,9 @@ def _plot_returns(axes: Axes, points: Sequence[tuple[int, TargetRecord]]) -> Non
         means = [target.mean_return for target in targets]
         axes.plot(steps, means, linewidth=1.8, label=f"asked {short(asked)}", **style)
         low, high = np.array([t.ci95 for t in targets], np.float64).T  # None becomes NaN
-        axes.fill_between(steps, low, high, color=style["color"], alpha=0.13, linewidth=0)
-    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        band(axes, steps, low, high, style["color"])
+    lowest, highest = min(0.0, axes.get_ylim()[0]), axes.get_ylim()[1]
+    axes.set_ylim(lowest, highest + 0.04 * (highest - lowest))  # room for the marker
     dress(axes, y="mean return")
     thousands(axes.yaxis)
     legend(axes)

@@ -25,6 +25,7 @@ from gear_offline.core.files import write_file
 from gear_offline.core.text import count_text, printable
 from gear_offline.plots import (
     SERIES,
+    band,
     dress,
     legend,
     new_figure,
@@ -179,14 +180,19 @@ def print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequen
     table = TerminalTable(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
     )
-    for place, heading in enumerate(headings):
-        widest = max([*map(len, heading.split()), *(len(row[place]) for row in rows)])
-        if place == 0:
-            table.add_column(heading, overflow="fold", min_width=min(widest, MOST_NAME))
-        else:
-            table.add_column(heading, justify="right", min_width=widest)
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
+    cells = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
+    if sum(widths) + 2 * len(widths) > console.width:  # rich would cut the last column's numbers
+        words = [max(map(len, heading.split())) for heading in headings]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        widths = list(map(max, words, widths))
+        room = console.width - sum(widths[1:]) - 2 * len(widths)
+        widths[0] = min(widths[0], max(room, MOST_NAME))
+    for heading, width in zip(headings, widths, strict=True):
+        justify = "right" if table.columns else "left"
+        table.add_column(heading, justify=justify, width=width, overflow="fold")  # type: ignore[arg-type]
+    for row in cells:
+        table.add_row(*map(Text, row))
     console.print(table, highlight=False)
 
 
@@ -236,9 +242,7 @@ def _draw(axes: Axes, curve: Curve, name: str, colour: str) -> None:
             axes.plot(curve.steps, seed, color=colour, linewidth=0.7, alpha=0.6)
     else:
         half = np.array([one.half for one in estimates])
-        axes.fill_between(
-            curve.steps, mean - half, mean + half, color=colour, alpha=0.15, linewidth=0
-        )
+        band(axes, curve.steps, mean - half, mean + half, colour)
     style: Any = {"color": colour, "linewidth": 1.8, "marker": marker, "markersize": 4}
     axes.plot(curve.steps, mean, label=name, **style)
 
@@ -252,6 +256,6 @@ def _finding(table: Table) -> str:
     title = f"{shortened(rows[0].label)} is best: {AXES[table.metric]} {short(best.mean)}"
     second = rows[1].estimates[table.metric]
     if best.half is None or second.half is None:
-        return f"{title}; too few seeds for intervals"
+        return f"{title}; too few seeds to tell"
     overlap = abs(best.mean - second.mean) <= best.half + second.half
     return f"{title}; intervals overlap" if overlap else title
