@@ -12,7 +12,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.envs.mujoco.hopper_v5 import HopperEnv
 
 from gear_offline.errors import GearError
 from gear_offline.evaluation import video
@@ -24,6 +23,7 @@ from tests.evaluation_support import Constant, Counted
 from tests.support import failing_code
 
 imageio = pytest.importorskip("imageio.v3")
+HopperEnv: Any = pytest.importorskip("gymnasium.envs.mujoco.hopper_v5").HopperEnv
 
 
 class Drawn(Counted):
