@@ -48,7 +48,7 @@ class Forgetful(Drawn):
         return seen, float(Forgetful.resets), ended, cut, facts
 
 
-class FarHopper(HopperEnv):
+class FarHopper(HopperEnv):  # type: ignore[misc]
     """Begins where a camera that stays does not look."""
 
     def reset_model(self) -> Any:
