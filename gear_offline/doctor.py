@@ -39,7 +39,8 @@ CORE_PACKAGES = (
 OPTIONAL_PACKAGES = {
     "mujoco": ("simulator of the locomotion tasks", "pip install 'gear-offline[mujoco]'"),
     "minari": ("Minari datasets", "pip install 'gear-offline[minari]'"),
-    "pyarrow": ("parquet of one row an episode", "pip install 'gear-offline[parquet]'"),
+    "pyarrow": ("parquet and LeRobot", "pip install 'gear-offline[parquet]'"),
+    "av": ("videos of LeRobot", "pip install 'gear-offline[lerobot]'"),
     "trackio": ("train.trackers=trackio", "pip install 'gear-offline[trackers]'"),
     "wandb": ("train.trackers=wandb", "pip install 'gear-offline[trackers]'"),
     "d4rl": ("d4rl:NAME through D4RL's own package", "pip install 'gear-offline[d4rl]'"),

@@ -70,13 +70,14 @@ def _open(path: Path) -> FileIO:
         raise InputError("SOURCE_READ", what, where=str(path), remedy=remedy) from error
 
 
+def by_number(path: Path) -> list[tuple[int, int, str]]:
+    """Return a key that sorts ``part_2`` before ``part_10``."""
+    parts = re.split(r"([0-9]+)", path.name)
+    return [(1, int(p), p) if p.isdigit() and p.isascii() else (0, 0, p) for p in parts]
+
+
 def files_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     """Return the files of some suffixes right in a folder, ``part_2`` before ``part_10``."""
-
-    def by_number(path: Path) -> list[tuple[int, int, str]]:
-        parts = re.split(r"([0-9]+)", path.name)
-        return [(1, int(p), p) if p.isdigit() and p.isascii() else (0, 0, p) for p in parts]
-
     files = (p for p in folder.iterdir() if p.suffix.lower() in suffixes and p.is_file())
     return sorted((p for p in files if not p.name.startswith(".")), key=by_number)
 

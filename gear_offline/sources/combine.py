@@ -30,6 +30,7 @@ from gear_offline.sources.base import (
     SourceInfo,
     legal_names,
     renamed,
+    some_names,
 )
 
 MOST_NAMED = 20  # parts that a joined source describes one by one
@@ -228,6 +229,27 @@ def with_columns(
         info=replace(source.info, attributes={**facts, "columns_from": made_of}),
         preferred={new: min(source.preferred_rows(o.name) for o in p) for new, p in parts.items()},
     )
+
+
+def observation_vectors(columns: Kinds, prefix: str, path: Path) -> dict[str, str]:
+    """Return what makes ``observations``, and ``next_observations``, where none are stored.
+
+    The float vectors whose names begin with `prefix` are put side by side, in the order of names.
+    """
+    if any(name.split("/")[0] == "observations" for name in columns):
+        return {}
+    stored = sorted(name for name in columns if name.startswith(prefix))
+    vectors = [n for n in stored if columns[n][0].kind == "f" and len(columns[n][1]) <= 1]
+    used = vectors or stored
+    if not used or (not vectors and len(stored) > 1):
+        what = f"observations are no vectors: {some_names(stored)}"
+        remedy = f"take one: --columns observations={(*stored, 'NAME')[0]},actions"
+        raise InputError("COLUMN", what, where=str(path), remedy=remedy)
+    following = [f"next_{name}" for name in used]
+    names = {"observations": " + ".join(used)}
+    if set(following) <= set(columns):
+        names["next_observations"] = " + ".join(following)
+    return names
 
 
 def _part(

@@ -37,16 +37,11 @@ REQUIRED = ("observations", "actions", "rewards")
 def open_parquet(path: Path, *, uri: str, names: Mapping[str, str]) -> Source:
     """Open a file of one row an episode; reads rewards and flags."""
     path = path.absolute()
-    try:
-        import pyarrow.parquet  # noqa: F401
-    except ImportError as error:
-        what, remedy = f"parquet is read by pyarrow: {error}", "pip install 'gear-offline[parquet]'"
-        raise UnavailableError("PACKAGE_MISSING", what, remedy=remedy) from error
-    file = _File(path, names)
+    file = _Episodes(path, names)
     flags = [flag for flag in FLAGS if flag in file.stored]
     groups: list[tuple[int, Int64Array]] = []
     terminated: list[bool] = []
-    for number in range(file.groups):
+    for number in range(len(file.opened.rows)):
         lengths = file.lengths(number)
         if not lengths.size:
             continue
@@ -77,7 +72,7 @@ def open_parquet(path: Path, *, uri: str, names: Mapping[str, str]) -> Source:
             format="parquet",
             rule="rows",
             reference_name=next((d for f in folders if (d := dataset_of_file(f))), None),
-            files=(file.file,),
+            files=(file.opened.file,),
             attributes={
                 "left_out": file.left_out,
                 "warnings": [] if flags else ["no flags: every episode counts as truncated"],
@@ -86,21 +81,52 @@ def open_parquet(path: Path, *, uri: str, names: Mapping[str, str]) -> Source:
     )
 
 
-class _File:
+class ParquetFile:
+    """A file of which columns are read by group of rows."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = InputFile.find(path)
+        with self._opened() as opened:
+            groups = range(opened.num_row_groups)
+            self.rows = [int(opened.metadata.row_group(number).num_rows) for number in groups]
+            self.schema = opened.schema_arrow
+
+    def column(self, group: int, name: str) -> Any:
+        """Return a column of a group of rows as an Arrow array."""
+        with self._opened() as opened:
+            read = opened.read_row_group(group, columns=[name]).column(name).combine_chunks()
+            return getattr(read, "storage", read)  # of extension types, as datasets.Array2D
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        """Open the file; of what pyarrow raises of a damaged one make one error."""
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as error:
+            what = f"parquet is read by pyarrow: {error}"
+            remedy = "pip install 'gear-offline[parquet]'"
+            raise UnavailableError("PACKAGE_MISSING", what, remedy=remedy) from error
+        errors = (pyarrow.ArrowException, OSError, ValueError, KeyError)
+        with (
+            damage_told("parquet", self.file.path, errors),
+            self.file.open() as raw,
+            pyarrow.parquet.ParquetFile(raw) as opened,
+        ):
+            yield opened
+
+
+class _Episodes:
     """Reads a column of a group of rows; of each column the group that was read last is kept."""
 
     def __init__(self, path: Path, names: Mapping[str, str]) -> None:
-        self.file = InputFile.find(path)
+        self.opened = ParquetFile(path)
         self.kinds: Kinds = {}
         self.left_out: dict[str, str] = {}
         self._recent: dict[str, tuple[int, Array]] = {}
-        with self._opened() as opened:
-            self.groups = int(opened.num_row_groups)
-            schema = opened.schema_arrow
         columns: dict[str, str] = {}
-        for field in schema:
-            leaf, lists = _leaf(field.type), _is_list(field.type)
-            if lists and _is_number(leaf):
+        for field in self.opened.schema:
+            if is_list(field.type) and is_numeric(field.type):
                 columns[field.name] = field.name
             else:
                 self.left_out[field.name] = f"no list of numbers ({field.type})"
@@ -116,12 +142,12 @@ class _File:
 
     def error(self, code: str, what: str, remedy: str, name: str = "") -> InputError:
         """Return an error of the file, or of a column in it."""
-        where = f"{self.file.path}: {name}" if name else str(self.file.path)
-        return InputError(code, what, where=where, remedy=remedy)
+        path = self.opened.file.path
+        return InputError(code, what, where=f"{path}: {name}" if name else str(path), remedy=remedy)
 
     def lengths(self, group: int) -> Int64Array:
         """Return the steps of each episode of a group of rows."""
-        lists = self._lists(group, self.stored["rewards"])
+        lists = self.opened.column(group, self.stored["rewards"])
         lengths = _lengths(lists)
         if lists.null_count or (lengths < 1).any():
             what = f"an episode without steps in group {group} of rows"
@@ -131,57 +157,44 @@ class _File:
     def rows(self, group: int, lengths: Int64Array, name: str, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)`` of the R of a group, whose episodes have `lengths`."""
         if self._recent.get(name, (-1,))[0] != group:
-            rows = self._decode(self._lists(group, self.stored[name]), lengths, name)
-            wanted = self.kinds.get(name, (rows.dtype, rows.shape[1:]))
-            if (rows.dtype, rows.shape[1:]) != wanted:
-                what = f"a step has shape {rows.shape[1:]}, before it was {wanted[1]}"
-                raise self.error("SOURCE_LAYOUT", what, "give every episode the same width", name)
+            lists = self.opened.column(group, self.stored[name])
+            if lists.null_count or not np.array_equal(_lengths(lists), lengths):
+                what = "its lists are not as long as those of rewards"
+                raise self.error("SOURCE_LAYOUT", what, "give every column one value a step", name)
+            rows = step_rows(lists.flatten(), name, self.opened.file.path, self.kinds.get(name))
             self._recent[name] = group, rows
         return self._recent[name][1][start:stop]
 
-    def _lists(self, group: int, stored: str) -> Any:
-        with self._opened() as opened:
-            read = opened.read_row_group(group, columns=[stored]).column(0).combine_chunks()
-            return getattr(read, "storage", read)  # of extension types, as datasets.Array2D
 
-    def _decode(self, lists: Any, lengths: Int64Array, name: str) -> Array:
-        """Return (R, *step shape) of lists over steps."""
-        if lists.null_count or not np.array_equal(_lengths(lists), lengths):
-            what = "its lists are not as long as those of rewards"
-            raise self.error("SOURCE_LAYOUT", what, "give every column one value a step", name)
-        shape: list[int] = []
-        values = lists.flatten()
-        while _is_list(values.type):
-            widths = _lengths(values)
-            if values.null_count or (widths != widths[0]).any() or not widths[0]:
-                what = "steps are missing, empty or of different widths"
-                raise self.error("SOURCE_LAYOUT", what, "give every step the same width", name)
-            shape.append(int(widths[0]))
-            values = values.flatten()
-        if values.null_count:
-            what = f"{count_text(values.null_count, 'value')} missing (null)"
-            raise self.error("SOURCE_LAYOUT", what, "give a number for each step", name)
-        if name in SCALARS and shape == [1]:
-            shape = []
-        if name in SCALARS and shape:
-            what = f"a step has shape {tuple(shape)} where one number is expected"
-            raise self.error("SOURCE_LAYOUT", what, "give one number a step", name)
-        rows: Array = values.to_numpy(zero_copy_only=False)
-        return rows.reshape(int(lengths.sum()), *shape)
+def step_rows(
+    values: Any,
+    name: str,
+    path: Path,
+    wanted: tuple[np.dtype[Any], tuple[int, ...]] | None = None,
+) -> Array:
+    """Return (R, *step shape) of an Arrow array with a number, or a list of them, for each step."""
 
-    @contextmanager
-    def _opened(self) -> Iterator[Any]:
-        """Open the file; of what pyarrow raises of a damaged one make one error."""
-        import pyarrow
-        import pyarrow.parquet
+    def misfit(what: str) -> InputError:
+        remedy = "give every step a number, or as many as the others"
+        return InputError("SOURCE_LAYOUT", what, where=f"{path}: {name}", remedy=remedy)
 
-        errors = (pyarrow.ArrowException, OSError, ValueError)
-        with (
-            damage_told("parquet", self.file.path, errors),
-            self.file.open() as raw,
-            pyarrow.parquet.ParquetFile(raw) as opened,
-        ):
-            yield opened
+    steps, shape = len(values), []
+    while is_list(values.type):
+        widths = _lengths(values)
+        if values.null_count or (widths != widths[0]).any() or not widths[0]:
+            raise misfit("steps are missing, empty or of different widths")
+        shape.append(int(widths[0]))
+        values = values.flatten()
+    if values.null_count:
+        raise misfit(f"{count_text(values.null_count, 'value')} missing (null)")
+    if name in SCALARS and shape == [1]:
+        shape = []
+    if name in SCALARS and shape:
+        raise misfit(f"a step has shape {tuple(shape)} where one number is expected")
+    rows: Array = values.to_numpy(zero_copy_only=False).reshape(steps, *shape)
+    if wanted and (rows.dtype, rows.shape[1:]) != wanted:
+        raise misfit(f"a step has shape {rows.shape[1:]}, before it was {wanted[1]}")
+    return rows
 
 
 def _lengths(lists: Any) -> Int64Array:
@@ -191,20 +204,18 @@ def _lengths(lists: Any) -> Int64Array:
     return np.asarray(counts.to_numpy(zero_copy_only=False), np.int64)
 
 
-def _is_list(kind: Any) -> bool:
+def is_list(kind: Any) -> bool:
+    """Whether an Arrow type is one of lists."""
     from pyarrow import types
 
     kind = getattr(kind, "storage_type", kind)
     return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
-def _leaf(kind: Any) -> Any:
-    while _is_list(kind):
-        kind = getattr(kind, "storage_type", kind).value_type
-    return kind
-
-
-def _is_number(kind: Any) -> bool:
+def is_numeric(kind: Any) -> bool:
+    """Whether an Arrow type is a number or bool, or lists of them."""
     from pyarrow import types
 
+    while is_list(kind):
+        kind = getattr(kind, "storage_type", kind).value_type
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))

@@ -29,7 +29,7 @@ from gear_offline.sources.base import (
     renamed,
     some_names,
 )
-from gear_offline.sources.combine import with_columns
+from gear_offline.sources.combine import observation_vectors, with_columns
 from gear_offline.sources.d4rl import is_gymnasium_id
 from gear_offline.sources.episode_ends import SCALARS
 from gear_offline.sources.hdf5 import Hdf5Column, Hdf5Dataset, Hdf5File
@@ -90,7 +90,7 @@ def open_robomimic(
             },
         ),
     )
-    return with_columns(source, _vectors(columns, path))
+    return with_columns(source, observation_vectors(columns, "obs/", path))
 
 
 def _demos(file: Hdf5File) -> dict[str, Demo]:
@@ -206,24 +206,6 @@ def _read(columns: Mapping[str, Hdf5Column], name: str, start: int, stop: int) -
     if stop == column.shape[0]:
         column.kept.clear()  # decoded chunks: there are as many columns as demonstrations
     return rows
-
-
-def _vectors(columns: Kinds, path: Path) -> dict[str, str]:
-    """Return what ``observations`` and ``next_observations`` are made of."""
-    if any(name.split("/")[0] == "observations" for name in columns):
-        return {}
-    stored = sorted(name for name in columns if name.startswith("obs/"))
-    vectors = [n for n in stored if columns[n][0].kind == "f" and len(columns[n][1]) <= 1]
-    used = vectors or stored
-    if not vectors and len(stored) > 1:
-        what = f"observations are no vectors: {some_names(stored)}"
-        remedy = f"take one: --columns observations={stored[0]},actions"
-        raise InputError("COLUMN", what, where=str(path), remedy=remedy)
-    following = [f"next_{name}" for name in used]
-    names = {"observations": " + ".join(used)}
-    if set(following) <= set(columns):
-        names["next_observations"] = " + ".join(following)
-    return names
 
 
 def _environment(file: Hdf5File) -> tuple[dict[str, Any], str | None, str | None]:

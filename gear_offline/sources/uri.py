@@ -21,6 +21,7 @@ from gear_offline.sources.combine import (
 from gear_offline.sources.d4rl import locate
 from gear_offline.sources.dqn_replay import open_dqn_replay, replay_folder
 from gear_offline.sources.hdf5_table import SUFFIXES, open_hdf5
+from gear_offline.sources.lerobot import is_lerobot, open_lerobot
 from gear_offline.sources.minari import data_directory, find_directory, open_minari
 from gear_offline.sources.npz import open_npz
 from gear_offline.sources.parquet import open_parquet
@@ -31,7 +32,7 @@ KINDS = (SUFFIXES, NPZ, PARQUET)
 ACCEPTED = (
     "a .hdf5, .h5, .npz or .parquet file, a folder of them, robomimic:FILE#FILTER_KEY, d4rl:NAME "
     "(d4rl:hopper-medium-v2), minari:ID (minari:mujoco/hopper/medium-v0), the directory of a "
-    "Minari dataset, of DQN-Replay's checkpoints, or of GEAR shards; "
+    "Minari or LeRobot dataset, of DQN-Replay's checkpoints, or of GEAR shards; "
     "arrays are given from Python, see docs/how-to/convert.md"
 )
 
@@ -47,8 +48,8 @@ def open_source(
         Path of an HDF5 file (D4RL's layouts, robomimic's or the generic one), of an ``.npz`` file
         (OGBench's or flat arrays), of a ``.parquet`` file of one row an episode, or of a folder of
         such files, ``robomimic:FILE#FILTER_KEY``, ``d4rl:NAME``, ``minari:ID``, or a directory of a
-        Minari dataset, of DQN-Replay's checkpoints, or of GEAR shards; ``hub:USER/NAME`` holds any
-        of these.
+        Minari or LeRobot dataset, of DQN-Replay's checkpoints, or of GEAR shards;
+        ``hub:USER/NAME`` holds any of these.
     rule
         Boundary rule in place of the format's own, e.g. ``"terminals|steps=1000"``; see
         docs/explanation/episodes.md.
@@ -99,6 +100,9 @@ def open_source(
     # The readers of files look for flags under their new names.
     if scheme == "robomimic":
         source = _open_demonstrations(name, rule, names)
+    elif path.is_dir() and is_lerobot(path):
+        _refuse_rule(rule, text)
+        source = open_lerobot(path, names=names)
     elif path.is_dir():
         files, notes = _files(path.absolute())
         if not files:
