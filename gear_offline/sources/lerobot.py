@@ -44,7 +44,7 @@ MAX_INFO_BYTES = 64 << 20
 NAMES = {"actions": "action", "rewards": "next.reward"}
 NUMBERS, IMAGES, VIDEO = "numbers", "images", "video"  # kinds of columns
 DEPTH = "depth maps"  # packed in ways of their own
-NO_REWARDS = "no next.reward in the data: rewards are 0 here"
+NO_REWARDS = "no next.reward in the data: there are no rewards and returns"
 SUCCESS = ", --columns rewards=next.success,... takes success"
 WRONG = (ValueError, TypeError, AttributeError, LookupError, RecursionError)  # in JSON
 NO_DONE = "no next.done in the data: every episode counts as truncated"
@@ -83,7 +83,7 @@ def open_lerobot(path: Path, *, names: Mapping[str, str]) -> Source:
     kinds = dict(reader.kinds)
     if "rewards" not in kinds:
         notes.append(NO_REWARDS + (SUCCESS if "next.success" in kinds else ""))
-    if "rewards" not in kinds or kinds["rewards"][0].kind == "b":
+    elif kinds["rewards"][0].kind == "b":
         kinds["rewards"] = np.dtype(np.float32), ()
     terminated, cut = reader.flags("next.done"), reader.flags("next.truncated")
     if terminated is None:
@@ -190,9 +190,7 @@ class _Reader:
 
     def read(self, group: Group, name: str, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)`` of all steps, which lie in one group."""
-        old = self.columns.get(name)
-        if old is None:  # rewards that the data do not have
-            return np.zeros(stop - start, np.float32)
+        old = self.columns[name]
         path, kind, wanted = group.file.file.path, self.stored[old], self.kinds.get(name)
         if kind == VIDEO:
             rows = np.concatenate(list(self._video(old, start, stop)))
