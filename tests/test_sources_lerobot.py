@@ -54,8 +54,8 @@ def test_every_step_of_every_episode(folder: Path, tmp_path: Path) -> None:
 
 
 def test_frames_that_are_asked_for(folder: Path, tmp_path: Path) -> None:
-    names = [f"observations={FRONT}", f"video={VIDEO}", "actions"]
-    convert(folder, tmp_path / "shards", columns=names, shard_bytes=1 << 18, quiet=True)
+    chosen = [f"observations={FRONT}", f"video={VIDEO}", "actions"]
+    convert(folder, tmp_path / "shards", columns=chosen, shard_bytes=1 << 18, quiet=True)
     dataset = open_dataset(tmp_path / "shards")
     assert [c.name for c in dataset.spec] == ["observations", "video", "actions", "rewards"]
     wanted = [recorded(number) for number in range(3)]
@@ -64,6 +64,9 @@ def test_frames_that_are_asked_for(folder: Path, tmp_path: Path) -> None:
     video = np.concatenate([episode[VIDEO] for episode in wanted]).astype(int)
     near = np.abs(dataset.read("video", 0, 23) - video)  # frames differ by 20 and more
     assert near.max() <= 4
+    names = {"observations": "observation.state + observation.velocity", "video": VIDEO}
+    with open_source(folder, names=names) as source:
+        assert source.spec["observations"].shape == (5,)
     with open_source(folder, names={"observations": VIDEO}) as source:
         for start, stop in ((22, 23), (5, 20), (0, 1), (18, 19)):  # in any order
             assert np.abs(source.read("observations", start, stop) - video[start:stop]).max() <= 4

@@ -69,12 +69,13 @@ def open_lerobot(path: Path, *, names: Mapping[str, str]) -> Source:
     path = path.absolute()
     reader = _Reader(path)
     info, groups, notes = reader.info, reader.groups, list[str]()
-    left_out, frames = reader.find_columns({old.strip("/") for old in names.values()})
+    asked = {part.strip() for old in names.values() for part in old.split("+")}
+    left_out, frames = reader.find_columns(asked)
     if frames:
         example = f"--columns observations={frames[0]},actions"
         notes.append(f"frames of {some_names(frames)} are left out: {example} decodes them")
     free = (item for item in NAMES.items() if item[0] not in names and item[1] in reader.stored)
-    usual = {new: old for new, old in free if old not in names.values()}
+    usual = {new: old for new, old in free if old not in asked}
     stored = {name: name for name in reader.stored}
     reader.columns = renamed(stored, {**names, **usual}, path)
     for name in reader.columns:
