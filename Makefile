@@ -15,7 +15,7 @@ help:
 	@echo "make test-gpu  run the tests that need a CUDA GPU in the current Python"
 	@echo "make test-rdma run the RDMA tests in a virtual machine with Soft-RoCE (Debian, Ubuntu; x86_64)"
 	@echo "make sanitize  run the CUDA kernels' text on the CPU with every address checked (g++)"
-	@echo "make trust     bit flips, kills of convert and train, fuzzed HDF5 files"
+	@echo "make trust     bit flips, kills of convert, train and actors, fuzzed HDF5 files"
 	@echo "make lint      ruff, the order of rooms (import-linter), mypy --strict"
 	@echo "make docs      the documentation with search: build/docs/index.html"
 	@echo "make dist      wheel and sdist in dist/, checked, the wheel tried in a new environment"
@@ -96,6 +96,7 @@ trust:
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.flip_bits
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.kill_convert
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.kill_train
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.kill_grow
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.fuzz_hdf5 --runs 20000 --finds build/finds
 
 lint:

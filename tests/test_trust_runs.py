@@ -31,3 +31,8 @@ def test_killed_conversions_leave_the_old_state_or_the_new() -> None:
     found: Any = run("kill_convert", "--workers", "1", "4", "--kills", "3")
     assert found["points"] > 60 and found["broken"] == []
     assert set(found["seen_after"]) == {"absent", "old", "new"}
+
+
+def test_killed_actors_and_learners_of_growing_data_lose_nothing() -> None:
+    found: Any = run("kill_grow", "--kills", "6")
+    assert found["broken"] == [] and found["admissions"] > 3

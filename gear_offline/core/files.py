@@ -97,7 +97,7 @@ def new_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
     """
     check_new_file(path, overwrite=overwrite)
     with writing(path):
-        _remove_leftovers(path)
+        remove_leftovers(path.parent, path.name)
         part = _hidden(path, "part")
         lock = os.open(part, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
         try:
@@ -124,7 +124,7 @@ def new_directory(
     path = path.resolve()
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(path)
+        remove_leftovers(path.parent, path.name)
         _check_replaceable(path, replaceable)
         part, old = _hidden(path, "part"), _hidden(path, "old")
         part.mkdir()
@@ -202,15 +202,20 @@ def _hidden(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.gear-{kind}-{secrets.token_hex(6)}")
 
 
-def _remove_leftovers(path: Path) -> None:
-    """Remove what killed writers of `path` left; put back what one had moved away."""
-    name = re.compile(rf"\.{re.escape(path.name)}\.gear-(part|old)-[0-9a-f]{{12}}")
-    for entry in list(os.scandir(path.parent)):
-        match, is_folder = name.fullmatch(entry.name), entry.is_dir(follow_symlinks=False)
+def remove_leftovers(folder: Path, name: str | None = None) -> None:
+    """Remove what killed writers of `name`, or of anything, left in a folder.
+
+    What one had moved away is put back.
+    """
+    hidden = re.compile(r"\.(.+)\.gear-(part|old)-[0-9a-f]{12}")
+    for entry in list(os.scandir(folder)):
+        match, is_folder = hidden.fullmatch(entry.name), entry.is_dir(follow_symlinks=False)
         if match is None or not (is_folder or entry.is_file(follow_symlinks=False)):
             continue
-        if match[1] == "old" and not os.path.lexists(path):
-            os.rename(entry.path, path)
+        if name not in (None, match[1]):
+            continue
+        if match[2] == "old" and not os.path.lexists(folder / match[1]):
+            os.rename(entry.path, folder / match[1])
             continue
         with suppress(OSError):  # its writer lives, or has just removed it
             lock = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -13,7 +13,7 @@ from typing import Annotated, Self
 from pydantic import Field, ValidationError
 
 from gear_offline.core.files import read_regular
-from gear_offline.dataset.manifest import Endings, Manifest, ShardRecord
+from gear_offline.dataset.manifest import Endings, Manifest, ShardRecord, shard_name
 from gear_offline.dataset.shard import DIGEST_CHARS, damaged, digest
 from gear_offline.dataset.statistics import Count, Model
 
@@ -90,7 +90,14 @@ def grown(manifest: Manifest, admissions: Iterable[Admission]) -> Manifest:
     """
     shards, endings = list(manifest.shards), manifest.endings
     for admission in admissions:
-        shards += admission.shards
+        for shard in admission.shards:
+            try:
+                manifest.check_shard(shard)
+            except ValueError as error:
+                raise damaged(str(error), ADMISSIONS_NAME) from error
+            if shard.name != shard_name(len(shards)):
+                raise damaged(f"{shard.name} is not the next shard", ADMISSIONS_NAME)
+            shards.append(shard)
         endings = Endings(
             terminated=endings.terminated + admission.endings.terminated,
             truncated=endings.truncated + admission.endings.truncated,

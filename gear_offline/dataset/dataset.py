@@ -287,8 +287,12 @@ class Dataset:
                     for count in _stream(handle, self.path, self.manifest, record, tensor, buffer):
                         on_progress(count)
 
-        with ThreadPoolExecutor(max_workers=min(MAX_THREADS, usable_cores())) as pool:
-            list(pool.map(check, range(len(self.manifest.shards))))  # an error cancels the rest
+        numbers = range(len(self.manifest.shards))
+        if len(numbers) == 1:  # a thread takes longer to start than an episode to read
+            check(0)
+        else:
+            with ThreadPoolExecutor(max_workers=min(MAX_THREADS, usable_cores())) as pool:
+                list(pool.map(check, numbers))  # an error cancels the rest
         return replace(self, verified=True)
 
     def push_to_hub(self, name: str, *, private: bool = False) -> str:

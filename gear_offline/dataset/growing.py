@@ -15,12 +15,14 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+
 from gear_offline.core.closing import Closing
-from gear_offline.core.files import sync_directory, writing
+from gear_offline.core.files import remove_leftovers, sync_directory, writing
 from gear_offline.core.text import count_text
 from gear_offline.dataset.admissions import ADMISSIONS_NAME, Admission, read_admissions, seal_of
 from gear_offline.dataset.dataset import Dataset, grow_dataset, open_dataset
@@ -85,8 +87,12 @@ class GrowingDataset(Closing):
         with writing(self._path):
             ends = (self._path / ADMISSIONS_NAME).read_bytes().rfind(b"\n") + 1
             os.ftruncate(self._log, ends)
-            for line in self._lines[-1:]:
-                self._remove(self._path / INCOMING / line.piece)
+            admitted = {line.piece for line in self._lines}
+            for piece in self._pieces():
+                if piece.name in admitted:
+                    self._remove(piece)
+            if (self._path / INCOMING).is_dir():
+                remove_leftovers(self._path / INCOMING)
 
     @property
     def admissions(self) -> int:
@@ -117,9 +123,8 @@ class GrowingDataset(Closing):
         deadline, is_told = time.monotonic() + timeout, False
         wanted = self.dataset.spec.steps + least
         while True:
-            for piece in self._pieces():
-                with writing(self._path):
-                    self._admit(piece, step)
+            with writing(self._path):
+                self._admit(self._pieces(), step)
             missing = wanted - self._follow(lambda line: True).spec.steps
             if missing <= 0 or is_stopped():
                 return self.dataset
@@ -154,38 +159,52 @@ class GrowingDataset(Closing):
         names = sorted(os.listdir(folder)) if folder.is_dir() else []
         return [folder / name for name in names if not name.startswith(".")]
 
-    def _admit(self, path: Path, step: int) -> None:
+    def _admit(self, pieces: Sequence[Path], step: int) -> None:
+        """Admit pieces behind the last line: all together are durable before one is removed."""
+        lines, content, seal = list[Admission](), b"", self._seal
+        returns = list[float]()
+        for path in pieces:
+            piece = self._fitting(path)
+            if piece is None:
+                continue
+            admitted = [*self.dataset.manifest.shards, *(r for line in lines for r in line.shards)]
+            records = []
+            for number, record in enumerate(piece.manifest.shards, start=len(admitted)):
+                name = self._path / shard_name(number)
+                name.unlink(missing_ok=True)  # of an admission that a kill broke off
+                os.link(path / record.name, name)
+                records.append(record.model_copy(update={"name": name.name}))
+            endings = piece.manifest.endings
+            line = Admission(step=step, piece=path.name, endings=endings, shards=records)
+            content += (encoded := line.encode(seal))
+            seal = seal_of(encoded)
+            lines.append(line)
+            returns += piece.returns.tolist()
+        if not lines:
+            return
+        sync_directory(self._path)
+        os.write(self._log, content)
+        os.fsync(self._log)
+        self._lines += lines
+        self._seal = seal
+        for line in lines:
+            self._remove(self._path / INCOMING / line.piece)
+        episodes, mean = count_text(len(returns), "episode"), np.mean(returns)
+        say(f"step {step:,}: {episodes} admitted, mean return {mean:,.1f}", quiet=self._quiet)
+
+    def _fitting(self, path: Path) -> Dataset | None:
+        """Open a piece; put one aside that is damaged or does not fit."""
         try:
             piece = open_dataset(path)
             self._check_form(piece)
             self._check(piece)
+            return piece
         except InputError as error:
             place = self._path / REFUSED
             place.mkdir(exist_ok=True)
             path.rename(place / path.name)
             say(f"refused, and moved to {place / path.name}: {error}", quiet=self._quiet)
-            return
-        records, first = (
-            [],
-            len(self.dataset.manifest.shards)
-            + sum(len(line.shards) for line in self._lines[self._admitted :]),
-        )
-        for number, record in enumerate(piece.manifest.shards, start=first):
-            name = self._path / shard_name(number)
-            name.unlink(missing_ok=True)  # of an admission that a kill broke off
-            os.link(path / record.name, name)
-            records.append(record.model_copy(update={"name": name.name}))
-        sync_directory(self._path)
-        line = Admission(step=step, piece=path.name, endings=piece.manifest.endings, shards=records)
-        encoded = line.encode(self._seal)
-        os.write(self._log, encoded)
-        os.fsync(self._log)
-        self._lines.append(line)
-        self._seal = seal_of(encoded)
-        self._remove(path)
-        episodes = count_text(len(piece), "episode")
-        mean = piece.returns.mean()
-        say(f"step {step:,}: {episodes} admitted, mean return {mean:,.1f}", quiet=self._quiet)
+            return None
 
     def _check_form(self, piece: Dataset) -> None:
         """Refuse a piece that is not laid out as the dataset."""

@@ -179,9 +179,21 @@ class Manifest(Model):
         return plan_tensors(self.columns, steps=shard.steps, episodes=shard.episodes)
 
     def replaced(self, **changes: Any) -> Self:
-        """Return the manifest with other values of some fields, checked again."""
+        """Return the manifest with other values of some fields, which nobody checks."""
         fields = {name: getattr(self, name) for name in type(self).model_fields}
-        return type(self).model_validate(fields | changes)
+        return type(self).model_construct(**(fields | changes))
+
+    def check_shard(self, shard: ShardRecord) -> None:
+        """Refuse (ValueError) a record that does not fit the columns."""
+        tensors = self.tensors(shard)
+        header = encode_header(tensors)
+        if (shard.header_bytes, shard.bytes) != (len(header), len(header) + tensors[-1].stop):
+            raise ValueError(f"{shard.name}: bytes do not fit its columns and steps")
+        if shard.header_digest != digest(header):
+            raise ValueError(f"{shard.name}: the header's digest is not that of its columns")
+        lengths = {t.name: -(-t.bytes // self.block_bytes) * DIGEST_CHARS for t in tensors}
+        if {name: len(joined) for name, joined in shard.digests.items()} != lengths:
+            raise ValueError(f"{shard.name}: digests do not fit its tensors")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -204,15 +216,7 @@ class Manifest(Model):
         if self.endings.terminated + self.endings.truncated > self.episodes:
             raise ValueError("more episode ends than episodes")
         for shard in self.shards:
-            tensors = self.tensors(shard)
-            header = encode_header(tensors)
-            if (shard.header_bytes, shard.bytes) != (len(header), len(header) + tensors[-1].stop):
-                raise ValueError(f"{shard.name}: bytes do not fit its columns and steps")
-            if shard.header_digest != digest(header):
-                raise ValueError(f"{shard.name}: the header's digest is not that of its columns")
-            lengths = {t.name: -(-t.bytes // self.block_bytes) * DIGEST_CHARS for t in tensors}
-            if {name: len(joined) for name, joined in shard.digests.items()} != lengths:
-                raise ValueError(f"{shard.name}: digests do not fit its tensors")
+            self.check_shard(shard)
         return self
 
     def encode(self) -> bytes:
