@@ -41,7 +41,10 @@ MAX_CHUNK_BYTES = 1 << 30
 MAX_UNWRITTEN_BYTES = 16 << 20  # fill values in place of chunks that were never written
 MAX_ATTRIBUTES, MAX_ATTRIBUTE_BYTES = 200, 4096
 MAX_TEXT_BYTES = 16 << 20
-LIBRARY_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, NotImplementedError)
+LIBRARY_ERRORS = (
+    *(OSError, RuntimeError, KeyError, ValueError, TypeError, NotImplementedError),
+    OverflowError,  # an address that no signed number holds
+)
 _PLAIN = "copy the data into plain datasets of one file, e.g. with h5repack"
 
 
