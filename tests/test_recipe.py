@@ -469,3 +469,8 @@ def test_any_text_is_parsed_or_refused(text: str) -> None:
         parse_yaml(text, where="test")
     except InputError as error:
         assert error.code == "RECIPE"
+
+
+@pytest.mark.parametrize(("was", "now"), [(True, ("tensorboard",)), (False, ())])
+def test_runs_from_before_trackers_are_read(was: bool, now: tuple[str, ...]) -> None:
+    assert Recipe.parse({"name": "old", "train": {"tensorboard": was}}).train.trackers == now

@@ -27,7 +27,7 @@ from gear_offline.analysis.sampling import Data, Draws
 from gear_offline.core.files import write_file, writing
 from gear_offline.core.text import count_text, printable
 from gear_offline.plots import BLUE, FAINT, GREY, INK, ORANGE, dress, short, shortened, thousands
-from gear_offline.sweep.report import print_table
+from gear_offline.runs.listing import print_table
 
 TALLEST = 2.5  # times the data's own tallest bar: higher ones are cut, and it is said
 COLUMNS_AT_ONCE = 5  # beside the name of the strategy, on the terminal

@@ -330,6 +330,15 @@ class TrainSettings(Section):
     project: Name = "gear-offline"
     """Project that trackio and wandb show the run in."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_old(cls, value: Any) -> Any:
+        """Read what runs before `trackers` have written: ``tensorboard`` was true or false."""
+        if isinstance(value, dict) and isinstance(value.get("tensorboard"), bool):
+            old = {"trackers": ["tensorboard"] if value["tensorboard"] else []}
+            value = old | {key: one for key, one in value.items() if key != "tensorboard"}
+        return value
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         edges = [edge for first, last in self.skip for edge in (first, last + 1)]

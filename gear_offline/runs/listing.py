@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ __all__ = ["RunList", "list_runs"]
 
 DEPTH = 4  # folders below the one that was named: sweeps lie in runs/, their runs two below
 WRITTEN = ("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "summary.json")
+MOST_NAME = 26  # characters of a name that are not broken on a narrow terminal
 AGES = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
@@ -62,24 +63,17 @@ class RunList:
 
     def print(self, *, console: Console | None = None) -> None:
         """Print a row a run."""
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        table.add_column("run", overflow="fold", min_width=12)
-        for heading in ("steps", "best", "last", "score", "age"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("data", overflow="fold")
+        headings = ["run", "steps", "best", "last", "score", "age", "data"]
         rows = []
         for row in self.rows:
             cells = [f"{row.steps:,}/{row.asked:,}"] if row.error is None else ["damaged"]
             cells += [_number(row.best_return, ",.4g"), _number(row.last_return, ",.4g")]
-            cells += [_number(row.normalized_score, ".1f"), age_text(row.age_seconds), row.data]
-            rows.append([printable(cell) for cell in (row.name, *cells)])
+            cells += [_number(row.normalized_score, ".1f"), age_text(row.age_seconds)]
+            rows.append([row.name, *cells, row.data])
         console = console or Console()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        if sum(widths) + 2 * len(widths) > console.width:  # a run's name is needed whole
-            del table.columns[-1]
-        for cells in rows:
-            table.add_row(*map(Text, cells[: len(table.columns)]))
-        console.print(table, highlight=False)
+        widest = max(sum(map(len, cells)) for cells in rows)
+        shown = len(headings) - (widest + 2 * len(headings) > console.width)  # names stay whole
+        print_table(console, headings[:shown], [cells[:shown] for cells in rows])
 
     def __repr__(self) -> str:
         console = Console(width=100, color_system=None)
@@ -137,14 +131,31 @@ def print_run(run: Run, *, console: Console | None = None) -> None:
         table.add_row(name, Text(printable(text)))
     console.print(table, highlight=False)
     if document["evaluations"]:
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-        for heading in ("step", "return", "score"):
-            table.add_column(heading, justify="right")
+        rows = []
         for one in document["evaluations"]:
             achieved = _number(one["return"], ",.4g"), _number(one["normalized_score"], ".1f")
-            table.add_row(f"{one['step'] or 0:,}", *achieved)
+            rows.append([f"{one['step'] or 0:,}", *achieved])
         console.print()
-        console.print(table, highlight=False)
+        print_table(console, ["step", "return", "score"], rows)
+
+
+def print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows whose first column is a name; headings and names are broken where it is narrow."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    cells = [[printable(cell) for cell in row] for row in rows]
+    least = [max(map(len, column)) for column in zip(*cells, strict=True)] or [0] * len(headings)
+    widths = list(map(max, least, map(len, headings)))
+    if sum(widths) + 2 * len(widths) > console.width:  # rich would cut the last column's numbers
+        words = (max(map(len, heading.split()), default=0) for heading in headings)
+        widths = list(map(max, least, words))
+        room = console.width - sum(widths[1:]) - 2 * len(widths)
+        widths[0] = min(widths[0], max(room, MOST_NAME))
+    for heading, width in zip(headings, widths, strict=True):
+        justify: Any = "right" if table.columns else "left"
+        table.add_column(heading, justify=justify, width=width, overflow="fold")
+    for row in cells:
+        table.add_row(*map(Text, row))
+    console.print(table, highlight=False)
 
 
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:

@@ -15,11 +15,8 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader
 from matplotlib.axes import Axes
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table as TerminalTable
-from rich.text import Text
 
 from gear_offline.core.files import write_file
 from gear_offline.core.text import count_text, printable
@@ -35,11 +32,11 @@ from gear_offline.plots import (
     thousands,
     titles,
 )
+from gear_offline.runs.listing import print_table
 from gear_offline.sweep.directory import SweepDirectory
 from gear_offline.sweep.results import TrialResult
 from gear_offline.sweep.table import INTERVAL, RANKING, Curve, Table, make_curves, make_table
 
-MOST_NAME = 26  # characters of a name that are not broken on a narrow terminal
 MOST_CURVES = len(SERIES)  # more cannot be told apart
 AXES = {"return": "mean return", "normalized_score": "normalized score", "loss": "training loss"}
 HEADINGS = {
@@ -173,27 +170,6 @@ def print_settings(table: Table, console: Console, remark: str = "") -> None:
     )
     what = f"± is the {INTERVAL}." if has_intervals else "Intervals are shown from 3 seeds on."
     console.print(f"{what}{remark}", highlight=False)
-
-
-def print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows whose first column is a name; headings and names are broken where it is narrow."""
-    table = TerminalTable(
-        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
-    )
-    cells = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
-    if sum(widths) + 2 * len(widths) > console.width:  # rich would cut the last column's numbers
-        words = [max(map(len, heading.split())) for heading in headings]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        widths = list(map(max, words, widths))
-        room = console.width - sum(widths[1:]) - 2 * len(widths)
-        widths[0] = min(widths[0], max(room, MOST_NAME))
-    for heading, width in zip(headings, widths, strict=True):
-        justify = "right" if table.columns else "left"
-        table.add_column(heading, justify=justify, width=width, overflow="fold")  # type: ignore[arg-type]
-    for row in cells:
-        table.add_row(*map(Text, row))
-    console.print(table, highlight=False)
 
 
 # learning curves over seeds ------------------------------------------------------------------
