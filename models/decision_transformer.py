@@ -535,7 +535,7 @@ def build_model(
         config.frame_shape = list(frame_shape)
         config.frame_stack = frame_stack
     if tasks:
-        config.tasks = [task.to_json() for task in tasks]
+        config.tasks = [task.model_dump(mode="json") for task in tasks]
     model = DecisionTransformer(config)
     model.attention = attention
     return model

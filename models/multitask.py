@@ -12,14 +12,12 @@ Shape legend: B windows, T tasks, S state elements, A action elements of the wid
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from copy import copy, deepcopy
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Self
 
-import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from gear_offline.errors import InputError
@@ -33,8 +31,10 @@ if TYPE_CHECKING:
 TASK_STD = 0.02  # of the initial embeddings, as the released class's own
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelTask:
+Statistics = tuple[Annotated[float, Field(strict=True)], ...]
+
+
+class ModelTask(BaseModel):
     """What a model knows of one of its tasks; written into its configuration.
 
     Attributes
@@ -51,20 +51,22 @@ class ModelTask:
         Of the episodes it was learnt from.
     """
 
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
     name: str
-    state_dim: int
-    action_dim: int
-    returns_scale: float
-    state_mean: tuple[float, ...] | None = None
-    state_std: tuple[float, ...] | None = None
+    state_dim: Annotated[int, Field(ge=1)]
+    action_dim: Annotated[int, Field(ge=1)]
+    returns_scale: Annotated[float, Field(gt=0.0)]
+    state_mean: Annotated[Statistics, Field(strict=False)] | None = None
+    state_std: Annotated[Statistics, Field(strict=False)] | None = None
     return_worst: float = 0.0
     return_best: float = 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {
-            key: None if (found := getattr(self, key)) is None else list(found)
-            for key in ("state_mean", "state_std")
-        }
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        lengths = {None if n is None else len(n) for n in (self.state_mean, self.state_std)}
+        if lengths not in ({None}, {self.state_dim}):
+            raise ValueError("state_mean and state_std are not of its states")
+        return self
 
 
 def tasks_of_config(config: DecisionTransformerConfig) -> tuple[ModelTask, ...]:
@@ -75,40 +77,18 @@ def tasks_of_config(config: DecisionTransformerConfig) -> tuple[ModelTask, ...]:
     InputError
         ``MODEL`` for tasks that do not fit the model.
     """
-    found = []
-    for entry in getattr(config, "tasks", None) or ():
-        try:
-            found.append(_task(dict(entry), config))
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(
-                "MODEL", f"a task does not fit the model: {error}", where="tasks"
-            ) from error
-    return tuple(found)
-
-
-def _task(values: dict[str, Any], config: DecisionTransformerConfig) -> ModelTask:
-    """Return a task of a configuration that may hold anything; ValueError and others if it does."""
-    for key in ("state_mean", "state_std"):
-        value = values[key]
-        if value is None:
-            continue
-        values[key] = tuple(float(number) for number in value)
-        if len(value) != values["state_dim"] or not np.isfinite(values[key]).all():
-            raise ValueError(f"{key} has {len(value)} numbers, or some that are not finite")
-    task = ModelTask(**values)
-    if not isinstance(task.name, str) or (task.state_mean is None) != (task.state_std is None):
-        raise ValueError("name or statistics")
     frames = bool(getattr(config, "frame_shape", ()))
-    widths = (task.state_dim, config.state_dim), (task.action_dim, config.act_dim)
-    for width, most in widths[frames:]:
-        if type(width) is not int or not 1 <= width <= most:
-            raise ValueError(f"width {width!r} of {most}")
-    numbers = (task.returns_scale, task.return_worst, task.return_best)
-    if not all(type(n) in (int, float) and math.isfinite(n) for n in numbers):
-        raise ValueError(f"numbers {numbers!r}")
-    if not task.returns_scale > 0:
-        raise ValueError(f"returns_scale {task.returns_scale!r}")
-    return task
+    try:
+        tasks = tuple(map(ModelTask.model_validate, getattr(config, "tasks", None) or ()))
+        for task in tasks:
+            if task.action_dim > config.act_dim or (
+                task.state_dim > config.state_dim and not frames
+            ):
+                raise ValueError(f"{task.name} is wider")
+    except (TypeError, ValueError) as error:
+        what = f"a task does not fit the model: {error}"
+        raise InputError("MODEL", what, where="tasks") from error
+    return tasks
 
 
 class TaskEmbedding(nn.Module):

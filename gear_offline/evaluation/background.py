@@ -27,7 +27,6 @@ from gear_offline.evaluation.environments import Known, known_of
 from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
 from gear_offline.models.policy import Policy
 from gear_offline.training.checkpoint import read_checkpoint
-from gear_offline.training.metrics import finite
 from gear_offline.training.policies import TrainedModel, trained_model
 from gear_offline.training.seeding import torch_threads
 from gear_offline.workers import Caller, WorkerPool
@@ -112,8 +111,7 @@ def play(
 
     report = evaluate_tasks(policy_of, request.tasks, processes=processes)
     report = replace(report, run=request.run, step=request.step, device=request.device)
-    document: dict[str, Any] = finite(report.to_json())
-    return document
+    return report.to_json()
 
 
 def play_checkpoint(request: PlayRequest) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from gear_offline.core.files import write_file
 from gear_offline.core.text import count_text
 from gear_offline.core.types import BoolArray, Float64Array, Int64Array
 from gear_offline.dataset.scores import ReferenceScores
+from gear_offline.training.metrics import finite
 
 CONFIDENCE = "two-sided 95 % Student t interval of the mean over episodes"
 BY_REFERENCE, BY_DATA = "reference scores", "returns of its data"
@@ -87,22 +88,24 @@ class TaskResult:
         return self.normalized(self.best.mean_return)
 
     @property
+    def ends(self) -> tuple[float, float] | None:
+        """The returns that 0 and 100 stand for, where known."""
+        if self.reference is not None:
+            return self.reference.minimum, self.reference.maximum
+        low, high = self.data_returns or (0.0, 0.0)
+        return self.data_returns if high > low else None
+
+    @property
     def scale(self) -> str | None:
         """What scores are measured on; None: there are none."""
-        if self.reference is not None:
-            return BY_REFERENCE
-        low, high = self.data_returns or (0.0, 0.0)
-        return BY_DATA if high > low else None
+        named = BY_DATA if self.reference is None else BY_REFERENCE
+        return None if self.ends is None else named
 
     def normalized(self, value: float) -> float | None:
         """Return the score of a return; None without a scale, or for NaN."""
-        if self.scale is None or not math.isfinite(value):
+        if self.ends is None or not math.isfinite(value):
             return None
-        if self.reference is not None:
-            low, high = self.reference.minimum, self.reference.maximum
-        else:
-            assert self.data_returns is not None, "the scale says so"
-            low, high = self.data_returns
+        low, high = self.ends
         return 100.0 * (value - low) / (high - low)
 
     def to_json(self) -> dict[str, Any]:
@@ -124,15 +127,14 @@ class TaskResult:
         }
 
     def _target(self, target: TargetResult) -> dict[str, Any]:
-        low, high = target.ci95
         return {
-            "target": _number(target.target),
+            "target": target.target,
             "episodes": int(target.returns.size),
             "return": target.mean_return,
-            "std": _number(target.std),
-            "ci95": [_number(low), _number(high)],
+            "std": target.std,
+            "ci95": target.ci95,
             "normalized_score": self.normalized(target.mean_return),
-            "normalized_ci95": [self.normalized(low), self.normalized(high)],
+            "normalized_ci95": [self.normalized(end) for end in target.ci95],
             "min": float(target.returns.min()),
             "max": float(target.returns.max()),
             "length_mean": float(target.lengths.mean()),
@@ -171,24 +173,15 @@ class EvaluationReport:
 
         A task without a name stands at the top level, named ones in ``tasks``.
         """
-        of_tasks: dict[str, Any] = self.tasks[0].to_json()
+        document: dict[str, Any] = self.tasks[0].to_json()
         if self.tasks[0].name:
-            tasks = {task.name: task.to_json() for task in self.tasks}
-            of_tasks = {"targets": [], "tasks": tasks}
-        videos = {"videos": list(self.videos)} if self.videos else {}
-        return (
-            of_tasks
-            | videos
-            | {
-                "run": self.run,
-                "step": self.step,
-                "device": self.device,
-                "return": self.mean_return,
-                "normalized_score": self.normalized_score,
-                "seconds": round(self.seconds, 3),
-                "versions": dict(self.versions),
-            }
-        )
+            document = {"targets": [], "tasks": {t.name: t.to_json() for t in self.tasks}}
+        if self.videos:
+            document["videos"] = self.videos
+        document |= {name: getattr(self, name) for name in ("run", "step", "device", "versions")}
+        document |= {"return": self.mean_return, "normalized_score": self.normalized_score}
+        found: dict[str, Any] = finite({**document, "seconds": round(self.seconds, 3)})
+        return found
 
     def write(self, path: Path) -> None:
         """Write `to_json` to `path`, whole or not at all."""
@@ -276,17 +269,12 @@ def keep_earlier(path: Path) -> Path | None:
     raise AssertionError("numbers do not end")
 
 
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def _table(report: EvaluationReport, task: TaskResult) -> Table:
     place = f" at step {report.step:,}" if report.step is not None else ""
     name = f"{task.name}: " if task.name else ""
     caption = task.reference.note if task.reference is not None else None
-    if task.scale == BY_DATA and task.data_returns is not None:
-        worst, best = task.data_returns
-        caption = f"score on the {BY_DATA}: 0 is {worst:,.6g}, 100 is {best:,.6g}"
+    if task.ends is not None and task.reference is None:
+        caption = "score on the {}: 0 is {:,.6g}, 100 is {:,.6g}".format(BY_DATA, *task.ends)
     title = f"{name}{report.run or 'policy'}{place} in {task.environment}"
     table = Table(title=escape(title), caption=escape(caption or ""), box=box.SIMPLE_HEAD)
     table.show_edge = table.pad_edge = False

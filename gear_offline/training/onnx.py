@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -77,28 +75,26 @@ def export_policy(
     'tiny.onnx'
     """
     target = Path(out)
+    if target.suffix == ".onnx":
+        check_new_file(target, overwrite=overwrite)
+    if not isinstance(policy, Policy):
+        policy = load_policy(policy, task, device="cpu")
     if target.suffix != ".onnx":
-        if not isinstance(policy, Policy):
-            policy = load_policy(policy, task, device="cpu")
         return policy.save(target, overwrite=overwrite)
     try:
         import onnx
         import onnxscript  # noqa: F401 - what torch exports with
     except ImportError as error:
-        raise UnavailableError(
-            "PACKAGE_MISSING",
-            f"the export needs {error.name}",
-            remedy='install it: pip install "gear-offline[onnx]"',
-        ) from error
-    check_new_file(target, overwrite=overwrite)
-    if not isinstance(policy, Policy):
-        policy = load_policy(policy, task, device="cpu")
+        what, remedy = f"the export needs {error.name}", "pip install 'gear-offline[onnx]'"
+        raise UnavailableError("PACKAGE_MISSING", what, remedy=remedy) from error
     graph = _ActingModel(policy).eval()
     length = max(2, policy.context_length)  # a size of 1 would become a constant of the graph
     steps = torch.export.Dim("L", min=1, max=length)
     batch = torch.export.Dim("B", min=1)
     shapes = {name: {0: batch, 1: steps} for name in INPUTS}
-    with _quiet():
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses packages not needed here
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         program = torch.onnx.export(
             graph,
             graph.example(length),
@@ -153,26 +149,9 @@ class _ActingModel(nn.Module):
 
     def example(self, length: int) -> tuple[Tensor, ...]:
         """Return inputs of two environments, zeros."""
-        (states, width), shape = self._sizes, (2, length)
-        stack, frame = self._frames
-        if frame:
-            observations = torch.zeros((*shape, stack, *frame), dtype=torch.uint8)
-        else:
-            observations = torch.zeros((*shape, states))
+        (states, width), (stack, frame), shape = self._sizes, self._frames, (2, length)
+        seen, kind = ((stack, *frame), torch.uint8) if frame else ((states,), torch.float32)
+        observations = torch.zeros((*shape, *seen), dtype=kind)
         whole = torch.zeros(shape, dtype=torch.int64)
         actions = whole if self.discrete else torch.zeros((*shape, width))
         return observations, actions, torch.zeros(shape), whole.clone()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out what torch's exporter says of packages that this model does not need."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
