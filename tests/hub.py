@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
-import fnmatch
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,30 +17,28 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 TOKEN = "hf_stand_in"
-LFS = ("*.safetensors", "*.hdf5", "*.parquet")  # as .gitattributes of a new repository says
+LFS = (".safetensors", ".hdf5")  # as .gitattributes of a new repository says
 
 Tree = dict[str, bytes]
 
 
-@dataclass
 class Repo:
     """Branches and commits, each the files by path."""
 
-    name: str
-    url: str
-    private: bool = False
-    branches: dict[str, str] = field(default_factory=dict)
-    commits: dict[str, Tree] = field(default_factory=dict)
+    def __init__(self, *, private: bool) -> None:
+        self.private = private
+        self.branches: dict[str, str] = {}
+        self.commits: dict[str, Tree] = {}
+        self.commit("main", {".gitattributes": b"*.safetensors filter=lfs\n"})
 
     def commit(self, branch: str, tree: Tree) -> str:
-        sha = hashlib.sha1(repr((branch, sorted(tree.items()), len(self.commits))).encode())
-        self.branches[branch] = sha.hexdigest()
-        self.commits[sha.hexdigest()] = tree
-        return sha.hexdigest()
+        name = hashlib.sha1(repr((branch, tree, len(self.commits))).encode()).hexdigest()
+        self.branches[branch], self.commits[name] = name, tree
+        return name
 
 
 class StandIn(ThreadingHTTPServer):
-    """Serves repositories that lie in memory, ``model/USER/NAME`` and ``dataset/USER/NAME``."""
+    """Serves repositories that lie in memory, ``models/USER/NAME`` and ``datasets/USER/NAME``."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -55,11 +52,7 @@ class StandIn(ThreadingHTTPServer):
 
 
 class Refused(Exception):
-    """An answer other than 200."""
-
-    def __init__(self, status: int, code: str = "", message: str = "", **more: str) -> None:
-        self.status, self.document = status, {"error": message, **more}
-        self.headers = {"X-Error-Code": code, "X-Error-Message": message}
+    """An answer other than 200: status, the Hub's code of the error, what it says."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -73,16 +66,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        headers: dict[str, str] = {}
+        self.out: dict[str, str] = {}
         try:
-            parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
-            answer = self.answer(parts, headers)
-            status = 200
+            status, answer = 200, self.answer(urlsplit(self.path).path)
         except Refused as refused:
-            status, answer, headers = refused.status, refused.document, refused.headers
+            status, code, answer = refused.args
+            self.out = {"X-Error-Code": code}
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.send_response(status)
-        for key, value in {**headers, "Content-Length": str(len(content))}.items():
+        for key, value in {**self.out, "Content-Length": str(len(content))}.items():
             self.send_header(key, value)
         self.end_headers()
         if self.command != "HEAD":
@@ -90,117 +82,94 @@ class Handler(BaseHTTPRequestHandler):
 
     do_POST = do_PUT = do_HEAD = do_GET
 
-    def answer(self, parts: list[str], headers: dict[str, str]) -> Any:
-        if parts[0] == "lfs":
-            assert hashlib.sha256(self.body).hexdigest() == parts[1]
-            self.server.blobs[parts[1]] = self.body
+    def answer(self, path: str) -> Any:
+        if path.startswith("/lfs/"):
+            self.server.blobs[path[5:]] = self.body
+            assert hashlib.sha256(self.body).hexdigest() == path[5:]
             return {}
-        if parts[:2] == ["api", "validate-yaml"]:
+        if path == "/api/validate-yaml":
             return {"errors": [], "warnings": []}
-        if parts[:2] == ["api", "repos"]:
+        if path == "/api/repos/create":
             return self.create(json.loads(self.body))
-        if parts[0] == "api" and parts[1] not in ("models", "datasets"):
-            raise Refused(404)  # the client asks for news of its own
-        if parts[0] == "api":
-            kind, user, name, *rest = parts[1:]
-            return self.api(self.repo(kind[:-1], user, name), rest)
-        kind = "dataset" if parts[0] == "datasets" else "model"
-        user, name, *rest = parts[1:] if kind == "dataset" else parts
-        repo = self.repo(kind, user, name.removesuffix(".git"))
-        if rest[:2] == ["info", "lfs"]:
-            self.must_write()
-            objects = [
-                {**o, "actions": {"upload": {"href": f"{self.server.url}/lfs/{o['oid']}"}}}
-                for o in json.loads(self.body)["objects"]
-            ]
-            return {"transfer": "basic", "objects": objects}
-        assert rest[0] == "resolve"
-        sha, tree = self.tree(repo, rest[1])
-        path = "/".join(rest[2:])
-        if path not in tree:
-            raise Refused(404, "EntryNotFound", "Entry not found")
-        headers |= {"X-Repo-Commit": sha, "ETag": f'"{entry(path, tree[path])["oid"]}"'}
-        if is_lfs(path):
-            headers["X-Linked-Etag"] = f'"{hashlib.sha256(tree[path]).hexdigest()}"'
-            headers["X-Linked-Size"] = str(len(tree[path]))
-        return tree[path]
+        found = re.fullmatch(r"/(api/)?(models/|datasets/)?([^/]+/[^/]+?)(?:\.git)?(/.*)?", path)
+        if found is None or found[3].split("/")[0] == "api":
+            raise Refused(404, "", {})  # the client asks for news of its own
+        repo = self.server.repos.get((found[2] or "models/") + found[3])
+        if repo is None or (repo.private and not self.is_known()):
+            raise Refused(401, "RepoNotFound", {"error": "Repository not found"})
+        what, _, rest = (found[4] or "/revision/main").strip("/").partition("/")
+        revision, _, file = map(unquote, rest.partition("/"))
+        if self.command in ("GET", "HEAD"):
+            commit = repo.branches.get(revision, revision)
+            if commit not in repo.commits:
+                raise Refused(404, "RevisionNotFound", {"error": f"Invalid rev id: {revision}"})
+            return self.read(what, found[3], commit, repo.commits[commit], file)
+        self.must_be_known()
+        return getattr(self, what)(repo, revision)
 
-    def api(self, repo: Repo, rest: list[str]) -> Any:
-        if not rest or rest[0] == "revision":
-            sha, tree = self.tree(repo, rest[1] if rest else "main")
-            siblings = [{"rfilename": path} for path in tree]
-            found = {"id": repo.name, "sha": sha, "siblings": siblings}
-            return found | {"private": repo.private, "tags": [], "downloads": 0, "likes": 0}
-        if rest[0] == "tree":
-            _, tree = self.tree(repo, rest[1])
+    def read(self, what: str, name: str, commit: str, tree: Tree, file: str) -> Any:
+        if what == "revision":
+            return {"id": name, "sha": commit, "siblings": [{"rfilename": path} for path in tree]}
+        if what == "tree":
             return [entry(path, content) for path, content in tree.items()]
-        self.must_write()
-        if rest[0] == "branch":
-            repo.branches.setdefault(rest[1], repo.branches["main"])
-            return {}
-        if rest[0] == "preupload":
-            asked = [file["path"] for file in json.loads(self.body)["files"]]
-            modes = {True: "lfs", False: "regular"}
-            modes_of = {path: modes[is_lfs(path)] for path in asked}
-            files = [
-                {"path": path, "uploadMode": mode, "shouldIgnore": False}
-                for path, mode in modes_of.items()
-            ]
-            return {"files": files}
-        assert rest[0] == "commit"
-        tree = dict(self.tree(repo, rest[1])[1])
-        for line in self.body.splitlines():
-            item = json.loads(line)
-            value = item["value"]
-            if item["key"] == "file":
-                tree[value["path"]] = base64.b64decode(value["content"])
-            elif item["key"] == "lfsFile":
-                tree[value["path"]] = self.server.blobs[value["oid"]]
-        sha = repo.commit(rest[1], tree)
-        return {"commitUrl": f"{repo.url}/commit/{sha}", "commitOid": sha}
+        if file not in tree:
+            raise Refused(404, "EntryNotFound", {"error": "Entry not found"})
+        facts = entry(file, tree[file])
+        etag = facts.get("lfs", facts)["oid"]
+        self.out = {"X-Repo-Commit": commit, "ETag": f'"{etag}"', "X-Linked-Etag": f'"{etag}"'}
+        self.out["X-Linked-Size"] = str(len(tree[file]))
+        return tree[file]
 
     def create(self, asked: dict[str, Any]) -> Any:
-        self.must_write()
-        kind, name = asked.get("type") or "model", f"{asked['organization']}/{asked['name']}"
-        url = f"{self.server.url}/{'datasets/' if kind == 'dataset' else ''}{name}"
-        if f"{kind}/{name}" in self.server.repos:
-            raise Refused(409, "", "You already created this repo", url=url)
-        repo = Repo(name, url, private=asked.get("visibility") == "private")
-        repo.commit("main", {".gitattributes": b"*.safetensors filter=lfs\n"})
-        self.server.repos[f"{kind}/{name}"] = repo
-        return {"url": url, "name": name, "id": "0"}
+        self.must_be_known()
+        kind, name = f"{asked.get('type') or 'model'}s/", f"{asked['organization']}/{asked['name']}"
+        document = {"url": f"{self.server.url}/{kind.replace('models/', '')}{name}"}
+        if kind + name in self.server.repos:
+            raise Refused(409, "", {"error": "You already created this repo", **document})
+        self.server.repos[kind + name] = Repo(private=asked.get("visibility") == "private")
+        return document
 
-    def repo(self, kind: str, user: str, name: str) -> Repo:
-        repo = self.server.repos.get(f"{kind}/{user}/{name}")
-        if repo is None or (repo.private and not self.may_write()):
-            raise Refused(401, "RepoNotFound", "Repository not found")
-        return repo
+    def branch(self, repo: Repo, name: str) -> Any:
+        repo.branches.setdefault(name, repo.branches["main"])
+        return {}
 
-    def tree(self, repo: Repo, revision: str) -> tuple[str, Tree]:
-        sha = repo.branches.get(revision, revision)
-        if sha not in repo.commits:
-            raise Refused(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        return sha, repo.commits[sha]
+    def preupload(self, repo: Repo, revision: str) -> Any:
+        paths = [file["path"] for file in json.loads(self.body)["files"]]
+        modes = {path: "lfs" if path.endswith(LFS) else "regular" for path in paths}
+        ignore = {"shouldIgnore": False}
+        return {"files": [{"path": p, "uploadMode": mode, **ignore} for p, mode in modes.items()]}
 
-    def may_write(self) -> bool:
+    def info(self, repo: Repo, revision: str) -> Any:  # /info/lfs/objects/batch
+        objects = json.loads(self.body)["objects"]
+        for one in objects:
+            one["actions"] = {"upload": {"href": f"{self.server.url}/lfs/{one['oid']}"}}
+        return {"transfer": "basic", "objects": objects}
+
+    def commit(self, repo: Repo, revision: str) -> Any:
+        tree = dict(repo.commits[repo.branches[revision]])
+        for line in map(json.loads, self.body.splitlines()[1:]):
+            value = line["value"]
+            regular = line["key"] == "file"
+            content = base64.b64decode(value["content"]) if regular else None
+            tree[value["path"]] = self.server.blobs[value["oid"]] if content is None else content
+        name = repo.commit(revision, tree)
+        return {"commitUrl": f"{self.server.url}/me/it/commit/{name}", "commitOid": name}
+
+    def is_known(self) -> bool:
         return self.headers.get("Authorization") == f"Bearer {TOKEN}"
 
-    def must_write(self) -> None:
-        if not self.may_write():
-            raise Refused(401, "", "Invalid username or password.")
-
-
-def is_lfs(path: str) -> bool:
-    return any(fnmatch.fnmatch(path, pattern) for pattern in LFS)
+    def must_be_known(self) -> None:
+        if not self.is_known():
+            raise Refused(401, "", {"error": "Invalid username or password."})
 
 
 def entry(path: str, content: bytes) -> dict[str, Any]:
     """Return what a listing says of a file."""
     found = {"type": "file", "path": path, "size": len(content)}
-    sha = hashlib.sha256(content).hexdigest()
-    if is_lfs(path):
-        found["lfs"] = {"oid": sha, "size": len(content), "pointerSize": 130}
-        content = f"version https://git-lfs\noid sha256:{sha}\nsize {len(content)}\n".encode()
+    if path.endswith(LFS):
+        oid = hashlib.sha256(content).hexdigest()
+        found["lfs"] = {"oid": oid, "size": len(content), "pointerSize": 130}
+        content = oid.encode()
     return {**found, "oid": hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()}
 
 
@@ -210,18 +179,16 @@ def stand_in(cache: Path) -> Iterator[StandIn]:
     from huggingface_hub import constants
 
     server = StandIn()
+    form = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    settings = {"ENDPOINT": server.url, "HUGGINGFACE_CO_URL_TEMPLATE": form}
+    settings |= {"HF_HUB_CACHE": str(cache), "HF_TOKEN_PATH": str(cache / "no token")}
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with pytest.MonkeyPatch.context() as patch:
-        form = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        patch.setattr(constants, "ENDPOINT", server.url)
-        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", form)
-        patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        for name, value in settings.items():
+            patch.setattr(constants, name, value)
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        patch.setattr(constants, "HF_TOKEN_PATH", str(cache / "no token"))
         patch.setenv("HF_TOKEN", TOKEN)
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            server.server_close()
+        yield server
+    server.shutdown()
+    server.server_close()

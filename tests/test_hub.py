@@ -46,8 +46,8 @@ def test_a_policy_goes_there_and_acts_elsewhere(
     assert policy.push_to_hub("hub:me/pend") == f"{hub.url}/me/pend"
     assert main(["push", str(run), "hub:me/pend@last", "--private"]) == 0
     assert capsys.readouterr().out == f"{hub.url}/me/pend\n"
-    weights = hub.files("model/me/pend")["model.safetensors"]
-    assert weights != hub.files("model/me/pend", "last")["model.safetensors"]
+    weights = hub.files("models/me/pend")["model.safetensors"]
+    assert weights != hub.files("models/me/pend", "last")["model.safetensors"]
     best = (run / "checkpoints" / "best" / "model.safetensors").read_bytes()
     assert weights == best
 
@@ -110,8 +110,8 @@ def test_a_dataset_goes_there_and_is_read_from_there(
     with one_error("DATA_MISMATCH"):
         prepare_dataset(other, quiet=True)
 
-    repo = hub.repos["dataset/me/data"]
-    broken = {**hub.files("dataset/me/data")}
+    repo = hub.repos["datasets/me/data"]
+    broken = {**hub.files("datasets/me/data")}
     broken["shard-00000.safetensors"] = broken["shard-00000.safetensors"][:-1] + b"?"
     repo.commit("broken", broken)
     with one_error("DATASET_DAMAGED"):
