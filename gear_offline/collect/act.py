@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,13 +33,13 @@ POLL_SECONDS = 0.5
 RECENT = 20  # episodes of a line's mean
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ActReport:
     """What actors have appended; `mean_return` is None where no episode was played."""
 
-    episodes: int
-    steps: int
-    mean_return: float | None
+    episodes: int = 0
+    steps: int = 0
+    mean_return: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name, JSON-able."""
@@ -146,42 +144,29 @@ def act(
         for number, share in enumerate(shares)
         if share != 0
     ]
-    board = _Board(quiet=quiet)
-    try:
-        with ExitStack() as stack:
-            pool = stack.enter_context(WorkerPool(actors))
-            jobs = [(part,) for part in parts]
-            list(pool.run(f"{__name__}:play_in_worker", jobs, on_message=board.add))
-    except KeyboardInterrupt:
-        say("stopped: the episodes under way are lost, the others appended", quiet=quiet)
-    return board.report()
+    report, returns, told = ActReport(), list[float](), time.monotonic()
 
-
-class _Board:
-    """Counts episodes, and tells of them every ten seconds."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet, self._told = quiet, time.monotonic()
-        self._recent: deque[float] = deque(maxlen=RECENT)
-        self._episodes = self._steps = 0
-        self._total = 0.0
-
-    def add(self, message: tuple[float, int, int]) -> None:
+    def add(message: tuple[float, int, int]) -> None:
+        nonlocal told
         total, steps, policy = message
-        self._episodes, self._steps = self._episodes + 1, self._steps + steps
-        self._total += total
-        self._recent.append(total)
-        if time.monotonic() - self._told > REPORT_SECONDS:
-            self._told = time.monotonic()
+        returns.append(total)
+        report.episodes, report.steps = len(returns), report.steps + steps
+        if time.monotonic() - told > REPORT_SECONDS:
+            told = time.monotonic()
             say(
-                f"{self._episodes:,} episodes, {self._steps:,} steps; mean return of the last "
-                f"{len(self._recent)}: {np.mean(self._recent):,.1f}, policy of step {policy:,}",
-                quiet=self._quiet,
+                f"{report.episodes:,} episodes, {report.steps:,} steps; mean return of the last "
+                f"{RECENT}: {np.mean(returns[-RECENT:]):,.1f}, policy of step {policy:,}",
+                quiet=quiet,
             )
 
-    def report(self) -> ActReport:
-        mean = self._total / self._episodes if self._episodes else None
-        return ActReport(episodes=self._episodes, steps=self._steps, mean_return=mean)
+    try:
+        with WorkerPool(actors) as pool:
+            jobs = [(part,) for part in parts]
+            list(pool.run(f"{__name__}:play_in_worker", jobs, on_message=add))
+    except KeyboardInterrupt:
+        say("stopped: the episodes under way are lost, the others appended", quiet=quiet)
+    report.mean_return = float(np.mean(returns)) if returns else None
+    return report
 
 
 def _with_checkpoint(path: Path, *, quiet: bool) -> Path:
