@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -48,12 +47,6 @@ def check_available(nbytes: int) -> None:
     if nbytes + RESERVE_BYTES > available:
         what = f"{size_text(nbytes)} of host memory needed, {size_text(available)} available"
         raise GearError("MEMORY", what, "", "free memory, use fewer columns, or keep data on disk")
-
-
-def most_open(most: int) -> int:
-    """Return how many files to keep open: `most`, or a quarter of what the process may have."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return most if limit < 0 else max(1, min(most, limit // 4))
 
 
 def processor() -> str:

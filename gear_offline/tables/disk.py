@@ -34,7 +34,6 @@ from gear_offline.tables.table import Table, TableOptions
 from gear_offline.tables.window_reader import (
     COPY_BYTES,
     GAP_BYTES,
-    ShardFiles,
     WindowReader,
     chunk_bytes,
     margin_bytes,
@@ -72,6 +71,7 @@ def share_out(
     *,
     budget_bytes: int,
     row_bytes: Sequence[int],
+    in_memory: Sequence[bool],
     rows: int,
     batch_bytes: int,
     converted_share: float,
@@ -81,18 +81,20 @@ def share_out(
 ) -> DiskSizes:
     """Share a budget out: slots get what is left when everything else has its part.
 
-    `row_bytes` of a step of each column; `rows` H + K; `batch_bytes`, of which `converted_share` is
-    the widest field that is converted; `fixed_bytes` are needed in any case; `steps` N, `batch` B.
+    `row_bytes` of a step of each column, and whether it is `in_memory` anyhow; `rows` H + K;
+    `batch_bytes`, of which `converted_share` is the widest field that is converted; `fixed_bytes`
+    are needed in any case; `steps` N, `batch` B.
     """
     widest = max(range(len(row_bytes)), key=lambda c: row_bytes[c])
     kept = [(steps + 2 * rows) * nbytes for nbytes in row_bytes]
-    resident = [n <= budget_bytes // RESIDENT_SHARE and c != widest for c, n in enumerate(kept)]
+    small = [n <= budget_bytes // RESIDENT_SHARE and c != widest for c, n in enumerate(kept)]
+    resident = [one or other for one, other in zip(in_memory, small, strict=True)]
     slot_bytes = rows * sum(row_bytes) + HORIZON * REFERENCE_BYTES + 8
     output_bytes = max(batch_bytes, budget_bytes // OUTPUT_SHARE)
     room = budget_bytes // BUFFER_SHARE
     for least in (False, True):  # in comfort, or what two batches need and no more
         if least:
-            resident, output_bytes, room = [False] * len(row_bytes), batch_bytes, 0
+            resident, output_bytes, room = list(in_memory), batch_bytes, 0
         read = [n for n, stays in zip(row_bytes, resident, strict=True) if not stays]
         own_bytes = 2 * margin_bytes(read, rows) + COPY_BYTES + pages(1)  # of a thread's buffer
         threads = min(max(room // (own_bytes + 2 * chunk_bytes(read, rows, 1)), 1), THREADS)
@@ -157,11 +159,7 @@ class DiskGather:
         self.sizes = _sizes(dataset, stream.rank_batch, sources, options, host_budget)
         self._windows = _open_reader(dataset, sources, self.sizes, options, host_budget)
         self._memory = partial(_Slots, sources, dataset.episodes, options, padding)
-        try:
-            self._slots = self._memory(self.sizes.slots, pin=pin)
-        except BaseException:
-            self._windows.files.close()
-            raise
+        self._slots = self._memory(self.sizes.slots, pin=pin)
         self.table = Table(
             episodes=dataset.episodes, groups=self._slots.groups, margin=options.margin
         )
@@ -210,7 +208,7 @@ class DiskGather:
         return aside.gather(segments, np.arange(len(low)))
 
     def close(self) -> None:
-        """End the reading threads and close all files; can be repeated."""
+        """End the reading threads; can be repeated."""
         self._close()
 
 
@@ -272,6 +270,7 @@ def _sizes(
     return share_out(
         budget_bytes=budget,
         row_bytes=[source.row_bytes for source in sources],
+        in_memory=[source.name is None for source in sources],  # in no file
         rows=options.margin,
         batch_bytes=rank_batch * window_bytes,
         converted_share=max(converted) / window_bytes,
@@ -294,10 +293,9 @@ def _open_reader(
     counts = [len(part.dataset.manifest.shards) for part in parts]
     steps = np.concatenate([np.diff(part.dataset.first_steps) for part in parts])
     first_steps = np.concatenate([[0], np.cumsum(steps)])
-    columns, derived = load_columns(parts, sources, sizes.resident, first_steps, options, budget)
     return WindowReader(
-        ShardFiles([part.dataset for part in parts], derived),
-        columns,
+        [part.dataset for part in parts],
+        load_columns(parts, sources, sizes.resident, first_steps, options, budget),
         first_steps=first_steps,
         part_of=np.repeat(np.arange(len(parts)), counts),
         span=options.context_length,

@@ -1,20 +1,17 @@
 """The columns of a table that stays on disk: where their rows lie, and what is derived from them.
 
-Columns that take little of the budget stay in memory whole.  Returns-to-go are computed once, as
-the rewards stream by; if they do not stay in memory they go to a file without a name.
+Columns that take little of the budget stay in memory whole.  So do the returns-to-go, which are
+computed once, as the rewards stream by.
 
 Shape legend: N steps, s shards, K steps of a window, H rows of history in front, m rows.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +19,6 @@ import numpy.typing as npt
 from gear_offline.core.types import Array
 from gear_offline.dataset.schema import ColumnSpec
 from gear_offline.dataset.shard import byte_view
-from gear_offline.errors import GearError
 from gear_offline.kernels.columns import Field, convert
 from gear_offline.tables.fields import ACTIONS, REWARDS, STATES, standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData
@@ -64,7 +60,6 @@ class DiskColumn:
     row_bytes: int  # of a step in a slot
     stored_bytes: Int64Array  # (s,), of a step in each shard
     offsets: Int64Array  # (s,), byte of each shard's first row
-    derived: bool  # the file is that of the derived columns rather than the shard's
     lay: tuple[Lay | None, ...]  # of each dataset: from stored rows to those of slots; None: same
     rows: UInt8Array | None = None  # (margin + N + margin, row bytes) if it is in memory whole
     margin: int = 0  # rows of zeros, at least K + H
@@ -96,32 +91,28 @@ def load_columns(
     first_steps: Int64Array,
     options: TableOptions,
     budget_bytes: int,
-) -> tuple[list[DiskColumn], IO[bytes] | None]:
+) -> list[DiskColumn]:
     """Find each column's rows; bring those into memory that stay there, and derive the returns."""
     steps, margin, columns = int(first_steps[-1]), options.margin, []
-    returns = partial(_returns, parts, options, budget_bytes)
     for source, stays in zip(sources, resident, strict=True):
         column = _located(parts, source, first_steps)
         if stays:
             rows = np.zeros((steps + 2 * margin, source.row_bytes), np.uint8)
             at = margin
-            for some in _rows(parts, source.name, column.lay) if source.name else returns():
+            returns = _returns(parts, options, budget_bytes)
+            for some in _rows(parts, source.name, column.lay) if source.name else returns:
                 rows[at : at + len(some)] = some
                 at += len(some)
             column = replace(column, rows=rows, margin=margin)
         columns.append(column)
-    is_written = any(column.derived and column.rows is None for column in columns)
-    return columns, _written(parts, returns()) if is_written else None
+    return columns
 
 
 def _located(parts: Sequence[Part], source: SlotColumn, first_steps: Int64Array) -> DiskColumn:
     """Return where the rows of a column lie."""
-    row_bytes = source.row_bytes
     lay: tuple[Lay | None, ...] = (None,) * len(parts)
-    if source.name is None:  # one file for all shards
-        stored = np.full(len(first_steps) - 1, row_bytes)
-        offsets = first_steps[:-1] * row_bytes
-    else:
+    offsets = stored = np.zeros(len(first_steps) - 1, np.int64)  # of what is in no file
+    if source.name is not None:
         layouts = [
             (shard.header_bytes + tensor.start, tensor.bytes // shard.steps)
             for part in parts
@@ -140,10 +131,9 @@ def _located(parts: Sequence[Part], source: SlotColumn, first_steps: Int64Array)
         lay = tuple(_lay_of(source, *both) for both in zip(specs, own, strict=True))
     return DiskColumn(
         history=source.field.history,
-        row_bytes=row_bytes,
+        row_bytes=source.row_bytes,
         stored_bytes=stored,
         offsets=offsets,
-        derived=source.name is None,
         lay=lay,
     )
 
@@ -199,27 +189,3 @@ def _returns(
 
 def _bytes_of(values: Array) -> UInt8Array:
     return np.frombuffer(byte_view(values), np.uint8).reshape(len(values), -1)
-
-
-def _written(parts: Sequence[Part], chunks: Iterator[UInt8Array]) -> IO[bytes]:
-    """Write the returns-to-go, in order, to a file without a name and return it.
-
-    Beside the dataset, where the disk is surely large, or else where temporary files go.
-    """
-    with ExitStack() as at_error:
-        try:
-            try:
-                file = at_error.enter_context(tempfile.TemporaryFile(dir=parts[0].dataset.path))
-            except OSError:
-                file = at_error.enter_context(tempfile.TemporaryFile())
-            for rows in chunks:
-                file.write(rows.data)
-            file.flush()
-        except OSError as error:
-            raise GearError(
-                "OUTPUT_WRITE",
-                f"the returns-to-go cannot be written to a temporary file: {error.strerror}",
-                remedy="make room, or set TMPDIR to a directory on a disk with 4 bytes a step",
-            ) from error
-        at_error.pop_all()
-    return file

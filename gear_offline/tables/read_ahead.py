@@ -68,7 +68,7 @@ class ReadAhead:
             self._changed.notify()
 
     def stop(self) -> None:
-        """End the threads, wait for them and close the files; can be repeated."""
+        """End the threads and wait for them; can be repeated."""
         if self._is_copy():
             return
         with self._changed:
@@ -78,7 +78,6 @@ class ReadAhead:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join()
-        self._windows.files.close()
 
     def check(self, *, ahead: bool = False) -> None:
         """Raise as `take` does if there is no going on, if wanted with what is read `ahead`.

@@ -15,16 +15,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
-from typing import IO
 
 import numpy as np
 
 from gear_offline.core.files import file_identity
-from gear_offline.core.system import most_open
 from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.shard import damaged
@@ -33,75 +30,13 @@ from gear_offline.tables.read_plan import Int64Array, Places
 
 PAGE_BYTES = 4096  # offsets, sizes and addresses of direct reads are multiples of this
 GAP_BYTES = 64 << 10  # a read takes about as long as this many bytes more: see docs/dev/log.md
-MAX_OPEN = 512  # shards kept open; of more, each is opened for each read
 SLICE_BYTES = 4 << 10  # windows from this size on are copied one by one
 COPY_BYTES = 256 << 10  # of smaller ones, copied together
-DERIVED = -1  # number of the file of derived columns, beside those of the shards
 
 
 def pages(nbytes: int) -> int:
     """Return `nbytes` rounded up to whole pages."""
     return nbytes + -nbytes % PAGE_BYTES
-
-
-class ShardFiles:
-    """The shards of datasets, opened when they are first read, and a file of derived columns."""
-
-    def __init__(self, datasets: Sequence[Dataset], derived: IO[bytes] | None) -> None:
-        self._shards = [
-            (dataset, number) for dataset in datasets for number in range(len(dataset.identities))
-        ]
-        self.names = [str(d.path / d.manifest.shards[number].name) for d, number in self._shards]
-        self.names.append("the file of the returns-to-go")
-        self._keep = len(self._shards) <= most_open(MAX_OPEN)
-        self._handles: dict[int, int] = {}
-        self._derived = {} if derived is None else {DERIVED: derived.fileno()}
-        if derived is not None:
-            _read_directly(derived.fileno())
-        self.close = weakref.finalize(self, _close_all, self._handles, derived)
-
-    @contextmanager
-    def opened(self, shards: Iterable[int]) -> Iterator[dict[int, int]]:
-        """Give the descriptors of `shards` and `DERIVED`; check at the end that none changed."""
-        handles: dict[int, int] = {}
-        try:
-            for shard in shards:
-                handles[shard] = self._kept(shard) if self._keep else self._open(shard)
-            yield handles | self._derived
-            for shard, handle in handles.items():
-                self._check(shard, handle)
-        finally:
-            if not self._keep:
-                for handle in handles.values():
-                    os.close(handle)
-
-    def _kept(self, number: int) -> int:
-        # Without a lock, which a process that is forked meanwhile would find taken for ever.
-        if number in self._handles:
-            return self._handles[number]
-        opened = self._open(number)
-        handle = self._handles.setdefault(number, opened)
-        if handle != opened:
-            os.close(opened)
-        return handle
-
-    def _open(self, number: int) -> int:
-        dataset, index = self._shards[number]
-        handle = dataset.open_shard(index)
-        _read_directly(handle)
-        return handle
-
-    def _check(self, number: int, handle: int) -> None:
-        dataset, index = self._shards[number]
-        if file_identity(handle) != dataset.identities[index]:
-            raise damaged("a shard changed since it was verified", self.names[number])
-
-
-def _close_all(handles: dict[int, int], derived: IO[bytes] | None) -> None:
-    if derived is not None:
-        derived.close()
-    while handles:
-        os.close(handles.popitem()[1])
 
 
 def _read_directly(handle: int) -> None:
@@ -138,7 +73,7 @@ class WindowReader:
 
     def __init__(
         self,
-        files: ShardFiles,
+        datasets: Sequence[Dataset],
         columns: Sequence[DiskColumn],
         *,
         first_steps: Int64Array,
@@ -148,7 +83,8 @@ class WindowReader:
         chunk_steps: int,
         chunks: int,
     ) -> None:
-        self.files, self._columns = files, tuple(columns)
+        self._columns = tuple(columns)
+        self._shards = [(d, number) for d in datasets for number in range(len(d.identities))]
         self._history, self._rows = history, history + span
         self._first_steps, self._part_of = first_steps, part_of
         self._chunk_steps, self.chunks = chunk_steps, chunks
@@ -211,8 +147,7 @@ class WindowReader:
             room = end - begin + -end % PAGE_BYTES
             place = at + np.cumsum(room) - room
             at += int(room.sum())
-            file = np.full_like(home, DERIVED) if column.derived else home
-            reads.append((file, begin, end, place))
+            reads.append((home, begin, end, place))
             starts.append(np.repeat(origin + place - begin, tails - heads + 1))
         assert at + self._margin <= len(buffer), "the parts of so few chunks have room"
         self._fill(reads, buffer)
@@ -227,14 +162,19 @@ class WindowReader:
                 self._lay(column, shard, buffer, begins, places.slots, target)
 
     def _fill(self, reads: Sequence[tuple[Int64Array, ...]], buffer: UInt8Array) -> None:
-        """Read parts of files into the buffer."""
-        shards = {number for file, *_ in reads for number in file.tolist()} - {DERIVED}
-        with self.files.opened(shards) as handles:
-            for part in reads:
-                for file, begin, end, place in zip(*(p.tolist() for p in part), strict=True):
-                    memory = buffer[place : place + pages(end - begin)]
-                    name = self.files.names[file]
-                    read_pages(handles[file], memory, begin, end - begin, name)
+        """Read parts of shards into the buffer; none of these may have changed at the end."""
+        for shard in sorted({number for part in reads for number in part[0].tolist()}):
+            dataset, number = self._shards[shard]
+            path = dataset.path / dataset.manifest.shards[number].name
+            with open(dataset.open_shard(number), "rb", buffering=0) as file:
+                _read_directly(file.fileno())
+                for part in reads:
+                    own = [row[part[0] == shard].tolist() for row in part[1:]]
+                    for begin, end, place in zip(*own, strict=True):
+                        memory = buffer[place : place + pages(end - begin)]
+                        read_pages(file.fileno(), memory, begin, end - begin, str(path))
+                if file_identity(file.fileno()) != dataset.identities[number]:
+                    raise damaged("a shard changed since it was verified", path)
 
     def _lay(
         self,
