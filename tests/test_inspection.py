@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +68,6 @@ def test_text_shows_what_matters(document: dict[str, Any]) -> None:
         assert word in text, word
     assert document["returns"]["left_out"] == 0 and "left out" not in text
     assert max(map(len, text.splitlines())) <= 80
-    # The longest episode lies in the last bin of the length histogram.
-    assert text.rstrip().splitlines()[-1].split()[-1] == "1"
 
 
 def test_the_first_screen_has_24_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,18 +79,10 @@ def test_the_first_screen_has_24_lines(tmp_path: Path, monkeypatch: pytest.Monke
     assert "columns more" in text and "--full" in text and "infos/j" not in text
 
 
-def length_rows(document: dict[str, Any]) -> list[list[str]]:
-    lines = text_of(document).split("episode lengths")[1].splitlines()[1:]
-    return [[line.strip().split("  ")[0], line.split()[-1]] for line in lines if "max" not in line]
-
-
 def test_bins_of_lengths_are_whole_numbers(tmp_path: Path) -> None:
-    document = inspect(make_dataset(tmp_path, [4, 9, 2, 47]).path)
-    histogram = document["lengths"]["histogram"]
+    histogram = inspect(make_dataset(tmp_path, [4, 9, 2, 47]).path)["lengths"]["histogram"]
     assert histogram["edges"][:3] == [2, 5, 8]
     assert histogram["counts"] == [2, 0, 1, *[0] * 12, 1]
-    assert length_rows(document)[0] == ["2 to 4", "2"]
-    assert length_rows(document)[-1] == ["47", "1"]
 
 
 def test_every_column_name_survives_narrow_terminals(tmp_path: Path) -> None:
@@ -104,16 +93,6 @@ def test_every_column_name_survives_narrow_terminals(tmp_path: Path) -> None:
     lines = text_of(inspect(tmp_path / "d"), width=60).splitlines()
     first_cells = "".join(line.split()[0] for line in lines if line.strip())
     assert first_cells.count(name) == 2  # in the table of columns and in that of statistics
-
-
-def test_a_narrow_terminal_loses_no_number(document: dict[str, Any]) -> None:
-    wide, narrow = text_of(document, width=120), text_of(document, width=40)
-    assert max(map(len, narrow.splitlines())) <= 40
-
-    def bins(text: str) -> list[str]:
-        return [line.split()[-1] for line in text.splitlines() if re.match(r" *-?[\d.]+ to ", line)]
-
-    assert len(bins(wide)) == 20 and bins(wide) == bins(narrow)
 
 
 def test_nonfinite_and_unknown_values_print_as_dashes(tmp_path: Path) -> None:
@@ -147,7 +126,7 @@ def test_markup_in_attributes_is_only_text(tmp_path: Path) -> None:
     convert(source, tmp_path / "d", quiet=True)
     text = text_of(inspect(tmp_path / "d"))
     assert "speed [m/s]" in text and "[/b]" in text
-    assert "[red]x[/nonsense]" in text and "nested.deep" in text and "empty" not in text
+    assert "[red]x[/nonsense]" in text and '"deep": [1]' in text
 
 
 def test_texts() -> None:

@@ -183,8 +183,8 @@ def written(episode: Columns) -> Columns:
         ({"where": "levle == 1"}, "USAGE", "did you mean 'level'?"),
         ({"where": "rewards > 1"}, "USAGE", "the column rewards changes in episode 0"),
         ({"where": "return >"}, "USAGE", "invalid syntax"),
-        ({"where": "length"}, "USAGE", "of no episode that it is true or false"),
-        ({"where": "1 < 2"}, "USAGE", "of no episode that it is true or false"),
+        ({"where": "1 < 2"}, "USAGE", "it says nothing of episodes"),
+        ({"where": "(length > 3) + (length > 5) == 3"}, "SELECTION", "none of 3 episodes"),
         ({"where": "length == 'a'"}, "USAGE", "'a' is not understood"),
         ({"where": "length < 10 ** 9"}, "USAGE", "Pow is not understood"),
         ({"where": "__import__('os').getpid() > length"}, "USAGE", "is not understood"),
@@ -201,7 +201,7 @@ def written(episode: Columns) -> Columns:
         (
             {"map": broken(lambda e: relabelled(e) | {"past": np.zeros(4)})},
             "SOURCE_LAYOUT",
-            "returned shape (4,) for 5 steps (episode 1, column past)",
+            "returned shape (4,) of 5 steps (episode 1, column past)",
         ),
         (
             {"map": broken(lambda e: relabelled(e) | {"pair": np.zeros((5, 3), "f4")})},

@@ -152,7 +152,7 @@ def convert(
 def inspect(
     dataset: Path = Argument(help="Directory of GEAR shards."),
     verify: bool = Option(True, help="Check the digest of every block, or of the manifest alone."),
-    full: bool = Option(False, "--full", help="Also histograms, and what the source says."),
+    full: bool = Option(False, "--full", help="All columns, and what the source says."),
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich import box
-from rich.bar import Bar
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -21,9 +20,8 @@ from gear_offline.dataset.manifest import Manifest
 from gear_offline.dataset.shard import DIGEST_CHARS
 from gear_offline.progress import Progress
 
-BAR_WIDTH = 40
 MOST_LEFT_OUT = 8  # that `convert` names
-MOST_ATTRIBUTES, MOST_LEAVES, LONGEST_TEXT = 200, 14, 100  # of the source; --json shows all
+LONGEST_TEXT = 300  # of what the source says; --json shows all
 MOST_COLUMNS = 8  # without --full
 _HEIGHTS = " ▁▂▃▄▅▆▇█"
 
@@ -81,10 +79,8 @@ def print_inspection(
     console = console or Console()
     spreads = {"return": document["returns"], "length": document["lengths"]}
     parts = [_facts(document, full), Text(), _columns(document, full), _endings(document, spreads)]
-    if full:
-        parts += [_histogram(what, spread) for what, spread in spreads.items()]
-    else:
-        parts.append(Text("--full shows histograms and what the source says of itself", "dim"))
+    if not full:
+        parts.append(Text("--full shows all columns and what the source says of itself", "dim"))
     console.print(Group(*parts))
 
 
@@ -142,28 +138,16 @@ def _facts(document: Mapping[str, Any], full: bool) -> RenderableType:
         rows.append(
             ("source digest", f"xxh3-128:{source['digest']}" if source["digest"] else "none")
         )
-        rows += _leaves("", source["attributes"])
+        for key, value in source["attributes"].items():
+            if value not in (None, [], {}, ""):
+                text = value if isinstance(value, str) else json.dumps(value)
+                rows.append((f"  {key}", text[:LONGEST_TEXT] + " …" * (len(text) > LONGEST_TEXT)))
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", overflow="fold", max_width=30)
     table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(escape(printable(name)), escape(printable(value)))
     return table
-
-
-def _leaves(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
-    """Yield names and texts of a nested object's leaves: no empty parts, long ones cut short."""
-    if isinstance(value, dict):
-        if prefix and len(value) > MOST_LEAVES:
-            names = ", ".join(map(str, value))[:LONGEST_TEXT]
-            yield f"  {prefix}", f"{len(value)} entries: {names} …"
-            return
-        for key, part in islice(value.items(), MOST_ATTRIBUTES):
-            key = str(key).removeprefix(f"{prefix}/")  # metadata.algorithm, once
-            yield from _leaves(f"{prefix}.{key}" if prefix else key, part)
-    elif value not in (None, [], ""):
-        text = printable(str(value))
-        yield f"  {prefix}", text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " …"
 
 
 def _columns(document: Mapping[str, Any], full: bool) -> RenderableType:
@@ -230,21 +214,4 @@ def _endings(document: Mapping[str, Any], spreads: Mapping[str, Any]) -> Rendera
         if left_out := spread.get("left_out", 0):
             count = count_text(left_out, "episode")
             table.add_row("", f"left out: {count} with a {what} that is NaN or infinite")
-    return table
-
-
-def _histogram(what: str, spread: Mapping[str, Any]) -> RenderableType:
-    edges, counts = spread["histogram"]["edges"], spread["histogram"]["counts"]
-    table = Table(
-        box=None, title=f"episode {what}s", title_justify="left", show_header=False, pad_edge=False
-    )
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(max_width=BAR_WIDTH)
-    table.add_column(justify="right", no_wrap=True)
-    for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
-        label = f"{number_text(low)} to {number_text(high)}"
-        if what == "length":  # whole numbers below the upper edge
-            last = min(high - 1, spread["max"])
-            label = f"{low:,.0f} to {last:,.0f}" if low < last else f"{low:,.0f}"
-        table.add_row(label, Bar(max(counts), 0, count), f"{count:,}")
     return table

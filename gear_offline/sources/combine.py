@@ -161,20 +161,12 @@ def _joint_attributes(sources: Sequence[Source], left_out: dict[str, str]) -> di
     ):
         if len(names) > 1:
             notes.append(f"the parts differ in {what}: {', '.join(sorted(map(str, names)))}")
-    if len(notes) > MOST_NAMED:
-        notes[MOST_NAMED:] = [f"and {len(notes) - MOST_NAMED} more"]
-    parts = [
-        f"{source.info.uri}: {count_text(source.spec.episodes, 'episode')}, "
-        f"{count_text(source.spec.steps, 'step')}; {source.info.rule}"
-        for source in sources[:MOST_NAMED]
-    ]
     for info in infos:
         for name, why in info.attributes.get("left_out", {}).items():
             left_out.setdefault(name, why)
     return {
         "parts": len(sources),
         "part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]],
-        "part": {str(index): text for index, text in enumerate(parts)},
         "left_out": left_out,
         "warnings": notes,
     }

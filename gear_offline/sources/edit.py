@@ -32,16 +32,12 @@ from gear_offline.sources.combine import pick_episodes
 WINDOW_BYTES = 32 << 20  # of episodes that are in memory for a function; a longer one alone
 MOST_CHARACTERS = 1000  # of an expression
 _RETURN = "_return"  # Python keeps the word for itself
-_TRUTH: dict[Any, np.ufunc] = {ast.And: np.logical_and, ast.Or: np.logical_or}
-_TRUTH |= {ast.Not: np.logical_not, ast.Eq: np.equal, ast.NotEq: np.not_equal}
-_TRUTH |= {ast.Lt: np.less, ast.LtE: np.less_equal, ast.Gt: np.greater, ast.GtE: np.greater_equal}
-_ARITHMETIC: dict[Any, np.ufunc] = {ast.Add: np.add, ast.Sub: np.subtract, ast.Mult: np.multiply}
-_ARITHMETIC |= {
-    ast.Mod: np.mod,
-    ast.Div: np.divide,
-    ast.FloorDiv: np.floor_divide,
-    ast.USub: np.negative,
-}
+_OPERATIONS: dict[Any, np.ufunc] = {ast.And: np.logical_and, ast.Or: np.logical_or}
+_OPERATIONS |= {ast.Not: np.logical_not, ast.Eq: np.equal, ast.NotEq: np.not_equal}
+_OPERATIONS |= {ast.Lt: np.less, ast.LtE: np.less_equal, ast.Gt: np.greater}
+_OPERATIONS |= {ast.GtE: np.greater_equal, ast.Add: np.add, ast.Sub: np.subtract}
+_OPERATIONS |= {ast.Mult: np.multiply, ast.Div: np.divide, ast.FloorDiv: np.floor_divide}
+_OPERATIONS |= {ast.Mod: np.mod, ast.USub: np.negative}
 
 EpisodeFunction = Callable[[Columns], Mapping[str, Any]]
 
@@ -151,9 +147,7 @@ def _call(function: EpisodeFunction, episode: Columns, number: int) -> Columns:
     made = {str(name): as_rows(rows, str(name), where) for name, rows in given.items()}
     for name, rows in made.items():
         if rows.shape[:1] != (steps,):
-            what = (
-                f"the function of map returned shape {rows.shape} for {count_text(steps, 'step')}"
-            )
+            what = f"the function of map returned shape {rows.shape} of {count_text(steps, 'step')}"
             raise InputError("SOURCE_LAYOUT", what, f"{where}, column {name}", remedy)
     return made
 
@@ -172,11 +166,11 @@ def keep_episodes(expression: str, source: Source) -> BoolArray:
             raise ValueError(f"more than {MOST_CHARACTERS} characters")
         text = re.sub(r"\breturn\b", _RETURN, expression.strip())
         with np.errstate(all="ignore"):
-            kept = np.asarray(_value(ast.parse(text, mode="eval").body, facts))
-        if kept.dtype != np.bool_ or kept.shape != (source.spec.episodes,):
-            raise ValueError("it says of no episode that it is true or false")
+            kept = np.asarray(_value(ast.parse(text, mode="eval").body, facts), np.bool_)
+        if kept.shape != (source.spec.episodes,):
+            raise ValueError("it says nothing of episodes")
     except InputError as error:
-        raise InputError(error.code, error.what, where, error.remedy) from error
+        raise InputError(error.code, error.what, error.where or where, error.remedy) from error
     except (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError) as error:
         raise InputError("USAGE", first_line(error), where, remedy) from error
     if not kept.any():
@@ -208,11 +202,9 @@ def _value(node: ast.AST, facts: Mapping[str, Array]) -> Any:
 
 
 def _calculated(operation: ast.AST, *values: Any) -> Any:
-    if function := _TRUTH.get(type(operation)):
-        return function(*values)
-    if function := _ARITHMETIC.get(type(operation)):
-        return function(*values, dtype=np.float64)
-    raise ValueError(f"{type(operation).__name__} is not understood")
+    if type(operation) not in _OPERATIONS:
+        raise ValueError(f"{type(operation).__name__} is not understood")
+    return _OPERATIONS[type(operation)](*(np.asarray(value, np.float64) for value in values))
 
 
 class _Facts(dict[str, Array]):
@@ -228,13 +220,14 @@ class _Facts(dict[str, Array]):
         self._source = source
 
     def __missing__(self, name: str) -> Array:
-        scalars = [c for c in self._source.spec if c.shape in ((), (1,)) and c.dtype.kind != "c"]
-        columns = [c.name for c in scalars]
+        spec = self._source.spec
+        columns = [c.name for c in spec if c.shape in ((), (1,)) and c.dtype.kind != "c"]
         if name == _RETURN and "rewards" in columns:
             self[name] = _fold(self._source, "rewards", np.add, 0.0)
             return self[name]
         if name not in columns:
-            names = ["return", *self, *columns]
+            name, names = name.lstrip("_"), [*self, *columns]
+            names += ["return"] if "rewards" in columns else []
             near = nearest(name, names)
             what = f"unknown name {name!r}" + (f", did you mean {near!r}?" if near else "")
             remedy = f"names are {some_names(names)}, of columns those that stay in an episode"
