@@ -27,9 +27,8 @@ from gear_offline.sources import (
     open_source,
     pick_episodes,
 )
-from gear_offline.sources.base import Source
+from gear_offline.sources.base import Source, files_in
 from gear_offline.sources.combine import with_columns
-from gear_offline.sources.hdf5_table import hdf5_files
 from tests.hdf5_files import table, write
 from tests.support import ArraySource, hopper_columns
 
@@ -280,7 +279,7 @@ def test_a_folder_of_files_is_one_dataset(tmp_path: Path) -> None:
         write(folder / f"part_{n}.hdf5", columns)
     for name in ("notes.txt", "metadata.json", "manifest.json"):
         (folder / name).write_text('{"author": "not a file of data"}')
-    assert [p.name for p in hdf5_files(folder)] == [f"part_{n}.hdf5" for n in numbers]
+    assert [p.name for p in files_in(folder, [".hdf5"])] == [f"part_{n}.hdf5" for n in numbers]
     convert(folder, tmp_path / "d", shard_bytes=2000, workers=2, quiet=True)
     dataset = open_dataset(tmp_path / "d")
     assert dataset.episodes.lengths.tolist() == [n + 3 for n in numbers]

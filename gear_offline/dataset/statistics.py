@@ -117,26 +117,18 @@ class Moments:
         with np.errstate(all="ignore"):
             centre = self.mean if self.counts.any() else _rough_mean(flat)
             total, squares, low, high = _sums(flat, centre)
+            counts: int | Int64Array = len(flat)
+            first = None
             # NaN survives minimum and maximum: two finite results mean that all is finite.
-            if np.isfinite(low).all() and np.isfinite(high).all():
-                rest = total / len(flat)
-                self._merge(len(flat), centre + rest, squares - total * rest, low, high)
-                return None
-            return self._update_masked(flat)
-
-    def _update_masked(self, rows: Array) -> int:
-        """Add rows of which some are not finite; returns the first such row."""
-        step, first = max(1, BLOCK_ELEMENTS // rows.shape[1]), -1
-        for start in range(0, len(rows), step):
-            block = rows[start : start + step].astype(np.float64)
-            finite = np.isfinite(block)
-            if first < 0 and not finite.all():
-                first = start + int(np.argmin(finite.all(axis=1)))
-            counts = finite.sum(axis=0, dtype=np.int64)
-            mean = np.where(finite, block, 0).sum(axis=0) / np.maximum(counts, 1)
-            squares = (np.where(finite, block - mean, 0.0) ** 2).sum(axis=0)
-            low = np.where(finite, block, np.inf).min(axis=0)
-            self._merge(counts, mean, squares, low, np.where(finite, block, -np.inf).max(axis=0))
+            if not (np.isfinite(low).all() and np.isfinite(high).all()):
+                finite = np.isfinite(flat)
+                first = int(np.argmin(finite.all(axis=1)))
+                counts = finite.sum(axis=0, dtype=np.int64)
+                total, squares = _sums(np.where(finite, flat, centre), centre)[:2]
+                low = np.where(finite, flat, np.inf).min(axis=0)
+                high = np.where(finite, flat, -np.inf).max(axis=0)
+            rest = total / np.maximum(counts, 1)
+            self._merge(counts, centre + rest, squares - total * rest, low, high)
         return first
 
     def _merge(

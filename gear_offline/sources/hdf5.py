@@ -31,7 +31,7 @@ from gear_offline.core.types import Int64Array
 from gear_offline.dataset.schema import MAX_DIMENSIONS
 from gear_offline.errors import InputError
 from gear_offline.sources.base import READ_BYTES, InputFile, damage_told, renamed
-from gear_offline.sources.hdf5_filters import FILTER_NAMES, Bytes, decode_chunk
+from gear_offline.sources.hdf5_filters import FILTERS, Bytes, decode_chunk
 
 MAX_READ_BYTES = 256 << 20  # beyond this a row of chunks is read in parts
 KEPT_BYTES = 64 << 20  # of each column the row of chunks that was decoded last, up to this
@@ -191,9 +191,10 @@ class Hdf5File(Closing):
     def _filters(self, dataset: Any, found: Hdf5Dataset) -> tuple[int, ...]:
         plan = dataset.get_create_plist()
         filters = tuple(plan.get_filter(i)[0] for i in range(plan.get_nfilters()))
-        if len(set(filters)) != len(filters) or any(f not in FILTER_NAMES for f in filters):
+        if len(set(filters)) != len(filters) or any(f not in FILTERS for f in filters):
             text = f"a column behind the HDF5 filters {', '.join(map(str, filters))}"
-            remedy = f"store it with one of {', '.join(FILTER_NAMES.values())}, or with none"
+            known = ", ".join(name for name, _ in FILTERS.values())
+            remedy = f"store it with one of {known}, or with none"
             raise self._unsafe(text, found.path, remedy)
         return filters
 
@@ -245,22 +246,19 @@ class Hdf5File(Closing):
 
     def attributes(self) -> dict[str, Any]:
         """Return the root's small scalar attributes: numbers, bools and strings."""
-        facts: dict[str, Any] = {}
         with _told_as_damaged(self.path):
             names = list(self._file.attrs)[:MAX_ATTRIBUTES]
-        for name in names:
-            with suppress(*LIBRARY_ERRORS):  # one of an unknown type: no reason to refuse the data
-                handle = self._file.attrs.get_id(name)
-                if handle.shape == () and handle.get_storage_size() <= MAX_ATTRIBUTE_BYTES:
-                    facts[str(name)] = _plain(self._file.attrs[name])
+        facts = {str(name): self.attribute("/", name, most=500) for name in names}
         return {name: value for name, value in facts.items() if value is not None}
 
-    def attribute(self, group: str, name: str) -> str | int | float | None:
+    def attribute(
+        self, group: str, name: str, most: int = MAX_TEXT_BYTES
+    ) -> str | int | float | None:
         """Return a scalar attribute of a group, ``None`` where it has none."""
         with suppress(*LIBRARY_ERRORS):
             attributes = self._file[group].attrs
             if attributes.get_id(name).shape == ():
-                return _plain(attributes[name], most=MAX_TEXT_BYTES)
+                return _plain(attributes[name], most)
         return None
 
     def texts(self, name: str) -> list[str]:

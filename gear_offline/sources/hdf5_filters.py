@@ -28,7 +28,7 @@ def decode_chunk(
     most = chunk_bytes + _CHECKSUM_BYTES
     for index in reversed(range(len(filters))):
         if not skipped >> index & 1:
-            raw = _DECODERS[filters[index]](raw, most, itemsize)
+            raw = FILTERS[filters[index]][1](raw, most, itemsize)
     if len(raw) != chunk_bytes:
         raise ValueError(f"a chunk of {chunk_bytes} bytes holds {len(raw)}")
     return raw
@@ -97,15 +97,9 @@ def _expand_lzf(raw: Bytes, most: int, _: int) -> Bytes:
     return bytes(plain)
 
 
-_DECODERS: dict[int, Callable[[Bytes, int, int], Bytes]] = {
-    h5z.FILTER_DEFLATE: _inflate,
-    h5z.FILTER_SHUFFLE: _unshuffle,
-    h5z.FILTER_FLETCHER32: _check_fletcher32,
-    h5z.FILTER_LZF: _expand_lzf,
-}
-FILTER_NAMES = {
-    h5z.FILTER_DEFLATE: "gzip",
-    h5z.FILTER_SHUFFLE: "shuffle",
-    h5z.FILTER_FLETCHER32: "fletcher32",
-    h5z.FILTER_LZF: "lzf",
+FILTERS: dict[int, tuple[str, Callable[[Bytes, int, int], Bytes]]] = {
+    h5z.FILTER_DEFLATE: ("gzip", _inflate),
+    h5z.FILTER_SHUFFLE: ("shuffle", _unshuffle),
+    h5z.FILTER_FLETCHER32: ("fletcher32", _check_fletcher32),
+    h5z.FILTER_LZF: ("lzf", _expand_lzf),
 }

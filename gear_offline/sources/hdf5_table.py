@@ -13,7 +13,7 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.dataset.schema import is_step_shape
 from gear_offline.errors import InputError
-from gear_offline.sources.base import Piece, Source, SourceInfo, files_in, some_names
+from gear_offline.sources.base import Piece, Source, SourceInfo, some_names
 from gear_offline.sources.d4rl import D4rlFile
 from gear_offline.sources.episode_ends import FLAGS, SCALARS, default_rule, split_episodes
 from gear_offline.sources.hdf5 import Hdf5File
@@ -109,8 +109,3 @@ def _find_columns(file: Hdf5File, optional: Sequence[str]) -> tuple[list[str], i
         else:
             chosen.append(name)
     return chosen, count, left_out
-
-
-def hdf5_files(folder: Path) -> list[Path]:
-    """Return the HDF5 files right in a folder, ``part_2`` before ``part_10``."""
-    return files_in(folder, SUFFIXES)

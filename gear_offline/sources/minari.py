@@ -25,9 +25,9 @@ from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.errors import GearError, InputError, UnavailableError
-from gear_offline.sources.base import InputFile, Kinds, Piece, Source, SourceInfo
+from gear_offline.sources.base import InputFile, Kinds, Piece, Source, SourceInfo, files_in
 from gear_offline.sources.hdf5 import Hdf5File
-from gear_offline.sources.hdf5_table import hdf5_files
+from gear_offline.sources.hdf5_table import SUFFIXES
 
 MAIN_FILE, METADATA_FILE = "main_data.hdf5", "metadata.json"
 MAX_METADATA_BYTES = 64 << 20
@@ -56,7 +56,7 @@ def data_directory(path: Path) -> Path | None:
     for candidate in (path / "data", path):
         # A folder of HDF5 files may have a metadata.json of its own.
         if (candidate / MAIN_FILE).exists() or (
-            (candidate / METADATA_FILE).exists() and not hdf5_files(candidate)
+            (candidate / METADATA_FILE).exists() and not files_in(candidate, SUFFIXES)
         ):
             return candidate
     return None
