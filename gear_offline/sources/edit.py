@@ -160,13 +160,15 @@ def keep_episodes(expression: str, source: Source) -> BoolArray:
     """
     where = f"where {expression[:200]}"
     remedy = "compare numbers, join by and, or, not: return > 1000 and length > 50"
-    facts = _Facts(source)
     try:
         if len(expression) > MOST_CHARACTERS:
             raise ValueError(f"more than {MOST_CHARACTERS} characters")
         text = re.sub(r"\breturn\b", _RETURN, expression.strip())
+        tree = ast.parse(text, mode="eval")
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        facts = {name: _fact(source, name) for name in sorted(names)}
         with np.errstate(all="ignore"):
-            kept = np.asarray(_value(ast.parse(text, mode="eval").body, facts), np.bool_)
+            kept = np.asarray(_value(tree.body, facts), np.bool_)
         if kept.shape != (source.spec.episodes,):
             raise ValueError("it says nothing of episodes")
     except InputError as error:
@@ -175,7 +177,7 @@ def keep_episodes(expression: str, source: Source) -> BoolArray:
         raise InputError("USAGE", first_line(error), where, remedy) from error
     if not kept.any():
         what = f"none of {count_text(kept.size, 'episode')} is kept"
-        asked = ((n.lstrip("_"), v.astype(float)) for n, v in facts.items() if n in text)
+        asked = ((_shown(name), values.astype(float)) for name, values in facts.items())
         ranges = "; ".join(f"{n} is {v.min():.6g} to {v.max():.6g}" for n, v in asked)
         raise InputError("SELECTION", what, where, ranges)
     return kept
@@ -207,37 +209,35 @@ def _calculated(operation: ast.AST, *values: Any) -> Any:
     return _OPERATIONS[type(operation)](*(np.asarray(value, np.float64) for value in values))
 
 
-class _Facts(dict[str, Array]):
-    """What names stand for, (E,) each, found when they are asked for."""
+def _shown(name: str) -> str:
+    return "return" if name == _RETURN else name
 
-    def __init__(self, source: Source) -> None:
-        super().__init__(
-            length=source.episodes.lengths,
-            terminated=source.terminated,
-            truncated=source.truncated,
-            episode=np.arange(source.spec.episodes),
-        )
-        self._source = source
 
-    def __missing__(self, name: str) -> Array:
-        spec = self._source.spec
-        columns = [c.name for c in spec if c.shape in ((), (1,)) and c.dtype.kind != "c"]
-        if name == _RETURN and "rewards" in columns:
-            self[name] = _fold(self._source, "rewards", np.add, 0.0)
-            return self[name]
-        if name not in columns:
-            name, names = name.lstrip("_"), [*self, *columns]
-            names += ["return"] if "rewards" in columns else []
-            near = nearest(name, names)
-            what = f"unknown name {name!r}" + (f", did you mean {near!r}?" if near else "")
-            remedy = f"names are {some_names(names)}, of columns those that stay in an episode"
-            raise InputError("USAGE", what, remedy=remedy)
-        low = _fold(self._source, name, np.minimum, np.inf)
-        if (changing := np.flatnonzero(low != _fold(self._source, name, np.maximum, -np.inf))).size:
-            what = f"the column {name} changes in episode {changing[0]}"
-            raise InputError("USAGE", what, remedy="name columns that do not")
-        self[name] = low
-        return low
+def _fact(source: Source, name: str) -> Array:
+    """Return (E,) what a name of an expression stands for."""
+    known: dict[str, Array] = {
+        "length": source.episodes.lengths,
+        "terminated": source.terminated,
+        "truncated": source.truncated,
+        "episode": np.arange(source.spec.episodes),
+    }
+    if name in known:
+        return known[name]
+    columns = [c.name for c in source.spec if c.shape in ((), (1,)) and c.dtype.kind != "c"]
+    if name == _RETURN and "rewards" in columns:
+        return _fold(source, "rewards", np.add, 0.0)
+    if name not in columns:
+        name, names = _shown(name), [*known, *columns]
+        names += ["return"] if "rewards" in columns else []
+        near = nearest(name, names)
+        what = f"unknown name {name!r}" + (f", did you mean {near!r}?" if near else "")
+        remedy = f"names are {some_names(names)}, of columns those that stay in an episode"
+        raise InputError("USAGE", what, remedy=remedy)
+    low, high = _fold(source, name, np.minimum, np.inf), _fold(source, name, np.maximum, -np.inf)
+    if (changing := np.flatnonzero(low != high)).size:
+        what = f"the column {name} changes in episode {changing[0]}"
+        raise InputError("USAGE", what, remedy="name columns that do not")
+    return low
 
 
 def _fold(source: Source, column: str, function: np.ufunc, start: float) -> Float64Array:
