@@ -214,7 +214,7 @@ def written(episode: Columns) -> Columns:
             "SOURCE_LAYOUT",
             "column pair is mi",
         ),
-        ({"map": relabelled, "workers": 2}, "USAGE", "workers are 2"),
+        ({"map": relabelled, "workers": 2}, "USAGE", "workers=2 cannot be"),
         ({"rename": {"levle": "stage"}}, "COLUMN", "no 'levle' to take as 'stage'"),
         ({"rename": {"level": "a", "actions": "a"}}, "USAGE", "gives a name twice"),
     ],
