@@ -6,7 +6,7 @@ A reader of a format is a function that returns a `Source`; `uri.open_source` ca
 2. columns: dtype and step shape by the format's own name, which becomes a legal one here;
 3. ends: lengths of the episodes and which terminated, as `split_episodes` finds them from flags;
 4. info: format, rule, files, and ``attributes`` with ``left_out`` and ``warnings``.
-5. It loads no whole file, keeps none open between reads, and drops, reorders or repeats no row.
+5. It loads no whole file, and drops, reorders or repeats no row.
 
 Shape legend: N rows (steps), E episodes.
 """
@@ -239,7 +239,7 @@ class Source(Closing):
         return preferred or max(1, READ_BYTES // self.spec[column].step_bytes)
 
     def close(self) -> None:
-        """Close the source, which holds nothing open between reads; closing twice is fine."""
+        """Close the source; what its readers keep open goes with them."""
 
     def __repr__(self) -> str:
         return (

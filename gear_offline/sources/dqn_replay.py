@@ -21,13 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from gear_offline.core.files import read_at
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.dataset.schema import is_step_shape
 from gear_offline.errors import InputError
-from gear_offline.sources.base import InputFile, Piece, Source, SourceInfo, damage_told, files_in
-from gear_offline.sources.npz import DAMAGE, Member, npy_header
+from gear_offline.sources.base import InputFile, Piece, Source, SourceInfo, files_in
+from gear_offline.sources.npz import Member
 
 _FRAMES = re.compile(r"\$store\$_observation_ckpt\.([0-9]{1,9})\.gz")
 _GAME = re.compile(r"[A-Z][A-Za-z]+")
@@ -131,9 +129,12 @@ def _runs(folder: Path) -> tuple[list[Run], list[int], bool]:
             for name, stored in COLUMNS.items()
         }
         path = folder / f"add_count_ckpt.{number}.gz"
-        count = _add_count(path)
+        added = _member(path)
+        if added.shape or added.dtype.kind not in "iu":
+            raise _misfit(f"{added.dtype} of shape {list(added.shape)} is no count", path)
+        count = int(added.read(0, 1)[0])
         capacity = checkpoint["observations"].rows
-        shapes = [member.shape for member in checkpoint.values()]
+        shapes = [member.shape for member in checkpoint.values() if member.fits]
         if (
             count + known < 1
             or capacity < 1
@@ -159,35 +160,7 @@ def _runs(folder: Path) -> tuple[list[Run], list[int], bool]:
 
 
 def _member(path: Path) -> Member:
-    """Return the array of a file."""
-    file = InputFile.find(path)
-    with damage_told("gzip", path, DAMAGE), file.open() as raw, gzip.open(raw) as opened:
-        header, dtype, shape = npy_header(opened)
-        if dtype.kind not in "biuf" or not shape or not is_step_shape(shape[1:], dtype.itemsize):
-            raise ValueError(f"{dtype} of shape {list(shape)}")
-        size, crc = file.identity[2], bytearray(4)
-        read_at(raw.fileno(), memoryview(crc), size - 8)
-    return Member(
-        file=file,
-        where=str(path),
-        dtype=dtype,
-        shape=shape,
-        offset=0,
-        size=size,
-        header=header,
-        crc=int.from_bytes(crc, "little"),
-        window=31,
-    )
-
-
-def _add_count(path: Path) -> int:
-    file = InputFile.find(path)
-    with damage_told("gzip", path, DAMAGE), file.open() as raw, gzip.open(raw) as opened:
-        header, dtype, shape = npy_header(opened)
-        if dtype.kind not in "iu" or shape:
-            raise ValueError(f"{dtype} of shape {list(shape)} is no count")
-        opened.seek(len(header))
-        return int(np.frombuffer(opened.read(dtype.itemsize + 1), dtype)[0])
+    return Member(InputFile.find(path), str(path), gzip.open)
 
 
 def _misfit(what: str, path: Path) -> InputError:
