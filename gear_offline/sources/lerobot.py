@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from io import BytesIO
@@ -42,11 +42,8 @@ from gear_offline.sources.parquet import ParquetFile, is_numeric, step_rows
 INFO = Path("meta", "info.json")
 MAX_INFO_BYTES = 64 << 20
 NAMES = {"actions": "action", "rewards": "next.reward"}
-NUMBERS, IMAGES, VIDEO = "numbers", "images", "video"  # kinds of columns
-DEPTH = "depth maps"  # packed in ways of their own
 NO_REWARDS = "no next.reward in the data: there are no rewards and returns"
 SUCCESS = ", --columns rewards=next.success,... takes success"
-WRONG = (ValueError, TypeError, AttributeError, LookupError, RecursionError)  # in JSON
 NO_DONE = "no next.done in the data: every episode counts as truncated"
 
 
@@ -57,6 +54,10 @@ class Group(NamedTuple):
     number: int
     first: int  # of all steps
     steps: int
+
+
+Place = tuple[InputFile, float]  # a video, and where in it an episode begins, in seconds
+Read = Callable[[Group, int, int], Array]  # steps of a group
 
 
 def is_lerobot(path: Path) -> bool:
@@ -70,18 +71,23 @@ def open_lerobot(path: Path, *, names: Mapping[str, str]) -> Source:
     reader = _Reader(path)
     info, groups, notes = reader.info, reader.groups, list[str]()
     asked = {part.strip() for old in names.values() for part in old.split("+")}
-    left_out, frames = reader.find_columns(asked)
+    stored, frames, left_out = reader.columns(asked)
     if frames:
         example = f"--columns observations={frames[0]},actions"
         notes.append(f"frames of {some_names(frames)} are left out: {example} decodes them")
-    free = (item for item in NAMES.items() if item[0] not in names and item[1] in reader.stored)
-    usual = {new: old for new, old in free if old not in asked}
-    stored = {name: name for name in reader.stored}
-    reader.columns = renamed(stored, {**names, **usual}, path)
-    for name in reader.columns:
-        rows = reader.read(groups[0], name, 0, 1)
-        reader.kinds[name] = rows.dtype, rows.shape[1:]
-    kinds = dict(reader.kinds)
+    free = {new: old for new, old in NAMES.items() if new not in names and old in stored}
+    usual = {new: old for new, old in free.items() if old not in asked}
+    columns = renamed(stored, {**names, **usual}, path)
+    first = {name: read(groups[0], 0, 1) for name, read in columns.items()}
+    kinds: dict[str, Any] = {name: (rows.dtype, rows.shape[1:]) for name, rows in first.items()}
+
+    def read(group: Group, name: str, start: int, stop: int) -> Array:
+        rows = columns[name](group, start, stop)
+        if rows.shape[1:] != kinds[name][1] or rows.dtype != first[name].dtype:
+            what = f"{name} is {rows.dtype} {rows.shape[1:]}, before it was {kinds[name]}"
+            raise _misfit(what, group.file.file.path)
+        return rows
+
     if "rewards" not in kinds:
         notes.append(NO_REWARDS + (SUCCESS if "next.success" in kinds else ""))
     elif kinds["rewards"][0].kind == "b":
@@ -91,7 +97,7 @@ def open_lerobot(path: Path, *, names: Mapping[str, str]) -> Source:
         notes.append(NO_DONE)
         terminated = np.zeros(reader.firsts.size, np.bool_)
     source = Source(
-        [Piece(read=partial(reader.read, g), first=g.first, steps=g.steps) for g in groups],
+        [Piece(read=partial(read, g), first=g.first, steps=g.steps) for g in groups],
         kinds,
         lengths=np.diff(reader.firsts, append=reader.steps),
         terminated=terminated if cut is None else terminated & ~cut,
@@ -99,45 +105,38 @@ def open_lerobot(path: Path, *, names: Mapping[str, str]) -> Source:
             uri=path.name,
             format="lerobot",
             rule="episode_index",
-            files=tuple(dict.fromkeys([*(g.file.file for g in groups), *reader.video_files()])),
+            files=tuple(dict.fromkeys([*(group.file.file for group in groups), *reader.videos])),
             attributes={
-                **{key: info[key] for key in ("codebase_version", "robot_type", "fps")},
-                "tasks": reader.tasks(),
+                **{key: info.get(key) for key in ("codebase_version", "robot_type", "fps")},
                 "left_out": left_out,
                 "warnings": notes,
             },
         ),
-        preferred={
-            name: max(1, 4 * READ_BYTES // math.prod(kinds[name][1]))
-            for name, old in reader.columns.items()
-            if reader.stored[old] != NUMBERS
+        preferred={  # a read of frames looks for a key frame
+            name: max(1, 4 * READ_BYTES // math.prod(shape))
+            for name, (_, shape) in kinds.items()
+            if len(shape) == 3
         },
     )
     return with_columns(source, observation_vectors(kinds, "observation.", path))
 
 
 class _Reader:
-    """Reads rows of columns; of each column the group of rows that was read last is kept.
-
-    `stored` has the kind of each column by LeRobot's name, `columns` these names by ours.
-    """
+    """Reads rows of columns; of each column the group of rows that was read last is kept."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.stored: dict[str, str] = {}
-        self.columns: dict[str, str] = {}
-        self.kinds: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
+        self.videos: list[InputFile] = []
         self._recent: dict[str, tuple[int, Any]] = {}
-        self._videos: dict[str, dict[int, tuple[InputFile, float]]] = {}  # by column and episode
-        with damage_told("info.json", path / INFO, (OSError, *WRONG)):
-            info = json.loads(read_regular(path / INFO, most=MAX_INFO_BYTES))
-            self.info: dict[str, Any] = {"robot_type": None, "chunks_size": 1000} | info
-            self.version = int(info["codebase_version"].removeprefix("v").split(".")[0])
-            self.fps = float(info["fps"])
-            self.dtypes = {name: _dtype(feature) for name, feature in info["features"].items()}
-            said = int(info["total_frames"]), int(info["total_episodes"])
+        errors = (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError)
+        with damage_told("info.json", path / INFO, errors):
+            self.info: dict[str, Any] = json.loads(read_regular(path / INFO, most=MAX_INFO_BYTES))
+            self.version = int(self.info["codebase_version"].removeprefix("v").split(".")[0])
+            self.fps, self.chunk = float(self.info["fps"]), int(self.info.get("chunks_size", 1000))
+            self.dtypes = {n: str(kind["dtype"]) for n, kind in self.info["features"].items()}
+            said = int(self.info["total_frames"]), int(self.info["total_episodes"])
         if self.version not in (2, 3):
-            what = f"a dataset of LeRobot's format {info['codebase_version']}"
+            what = f"a dataset of LeRobot's format {self.info['codebase_version']}"
             remedy = "formats v2 and v3 are read: convert it with LeRobot"
             raise InputError("SOURCE_LAYOUT", what, where=str(path), remedy=remedy)
         self.groups: list[Group] = []
@@ -150,18 +149,33 @@ class _Reader:
         numbers = self._whole("episode_index") if self.groups else np.zeros(0, np.int64)
         self.firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
         self.episodes: list[int] = numbers[self.firsts].tolist()
-        if not self.steps or said != (self.steps, len(set(self.episodes))):
-            found = f"{count_text(self.steps, 'step')} of {len(set(self.episodes)):,} episodes"
+        episodes = len(set(self.episodes))
+        if not self.steps or said != (self.steps, episodes):
+            found = f"{count_text(self.steps, 'step')} of {count_text(episodes, 'episode')}"
             raise _misfit(f"{found} are here, info.json says {said[0]:,} of {said[1]:,}", path)
-        if len(set(self.episodes)) < len(self.episodes):
+        if episodes < len(self.episodes):
             raise _misfit("the steps of an episode do not follow each other", path)
 
-    def _whole(self, name: str) -> Array:
-        """Return a column of one number a step, (N,)."""
-        read = (
-            step_rows(g.file.column(g.number, name), name, g.file.file.path) for g in self.groups
-        )
-        return np.concatenate([rows.reshape(-1) for rows in read])
+    def columns(self, asked: set[str]) -> tuple[dict[str, Read], list[str], dict[str, str]]:
+        """Return what reads each column, the frames that nobody asked for, and what is left out."""
+        reads: dict[str, Read] = {}
+        frames: list[str] = []
+        left_out: dict[str, str] = {}
+        types = {field.name: field.type for field in self.groups[0].file.schema}
+        for name in [*types, *(n for n, dtype in self.dtypes.items() if dtype == "video")]:
+            dtype = self.dtypes.get(name)
+            if dtype in ("image", "video") and name not in asked:
+                frames.append(name)
+                left_out[name] = "frames that no column names"
+            elif dtype == "video":
+                reads[name] = partial(self._video, self._places(name))
+            elif dtype == "image":
+                reads[name] = partial(self._images, name)
+            elif is_numeric(types[name]):
+                reads[name] = partial(self._numbers, name)
+            else:
+                left_out[name] = f"no numbers ({types[name]})"
+        return reads, frames, left_out
 
     def flags(self, name: str) -> BoolArray | None:
         """Return a flag at the last step of each episode, (E,), ``None`` if there is none."""
@@ -170,103 +184,57 @@ class _Reader:
         flags: BoolArray = self._whole(name)[np.append(self.firsts[1:], self.steps) - 1] != 0
         return flags
 
-    def find_columns(self, asked: set[str]) -> tuple[dict[str, str], list[str]]:
-        """Return what is left out and why, and which frames of it could be `asked` for."""
-        left_out: dict[str, str] = {}
-        for field in self.groups[0].file.schema:
-            if is_numeric(field.type):
-                self.stored[field.name] = NUMBERS
-            elif self.dtypes.get(field.name) == "image":
-                self.stored[field.name] = IMAGES
-            else:
-                left_out[field.name] = f"no numbers ({field.type})"
-        self.stored |= {name: VIDEO for name, dtype in self.dtypes.items() if dtype == "video"}
-        frames = [n for n, kind in self.stored.items() if kind != NUMBERS and n not in asked]
-        for name in frames:
-            del self.stored[name]
-        for name in (name for name, kind in self.stored.items() if kind == VIDEO):
-            self._videos[name] = self._find_videos(name)
-        left_out |= {name: dtype for name, dtype in self.dtypes.items() if dtype == DEPTH}
-        return left_out | dict.fromkeys(frames, "frames that no column names"), frames
+    def _whole(self, name: str) -> Array:
+        """Return a column of one number a step, (N,)."""
+        parts = [self._numbers(name, group, group.first, self.steps) for group in self.groups]
+        return np.concatenate([part.reshape(-1) for part in parts])
 
-    def read(self, group: Group, name: str, start: int, stop: int) -> Array:
-        """Return rows ``[start, stop)`` of all steps, which lie in one group."""
-        old = self.columns[name]
-        path, kind, wanted = group.file.file.path, self.stored[old], self.kinds.get(name)
-        if kind == VIDEO:
-            rows = np.concatenate(list(self._video(old, start, stop)))
-        else:
-            if self._recent.get(name, (-1,))[0] != group.first:
-                values = group.file.column(group.number, old)
-                if kind == NUMBERS:
-                    values = step_rows(values, name, path, wanted)
-                self._recent[name] = group.first, values
-            rows = self._recent[name][1][start - group.first : stop - group.first]
-            if kind == IMAGES:
-                rows = np.stack([_image(stored.as_py(), path) for stored in rows])
-        if wanted and rows.shape[1:] != wanted[1]:
-            raise _misfit(f"{name} has shape {rows.shape[1:]}, before it was {wanted[1]}", path)
+    def _numbers(self, name: str, group: Group, start: int, stop: int) -> Array:
+        if self._recent.get(name, (-1,))[0] != group.first:
+            values = group.file.column(group.number, name)
+            self._recent[name] = group.first, step_rows(values, name, group.file.file.path)
+        rows: Array = self._recent[name][1][start - group.first : stop - group.first]
         return rows
 
-    def _video(self, name: str, start: int, stop: int) -> Iterator[Array]:
-        """Yield the frames of steps ``[start, stop)`` by episode."""
+    def _images(self, name: str, group: Group, start: int, stop: int) -> Array:
+        if self._recent.get(name, (-1,))[0] != group.first:
+            self._recent[name] = group.first, group.file.column(group.number, name)
+        stored = self._recent[name][1][start - group.first : stop - group.first]
+        return np.stack([_image(image.as_py(), group.file.file.path) for image in stored])
+
+    def _video(self, places: dict[int, Place], group: Group, start: int, stop: int) -> Array:
         number = int(np.searchsorted(self.firsts, start, side="right")) - 1
         bounds = [*self.firsts.tolist(), self.steps]
+        parts: list[Array] = []
         while start < stop:
-            file, begin = self._videos[name][self.episodes[number]]
+            file, begin = places[self.episodes[number]]
             first, end = bounds[number], min(stop, bounds[number + 1])
-            yield _frames(file, begin, self.fps, start - first, end - first)
+            parts.append(_frames(file, begin, self.fps, start - first, end - first))
             start, number = end, number + 1
+        return np.concatenate(parts)
 
-    def _find_videos(self, name: str) -> dict[int, tuple[InputFile, float]]:
-        """Return where the frames of each episode lie: a file, and seconds in it."""
-        folder = self.path / "videos"
+    def _places(self, name: str) -> dict[int, Place]:
+        """Return where the frames of each episode lie."""
+        folder, found = self.path / "videos", dict[int, tuple[Path, float]]()
         if self.version == 2:
-            chunk = {n: f"chunk-{n // int(self.info['chunks_size']):03d}" for n in self.episodes}
-            places = {
-                n: (folder / chunk[n] / name / f"episode_{n:06d}.mp4", 0.0) for n in self.episodes
-            }
+            for number in self.episodes:
+                chunk = f"chunk-{number // self.chunk:03d}"
+                found[number] = folder / chunk / name / f"episode_{number:06d}.mp4", 0.0
         else:
-            keys = (
-                f"videos/{name}/{key}" for key in ("chunk_index", "file_index", "from_timestamp")
-            )
-            places = {
-                n: (folder / name / f"chunk-{chunk:03d}" / f"file-{file:03d}.mp4", begin)
-                for n, chunk, file, begin in self._meta("episodes/*/*", "episode_index", *keys)
-            }
-        if missing := set(self.episodes) - set(places):
+            keys = ("chunk_index", "file_index", "from_timestamp")
+            for path in (self.path / "meta" / "episodes").glob("*/*.parquet"):
+                meta = ParquetFile(path)
+                for group in range(len(meta.rows)):
+                    columns = ["episode_index", *(f"videos/{name}/{key}" for key in keys)]
+                    rows = (meta.column(group, column).to_pylist() for column in columns)
+                    for number, chunk, file, begin in zip(*rows, strict=True):
+                        video = folder / name / f"chunk-{chunk:03d}" / f"file-{file:03d}.mp4"
+                        found[number] = video, begin
+        if missing := set(self.episodes) - set(found):
             raise _misfit(f"no video {name} of episode {min(missing)}", self.path / "meta")
-        files = {path: InputFile.find(path) for path in {places[n][0] for n in self.episodes}}
-        return {n: (files[places[n][0]], places[n][1]) for n in self.episodes}
-
-    def video_files(self) -> list[InputFile]:
-        """Return the videos of which columns are made."""
-        return [file for places in self._videos.values() for file, _ in places.values()]
-
-    def tasks(self) -> dict[str, str]:
-        """Return the text of each task by its ``task_index``."""
-        path = self.path / "meta" / "tasks.jsonl"
-        if self.version == 2:
-            with damage_told("tasks.jsonl", path, (OSError, *WRONG)):
-                lines = map(json.loads, read_regular(path, most=MAX_INFO_BYTES).splitlines())
-                return {str(line["task_index"]): str(line["task"]) for line in lines}
-        file = ParquetFile(path.with_suffix(".parquet"))
-        text = next((name for name in file.schema.names if name != "task_index"), "task")
-        rows = self._meta("tasks", "task_index", text)
-        return {str(number): str(words) for number, words in rows}
-
-    def _meta(self, pattern: str, *columns: str) -> Iterator[tuple[Any, ...]]:
-        """Yield rows of the parquet files of ``meta``."""
-        for path in sorted((self.path / "meta").glob(f"{pattern}.parquet")):
-            file = ParquetFile(path)
-            for group in range(len(file.rows)):
-                yield from zip(*(file.column(group, c).to_pylist() for c in columns), strict=True)
-
-
-def _dtype(feature: Mapping[str, Any]) -> str:
-    facts = {**(feature.get("info") or {}), **(feature.get("video_info") or {})}
-    depth = facts.get("is_depth_map") or facts.get("video.is_depth_map")
-    return DEPTH if depth else str(feature["dtype"])
+        files = {path: InputFile.find(path) for path in {found[n][0] for n in self.episodes}}
+        self.videos += files.values()
+        return {number: (files[found[number][0]], found[number][1]) for number in self.episodes}
 
 
 def _frames(file: InputFile, begin: float, fps: float, first: int, stop: int) -> Array:
