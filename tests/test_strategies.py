@@ -27,7 +27,7 @@ from gear_offline.analysis.page import (
     render,
     write_comparison,
 )
-from gear_offline.analysis.sampling import Draws, measure, row_bytes, table_shares
+from gear_offline.analysis.sampling import Draws, measure, table_shares
 from gear_offline.analysis.strategies import compare_strategies
 from gear_offline.cli import main as cli
 from gear_offline.config.recipe import Recipe, load_recipe
@@ -143,15 +143,6 @@ def test_effective_starts(comparison: Comparison) -> None:
     found = draws_of(comparison, "uniform_episodes").effective_segments
     assert found == pytest.approx(exact, rel=0.15), "from 240 draws"
     assert draws_of(comparison, "shuffled_epochs").coverage_starts == 1
-
-
-def test_predictions(dataset: Dataset, comparison: Comparison) -> None:
-    plain = draws_of(comparison, "uniform_steps")
-    assert row_bytes(dataset) == 64, "11 + 3 + 2 floats a step"
-    assert 0.3 < plain.hbm_share < 0.8
-    fifo = draws_of(comparison, "fifo")
-    assert plain.moved_share is not None and fifo.moved_share is not None
-    assert 0 <= plain.moved_share < 0.5 and fifo.moved_share > plain.moved_share
 
 
 def test_memory_does_not_grow_with_the_table(dataset: Dataset) -> None:
@@ -361,7 +352,7 @@ def test_the_tables_fit_the_terminal(
             shown = [drawn_cells(one.draws) for one in found.strategies if one.draws is not None]
             assert all(row["mean return"] in text.split() for row in shown)
         assert " ".join(text.split()).startswith(found.verdict[:40])
-        assert ("cross-node" in " ".join(text.split())) is everything
+        assert ("selecting" in " ".join(text.split())) is everything
 
 
 def test_the_command(dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

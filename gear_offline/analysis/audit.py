@@ -6,7 +6,7 @@ Shape legend: N steps, E episodes, T steps of an episode, S elements of an obser
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,12 @@ def audit(
             for episode in other.iter_episodes(columns=names):
                 theirs.add(_digest(episode))
                 progress.advance(1)
-            findings += _shared(reader.digests, theirs, other, data)
+            findings += _found(
+                "shared",
+                [e for e, digest in enumerate(reader.digests) if digest in theirs],
+                f"of {len(data):,} are in {other.path} too",
+                "expected of medium-expert and medium; else evaluation data may have leaked",
+            )
     returns, scores = data.returns[np.isfinite(data.returns)], data.reference_scores
     return Audit(
         path=str(data.path),
@@ -242,15 +247,14 @@ class _Reader:
 
     def findings(self) -> Iterator[Finding]:
         data = self._data
-        if self._jumps:
-            yield Finding(
-                check="boundary",
-                what=f"{count_text(len(self._jumps), 'step')} inside episodes go farther than the "
-                "data's own steps: an episode boundary may be missing before",
-                remedy="look at the source's flags, or convert with another --rule",
-                count=len(self._jumps),
-                places=tuple(self._jumps[:EXAMPLES]),
-            )
+        yield from _found(
+            "boundary",
+            self._jumps,
+            "inside episodes go farther than the data's own steps: an episode boundary may be "
+            "missing before",
+            "look at the source's flags, or convert with another --rule",
+            noun="step",
+        )
         for name, facts in data.statistics.items():
             if facts.nonfinite:
                 yield Finding(
@@ -259,71 +263,61 @@ class _Reader:
                     remedy="leave these episodes out, or repair the source",
                     count=facts.nonfinite,
                 )
-            if name in COMPARED and (still := np.flatnonzero(facts.std.reshape(-1) == 0)).size:
-                yield Finding(
-                    check="constant",
-                    what=f"{count_text(still.size, 'element')} of {name} never change",
-                    remedy="harmless for training; check the source if they should change",
-                    count=int(still.size),
-                    places=tuple((int(i),) for i in still[:EXAMPLES]),
+            if name in COMPARED:
+                yield from _found(
+                    "constant",
+                    np.flatnonzero(facts.std.reshape(-1) == 0),
+                    f"of {name} never change",
+                    "harmless for training; check the source if they should change",
+                    noun="element",
                 )
         for name, counts in self._clipped.items():
-            varies = data.statistics[name].std.reshape(-1) > 0
-            clipped = np.flatnonzero((counts > CLIPPED_SHARE * data.spec.steps) & varies)
-            if clipped.size:
-                most = counts[clipped].max() / data.spec.steps
-                yield Finding(
-                    check="clipped",
-                    what=f"{count_text(clipped.size, 'element')} of {name} lie on their extreme in "
-                    f"up to {most:.0%} of the steps",
-                    remedy="expected of clipped actions; a tanh head reaches its ends slowly",
-                    count=int(clipped.size),
-                    places=tuple((int(i),) for i in clipped[:EXAMPLES]),
-                )
-        for name, elements in self._outliers.items():
-            if elements:
-                found = [place for (n, _), place in self._places.items() if n == name]
-                yield Finding(
-                    check="outlier",
-                    what=f"{count_text(len(elements), 'element')} of {name} reach more than "
-                    f"{OUTLIER:g} standard deviations from their mean",
-                    remedy="look at these steps: a simulation may have diverged",
-                    count=len(elements),
-                    places=tuple(found[:EXAMPLES]),
-                )
-        times = Counter(self.digests)
-        repeated = [e for e, digest in enumerate(self.digests) if times[digest] > 1]
-        if repeated:
-            yield Finding(
-                check="repeated",
-                what=f"{count_text(len(repeated), 'episode')} are in the dataset more than once",
-                remedy="expected of joined datasets; else they weigh more than others",
-                count=len(repeated),
-                places=tuple((e,) for e in repeated[:EXAMPLES]),
+            shares = counts / data.spec.steps * (data.statistics[name].std.reshape(-1) > 0)
+            yield from _found(
+                "clipped",
+                np.flatnonzero(shares > CLIPPED_SHARE),
+                f"of {name} lie on their extreme in up to {shares.max():.0%} of the steps",
+                "expected of clipped actions; a tanh head reaches its ends slowly",
+                noun="element",
             )
+        for name in self._outliers:
+            yield from _found(
+                "outlier",
+                [place for (column, _), place in self._places.items() if column == name],
+                f"of {name} reach more than {OUTLIER:g} standard deviations from their mean",
+                "look at these steps: a simulation may have diverged",
+                noun="element",
+            )
+        times = Counter(self.digests)
+        yield from _found(
+            "repeated",
+            [e for e, digest in enumerate(self.digests) if times[digest] > 1],
+            "are in the dataset more than once",
+            "expected of joined datasets; else they weigh more than others",
+        )
+
+
+def _found(
+    check: str, places: Iterable[Any], what: str, remedy: str, *, noun: str = "episode"
+) -> Iterator[Finding]:
+    """Yield what is wrong at `places`, numbers or tuples, if there are any."""
+    every = [place if isinstance(place, tuple) else (int(place),) for place in places]
+    if every:
+        what, first = f"{count_text(len(every), noun)} {what}", tuple(every[:EXAMPLES])
+        yield Finding(check=check, what=what, remedy=remedy, count=len(every), places=first)
 
 
 def _endings(data: Dataset) -> Iterator[Finding]:
     lengths = data.episodes.lengths
     at_limit = np.flatnonzero((lengths == lengths.max()) & data.terminated)
-    if len(data) > at_limit.size >= SAME_LENGTH or (at_limit.size == len(data) >= SAME_LENGTH):
-        yield Finding(
-            check="ending",
-            what=f"{count_text(at_limit.size, 'episode')} of the greatest length, "
-            f"{lengths.max():,} steps, are said to have terminated: that looks like a time limit",
-            remedy="if so, the source's time limits are flagged as terminals",
-            count=int(at_limit.size),
-            places=tuple((int(e),) for e in at_limit[:EXAMPLES]),
-        )
+    if at_limit.size >= SAME_LENGTH:
+        what = f"of the greatest length, {lengths.max():,} steps, are said to have terminated: "
+        remedy = "if so, the source's time limits are flagged as terminals"
+        yield from _found("ending", at_limit, what + "that looks like a time limit", remedy)
     open_ends = np.flatnonzero(~(data.terminated | data.truncated))
     if open_ends.size > 1:  # the last one is often cut
-        yield Finding(
-            check="ending",
-            what=f"{count_text(open_ends.size, 'episode')} end without a flag",
-            remedy="harmless for the Decision Transformer; Q-learning must not take them as ends",
-            count=int(open_ends.size),
-            places=tuple((int(e),) for e in open_ends[:EXAMPLES]),
-        )
+        remedy = "harmless for the Decision Transformer; Q-learning must not take them as ends"
+        yield from _found("ending", open_ends, "end without a flag", remedy)
 
 
 def _bounds(data: Dataset) -> Iterator[Finding]:
@@ -337,38 +331,18 @@ def _bounds(data: Dataset) -> Iterator[Finding]:
         return
     facts = data.statistics["actions"]
     low, high = facts.min.reshape(-1), facts.max.reshape(-1)
+    least, most = known.low, known.high
     if known.discrete:
-        beyond = np.flatnonzero((low < 0) | (high >= known.choices))
-        allowed = f"0 to {known.choices - 1}"
-    elif known.low.size != low.size:
+        least, most = np.zeros(1, np.float32), np.full(1, known.choices - 1, np.float32)
+    if not known.discrete and least.size != low.size:
         return
-    else:
-        beyond = np.flatnonzero((low < known.low - 1e-6) | (high > known.high + 1e-6))
-        allowed = f"{known.low.min():g} to {known.high.max():g}"
+    beyond = np.flatnonzero((low < least - 1e-6) | (high > most + 1e-6))
     if beyond.size:
         reached = f"{low[beyond].min():.4g} to {high[beyond].max():.4g}"
-        yield Finding(
-            check="bounds",
-            what=f"{count_text(beyond.size, 'element')} of actions reach {reached}; "
-            f"{data.environment_id} takes {allowed}",
-            remedy="clip them at the source; the environment would",
-            count=int(beyond.size),
-            places=tuple((int(i),) for i in beyond[:EXAMPLES]),
-        )
-
-
-def _shared(
-    digests: Sequence[str], theirs: set[str], other: Dataset, data: Dataset
-) -> Iterator[Finding]:
-    same = [e for e, digest in enumerate(digests) if digest in theirs]
-    if same:
-        yield Finding(
-            check="shared",
-            what=f"{count_text(len(same), 'episode')} of {len(data):,} are in {other.path} too",
-            remedy="expected of medium-expert and medium; else evaluation data may have leaked",
-            count=len(same),
-            places=tuple((e,) for e in same[:EXAMPLES]),
-        )
+        what = f"of actions reach {reached}; {data.environment_id} takes "
+        what += f"{least.min():g} to {most.max():g}"
+        remedy = "clip them at the source; the environment would"
+        yield from _found("bounds", beyond, what, remedy, noun="element")
 
 
 def _names(data: Dataset) -> list[str]:

@@ -39,7 +39,6 @@ MAIN = {  # what the terminal shows without --all
 
 def drawn_cells(draws: Draws) -> dict[str, str]:
     """Return what a strategy drew by heading; page.html.j2 says what the headings mean."""
-    moved = draws.moved_share
     return {
         "starts drawn": _percent(draws.coverage_starts),
         "steps shown": _percent(draws.coverage_steps),
@@ -51,8 +50,6 @@ def drawn_cells(draws: Draws) -> dict[str, str]:
         "padding": _percent(draws.padding),
         "mean return": short(draws.mean_return),
         "median age": f"{draws.median_age:.2f}",
-        "from GPU memory": _percent(draws.hbm_share),
-        "cross-node traffic": "-" if moved is None else _percent(moved),
         "selecting": f"{draws.segments_per_second / 1e6:.2g} M/s",
     }
 

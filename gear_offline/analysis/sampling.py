@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,6 @@ import numpy.typing as npt
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.types import Int64Array
-from gear_offline.dataset.schema import EpisodeIndex
-from gear_offline.distributed.sharding import Assigner
 from gear_offline.plots import histogram_edges
 from gear_offline.sampling import Sampler
 from gear_offline.tables.joint import TableData
@@ -33,8 +30,6 @@ DRAWS_AT_ONCE = 65_536
 POINTS = 20  # of a coverage curve
 BINS = 40  # of returns
 AGES = 20  # bins over the table's order
-NODES = 4  # for which network traffic is predicted, one rank each
-BATCHES_ASSIGNED = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +48,6 @@ class Draws:
         Share of the draws in each twentieth of the table, the oldest first.
     coverage
         (batches, share of starts drawn, share of steps shown) along the way.
-    hbm_share
-        Share of steps read from GPU memory when the episodes that are drawn most a byte fill its
-        budget.
-    moved_share
-        Share of segments that leave their node; None where the batch or the table is too small.
     """
 
     draws: int
@@ -75,8 +65,6 @@ class Draws:
     ages: tuple[float, ...]
     coverage: tuple[tuple[int, float, float], ...]
     segments_per_second: float
-    hbm_share: float
-    moved_share: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +149,6 @@ def measure(
         ages=tuple((table_shares(ordered, steps, AGES) / draws).tolist()),
         coverage=tuple(coverage),
         segments_per_second=draws / seconds,
-        hbm_share=_resident_share(dataset, recipe, chosen, shown),
-        moved_share=_moved_share(index, chosen[:BATCHES_ASSIGNED]),
     )
 
 
@@ -198,43 +184,3 @@ def return_shares(returns: Float64Array, weights: Float64Array) -> tuple[float, 
     """Return the share of `weights` (E,) in each bin of `returns` (E,)."""
     counts, _ = np.histogram(returns, bins=histogram_edges(returns, BINS), weights=weights)
     return tuple((counts / weights.sum()).tolist())
-
-
-def _resident_share(
-    dataset: TableData, recipe: Recipe, episodes: Int64Array, shown: Int64Array
-) -> float:
-    """Return the share of shown steps that lie in the budget of GPU memory."""
-    sizes = dataset.episodes.lengths * row_bytes(dataset)
-    budget = recipe.loader.hbm_budget
-    budget = int(sizes.sum()) // 2 if budget is None else budget
-    weights = np.bincount(episodes.reshape(-1), shown.reshape(-1), minlength=sizes.size)
-    order = np.argsort(-weights / sizes, kind="stable")
-    taken = int(np.searchsorted(np.cumsum(sizes[order]), budget, side="right"))
-    return float(weights[order[:taken]].sum() / weights.sum())
-
-
-def _moved_share(index: EpisodeIndex, episodes: Int64Array) -> float | None:
-    """Return the share of segments that leave their node.
-
-    The table is split into runs of episodes of nearly equal steps; the batch is cut to a multiple
-    of the ranks.
-    """
-    count = episodes.shape[1] // NODES * NODES
-    if count == 0 or index.episodes < NODES:
-        return None
-    middle = (index.offsets[:-1] + index.offsets[1:]) // 2
-    homes = np.minimum(middle * NODES // index.steps, NODES - 1)
-    moved = Assigner(range(NODES), count).moved(homes[episodes[:, :count]])
-    return float(moved.sum() / (len(episodes) * count))
-
-
-def row_bytes(dataset: TableData) -> int:
-    """Return the bytes of a step in the loader's table: float32 records, images as they are."""
-    floats, images = 2, 0  # reward and return-to-go
-    for name in ("observations", "actions"):
-        spec = dataset.spec[name]
-        if spec.dtype == np.uint8 and len(spec.shape) >= 2:
-            images += spec.step_bytes
-        else:
-            floats += prod(spec.shape)
-    return -(-4 * floats // 16) * 16 + images
