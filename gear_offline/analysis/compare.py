@@ -24,7 +24,7 @@ from scipy import stats
 
 from gear_offline.analysis.sampling import Data, Strategy
 from gear_offline.sweep.results import TrialResult
-from gear_offline.sweep.table import RANKING, Curve, Estimate, by_label, estimate, make_curves
+from gear_offline.sweep.table import RANKING, Estimate, by_label, estimate
 from gear_offline.training.metrics import finite
 
 Float64Array = npt.NDArray[np.float64]
@@ -90,7 +90,6 @@ class Outcome:
     iqm: float | None
     iqm_low: float | None
     iqm_high: float | None
-    curve: Curve | None
     versus: Difference | None
     failures: tuple[tuple[str, str], ...]
 
@@ -122,8 +121,6 @@ class Comparison:
         for row, outcome in zip(document["outcomes"], self.outcomes, strict=True):
             if outcome.versus is not None:
                 row["versus"]["verdict"] = outcome.versus.verdict
-            if outcome.curve is not None:
-                row["curve"]["values"] = outcome.curve.values.tolist()
         return document
 
 
@@ -135,7 +132,6 @@ def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
     settings = by_label(trials)
     lasts = [one.last for one in trials if one.last is not None]
     metric = RANKING[0] if any(last.mean_return is not None for last in lasts) else RANKING[1]
-    curves = make_curves(trials, metric)
     finals = {label: _finals(members) for label, members in settings.items()}
     baseline = next(iter(finals.values()))
     outcomes = []
@@ -158,7 +154,6 @@ def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
                 iqm=middle[0],
                 iqm_low=middle[1],
                 iqm_high=middle[2],
-                curve=curves.get(label),
                 versus=versus,
                 failures=tuple((o.trial.name, str(o.error)) for o in members if o.error),
             )

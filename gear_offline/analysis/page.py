@@ -167,7 +167,6 @@ def render(comparison: Comparison) -> str:
         learned={outcome.label: learned_cells(outcome) for outcome in outcomes},
         pictures={label: _drawn_picture(one, data, everyone) for label, one in draws.items()},
         final_picture=_final_picture(played) if played else None,
-        curve_picture=_curve_picture(played) if played else None,
     )
 
 
@@ -223,13 +222,10 @@ def _finish(axes: Axes, text: str, tallest: float, shares: Sequence[float] = ())
         )  # fmt: skip
 
 
-def _wide_axes(height: float) -> Axes:
-    return Figure(figsize=(7.2, height), facecolor="white", layout="constrained").add_subplot()
-
-
 def _final_picture(outcomes: Sequence[Outcome]) -> str:
     """Draw each seed's last return, and the mean with its interval, one row a strategy."""
-    axes = _wide_axes(0.9 + 0.42 * len(outcomes))
+    size = (7.2, 0.9 + 0.42 * len(outcomes))
+    axes = Figure(figsize=size, facecolor="white", layout="constrained").add_subplot()
     for place, outcome in enumerate(outcomes):
         final = outcome.final
         assert final is not None, "only what was played is drawn"
@@ -249,25 +245,4 @@ def _final_picture(outcomes: Sequence[Outcome]) -> str:
     axes.set_ylim(len(outcomes) - 0.5, -0.5)
     dress(axes, x="last return: seeds, mean, 95 % interval from 3 seeds on", grid="x")
     thousands(axes.xaxis)
-    return _source(axes.figure)
-
-
-def _curve_picture(outcomes: Sequence[Outcome]) -> str:
-    """Draw the mean over seeds of each strategy over steps, the baseline dashed."""
-    axes = _wide_axes(4.0)
-    colours = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
-    for place, outcome in enumerate(outcomes):
-        if outcome.curve is None:
-            continue
-        means = outcome.curve.values.mean(axis=0)
-        colour = INK if outcome.versus is None else colours[place % len(colours)]
-        style = "--" if outcome.versus is None else "-"
-        axes.plot(
-            outcome.curve.steps, means, style, marker="o", markersize=3.5, color=colour,
-            linewidth=1.8, label=shortened(outcome.label),
-        )  # fmt: skip
-    dress(axes, x="optimizer step", y="mean return over seeds")
-    thousands(axes.xaxis)
-    thousands(axes.yaxis)
-    axes.legend(fontsize=9, frameon=False, loc="best")
     return _source(axes.figure)
