@@ -268,8 +268,8 @@ def blame(
     ------
     InputError
         ``RUN_NOT_FOUND`` without a checkpoint; ``USAGE`` for a range without batches;
-        ``SELECTION`` for a strategy that learns from losses: what it drew is not known any more;
-        ``LOADER_STATE`` if the data are not those of the run.
+        ``SELECTION`` where what was drawn is not known any more, for a strategy that learns from
+        losses or for data that grew; ``LOADER_STATE`` if the data are not those of the run.
 
     Examples
     --------
@@ -282,8 +282,9 @@ def blame(
     """
     opened = run if isinstance(run, Run) else open_run(run)
     recipe, where = opened.recipe, str(opened.path)
-    batches = _taken(recipe, first, last + 1)
-    if first < 0 or not len(batches):
+    last = min(last, recipe.train.batch_of(recipe.train.steps - 1))
+    batches = _taken(recipe, max(0, first), last + 1)
+    if not len(batches):
         remedy = "give the first and the last one, e.g. 4100..4160"
         raise InputError("USAGE", f"no batches from {first} to {last}", where, remedy)
     saved = list_checkpoints(opened.path / "checkpoints")
@@ -300,9 +301,11 @@ def blame(
         GearLoader.from_recipe(recipe, **here) as loader,
         Progress(name, total=len(every), unit="batches", quiet=quiet) as progress,
     ):
-        if loader.loss_sampler is not None:
+        learns, grows = loader.loss_sampler is not None, recipe.data.admit_every is not None
+        if learns or grows:
             what = f"what {loader.selection.name} drew depends on losses that are not kept"
-            remedy = "batches are known again of strategies that do not learn from losses"
+            what = "the data grew while the run trained" if grows else what
+            remedy = "only batches of fixed data and of strategies that do not learn can be told"
             raise InputError("SELECTION", what, where, remedy)
         loader.load_state_dict(checkpoint.state.loader)  # refuses other data
         model = trained_model(checkpoint).model

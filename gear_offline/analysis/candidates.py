@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gear_offline.analysis.sampling import Strategy
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.sections import SelectionSettings
 from gear_offline.config.strict_yaml import MAX_BYTES, parse_yaml
 from gear_offline.core.files import read_regular
 from gear_offline.errors import InputError
@@ -22,30 +21,15 @@ MOST_LABEL = 80
 FORM = "a list of names or of mappings such as {strategy: top_k, k: 50}; a mapping may have a label"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A strategy with options, and a title if it has one."""
-
-    strategy: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    title: str | None = None
-
-    @property
-    def label(self) -> str:
-        """What tables call it: its title, or its name and options."""
-        if self.title is not None:
-            return self.title
-        options = [f"{key}={value}" for key, value in self.options.items()]
-        short = [text if len(text) <= 24 else f"{text[:21]}..." for text in options]
-        return " ".join([self.strategy, *short])
-
-    @property
-    def settings(self) -> SelectionSettings:
-        """The section of a recipe that says the same."""
-        return SelectionSettings(strategy=self.strategy, **self.options)
+def _strategy(name: str, options: Mapping[str, Any], label: str = "") -> Strategy:
+    """Return a strategy as tables call it: by its label, or by its name and options."""
+    parse_options(name, options)
+    texts = [f"{key}={value}" for key, value in options.items()]
+    short = [text if len(text) <= 24 else f"{text[:21]}..." for text in texts]
+    return Strategy(label=label or " ".join([name, *short]), strategy=name, options=dict(options))
 
 
-def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[Candidate]:
+def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[Strategy]:
     """Return what to compare: the recipe's own strategy first, then those named or the usual.
 
     Parameters
@@ -67,40 +51,32 @@ def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[
         items = [part for part in asked.split(",") if part.strip()]
     if not items:
         raise _unusable("no strategy is named", where, "leave it out for the usual ones")
-    candidates = [Candidate(strategy=recipe.selection.strategy, options=recipe.selection.options)]
-    for candidate in (_item(item, where) for item in items):
-        alike = [
-            place
-            for place, other in enumerate(candidates)
-            if (other.strategy, other.options) == (candidate.strategy, candidate.options)
-        ]
-        if not alike:
-            candidates.append(candidate)
-        elif candidate.title is not None:
-            candidates[alike[0]] = candidate  # the recipe's own one, by the name it is given
-    labels = [candidate.label for candidate in candidates]
-    for candidate in candidates:
-        parse_options(candidate.strategy, candidate.options)
-        if labels.count(candidate.label) > 1:
+    own = _strategy(recipe.selection.strategy, recipe.selection.options)
+    found = {(own.strategy, str(sorted(own.options.items()))): own}
+    for one in (_item(item, where) for item in items):
+        key = one.strategy, str(sorted(one.options.items()))
+        if key not in found or one.label != _strategy(one.strategy, one.options).label:
+            found[key] = one  # the recipe's own one too, by the label that it is given
+    labels = [one.label for one in found.values()]
+    for label in labels:
+        if labels.count(label) > 1:
             remedy = "give each a label of its own: - {label: ..., strategy: ...}"
-            raise _unusable(f"two strategies are called {candidate.label!r}", where, remedy)
-    return candidates
+            raise _unusable(f"two strategies are called {label!r}", where, remedy)
+    return list(found.values())
 
 
-def _item(item: Any, where: str) -> Candidate:
+def _item(item: Any, where: str) -> Strategy:
     if isinstance(item, str):
-        name, options = parse_strategy(item)
-        return Candidate(strategy=name, options=options)
+        return _strategy(*parse_strategy(item))
     if not isinstance(item, Mapping) or not isinstance(item.get("strategy"), str):
         what = f"{str(item)[:60]!r} is neither a name nor a mapping with a strategy"
         raise _unusable(what, where, f"write {FORM}")
-    label = item.get("label")
-    if label is not None and not (isinstance(label, str) and 0 < len(label.strip()) <= MOST_LABEL):
+    label = item.get("label", item["strategy"])
+    if not (isinstance(label, str) and 0 < len(label.strip()) <= MOST_LABEL):
         what = f"a label is not a text of 1 to {MOST_LABEL} characters"
         raise _unusable(what, where, f"write {FORM}")
     options = {key: value for key, value in item.items() if key not in ("strategy", "label")}
-    title = label.strip() if label else None
-    return Candidate(strategy=item["strategy"], options=options, title=title)
+    return _strategy(item["strategy"], options, label.strip() if "label" in item else "")
 
 
 def _read(path: Path) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gear_offline.analysis.candidates import Candidate, parse_candidates
+from gear_offline.analysis.candidates import parse_candidates
 from gear_offline.analysis.compare import Comparison, compare, verdict_text
 from gear_offline.analysis.page import write_comparison
 from gear_offline.analysis.sampling import (
@@ -21,6 +21,7 @@ from gear_offline.analysis.sampling import (
     return_shares,
 )
 from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.config.sections import SelectionSettings
 from gear_offline.core.files import check_folder
 from gear_offline.core.system import machine
 from gear_offline.core.text import count_text
@@ -95,7 +96,7 @@ def compare_strategies(
     comparison = _drawn(whole, candidates, dataset, quiet=quiet)
     if train:
         usable = {one.label for one in comparison.strategies if one.draws is not None}
-        trained = [candidate for candidate in candidates if candidate.label in usable]
+        trained = [one for one in candidates if one.label in usable]
         trials = _trials(whole, trained, range(whole.seed, whole.seed + seeds))
         place = folder / "training"
         try:
@@ -109,7 +110,7 @@ def compare_strategies(
 
 
 def _drawn(
-    recipe: Recipe, candidates: Sequence[Candidate], dataset: TableData, *, quiet: bool
+    recipe: Recipe, candidates: Sequence[Strategy], dataset: TableData, *, quiet: bool
 ) -> Comparison:
     """Measure what candidates draw; one that cannot run on the data is named with the reason."""
     returns, lengths = dataset.returns, dataset.episodes.lengths
@@ -127,18 +128,16 @@ def _drawn(
     title, total = count_text(len(candidates), "strategy", "strategies"), len(candidates) * batches
     with Progress(title, total=total, unit="batches", quiet=quiet) as progress:
         for place, candidate in enumerate(candidates):
-            row = Strategy(
-                label=candidate.label, strategy=candidate.strategy, options=dict(candidate.options)
-            )
+            settings = SelectionSettings(strategy=candidate.strategy, **candidate.options)
             try:
-                sampler = recipe_sampler(recipe, dataset, candidate.settings)
+                sampler = recipe_sampler(recipe, dataset, settings)
                 draws = measure(dataset, recipe, sampler, batches, progress.advance)
             except GearError as error:
                 say(f"{candidate.label}: {error.message}", quiet=quiet)
-                rows.append(replace(row, error=error.message))
+                rows.append(replace(candidate, error=error.message))
                 progress.update((place + 1) * batches)
             else:
-                rows.append(replace(row, options=asdict(sampler.options), draws=draws))
+                rows.append(replace(candidate, options=asdict(sampler.options), draws=draws))
     data = Data(
         path=recipe.data.path or data_name(dataset),
         episodes=dataset.spec.episodes,
@@ -172,7 +171,7 @@ def _drawn_text(rows: Sequence[Strategy], data: Data) -> str:
     )
 
 
-def _trials(recipe: Recipe, candidates: Sequence[Candidate], seeds: Sequence[int]) -> list[Trial]:
+def _trials(recipe: Recipe, candidates: Sequence[Strategy], seeds: Sequence[int]) -> list[Trial]:
     """Return the trials, seed by seed, so that one that is cut short has whole seeds."""
     trials = []
     for seed in seeds:
