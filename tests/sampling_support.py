@@ -45,6 +45,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [  # every strategy is here
     ("top_k", {"k": 3, "unit": "episodes"}),
     ("stratified_return", {"strata": 3}),
     ("stratified_return", {"strata": 2, "unit": "episodes"}),
+    ("recent", {"steps": 9}),
+    ("recent", {"steps": 1}),
     ("weighted", {"column": "rewards"}),
     ("weighted", {"column": "rewards", "unit": "episodes"}),
     ("shuffled_epochs", {}),
@@ -165,6 +167,10 @@ def exact_law(name: str, data: Facts, **options: Any) -> dict[Key, float]:
                     break
                 kept.append(e)
         return by_episode([u if e in kept else Fraction(0) for e, u in enumerate(unit)], lengths)
+    if name == "recent":
+        after = [sum(lengths[e:]) for e in range(count)]
+        last = [e == count - 1 or after[e] <= options["steps"] for e in range(count)]
+        return by_episode([Fraction(n * k) for n, k in zip(lengths, last, strict=True)], lengths)
     if name == "stratified_return":
         strata = min(options.get("strata", 4), count)
         order = best(returns)[::-1]

@@ -107,7 +107,7 @@ def test_a_grown_dataset_is_the_one_of_all_its_episodes(path: Path, tmp_path: Pa
     assert sizes == [3, 5, 6, 7, 7]
 
 
-STRATEGIES = ["uniform_steps", "top_k:k=3", "prioritized"]
+STRATEGIES = ["uniform_steps", "recent:steps=20", "prioritized"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -254,6 +254,25 @@ class TopK(ReturnSampler):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class RecentOptions:
+    """Options of `recent`."""
+
+    steps: Positive
+
+
+@register("recent")
+class Recent(WeightedEpisodes):
+    """Every start of the last episodes: as many as have at most so many steps, at least one."""
+
+    Options = RecentOptions
+
+    def weights(self, facts: Facts) -> Float64Array:
+        first = self.index.steps - self.options.steps
+        is_kept = self.index.offsets[:-1] >= min(first, int(self.index.offsets[-2]))
+        return np.where(is_kept, self.index.lengths, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ColumnOptions(UnitOptions):
     """Options of `weighted`."""
 
