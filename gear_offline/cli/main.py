@@ -224,41 +224,6 @@ def collect(
     show(report.to_json(), as_json, lambda: print(report.path))
 
 
-@command(
-    "Train",
-    "act runs/online-s0 --actors 4",
-    "act runs/online-s0 --episodes 100 --target 3600",
-)
-def act(
-    run: Path = Run(help="Run directory whose newest policy plays."),
-    environment: str | None = Environment(help="Gymnasium id."),
-    actors: int = Option(1, min=1, help="Processes that play."),
-    episodes: int | None = Count(None, help="How many in all; default until the run has ended."),
-    target: float | None = Option(None, help="Return to ask for; default the run's highest."),
-    action_noise: float = Option(0.1, min=0, help="Gaussian noise, in half ranges of the action."),
-    seed: int | None = Option(None, help="Of resets and noise; default another each time."),
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Play while a run trains, and append what is seen to its dataset."""
-    from gear_offline.collect.act import act as go_act
-
-    report = go_act(
-        run,
-        environment=environment,
-        actors=actors,
-        episodes=episodes,
-        target=target,
-        action_noise=action_noise,
-        seed=seed,
-        quiet=quiet,
-    )
-    line = f"{report.episodes:,} episodes of {report.steps:,} steps appended"
-    if report.mean_return is not None:
-        line += f", mean return {report.mean_return:,.1f}"
-    show(report.to_json(), as_json, lambda: print(line))
-
-
 @command("Data", "export data/mine mine.hdf5")
 def export(
     dataset: Path = Argument(help="Directory of GEAR shards."),
@@ -428,6 +393,41 @@ def evaluate(
         quiet=quiet,
     )
     show(report.to_json(), as_json, report.print)
+
+
+@command(
+    "Train",
+    "act runs/online-s0 --actors 4",
+    "act runs/online-s0 --episodes 100 --target 3600",
+)
+def act(
+    run: Path = Run(help="Run directory whose newest policy plays."),
+    environment: str | None = Environment(help="Gymnasium id."),
+    actors: int = Option(1, min=1, help="Processes that play."),
+    episodes: int | None = Count(None, help="How many in all; default until the run has ended."),
+    target: float | None = Option(None, help="Return to ask for; default the run's highest."),
+    action_noise: float = Option(0.1, min=0, help="Gaussian noise, in half ranges of the action."),
+    seed: int | None = Option(None, help="Of resets and noise; default another each time."),
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Play while a run trains, and append what is seen to its dataset."""
+    from gear_offline.collect.act import act as go_act
+
+    report = go_act(
+        run,
+        environment=environment,
+        actors=actors,
+        episodes=episodes,
+        target=target,
+        action_noise=action_noise,
+        seed=seed,
+        quiet=quiet,
+    )
+    line = f"{report.episodes:,} episodes of {report.steps:,} steps appended"
+    if report.mean_return is not None:
+        line += f", mean return {report.mean_return:,.1f}"
+    show(report.to_json(), as_json, lambda: print(line))
 
 
 @command("Train", "sync runs/a-s0 --tracker wandb", "sync runs/a-s0 --project mine --tracker wandb")
