@@ -56,10 +56,9 @@ class Policy:
     ----------
     model, device, context_length, returns_scale, facts
         As given.
-    max_timestep
-        Rows of the model's timestep embedding.
-    state_dim, action_dim, discrete
-        S, A (or the number of discrete actions), and whether actions are discrete.
+    max_timestep, state_dim, action_dim, discrete
+        Rows of the model's timestep embedding; S, A (or the number of discrete actions), and
+        whether actions are discrete.
     frame_shape, frame_stack
         Shape of one frame, empty for vectors, and the frames that make up a state.
 

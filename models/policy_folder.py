@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from gear_offline.core.files import new_directory, read_regular, write_file
 from gear_offline.core.hub import card
+from gear_offline.core.text import printable
 from gear_offline.errors import InputError
 from gear_offline.models.decision_transformer import DecisionTransformer, DecisionTransformerConfig
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
@@ -33,6 +34,7 @@ PLACE = "THIS FOLDER"  # in a card, until it is on the Hub
 TAGS = ("reinforcement-learning", "offline-reinforcement-learning", "decision-transformer")
 
 Numbers = tuple[float, ...]
+Text = Annotated[str, AfterValidator(printable)]  # others wrote it: nothing that steers a terminal
 
 
 class _Strict(BaseModel):
@@ -52,11 +54,11 @@ class Achieved(_Strict):
 class PolicyFacts(_Strict):
     """Where a policy comes from and what for; nothing of it is needed to act."""
 
-    name: str = "policy"
-    environment: str | None = None  # Gymnasium id
+    name: Text = "policy"
+    environment: Text | None = None  # Gymnasium id
     targets: Numbers = ()  # returns to ask for, the first by default
-    reference: str | None = None  # D4RL name of the scores that returns are normalised by
-    data: str | None = None  # what it was trained on
+    reference: Text | None = None  # D4RL name of the scores that returns are normalised by
+    data: Text | None = None  # what it was trained on
     step: int | None = None  # of the training
     achieved: tuple[Achieved, ...] = ()
 

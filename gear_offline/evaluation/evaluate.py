@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.sections import LARGEST_TARGET, EvaluateSettings, TaskSettings
+from gear_offline.config.sections import EvaluateSettings, TaskSettings, target_list
 from gear_offline.config.tasks import tasks_in
 from gear_offline.core.text import count_text
 from gear_offline.dataset.scores import ReferenceScores, reference_scores
@@ -282,19 +282,11 @@ def _sizes_text(sizes: ModelSizes) -> str:
 def asked_returns(targets: Sequence[float] | float) -> tuple[float, ...]:
     """Return `targets` as numbers below 1e18 in size, at least one, all different."""
     try:
-        asked = tuple(float(target) for target in np.atleast_1d(np.asarray(targets)))
-    except (TypeError, ValueError):
-        asked = ()
-    if isinstance(targets, str) or not asked or not all(abs(t) < LARGEST_TARGET for t in asked):
-        what = "are not usable"
-        remedy = f"give at least one number below {LARGEST_TARGET:g} in size, e.g. 3600"
-    elif len(set(asked)) < len(asked):  # every target plays the same episodes
-        what = "name a return twice"
-        remedy = "name each return once; --episodes asks for more episodes of each"
-    else:
-        return asked
-    what = f"target returns {targets!r} {what}"
-    raise InputError("USAGE", what, where="evaluate.targets", remedy=remedy)
+        given = [] if isinstance(targets, str) else np.atleast_1d(np.asarray(targets))
+        return tuple(target_list([float(target) for target in given]))
+    except (TypeError, ValueError) as error:
+        what, remedy = f"target returns {targets!r}: {error}", "write them like 3600,1800"
+        raise InputError("USAGE", what, where="evaluate.targets", remedy=remedy) from error
 
 
 def _versions() -> dict[str, str]:
