@@ -20,6 +20,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
+from gear_offline.core.text import first_line
 from gear_offline.errors import InputError
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def tasks_of_config(config: DecisionTransformerConfig) -> tuple[ModelTask, ...]:
             ):
                 raise ValueError(f"{task.name} is wider")
     except (TypeError, ValueError) as error:
-        what = f"a task does not fit the model: {error}"
+        what = f"a task does not fit the model: {first_line(error)}"
         raise InputError("MODEL", what, where="tasks") from error
     return tasks
 

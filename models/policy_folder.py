@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from gear_offline.core.files import new_directory, read_regular, write_file
 from gear_offline.core.hub import card
-from gear_offline.core.text import printable
+from gear_offline.core.text import first_line, printable
 from gear_offline.errors import InputError
 from gear_offline.models.decision_transformer import DecisionTransformer, DecisionTransformerConfig
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
@@ -101,11 +101,7 @@ def read_policy(folder: Path) -> tuple[DecisionTransformer, PolicyFile]:
         config = json.loads((folder / CONFIG).read_bytes())
         return assemble(config, load_tensors((folder / MODEL).read_bytes())), file
     except Exception as error:  # a library's own checks raise what they like
-        what = str(error)
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            what = f"{POLICY}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
-        what, remedy = f"the policy is damaged: {what.splitlines()[0]}", "get or save it again"
+        what, remedy = f"the policy is damaged: {first_line(error)}", "get or save it again"
         raise InputError("RUN_DAMAGED", what, str(folder), remedy) from error
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from gear_offline.core.files import write_error
+from gear_offline.core.text import first_line
 from gear_offline.errors import NO_SPACE, InputError, UnavailableError
 
 Kind = Literal["model", "dataset"]
@@ -93,7 +94,7 @@ def _telling(name: str, kind: Kind, code: str) -> Iterator[None]:
         yield
     except Exception as error:  # each layer of the client has its own: HTTP, LFS, Xet
         status = getattr(getattr(error, "response", None), "status_code", 0)
-        said = (getattr(error, "server_message", None) or str(error) or repr(error)).strip()
+        said = getattr(error, "server_message", None) or first_line(error)
         login = "log in: hf auth login, or set HF_TOKEN"
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             raise write_error(error, name) from error
@@ -107,7 +108,7 @@ def _telling(name: str, kind: Kind, code: str) -> Iterator[None]:
         elif status in (401, 403):
             what, remedy = f"the Hub refuses: {said}", f"with a token that may write, {login}"
         else:
-            what = f"the Hub does not answer as it should: {said.splitlines()[0]}"
+            what = f"the Hub does not answer as it should: {said}"
             remedy = "check the network, HF_ENDPOINT and HF_HUB_OFFLINE; then try again"
             raise UnavailableError(code, what, where=name, remedy=remedy) from error
         raise InputError(code, what, where=name, remedy=remedy) from error

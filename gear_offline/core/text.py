@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 MOST_CHARACTERS = 900  # of the line of an error
@@ -26,8 +27,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type where it has none."""
+def first_line(error: Any) -> str:
+    """Return the first line of an error's text, or its type where it has none.
+
+    Of pydantic's errors it is the first finding, with its place.
+    """
+    if type(error).__name__ == "ValidationError":
+        first = error.errors()[0]
+        return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
 

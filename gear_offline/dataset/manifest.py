@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import Field, PlainSerializer, PlainValidator, ValidationError, model_validator
+from pydantic import Field, PlainSerializer, PlainValidator, model_validator
 
 from gear_offline.core.files import open_regular
-from gear_offline.core.text import count_text
+from gear_offline.core.text import count_text, first_line
 from gear_offline.dataset.schema import ColumnSpec, TableSpec
 from gear_offline.dataset.scores import ReferenceScores, dataset_file
 from gear_offline.dataset.shard import (
@@ -261,12 +261,8 @@ class Manifest(Model):
             document = json.loads(raw, parse_constant=_finite, parse_float=_finite)
             del document["digest"]
             return cls.model_validate(document)
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise damaged(f"manifest is not usable: {place}: {first['msg']}", where) from error
         except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
-            raise damaged(f"manifest is not usable: {str(error)[:300]}", where) from error
+            raise damaged(f"manifest is not usable: {first_line(error)[:300]}", where) from error
 
 
 def shard_name(index: int) -> str:

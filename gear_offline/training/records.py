@@ -9,6 +9,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gear_offline.core.files import read_regular
+from gear_offline.core.text import first_line
 from gear_offline.dataset.scores import ReferenceScores
 from gear_offline.errors import InputError
 from gear_offline.training.metrics import read_records
@@ -102,9 +103,5 @@ def read_summary(run: Path) -> RunSummary | None:
 
 
 def _damaged(path: Path, error: Exception) -> InputError:
-    what = str(error).splitlines()[0]
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        what = f"{place}: {first['msg']}" if place else first["msg"]
-    return InputError("RUN_DAMAGED", f"the file is damaged: {what}", str(path), "remove the file")
+    what = f"the file is damaged: {first_line(error)}"
+    return InputError("RUN_DAMAGED", what, str(path), "remove the file")
