@@ -27,6 +27,7 @@ from importlib import import_module
 from itertools import count
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from gear_offline import __version__
@@ -329,9 +330,12 @@ class RayPool(Pool):
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, before)  # Ray takes it for itself
         self._nodes = [node for node in self._ray.nodes() if node["Alive"]]
-        cpus = [int(node["Resources"].get("CPU", 0)) for node in self._nodes]
-        self.cpus, self.node_cpus = sum(cpus), min(filter(None, cpus), default=1)
-        self.gpus = int(sum(node["Resources"].get("GPU", 0) for node in self._nodes))
+        cpus, gpus = ([int(n["Resources"].get(k, 0)) for n in self._nodes] for k in ("CPU", "GPU"))
+        self.cpus, self.node_cpus, self.gpus = (
+            sum(cpus),
+            min(filter(None, cpus), default=1),
+            sum(gpus),
+        )
         self.share(workers if workers > 1 else max(1, self.cpus))
 
     def device(self, asked: str) -> str:
@@ -386,7 +390,7 @@ class RayPool(Pool):
         except self._ray.exceptions.RayError as error:
             remedy = "look at Ray's logs: memory may have run out"
             return GearError(LOST, f"a task of Ray has ended: {first_line(error)}", remedy=remedy)
-        for message in messages:
+        for _, message in messages:
             on_message(message)
         return pickle.loads(answer)[1]
 
@@ -417,20 +421,11 @@ def look_at(caller: Caller | None, place: Path) -> tuple[str, int]:
         os.close(descriptor)
 
 
-class _Kept(Caller):
-    """Keeps what a job sends."""
-
-    def __init__(self) -> None:
-        self.messages: list[Any] = []
-
-    def send(self, message: Any) -> None:
-        self.messages.append(message)
-
-
 def _do_in_ray(folder: str, request: bytes) -> tuple[list[Any], bytes]:
     os.chdir(folder)
-    caller = _Kept()
-    return caller.messages, _answer(caller, request)
+    messages: list[Any] = []
+    kept: Any = SimpleNamespace(send=messages.append)
+    return messages, _answer(Caller(kept), request)
 
 
 def _serve(connection: Connection[Any, Any]) -> None:

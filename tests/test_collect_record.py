@@ -203,8 +203,8 @@ def replaced(name: str, value: npt.NDArray[Any]) -> Callable[[dict[str, Any]], N
 @pytest.mark.parametrize(
     ("change", "facts", "reason"),
     [
-        (replaced("weight", np.zeros((2, 5))), {}, "weight is"),
-        (replaced("weight", np.zeros((2, 4), np.float32)), {}, "weight is float32"),
+        (replaced("weight", np.zeros((2, 5))), {}, "tensors are"),
+        (replaced("weight", np.zeros((2, 4), np.float32)), {}, "of float64"),
         (replaced("mean", np.full(4, np.nan)), {}, "NaN"),
         (replaced("std", np.zeros(4)), {}, "not positive"),
         (replaced("extra", np.zeros(1)), {}, "tensors are"),

@@ -120,14 +120,11 @@ def load_linear_policy(path: Path, facts: EnvironmentFacts) -> LinearPolicy:
 def _check_tensors(tensors: dict[str, Array], facts: EnvironmentFacts) -> None:
     size = facts.state_size
     shapes = {"weight": (facts.action_size, size), "mean": (size,), "std": (size,)}
-    if set(tensors) != set(shapes):
-        raise ValueError(f"its tensors are {sorted(tensors)}, not {sorted(shapes)}")
-    for name, shape in shapes.items():
-        tensor = tensors[name]
-        if tensor.dtype != np.float64 or tensor.shape != shape:
-            raise ValueError(f"{name} is {tensor.dtype} {tensor.shape}, not float64 {shape}")
-        if not np.isfinite(tensor).all():
-            raise ValueError(f"{name} holds NaN or infinite values")
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    if found != shapes or any(tensor.dtype != np.float64 for tensor in tensors.values()):
+        raise ValueError(f"its tensors are {found}, not {shapes} of float64")
+    if not all(np.isfinite(tensor).all() for tensor in tensors.values()):
+        raise ValueError("it holds NaN or infinite values")
     if (tensors["std"] <= 0).any():
         raise ValueError("std holds values that are not positive")
 

@@ -47,12 +47,6 @@ class EvaluationPlan:
     threads: int  # of torch on the CPU where they are played
     device: torch.device  # where the policy runs
 
-    def __str__(self) -> str:
-        if not self.workers:
-            return "in the training process"
-        count = f"{self.workers} process{'es' if self.workers > 1 else ''}"
-        return f"in the background ({count} on {self.device})"
-
 
 def plan_evaluations(
     recipe: Recipe,

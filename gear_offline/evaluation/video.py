@@ -29,7 +29,7 @@ from gear_offline.evaluation.environments import (
     simulator_data,
 )
 from gear_offline.evaluation.evaluate import EvaluationTask
-from gear_offline.evaluation.results import EvaluationReport, TaskResult
+from gear_offline.evaluation.results import EvaluationReport, TargetResult, TaskResult
 from gear_offline.progress import Progress
 
 if TYPE_CHECKING:
@@ -61,6 +61,14 @@ def check_video(path: Path, tasks: Sequence[EvaluationTask]) -> None:
     if not os.environ.get("DISPLAY"):
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # or pygame looks for a display
     for environment_id in dict.fromkeys(task.environment for task in tasks):
+        with closing(make_environment(environment_id)) as plain:
+            modes = plain.metadata.get("render_modes") or ()
+            if "rgb_array" not in modes:
+                what = f"the environment cannot draw itself: its render modes are {list(modes)}"
+                remedy = "leave out --video, or give it the render mode rgb_array"
+                raise InputError("ENVIRONMENT", what, environment_id, remedy)
+            if simulator_data(plain) is not None:
+                _choose_mujoco_gl()
         with closing(_drawing(environment_id)) as environment:
             environment.reset(seed=0)
             _frame(environment, environment_id)
@@ -89,48 +97,49 @@ def _encoded(task: TaskResult, suffix: str, quiet: bool) -> bytes:
 
     with closing(_drawing(task.environment)) as environment:
         rate = float(environment.metadata.get("render_fps") or FRAMES_PER_SECOND)
-    if is_atari(task.environment):
-        rate /= FRAME_SKIP
-    every = max(1, int(np.ceil(rate / FRAMES_PER_SECOND)))
-    options: dict[str, Any] = {"duration": 1000 * every / rate, "loop": 0}  # ms a frame, for ever
-    if suffix == ".mp4":
-        options = {"fps": rate / every, "macro_block_size": 2}
-    file = io.BytesIO()
-    writer: Any = imageio.v2.get_writer(file, format=FORMATS[suffix], mode="I", **options)
-    frames = sum(int(target.lengths[0]) // every + 1 for target in task.targets)
-    with (
-        Progress(f"draw {task.environment}", total=frames, unit="frames", quiet=quiet) as progress,
-        writer,
-    ):
-        for index in range(len(task.targets)):
-            for image in _played(task, index, every):
-                writer.append_data(_sized(image, suffix))
-                progress.advance(1)
+        if is_atari(task.environment):
+            rate /= FRAME_SKIP
+        every = max(1, int(np.ceil(rate / FRAMES_PER_SECOND)))
+        options: dict[str, Any] = {"duration": 1000 * every / rate, "loop": 0}  # ms a frame, always
+        if suffix == ".mp4":
+            options = {"fps": rate / every, "macro_block_size": 2}
+        file = io.BytesIO()
+        writer: Any = imageio.v2.get_writer(file, format=FORMATS[suffix], mode="I", **options)
+        frames, what = (
+            sum(len(_actions(one)) // every + 1 for one in task.targets),
+            task.environment,
+        )
+        with Progress(f"draw {what}", total=frames, unit="frames", quiet=quiet) as progress, writer:
+            for target in task.targets:
+                for image in _played(environment, task, target, every):
+                    writer.append_data(_sized(image, suffix))
+                    progress.advance(1)
     return file.getvalue()
 
 
-def _played(task: TaskResult, index: int, every: int) -> Iterator[Image]:
-    """Play the first episode of a target again; give a picture every `every` steps."""
-    target = task.targets[index]
+def _actions(target: TargetResult) -> npt.NDArray[Any]:
     assert target.actions is not None, "the evaluation was asked to keep them"
-    total = 0.0
-    with closing(_drawing(task.environment)) as environment:
-        facts = describe(environment, task.environment)
-        environment.reset(seed=task.seed)
-        for step in range(len(target.actions) + 1):
-            if step % every == 0:
-                text = f"asked {target.target:,.6g}   achieved {total:,.1f}"
-                yield _captioned(_frame(environment, task.environment), text)
-            if step < len(target.actions):
-                total += float(environment.step(facts.shaped(target.actions[step].copy()))[1])
+    return target.actions
+
+
+def _played(
+    environment: Any, task: TaskResult, target: TargetResult, every: int
+) -> Iterator[Image]:
+    """Play the first episode of a target again; give a picture every `every` steps."""
+    actions, total = _actions(target), 0.0
+    facts = describe(environment, task.environment)
+    environment.reset(seed=task.seed)
+    for step in range(len(actions) + 1):
+        if step % every == 0:
+            text = f"asked {target.target:,.6g}   achieved {total:,.1f}"
+            yield _captioned(_frame(environment, task.environment), text)
+        if step < len(actions):
+            total += float(environment.step(facts.shaped(actions[step].copy()))[1])
     if total != target.returns[0]:
-        raise InputError(
-            "ENVIRONMENT",
-            f"the same seed and actions gave {total:,.6g} and not {target.returns[0]:,.6g}",
-            where=task.environment,
-            remedy="an environment that does not repeat itself cannot be shown: seed its random "
-            "numbers in reset",
-        )
+        what = f"the same seed and actions gave {total:,.6g} and not {target.returns[0]:,.6g}"
+        remedy = "an environment that does not repeat itself cannot be shown: seed its random "
+        remedy += "numbers in reset"
+        raise InputError("ENVIRONMENT", what, task.environment, remedy)
 
 
 def _captioned(frame: npt.NDArray[np.uint8], text: str) -> Image:
@@ -152,17 +161,6 @@ def _sized(image: Image, suffix: str) -> npt.NDArray[np.uint8]:
 
 def _drawing(environment_id: str) -> Any:
     """Make an environment that draws itself into arrays."""
-    with closing(make_environment(environment_id)) as plain:
-        modes = plain.metadata.get("render_modes") or ()
-        if "rgb_array" not in modes:
-            raise InputError(
-                "ENVIRONMENT",
-                f"the environment cannot draw itself: its render modes are {list(modes)}",
-                where=environment_id,
-                remedy="leave out --video, or give it the render mode rgb_array",
-            )
-        if simulator_data(plain) is not None:
-            _choose_mujoco_gl()
     environment = make_environment(environment_id, render_mode="rgb_array")
     renderer = getattr(environment.unwrapped, "mujoco_renderer", None)
     if renderer is not None:  # by default some versions of Gymnasium let the body walk off

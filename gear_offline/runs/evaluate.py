@@ -111,7 +111,6 @@ def evaluate(
         )
         for task in _chosen_tasks(trained, environment, targets)
     ]
-
     for task in tasks:
         say_version(task.environment, quiet=quiet)
     if video is not None:
@@ -172,18 +171,16 @@ def _play_sets(
     began, device = time.perf_counter(), pool.device(device)
     pool.share(max(1, pool.gpus if device == "cuda" else pool.cpus), device=device)
     pool.check(run)
-    step = (
-        trained.facts.step if (run / "checkpoints").is_dir() else None
-    )  # there may be a newer one
+    step = trained.facts.step if (run / "checkpoints").is_dir() else None  # a newer one may come
     parts = [part for task in tasks for part in sets_of(task)]
     known = [known_of(part.environment) or Known() for part in parts]
     jobs = [(run, step, *one, device, keep_actions) for one in zip(parts, known, strict=True)]
     total = sum(part.episodes * len(part.targets) for part in parts)
     reports: list[EvaluationReport] = []
     with Progress("evaluate", total=total, unit="episodes", quiet=quiet) as progress:
-        for report in pool.run(f"{__name__}:play_set", jobs):
+        for part, report in zip(parts, pool.run(f"{__name__}:play_set", jobs), strict=True):
             reports.append(report)
-            progress.advance(parts[len(reports) - 1].episodes * len(report.tasks[0].targets))
+            progress.advance(part.episodes * len(part.targets))
     return joined(reports, seconds=time.perf_counter() - began)
 
 
