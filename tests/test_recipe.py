@@ -270,7 +270,11 @@ COLLECT = "data: {path: p, collect: {environment: Pendulum-v1, policy: %s}}"
         ("selection: {strategy: uniform_step}", "SELECTION", "did you mean 'uniform_steps'"),
         ("selection: {temperature: 2}", "SELECTION", "temperature"),
         ("evaluate: {reference: hopper-mediun-v2}", "RECIPE", "did you mean 'hopper-medium-v2'"),
-        ("evaluate: {environment: Pendulum-v7}", "ENVIRONMENT", "did you mean Pendulum-v1"),
+        (
+            "evaluate: {environment: Pendulum-v7}",
+            "ENVIRONMENT",
+            "It provides versioned environments: [ `v1` ]",
+        ),
         ("evaluate: {environment: a b}", "ENVIRONMENT", "evaluate.environment"),
         (COLLECT.replace("um-v1", "un-v1") % "ars", "ENVIRONMENT", "data.collect.environment"),
         (COLLECT % "arz", "RECIPE", "did you mean 'ars'"),

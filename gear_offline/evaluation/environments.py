@@ -10,9 +10,7 @@ wrappers: single 84 x 84 grey frames.  Loader and policy stack them.
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -182,23 +180,20 @@ def is_atari(environment_id: str) -> bool:
 
 
 def unregistered(name: str) -> str:
-    """Return why Gymnasium does not know `name`, with the nearest id; empty if it does.
+    """Return what Gymnasium says of a `name` that it does not know; empty if it does.
 
     Of an id that names a module to import nothing is known, nor of Atari without its package.
     """
-    if is_atari(name):
-        try:
+    try:
+        if is_atari(name):
             _register_atari()
-        except ImportError:
-            return ""
-    known = gymnasium.registry
-    bare = _without_version(name)  # without a version Gymnasium takes the newest
-    if ":" in name or name in known or any(_without_version(i) == name for i in known):
-        return ""
-    versions = [i for i in known if _without_version(i) == bare]
-    near = versions or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    hint = f"; did you mean {near[-1]}?" if near else ""
-    return f"Gymnasium has no environment {name!r} here{hint}"
+        if ":" not in name:
+            gymnasium.spec(versioned_id(name))
+    except gymnasium.error.Error as error:
+        return f"Gymnasium: {first_line(error).rstrip('.')}"
+    except ImportError:
+        pass
+    return ""
 
 
 def versioned_id(name: str) -> str:
@@ -218,10 +213,6 @@ def say_version(name: str, *, quiet: bool) -> None:
     if taken != name:
         shown = taken.rpartition(":")[2]
         say(f"{name} names no version: the newest one here is taken, {shown}", quiet=quiet)
-
-
-def _without_version(name: str) -> str:
-    return re.sub(r"-v[0-9]+\Z", "", name)
 
 
 # in other processes --------------------------------------------------------------------------
