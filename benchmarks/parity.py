@@ -35,7 +35,7 @@ from transformers import DecisionTransformerModel
 
 from gear_offline.core.system import machine
 from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.evaluation.evaluate import evaluate_policy
+from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
 from gear_offline.evaluation.results import mean_interval
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import (
@@ -229,15 +229,15 @@ def play(
         context_length=settings.context_length,
         device=options.device,
     )
-    report = evaluate_policy(
-        policy,
-        environment_id=options.environment,
-        targets=options.targets,
+    task = EvaluationTask(
+        environment=options.environment,
+        targets=tuple(options.targets),
         episodes=options.episodes,
         environments=min(options.episodes, 20),
         seed=1000,
         reference=dataset.reference_scores,
     )
+    report = evaluate_tasks(lambda _: policy, [task])
     return {"returns": [target.mean_return for target in report.tasks[0].targets]}
 
 

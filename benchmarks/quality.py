@@ -46,7 +46,7 @@ from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.files import write_file
 from gear_offline.core.system import machine
 from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.evaluation.evaluate import evaluate_policy
+from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
 from gear_offline.runs.loop import train
@@ -151,15 +151,15 @@ def judge(
         returns_scale=settings.returns_scale,
         context_length=settings.context_length,
     )
-    report = evaluate_policy(
-        policy,
-        environment_id=dataset.environment_id,
-        targets=targets_of(dataset),
+    task = EvaluationTask(
+        environment=dataset.environment_id,
+        targets=tuple(targets_of(dataset)),
         episodes=options.episodes,
         environments=min(options.episodes, 20),
         seed=1000,
         reference=dataset.reference_scores,
     )
+    report = evaluate_tasks(lambda _: policy, [task])
     found["returns"] = [target.mean_return for target in report.tasks[0].targets]
     found["scores"] = [report.tasks[0].normalized(value) for value in found["returns"]]
     return found

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gear_offline as go
-from gear_offline.evaluation.evaluate import evaluate_policy
+from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -178,7 +178,7 @@ class Learner:
 
 
 class Greedy:
-    """Acts with a learner's policy: what `evaluate_policy` plays.
+    """Acts with a learner's policy: what `evaluate_tasks` plays.
 
     Observations from the environment are raw; the loader normalised those of the data.
     """
@@ -230,12 +230,13 @@ def main(arguments: list[str] | None = None) -> None:
     if environment is None:
         print("no evaluation: the dataset names no environment; say it: --environment")
         return
-    played = evaluate_policy(
-        Greedy(learner, dataset),
-        environment_id=environment,
-        targets=0.0,  # asked of nobody
+    greedy = Greedy(learner, dataset)
+    task = EvaluationTask(
+        environment=environment,
+        targets=(0.0,),  # asked of nobody
         episodes=options.episodes,
     )
+    played = evaluate_tasks(lambda _: greedy, [task])
     found, data_mean = played.mean_return, dataset.returns.mean()
     print(f"{environment}: {found:.4g}, mean of the data {data_mean:.4g}")
 

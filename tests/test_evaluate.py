@@ -16,12 +16,12 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import probe
 from gear_offline.evaluation.evaluate import (
+    EvaluationTask,
     check_sizes,
-    evaluate_policy,
     evaluate_tasks,
     resolve_reference,
 )
-from gear_offline.evaluation.results import mean_interval, summary_text
+from gear_offline.evaluation.results import EvaluationReport, mean_interval, summary_text
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.training.checkpoint import chosen_checkpoint
 from gear_offline.training.checkpoint_folder import find_checkpoint
@@ -31,15 +31,15 @@ from tests.evaluation_support import Constant
 from tests.support import failing_code, one_error
 
 
+def evaluated(action: Any, environment: str, *targets: float, **options: Any) -> EvaluationReport:
+    task = EvaluationTask(environment=environment, targets=targets, **options)
+    return evaluate_tasks(lambda _: Constant(action), [task])
+
+
 def test_targets_share_start_states_and_results_repeat() -> None:
     def run(seed: int) -> list[list[float]]:
-        report = evaluate_policy(
-            Constant(np.array([0.3])),
-            environment_id="Pendulum-v1",
-            targets=[0.0, -500.0],
-            episodes=3,
-            environments=2,
-            seed=seed,
+        report = evaluated(
+            np.array([0.3]), "Pendulum-v1", 0.0, -500.0, episodes=3, environments=2, seed=seed
         )
         assert [result.target for result in report.tasks[0].targets] == [0.0, -500.0]
         return [result.returns.tolist() for result in report.tasks[0].targets]
@@ -59,12 +59,8 @@ def test_interval_covers_the_true_mean_as_often_as_it_says() -> None:
 
 
 def test_report_numbers_and_json() -> None:
-    report = evaluate_policy(
-        Constant(np.zeros(3)),
-        environment_id="GearTest/Counted-v0",
-        targets=[9.0],
-        episodes=7,
-        reference="hopper-medium-v2",
+    report = evaluated(
+        np.zeros(3), "GearTest/Counted-v0", 9.0, episodes=7, reference="hopper-medium-v2"
     )
     found = json.loads(json.dumps(report.to_json(), allow_nan=False))["targets"][0]
     returns = [n * (n + 1) / 2 for n in range(1, 8)]
@@ -83,9 +79,7 @@ def test_report_numbers_and_json() -> None:
 def test_one_episode_has_no_interval_and_stays_strict_json(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    report = evaluate_policy(
-        Constant(np.zeros(3)), environment_id="GearTest/Counted-v0", targets=[9.0], episodes=1
-    )
+    report = evaluated(np.zeros(3), "GearTest/Counted-v0", 9.0, episodes=1)
     document = report.to_json()
     json.dumps(document, allow_nan=False)
     assert document["reference"] is None

@@ -40,74 +40,34 @@ FOREIGN = "the environment is not the one that D4RL measured, so the score is in
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationTask:
-    """What to play; see `evaluate_policy`."""
+    """What to play.
+
+    Attributes
+    ----------
+    environment
+        Gymnasium id.
+    targets
+        Asked returns, in the environment's units.
+    name
+        Of the task; empty for a policy of one.
+    episodes
+        Of each target; episode e is reset with ``seed + e``.
+    environments
+        Side by side for each target.
+    reference
+        D4RL name or scores to normalise by; default: those of the environment's family.
+    data_returns
+        Of the worst and the best episode of its data, to normalise by where there is no reference.
+    """
 
     environment: str
     targets: tuple[float, ...]
-    name: str = ""  # of the task; empty for a policy of one
+    name: str = ""
     episodes: int = 10
     environments: int = 20
     seed: int = 0
     reference: str | ReferenceScores | None = None
-    # Of the worst and the best episode of its data, to normalise by where there is no reference.
     data_returns: tuple[float, float] | None = None
-
-
-def evaluate_policy(
-    policy: ActingPolicy,
-    *,
-    environment_id: str,
-    targets: Sequence[float] | float,
-    episodes: int,
-    environments: int = 20,
-    seed: int = 0,
-    reference: str | ReferenceScores | None = None,
-    max_steps: int | None = None,
-    processes: int | None = None,
-    quiet: bool = True,
-) -> EvaluationReport:
-    """Play `episodes` episodes for each of `targets` and report what came of them.
-
-    Parameters
-    ----------
-    policy
-        Batched policy; it is given up to ``environments * len(targets)`` slots.
-    environment_id
-        Gymnasium id.
-    targets
-        Asked returns, in the environment's units; one number is one target.
-    episodes
-        Episodes of each target; episode e is reset with ``seed + e``.
-    environments
-        Environments side by side for each target.
-    seed
-        Reset seed of each target's first episode.
-    reference
-        D4RL name or scores to normalise by; default: those of the environment's family.
-    max_steps
-        Cut episodes after so many steps; default: the environment's limit.
-    processes
-        That step environments; default: all cores, or none but this one for little work.  The
-        results do not depend on it.
-    quiet
-        No progress.
-
-    Returns
-    -------
-    EvaluationReport
-        Of one `TaskResult`, with a `TargetResult` for each target, in their order.
-    """
-    task = EvaluationTask(
-        environment=environment_id,
-        targets=asked_returns(targets),
-        episodes=episodes,
-        environments=environments,
-        seed=seed,
-        reference=reference,
-    )
-    return evaluate_tasks(
-        lambda _: policy, [task], max_steps=max_steps, processes=processes, quiet=quiet
-    )
 
 
 def evaluate_tasks(
@@ -119,9 +79,12 @@ def evaluate_tasks(
     keep_actions: bool = False,
     quiet: bool = True,
 ) -> EvaluationReport:
-    """Play tasks one after the other, each with its own policy; options as `evaluate_policy`.
+    """Play tasks one after the other; `policy_of` gives the batched policy of each.
 
-    With `keep_actions` results hold those of each target's first episode.
+    It is given up to ``environments * len(targets)`` slots.  Episodes are cut after `max_steps`;
+    default: the environment's limit.  `processes` step environments, by default as many as pay off;
+    the results do not depend on it.  With `keep_actions` results hold those of each target's first
+    episode.
     """
     for task in tasks:
         _check(task)

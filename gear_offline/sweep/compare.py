@@ -18,7 +18,7 @@ from gear_offline.core.files import check_new_file, writing
 from gear_offline.errors import InputError
 from gear_offline.runs.run import Run, open_run
 from gear_offline.sweep.report import plot_results, print_settings
-from gear_offline.sweep.results import TrialResult, read_result
+from gear_offline.sweep.results import read_result
 from gear_offline.sweep.table import Table, make_table
 from gear_offline.sweep.trials import Trial, settings_label, trial_name
 
@@ -118,16 +118,12 @@ def compare_runs(
         if not (one.losses or one.evaluations):
             remedy = "wait for its first line of metrics, or leave it out"
             raise InputError("USAGE", "the run has logged nothing yet", str(one.path), remedy)
-    return _comparison(results, plot)
-
-
-def _comparison(results: Sequence[TrialResult], plot: Path | None) -> RunComparison:
     table = make_table(results)
     if plot is not None:
         with writing(plot):
             plot_results(plot, results, table)
-    runs = {str(one.path): one.trial.label for one in results}
-    return RunComparison(table=table, runs=runs, plot=plot)
+    labels = {str(one.path): one.trial.label for one in results}
+    return RunComparison(table=table, runs=labels, plot=plot)
 
 
 def _trials(runs: Sequence[Run]) -> list[Trial]:
