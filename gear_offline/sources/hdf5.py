@@ -96,6 +96,7 @@ class Hdf5File(Closing):
 
     def _walk(self) -> Iterator[Hdf5Dataset]:
         """Yield all datasets, those of a group before those of its subgroups."""
+        types: dict[bytes, tuple[np.dtype[Any] | None, str]] = {}
         root = h5g.open(self._file.id, b"/")
         seen = {h5o.get_info(root).addr}
         pending = [("", root)]
@@ -114,7 +115,10 @@ class Hdf5File(Closing):
                         raise self._unsafe("a virtual dataset", name)
                     if plan.get_external_count():
                         raise self._unsafe("data stored in another file", name)
-                    dtype, text = _dtype(item)
+                    kind = item.get_type().encode()  # few types, many datasets
+                    if kind not in types:
+                        types[kind] = _dtype(item)
+                    dtype, text = types[kind]
                     yield Hdf5Dataset(path=name, shape=item.shape, dtype=dtype, type_name=text)
                 elif isinstance(item, h5g.GroupID):
                     address = h5o.get_info(item).addr
@@ -162,7 +166,7 @@ class Hdf5File(Closing):
             chunks=chunks,
             filters=self._filters(dataset, found),
             stored=stored,
-            fill=np.asarray(h5py.Dataset(dataset).fillvalue).astype(dtype),
+            fill=_fill(dataset, dtype) if stored[:, 0].min(initial=0) < 0 else np.zeros((), dtype),
         )
 
     def _storage(
@@ -464,6 +468,10 @@ def _dtype(dataset: Any) -> tuple[np.dtype[Any] | None, str]:
     if h5t.py_create(plain, logical=True) != stored:
         return None, f"a type that only resembles {plain}"
     return plain, plain.name
+
+
+def _fill(dataset: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    return np.asarray(h5py.Dataset(dataset).fillvalue).astype(dtype)
 
 
 def _plain(value: Any, most: int = 500) -> str | int | float | None:
