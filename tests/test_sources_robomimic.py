@@ -152,7 +152,7 @@ BAD: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "a vector less": (
         lambda f: f.pop("data/demo_2/obs/object"),
         "SOURCE_LAYOUT",
-        "does not have it",
+        "missing in demo_2",
     ),
     "states only": (lambda f: f.pop("data/demo_2/obs"), "COLUMN", "dataset_states_to_obs.py"),
     "no rewards": (lambda f: f.pop("data/demo_0/rewards"), "COLUMN", "'rewards'"),

@@ -31,6 +31,7 @@ from gear_offline.sources.hdf5_table import SUFFIXES
 
 MAIN_FILE, METADATA_FILE = "main_data.hdf5", "metadata.json"
 MAX_METADATA_BYTES = 64 << 20
+LONG = ("observation_space", "action_space", "env_spec")  # of the metadata
 KEPT_BYTES = 320 << 20  # of decoded episodes: those of a shard are not decoded for each column
 RUN_EPISODES = 64  # decoded in one go: opening the file for each would take longer
 DATASET_ID = re.compile(r"(?:[\w-]+/)*[\w-]+-v[0-9]+")
@@ -92,7 +93,7 @@ def open_minari(path: Path, *, dataset_id: str = "") -> Source:
             environment_id=_environment(metadata),
             files=files,
             attributes={
-                "metadata": _facts(metadata),
+                "metadata": {k: metadata[k] for k in sorted(metadata) if k not in LONG},
                 "left_out": reader.left_out,
                 "unfinished_tail_steps": 0,
                 "warnings": notes,
@@ -275,17 +276,6 @@ def _environment(metadata: Mapping[str, Any]) -> str | None:
     except (KeyError, TypeError, ValueError):
         return None
     return name if isinstance(name, str) and name else None
-
-
-def _facts(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in sorted(metadata.items())
-        if isinstance(value, str | int | float | bool)
-        and len(str(value)) <= 500
-        and value == value
-        and key not in ("observation_space", "action_space", "env_spec")
-    }
 
 
 def _damaged(code: str, what: str, path: Path, episode: int | None = None) -> InputError:

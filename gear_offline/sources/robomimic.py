@@ -21,14 +21,7 @@ from gear_offline.core.types import Array
 from gear_offline.dataset.schema import is_step_shape
 from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError
-from gear_offline.sources.base import (
-    Kinds,
-    Piece,
-    Source,
-    SourceInfo,
-    renamed,
-    some_names,
-)
+from gear_offline.sources.base import Kinds, Piece, Source, SourceInfo, renamed, some_names
 from gear_offline.sources.combine import observation_vectors, with_columns
 from gear_offline.sources.d4rl import is_gymnasium_id
 from gear_offline.sources.episode_ends import SCALARS
@@ -155,49 +148,44 @@ def _common(
 
     Observations, actions, rewards and what `names` names must fit everywhere.
     """
-    first_name, first = next(iter(demos.items()))
+    first = next(iter(demos))
     needed = ("actions", "rewards", "obs", "next_obs", *(n.split("/")[0] for n in names))
     kinds: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     for column in sorted({column for demo in demos.values() for column in demo}, key=_order):
-        why = ""
-        for name, demo in demos.items():
-            found, wanted = demo.get(column), first.get(column)
-            if found is None or wanted is None:
-                why = f"{name if found is None else first_name} does not have it"
-            elif found.dtype is None or not is_step_shape(
-                (found.shape or ())[1:], found.dtype.itemsize
-            ):
-                why = f"{found.type_name} of shape {found.shape} in {name}"
-            elif found.rows != lengths[name]:
-                steps = count_text(lengths[name], "step")
-                why = f"{count_text(found.rows, 'row')} for {steps} in {name}"
-            elif (found.dtype, (found.shape or ())[1:]) != (wanted.dtype, (wanted.shape or ())[1:]):
-                why = f"{_text(found)} in {name}, {_text(wanted)} in {first_name}"
-            if why:
-                break
-        if not why:
-            shape = (wanted.shape or ())[1:] if wanted else ()
-            scalar = column in SCALARS and shape == (1,)
-            kinds[column] = first[column].dtype, () if scalar else shape
-        elif column.split("/")[0] in needed:
+        found = {name: _kind(demo.get(column), lengths[name]) for name, demo in demos.items()}
+        other = next((n for n, kind in found.items() if not kind[0] or kind != found[first]), None)
+        if other is None:
+            one = demos[first][column]
+            shape = (one.shape or ())[1:]
+            kinds[column] = one.dtype, () if column in SCALARS and shape == (1,) else shape
+            continue
+        why = ", ".join(f"{found[name][1]} in {name}" for name in dict.fromkeys((other, first)))
+        left_out[column] = why
+        if column.split("/")[0] in needed:
             remedy = "every demonstration needs one row a step: the file is damaged, or joined "
             remedy += "of several; write it again"
             where = f"{file.path}: {column}"
             raise InputError("SOURCE_LAYOUT", why, where=where, remedy=remedy)
-        else:
-            left_out[column] = why
     return kinds, left_out
+
+
+def _kind(found: Hdf5Dataset | None, steps: int) -> tuple[bool, str]:
+    """Return whether a dataset can be a column, and what it is or why it cannot."""
+    if found is None:
+        return False, "missing"
+    shape = (found.shape or ())[1:]
+    if found.dtype is None or not is_step_shape(shape, found.dtype.itemsize):
+        return False, f"{found.type_name} of shape {found.shape}"
+    if found.rows != steps:
+        return False, f"{count_text(found.rows, 'row')} for {count_text(steps, 'step')}"
+    return True, f"{found.dtype} {shape}"
 
 
 def _order(column: str) -> tuple[int, str]:
     known = ("observations", "obs", "actions", "rewards", "next_observations", "next_obs")
     top = column.split("/")[0]
     return known.index(top) if top in known else len(known), column
-
-
-def _text(dataset: Hdf5Dataset) -> str:
-    return f"{dataset.type_name} {(dataset.shape or ())[1:]}"
 
 
 def _read(columns: Mapping[str, Hdf5Column], name: str, start: int, stop: int) -> Array:
