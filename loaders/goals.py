@@ -15,7 +15,6 @@ import numpy as np
 from pydantic import model_validator
 
 from gear_offline.config.sections import Fraction, NotNegative, Section
-from gear_offline.core.types import Float64Array, Int64Array
 from gear_offline.kernels.columns import Field
 from gear_offline.kernels.gather import Windows, real_steps
 from gear_offline.kernels.philox import bounded, draws
@@ -100,26 +99,18 @@ class GoalSampler:
         kind = self._kinds.search.find(first)
         inside = np.choose(kind, [now, np.minimum(now + 1 + ahead, last), last, last])
         episodes, anywhere = self._locate(bounded(second, self._index.steps))
-        is_random = kind == RANDOM
-        goals = np.where(is_random, anywhere, inside)
-        episodes = np.where(is_random, episodes, segments.episodes)
-        chance = (
-            np.where(episodes == segments.episodes, self._inside(goals, now, last), 0.0)
-            + self._kinds.probability[RANDOM] / self._index.steps
-        )
+        goals = np.where(kind == RANDOM, anywhere, inside)
+        episodes = np.where(kind == RANDOM, episodes, segments.episodes)
+        # how probable that goal was, whatever kind it came from
+        is_last, shares = goals == last, self._kinds.probability
+        future = np.where(now == last, is_last, goals > now) / np.maximum(last - now, 1)
+        if self._ahead is not None:
+            later = np.maximum(goals - now - 1, 0)
+            chances = np.where(is_last, self._beyond[later], self._ahead.probability[later])
+            future = (future > 0) * chances
+        own = shares[CURRENT] * (goals == now) + shares[FUTURE] * future + shares[FINAL] * is_last
+        chance = (episodes == segments.episodes) * own + shares[RANDOM] / self._index.steps
         return Segments(episodes=episodes, starts=goals, probability=chance)
-
-    def _inside(self, goals: Int64Array, now: Int64Array, last: Int64Array) -> Float64Array:
-        """Return the probability of steps of the segment's own episode, random goals apart."""
-        shares, ahead = self._kinds.probability, np.maximum(goals - now - 1, 0)
-        if self._ahead is None:
-            future = (goals > now) / np.maximum(last - now, 1)
-        else:
-            future = np.where(goals == last, self._beyond[ahead], self._ahead.probability[ahead])
-            future = future * (goals > now)
-        future = np.where(now == last, goals == last, future)
-        chance = shares[CURRENT] * (goals == now) + shares[FINAL] * (goals == last)
-        return np.asarray(chance + shares[FUTURE] * future, np.float64)
 
 
 def with_goals(windows: Windows, goals: Windows) -> Windows:

@@ -239,10 +239,10 @@ def test_a_column_weighs_steps_or_episodes(
 @pytest.mark.parametrize(
     ("column", "words"),
     [
-        (np.ones((7, 2)), r"float64 \(2,\) a step"),
+        (np.ones((7, 2)), r"float64 \(2,\) a step is not one"),
         (np.ones(7, np.complex64), "complex64"),
-        (np.array([1, 0, math.nan, 0, 0, 0, 0]), "step 2 has nan"),
-        (np.array([1, 0, 0, -1, 0, math.inf, 0]), "step 3 has -1"),
+        (np.array([1, 0, math.nan, 0, 0, 0, 0]), "number 2 is nan"),
+        (np.array([1, 0, 0, -1, 0, math.inf, 0]), "column w.*inspect"),
         (np.zeros(7), "not all 0"),
     ],
 )

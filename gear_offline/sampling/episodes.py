@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -96,8 +97,8 @@ class WeightedChoice:
     ``2**64`` and are ``2**64 - 1``, and searching ends there.
     """
 
-    def __init__(self, weights: Float64Array) -> None:
-        masses = masses_of(weights)
+    def __init__(self, weights: npt.ArrayLike, where: str = "") -> None:
+        masses = masses_of(weights, where)
         last = int(np.flatnonzero(np.asarray(weights))[-1])
         table: UInt64Array = np.cumsum(masses, dtype=np.uint64)
         table[last:] = np.uint64(WHOLE - 1)
@@ -108,7 +109,7 @@ class WeightedChoice:
         self.probability: Float64Array = exact * 2.0**-64
 
 
-def masses_of(weights: Float64Array) -> UInt64Array:
+def masses_of(weights: npt.ArrayLike, where: str = "") -> UInt64Array:
     """Return (n,) integer masses in proportion to `weights` that sum to ``2**64``.
 
     A positive weight gets at least 1, zero gets 0.  Ratios differ from those of the weights by
@@ -116,12 +117,14 @@ def masses_of(weights: Float64Array) -> UInt64Array:
     those of the two passes.  An item that has everything has 0, ``2**64`` modulo ``2**64``.
     """
     given = np.asarray(weights, dtype=np.float64)
-    positive = np.flatnonzero(given)
-    if positive.size == 0 or not ((given >= 0) & (given < np.inf)).all():
+    positive, wrong = np.flatnonzero(given), np.flatnonzero(~((given >= 0) & (given < np.inf)))
+    if positive.size == 0 or wrong.size:
+        found = f": number {wrong[0]} is {given[wrong[0]]:g}" if wrong.size else ""
         raise InputError(
             "SELECTION",
-            "weights must be finite, not negative and not all 0",
-            remedy="look for NaN, infinite or negative values with `gear-offline inspect`",
+            f"weights must be finite, not negative and not all 0{found}",
+            where,
+            "look for such values with `gear-offline inspect`",
         )
     result = np.zeros(given.size, dtype=np.uint64)
     if positive.size == 1:
@@ -287,30 +290,17 @@ class Weighted(ChosenEpisodes):
 
     def __init__(self, facts: Facts, options: ColumnOptions) -> None:
         super().__init__(facts, options)
-        values, first = self._values(facts), self.index.offsets[:-1]
+        values, first = np.asarray(facts.need("column")(options.column)), self.index.offsets[:-1]
+        where = f"column {options.column}"
+        if values.size != self.index.steps or values.dtype.kind == "c":
+            what = f"{values.dtype} {values.shape[1:]} a step is not one number"
+            raise InputError("SELECTION", what, where, "name another column, or uniform_steps")
         self._by_steps = options.unit == "steps"
-        choice = WeightedChoice(values if self._by_steps else values[first])
+        weights = values.reshape(-1)[slice(None) if self._by_steps else first]
+        choice = WeightedChoice(weights, where)
         self._search, self._chance = choice.search, choice.probability
         self._locate = StepLocator(self.index)
         self.chances = np.add.reduceat(self._chance, first) if self._by_steps else self._chance
-
-    def _values(self, facts: Facts) -> Float64Array:
-        """Return the column, (N,), of which no value may be negative, infinite or NaN."""
-        name = self.options.column
-        values = np.asarray(facts.need("column")(name))
-        what = f"it is {values.dtype} {values.shape[1:]} a step"
-        if values.size == self.index.steps and values.dtype.kind != "c":
-            values = values.reshape(-1).astype(np.float64)
-            wrong = np.flatnonzero(~((values >= 0) & (values < np.inf)))
-            if not wrong.size:
-                return values
-            what = f"step {wrong[0]} has {values[wrong[0]]:g}"
-        raise InputError(
-            "SELECTION",
-            f"a weight is one finite number of at least 0 a step: {what}",
-            where=f"column {name}",
-            remedy="look at the columns with `gear-offline inspect`, and name another one",
-        )
 
     def choose(self, seed: int, first_step: int, numbers: UInt64Array) -> Int64Array:
         return self._search.find(numbers)

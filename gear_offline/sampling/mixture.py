@@ -13,16 +13,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from gear_offline.config.sections import Count
-from gear_offline.core.types import Int64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.draws import CumulativeWeights, Draw
-from gear_offline.kernels.philox import UInt64Array, draws
+from gear_offline.kernels.philox import draws
 from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import (
     PART_STREAM,
@@ -162,7 +160,8 @@ class Mixture(Sampler):
             seed=seed, stream=PART_STREAM, first_step=first_step, steps=steps, count=count
         )
         rows = [self.schedule.cumulative(int(first_step) + row) for row in range(steps)]
-        choice = np.stack([_part_of(first[row], rows[row]) for row in range(steps)])
+        bounds = [np.array([b for b in row[:-1] if b < WHOLE], np.uint64) for row in rows]
+        choice = np.stack([b.searchsorted(f, "right") for b, f in zip(bounds, first, strict=True)])
         episodes = np.empty((steps, count), dtype=np.int64)
         starts = np.empty_like(episodes)
         for number, part in enumerate(self.parts):
@@ -194,15 +193,6 @@ class Mixture(Sampler):
     @property
     def gpu(self) -> Draw | None:
         return None if self._whole is None else self._whole.gpu
-
-
-def _part_of(first: UInt64Array, cumulative: Sequence[int]) -> Int64Array:
-    """Return the part of each draw: the first whose cumulative mass is above it."""
-    part: npt.NDArray[np.int64] = np.zeros(first.shape, dtype=np.int64)
-    for bound in cumulative[:-1]:
-        if bound < WHOLE:
-            part += first >= np.uint64(bound)
-    return part
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

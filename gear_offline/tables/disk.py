@@ -185,10 +185,11 @@ class DiskGather:
         """
         ready = self._ahead.take(first_step, steps)
         shape, index = (steps, self._rank_batch), self.table.episodes
+        episodes = index.offsets.searchsorted(ready.low, side="right") - 1
         # As they were drawn when the plan was made; no gather asks for the probability.
         segments = Segments(
-            episodes=ready.episode.reshape(shape),
-            starts=(ready.low - index.offsets[ready.episode]).reshape(shape),
+            episodes=episodes.reshape(shape),
+            starts=(ready.low - index.offsets[episodes]).reshape(shape),
             probability=np.broadcast_to(np.float64(0), shape),
         )
         windows = self._slots.gather(segments, ready.slots)
@@ -316,7 +317,6 @@ def _needs(
         episode, starts = drawn.episodes.reshape(-1), drawn.starts.reshape(-1)
         low = episodes.offsets[episode] + starts
         return Needs(
-            episode=episode,
             low=low,
             real=np.minimum(episodes.lengths[episode] - starts, span),
             chunk=windows.chunk_of(low),

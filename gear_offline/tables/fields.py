@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
-from typing import Protocol
 
 import numpy as np
 
 from gear_offline.core.types import Array, Float64Array
-from gear_offline.dataset.schema import ColumnSpec, TableSpec
+from gear_offline.dataset.dataset import Dataset
+from gear_offline.dataset.schema import ColumnSpec
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import Field
 
@@ -18,26 +17,8 @@ EXTRA = "extras/"  # before the name of a further column, so that no name is tak
 STD_FLOOR = 1e-6  # added to the deviation, as the paper's code does
 
 
-class HasMoments(Protocol):
-    """Statistics of a column as far as normalisation needs them."""
-
-    @property
-    def mean(self) -> Float64Array: ...
-    @property
-    def std(self) -> Float64Array: ...
-
-
-class HasColumns(Protocol):
-    """Columns and their statistics: a dataset, or a description of one."""
-
-    @property
-    def spec(self) -> TableSpec: ...
-    @property
-    def statistics(self) -> Mapping[str, HasMoments]: ...
-
-
 def standard_fields(
-    source: HasColumns, *, normalize_states: bool, frame_stack: int = 1
+    source: Dataset, *, normalize_states: bool, frame_stack: int = 1
 ) -> dict[str, Field]:
     """Return the fields that every batch has, by column: dtype, shape and normalisation.
 
@@ -99,7 +80,7 @@ def is_image(states: ColumnSpec) -> bool:
     return states.dtype == np.uint8 and len(states.shape) >= 2
 
 
-def normalization(source: HasColumns) -> tuple[Float64Array, Float64Array]:
+def normalization(source: Dataset) -> tuple[Float64Array, Float64Array]:
     """Return mean and divisor (``std + 1e-6``) of the states, float64, the states' batch shape."""
     shape = source.spec[STATES].shape or (1,)
     moments = source.statistics[STATES]

@@ -40,7 +40,6 @@ REFERENCE_BYTES = 48  # of the plan, for each reference of the horizon, at most
 class Needs:
     """Windows of consecutive steps, in the order of use, (n,) int64 each."""
 
-    episode: Int64Array
     low: Int64Array  # first step of the window in the table
     real: Int64Array  # steps that the window has
     chunk: Int64Array  # in which it begins; rises with `low`
@@ -52,7 +51,6 @@ class Ready:
     """Windows that are here, in the order of use, (n,) int64 each: their slots, and as `Needs`."""
 
     slots: Int64Array
-    episode: Int64Array
     low: Int64Array
 
 
@@ -91,7 +89,6 @@ class Stretch:
 
         self.low, self.chunk = joined("low", np.int64), joined("chunk", np.int64)
         self.real, self.before = joined("real", np.int32), joined("before", np.int16)
-        self.episode = joined("episode", np.int32)
         count = len(self.low)
         self.first, self.last = first, first + count
         self.slot = np.full(count, -1, np.int32)
@@ -358,11 +355,11 @@ class ReadPlan:
             part = slice(max(begin - stretch.first, 0), max(end - stretch.first, 0))
             if not stretch.ready[part].all():
                 return None
-            parts.append((stretch.slot[part], stretch.episode[part], stretch.low[part]))
+            parts.append((stretch.slot[part], stretch.low[part]))
         if sum(len(slots) for slots, *_ in parts) < end - begin:
             return None
-        slots, episode, low = (np.concatenate(p, dtype=np.int64) for p in zip(*parts, strict=True))
-        return Ready(slots=slots, episode=episode, low=low)
+        slots, low = (np.concatenate(part, dtype=np.int64) for part in zip(*parts, strict=True))
+        return Ready(slots=slots, low=low)
 
     def _drop(self, stretch: Stretch, places: Int64Array) -> None:
         """Let go of ready windows of a stretch."""

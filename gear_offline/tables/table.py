@@ -37,7 +37,6 @@ from gear_offline.tables.fields import (
     EXTRA,
     REWARDS,
     STATES,
-    HasColumns,
     standard_fields,
     to_float32,
 )
@@ -144,7 +143,7 @@ class GroupPlan:
         return self.width * self.dtype.itemsize
 
 
-def plan_groups(source: HasColumns | JointDataset, options: TableOptions) -> list[GroupPlan]:
+def plan_groups(source: TableData, options: TableOptions) -> list[GroupPlan]:
     """Return the column groups of a table, in their order."""
     joint, normalize_states = isinstance(source, JointDataset), options.normalize_states
     if isinstance(source, JointDataset):
