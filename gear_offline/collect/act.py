@@ -11,6 +11,7 @@ import numpy as np
 
 from gear_offline.collect.record import noisy, stream
 from gear_offline.convert.append import Appender
+from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import (
@@ -154,8 +155,9 @@ def act(
         if time.monotonic() - told > REPORT_SECONDS:
             told = time.monotonic()
             say(
-                f"{report.episodes:,} episodes, {report.steps:,} steps; mean return of the last "
-                f"{RECENT}: {np.mean(returns[-RECENT:]):,.1f}, policy of step {policy:,}",
+                f"{count_text(report.episodes, 'episode')}, {count_text(report.steps, 'step')}; "
+                f"mean return of the last {len(returns[-RECENT:])}: "
+                f"{np.mean(returns[-RECENT:]):,.1f}, policy of step {policy:,}",
                 quiet=quiet,
             )
 

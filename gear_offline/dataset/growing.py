@@ -121,13 +121,13 @@ class GrowingDataset(Closing):
         if self._log < 0 or self._admitted < len(self._lines):
             return self.dataset
         deadline, is_told = time.monotonic() + timeout, False
-        wanted = self.dataset.spec.steps + least
+        wanted, returns = self.dataset.spec.steps + least, list[float]()
         while True:
             with writing(self._path):
-                self._admit(self._pieces(), step)
+                returns += self._admit(self._pieces(), step)
             missing = wanted - self._follow(lambda line: True).spec.steps
             if missing <= 0 or is_stopped():
-                return self.dataset
+                break
             if not is_told:
                 is_told = True
                 steps = count_text(missing, "step")
@@ -137,6 +137,10 @@ class GrowingDataset(Closing):
                 remedy = "start actors: gear-offline act RUN; then go on with --resume"
                 raise GearError("WORKER_LOST", what, str(self._path), remedy)
             time.sleep(POLL_SECONDS)
+        if returns:
+            episodes, mean = count_text(len(returns), "episode"), np.mean(returns)
+            say(f"step {step:,}: {episodes} admitted, mean return {mean:,.1f}", quiet=self._quiet)
+        return self.dataset
 
     def follow(self, admissions: int) -> Dataset:
         """Return the dataset with so many admissions, which another process has written."""
@@ -159,8 +163,11 @@ class GrowingDataset(Closing):
         names = sorted(os.listdir(folder)) if folder.is_dir() else []
         return [folder / name for name in names if not name.startswith(".")]
 
-    def _admit(self, pieces: Sequence[Path], step: int) -> None:
-        """Admit pieces behind the last line: all together are durable before one is removed."""
+    def _admit(self, pieces: Sequence[Path], step: int) -> list[float]:
+        """Admit pieces behind the last line; return their episodes' returns.
+
+        All together are durable before one is removed.
+        """
         lines, content, seal = list[Admission](), b"", self._seal
         returns = list[float]()
         for path in pieces:
@@ -181,7 +188,7 @@ class GrowingDataset(Closing):
             lines.append(line)
             returns += piece.returns.tolist()
         if not lines:
-            return
+            return []
         sync_directory(self._path)
         os.write(self._log, content)
         os.fsync(self._log)
@@ -189,8 +196,7 @@ class GrowingDataset(Closing):
         self._seal = seal
         for line in lines:
             self._remove(self._path / INCOMING / line.piece)
-        episodes, mean = count_text(len(returns), "episode"), np.mean(returns)
-        say(f"step {step:,}: {episodes} admitted, mean return {mean:,.1f}", quiet=self._quiet)
+        return returns
 
     def _fitting(self, path: Path) -> Dataset | None:
         """Open a piece; put one aside that is damaged or does not fit."""
