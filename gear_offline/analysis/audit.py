@@ -202,10 +202,8 @@ class _Reader:
         self._data = data
         self.digests: list[str] = []
         self._clipped: dict[str, Int64Array] = {}  # steps on an element's extreme
-        self._outliers = {
-            name: _outlying(data, name) for name in _names(data) if _is_float(data, name)
-        }
-        self._places: dict[tuple[str, int], tuple[int, int]] = {}
+        self._floats = [name for name in _names(data) if _is_float(data, name)]
+        self._outliers: dict[str, dict[int, tuple[int, int]]] = {}  # first place of each element
         self._steps: Float64Array | None = None  # (S,) mean size of a step
         self._limit = np.inf
         self._jumps: list[tuple[int, int]] = []
@@ -238,12 +236,13 @@ class _Reader:
             facts, rows = self._data.statistics["actions"], _flat(episode["actions"])
             on_edge = (rows == facts.min.reshape(-1)) | (rows == facts.max.reshape(-1))
             self._clipped["actions"] = self._clipped.get("actions", 0) + on_edge.sum(0)
-        for name, elements in self._outliers.items():
-            for element, value in elements.items():
-                if (name, element) not in self._places:
-                    hits = np.flatnonzero(_flat(episode[name])[:, element] == value)
-                    if hits.size:
-                        self._places[name, element] = (number, int(hits[0]))
+        for name in self._floats:
+            facts = self._data.statistics[name]
+            mean, std = facts.mean.reshape(-1), facts.std.reshape(-1)
+            far = (np.abs(_flat(episode[name]) - mean) > OUTLIER * std) & (std > 0)
+            for element in np.flatnonzero(far.any(0)):
+                place = (number, int(far[:, element].argmax()))
+                self._outliers.setdefault(name, {}).setdefault(int(element), place)
 
     def findings(self) -> Iterator[Finding]:
         data = self._data
@@ -280,10 +279,10 @@ class _Reader:
                 "expected of clipped actions; a tanh head reaches its ends slowly",
                 noun="element",
             )
-        for name in self._outliers:
+        for name, first in self._outliers.items():
             yield from _found(
                 "outlier",
-                [place for (column, _), place in self._places.items() if column == name],
+                first.values(),
                 f"of {name} reach more than {OUTLIER:g} standard deviations from their mean",
                 "look at these steps: a simulation may have diverged",
                 noun="element",
@@ -361,17 +360,6 @@ def _moves(episode: Columns) -> Float64Array:
     """Return (T - 1, S): how far each element goes in a step; steps with NaN go nowhere."""
     moves = np.abs(np.diff(_flat(episode["observations"]).astype(np.float64), axis=0))
     return np.nan_to_num(moves, nan=0.0, posinf=0.0)
-
-
-def _outlying(data: Dataset, name: str) -> dict[int, float]:
-    """Return the extreme of each element that lies far from its mean."""
-    facts = data.statistics[name]
-    mean, std, low, high = (
-        values.reshape(-1) for values in (facts.mean, facts.std, facts.min, facts.max)
-    )
-    extreme = np.where(high - mean > mean - low, high, low)
-    far = np.abs(extreme - mean) > OUTLIER * std
-    return {int(i): float(extreme[i]) for i in np.flatnonzero(far & (std > 0))}
 
 
 def _digest(episode: Columns) -> str:

@@ -60,6 +60,10 @@ class Spike:
     loss: float
     usual: float
 
+    def __str__(self) -> str:
+        times = f"{self.loss / self.usual:.3g} times the usual one" if self.usual else "usually 0"
+        return f"{self.first}..{self.last}: loss {self.loss:.3g}, {times}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlamedEpisode:
@@ -220,15 +224,6 @@ def find_spikes(run: Run | str | os.PathLike[str]) -> list[Spike]:
         else:
             spikes.append(Spike(first=first, last=last, loss=loss, usual=usual))
     return sorted(spikes, key=lambda spike: spike.usual - spike.loss)
-
-
-def print_spikes(run: str | os.PathLike[str], spikes: Sequence[Spike]) -> None:
-    """Print the highest of a run's spikes, each with the command that looks into it."""
-    if not spikes:
-        print("the logged loss has no spike")
-    for one in spikes[:SHOWN]:
-        text = f"loss {one.loss:.3g}, {one.loss / one.usual:.3g} times the usual one"
-        print(f"{text}: gear-offline blame {run} {one.first}..{one.last}")
 
 
 def _logged(run: Run) -> Iterator[tuple[int, int, float]]:
@@ -434,7 +429,7 @@ def _verdict(
     explained: float | None, loss: float, usual: float, rows: Sequence[BlamedEpisode]
 ) -> str:
     if explained is None:
-        return f"No spike was logged here; the loss is {loss / usual:.3g} times the ordinary one"
+        return f"No spike was logged here: loss {loss:.3g}, of ordinary batches {usual:.3g}"
     text = f"the data: they explain {explained:.0%} of the rise"
     if explained < PART:
         return f"Not {text}"

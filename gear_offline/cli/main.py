@@ -556,11 +556,12 @@ def blame(
 ) -> None:
     """Tell which data were in the batches of a spike of the loss; alone: where it spikes."""
     from gear_offline.analysis.blame import blame as run_blame
-    from gear_offline.analysis.blame import find_spikes, print_spikes
+    from gear_offline.analysis.blame import find_spikes
 
     if batches is None:
         spikes = find_spikes(run)
-        show([asdict(one) for one in spikes], as_json, lambda: print_spikes(run, spikes))
+        texts = [str(one) for one in spikes[:20]] or ["the logged loss has no spike"]
+        show([asdict(one) for one in spikes], as_json, lambda: print("\n".join(texts)))
         return
     page = run_blame(run, *batches, device=device, quiet=quiet or as_json)
     show(page.to_json(), as_json, page.print)
