@@ -22,7 +22,7 @@ from gear_offline.core.closing import Closing
 from gear_offline.core.files import writing
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.dataset.manifest import ShardRecord, shard_name
-from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
+from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec, fold_episodes
 from gear_offline.dataset.shard import (
     EPISODE_COLUMNS,
     BlockDigests,
@@ -252,14 +252,9 @@ class ShardStatistics:
             small = moments.low.min() >= 0 and moments.high.max() < MOST_CHOICES
             self.choices = bool(small and np.array_equal(rows, np.rint(rows)))
         if column.name == REWARDS:
-            self._add_returns(rows.reshape(-1).astype(np.float64), start)
-
-    def _add_returns(self, rewards: Float64Array, start: int) -> None:
-        first = int(np.searchsorted(self._offsets, start, side="right")) - 1
-        last = int(np.searchsorted(self._offsets, start + rewards.size, side="left"))
-        bounds = np.maximum(self._offsets[first:last] - start, 0)
-        with np.errstate(all="ignore"):
-            self.returns[first:last] += np.add.reduceat(rewards, bounds)
+            rewards = rows.reshape(-1).astype(np.float64)
+            with np.errstate(all="ignore"):
+                fold_episodes(np.add, self.returns, self._offsets, rewards, start)
 
     def _nonfinite(self, column: ColumnSpec, step: int) -> InputError:
         episode = int(np.searchsorted(self._offsets, step, side="right")) - 1

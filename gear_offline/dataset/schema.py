@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.core.text import count_text
-from gear_offline.core.types import Int64Array
+from gear_offline.core.types import Array, Int64Array
 from gear_offline.errors import InputError
 
 _COLUMN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*(/[A-Za-z0-9_][A-Za-z0-9_.\-]*)*")
@@ -182,6 +182,16 @@ class EpisodeIndex:
     def steps(self) -> int:
         """N, the steps of all episodes."""
         return int(self.offsets[-1])
+
+
+def fold_episodes(
+    function: np.ufunc, found: Array, offsets: Int64Array, rows: Array, start: int
+) -> None:
+    """Update (E,) `found` with `rows`, the first of which is step `start`: np.add adds them up."""
+    first = int(np.searchsorted(offsets, start, side="right")) - 1
+    last = int(np.searchsorted(offsets, start + len(rows), side="left"))
+    parts = function.reduceat(rows, np.maximum(offsets[first:last] - start, 0))
+    found[first:last] = function(found[first:last], parts)
 
 
 def chosen_episodes(which: npt.ArrayLike, episodes: int) -> Int64Array:

@@ -23,6 +23,7 @@ import numpy as np
 from gear_offline.config.problems import nearest
 from gear_offline.core.text import count_text, first_line
 from gear_offline.core.types import Array, BoolArray, Float64Array
+from gear_offline.dataset.schema import fold_episodes
 from gear_offline.dataset.shard import digest
 from gear_offline.errors import InputError
 from gear_offline.sources.arrays import Columns, as_rows, check_same
@@ -175,7 +176,7 @@ def keep_episodes(expression: str, source: Source) -> BoolArray:
         raise InputError(error.code, error.what, error.where or where, error.remedy) from error
     except (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError) as error:
         raise InputError("USAGE", first_line(error), where, remedy) from error
-    if not kept.any():
+    if kept.size and not kept.any():
         what = f"none of {count_text(kept.size, 'episode')} is kept"
         asked = ((_shown(name), values.astype(float)) for name, values in facts.items())
         ranges = "; ".join(f"{n} is {v.min():.6g} to {v.max():.6g}" for n, v in asked)
@@ -242,13 +243,9 @@ def _fact(source: Source, name: str) -> Array:
 
 def _fold(source: Source, column: str, function: np.ufunc, start: float) -> Float64Array:
     """Return (E,) what a function of two numbers makes of each episode, e.g. its sum."""
-    offsets, rows = source.episodes.offsets, source.preferred_rows(column)
-    found = np.full(source.spec.episodes, start)
+    found, rows = np.full(source.spec.episodes, start), source.preferred_rows(column)
     for begin in range(0, source.spec.steps, rows):
-        end = min(begin + rows, source.spec.steps)
-        block = source.read(column, begin, end).reshape(-1).astype(np.float64)
-        first = int(np.searchsorted(offsets, begin, side="right")) - 1
-        last = int(np.searchsorted(offsets, end, side="left"))
-        parts = function.reduceat(block, np.maximum(offsets[first:last] - begin, 0))
-        found[first:last] = function(found[first:last], parts)
+        block = source.read(column, begin, min(begin + rows, source.spec.steps))
+        block = block.reshape(-1).astype(np.float64)
+        fold_episodes(function, found, source.episodes.offsets, block, begin)
     return found
