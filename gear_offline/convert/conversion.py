@@ -177,21 +177,20 @@ def convert(
         else:
             source = with_columns(source, names)
         source, kept = _edited(source, rename or {}, map, where)
-        info, picked = source.info, _pick_columns(source, columns)
+        info = source.info
         settings = Settings(
             spec=source.spec,
-            columns=picked,
-            stored=_make_discrete(picked, discrete),
+            columns=_make_discrete(_pick_columns(source, columns), discrete),
             block_bytes=block_bytes,
             allow_nonfinite=allow_nonfinite,
         )
-        jobs = plan_shards(source.episodes, settings.stored, shard_bytes=shard_bytes)
+        jobs = plan_shards(source.episodes, settings.columns, shard_bytes=shard_bytes)
         replaceable = is_only_dataset if overwrite else lambda path: False
         folder = stack.enter_context(new_directory(Path(out), replaceable=replaceable))
         pool, stopped = stack.enter_context(ThreadPoolExecutor(max_workers=1)), Event()
         stack.callback(stopped.set)
         digests = [pool.submit(_digest, file, stopped) for file in info.files]
-        total = source.spec.steps * sum(c.step_bytes for c in settings.stored)
+        total = source.spec.steps * sum(c.step_bytes for c in settings.columns)
         what = f"convert {info.uri}"
         progress = stack.enter_context(Progress(what, total=total, unit="bytes", quiet=quiet))
         # An exception of the signal's own handler is lost when it comes while h5py's objects are
@@ -370,8 +369,8 @@ def _manifest(
         episodes=source.spec.episodes,
         steps=source.spec.steps,
         block_bytes=settings.block_bytes,
-        columns=list(settings.stored),
-        statistics={c.name: first.moments[c.name].result() for c in settings.stored},
+        columns=list(settings.columns),
+        statistics={c.name: first.moments[c.name].result() for c in settings.columns},
         returns=distribution(np.concatenate([part.returns for _, part in written])),
         lengths=distribution(source.episodes.lengths, whole=True),
         endings=Endings(terminated=terminated, truncated=truncated),

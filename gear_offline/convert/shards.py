@@ -57,11 +57,10 @@ class ShardJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is the same for all shards; `stored` are the `columns` of the source as written."""
+    """What is the same for all shards; `columns` as they are written."""
 
     spec: TableSpec  # of the source
     columns: tuple[ColumnSpec, ...]
-    stored: tuple[ColumnSpec, ...]
     block_bytes: int
     allow_nonfinite: bool
 
@@ -97,14 +96,14 @@ def write_shards(
             shard = writers.enter_context(ShardWriter(source, job, settings, folder))
             first, last = source.episodes.offsets[[job.first_episode, job.last_episode]].tolist()
             under_way: list[Future[None]] = []
-            for column, stored, start, stop in _pieces(source, settings, first, last):
-                rows = _read_rows(source, column, stored, start, stop)
+            for column, start, stop in _pieces(source, settings.columns, first, last):
+                rows = _read_rows(source, column, start, stop)
                 _wait(under_way)
                 under_way = [
-                    pool.submit(shard.statistics.add, stored, rows, start),
-                    pool.submit(shard.append, stored.name, rows),
+                    pool.submit(shard.statistics.add, column, rows, start),
+                    pool.submit(shard.append, column.name, rows),
                 ]
-                advance((stop - start) * stored.step_bytes)
+                advance((stop - start) * column.step_bytes)
             _wait([*under_way, *shards[-1:]])
             shards.append(pool.submit(shard.finish))
         return _wait(shards)
@@ -122,7 +121,7 @@ class ShardWriter(Closing):
         self._lengths = source.episodes.lengths[episodes]
         self._flags = source.terminated[episodes], source.truncated[episodes]
         steps, count = int(self._lengths.sum()), self._lengths.size
-        tensors = plan_tensors(settings.stored, steps=steps, episodes=count)
+        tensors = plan_tensors(settings.columns, steps=steps, episodes=count)
         self._header = encode_header(tensors)
         self._bytes = len(self._header) + tensors[-1].stop
         # where the next bytes of each tensor go
@@ -171,23 +170,22 @@ class ShardWriter(Closing):
 
 
 def _pieces(
-    source: Source, settings: Settings, first: int, last: int
-) -> Iterator[tuple[ColumnSpec, ColumnSpec, int, int]]:
+    source: Source, columns: Sequence[ColumnSpec], first: int, last: int
+) -> Iterator[tuple[ColumnSpec, int, int]]:
     """Cut ``[first, last)`` of each column at multiples of whole chunks: none is read twice."""
     turns = source.turns[(source.turns > first) & (source.turns < last)]
     for begin, end in pairwise([first, *turns.tolist(), last]):
-        for column, stored in zip(settings.columns, settings.stored, strict=True):
+        for column in columns:
             chunk = source.preferred_rows(column.name)
-            rows = chunk * max(1, PIECE_BYTES // (chunk * column.step_bytes))
+            rows = chunk * max(1, PIECE_BYTES // (chunk * source.spec[column.name].step_bytes))
             cuts = range((begin // rows + 1) * rows, end, rows)
             for start, stop in pairwise([begin, *cuts, end]):
-                yield column, stored, start, stop
+                yield column, start, stop
 
 
-def _read_rows(
-    source: Source, column: ColumnSpec, stored: ColumnSpec, start: int, stop: int
-) -> Array:
+def _read_rows(source: Source, stored: ColumnSpec, start: int, stop: int) -> Array:
     """Read rows in stored form, (stop - start, *stored shape), C order."""
+    column = source.spec[stored.name]
     where = f"column {column.name}, steps {start} to {stop - 1}"
     try:
         rows = source.read(column.name, start, stop)
@@ -230,12 +228,12 @@ class ShardStatistics:
         self._offsets = source.episodes.offsets[job.first_episode : job.last_episode + 1]
         self._first_episode = job.first_episode
         self._allow_nonfinite = settings.allow_nonfinite
-        self.moments = {c.name: Moments(stored_form(c)[1]) for c in settings.stored}
-        known = any(c.name == REWARDS for c in settings.stored)
+        self.moments = {c.name: Moments(stored_form(c)[1]) for c in settings.columns}
+        known = any(c.name == REWARDS for c in settings.columns)
         self.returns: Float64Array = np.full(self._offsets.size - 1, 0.0 if known else np.nan)
         self.choices = any(
             c.name == ACTIONS and c.dtype.kind == "f" and math.prod(c.shape) == 1
-            for c in settings.stored
+            for c in settings.columns
         )
 
     def add(self, column: ColumnSpec, rows: Array, start: int) -> None:
