@@ -2,7 +2,7 @@
 
 Each says how far it has come with a run.  What it lacks is sent from the files of the run when it
 is opened, so a resumed run goes on in it without a gap and without a step twice, and `sync` only
-opens and closes it.  While a run trains, a tracker is a callback like any other (`Tracking`).
+opens and closes it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,22 +31,19 @@ from gear_offline.training.metrics import GrowingFile, read_records
 
 __all__ = ["sync"]
 
-TRAIN, EVALUATE = "train", "evaluate"  # how names begin: train/loss, evaluate/return_3600
-Values = dict[str, float]
+KINDS = {"train": "metrics.jsonl", "evaluate": "evaluations.jsonl"}  # names: train/loss
 
 
 class Tracker(Protocol):
-    """Shows a run; `told` has the last step of ``train`` and ``evaluate`` that is in it."""
+    """Shows a run, from its opening on; `told`: the last step in it of each kind."""
 
     told: dict[str, int]
 
     def __init__(self, run: Run, project: str) -> None: ...
 
-    def send(self, step: int, values: Values) -> None:
-        """Show values of a step, whose names begin with ``train/`` or ``evaluate/``."""
+    def send(self, step: int, values: dict[str, float]) -> None: ...
 
-    def close(self) -> None:
-        """Bring to the end what is under way."""
+    def close(self) -> None: ...
 
 
 class TensorBoard:
@@ -62,8 +59,8 @@ class TensorBoard:
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         folder = run.path / "tensorboard"
         folder.mkdir(exist_ok=True)
-        shown = any(folder.iterdir())
-        self.told = last_steps((kind, step) for kind, step, _ in lines(run) if shown)
+        goes_on = any(folder.iterdir())
+        self.told = {kind: record["step"] for kind, record in _lines(run) if goes_on}
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = GrowingFile(folder / name)
         self._records = RecordWriter(self._file)
@@ -72,8 +69,7 @@ class TensorBoard:
         self._write(file_version="brain.Event:2")
         self._write(step=run.steps + 1, session_log=start)
 
-    def send(self, step: int, values: Values) -> None:
-        """Write an event a value, with one system call each."""
+    def send(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
             scalar = self._summary.Value(tag=name, simple_value=value)
             self._write(step=step, summary=self._summary(value=[scalar]))
@@ -82,34 +78,30 @@ class TensorBoard:
         self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
 class Trackio:
-    """A run of trackio, in its database on this machine; its dashboard: ``trackio show``."""
+    """A run in trackio's database on this machine, written by a thread of trackio."""
 
     def __init__(self, run: Run, project: str) -> None:
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
 
-        name = f"{run.name}-{run_id(run)}"
+        name, config = f"{run.name}-{_run_id(run)}", run.recipe.to_dict()
         own = {"auto_log_cpu": False, "auto_log_gpu": False, "embed": False}
-        config = run.recipe.to_dict()
         with redirect_stdout(StringIO()):  # our stdout is for results
             # In a context of its own, else it would end what another run has begun there.
             self._run = contextvars.copy_context().run(
                 lambda: trackio.init(project, name=name, config=config, resume="allow", **own)
             )
         rows = SQLiteStorage.get_logs(project, name, run_id=self._run.id)
-        self.told = last_steps((key.partition("/")[0], row["step"]) for row in rows for key in row)
+        self.told = {key.partition("/")[0]: row["step"] for row in rows for key in row}
 
-    def send(self, step: int, values: Values) -> None:
-        """Hand it to trackio's thread."""
+    def send(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)
 
     def close(self) -> None:
-        """Wait for trackio's thread."""
         with redirect_stdout(StringIO()):
             self._run.finish()
 
@@ -122,7 +114,7 @@ class WandB:
 
         self._run = wandb.init(
             project=project,
-            id=run_id(run),
+            id=_run_id(run),
             name=run.name,
             dir=run.path,
             config=run.recipe.to_dict(),
@@ -130,22 +122,19 @@ class WandB:
             reinit="create_new",  # another run of this process goes on
             settings=wandb.Settings(console="off"),
         )
-        # Its own steps must rise, but evaluations in the background come late.
-        for kind in (TRAIN, EVALUATE):
+        for kind in KINDS:  # W&B's own steps must rise, but evaluations may come late
             self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
-        self.told = {kind: self._run.summary.get(f"{kind}/step", 0) for kind in (TRAIN, EVALUATE)}
+        self.told = {kind: self._run.summary.get(f"{kind}/step", 0) for kind in KINDS}
         if self._run.offline:  # it cannot go on there; so the newest one holds the whole run
             now = Path(self._run.dir).parent
             for old in set(now.parent.glob("offline-run-*")) - {now}:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def send(self, step: int, values: Values) -> None:
-        """Hand it to W&B's process."""
+    def send(self, step: int, values: dict[str, float]) -> None:
         kind = next(iter(values)).partition("/")[0]
         self._run.log({f"{kind}/step": step, **values})
 
     def close(self) -> None:
-        """Wait for W&B's process."""
         self._run.finish()
 
 
@@ -163,34 +152,38 @@ class Tracking(Callback):
         self._name, self._project = name, project
         self._tracker: Tracker | None = None
 
+    def open(self, run: Run) -> None:
+        """Open the tracker and send what it lacks of the run's files."""
+        self._tracker = TRACKERS[self._name](run, self._project)
+        for kind, record in _lines(run):
+            self._show(kind, record["step"], record)
+
+    def _show(self, kind: str, step: int, record: Mapping[str, Any]) -> None:
+        """Send a line, but none of a step that a resumed run does again."""
+        values = _training(record) if kind == "train" else _evaluation(record)
+        if self._tracker is not None and values and step > self._tracker.told.get(kind, 0):
+            self._tracker.send(step, values)
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        if self._tracker is not None:
+            self._tracker.close()
+
     def on_begin(self, run: Run) -> None:
-        """Open it."""
-        with self._giving_up(run):
-            self._tracker = opened(run, self._name, self._project)
+        self._try(run, lambda: self.open(run))
 
     def on_log(self, run: Run, step: int, values: Mapping[str, float]) -> None:
-        """Send a line of metrics."""
-        self._show(run, TRAIN, step, training_values(values))
+        self._try(run, lambda: self._show("train", step, values))
 
     def on_evaluation(self, run: Run, step: int, record: Mapping[str, Any]) -> None:
-        """Send what was achieved."""
-        self._show(run, EVALUATE, step, evaluation_values(record))
-
-    def _show(self, run: Run, kind: str, step: int, values: Values) -> None:
-        if self._tracker is not None:
-            with self._giving_up(run):
-                show(self._tracker, kind, step, values)
+        self._try(run, lambda: self._show("evaluate", step, record))
 
     def on_end(self, run: Run, error: BaseException | None) -> None:
-        """Close it."""
-        if self._tracker is not None:
-            with self._giving_up(run):
-                self._tracker.close()
+        self._try(run, self.close)
 
-    @contextmanager
-    def _giving_up(self, run: Run) -> Iterator[None]:
+    def _try(self, run: Run, act: Callable[[], None]) -> None:
         try:
-            yield
+            act()
         except Exception as error:
             self._tracker = None
             what = f"{self._name} failed and is told no more ({first_line(error)})"
@@ -198,23 +191,9 @@ class Tracking(Callback):
             say(f"warning: {what}; training goes on; {later}")
 
 
-def trackings(settings: TrainSettings) -> list[Callback]:
-    """Return callbacks that tell the trackers of a recipe."""
+def trackings(settings: TrainSettings) -> list[Tracking]:
+    """Return what tells the trackers of a recipe."""
     return [Tracking(name, settings.project) for name in dict.fromkeys(settings.trackers)]
-
-
-def opened(run: Run, name: str, project: str) -> Tracker:
-    """Open a tracker and send what it lacks of the run's files."""
-    tracker = TRACKERS[name](run, project)
-    for line in lines(run):
-        show(tracker, *line)
-    return tracker
-
-
-def show(tracker: Tracker, kind: str, step: int, values: Values) -> None:
-    """Send values, but none of a step that a resumed run does again."""
-    if values and step > tracker.told.get(kind, 0):
-        tracker.send(step, values)
 
 
 def sync(
@@ -251,46 +230,32 @@ def sync(
     settings = run.recipe.replace(changes).train
     check_trackers(settings.trackers)
     with RunDirectory(run.path, resume=True):
-        for name in dict.fromkeys(settings.trackers):
-            opened(run, name, settings.project).close()
+        for tracking in trackings(settings):
+            tracking.open(run)
+            tracking.close()
 
 
-def lines(run: Run) -> Iterator[tuple[str, int, Values]]:
-    """Yield the lines of a run's files: kind, step and what a tracker shows of it."""
-    for record in read_records(run.path / "metrics.jsonl"):
-        yield TRAIN, record["step"], training_values(record)
-    for record in read_records(run.path / "evaluations.jsonl"):
-        yield EVALUATE, record["step"], evaluation_values(record)
+def _lines(run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
+    for kind, file in KINDS.items():
+        yield from ((kind, record) for record in read_records(run.path / file))
 
 
-def training_values(record: Mapping[str, float | None]) -> Values:
-    """Name the numbers of a line of metrics."""
+def _training(record: Mapping[str, float | None]) -> dict[str, float]:
     return {f"train/{k}": v for k, v in record.items() if k != "step" and v is not None}
 
 
-def evaluation_values(record: Mapping[str, Any]) -> Values:
+def _evaluation(record: Mapping[str, Any]) -> dict[str, float]:
     """Name the numbers of an evaluation; none of one that failed."""
-    values: Values = {}
-    for name, found in {"": record, **record.get("tasks", {})}.items():
-        prefix = f"evaluate/{name}/" if name else "evaluate/"
+    tasks = record.get("tasks") or {}
+    values = {"normalized_score": record.get("normalized_score")} if tasks else {}
+    for prefix, found in (("", record), *((f"{name}/", task) for name, task in tasks.items())):
         for target in found.get("targets", ()):
             for number in ("return", "normalized_score"):
-                if target.get(number) is not None:
-                    values[f"{prefix}{number}_{target['target']:g}"] = target[number]
-    if record.get("tasks") and record.get("normalized_score") is not None:
-        values["evaluate/normalized_score"] = record["normalized_score"]
-    return values
+                values[f"{prefix}{number}_{target['target']:g}"] = target.get(number)
+    return {f"evaluate/{name}": value for name, value in values.items() if value is not None}
 
 
-def last_steps(shown: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Return the last step of each kind."""
-    last: dict[str, int] = {}
-    for kind, step in shown:
-        last[kind] = max(step, last.get(kind, step))
-    return last
-
-
-def run_id(run: Run) -> str:
+def _run_id(run: Run) -> str:
     """Return what tells a run from others of its name, also elsewhere; made when missing."""
     path = run.path / "id"
     if not path.exists():
