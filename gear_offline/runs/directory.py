@@ -25,12 +25,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import check_folder, write_file
 from gear_offline.errors import InputError
-from gear_offline.training.checkpoint import SavedState, newest_checkpoint, read_state
 from gear_offline.training.checkpoint_folder import (
     find_checkpoint,
     list_checkpoints,
@@ -284,52 +282,3 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
     """Store the ``summary.json`` of the run directory `path`; NaN and infinities become null."""
     text = json.dumps(finite(summary), indent=2, allow_nan=False) + "\n"
     write_file(path / "summary.json", text.encode())
-
-
-def check_resumed(path: Path, recipe: Recipe, start: Path | None = None) -> None:
-    """Refuse to go on with a run whose recipe would have made another run, or has fewer steps.
-
-    The `recipe` is resolved; a run without a checkpoint is not refused.  What goes on is `start`,
-    a checkpoint of any run, or by default the run at `path`.
-    """
-    saved = [path for _, path in list_checkpoints(path / "checkpoints")]
-    state = _begun_with([start] if start else saved)
-    if state is not None:
-        check_same_run(state, recipe, path)
-    if state is None or state.step <= recipe.train.steps:
-        return
-    whole = None if start else newest_checkpoint(path / "checkpoints", lambda message: None)
-    done = whole.state.step if whole else state.step  # damaged ones after it are passed over
-    if done > recipe.train.steps:
-        what = f"train.steps is {recipe.train.steps}, but {done} steps are done"
-        remedy = "ask for at least as many steps, or train into another directory"
-        raise InputError("RUN_MISMATCH", what, where=str(path), remedy=remedy)
-
-
-def _begun_with(checkpoints: list[Path]) -> SavedState | None:
-    """Return the state of a run's newest checkpoint, since recipe.yaml may be edited."""
-    for place in reversed(checkpoints):
-        with suppress(InputError):  # a damaged one is passed over
-            return read_state(place)
-    return None  # without a whole checkpoint nothing is resumed
-
-
-def check_same_run(state: SavedState, now: Recipe, path: Path) -> None:
-    """Refuse to resume a run with a recipe that would have made another run."""
-    before = Recipe.parse(state.recipe, where=str(path))
-    old, new = flat(before.to_dict()), flat(now.to_dict())
-    for options, recipe in ((old, before), (new, now)):  # what is skipped later is free
-        past = before.train.batch_of(state.step - 1) if state.step else -1
-        options["train.skip"] = [list(one) for one in recipe.train.skip if one[0] <= past]
-    free = set(RESUMABLE)
-    if now.optimizer.schedule != "constant":
-        free.remove("train.steps")  # the learning rates of the steps done depend on it
-    for key in sorted({*old, *new} - free):
-        if old.get(key) != new.get(key):
-            raise InputError(
-                "RUN_MISMATCH",
-                f"{key} was {old.get(key)!r} when the run began and is {new.get(key)!r} now",
-                where=str(path),
-                remedy=f"undo that (here, or in {path / 'recipe.yaml'} if it was edited), or train "
-                "into another directory",
-            )

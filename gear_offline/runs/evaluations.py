@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,14 +48,12 @@ class RunEvaluations:
 
     Parameters
     ----------
-    folder
-        The run directory.
     learner
         Of the first rank.
     concurrent_runs
         Runs that share the cores which training leaves.
     callbacks
-        Are told of results.
+        Of the run.
 
     Attributes
     ----------
@@ -68,17 +65,16 @@ class RunEvaluations:
 
     def __init__(
         self,
-        folder: Path,
         learner: Learner,
         *,
         saver: Saver,
         metrics: Metrics,
         progress: Progress,
         stop: StopRequest,
-        concurrent_runs: int = 1,
         callbacks: Callbacks,
+        concurrent_runs: int = 1,
     ) -> None:
-        self._folder, self._learner, self._callbacks = folder, learner, callbacks
+        self._folder, self._learner, self._callbacks = callbacks.run.path, learner, callbacks
         self._saver, self._metrics, self._progress, self._stop = saver, metrics, progress, stop
         plays_any = learner.recipe.evaluate.episodes > 0
         model_tasks = tasks_of_config(learner.model.config)

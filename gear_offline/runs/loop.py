@@ -27,9 +27,10 @@ from gear_offline.evaluation.environments import import_module_of
 from gear_offline.progress import say
 from gear_offline.runs.callbacks import Callback, Callbacks
 from gear_offline.runs.checks import check_recipe
-from gear_offline.runs.directory import RunDirectory, check_resumed, default_run_path
+from gear_offline.runs.directory import RunDirectory, default_run_path
 from gear_offline.runs.evaluations import plays
 from gear_offline.runs.prepare import open_growing, prepare_dataset, resolve
+from gear_offline.runs.resume import check_resumed
 from gear_offline.runs.run import Run
 from gear_offline.runs.trackers import trackings
 from gear_offline.runs.writer import RunWriter
@@ -160,15 +161,14 @@ class LiveRun(Closing):
         self.saver = Saver(learner, folder, before=self._sync)
         if directory is not None:
             self.writer = RunWriter(
-                directory.path,
                 learner,
                 dataset,
                 self.saver,
                 stop,
+                callbacks,
                 seconds=seconds,
                 quiet=quiet,
                 concurrent_runs=concurrent_runs,
-                callbacks=self._callbacks,
             )
             try:
                 self.writer.evaluations.begin(self.evaluates_at)

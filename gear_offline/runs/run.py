@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import html
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,32 +99,14 @@ class Run(os.PathLike[str]):
 
         return load_policy(self.path, task, checkpoint=checkpoint, device=device)
 
-    def evaluate(
-        self,
-        *,
-        targets: Sequence[float] | float | None = None,
-        episodes: int | None = None,
-        environment: str | None = None,
-        checkpoint: str | int | None = None,
-        seed: int | None = None,
-        device: str = "auto",
-        out: str | Path | None = None,
-        quiet: bool = False,
-    ) -> EvaluationReport:
-        """Play episodes, score them and keep the result, as `gear_offline.evaluate` does."""
+    def evaluate(self, **options: Any) -> EvaluationReport:
+        """Play episodes, score them and keep the result, with options of `gear_offline.evaluate`.
+
+        They are ``targets``, ``episodes``, ``environment``, ``checkpoint`` and others.
+        """
         from gear_offline.runs.evaluate import evaluate
 
-        return evaluate(
-            self.path,
-            targets=targets,
-            episodes=episodes,
-            environment=environment,
-            checkpoint=checkpoint,
-            seed=seed,
-            device=device,
-            out=out,
-            quiet=quiet,
-        )
+        return evaluate(self.path, **options)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Run) and self.path == other.path

@@ -6,7 +6,6 @@ import platform
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,8 +30,6 @@ class RunWriter:
 
     Parameters
     ----------
-    path
-        The run directory, begun.
     learner, dataset, saver, stop
         Of the run; the learner stands where the run goes on.
     seconds
@@ -40,44 +37,38 @@ class RunWriter:
     concurrent_runs
         Runs that share this process.
     callbacks
-        Are told what happens.
+        Of the run, whose directory has begun.
     """
 
     def __init__(
         self,
-        path: Path,
         learner: Learner,
         dataset: TableData,
         saver: Saver,
         stop: StopRequest,
+        callbacks: Callbacks,
         *,
         seconds: float,
         quiet: bool,
         concurrent_runs: int = 1,
-        callbacks: Callbacks,
     ) -> None:
-        self._path, self._learner, self._dataset, self._saver = path, learner, dataset, saver
-        self._recipe, self._quiet, self._callbacks = learner.recipe, quiet, callbacks
+        self._path, self._learner, self._dataset = callbacks.run.path, learner, dataset
+        self._saver, self._callbacks = saver, callbacks
+        self._recipe, self._quiet, self._first_step = learner.recipe, quiet, learner.step
         self._parameters = sum(parameter.numel() for parameter in learner.model.parameters())
         self._began = time.monotonic() - seconds
-        # The first step of a process is not timed: it prepares kernels.
-        self._timed_after: int | None = None
-        self._timed_from = self._timed_to = self._logged = time.perf_counter()
-        self._stalled_before = self._stalled = 0.0
-        settings = self._recipe.train
-        self.metrics = Metrics(path)
-        self.progress = Progress(
-            self._recipe.name, total=settings.steps, done=learner.step, quiet=quiet
-        )
+        self._stepped_from = self._stepped_to = self._logged = time.perf_counter()
+        self._stalled = 0.0
+        self.metrics, steps = Metrics(self._path), self._recipe.train.steps
+        self.progress = Progress(self._recipe.name, total=steps, done=learner.step, quiet=quiet)
         self.evaluations = RunEvaluations(
-            path,
             learner,
             saver=saver,
             metrics=self.metrics,
             progress=self.progress,
             stop=stop,
-            concurrent_runs=concurrent_runs,
             callbacks=callbacks,
+            concurrent_runs=concurrent_runs,
         )
         self._announce()
         self.progress.__enter__()
@@ -118,9 +109,8 @@ class RunWriter:
     def step(self, step: int) -> None:
         """Take note of a step that was done, and of evaluations that have come in."""
         self.progress.update(step)
-        if self._timed_after is None:
-            self._timed_after, self._timed_from = step, time.perf_counter()
-            self._stalled_before = self._saver.stalled_seconds
+        if step == self._first_step + 1:  # it is not timed: it prepares kernels
+            self._stepped_from = time.perf_counter()
         self.collect()
         self.tell_saved()
 
@@ -149,7 +139,7 @@ class RunWriter:
 
     def finish(self) -> None:
         """Wait for the evaluations that are under way."""
-        self._timed_to = time.perf_counter()
+        self._stepped_to = time.perf_counter()
         self.evaluations.finish()
 
     def close(self) -> None:
@@ -164,8 +154,8 @@ class RunWriter:
 
         learner, name = self._learner, self._recipe.name
         text = f"{name}: was complete already, {count_text(learner.step, 'step')}"
-        did_nothing = self._timed_after is None and not self.evaluations.count
-        before = read_summary(self._path)
+        steps, before = learner.step - self._first_step, read_summary(self._path)
+        did_nothing = not steps and not self.evaluations.count
         is_summed_up = did_nothing and before is not None and before.steps == learner.step
         if not is_summed_up:  # else its figures are of the process that did the steps
             summary = self._summary()
@@ -174,7 +164,7 @@ class RunWriter:
             if learner.step < self._recipe.train.steps:
                 end = f"stopped by a callback at step {learner.step:,},"
             text = f"{name}: {end} after {self.seconds:,.0f} s"
-            if self._timed_after is not None:
+            if steps:
                 text += (
                     f", {learner.meter.text()} while stepping; {learner.data_wait_share:.1%} of "
                     f"the steps' time waited for batches, {summary['save_wait_share']:.1%} for "
@@ -195,17 +185,16 @@ class RunWriter:
         spec, returns = self._dataset.spec, self._dataset.returns
         returns = returns[np.isfinite(returns)]
         # The last step is logged before it is saved: its checkpoint holds up none.
-        timed, logged = self._timed_to - self._timed_from, self._logged - self._timed_from
-        steps = learner.step - (self._timed_after or learner.step)
-        stalled = self._stalled - self._stalled_before
+        timed, logged = (end - self._stepped_from for end in (self._stepped_to, self._logged))
+        steps = learner.step - self._first_step - 1
         return {
             "recipe": self._recipe.name,
             "seed": self._recipe.seed,
             "steps": learner.step,
             "seconds": round(self.seconds, 3),
-            "steps_per_second": steps / timed if timed > 0 else 0.0,
+            "steps_per_second": steps / timed if steps > 0 else 0.0,
             "data_wait_share": learner.data_wait_share,
-            "save_wait_share": stalled / logged if logged > 0 else 0.0,
+            "save_wait_share": self._stalled / logged if logged > 0 else 0.0,
             "throughput": learner.meter.summary(),
             "evaluation": self.evaluations.summary(),
             "parameters": self._parameters,
