@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from gear_offline.core.text import first_line
@@ -81,52 +80,30 @@ class Callbacks(AbstractContextManager["Callbacks"]):
     def __init__(self, run: Run, callbacks: Sequence[Callback] = ()) -> None:
         self.run, self._callbacks, self.stop = run, callbacks, False
 
-    def begin(self) -> None:
-        """Tell of the beginning."""
-        self._tell("on_begin", lambda one: one.on_begin(self.run))
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Tell of a line of metrics."""
-        self._tell("on_log", lambda one: one.on_log(self.run, step, dict(values)))
-
-    def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
-        """Tell of an evaluation."""
-        self._tell("on_evaluation", lambda one: one.on_evaluation(self.run, step, dict(record)))
-
-    def checkpoint(self, step: int, path: Path) -> None:
-        """Tell of a checkpoint."""
-        self._tell("on_checkpoint", lambda one: one.on_checkpoint(self.run, step, path))
-
-    def _tell(self, event: str, call: Callable[[Callback], bool | None]) -> None:
+    def tell(self, event: str, *facts: Any) -> None:
+        """Call the method `event` of each with the run and `facts`."""
         for one in self._callbacks:
-            try:
-                self.stop = bool(call(one)) or self.stop
-            except Exception as error:
-                raise _failed(one, event, error, self.run) from error
+            self._call(one, event, *facts)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _call(self, one: Callback, event: str, *facts: Any) -> None:
+        try:
+            self.stop = bool(getattr(one, event)(self.run, *facts)) or self.stop
+        except Exception as error:
+            what = f"a callback failed: {type(error).__name__}: {first_line(error)}"
+            remedy = f"mend it; the run in {self.run.path} goes on from its newest checkpoint "
+            remedy += "with resume"
+            where = f"{type(one).__name__}.{event}"
+            raise GearError("CALLBACK", what, where=where, remedy=remedy) from error
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Tell all of the end; what ended the run counts more than what fails here."""
         failures = []
         for one in self._callbacks:
             try:
-                one.on_end(self.run, error)
-            except Exception as failure:
-                failures.append(_failed(one, "on_end", failure, self.run))
-        for failed in failures if error is not None else failures[1:]:
+                self._call(one, "on_end", error)
+            except GearError as failure:
+                failures.append(failure)
+        for failed in failures[error is None :]:
             say(f"warning: {failed.message}")
         if failures and error is None:
             raise failures[0]
-
-
-def _failed(callback: Callback, event: str, error: Exception, run: Run) -> GearError:
-    where = f"{type(callback).__name__}.{event}"
-    what = f"a callback failed: {type(error).__name__}: {first_line(error)}"
-    remedy = f"mend it; the run in {run.path} goes on from its newest checkpoint with resume"
-    failed = GearError("CALLBACK", what, where=where, remedy=remedy)
-    failed.__cause__ = error
-    return failed

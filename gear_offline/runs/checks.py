@@ -62,18 +62,14 @@ def _check_collect(settings: CollectSettings, where: str, *, made: bool) -> None
     """Check who acts and what is recorded; `made` says that the data are there already."""
     _check_environment(settings.environment, "data.collect.environment", where)
     policy = settings.policy
-    library, colon, algorithm = policy.partition(":")
+    library, _, algorithm = policy.partition(":")
     known = ["random", "ars", *(f"{name}:ALGORITHM" for name in LIBRARIES)]
-    what = remedy = ""
-    if colon and library in LIBRARIES:
-        if not (algorithm.isidentifier() and algorithm.isupper()):
-            what, remedy = "must name an algorithm", f"write it like {library}:PPO"
-    elif policy not in known and not made and not Path(policy).is_file():
-        what = f"must be {', '.join(known)} or a policy file"
+    of_library = library in LIBRARIES and algorithm.isidentifier() and algorithm.isupper()
+    if not (policy in known[:2] or of_library or made or Path(policy).is_file()):
         guess = nearest(policy, known[:2], cutoff=0.6)
-        remedy = f"did you mean {guess!r}?" if guess else ""
-    if what:
-        raise InputError("RECIPE", f"data.collect.policy {what}, got {policy!r}", where, remedy)
+        what = f"data.collect.policy must be {', '.join(known)} or a policy file, got {policy!r}"
+        remedy = f"did you mean {guess!r}?" if guess else "write an algorithm like sb3:PPO"
+        raise InputError("RECIPE", what, where, remedy)
     try:
         requested_mix(policy, settings.quality, settings.mix)
     except InputError as error:

@@ -17,13 +17,11 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.closing import Closing
@@ -35,7 +33,7 @@ from gear_offline.training.checkpoint_folder import (
     remove_checkpoint,
     remove_leftovers,
 )
-from gear_offline.training.metrics import finite, truncate_records
+from gear_offline.training.metrics import truncate_records
 
 LOCK = ".lock"
 NEGLIGIBLE = {LOCK, ".recipe.yaml.partial"}  # a kill leaves them before the run has begun
@@ -131,8 +129,7 @@ class HeldDirectory(Closing):
         try:
             str(path).encode()
         except UnicodeEncodeError:  # TensorBoard and safetensors fail on it, late
-            what, cure = "the name holds bytes that are not UTF-8", ""
-            raise _unusable(path, what, cure) from None
+            raise _unusable(path, "the name holds bytes that are not UTF-8") from None
         check_folder(path, output=path)
         self._made = [p for p in (self._home, *self._home.parents) if not os.path.lexists(p)]
         try:
@@ -142,8 +139,7 @@ class HeldDirectory(Closing):
             self._lock = self._take()
         except OSError as error:
             self._remove_made()
-            what, cure = f"cannot make the directory: {error.strerror}", "check its permissions"
-            raise _unusable(path, what, cure) from error
+            raise _unusable(path, f"cannot make the directory: {error.strerror}") from error
         if self._lock < 0:
             raise taken
 
@@ -179,9 +175,8 @@ class HeldDirectory(Closing):
                 place.rmdir()
 
 
-def _unusable(path: Path, what: str, cure: str) -> InputError:
-    remedy = "give another place with --out" + (f", or {cure}" if cure else "")
-    return InputError("OUTPUT_WRITE", what, where=str(path), remedy=remedy)
+def _unusable(path: Path, what: str) -> InputError:
+    return InputError("OUTPUT_WRITE", what, str(path), "give another place with --out")
 
 
 class RunDirectory(HeldDirectory):
@@ -214,7 +209,7 @@ class RunDirectory(HeldDirectory):
         """Refuse a directory that is not ours to write."""
         path = self.path
         if path.exists() and not path.is_dir():
-            raise _unusable(path, "not a directory", "")
+            raise _unusable(path, "not a directory")
         content = set(os.listdir(path)) if path.is_dir() else set()
         if not content - NEGLIGIBLE:
             return
@@ -276,9 +271,3 @@ class RunDirectory(HeldDirectory):
         for name in OWN_FILES:
             (self.path / name).unlink(missing_ok=True)
         self.begins_anew = False
-
-
-def write_summary(path: Path, summary: dict[str, Any]) -> None:
-    """Store the ``summary.json`` of the run directory `path`; NaN and infinities become null."""
-    text = json.dumps(finite(summary), indent=2, allow_nan=False) + "\n"
-    write_file(path / "summary.json", text.encode())

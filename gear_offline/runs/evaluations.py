@@ -207,7 +207,7 @@ class RunEvaluations:
         late = f" ({seconds:,.0f} s and {now - step:,} steps ago)" if now > step else ""
         self._progress.update(now, last=short)
         self._progress.say(f"step {step:,}{late}: {whole}")
-        self._callbacks.evaluation(step, self._metrics.evaluations[-1])
+        self._callbacks.tell("on_evaluation", step, dict(self._metrics.evaluations[-1]))
 
     def summary(self) -> dict[str, Any]:
         """Return how evaluations were played, for ``summary.json``; how late, their lines say."""

@@ -96,7 +96,7 @@ def train(
                 world.lead(lambda: directory and directory.branch(resolved, start))
             with (
                 StopRequest() as stop,
-                LiveRun(path, directory, learner, dataset, stop, quiet, listeners) as run,
+                LiveRun(directory, learner, dataset, stop, quiet, listeners) as run,
             ):
                 run.catch_up()  # a killed run may have left something to do
                 while not (run.is_complete or run.is_stopped):
@@ -118,14 +118,14 @@ class LiveRun(Closing):
 
     Parameters
     ----------
-    path, directory
-        The run directory, held by the first rank; None on the others.
+    directory
+        Of the run, held by the first rank; None on the others.
     learner, dataset
         Of this rank.
     stop
         Says whether to save and stop.
     callbacks
-        Are told what happens.
+        Of the run.
     concurrent_runs
         Runs that share this process.
 
@@ -139,7 +139,6 @@ class LiveRun(Closing):
 
     def __init__(
         self,
-        path: Path,
         directory: RunDirectory | None,
         learner: Learner,
         dataset: TableData,
@@ -148,15 +147,14 @@ class LiveRun(Closing):
         callbacks: Callbacks,
         concurrent_runs: int = 1,
     ) -> None:
-        self.path, self.learner, self.stop = path, learner, stop
-        self.is_stopped = False
-        self._callbacks = callbacks
+        self.path, self.learner, self.stop = callbacks.run.path, learner, stop
+        self.is_stopped, self._callbacks = False, callbacks
         self._world, self._settings = learner.world, learner.recipe.train
-        folder = path / "checkpoints"
+        folder = self.path / "checkpoints"
         seconds = restore(learner, folder, partial(say, quiet=quiet))
         if directory is not None:
             directory.begin(learner.recipe, step=learner.step)
-            callbacks.begin()
+            callbacks.tell("on_begin")
         self.writer: RunWriter | None = None
         self.saver = Saver(learner, folder, before=self._sync)
         if directory is not None:

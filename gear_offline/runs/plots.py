@@ -43,8 +43,6 @@ def plot_data_returns(
 ) -> Path:
     """Draw how `returns` (E,) of the data's episodes of `lengths` (E,) steps are spread."""
     values, steps = np.asarray(returns, np.float64), np.asarray(lengths, np.float64)
-    finite = np.isfinite(values)
-    values, steps, left_out = values[finite], steps[finite], int((~finite).sum())
     mean, best = float(values.mean()), float(values.max())
     edges = histogram_edges(values, 40)
     figure = new_figure()
@@ -58,13 +56,11 @@ def plot_data_returns(
     dress(axes, x="return of an episode", y="share (%)")
     thousands(axes.xaxis)
     legend(axes)
-    without = f", without {left_out:,} whose return is NaN or infinite" if left_out else ""
     titles(
         figure,
         f"Half of the episodes return less than {short(float(np.median(values)))}, "
         f"the best {short(best)}",
-        f"{name}: {count_text(values.size, 'episode')}, "
-        f"{count_text(int(steps.sum()), 'step')}{without}",
+        f"{name}: {count_text(values.size, 'episode')}, {count_text(int(steps.sum()), 'step')}",
     )
     return save_figure(figure, path)
 

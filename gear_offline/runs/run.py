@@ -134,20 +134,11 @@ class Run(os.PathLike[str]):
         return f"Run({str(self.path)!r}: {facts})"
 
     def _repr_html_(self) -> str:
-        """Return a table, and the learning curve once there is one, for notebooks."""
-        try:
-            facts = {"run": str(self.path), **self.facts()}
-        except InputError as error:
-            facts = {"run": str(self.path), "damaged": error.message}
-        rows = [
-            f"<tr><th style='text-align:left'>{name}</th>"
-            f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
-            for name, text in facts.items()
-        ]
+        """Return the same, and the learning curve once there is one, for notebooks."""
         curve = self.path / "plots" / "learning_curve.png"
         picture = base64.b64encode(curve.read_bytes()).decode() if curve.is_file() else ""
         image = f"<img width='720' alt='learning curve' src='data:image/png;base64,{picture}'>"
-        return f"<table>{''.join(rows)}</table>{image if picture else ''}"
+        return f"<p>{html.escape(repr(self))}</p>{image if picture else ''}"
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:

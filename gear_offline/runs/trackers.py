@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gear_offline.config.sections import TrainSettings
 from gear_offline.core.files import write_file
@@ -34,16 +34,7 @@ __all__ = ["sync"]
 KINDS = {"train": "metrics.jsonl", "evaluate": "evaluations.jsonl"}  # names: train/loss
 
 
-class Tracker(Protocol):
-    """Shows a run, from its opening on; `told`: the last step in it of each kind."""
-
-    told: dict[str, int]
-
-    def __init__(self, run: Run, project: str) -> None: ...
-
-    def send(self, step: int, values: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+# Each sends values from its opening on; `told` is the last step in it, by kind.
 
 
 class TensorBoard:
@@ -60,7 +51,7 @@ class TensorBoard:
         folder = run.path / "tensorboard"
         folder.mkdir(exist_ok=True)
         goes_on = any(folder.iterdir())
-        self.told = {kind: record["step"] for kind, record in _lines(run) if goes_on}
+        self.told: dict[str, int] = {kind: row["step"] for kind, row in _lines(run) if goes_on}
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = GrowingFile(folder / name)
         self._records = RecordWriter(self._file)
@@ -138,11 +129,9 @@ class WandB:
         self._run.finish()
 
 
-TRACKERS: dict[str, type[Tracker]] = {
-    "tensorboard": TensorBoard,
-    "trackio": Trackio,
-    "wandb": WandB,
-}
+Tracker = TensorBoard | Trackio | WandB
+TRACKERS: dict[str, type[Tracker]]
+TRACKERS = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": WandB}
 
 
 class Tracking(Callback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import time
 from collections.abc import Mapping
@@ -11,16 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from gear_offline.core.files import write_file
 from gear_offline.core.interruption import StopRequest
 from gear_offline.core.text import count_text
 from gear_offline.progress import Progress, say
 from gear_offline.runs.callbacks import Callbacks
-from gear_offline.runs.directory import write_summary
 from gear_offline.runs.evaluations import RunEvaluations, plays
 from gear_offline.tables.joint import TableData
 from gear_offline.training.checkpoint_folder import Keep
 from gear_offline.training.learner import Learner
-from gear_offline.training.metrics import Metrics
+from gear_offline.training.metrics import Metrics, finite
 from gear_offline.training.records import read_summary
 from gear_offline.training.saving import Saver
 
@@ -119,7 +120,7 @@ class RunWriter:
         while self._saver.written:
             step = self._saver.written.popleft()
             if self._saver.path(step).is_dir():
-                self._callbacks.checkpoint(step, self._saver.path(step))
+                self._callbacks.tell("on_checkpoint", step, self._saver.path(step))
 
     def collect(self) -> None:
         """Record the evaluations that have come in."""
@@ -135,7 +136,7 @@ class RunWriter:
         self._logged, self._stalled = now, stalled
         self.metrics.log(step, values)
         self.progress.update(step, loss=f"{values['loss']:.4g}")
-        self._callbacks.log(step, values)
+        self._callbacks.tell("on_log", step, dict(values))
 
     def finish(self) -> None:
         """Wait for the evaluations that are under way."""
@@ -159,7 +160,8 @@ class RunWriter:
         is_summed_up = did_nothing and before is not None and before.steps == learner.step
         if not is_summed_up:  # else its figures are of the process that did the steps
             summary = self._summary()
-            write_summary(self._path, summary)
+            text = json.dumps(finite(summary), indent=2, allow_nan=False) + "\n"
+            write_file(self._path / "summary.json", text.encode())
             end = "complete"
             if learner.step < self._recipe.train.steps:
                 end = f"stopped by a callback at step {learner.step:,},"

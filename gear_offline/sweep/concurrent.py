@@ -418,7 +418,6 @@ class _Scheduler:
                 torch.manual_seed(recipe.seed)
                 learner = Learner(recipe, sizes, dataset, self._device, tables=self._tables)
                 run = LiveRun(
-                    path,
                     directory,
                     learner,
                     dataset,

@@ -106,17 +106,14 @@ def finite(value: Any) -> Any:
     return value
 
 
-def ranking(document: Mapping[str, Any]) -> float | None:
-    """Return the number by which the best evaluation is chosen: its return, of several tasks the
-    normalised score; None of one that failed."""
-    value = document.get("normalized_score" if "tasks" in document else "return")
-    return None if value is None else float(value)
-
-
 def best_evaluation(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the record of the best evaluation, the latest of equals; None without any."""
-    ranked = [(value, row["step"], row) for row in records if (value := ranking(row)) is not None]
-    return dict(max(ranked, key=lambda one: one[:2])[2]) if ranked else None
+    """Return the record of the highest return, the latest of equals; None without any.
+
+    Of several tasks the normalised score counts.
+    """
+    ranked = [(row.get("normalized_score" if "tasks" in row else "return"), row) for row in records]
+    known = [(value, row["step"], row) for value, row in ranked if value is not None]
+    return dict(max(known, key=lambda one: one[:2])[2]) if known else None
 
 
 class Metrics(Closing):
