@@ -13,6 +13,7 @@ from gear_offline.core.hub import is_there
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
 from gear_offline.sampling import Sampler, Schedule, TaskPart, make_sampler, mix_tasks
+from gear_offline.tables.fields import standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData, join_datasets
 
 
@@ -41,13 +42,13 @@ def open_one(recipe: Recipe) -> Dataset:
 
 def open_tasks(recipe: Recipe, open_one: Callable[[Recipe], Dataset]) -> JointDataset:
     """Return the joint table of a recipe's tasks; `open_one` opens or makes one's dataset."""
-    singles = {name: task_recipe(recipe, name) for name in tasks_in(recipe)}
-    return join_datasets(
-        [
-            Part(name=name, dataset=open_one(one), returns_scale=one.loader.returns_scale)
-            for name, one in singles.items()
-        ]
-    )
+    tasks, normalize = [], recipe.loader.normalize_states
+    for name in tasks_in(recipe):
+        single = task_recipe(recipe, name)
+        task = Part(name=name, dataset=open_one(single), returns_scale=single.loader.returns_scale)
+        standard_fields(task.dataset, normalize_states=normalize)  # refuses what fits no batch
+        tasks.append(task)
+    return join_datasets(tasks)
 
 
 def recipe_sampler(
