@@ -34,7 +34,6 @@ from gear_offline.sources.base import (
     damage_told,
     files_in,
     renamed,
-    some_names,
 )
 from gear_offline.sources.combine import observation_vectors, with_columns
 from gear_offline.sources.parquet import ParquetFile, is_numeric, step_rows
@@ -71,10 +70,7 @@ def open_lerobot(path: Path, *, names: Mapping[str, str]) -> Source:
     reader = _Reader(path)
     info, groups, notes = reader.info, reader.groups, list[str]()
     asked = {part.strip() for old in names.values() for part in old.split("+")}
-    stored, frames, left_out = reader.columns(asked)
-    if frames:
-        example = f"--columns observations={frames[0]},actions"
-        notes.append(f"frames of {some_names(frames)} are left out: {example} decodes them")
+    stored, left_out = reader.columns(asked)
     free = {new: old for new, old in NAMES.items() if new not in names and old in stored}
     usual = {new: old for new, old in free.items() if old not in asked}
     columns = renamed(stored, {**names, **usual}, path)
@@ -156,17 +152,15 @@ class _Reader:
         if episodes < len(self.episodes):
             raise _misfit("the steps of an episode do not follow each other", path)
 
-    def columns(self, asked: set[str]) -> tuple[dict[str, Read], list[str], dict[str, str]]:
-        """Return what reads each column, the frames that nobody asked for, and what is left out."""
+    def columns(self, asked: set[str]) -> tuple[dict[str, Read], dict[str, str]]:
+        """Return what reads each column, and what is left out: frames that nobody asked for."""
         reads: dict[str, Read] = {}
-        frames: list[str] = []
         left_out: dict[str, str] = {}
         types = {field.name: field.type for field in self.groups[0].file.schema}
         for name in [*types, *(n for n, dtype in self.dtypes.items() if dtype == "video")]:
             dtype = self.dtypes.get(name)
             if dtype in ("image", "video") and name not in asked:
-                frames.append(name)
-                left_out[name] = "frames that no column names"
+                left_out[name] = f"frames: --columns observations={name},actions decodes them"
             elif dtype == "video":
                 reads[name] = partial(self._video, self._places(name))
             elif dtype == "image":
@@ -175,7 +169,7 @@ class _Reader:
                 reads[name] = partial(self._numbers, name)
             else:
                 left_out[name] = f"no numbers ({types[name]})"
-        return reads, frames, left_out
+        return reads, left_out
 
     def flags(self, name: str) -> BoolArray | None:
         """Return a flag at the last step of each episode, (E,), ``None`` if there is none."""

@@ -106,7 +106,7 @@ def open_source(
     elif path.is_dir():
         files, notes = _files(path.absolute())
         if not files:
-            raise _unknown(f"the directory {text!r} holds neither a Minari dataset nor data files")
+            raise _unknown(f"the directory {text!r} holds no dataset and no data files")
         parts_of = [_open_file(file, uri=file.name, rule=rule, names=names) for file in files]
         source = join_sources(parts_of, uri=path.absolute().name)
         facts = source.info.attributes
