@@ -12,6 +12,7 @@ import copy
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,7 +25,7 @@ from torch import Tensor
 from gear_offline.core.files import new_directory, read_regular, write_file
 from gear_offline.core.hub import card
 from gear_offline.core.text import first_line, printable
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, is_out_of_memory
 from gear_offline.models.decision_transformer import DecisionTransformer, DecisionTransformerConfig
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
 
@@ -101,6 +102,8 @@ def read_policy(folder: Path) -> tuple[DecisionTransformer, PolicyFile]:
         config = json.loads((folder / CONFIG).read_bytes())
         return assemble(config, load_tensors((folder / MODEL).read_bytes())), file
     except Exception as error:  # a library's own checks raise what they like
+        if is_out_of_memory(error):
+            raise
         what, remedy = f"the policy is damaged: {first_line(error)}", "get or save it again"
         raise InputError("RUN_DAMAGED", what, str(folder), remedy) from error
 
@@ -141,18 +144,19 @@ def config_text(model: DecisionTransformer) -> str:
 
 def _card(file: PolicyFile) -> bytes:
     """Return the model card, with results in the metadata as the Hub lists them."""
-    place, data = file.environment or "unknown", file.data or ""
+    place = file.environment or "unknown"
     best = max(file.achieved, key=lambda one: one.mean_return, default=None)
     found = {"mean_reward": best.mean_return, "score": best.normalized_score} if best else {}
     metrics = [{"type": kind, "value": value} for kind, value in found.items() if value is not None]
-    result = {"dataset": {"type": place, "name": place}, "metrics": metrics}
+    result = {"task": {"type": TAGS[0]}, "dataset": {"type": place, "name": place}}
+    results = [{"name": file.name, "results": [{**result, "metrics": metrics}]}]
     metadata = {
         "library_name": "gear-offline",
         "pipeline_tag": TAGS[0],
-        "tags": [*TAGS, place],
-        "datasets": [data.removeprefix("hub:").split("@")[0]] if data.startswith("hub:") else None,
+        "tags": [*TAGS, *filter(None, [file.environment])],
+        "datasets": re.findall(r"^hub:([^/@]+/[^/@]+)", file.data or "") or None,
         "metrics": [metric["type"] for metric in metrics] or None,
-        "model-index": [{"name": file.name, "results": [{"task": {"type": TAGS[0]}, **result}]}],
+        "model-index": results if metrics else None,
     }
     shown = ("environment", "data", "step", "context_length", "actions", "action_bounds")
     rows = ["| asked return | achieved | 95 % interval | episodes |", "|---:|---:|---:|---:|"]

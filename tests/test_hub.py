@@ -69,13 +69,14 @@ def test_a_policy_goes_there_and_acts_elsewhere(
 
 
 def test_the_card_is_what_the_hub_reads(hub: StandIn, run: Path) -> None:
-    go.evaluate(run, episodes=2, targets=[-200.0], device="cpu", quiet=True)
+    go.load_policy(run, checkpoint="best", device="cpu").push_to_hub("me/unplayed")
+    assert huggingface_hub.ModelCard.load("me/unplayed").data.eval_results is None
+    achieved = go.evaluate(run, episodes=2, targets=[-200.0], device="cpu", quiet=True)
     go.load_policy(run, device="cpu").push_to_hub("me/pend")
     card = huggingface_hub.ModelCard.load("me/pend")
-    achieved = json.loads((run / "evaluation.json").read_text())
     assert card.data.library_name == "gear-offline" and "Pendulum-v1" in card.data.tags
     (result,) = card.data.eval_results
-    assert (result.metric_type, result.metric_value) == ("mean_reward", achieved["return"])
+    assert (result.metric_type, result.metric_value) == ("mean_reward", achieved.mean_return)
     assert 'go.load_policy("me/pend")' in card.text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,8 +37,6 @@ from gear_offline.training.records import EvaluationRecord, read_document, read_
 
 __all__ = ["TrainedModel", "load_policy"]
 
-NO_FACTS = PolicyFacts()
-
 
 @dataclass(frozen=True)
 class TrainedModel:
@@ -48,7 +46,7 @@ class TrainedModel:
     recipe: Recipe
     state_mean: Float64Array | None = None  # (S,) of the training data; None: not normalised
     state_std: Float64Array | None = None  # (S,) the model saw (state - mean) / (std + 1e-6)
-    facts: PolicyFacts = NO_FACTS  # what the recipe does not say of it
+    facts: PolicyFacts = field(default_factory=PolicyFacts)  # what the recipe does not say of it
     run: Path | None = None  # directory of the run, or of a checkpoint that was copied out of it
 
     def policy(self, task: str | None = None, device: torch.device | str = "cpu") -> Policy:
