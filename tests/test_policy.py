@@ -110,17 +110,6 @@ def test_targets_fall_by_the_rewards_in_reward_units() -> None:
     np.testing.assert_allclose(policy.targets, [3597.0, 1802.0])
 
 
-def test_discrete_actions_are_the_likeliest_and_are_remembered() -> None:
-    model = make(discrete=True)
-    policy = make_policy(model)
-    policy.reset([0, 1], 3.0)
-    observations = np.random.default_rng(0).normal(size=(2, STATES))
-    actions = policy.act(observations)
-    assert actions.shape == (2,) and actions.dtype == np.int64
-    assert policy._windows[1][:, 0].tolist() == actions.tolist()
-    assert set(actions.tolist()) <= set(range(ACTIONS))
-
-
 def test_model_is_left_in_evaluation_mode_and_acts_alike_each_time() -> None:
     model = make(dropout=0.5).train()
     policies = [make_policy(model) for _ in range(2)]
