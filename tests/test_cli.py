@@ -35,7 +35,7 @@ SURFACE = {
     "inspect": "dataset verify full json quiet",
     "audit": "dataset against json quiet",
     "collect": "environment out policy quality mix steps exact action-noise seed "
-    "train-steps gate save-policy overwrite json quiet",
+    "train-steps gate overwrite json quiet",
     "recipes ls": "json",
     "recipes show": "recipe",
     "recipes cp": "recipe target",

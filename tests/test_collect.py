@@ -127,18 +127,10 @@ def test_exact_steps_cut_the_last_episode_without_a_flag(tmp_path: Path) -> None
 def test_qualities_are_what_they_say(tmp_path: Path) -> None:
     means: dict[str, float] = {}
     common: dict[str, Any] = {"policy": "ars", "train_steps": 6_000, "seed": 3, **QUIET}
-    policy = tmp_path / "expert.safetensors"
+    policy = tmp_path / "expert.hdf5"
     for quality in ("expert", "medium", "replay", "mixed"):
-        saved = tmp_path / f"{quality}.safetensors"
-        report = collect(
-            PUSH,
-            tmp_path / f"{quality}.hdf5",
-            quality=quality,
-            steps=400,
-            save_policy=saved,
-            **common,
-        )
-        assert report.policy_path == saved and saved.is_file()
+        out = tmp_path / f"{quality}.hdf5"
+        report = collect(PUSH, out, quality=quality, steps=400, **common)
         means[quality] = report.mean_return
         assert report.train_steps >= 6_000
         columns, attributes = read(tmp_path / f"{quality}.hdf5")
@@ -192,36 +184,19 @@ def test_a_training_of_fewer_steps_than_asked_for_is_told(
 
 @pytest.mark.parametrize("policy", ["random", "ars"])
 def test_a_missed_gate_leaves_no_file(tmp_path: Path, policy: str) -> None:
-    out, saved = tmp_path / "a.hdf5", tmp_path / "policy.safetensors"
-    options: dict[str, Any] = {"train_steps": 500, "save_policy": saved} if policy == "ars" else {}
+    out = tmp_path / "a.hdf5"
+    options: dict[str, Any] = {"train_steps": 500} if policy == "ars" else {}
     with pytest.raises(GearError, match=r"below the gate of 9\.9") as caught:
         collect(PUSH, out, policy=policy, steps=200, gate=9.9, **options, **QUIET)
     assert caught.value.code == "USAGE"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_policy_is_saved_after_its_data_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, saved = tmp_path / "a.hdf5", tmp_path / "policy.safetensors"
-    options: dict[str, Any] = {"policy": "ars", "train_steps": 300, "steps": 50, **QUIET}
-    with pytest.raises(InputError) as caught:
-        collect(PUSH, out, save_policy=out, **options)
-    assert caught.value.code == "USAGE"
-    with monkeypatch.context() as patched:
-        patched.setattr(Hdf5Writer, "_check", lambda self: Path("/dev/full").write_text("x"))
-        with pytest.raises(GearError) as full:
-            collect(PUSH, out, save_policy=saved, **options)
-    assert full.value.code == "OUTPUT_WRITE"
-    assert list(tmp_path.iterdir()) == []
-    saved.write_text("mine")
-    with pytest.raises(InputError) as exists:
-        collect(PUSH, out, save_policy=saved, **options)
-    assert exists.value.code == "OUTPUT_EXISTS" and saved.read_text() == "mine"
-    report = collect(PUSH, out, save_policy=saved, overwrite=True, **options)
-    assert report.policy_path == saved and saved.read_bytes() != b"mine"
-    report = collect(PUSH, tmp_path / "b.hdf5", **options)
-    assert report.policy_path is None and report.to_json()["policy_path"] is None
+def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hdf5Writer, "_check", lambda self: Path("/dev/full").write_text("x"))
+    with pytest.raises(GearError) as full:
+        collect(COUNTER, tmp_path / "a.hdf5", steps=20, **QUIET)
+    assert full.value.code == "OUTPUT_WRITE" and list(tmp_path.iterdir()) == []
 
 
 def test_an_existing_file_is_refused_before_any_work(tmp_path: Path) -> None:
@@ -255,12 +230,7 @@ def test_an_existing_file_is_refused_before_any_work(tmp_path: Path) -> None:
         ({"policy": "ars", "mix": {"expert": float("nan")}}, "USAGE"),
         ({"policy": "ars", "mix": {"expert": 0.0}}, "USAGE"),
         ({"policy": "ars", "mix": {}}, "USAGE"),
-        ({"save_policy": "x"}, "USAGE"),
-        ({"policy": "ars", "quality": "random", "save_policy": "x"}, "USAGE"),
-        ({"policy": "ars", "save_policy": "/no/such/folder/x"}, "OUTPUT_WRITE"),
-        ({"policy": "ars", "save_policy": "/"}, "OUTPUT_EXISTS"),
-        ({"policy": "ars", "save_policy": "/", "overwrite": True}, "OUTPUT_EXISTS"),
-        ({"policy": "no-such-file.safetensors"}, "MODEL"),
+        ({"policy": "no-such-file.hdf5"}, "MODEL"),
     ],
 )
 def test_impossible_options_are_one_error(

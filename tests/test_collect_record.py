@@ -6,7 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,19 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
 
 import gear_offline.export as writer_module
 from gear_offline.collect.policies import (
-    FILE_FORMAT,
     LinearPolicy,
     RandomPolicy,
-    load_linear_policy,
-    save_linear_policy,
+    recorded_policy,
 )
 from gear_offline.collect.record import Crew, Episode, EpisodePlan, Player, reset_seed, stream
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import probe
 from gear_offline.export import Hdf5Writer
 from tests.collect_environments import COUNTER, LIMIT, length_of
-from tests.support import failing_code
+from tests.support import failing_code, one_error
 
 
 def plans_for(player: Player, seeds: list[int]) -> list[EpisodePlan]:
@@ -182,60 +179,44 @@ def some_policy() -> LinearPolicy:
     )
 
 
-def test_a_saved_policy_is_loaded_bit_for_bit(tmp_path: Path) -> None:
-    policy, path = some_policy(), tmp_path / "policy.safetensors"
-    save_linear_policy(policy, path, environment_id="Some-v1")
-    save_linear_policy(policy, path, environment_id="Some-v1")  # replaces
-    loaded, seen = load_linear_policy(path, FACTS), np.arange(4.0)
-    generator = np.random.default_rng(0)
-    np.testing.assert_array_equal(loaded.act(seen, generator), policy.act(seen, generator))
-    np.testing.assert_allclose(
-        loaded.act(seen, generator), policy.weight @ ((seen - policy.mean) / policy.std)
-    )
-    assert loaded.algorithm == "x"
-    assert [p.name for p in tmp_path.iterdir()] == ["policy.safetensors"]
-
-
-def replaced(name: str, value: npt.NDArray[Any]) -> Callable[[dict[str, Any]], None]:
-    return lambda tensors: tensors.update({name: value})
+def test_a_linear_policy_acts_as_its_formula() -> None:
+    policy, seen = some_policy(), np.arange(4.0)
+    expected = policy.weight @ ((seen - policy.mean) / policy.std)
+    np.testing.assert_allclose(policy.act(seen, np.random.default_rng(0)), expected)
 
 
 @pytest.mark.parametrize(
-    ("change", "facts", "reason"),
+    ("name", "value", "reason"),
     [
-        (replaced("weight", np.zeros((2, 5))), {}, "tensors are"),
-        (replaced("weight", np.zeros((2, 4), np.float32)), {}, "of float64"),
-        (replaced("mean", np.full(4, np.nan)), {}, "NaN"),
-        (replaced("std", np.zeros(4)), {}, "not positive"),
-        (replaced("extra", np.zeros(1)), {}, "tensors are"),
-        (lambda tensors: tensors.pop("mean"), {}, "tensors are"),
-        (lambda tensors: None, {"format": "other"}, "format"),
-        (lambda tensors: None, {"discrete": "true"}, "kind of action"),
-        (lambda tensors: None, {"environment_id": ""}, "does not name"),
-        (lambda tensors: None, {"environment_id": "Some-v2"}, "trained in Some-v2"),
-        (replaced("weight", np.zeros((2, 5))), {"environment_id": "Some-v2"}, "trained in"),
+        ("", None, "no such file"),
+        ("a", np.zeros(2), "no trained policy"),
+        ("weight", np.zeros((2, 5)), "do not fit"),
+        ("observation_mean", np.full(4, np.nan), "not finite"),
+        ("observation_std", np.zeros(4), "not positive"),
+        ("env_id", "Other-v1", "trained in Other-v1"),
+        ("env_id", "Some-v1", None),
     ],
 )
-def test_files_that_are_not_of_this_environment_are_refused(
-    tmp_path: Path, change: Callable[[dict[str, Any]], Any], facts: dict[str, str], reason: str
+def test_a_file_gives_its_policy_to_its_environment(
+    tmp_path: Path, name: str, value: Any, reason: str | None
 ) -> None:
-    path = tmp_path / "policy.safetensors"
-    save_linear_policy(some_policy(), path, environment_id="Some-v1")
-    tensors = load_file(path)
-    change(tensors)
-    own = {"format": FILE_FORMAT, "environment_id": "Some-v1", "discrete": "false"}
-    save_file(tensors, path, metadata=own | facts)
-    with pytest.raises(InputError, match=reason) as caught:
-        load_linear_policy(path, FACTS)
-    assert caught.value.code == "MODEL"
-
-
-@pytest.mark.parametrize("content", [None, b"", b"\x80\x04pickle", b"\xff" * 100])
-def test_files_that_are_not_safetensors_are_refused(tmp_path: Path, content: bytes | None) -> None:
-    path = tmp_path / "policy.safetensors"
-    if content is not None:
-        path.write_bytes(content)
-    assert failing_code(lambda: load_linear_policy(path, FACTS)) == "MODEL"
+    policy, path = some_policy(), tmp_path / "data.hdf5"
+    own = {"weight": policy.weight, "observation_mean": policy.mean, "observation_std": policy.std}
+    if name:
+        with h5py.File(path, "w") as file:
+            file.attrs["env_id"], file.attrs["algorithm"] = "Some-v1", "x"
+            for key, part in ({} if name == "a" else own | {name: value}).items():
+                if key != "env_id":
+                    file[f"metadata/policy/{key}"] = part
+            if name == "env_id":
+                file.attrs["env_id"] = value
+    if reason is not None:
+        with one_error("MODEL", reason):
+            recorded_policy(path, FACTS)
+        return
+    read, seen, generator = recorded_policy(path, FACTS), np.arange(4.0), np.random.default_rng(0)
+    np.testing.assert_array_equal(read.act(seen, generator), policy.act(seen, generator))
+    assert read.algorithm == "x"
 
 
 # the file ------------------------------------------------------------------------------------

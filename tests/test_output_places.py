@@ -16,8 +16,6 @@ from tests.training_support import tiny_recipe
 COMMANDS = {  # and their codes
     "convert {source} {out}": "OUTPUT_WRITE",
     "collect CartPole-v1 {out} --steps 20": "OUTPUT_WRITE",
-    "collect CartPole-v1 new.hdf5 --policy ars --save-policy {out}": "OUTPUT_WRITE",
-    "collect CartPole-v1 new.hdf5 --policy ars --overwrite --save-policy {out}": "OUTPUT_WRITE",
     "train {recipe} --out {out}": "OUTPUT_WRITE",
     "train {recipe} data.path={out} data.source={source}": "OUTPUT_WRITE",
     "train {recipe} data.path={out} data.collect.environment=CartPole-v1": "OUTPUT_WRITE",

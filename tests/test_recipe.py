@@ -298,7 +298,7 @@ def test_names_that_nothing_answers_to_are_refused_before_the_data_is_read(
 
 
 def test_names_that_something_answers_to_are_accepted(tmp_path: Path) -> None:
-    policy = write(tmp_path / "policy.safetensors", "")
+    policy = write(tmp_path / "made.hdf5", "")
     texts = [COLLECT % repr(name) for name in ("random", "ars", "sb3:PPO", str(policy))]
     texts += [f"evaluate: {{environment: '{name}'}}" for name in ("Pendulum", "own.module:Own-v0")]
     for text in texts:

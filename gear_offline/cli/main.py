@@ -188,7 +188,7 @@ def audit(
 def collect(
     environment: str = Argument(help="Gymnasium id, e.g. Hopper-v5."),
     out: Path = Argument(help="HDF5 file to write, in D4RL's layout."),
-    policy: str = Option("random", help="random; ars; sb3:PPO or sbx:TQC; a policy file."),
+    policy: str = Option("random", help="random; ars; sb3:PPO or sbx:TQC; a file made with ars."),
     quality: str | None = Option(None, help="expert, medium, replay, medium-expert or mixed."),
     mix: Any = Shares(None, help="Instead of a quality: replay=1,level:0.5=1,expert=2."),
     steps: int = Count("100000", help="Record at least so many steps."),
@@ -197,7 +197,6 @@ def collect(
     seed: int = Option(0, help="Random seed."),
     train_steps: int | None = Count(None, help="Environment steps of training the policy."),
     gate: float | None = Option(None, help="Mean return the policy must reach, else no file."),
-    save_policy: Path | None = Option(None, help="With ars: write the best policy here."),
     overwrite: Overwrite = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -217,7 +216,6 @@ def collect(
         seed=seed,
         train_steps=train_steps,
         gate=gate,
-        save_policy=save_policy,
         overwrite=overwrite,
         quiet=quiet,
     )

@@ -16,12 +16,10 @@ from gear_offline.collect.makers import Maker, Recorded, mix_makers, requested_m
 from gear_offline.collect.policies import (
     LinearPolicy,
     is_of_library,
-    load_linear_policy,
-    save_linear_policy,
+    recorded_policy,
     train_with_library,
 )
 from gear_offline.collect.record import Crew, Policy
-from gear_offline.core.files import check_new_file
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
@@ -89,8 +87,6 @@ class CollectReport:
         One entry a part.
     train_steps
         Environment steps that training used; 0 without one.
-    policy_path
-        Where the best policy was saved, if it was.
     """
 
     path: Path
@@ -103,12 +99,10 @@ class CollectReport:
     max_return: float
     makers: tuple[MakerReport, ...]
     train_steps: int = 0
-    policy_path: Path | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name, JSON-able."""
-        policy = None if self.policy_path is None else str(self.policy_path)
-        return asdict(self) | {"path": str(self.path), "policy_path": policy}
+        return asdict(self) | {"path": str(self.path)}
 
 
 def collect(
@@ -126,7 +120,6 @@ def collect(
     train_steps: int | None = None,
     target: float | None = None,
     gate: float | None = None,
-    save_policy: str | Path | None = None,
     overwrite: bool = False,
     quiet: bool = False,
 ) -> CollectReport:
@@ -143,7 +136,8 @@ def collect(
         File to write; appears only when complete.
     policy
         ``"random"``; ``"ars"``, a linear policy trained on the spot; ``"sb3:PPO"``, ``"sbx:TQC"``
-        and so on, trained on the spot by an RL library; or a file that `save_policy` made.
+        and so on, trained on the spot by an RL library; or a file that was made with ``"ars"``,
+        for its policy.
     quality
         With ``"ars"``: ``expert`` (default), ``medium``, ``replay``, ``medium-expert``, ``mixed``.
     mix
@@ -168,10 +162,8 @@ def collect(
         With ``"ars"``: stop training at this mean return.
     gate
         Least mean return that the best maker must have recorded; else there is no file.
-    save_policy
-        With ``"ars"``: write the best policy here (safetensors), after `out` is complete.
     overwrite
-        Replace `out` and `save_policy`.
+        Replace `out`.
     quiet
         No progress on stderr.
 
@@ -191,9 +183,6 @@ def collect(
         target=target,
         gate=gate,
     )
-    saved = None if save_policy is None else Path(save_policy)
-    if saved is not None:
-        _check_policy_path(saved, out, policy, shares, overwrite=overwrite)
     if is_of_library(policy) or (processes is None and policy != "ars" and steps < PARALLEL_STEPS):
         processes = 1  # a library's model stays in the process that trained it
     with Hdf5Writer(out, overwrite=overwrite) as writer:
@@ -213,7 +202,7 @@ def collect(
                 say(f"train {policy} for {count_text(used, 'step')}", quiet=quiet)
                 best = train_with_library(policy, environment, steps=used, seed=seed)
             elif policy not in ("random", "ars"):
-                best = load_linear_policy(Path(policy), crew.facts)
+                best = recorded_policy(Path(policy), crew.facts)
             makers = mix_makers(shares, crew.facts, training or best, steps, seed, action_noise)
             with Progress(f"record {out.name}", total=steps, unit="steps", quiet=quiet) as progress:
                 _record(crew, writer, makers, steps, progress, exact=exact_steps)
@@ -225,12 +214,8 @@ def collect(
             **_summary([episode for maker in makers for episode in maker.episodes]),
             makers=parts,
             train_steps=used,
-            policy_path=saved,
         )
         writer.publish(_attributes(report, seed), _metadata(makers, best))
-        # the policy follows its data: a file that is there was recorded with it
-        if saved is not None and isinstance(best, LinearPolicy):
-            save_linear_policy(best, saved, environment_id=report.environment_id)
     if report.steps < steps:  # only rollouts of a training come to an end
         say(
             f"warning: {count_text(report.steps, 'step')} in place of {steps:,}: training "
@@ -249,22 +234,6 @@ def _check_numbers(**numbers: float | None) -> None:
         if value is not None and not least <= value < below:
             need = f"need {least} <= {name} < {below}"
             raise InputError("USAGE", f"got {value}, {need}", where=name)
-
-
-def _check_policy_path(
-    path: Path, out: Path, policy: str, shares: Mapping[str, float], *, overwrite: bool
-) -> None:
-    what, remedy = "", "leave it out"
-    if policy != "ars":
-        what = "only a policy trained by 'ars' can be saved"
-    elif set(shares) == {"random"}:
-        what, remedy = "random data train no policy", f"{remedy}, or ask for another quality"
-    elif path.absolute() == out.absolute():
-        what = "the policy and the data would be one file"
-        remedy = "give the policy another name, e.g. policy.safetensors"
-    if what:
-        raise InputError("USAGE", what, where="save_policy", remedy=remedy)
-    check_new_file(path, overwrite=overwrite)
 
 
 def _check_gate(gate: float | None, reached: float, environment: str) -> None:

@@ -1,4 +1,4 @@
-"""Policies that make data: random, linear with a file format, and an RL library's own.
+"""Policies that make data: random, linear, and an RL library's own.
 
 ``sb3:ALGORITHM`` or ``sbx:ALGORITHM``, e.g. ``sb3:PPO``, are trained on the spot by
 Stable-Baselines3 or its JAX sister, SBX.  Saved models of these libraries are not read: their files
@@ -10,24 +10,19 @@ Shape legend: S numbers in an observation, A in an action.
 from __future__ import annotations
 
 import importlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from gear_offline.collect.record import Policy
-from gear_offline.core.files import write_file, writing
 from gear_offline.core.types import Array, Float64Array
-from gear_offline.errors import InputError, UnavailableError
-from gear_offline.evaluation.environments import EnvironmentFacts, make_environment, versioned_id
+from gear_offline.errors import GearError, InputError, UnavailableError
+from gear_offline.evaluation.environments import EnvironmentFacts, make_environment
+from gear_offline.sources.hdf5 import Hdf5File
 
-FILE_FORMAT = "gear-offline-linear-policy-1"
-MAX_POLICY_BYTES = 64 << 20
 MIN_STD = 1e-8  # features that never move are divided by 1, as in ARS's own code
 # Name before the colon: module and what pip calls it.
 LIBRARIES = {"sb3": ("stable_baselines3", "stable-baselines3"), "sbx": ("sbx", "sbx-rl")}
@@ -73,60 +68,36 @@ class LinearPolicy:
         return np.asarray(scores.argmax()) if self.discrete else scores
 
 
-def save_linear_policy(policy: LinearPolicy, path: Path, *, environment_id: str) -> None:
-    """Write `policy` as a safetensors file, whole or not at all, replacing `path`."""
-    facts = {
-        "format": FILE_FORMAT,
-        "environment_id": environment_id,
-        "algorithm": policy.algorithm,
-        "discrete": json.dumps(policy.discrete),
-    }
-    tensors = {"mean": policy.mean, "std": policy.std, "weight": policy.weight}
-    content = save({k: np.ascontiguousarray(v) for k, v in tensors.items()}, metadata=facts)
-    with writing(path):
-        write_file(path, content)
-
-
-def load_linear_policy(path: Path, facts: EnvironmentFacts) -> LinearPolicy:
-    """Read a policy that `save_linear_policy` wrote for this environment; ``MODEL`` if it is not.
-
-    Older files may hold an id without a version, which means the newest one here.
-    """
-    remedy = "give a file that `collect --save-policy` wrote for this environment"
-    try:
-        if path.stat().st_size > MAX_POLICY_BYTES:
-            raise ValueError("it is too large for a linear policy")
-        with safe_open(path, framework="numpy") as file:
-            metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        if metadata.get("format") != FILE_FORMAT:
-            raise ValueError(f"its format is {metadata.get('format')!r}, not {FILE_FORMAT!r}")
-        trained_in = metadata.get("environment_id") or "an environment that it does not name"
-        if versioned_id(trained_in) != facts.environment_id:
-            raise ValueError(f"it was trained in {trained_in}, not in {facts.environment_id}")
-        _check_tensors(tensors, facts)
-        if metadata.get("discrete") != json.dumps(facts.discrete):
-            raise ValueError("its kind of action is not the environment's")
-    except FileNotFoundError as error:
-        what = "there is no such policy file, and it is no name of a policy"
+def recorded_policy(path: Path, facts: EnvironmentFacts) -> LinearPolicy:
+    """Return the policy that `collect` trained for a file of this environment; else ``MODEL``."""
+    remedy = "give a file that `collect --policy ars` made in this environment"
+    if not path.exists():
+        what = "there is no such file, and it is no name of a policy"
         remedy = f"use random, ars, sb3:ALGORITHM or sbx:ALGORITHM, or {remedy}"
+        raise InputError("MODEL", what, str(path), remedy)
+    try:
+        with Hdf5File(path) as file:
+            made_in, algorithm = (file.attribute("/", name) for name in ("env_id", "algorithm"))
+            names = ("weight", "observation_mean", "observation_std")
+            columns = [file.column(f"metadata/policy/{name}") for name in names]
+        weight, mean, std = (column.read(0, column.shape[0]) for column in columns)
+    except GearError as error:
+        what = f"it holds no trained policy: {error.what}"
         raise InputError("MODEL", what, str(path), remedy) from error
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
-        raise InputError("MODEL", f"not a usable policy: {error}", str(path), remedy) from error
-    weights = tensors["weight"], tensors["mean"], tensors["std"]
-    return LinearPolicy(*weights, facts.discrete, metadata.get("algorithm", "linear"))
-
-
-def _check_tensors(tensors: dict[str, Array], facts: EnvironmentFacts) -> None:
-    size = facts.state_size
-    shapes = {"weight": (facts.action_size, size), "mean": (size,), "std": (size,)}
-    found = {name: tensor.shape for name, tensor in tensors.items()}
-    if found != shapes or any(tensor.dtype != np.float64 for tensor in tensors.values()):
-        raise ValueError(f"its tensors are {found}, not {shapes} of float64")
-    if not all(np.isfinite(tensor).all() for tensor in tensors.values()):
-        raise ValueError("it holds NaN or infinite values")
-    if (tensors["std"] <= 0).any():
-        raise ValueError("std holds values that are not positive")
+    size, what = facts.state_size, ""
+    if made_in != facts.environment_id:
+        what = f"it was trained in {made_in}, not in {facts.environment_id}"
+    elif [part.shape for part in (weight, mean, std)] != [
+        (facts.action_size, size),
+        (size,),
+        (size,),
+    ]:
+        what = "its weights do not fit the environment"
+    elif not all(np.isfinite(part).all() for part in (weight, mean, std)) or not (std > 0).all():
+        what = "its weights are not finite, or a deviation is not positive"
+    if what:
+        raise InputError("MODEL", what, str(path), remedy)
+    return LinearPolicy(weight, mean, std, facts.discrete, str(algorithm))
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,7 +67,8 @@ def _check_collect(settings: CollectSettings, where: str, *, made: bool) -> None
     of_library = library in LIBRARIES and algorithm.isidentifier() and algorithm.isupper()
     if not (policy in known[:2] or of_library or made or Path(policy).is_file()):
         guess = nearest(policy, known[:2], cutoff=0.6)
-        what = f"data.collect.policy must be {', '.join(known)} or a policy file, got {policy!r}"
+        known.append("a file made with ars")
+        what = f"data.collect.policy must be one of {', '.join(known)}, got {policy!r}"
         remedy = f"did you mean {guess!r}?" if guess else "write an algorithm like sb3:PPO"
         raise InputError("RECIPE", what, where, remedy)
     try:
