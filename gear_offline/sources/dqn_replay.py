@@ -115,12 +115,9 @@ def _read(checkpoint: Checkpoint, column: str, start: int, stop: int) -> Array:
 def _runs(folder: Path) -> tuple[list[Run], list[int], bool]:
     """Return all rows in the order of time, where some are missing, and if it is the beginning."""
     numbers = sorted(int(m[1]) for p in folder.iterdir() if (m := _FRAMES.fullmatch(p.name)))
-
-    def kinds(checkpoint: Checkpoint) -> list[Any]:
-        return [(member.dtype, member.shape[1:]) for member in checkpoint.values()]
-
     runs: list[Run] = []
     gaps: list[int] = []
+    kinds: list[Any] = []
     known = steps = 0  # rows ever added, and those here
     fresh = True
     for number in numbers:
@@ -142,7 +139,8 @@ def _runs(folder: Path) -> tuple[list[Run], list[int], bool]:
             or len(shapes[0]) != 3
         ):
             raise _misfit(f"arrays of shapes {shapes}, {count_text(count, 'row')} added", path)
-        if runs and kinds(checkpoint) != kinds(runs[0][0]):
+        kinds.append([(member.dtype, member.shape[1:]) for member in checkpoint.values()])
+        if kinds[-1] != kinds[0]:
             raise _misfit("another shape or dtype than in those before", path)
         if count < known:  # the buffer that is logged last counts from 0
             count -= (count - known) // capacity * capacity

@@ -21,7 +21,6 @@ from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.sources.base import (
     InputFile,
-    Kinds,
     Piece,
     Source,
     SourceInfo,
@@ -37,44 +36,60 @@ REQUIRED = ("observations", "actions", "rewards")
 def open_parquet(path: Path, *, uri: str, names: Mapping[str, str]) -> Source:
     """Open a file of one row an episode; reads rewards and flags."""
     path = path.absolute()
-    file = _Episodes(path, names)
-    flags = [flag for flag in FLAGS if flag in file.stored]
-    groups: list[tuple[int, Int64Array]] = []
-    terminated: list[bool] = []
-    for number in range(len(file.opened.rows)):
-        lengths = file.lengths(number)
-        if not lengths.size:
-            continue
-        groups.append((number, lengths))
-        flag = next((name for name in flags if name in TERMINAL_FLAGS), None)
-        if flag:
-            rows = file.rows(number, lengths, flag, 0, int(lengths.sum()))
-            terminated += (rows[np.cumsum(lengths) - 1] != 0).tolist()
-        else:
-            terminated += [False] * lengths.size
-    if not groups:
-        raise file.error("SOURCE_LAYOUT", "no episodes", "give a file with one row an episode")
-    number, lengths = groups[0]
-    first = {name: file.rows(number, lengths, name, 0, int(lengths.sum())) for name in file.stored}
-    kinds: Kinds = {name: (rows.dtype, rows.shape[1:]) for name, rows in first.items()}
-    file.kinds = kinds
+    file = ParquetFile(path)
+    types = {field.name: field.type for field in file.schema}
+    lists = {name: name for name, kind in types.items() if is_list(kind) and is_numeric(kind)}
+    stored = renamed(lists, names, path)
+    stored = {name: stored[name] for name in (*REQUIRED, *stored) if name in stored}
+    missing = next((name for name in REQUIRED if name not in stored), None)
+    if missing:
+        what = f"no column {missing!r} of one list an episode"
+        remedy = f"needed are lists over the steps of an episode; found: {some_names(stored)}; "
+        remedy += f"other names: --columns {missing}=NAME,..."
+        raise InputError("COLUMN", what, where=str(path), remedy=remedy)
+    steps = [_lengths(file.column(n, stored["rewards"])) for n in range(len(file.rows))]
+    groups = [(number, lengths) for number, lengths in enumerate(steps) if lengths.size]
+    if not groups or min(lengths.min() for _, lengths in groups) < 1:
+        what = "an episode without steps" if groups else "no episodes"
+        remedy = "give a file with one row an episode, which has one step at least"
+        raise InputError("SOURCE_LAYOUT", what, where=str(path), remedy=remedy)
+    kinds: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
+    recent: dict[str, tuple[int, Array]] = {}  # of each column the group that was read last
+
+    def read(number: int, lengths: Int64Array, name: str, start: int, stop: int) -> Array:
+        if recent.get(name, (-1,))[0] != number:
+            values = file.column(number, stored[name])
+            if not np.array_equal(_lengths(values), lengths):
+                what = "its lists are not as long as those of rewards"
+                where, remedy = f"{path}: {name}", "give every column one value a step"
+                raise InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
+            recent[name] = number, step_rows(values.flatten(), name, path, kinds.get(name))
+        return recent[name][1][start:stop]
+
+    for name in stored:
+        rows = read(*groups[0], name, 0, 1)
+        kinds[name] = rows.dtype, rows.shape[1:]
+    flags = [flag for flag in FLAGS if flag in stored]
+    terminal = next((name for name in flags if name in TERMINAL_FLAGS), None)
+    ends = [(group, np.cumsum(group[1])) for group in groups]
+    ended = [read(*g, terminal, 0, int(e[-1]))[e - 1] != 0 for g, e in ends] if terminal else ()
+    lengths = np.concatenate([lengths for _, lengths in groups])
     folders = (path.stem, path.parent.name, path.parent.parent.name)  # hopper-medium-v2/train/
     return Source(
-        [
-            Piece(read=partial(file.rows, number, lengths), steps=int(lengths.sum()))
-            for number, lengths in groups
-        ],
+        [Piece(read=partial(read, *group), steps=int(group[1].sum())) for group in groups],
         kinds,
-        lengths=np.concatenate([lengths for _, lengths in groups]),
-        terminated=terminated,
+        lengths=lengths,
+        terminated=np.concatenate([*ended, np.zeros(0 if terminal else lengths.size, np.bool_)]),
         info=SourceInfo(
             uri=uri,
             format="parquet",
             rule="rows",
             reference_name=next((d for f in folders if (d := dataset_of_file(f))), None),
-            files=(file.opened.file,),
+            files=(file.file,),
             attributes={
-                "left_out": file.left_out,
+                "left_out": {
+                    n: f"no list of numbers ({types[n]})" for n in types if n not in lists
+                },
                 "warnings": [] if flags else ["no flags: every episode counts as truncated"],
             },
         ),
@@ -114,56 +129,6 @@ class ParquetFile:
             pyarrow.parquet.ParquetFile(raw) as opened,
         ):
             yield opened
-
-
-class _Episodes:
-    """Reads a column of a group of rows; of each column the group that was read last is kept."""
-
-    def __init__(self, path: Path, names: Mapping[str, str]) -> None:
-        self.opened = ParquetFile(path)
-        self.kinds: Kinds = {}
-        self.left_out: dict[str, str] = {}
-        self._recent: dict[str, tuple[int, Array]] = {}
-        columns: dict[str, str] = {}
-        for field in self.opened.schema:
-            if is_list(field.type) and is_numeric(field.type):
-                columns[field.name] = field.name
-            else:
-                self.left_out[field.name] = f"no list of numbers ({field.type})"
-        self.stored = renamed(columns, names, path)
-        for name in REQUIRED:
-            if name not in self.stored:
-                remedy = "needed are lists over the steps of an episode; found: "
-                remedy += f"{some_names(self.stored)}; other names: --columns {name}=NAME,..."
-                what = f"no column {name!r} of one list an episode"
-                raise self.error("COLUMN", what, remedy)
-        order = [*REQUIRED, *(n for n in self.stored if n not in REQUIRED)]
-        self.stored = {name: self.stored[name] for name in order}
-
-    def error(self, code: str, what: str, remedy: str, name: str = "") -> InputError:
-        """Return an error of the file, or of a column in it."""
-        path = self.opened.file.path
-        return InputError(code, what, where=f"{path}: {name}" if name else str(path), remedy=remedy)
-
-    def lengths(self, group: int) -> Int64Array:
-        """Return the steps of each episode of a group of rows."""
-        lists = self.opened.column(group, self.stored["rewards"])
-        lengths = _lengths(lists)
-        if lists.null_count or (lengths < 1).any():
-            what = f"an episode without steps in group {group} of rows"
-            raise self.error("SOURCE_LAYOUT", what, "take it out of the file", "rewards")
-        return lengths
-
-    def rows(self, group: int, lengths: Int64Array, name: str, start: int, stop: int) -> Array:
-        """Return rows ``[start, stop)`` of the R of a group, whose episodes have `lengths`."""
-        if self._recent.get(name, (-1,))[0] != group:
-            lists = self.opened.column(group, self.stored[name])
-            if lists.null_count or not np.array_equal(_lengths(lists), lengths):
-                what = "its lists are not as long as those of rewards"
-                raise self.error("SOURCE_LAYOUT", what, "give every column one value a step", name)
-            rows = step_rows(lists.flatten(), name, self.opened.file.path, self.kinds.get(name))
-            self._recent[name] = group, rows
-        return self._recent[name][1][start:stop]
 
 
 def step_rows(
