@@ -72,7 +72,7 @@ def test_a_run_begins_with_a_checkpoint_of_another_and_skips(
         go.train(str(before), skipping, checkpoint=5, quiet=True)
     with one_error("USAGE", "resume that other run without it"):
         go.train(str(before), checkpoint=5, resume=True)
-    assert go.train(str(run.path), {"train.steps": 22}, resume=True, quiet=True).steps == 22
+    assert go.train(run, {"train.steps": 22}, resume=True, quiet=True).steps == 22
 
 
 @pytest.mark.parametrize("stop", [4, 7, 8, 9])

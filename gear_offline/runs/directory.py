@@ -80,13 +80,17 @@ def run_in(recipe: str | Path) -> Path | None:
 
 
 def places(
-    recipe: object, out: Path | None, *, resume: bool, checkpoint: str | int | None
+    recipe: Recipe | str | os.PathLike[str],
+    out: Path | None,
+    *,
+    resume: bool,
+    checkpoint: str | int | None,
 ) -> tuple[Path | None, Path | None]:
     """Return where a run goes, and the checkpoint of the run named by `recipe` that it begins with.
 
     A run that is named and resumed is resumed where it lies; None: at `default_run_path`.
     """
-    run = None if isinstance(recipe, Recipe) else run_in(str(recipe))
+    run = None if isinstance(recipe, Recipe) else run_in(os.fspath(recipe))
     if checkpoint is None:
         return out or (run if resume else None), None
     if run is None or resume:
