@@ -31,6 +31,16 @@ def say(message: str, *, quiet: bool = False) -> None:
         print("\n".join(lines), file=sys.stderr, flush=True)
 
 
+class Printed:
+    """Shows in Python what its `print` prints."""
+
+    def __repr__(self) -> str:
+        console = Console(width=100, color_system=None)
+        with console.capture() as text:
+            self.print(console=console)  # type: ignore[attr-defined]
+        return text.get().rstrip()
+
+
 class Progress(Closing):
     """Shows how far some work is; a context manager.
 

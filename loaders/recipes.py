@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from gear_offline.config.problems import no_data
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import SelectionSettings
 from gear_offline.config.tasks import task_recipe, tasks_in
 from gear_offline.core.hub import is_there
 from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.errors import InputError
 from gear_offline.sampling import Sampler, Schedule, TaskPart, make_sampler, mix_tasks
 from gear_offline.tables.fields import standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData, join_datasets
@@ -31,13 +30,7 @@ def open_one(recipe: Recipe) -> Dataset:
     if data.path is not None and is_there(data.path):
         admissions = None if data.admit_every is None else 0
         return open_dataset(data.path, verify=False, admissions=admissions)
-    what = "the recipe names no data"
-    remedy = "make it with `gear-offline convert`, or say what to convert: data.source"
-    if data.path is not None:
-        what = f"no dataset at {data.path} (relative to {Path.cwd()})"
-    if data.source is not None or data.collect is not None:
-        remedy = "`gear-offline train` makes it"
-    raise InputError("DATASET_NOT_FOUND", what, where="data.path", remedy=remedy)
+    raise no_data(data)
 
 
 def open_tasks(recipe: Recipe, open_one: Callable[[Recipe], Dataset]) -> JointDataset:

@@ -337,12 +337,14 @@ def train(
     message = f"{whole.name}: {whole.train.steps:,} steps{warmup}; seed {whole.seed}"
     say(message, quiet=quiet or not is_first)
     from gear_offline.evaluation.environments import import_module_of
-    from gear_offline.runs.directory import places
+    from gear_offline.runs.checks import check_data
+    from gear_offline.runs.directory import check_place, default_run_path, places
 
     out, start = places(recipe, out, resume=resume, checkpoint=checkpoint)
-    if (
-        resume or start
-    ):  # a run's own recipe imports no module of an environment, what is typed here does
+    if is_first:  # before torch is loaded
+        check_place(out or default_run_path(whole), resume=resume)
+        check_data(whole.data)
+    if resume or start:  # a run's own recipe imports no module, what is typed here does
         for override in overrides or ():
             key, _, value = override.partition("=")
             if key.endswith("environment"):
@@ -375,6 +377,9 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Play episodes with a trained policy at several target returns, and score it."""
+    from gear_offline.training.checkpoint_folder import check_trained
+
+    check_trained(run, checkpoint)  # before torch is loaded
     from gear_offline.runs.evaluate import evaluate as play
 
     report = play(
@@ -525,17 +530,14 @@ def runs_show(run: Path = Run(help="Run directory."), as_json: Json = False) -> 
 @runs_app.command("compare", epilog=examples("runs compare runs/a-s0 runs/b-s0 --out ab.svg"))
 def runs_compare(
     runs: list[Path] = Run(metavar="RUN RUN...", help="Run directories."),
-    out: Path | None = Option(
-        None, help="Picture of the curves, .png or .svg; default comparison.png, written anew."
-    ),
+    out: Path | None = Option(None, help="Curves, .png or .svg; default a new comparison.png."),
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Put runs side by side: a table, and their curves in one picture."""
     from gear_offline.sweep.compare import compare_runs
 
-    overwrite = overwrite or out is None
-    comparison = compare_runs(runs, out=out or "comparison.png", overwrite=overwrite)
+    comparison = compare_runs(runs, out=out or "comparison.png", overwrite=overwrite or not out)
     if not as_json:
         comparison.print()
     show(comparison.to_json(), as_json, lambda: print(comparison.plot))
@@ -596,6 +598,9 @@ def strategies(
     from gear_offline.config.recipe import load_recipe
 
     whole = load_recipe(recipe, overrides or ())
+    from gear_offline.analysis.candidates import parse_candidates
+
+    parse_candidates(strategies, whole)  # before torch is loaded
     from gear_offline.analysis.page import print_comparison
     from gear_offline.analysis.strategies import compare_strategies
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from gear_offline.config.sections import TaskSettings
+from gear_offline.config.sections import DataSettings, TaskSettings
 from gear_offline.errors import InputError
 
 # What people write who come from other programs, where it is not near the name here.
@@ -104,3 +105,15 @@ def problem_text(problem: Any) -> str:
         message += f", got {json.dumps(problem['input'], default=repr, ensure_ascii=False)[:60]}"
     path = ".".join(map(str, problem["loc"]))
     return f"{path}: {message}" if path else message
+
+
+def no_data(data: DataSettings) -> InputError:
+    """Return the error of a recipe whose dataset is not there."""
+    what = "the recipe names no data"
+    remedy = "set data.path to a dataset; `gear-offline convert FILE data/mine` makes one"
+    if data.path is not None:
+        what = f"no dataset at {data.path} (relative to {Path.cwd()})"
+        remedy = "make it with `gear-offline convert`, or say what to convert: data.source"
+    if data.source is not None or data.collect is not None:
+        remedy = "`gear-offline train` makes it"
+    return InputError("DATASET_NOT_FOUND", what, where="data.path", remedy=remedy)

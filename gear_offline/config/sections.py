@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -56,6 +57,7 @@ Trackers = Annotated[
     tuple[Literal["tensorboard", "trackio", "wandb"], ...],
     Field(strict=False),
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    BeforeValidator(lambda value: ["tensorboard"][:value] if isinstance(value, bool) else value),
 ]
 
 
@@ -325,19 +327,13 @@ class TrainSettings(Section):
     """Steps between two evaluations; null: at the end only."""
     deterministic: bool = False
     """Only kernels that give the same bits each time: resumed runs end in the same weights."""
-    trackers: Trackers = ("tensorboard",)
+    trackers: Trackers = Field(
+        ("tensorboard",),
+        validation_alias=AliasChoices("trackers", "tensorboard"),  # as old runs
+    )
     """Where metrics and evaluations are shown too: tensorboard, trackio, wandb."""
     project: Name = "gear-offline"
     """Project that trackio and wandb show the run in."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_old(cls, value: Any) -> Any:
-        """Read what runs before `trackers` have written: ``tensorboard`` was true or false."""
-        if isinstance(value, dict) and isinstance(value.get("tensorboard"), bool):
-            old = {"trackers": ["tensorboard"] if value["tensorboard"] else []}
-            value = old | {key: one for key, one in value.items() if key != "tensorboard"}
-        return value
 
     @model_validator(mode="after")
     def _check(self) -> Self:

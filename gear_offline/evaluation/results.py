@@ -29,6 +29,7 @@ from gear_offline.core.files import write_file
 from gear_offline.core.text import count_text
 from gear_offline.core.types import BoolArray, Float64Array, Int64Array
 from gear_offline.dataset.scores import ReferenceScores
+from gear_offline.progress import Printed
 from gear_offline.training.metrics import finite
 
 CONFIDENCE = "two-sided 95 % Student t interval of the mean over episodes"
@@ -145,7 +146,7 @@ class TaskResult:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class EvaluationReport:
+class EvaluationReport(Printed):
     """The results of a policy in its tasks; prints as a table."""
 
     tasks: tuple[TaskResult, ...]  # a policy of one task has one, without a name
@@ -195,12 +196,6 @@ class EvaluationReport:
         if len(self.tasks) > 1:
             count = count_text(len(self.tasks), "task")
             console.print(f"\nmean score of {count}: {score_text(self.normalized_score)}")
-
-    def __repr__(self) -> str:
-        console = Console(width=80, color_system=None)
-        with console.capture() as text:
-            self.print(console=console)
-        return text.get().rstrip()
 
 
 def joined(reports: Sequence[EvaluationReport], *, seconds: float) -> EvaluationReport:

@@ -162,12 +162,11 @@ def _sized(image: Image, suffix: str) -> npt.NDArray[np.uint8]:
 def _drawing(environment_id: str) -> Any:
     """Make an environment that draws itself into arrays."""
     environment = make_environment(environment_id, render_mode="rgb_array")
-    renderer = getattr(environment.unwrapped, "mujoco_renderer", None)
-    if renderer is not None:  # by default some versions of Gymnasium let the body walk off
+    if renderer := getattr(environment.unwrapped, "mujoco_renderer", None):
         import mujoco
 
         camera = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
-        renderer.camera_id = camera if camera >= 0 else renderer.camera_id
+        renderer.camera_id = max(camera, renderer.camera_id)  # Gymnasium 1.4 lets bodies walk off
     return environment
 
 

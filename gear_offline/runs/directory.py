@@ -183,6 +183,37 @@ def _unusable(path: Path, what: str) -> InputError:
     return InputError("OUTPUT_WRITE", what, str(path), "give another place with --out")
 
 
+def check_place(path: Path, *, resume: bool) -> None:
+    """Refuse a directory that is not a run's to write."""
+    if path.exists() and not path.is_dir():
+        raise _unusable(path, "not a directory")
+    content = set(os.listdir(path)) if path.is_dir() else set()
+    if not content - NEGLIGIBLE:
+        return
+    if not is_run(path):
+        what = "the directory is not empty and holds no run"
+        remedy = "train into another directory: --out"
+        raise InputError("OUTPUT_EXISTS", what, str(path), remedy)
+    for name in content & {LOCK, *OWN_FILES, *OWN_FOLDERS}:
+        mode = os.lstat(path / name).st_mode
+        if not (stat.S_ISDIR(mode) if name in OWN_FOLDERS else stat.S_ISREG(mode)):
+            # writing through a link would change a file that is somebody else's
+            what = f"{name} is not the run's own, but a link or a device"
+            remedy = f"put what it stands for there, or remove {path / name}"
+            raise InputError("RUN_DAMAGED", what, str(path), remedy)
+    if not resume and not _is_false_start(path):
+        remedy = "go on with --resume, or train into another directory (--out, name=, seed=)"
+        raise InputError("OUTPUT_EXISTS", "there is a run already", str(path), remedy)
+
+
+def _is_false_start(path: Path) -> bool:
+    """Whether this is a run that ended before its first checkpoint: nothing can go on there."""
+    content = set(os.listdir(path)) if path.is_dir() else set()
+    is_known = content <= {*NEGLIGIBLE, *OWN_FILES, *OWN_FOLDERS}
+    has_checkpoint = bool(list_checkpoints(path / "checkpoints"))
+    return is_known and "recipe.yaml" in content and not has_checkpoint
+
+
 class RunDirectory(HeldDirectory):
     """A run directory held for writing; a context manager.
 
@@ -197,48 +228,17 @@ class RunDirectory(HeldDirectory):
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
-        self._check(resume)
+        check_place(path, resume=resume)
         what, remedy = "another process is writing this run", "wait for it, or train elsewhere"
         super().__init__(path, taken=InputError("RUN_LOCKED", what, str(path), remedy))
         try:
-            self._check(resume)  # another process may have begun a run before we had the lock
+            check_place(path, resume=resume)  # another process may have begun a run meanwhile
         except InputError:
             self.close()
             raise
-        self.begins_anew = not resume and self._is_false_start
+        self.begins_anew = not resume and _is_false_start(path)
         self.recipe_path = path / "recipe.yaml"
         self.checkpoints_path = path / "checkpoints"
-
-    def _check(self, resume: bool) -> None:
-        """Refuse a directory that is not ours to write."""
-        path = self.path
-        if path.exists() and not path.is_dir():
-            raise _unusable(path, "not a directory")
-        content = set(os.listdir(path)) if path.is_dir() else set()
-        if not content - NEGLIGIBLE:
-            return
-        if not is_run(path):
-            what = "the directory is not empty and holds no run"
-            remedy = "train into another directory: --out"
-            raise InputError("OUTPUT_EXISTS", what, str(path), remedy)
-        for name in content & {LOCK, *OWN_FILES, *OWN_FOLDERS}:
-            mode = os.lstat(path / name).st_mode
-            if not (stat.S_ISDIR(mode) if name in OWN_FOLDERS else stat.S_ISREG(mode)):
-                # writing through a link would change a file that is somebody else's
-                what = f"{name} is not the run's own, but a link or a device"
-                remedy = f"put what it stands for there, or remove {path / name}"
-                raise InputError("RUN_DAMAGED", what, str(path), remedy)
-        if not resume and not self._is_false_start:
-            remedy = "go on with --resume, or train into another directory (--out, name=, seed=)"
-            raise InputError("OUTPUT_EXISTS", "there is a run already", str(path), remedy)
-
-    @property
-    def _is_false_start(self) -> bool:
-        """Whether this is a run that ended before its first checkpoint: nothing can go on there."""
-        content = set(os.listdir(self.path)) if self.path.is_dir() else set()
-        is_known = content <= {*NEGLIGIBLE, *OWN_FILES, *OWN_FOLDERS}
-        has_checkpoint = bool(list_checkpoints(self.path / "checkpoints"))
-        return is_known and "recipe.yaml" in content and not has_checkpoint
 
     def begin(self, recipe: Recipe, *, step: int) -> None:
         """Make the run's first changes: store its recipe, remove what will be done again.

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from gear_offline.core.text import printable
 from gear_offline.errors import InputError, given_path
+from gear_offline.progress import Printed
 from gear_offline.runs.run import Run
 from gear_offline.training.checkpoint_folder import list_checkpoints
 
@@ -44,7 +45,7 @@ class RunRow:
 
 
 @dataclass(frozen=True, repr=False)
-class RunList:
+class RunList(Printed):
     """The runs below a folder, the newest first; prints as a table.
 
     Attributes
@@ -74,12 +75,6 @@ class RunList:
         widest = max(sum(map(len, cells)) for cells in rows)
         shown = len(headings) - (widest + 2 * len(headings) > console.width)  # names stay whole
         print_table(console, headings[:shown], [cells[:shown] for cells in rows])
-
-    def __repr__(self) -> str:
-        console = Console(width=100, color_system=None)
-        with console.capture() as text:
-            self.print(console=console)
-        return text.get().rstrip()
 
 
 def list_runs(folder: str | os.PathLike[str] = "runs") -> RunList:

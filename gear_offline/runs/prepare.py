@@ -288,6 +288,8 @@ def _probe_environment(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> Envi
         say(f"no evaluation: {error}", quiet=quiet)
         return None
     say_version(name, quiet=quiet)
+    if dataset.environment_id not in (None, name):
+        say(f"evaluation in {name}; the data are of {dataset.environment_id}", quiet=quiet)
     return facts
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from gear_offline.config.files import flat
 from gear_offline.core.files import check_new_file, writing
 from gear_offline.errors import InputError
+from gear_offline.progress import Printed
 from gear_offline.runs.run import Run, open_run
 from gear_offline.sweep.report import plot_results, print_settings
 from gear_offline.sweep.results import read_result
@@ -30,7 +31,7 @@ FORMATS = (".png", ".svg")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class RunComparison:
+class RunComparison(Printed):
     """What runs came to, side by side; prints as a table.
 
     Attributes
@@ -55,12 +56,6 @@ class RunComparison:
     def print(self, *, console: Console | None = None) -> None:
         """Print a row a setting."""
         print_settings(self.table, console or Console())
-
-    def __repr__(self) -> str:
-        console = Console(width=100, color_system=None)
-        with console.capture() as text:
-            self.print(console=console)
-        return text.get().rstrip()
 
 
 def compare_runs(

@@ -12,6 +12,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from gear_offline.core.hub import is_hub
 from gear_offline.errors import InputError
 
 STATE = "state.json"  # in each checkpoint
@@ -94,6 +95,12 @@ def find_checkpoint(run: Path, which: str | int | None = None) -> Path:
         where=str(folder),
         remedy=f"use last, best (the run must have evaluated) or a step; there are: {steps}",
     )
+
+
+def check_trained(run: Path, which: str | None) -> None:
+    """Refuse a path of this machine where no policy is; what there is may still be damaged."""
+    if not (is_hub(run) or (run / "policy.json").is_file()):
+        find_checkpoint(run, which or ("last" if (run / "checkpoints").is_dir() else None))
 
 
 def _name_of(which: str | int | None) -> str | None:
