@@ -328,8 +328,7 @@ class TrainSettings(Section):
     deterministic: bool = False
     """Only kernels that give the same bits each time: resumed runs end in the same weights."""
     trackers: Trackers = Field(
-        ("tensorboard",),
-        validation_alias=AliasChoices("trackers", "tensorboard"),  # as old runs
+        default=("tensorboard",), validation_alias=AliasChoices("trackers", "tensorboard")
     )
     """Where metrics and evaluations are shown too: tensorboard, trackio, wandb."""
     project: Name = "gear-offline"
