@@ -57,6 +57,8 @@ def check_same_run(state: SavedState, now: Recipe, path: Path) -> None:
                 "RUN_MISMATCH",
                 f"{key} was {old.get(key)!r} when the run began and is {new.get(key)!r} now",
                 where=str(path),
-                remedy=f"undo that (here, or in {path / 'recipe.yaml'} if it was edited), or train "
+                remedy="it may change with optimizer.schedule=constant; "
+                * (key == "train.steps")
+                + f"undo that (here, or in {path / 'recipe.yaml'} if it was edited), or train "
                 "into another directory",
             )
