@@ -29,7 +29,10 @@ def open_hdf5(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str
         d4rl = D4rlFile.detect(uri.removeprefix("d4rl:"), attributes, file.datasets)
         known = ("terminals", "timeouts") if d4rl else FLAGS
         flags = [flag for flag in known if flag in file.datasets]
-        stored, rows, left_out = _find_columns(file, ("next_observations", *flags))
+        optional = ("next_observations", *flags)
+        stored, rows, left_out = find_columns(
+            file.datasets, REQUIRED, optional, where=str(file.path)
+        )
         columns = {name: file.column(name, scalar=name in SCALARS) for name in stored}
         facts: dict[str, Any] = {"attributes": attributes, "metadata": file.metadata()}
 
@@ -72,40 +75,40 @@ def open_hdf5(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str
     )
 
 
-def _find_columns(file: Hdf5File, optional: Sequence[str]) -> tuple[list[str], int, dict[str, str]]:
+def find_columns(
+    found: Mapping[str, Any], required: Sequence[str], optional: Sequence[str], *, where: str
+) -> tuple[list[str], int, dict[str, str]]:
     """Return the columns of a file in the table's order, their rows, what is left out and why.
 
-    Columns are those that are needed, and all others with as many rows; `optional` ones must have
-    as many if they are there.
+    `found` has shape, rows and dtype of each array.  Columns are those that are needed, and all
+    others with as many rows; `optional` ones must have as many if they are there.
     """
-    where = str(file.path)
     chosen: list[str] = []
-    for column in (*REQUIRED, *optional):
+    for column in (*required, *optional):
         # of Dict observations the leaves
-        leaves = sorted(n for n in file.datasets if n == column or n.startswith(f"{column}/"))
-        if not leaves and column in REQUIRED:
-            remedy = f"needed: {', '.join(REQUIRED)}; found: {some_names(file.datasets)}; other "
+        leaves = sorted(n for n in found if n == column or n.startswith(f"{column}/"))
+        if not leaves and column in required:
+            remedy = f"needed: {', '.join(required)}; found: {some_names(found)}; other "
             remedy += f"names: --columns {column}=NAME,...; other layouts: docs/how-to/convert.md"
             raise InputError("COLUMN", f"no dataset {column!r}", where=where, remedy=remedy)
         chosen.extend(leaves)
-    count = file.datasets[chosen[0]].rows
+    count = found[chosen[0]].rows
     for name in chosen:
-        rows = file.datasets[name].rows
+        rows = found[name].rows
         if rows != count or not rows:
             what = f"{name} has {count_text(rows, 'row')}, {chosen[0]} has {count:,}"
             remedy = "every column needs one row a step: the file is damaged or of another layout"
             raise InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
     left_out: dict[str, str] = {}
-    others = sorted(file.datasets.keys() - set(chosen))
-    for name in others:
-        found = file.datasets[name]
-        shape = list(found.shape or ())
+    for name in sorted(found.keys() - set(chosen)):
+        one = found[name]
+        shape = list(one.shape or ())
         if name.split("/")[0] == "metadata":
             continue
-        if found.rows != count:
+        if one.rows != count:
             left_out[name] = f"shape {shape} does not have {count_text(count, 'row')}"
-        elif found.dtype is None or not is_step_shape(shape[1:], found.dtype.itemsize):
-            left_out[name] = f"{found.type_name} of shape {shape}"
+        elif one.dtype is None or not is_step_shape(shape[1:], one.dtype.itemsize):
+            left_out[name] = f"{one.type_name} of shape {shape}"
         else:
             chosen.append(name)
     return chosen, count, left_out

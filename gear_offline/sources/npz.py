@@ -22,19 +22,16 @@ from typing import IO, Any
 import numpy as np
 from numpy.lib import format as npy
 
-from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.dataset.schema import is_step_shape
 from gear_offline.errors import InputError
 from gear_offline.sources.base import (
     InputFile,
-    Kinds,
     Piece,
     Source,
     SourceInfo,
     damage_told,
     renamed,
-    some_names,
 )
 from gear_offline.sources.episode_ends import (
     ARTIFICIAL,
@@ -44,6 +41,7 @@ from gear_offline.sources.episode_ends import (
     default_rule,
     split_episodes,
 )
+from gear_offline.sources.hdf5_table import find_columns
 
 READ_BYTES = 1 << 20
 NO_REWARDS = (
@@ -125,12 +123,10 @@ def open_npz(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str]
         "masks" in members or not {"rewards", *TIME_FLAGS} & set(members)
     )
     required = ("observations", "actions", *(() if ogbench else ("rewards",)))
-    for name in required:
-        if not any(n == name or n.startswith(f"{name}/") for n in members):
-            remedy = f"needed: {', '.join(required)}; found: {some_names(members)}; other names: "
-            remedy += f"--columns {name}=NAME,..."
-            raise InputError("COLUMN", f"no array {name!r}", where=str(path), remedy=remedy)
-    steps = _steps(members, left_out, path)
+    optional = [name for name in SCALARS if name in members and name not in required]
+    chosen, steps, others = find_columns(members, required, optional, where=str(path))
+    left_out |= others
+    members = {name: members[name] for name in chosen}
     kinds: dict[str, Any] = {
         n: (m.dtype, () if _scalar(n, m) else m.shape[1:]) for n, m in members.items()
     }
@@ -149,7 +145,7 @@ def open_npz(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str]
     ends = split_episodes(rule, list(kinds), steps, read, where=str(path))
     return Source(
         [Piece(read=read, steps=steps)],
-        _ordered(kinds),
+        kinds,
         lengths=ends.lengths,
         terminated=ends.terminated,
         info=SourceInfo(
@@ -170,11 +166,6 @@ def _scalar(name: str, member: Member) -> bool:
     return name in SCALARS and member.shape[1:] == (1,)
 
 
-def _ordered(kinds: Kinds) -> Kinds:
-    first = [n for n in ("observations", "actions", "rewards") if n in kinds]
-    return {name: kinds[name] for name in (*first, *(n for n in kinds if n not in first))}
-
-
 def _members(file: InputFile, left_out: dict[str, str]) -> Iterator[tuple[str, Member]]:
     """Yield the arrays of a file; those that are no columns come into `left_out`."""
     with damage_told(".npz", file.path, DAMAGE), file.open() as raw:
@@ -193,20 +184,3 @@ def _members(file: InputFile, left_out: dict[str, str]) -> Iterator[tuple[str, M
 
 def _decoded(raw: FileIO, *, name: str) -> IO[bytes]:
     return zipfile.ZipFile(raw).open(name)
-
-
-def _steps(members: dict[str, Member], left_out: dict[str, str], path: Path) -> int:
-    """Return N; what has other rows is left out, or refused where it is needed."""
-    first = next(n for n in members if n.split("/")[0] == "observations")
-    steps = members[first].rows
-    for name in list(members):
-        rows = members[name].rows
-        if rows == steps and steps:
-            continue
-        if name in SCALARS or name.split("/")[0] in ("actions", "observations"):
-            what = f"{name} has {count_text(rows, 'row')}, {first} has {steps:,}"
-            remedy = "every array needs one row a step: the file is damaged or of another layout"
-            raise InputError("SOURCE_LAYOUT", what, where=str(path), remedy=remedy)
-        left_out[name] = f"{count_text(rows, 'row')} for {count_text(steps, 'step')}"
-        del members[name]
-    return steps
