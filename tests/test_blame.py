@@ -141,7 +141,12 @@ def spoilt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, list[in
     culprit = max(rare, key=lambda e: len(rare[e]))
     begin = sum(lengths[:culprit])
     columns["actions"][begin : begin + lengths[culprit]] = 9.0
-    go.convert(go.from_arrays(columns), folder / "data", quiet=True)
+    half = sum(lengths) // 2
+    halves = [
+        go.from_arrays({key: values[part] for key, values in columns.items()}, name=name)
+        for name, part in (("a", slice(half)), ("b", slice(half, None)))
+    ]
+    go.convert(go.join_sources(halves), folder / "data", quiet=True)
     settings = {
         "train.steps": STEPS,
         "train.log_every": 2,
@@ -165,7 +170,8 @@ def test_the_culprit_is_named_and_left_out(
     worst = page.episodes[0]
     assert page.verdict.startswith("Due to the data") and f"episode {culprit} alone" in page.verdict
     assert page.checkpoint <= first < page.checkpoint + 5 and page.without == [[first, last]]
-    assert (worst.episode, worst.seen, worst.source) == (culprit, 0, f"episode {culprit} of memory")
+    source = f"episode {culprit % 100} of {'ab'[culprit // 100]}"
+    assert (worst.episode, worst.seen, worst.source) == (culprit, 0, source)
     assert worst.length == go.open_dataset(run.parent / "data").episodes.lengths[culprit]
     assert sum(one.drawn for one in page.episodes) == 4 * (last + 1 - first)
     rise = page.loss - page.ordinary_loss

@@ -414,15 +414,17 @@ def _source(data: TableData, episode: int) -> str:
         task = int(np.searchsorted(data.first_episodes, episode, side="right")) - 1
         part = data.tasks[task]
         return f"{part.name}: {_source(part.dataset, episode - int(data.first_episodes[task]))}"
-    source = data.manifest.source
-    name, facts = source.uri, source.attributes
-    for uri, count in facts.get("part_episodes", ()):
-        if episode < count:
-            return f"episode {episode} of {uri}"
-        episode -= count
+    source, number = data.manifest.source, episode
+    if {"picked", "edits"} & set(source.attributes):
+        return f"episode {episode} of what is kept of {source.uri}"
     if len(source.files) == len(data) > 1:
         return source.files[episode].name
-    return f"episode {episode} of {name}" + (", as picked" if "picked" in facts else "")
+    parts = [part for part in source.attributes.get("part_episodes", ()) if len(part) == 2]
+    for uri, count in parts:  # the first of many
+        if number < count:
+            return f"episode {number} of {uri}"
+        number -= count
+    return f"episode {episode} of {source.uri}"
 
 
 def _verdict(
