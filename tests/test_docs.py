@@ -233,4 +233,4 @@ def test_python_blocks_run(
         for block in blocks(page.read_text(), "python"):
             exec(compile(block, str(page), "exec"), vars(module))
     finally:
-        _SAMPLERS.pop("recent", None)  # a page registers it
+        _SAMPLERS.pop("fading", None)  # a page registers it

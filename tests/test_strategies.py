@@ -398,10 +398,10 @@ def test_the_strategy_in_the_documents_works(dataset: Dataset) -> None:
     (code,) = (block for block in code_blocks() if "@reg" in block)
     try:
         exec(compile(code, "strategies.md", "exec", dont_inherit=True), {})
-        sampler = make_sampler("recent", dataset, half_life=1.0)
+        sampler = make_sampler("fading", dataset, half_life=1.0)
         drawn = sampler.sample(0, 0, 10, 500)
     finally:
-        _SAMPLERS.pop("recent", None)
+        _SAMPLERS.pop("fading", None)
     shares = np.bincount(drawn.episodes.reshape(-1), minlength=5) / drawn.episodes.size
     np.testing.assert_allclose(shares, 2.0 ** np.arange(5) / 31, atol=0.02)
     assert asdict(sampler.options) == {"half_life": 1.0}
@@ -413,14 +413,14 @@ def test_the_file_in_the_documents_starts_commands(
     parts = [block for block in code_blocks() if "@reg" in block or "__main__" in block]
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(recipe_of(dataset).to_yaml())
-    words = ["strategies", str(recipe), "--strategies", "recent:half_life=2", "--json", "-q"]
-    monkeypatch.setattr("sys.argv", ["recent.py", *words, "--out", str(tmp_path / "out")])
-    code = compile("import sys\n" + "\n".join(parts), "recent.py", "exec", dont_inherit=True)
+    words = ["strategies", str(recipe), "--strategies", "fading:half_life=2", "--json", "-q"]
+    monkeypatch.setattr("sys.argv", ["fading.py", *words, "--out", str(tmp_path / "out")])
+    code = compile("import sys\n" + "\n".join(parts), "fading.py", "exec", dont_inherit=True)
     try:
         with pytest.raises(SystemExit) as caught:
             exec(code, {"__name__": "__main__"})
     finally:
-        _SAMPLERS.pop("recent", None)
+        _SAMPLERS.pop("fading", None)
     assert len(parts) == 2 and caught.value.code == 0
     assert json.loads(capsys.readouterr().out)["strategies"][1]["options"] == {"half_life": 2}
 
