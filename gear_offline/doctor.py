@@ -43,6 +43,7 @@ OPTIONAL_PACKAGES = {
     "av": ("videos of LeRobot", "pip install 'gear-offline[lerobot]'"),
     "trackio": ("train.trackers=trackio", "pip install 'gear-offline[trackers]'"),
     "wandb": ("train.trackers=wandb", "pip install 'gear-offline[trackers]'"),
+    "ray": ("--ray: several machines", "pip install 'gear-offline[ray]'"),
     "d4rl": ("d4rl:NAME through D4RL's own package", "pip install 'gear-offline[d4rl]'"),
     "cupy": ("GPU kernels", "pip install 'gear-offline[gpu]' (CUDA 12: [gpu-cuda12])"),
     "pyverbs": ("RDMA between nodes", "apt install python3-pyverbs (Debian, Ubuntu)"),

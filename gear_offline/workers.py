@@ -331,12 +331,9 @@ class RayPool(Pool):
                 signal.signal(signal.SIGTERM, before)  # Ray takes it for itself
         self._nodes = [node for node in self._ray.nodes() if node["Alive"]]
         cpus, gpus = ([int(n["Resources"].get(k, 0)) for n in self._nodes] for k in ("CPU", "GPU"))
-        self.cpus, self.node_cpus, self.gpus = (
-            sum(cpus),
-            min(filter(None, cpus), default=1),
-            sum(gpus),
-        )
-        self.share(workers if workers > 1 else max(1, self.cpus))
+        self.cpus, self.gpus = max(1, sum(cpus)), sum(gpus)  # nodes may be added when tasks wait
+        self.node_cpus = min(filter(None, cpus), default=1)
+        self.share(workers if workers > 1 else self.cpus)
 
     def device(self, asked: str) -> str:
         """Return ``"cuda"`` or ``"cpu"``: what ``"auto"`` or another device is on these nodes."""

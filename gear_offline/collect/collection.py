@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from gear_offline.collect.policies import (
     train_with_library,
 )
 from gear_offline.collect.record import Crew, Policy
-from gear_offline.core.system import usable_cores
+from gear_offline.core.system import usable_cores, versions
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.errors import GearError, InputError
@@ -308,7 +307,7 @@ def _attributes(report: CollectReport, seed: int) -> dict[str, Any]:
         "mean_return": report.mean_return,
         "std_return": report.std_return,
         "makers": [asdict(maker) for maker in report.makers],
-        **{package: _version(package) for package in packages},
+        **(dict.fromkeys(packages, "") | versions(*packages)),
     }
 
 
@@ -332,10 +331,3 @@ def _metadata(makers: Sequence[Maker], best: Policy | None) -> dict[str, Array |
 
 def _algorithms(makers: Sequence[Maker | MakerReport]) -> str:
     return "; ".join(dict.fromkeys(maker.algorithm for maker in makers))
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

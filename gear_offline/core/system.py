@@ -7,7 +7,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +57,26 @@ def processor() -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
+def versions(*packages: str) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    found = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
 def machine() -> dict[str, Any]:
     """Return what a figure depends on: processor, cores, memory, date, versions."""
-    packages = {"gear-offline", "numpy", "torch", "cupy-cuda13x", "h5py", "transformers"}
     return {
         "cpu": processor(),
         "cores": usable_cores(),
         "memory_bytes": int(psutil.virtual_memory().total),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "versions": {d.name: d.version for d in distributions() if d.name in packages},
+        "versions": versions(
+            "gear-offline", "numpy", "torch", "cupy-cuda13x", "h5py", "transformers"
+        ),
         "date": datetime.now(UTC).date().isoformat(),
     }
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +16,7 @@ import numpy as np
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import EvaluateSettings, TaskSettings, target_list
 from gear_offline.config.tasks import tasks_in
+from gear_offline.core.system import versions
 from gear_offline.core.text import count_text
 from gear_offline.dataset.scores import ReferenceScores, reference_scores
 from gear_offline.errors import InputError
@@ -111,7 +110,11 @@ def evaluate_tasks(
             )
         )
     seconds = time.perf_counter() - started
-    return EvaluationReport(tasks=tuple(results), seconds=seconds, versions=_versions())
+    return EvaluationReport(
+        tasks=tuple(results),
+        seconds=seconds,
+        versions=versions("gymnasium", "mujoco", "torch", "numpy"),
+    )
 
 
 def sets_of(task: EvaluationTask) -> Iterator[EvaluationTask]:
@@ -250,11 +253,3 @@ def asked_returns(targets: Sequence[float] | float) -> tuple[float, ...]:
     except (TypeError, ValueError) as error:
         what, remedy = f"target returns {targets!r}: {error}", "write them like 3600,1800"
         raise InputError("USAGE", what, where="evaluate.targets", remedy=remedy) from error
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in ("gymnasium", "mujoco", "torch", "numpy"):
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions

@@ -169,7 +169,7 @@ def _play_sets(
 ) -> EvaluationReport:
     """Play sets of episodes as jobs of a pool, and put them together."""
     began, device = time.perf_counter(), pool.device(device)
-    pool.share(max(1, pool.gpus if device == "cuda" else pool.cpus), device=device)
+    pool.share(pool.gpus if device == "cuda" else pool.cpus, device=device)
     pool.check(run)
     step = trained.facts.step if (run / "checkpoints").is_dir() else None  # a newer one may come
     parts = [part for task in tasks for part in sets_of(task)]
