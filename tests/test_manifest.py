@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.convert import conversion
 from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest
 from gear_offline.dataset.shard import digest
 from gear_offline.errors import InputError
@@ -184,7 +183,7 @@ def test_random_values_are_refused_or_harmless(
 
 
 def test_a_manifest_too_large_to_read_back_is_not_written(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(conversion, "MAX_MANIFEST_BYTES", 1_000)
+    monkeypatch.setattr("gear_offline.dataset.manifest.MAX_MANIFEST_BYTES", 1_000)
     assert failing_code(lambda: make_dataset(tmp_path, [3])) == "COLUMN"
     assert list(tmp_path.iterdir()) == []
 

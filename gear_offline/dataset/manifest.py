@@ -228,6 +228,9 @@ class Manifest(Model):
                 text = "[\n " + ",\n ".join(map(json.dumps, value)) + "\n]"
             lines.append(f'"{key}": {text}')
         body = ("{\n" + ",\n".join(lines)).encode("ascii")
+        if len(body) + _SEAL_BYTES > MAX_MANIFEST_BYTES:
+            what = f"a manifest of {len(body) >> 20} MiB, which no reader takes"
+            raise InputError("COLUMN", what, remedy="use larger shards and digest blocks")
         return body + f',\n"digest": "xxh3-128:{digest(body)}"\n}}\n'.encode("ascii")
 
     @classmethod
