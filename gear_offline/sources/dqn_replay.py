@@ -51,6 +51,15 @@ def open_dqn_replay(folder: Path) -> Source:
     """Open one run's checkpoints, or the folder above; reads rewards, actions and terminals."""
     folder = replay_folder(folder.absolute()) or folder
     runs, gaps, fresh = _runs(folder)
+    opened: dict[str, Member] = {}
+
+    def read(checkpoint: Checkpoint, column: str, start: int, stop: int) -> Array:
+        member = checkpoint[column]
+        if opened.setdefault(column, member) is not member:  # of each column one file is open
+            opened[column].close()
+            opened[column] = member
+        return member.read(start, stop)
+
     offsets = np.cumsum([0, *(stop - first for _, first, stop in runs)])
 
     def pieces(start: int, stop: int) -> Iterator[Piece]:
@@ -60,7 +69,7 @@ def open_dqn_replay(folder: Path) -> Source:
             checkpoint, first, _ = runs[run]
             end = min(stop, int(offsets[run + 1]))
             first += start - int(offsets[run])
-            yield Piece(read=partial(_read, checkpoint), first=first, steps=end - start)
+            yield Piece(read=partial(read, checkpoint), first=first, steps=end - start)
             start = end
 
     def blank(row: int) -> int:
@@ -70,8 +79,8 @@ def open_dqn_replay(folder: Path) -> Source:
         zero = ~np.concatenate(frames).any((1, 2)) & still[row : row + PADDING]
         return int(np.logical_and.accumulate(zero).sum())
 
-    ends = np.concatenate([c["terminals"].read(a, b) != 0 for c, a, b in runs])
-    quiet = [(c["actions"].read(a, b) == 0) & (c["rewards"].read(a, b) == 0) for c, a, b in runs]
+    ends = np.concatenate([read(c, "terminals", a, b) != 0 for c, a, b in runs])
+    quiet = [(read(c, "actions", a, b) == 0) & (read(c, "rewards", a, b) == 0) for c, a, b in runs]
     still = np.concatenate(quiet) & ~ends
     firsts = np.unique([0, *gaps, *(np.flatnonzero(ends) + 1)])
     firsts = firsts[firsts < ends.size]
@@ -106,10 +115,6 @@ def open_dqn_replay(folder: Path) -> Source:
             attributes={"padding_rows": int(ends.size - lengths.sum()), "warnings": notes},
         ),
     )
-
-
-def _read(checkpoint: Checkpoint, column: str, start: int, stop: int) -> Array:
-    return checkpoint[column].read(start, stop)
 
 
 def _runs(folder: Path) -> tuple[list[Run], list[int], bool]:

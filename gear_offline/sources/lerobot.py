@@ -61,7 +61,7 @@ Read = Callable[[Group, int, int], Array]  # steps of a group
 
 def is_lerobot(path: Path) -> bool:
     """Whether a folder is a dataset of LeRobot's."""
-    return (path / INFO).is_file()
+    return (path / INFO).is_file() and (path / "data").is_dir()
 
 
 def open_lerobot(path: Path, *, names: Mapping[str, str]) -> Source:

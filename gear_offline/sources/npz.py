@@ -89,7 +89,7 @@ class Member:
         with self._told():
             if self._stream is None:
                 raw = self._file.open()
-                weakref.finalize(self, raw.close)
+                self._closing = weakref.finalize(self, raw.close)
                 self._stream = self._decoded(raw)
             self._stream.seek(self._begin + start * prod(self.shape[1:]) * self.dtype.itemsize)
             done = 0
@@ -103,6 +103,12 @@ class Member:
             if self.dtype.kind == "b" and view.nbytes and np.frombuffer(view, np.uint8).max() > 1:
                 raise ValueError("a bool array holds values other than 0 and 1")
         return rows.astype(self.dtype.newbyteorder("="), copy=False)
+
+    def close(self) -> None:
+        """Close the stream; a read opens it again."""
+        if self._stream is not None:
+            self._closing()
+            self._stream = None
 
     def _told(self) -> AbstractContextManager[None]:
         return damage_told(self._file.path.suffix, self.where, DAMAGE)
