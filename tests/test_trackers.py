@@ -53,8 +53,7 @@ def shown_by_tensorboard(run: Path) -> Shown:
     board = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
     board.Reload()
     tags = board.Tags()["scalars"]
-    shown = {tag: [(one.step, one.value) for one in board.Scalars(tag)] for tag in tags}
-    return {tag: points for tag, points in shown.items() if points}
+    return {tag: [(one.step, one.value) for one in board.Scalars(tag)] for tag in tags}
 
 
 def shown_by_trackio(run: Path, project: str) -> tuple[Shown, Any]:

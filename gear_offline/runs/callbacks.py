@@ -60,22 +60,14 @@ class Callback:
 def check_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
     """Return callbacks, each of which is one."""
     given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-    for one in given:
-        if not isinstance(one, Callback):
-            what = f"{one.__name__ if isinstance(one, type) else type(one).__name__} is no callback"
-            remedy = "give a list of objects whose class derives from gear_offline.Callback"
-            raise InputError("USAGE", what, where="callbacks", remedy=remedy)
+    if wrong := [one for one in given if not isinstance(one, Callback)]:
+        remedy = "give a list of objects whose class derives from gear_offline.Callback"
+        raise InputError("USAGE", f"{wrong[0]!r} is no callback", "callbacks", remedy)
     return tuple(given)
 
 
 class Callbacks(AbstractContextManager["Callbacks"]):
-    """The callbacks of a run; a context manager, which tells them of the end.
-
-    Attributes
-    ----------
-    stop
-        Whether one of them has asked for the end.
-    """
+    """The callbacks of a run, which are told of its end too; `stop`: one has asked for that."""
 
     def __init__(self, run: Run, callbacks: Sequence[Callback] = ()) -> None:
         self.run, self._callbacks, self.stop = run, callbacks, False

@@ -113,18 +113,11 @@ def is_run(folder: Path) -> bool:
 
 
 class HeldDirectory(Closing):
-    """A directory that one process at a time writes to; a context manager.
+    """A directory that one process at a time writes to, made when missing; else the error `taken`.
 
     The lock is the kernel's (``flock``): it ends with the process, however that ends.  Where
     nothing has been added to the directory by its end, the lock's file goes, and the directories
     that were made for it.
-
-    Parameters
-    ----------
-    path
-        Created when missing; ``OUTPUT_WRITE`` where that is impossible.
-    taken
-        The error when another process holds it.
     """
 
     def __init__(self, path: Path, *, taken: InputError) -> None:
@@ -215,15 +208,9 @@ def _is_false_start(path: Path) -> bool:
 
 
 class RunDirectory(HeldDirectory):
-    """A run directory held for writing; a context manager.
+    """A run directory held for writing; with `resume` a run that is already there is accepted.
 
     Until `begin` nothing in it changes, so that a run that is refused leaves what was there.
-    With `resume` a run that is already there is accepted.
-
-    Attributes
-    ----------
-    begins_anew
-        Whether it holds a false start, which goes when the recipe is written.
     """
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
@@ -236,7 +223,7 @@ class RunDirectory(HeldDirectory):
         except InputError:
             self.close()
             raise
-        self.begins_anew = not resume and _is_false_start(path)
+        self.begins_anew = not resume and _is_false_start(path)  # it goes with the first change
         self.recipe_path = path / "recipe.yaml"
         self.checkpoints_path = path / "checkpoints"
 

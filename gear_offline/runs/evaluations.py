@@ -44,23 +44,9 @@ def plays(recipe: Recipe) -> bool:
 
 
 class RunEvaluations:
-    """What a run evaluates, and where it stands.
+    """What a run evaluates, by its `plan`, and where it stands: `count` results of this process.
 
-    Parameters
-    ----------
-    learner
-        Of the first rank.
-    concurrent_runs
-        Runs that share the cores which training leaves.
-    callbacks
-        Of the run.
-
-    Attributes
-    ----------
-    plan
-        How they are played.
-    count
-        Results of this process.
+    `concurrent_runs` share the cores that training leaves.
     """
 
     def __init__(

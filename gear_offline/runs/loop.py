@@ -116,25 +116,8 @@ def train(
 class LiveRun(Closing):
     """A run as a rank goes through it, opened where its newest checkpoint has left it.
 
-    Parameters
-    ----------
-    directory
-        Of the run, held by the first rank; None on the others.
-    learner, dataset
-        Of this rank.
-    stop
-        Says whether to save and stop.
-    callbacks
-        Of the run.
-    concurrent_runs
-        Runs that share this process.
-
-    Attributes
-    ----------
-    writer
-        Writes, speaks and evaluates on the first rank; None on the others.
-    is_stopped
-        Whether a callback has ended it, on all ranks alike.
+    The first rank holds its `directory` and has a `writer`, which writes, speaks and evaluates;
+    both are None on the others.  `is_stopped` once a callback has ended it, on all ranks alike.
     """
 
     def __init__(

@@ -48,15 +48,12 @@ def write_report(run: str | Path) -> Path:
     if recipe is None and not metrics and final is None:
         what, remedy = "nothing here to report on", "give the directory of a run"
         raise InputError("RUN_NOT_FOUND", what, where=str(run), remedy=remedy)
-    if final is not None and final.tasks:
-        data = None
-        sections = [
-            _section(run, name, final, result, _dataset(recipe and task_recipe(recipe, name)))
-            for name, result in final.tasks.items()
-        ]
-    else:
-        data = _dataset(recipe)
-        sections = [_section(run, "", final, final, data)]
+    tasks = {} if final is None else final.tasks
+    data = None if tasks else _dataset(recipe)
+    sections = [
+        _section(run, name, final, result, _dataset(recipe and task_recipe(recipe, name)))
+        for name, result in tasks.items()
+    ] or [_section(run, "", final, final, data)]
     losses = {record.step: record.loss for record in metrics if record.loss is not None}
     curve = None
     if losses:

@@ -29,16 +29,7 @@ from gear_offline.training.saving import Saver
 class RunWriter:
     """The files and the display of a run, and its evaluations.
 
-    Parameters
-    ----------
-    learner, dataset, saver, stop
-        Of the run; the learner stands where the run goes on.
-    seconds
-        Wall time of the run before.
-    concurrent_runs
-        Runs that share this process.
-    callbacks
-        Of the run, whose directory has begun.
+    The learner stands where the run goes on after `seconds`; the run's directory has begun.
     """
 
     def __init__(
