@@ -127,9 +127,12 @@ def expected(run: Path) -> Shown:
             if name != "step" and value is not None:
                 numbers.setdefault(f"train/{name}", []).append((record["step"], value))
     for record in read_records(run / "evaluations.jsonl"):
-        for target in record["targets"]:
-            tag = f"evaluate/return_{target['target']:g}"
-            numbers.setdefault(tag, []).append((record["step"], target["return"]))
+        for name, found in {"": record, **record.get("tasks", {})}.items():
+            for target in found["targets"]:
+                tag = f"evaluate/{name}/return_{target['target']:g}".replace("//", "/")
+                numbers.setdefault(tag, []).append((record["step"], target["return"]))
+        if record.get("tasks"):
+            numbers["evaluate/normalized_score"] = [(record["step"], record["normalized_score"])]
     return numbers
 
 
@@ -185,6 +188,10 @@ def test_a_run_of_before_is_sent_once(
 ) -> None:
     pytest.importorskip(name)
     run = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
+    hopper = {"targets": [{"target": 9.0, "return": 3.0, "normalized_score": None}]}
+    several = {"step": 20, "normalized_score": 1.5, "targets": [], "tasks": {"hopper": hopper}}
+    with open(run / "evaluations.jsonl", "a") as lines:
+        lines.write(json.dumps(several) + "\n")
     for _ in range(2):
         assert main(["sync", str(run), "--tracker", name, "--project", "mine"]) == 0
         check(name, run, "mine")
