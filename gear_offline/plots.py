@@ -58,14 +58,6 @@ def dress(axes: Axes, *, x: str = "", y: str = "", grid: str = "y") -> None:
     axes.set_axisbelow(True)
 
 
-def band(axes: Axes, x: Any, low: Any, high: Any, colour: str) -> None:
-    """Shade the intervals from `low` to `high` (n,) along `x` (n,); that of one point is a line."""
-    if len(x) == 1:
-        axes.vlines(x, low, high, color=colour, linewidth=1.5, alpha=0.6)
-    else:
-        axes.fill_between(x, low, high, color=colour, alpha=0.14, linewidth=0)
-
-
 def legend(axes: Axes) -> None:
     """Name the lines that have labels, beside the axes."""
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)

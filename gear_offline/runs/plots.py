@@ -24,7 +24,6 @@ from gear_offline.plots import (
     ORANGE,
     SERIES,
     SKY,
-    band,
     dress,
     histogram_edges,
     legend,
@@ -105,7 +104,8 @@ def _plot_returns(axes: Axes, points: Sequence[tuple[int, TargetRecord]]) -> Non
         means = [target.mean_return for target in targets]
         axes.plot(steps, means, linewidth=1.8, label=f"asked {short(asked)}", **style)
         low, high = np.array([t.ci95 for t in targets], np.float64).T  # None becomes NaN
-        band(axes, steps, low, high, style["color"])
+        edge = 2.0 * (len(steps) == 1)  # the area of one point is a line
+        axes.fill_between(steps, low, high, color=style["color"], alpha=0.13, linewidth=edge)
     lowest, highest = min(0.0, axes.get_ylim()[0]), axes.get_ylim()[1]
     axes.set_ylim(lowest, highest + 0.04 * (highest - lowest))  # room for the marker
     dress(axes, y="mean return")
