@@ -134,7 +134,9 @@ def test_starts_that_are_drawn_alike_have_equal_shares_of_all_twentieths(steps: 
     np.testing.assert_allclose(shares, fine)
 
 
-def test_effective_starts(comparison: Comparison) -> None:
+def test_effective_starts(comparison: Comparison, dataset: Dataset) -> None:
+    last = make_sampler("weighted", dataset, column="timeouts")  # one step has a weight
+    assert measure(dataset, recipe_of(dataset), last, 10).effective_segments == 1
     assert draws_of(comparison, "uniform_steps").effective_segments == pytest.approx(30)
     assert draws_of(comparison, "fifo").effective_segments == 30
     best = draws_of(comparison, "top_k k=2")

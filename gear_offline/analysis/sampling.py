@@ -132,7 +132,8 @@ def measure(
     weights = 1.0 / p
     # The mean probability of what is drawn is the sum of squared probabilities; where every start
     # comes once an epoch, its probability is 1 and says nothing of it.
-    effective = float(steps) if (p == 1.0).all() else min(1.0 / float(p.mean()), float(steps))
+    in_turn = (p == 1.0).all() and sampler.density(drawn) is None
+    effective = float(steps) if in_turn else min(1.0 / float(p.mean()), float(steps))
     return Draws(
         draws=draws,
         coverage_starts=coverage[-1][1],
