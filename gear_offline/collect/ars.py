@@ -235,7 +235,7 @@ def train(
     when its recordings are to have noise, so training goes on past such a gait.
     """
     training = Training(seed=seed, options=options, action_noise=action_noise)
-    until = "" if options.target is None else f" until a mean return of {options.target:g}"
+    until = "" if options.target is None else f" (ends at a return of {options.target:g})"
     what = f"train {ALGORITHM}{until}"
     with Progress(what, total=options.train_steps, unit="steps", quiet=quiet) as progress:
         while not training.is_over:
