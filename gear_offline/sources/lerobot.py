@@ -40,6 +40,7 @@ from gear_offline.sources.parquet import ParquetFile, is_numeric, step_rows
 
 INFO = Path("meta", "info.json")
 MAX_INFO_BYTES = 64 << 20
+WRONG = (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError)
 NAMES = {"actions": "action", "rewards": "next.reward"}
 NO_REWARDS = "no next.reward in the data: there are no rewards and returns"
 SUCCESS = ", --columns rewards=next.success,... takes success"
@@ -74,16 +75,19 @@ def open_lerobot(path: Path, *, names: Mapping[str, str]) -> Source:
     free = {new: old for new, old in NAMES.items() if new not in names and old in stored}
     usual = {new: old for new, old in free.items() if old not in asked}
     columns = renamed(stored, {**names, **usual}, path)
-    first = {name: read(groups[0], 0, 1) for name, read in columns.items()}
-    kinds: dict[str, Any] = {name: (rows.dtype, rows.shape[1:]) for name, rows in first.items()}
+    first: dict[str, Array] = {}
 
     def read(group: Group, name: str, start: int, stop: int) -> Array:
-        rows = columns[name](group, start, stop)
-        if rows.shape[1:] != kinds[name][1] or rows.dtype != first[name].dtype:
-            what = f"{name} is {rows.dtype} {rows.shape[1:]}, before it was {kinds[name]}"
-            raise _misfit(what, group.file.file.path)
+        with damage_told("LeRobot", group.file.file.path, WRONG):
+            rows = columns[name](group, start, stop)
+            was = first.setdefault(name, rows[:1])
+            if rows.shape[1:] != was.shape[1:] or rows.dtype != was.dtype:
+                raise ValueError(f"{name} is {rows.dtype} {rows.shape[1:]}, before {was.shape[1:]}")
         return rows
 
+    for name in columns:
+        read(groups[0], name, 0, 1)
+    kinds: dict[str, Any] = {name: (rows.dtype, rows.shape[1:]) for name, rows in first.items()}
     if "rewards" not in kinds:
         notes.append(NO_REWARDS + (SUCCESS if "next.success" in kinds else ""))
     elif kinds["rewards"][0].kind == "b":
@@ -124,8 +128,7 @@ class _Reader:
         self.path = path
         self.videos: list[InputFile] = []
         self._recent: dict[str, tuple[int, Any]] = {}
-        errors = (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError)
-        with damage_told("info.json", path / INFO, errors):
+        with damage_told("info.json", path / INFO, WRONG):
             self.info: dict[str, Any] = json.loads(read_regular(path / INFO, most=MAX_INFO_BYTES))
             self.version = int(self.info["codebase_version"].removeprefix("v").split(".")[0])
             self.fps, self.chunk = float(self.info["fps"]), int(self.info.get("chunks_size", 1000))

@@ -8,6 +8,7 @@ Shape legend: N rows.
 
 from __future__ import annotations
 
+import tokenize
 import weakref
 import zipfile
 import zlib
@@ -48,7 +49,8 @@ NO_REWARDS = (
     "OGBench's files have no rewards, which depend on the goal; to train for returns save what "
     "ogbench adds for a singletask name: docs/how-to/convert.md"
 )
-DAMAGE = (OSError, ValueError, EOFError, RuntimeError, SyntaxError, zipfile.BadZipFile, zlib.error)
+DAMAGE = (OSError, ValueError, EOFError, RuntimeError, SyntaxError, MemoryError, OverflowError)
+DAMAGE = (*DAMAGE, tokenize.TokenError, zipfile.BadZipFile, zlib.error)
 
 
 class Member:
@@ -84,9 +86,9 @@ class Member:
 
     def read(self, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)``, native byte order."""
-        rows = np.empty((stop - start, *self.shape[1:]), self.dtype)
-        view = rows.reshape(-1).view(np.uint8).data
         with self._told():
+            rows = np.empty((stop - start, *self.shape[1:]), self.dtype)
+            view = rows.reshape(-1).view(np.uint8).data
             if self._stream is None:
                 raw = self._file.open()
                 self._closing = weakref.finalize(self, raw.close)
