@@ -49,8 +49,8 @@ NO_REWARDS = (
     "OGBench's files have no rewards, which depend on the goal; to train for returns save what "
     "ogbench adds for a singletask name: docs/how-to/convert.md"
 )
-DAMAGE = (OSError, ValueError, EOFError, RuntimeError, SyntaxError, MemoryError, OverflowError)
-DAMAGE = (*DAMAGE, tokenize.TokenError, zipfile.BadZipFile, zlib.error)
+_FORMAT = (tokenize.TokenError, zipfile.BadZipFile, zlib.error)  # of what reads it
+DAMAGE = (OSError, ValueError, EOFError, RuntimeError, SyntaxError, MemoryError, *_FORMAT)
 
 
 class Member:
