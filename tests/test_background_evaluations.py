@@ -214,7 +214,10 @@ def test_an_evaluation_that_fails_is_recorded_and_training_goes_on(
     monkeypatch.setattr(background, "evaluate_tasks", refuse)
     run = train(tiny_recipe(data, f"evaluate.background={mode}"), out=tmp_path / "run")
     assert [record["step"] for record in read_records(run / "evaluations.jsonl")] == [7, 14, 20]
-    assert capfd.readouterr().err.count("evaluation failed") >= 3
+    said = capfd.readouterr().err
+    assert said.count("evaluation failed") >= 3
+    where = "in the training process" if mode == "off" else "in the background ("
+    assert f"evaluation: {where}" in said
     assert learnt(run)["model"] == learnt(in_process)["model"]
     assert json.loads((run / "summary.json").read_text())["evaluation_best"] is None
 

@@ -80,7 +80,10 @@ class RunWriter:
         if self._saver.remark:
             lines.append(f"checkpoints: {self._saver.remark}")
         if plays(self._recipe):
-            lines.append(f"evaluation: {self.evaluations.plan}")
+            plan = self.evaluations.plan
+            count = count_text(plan.workers, "process", "processes")
+            away = f"in the background ({count} on {plan.device})"
+            lines.append(f"evaluation: {away if plan.workers else 'in the training process'}")
         say("\n".join(lines), quiet=self._quiet)
 
     @property
