@@ -158,6 +158,7 @@ class _Trained:
             state_mean=None,
             state_std=None,
             parallel=SimpleNamespace(sharded=False),
+            device=next(self.model.parameters()).device,
             tensors=lambda: moments,
             weights=self.model.state_dict,
         )
