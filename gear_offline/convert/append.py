@@ -46,7 +46,8 @@ class Appender:
     >>> appender = go.Appender("tiny")
     >>> steps = np.zeros((4, 1), np.float32)
     >>> columns = {"observations": np.zeros((4, 3)), "actions": steps, "rewards": steps[:, 0]}
-    >>> piece = appender.append([columns | {"terminated": True}])
+    >>> columns |= {"terminals": np.arange(4) == 3, "timeouts": np.zeros(4, bool)}
+    >>> piece = appender.append([columns])
     >>> piece.parent.name
     'incoming'
     """
