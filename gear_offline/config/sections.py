@@ -179,7 +179,7 @@ class DataSettings(Section):
     admit_every: Positive | None = None
     """Steps between two looks at what actors have appended to `path`; null: it does not grow."""
     admit_least: Count = 0
-    """New steps to wait for at each look but the first, at most train.timeout seconds."""
+    """New steps to wait for at each look but the first, for nine tenths of train.timeout."""
     replay: bool = False
     """Admit what was admitted before, at the same steps, and nothing new."""
 

@@ -134,9 +134,11 @@ class World:
                 made = make()
             except Exception as caught:
                 error = caught
-        failures = self.gather(None if error is None else str(error))
-        if error is not None:
-            raise error
+        try:
+            failures = self.gather(None if error is None else str(error))
+        finally:
+            if error is not None:  # whatever became of the others
+                raise error
         if failures[leader] is not None:
             raise GearError(
                 "RANK_FAILED",

@@ -34,7 +34,6 @@ from gear_offline.runs.resume import check_resumed
 from gear_offline.runs.run import Run
 from gear_offline.runs.trackers import trackings
 from gear_offline.runs.writer import RunWriter
-from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
 from gear_offline.training.checkpoint_folder import Keep, remove_leftovers
 from gear_offline.training.gradients import check_micro_batches
@@ -96,7 +95,7 @@ def train(
                 world.lead(lambda: directory and directory.branch(resolved, start))
             with (
                 StopRequest() as stop,
-                LiveRun(directory, learner, dataset, stop, quiet, listeners) as run,
+                LiveRun(directory, learner, stop, quiet, listeners) as run,
             ):
                 run.catch_up()  # a killed run may have left something to do
                 while not (run.is_complete or run.is_stopped):
@@ -124,7 +123,6 @@ class LiveRun(Closing):
         self,
         directory: RunDirectory | None,
         learner: Learner,
-        dataset: TableData,
         stop: StopRequest,
         quiet: bool,
         callbacks: Callbacks,
@@ -143,7 +141,6 @@ class LiveRun(Closing):
         if directory is not None:
             self.writer = RunWriter(
                 learner,
-                dataset,
                 self.saver,
                 stop,
                 callbacks,

@@ -18,7 +18,6 @@ from gear_offline.core.text import count_text
 from gear_offline.progress import Progress, say
 from gear_offline.runs.callbacks import Callbacks
 from gear_offline.runs.evaluations import RunEvaluations, plays
-from gear_offline.tables.joint import TableData
 from gear_offline.training.checkpoint_folder import Keep
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import Metrics, finite
@@ -35,7 +34,6 @@ class RunWriter:
     def __init__(
         self,
         learner: Learner,
-        dataset: TableData,
         saver: Saver,
         stop: StopRequest,
         callbacks: Callbacks,
@@ -44,7 +42,7 @@ class RunWriter:
         quiet: bool,
         concurrent_runs: int = 1,
     ) -> None:
-        self._path, self._learner, self._dataset = callbacks.run.path, learner, dataset
+        self._path, self._learner = callbacks.run.path, learner
         self._saver, self._callbacks = saver, callbacks
         self._recipe, self._quiet, self._first_step = learner.recipe, quiet, learner.step
         self._parameters = sum(parameter.numel() for parameter in learner.model.parameters())
@@ -66,7 +64,8 @@ class RunWriter:
         self.progress.__enter__()
 
     def _announce(self) -> None:
-        learner, spec, ranks = self._learner, self._dataset.spec, self._learner.world.size
+        learner, spec = self._learner, self._learner.loader.dataset.spec
+        ranks = learner.world.size
         shared = f", {ranks} ranks ({learner.parallel.reason})" if ranks > 1 else ""
         lines = [
             f"{self._recipe.name}: {count_text(spec.episodes, 'episode')}, "
@@ -178,7 +177,8 @@ class RunWriter:
     def _summary(self) -> dict[str, Any]:
         """Return what a complete run says of itself, JSON-able but for NaN and infinities."""
         learner, evaluations = self._learner, self.metrics.evaluations
-        spec, returns = self._dataset.spec, self._dataset.returns
+        dataset = learner.loader.dataset  # as large as it is now
+        spec, returns = dataset.spec, dataset.returns
         returns = returns[np.isfinite(returns)]
         # The last step is logged before it is saved: its checkpoint holds up none.
         timed, logged = (end - self._stepped_from for end in (self._stepped_to, self._logged))

@@ -420,7 +420,6 @@ class _Scheduler:
                 run = LiveRun(
                     directory,
                     learner,
-                    dataset,
                     self.stop,
                     quiet=True,
                     callbacks=stack.enter_context(Callbacks(Run(path), trackings(recipe.train))),

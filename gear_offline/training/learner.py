@@ -144,7 +144,8 @@ class Learner:
         growing, data = self._growing, self.recipe.data
         if growing is None or data.admit_every is None or self.step % data.admit_every:
             return
-        before, timeout = growing.admissions, self.recipe.train.timeout
+        before = growing.admissions
+        timeout = 0.9 * self.recipe.train.timeout  # the other ranks wait as long for this one
         least = data.admit_least if self.step else 0  # there is no policy to play before
         self.world.lead(
             lambda: growing.admit(self.step, least=least, timeout=timeout, is_stopped=is_stopped)
@@ -161,6 +162,9 @@ class Learner:
             sampler.take_over(before.loss_sampler)
             if self._gradients is not None:
                 self._gradients.feedback = LossFeedback(self.loader)
+        if self._gradients is None and self.loader.engine is None:
+            what = "the data have grown beyond what the GPU gathers, which captured steps need"
+            raise GearError("MEMORY", what, self.recipe.name, "go on with train.graph=off")
         before.close()
         self._batches = iter(self.loader)
         self.release()
