@@ -22,7 +22,10 @@ from tests.test_sweep import table_of, wait_for
 from tests.training_support import learnt, register_importable, tiny_recipe
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'gear-offline[ray]'")
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning"),
+    pytest.mark.long,
+]
 
 
 @pytest.fixture(scope="module")
