@@ -19,6 +19,7 @@ from gear_offline.evaluation.environments import (
     describe,
     known_of,
     make_environment,
+    probe,
     say_version,
 )
 from gear_offline.models.policy import Policy
@@ -119,17 +120,17 @@ def act(
     if name is None or (target is None and targets is None):
         what = "the run names no environment to play in, or no return to ask for"
         raise InputError("ENVIRONMENT", what, str(path), "give --environment and --target")
-    with make_environment(name) as made:
-        describe(made, name)
+    probe(name)
     if known_of(name) is None:
         what, remedy = "only this process knows the environment", "register it with an entry point"
         raise InputError("ENVIRONMENT", what, name, remedy)
     say_version(name, quiet=quiet)
     asked = float(max(targets or ())) if target is None else target
     base = time.time_ns() if seed is None else seed
-    shares = [None] * actors
-    if episodes is not None:
-        shares = [len(part) for part in np.array_split(np.arange(episodes), actors)]  # type: ignore[misc]
+    shares = [
+        None if episodes is None else episodes // actors + (number < episodes % actors)
+        for number in range(actors)
+    ]
     parts = [
         _Part(
             run=path,

@@ -26,7 +26,7 @@ from gear_offline.core.files import remove_leftovers, sync_directory, writing
 from gear_offline.core.text import count_text
 from gear_offline.dataset.admissions import ADMISSIONS_NAME, Admission, read_admissions, seal_of
 from gear_offline.dataset.dataset import Dataset, grow_dataset, open_dataset
-from gear_offline.dataset.manifest import shard_name
+from gear_offline.dataset.manifest import MANIFEST_NAME, shard_name
 from gear_offline.errors import GearError, InputError
 from gear_offline.progress import say
 
@@ -101,7 +101,7 @@ class GrowingDataset(Closing):
 
     def go_to(self, step: int) -> Dataset:
         """Return the dataset as it was before anything was admitted at `step` or later."""
-        return self._follow(lambda line: line.step < step)
+        return self.follow(sum(line.step < step for line in self._lines))
 
     def admit(
         self,
@@ -117,7 +117,7 @@ class GrowingDataset(Closing):
         at least so many steps, for `timeout` seconds (``WORKER_LOST``) or until `is_stopped`.  A
         piece that is damaged or does not fit goes to the folder ``refused``, and stderr says why.
         """
-        self._follow(lambda line: line.step <= step)
+        self.follow(sum(line.step <= step for line in self._lines))
         if self._log < 0 or self._admitted < len(self._lines):
             return self.dataset
         deadline, is_told = time.monotonic() + timeout, False
@@ -125,7 +125,7 @@ class GrowingDataset(Closing):
         while True:
             with writing(self._path):
                 returns += self._admit(self._pieces(), step)
-            missing = wanted - self._follow(lambda line: True).spec.steps
+            missing = wanted - self.follow(len(self._lines)).spec.steps
             if missing <= 0 or is_stopped():
                 break
             if not is_told:
@@ -143,18 +143,12 @@ class GrowingDataset(Closing):
         return self.dataset
 
     def follow(self, admissions: int) -> Dataset:
-        """Return the dataset with so many admissions, which another process has written."""
+        """Return the dataset with so many admissions, which another process may have written."""
         if len(self._lines) < admissions:
             self._lines, self._seal = read_admissions(self._path)
-        known = {id(line) for line in self._lines[:admissions]}
-        return self._follow(lambda line: id(line) in known)
-
-    def _follow(self, is_due: Callable[[Admission], bool]) -> Dataset:
-        due = self._admitted
-        while due < len(self._lines) and is_due(self._lines[due]):
-            due += 1
-        self.dataset = grow_dataset(self.dataset, self._lines[self._admitted : due])
-        self._admitted = due
+        if admissions > self._admitted:
+            self.dataset = grow_dataset(self.dataset, self._lines[self._admitted : admissions])
+            self._admitted = admissions
         return self.dataset
 
     def _pieces(self) -> list[Path]:
@@ -169,18 +163,18 @@ class GrowingDataset(Closing):
         All together are durable before one is removed.
         """
         lines, content, seal = list[Admission](), b"", self._seal
-        returns = list[float]()
+        returns, number = list[float](), len(self.dataset.manifest.shards)
         for path in pieces:
             piece = self._fitting(path)
             if piece is None:
                 continue
-            admitted = [*self.dataset.manifest.shards, *(r for line in lines for r in line.shards)]
             records = []
-            for number, record in enumerate(piece.manifest.shards, start=len(admitted)):
+            for record in piece.manifest.shards:
                 name = self._path / shard_name(number)
                 name.unlink(missing_ok=True)  # of an admission that a kill broke off
                 os.link(path / record.name, name)
                 records.append(record.model_copy(update={"name": name.name}))
+                number += 1
             endings = piece.manifest.endings
             line = Admission(step=step, piece=path.name, endings=endings, shards=records)
             content += (encoded := line.encode(seal))
@@ -190,7 +184,9 @@ class GrowingDataset(Closing):
         if not lines:
             return []
         sync_directory(self._path)
-        os.write(self._log, content)
+        rest = memoryview(content)
+        while rest:  # of a full disk a call may write a part
+            rest = rest[os.write(self._log, rest) :]
         os.fsync(self._log)
         self._lines += lines
         self._seal = seal
@@ -224,7 +220,7 @@ class GrowingDataset(Closing):
     @staticmethod
     def _remove(piece: Path) -> None:
         with suppress(FileNotFoundError):
-            (piece / "manifest.json").unlink()  # first: the rest is no piece any more
+            (piece / MANIFEST_NAME).unlink()  # first: the rest is no piece any more
             shutil.rmtree(piece)
 
     def close(self) -> None:

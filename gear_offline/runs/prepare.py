@@ -80,10 +80,12 @@ def open_growing(
         return None
 
     def opened(*, admits: bool) -> GrowingDataset:
-        def check(piece: Dataset) -> None:
-            _check(recipe, piece, sizes)
-
-        return GrowingDataset(str(data.path), admits=admits, check=check, quiet=quiet)
+        return GrowingDataset(
+            str(data.path),
+            admits=admits,
+            check=lambda piece: _check(recipe, piece, sizes),
+            quiet=quiet,
+        )
 
     return world.lead(lambda: opened(admits=not data.replay)) or opened(admits=False)
 

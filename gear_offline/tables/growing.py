@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ SPARE = 2  # memory is asked for so many times over; what is not used takes none
 class GrowingTable:
     """Rows of a dataset at each of its sizes, in the same memory as long as they fit there.
 
-    A table that was returned before stays right: later rows lie behind its own.
+    Rows stay where they are: only the margin behind those of a table before becomes rows.
     """
 
     def __init__(self) -> None:
@@ -28,8 +27,7 @@ class GrowingTable:
 
     def table(self, dataset: Dataset, loader: Mapping[str, Any]) -> Table | None:
         """Return the table of a loader with these options; None where rows may stay on disk."""
-        names = {field.name for field in fields(TableOptions)} & loader.keys()
-        options = TableOptions(**{name: loader[name] for name in names})
+        options = TableOptions.of(loader)
         if not fits_in_memory(dataset, loader, options):
             return None
         memory, self._memory = iter(self._memory), []

@@ -16,7 +16,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, Self
 
@@ -164,8 +164,7 @@ class SharedTables:
 
         ``None`` where the rows stay on disk, or may have to: then the loader decides.
         """
-        names = {field.name for field in fields(TableOptions)} & loader.keys()
-        options = TableOptions(**{name: loader[name] for name in names})
+        options = TableOptions.of(loader)
         name = json.dumps([data_name(source), data_digest(source), asdict(options)])
         if name not in self._tables:
             handle = Handle(**self._handles[name]) if name in self._handles else None

@@ -20,9 +20,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import prod
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 from pydantic import Field as Range
@@ -79,6 +79,11 @@ class TableOptions:
     normalize_states: bool = False
     extra_columns: Sequence[str] = ()
     frame_stack: Annotated[int, Range(ge=1, le=64)] = 1
+
+    @classmethod
+    def of(cls, loader: Mapping[str, Any]) -> Self:
+        """Return those among the options of a loader."""
+        return cls(**{each.name: loader[each.name] for each in fields(cls) if each.name in loader})
 
     @property
     def margin(self) -> int:
