@@ -48,7 +48,7 @@ columns_strategy = st.lists(
 def test_the_safetensors_library_reads_what_we_lay_out(
     columns: list[ColumnSpec], steps: int, episodes: int
 ) -> None:
-    tensors = plan_tensors(columns, steps=steps, episodes=episodes)
+    tensors = plan_tensors(tuple(columns), steps=steps, episodes=episodes)
     header = encode_header(tensors)
     assert len(header) % ALIGNMENT_BYTES == 0
     data = os.urandom(tensors[-1].stop)

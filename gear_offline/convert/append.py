@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gear_offline.convert.conversion import convert
-from gear_offline.core.files import writing
 from gear_offline.core.types import Array
-from gear_offline.dataset.growing import INCOMING
 from gear_offline.dataset.manifest import Manifest
+from gear_offline.dataset.pieces import INCOMING, write_piece
 from gear_offline.dataset.schema import ColumnSpec
 from gear_offline.errors import InputError
-from gear_offline.sources import from_episodes
+from gear_offline.sources.arrays import read_episode
 from gear_offline.sources.episode_ends import FLAGS
 
 
@@ -58,8 +54,8 @@ class Appender:
     def append(self, episodes: Iterable[Mapping[str, Any]]) -> Path:
         """Append `episodes`, as `gear_offline.from_episodes` takes them, as one piece.
 
-        They are there, durable and whole, when this returns.  Columns that the dataset does not
-        have are left out; numbers take its dtypes where none is changed by that.
+        They are there, whole and written to the disk, when this returns.  Columns that the dataset
+        does not have are left out; numbers take its dtypes where none is changed by that.
 
         Returns
         -------
@@ -69,19 +65,15 @@ class Appender:
         Raises
         ------
         InputError
-            ``COLUMN`` if a column is missing, of another shape, or NaN or infinite.
+            ``COLUMN`` if a column is missing, of another shape, or NaN or infinite;
+            ``SOURCE_LAYOUT`` if columns have different numbers of rows.
         GearError
             ``OUTPUT_WRITE``.
         """
-        environment = self._manifest.environment.id
-        source = from_episodes(map(self._cast, episodes), name="actor", environment=environment)
-        # Names in the order of time are admitted in that order.
-        place = self._folder / f"{time.time_ns():020d}-{secrets.token_hex(6)}"
-        with writing(place):
-            self._folder.mkdir(exist_ok=True)
-        names = [column.name for column in self._manifest.columns]
-        convert(source, place, columns=names, block_bytes=self._manifest.block_bytes, quiet=True)
-        return place
+        read = [read_episode(number, self._cast(one)) for number, one in enumerate(episodes)]
+        if not read:
+            raise InputError("SOURCE_LAYOUT", "there are no episodes", remedy="give at least one")
+        return write_piece(self._folder, self._manifest.spec.columns, read)
 
     def _cast(self, episode: Mapping[str, Any]) -> dict[str, Any]:
         """Return the dataset's columns in its dtypes, and how the episode ended."""
@@ -103,4 +95,7 @@ def _rows(episode: Mapping[str, Any], column: ColumnSpec) -> Array:
     ):
         what = f"{given.dtype} of per-step shape {given.shape[1:]} is given"
         raise InputError("COLUMN", what, where=str(column), remedy="give it as the dataset has it")
+    if not np.isfinite(rows).all():
+        what, remedy = "NaN or infinity in the data", "leave such an episode out"
+        raise InputError("COLUMN", what, where=str(column), remedy=remedy)
     return rows

@@ -98,17 +98,24 @@ def new_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
     check_new_file(path, overwrite=overwrite)
     with writing(path):
         remove_leftovers(path.parent, path.name)
-        part = _hidden(path, "part")
-        lock = os.open(part, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with new_part(path) as (part, _):
             yield part
             check_new_file(path, overwrite=overwrite)
             part.replace(path)
             sync_directory(path.parent)
-        finally:
-            part.unlink(missing_ok=True)
-            os.close(lock)
+
+
+@contextmanager
+def new_part(path: Path) -> Iterator[tuple[Path, int]]:
+    """Give the hidden name and the descriptor of a file that the body writes and renames."""
+    part = _hidden(path, "part")
+    lock = os.open(part, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield part, lock
+    finally:
+        part.unlink(missing_ok=True)
+        os.close(lock)
 
 
 @contextmanager

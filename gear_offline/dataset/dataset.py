@@ -368,8 +368,7 @@ def open_dataset(
     if is_hub(path):
         path = fetch(str(path), "dataset", "DATASET_NOT_FOUND")
     manifest, path = Manifest.read(path), Path(path)
-    nothing = {c.name: np.empty(0, c.dtype) for c in EPISODE_COLUMNS}
-    dataset = _with_shards(path, manifest, nothing, ())
+    dataset = with_shards(path, manifest)
     if admissions != 0:
         dataset = grow_dataset(dataset, read_admissions(path)[0][:admissions])
     return dataset.verify() if verify else dataset
@@ -380,13 +379,7 @@ def grow_dataset(dataset: Dataset, admissions: Sequence[Admission]) -> Dataset:
     if not admissions:
         return dataset
     manifest = grown(dataset.manifest, admissions)
-    values = {
-        "episode_lengths": dataset.episodes.lengths,
-        "episode_terminated": dataset.terminated,
-        "episode_truncated": dataset.truncated,
-        "episode_returns": dataset.returns,
-    }
-    larger = _with_shards(dataset.path, manifest, values, dataset.identities)
+    larger = with_shards(dataset.path, manifest, dataset)
     spread = {
         "returns": distribution(larger.returns),
         "lengths": distribution(larger.episodes.lengths, whole=True),
@@ -394,16 +387,15 @@ def grow_dataset(dataset: Dataset, admissions: Sequence[Admission]) -> Dataset:
     return replace(larger, manifest=manifest.replaced(**spread))
 
 
-def _with_shards(
-    path: Path,
-    manifest: Manifest,
-    values: Mapping[str, Array],
-    identities: tuple[FileIdentity, ...],
-) -> Dataset:
-    """Return a dataset of which the episodes of the first shards have been read before."""
-    parts = {name: [part] for name, part in values.items()}
-    found = list(identities)
-    for shard in manifest.shards[len(identities) :]:
+def with_shards(path: Path, manifest: Manifest, before: Dataset | None = None) -> Dataset:
+    """Return the dataset at `path`; `before` it has the first shards alone."""
+    parts: dict[str, list[Array]] = {c.name: [np.empty(0, c.dtype)] for c in EPISODE_COLUMNS}
+    found = list[FileIdentity]()
+    if before is not None:
+        known = (before.episodes.lengths, before.returns, before.terminated, before.truncated)
+        parts = {c.name: [rows] for c, rows in zip(EPISODE_COLUMNS, known, strict=True)}
+        found += before.identities
+    for shard in manifest.shards[len(found) :]:
         with open(open_member(path / shard.name, size=shard.bytes), "rb") as file:
             found.append(file_identity(file.fileno()))
             for name, part in _read_episodes(file.fileno(), path, manifest, shard).items():

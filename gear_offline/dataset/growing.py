@@ -1,9 +1,9 @@
 """A dataset that grows while a learner trains on it: pieces are admitted, one after the other.
 
-Actors append pieces, small datasets of whole episodes, to the folder ``incoming``, where each
-appears by a rename (`gear_offline.convert.append`).  A learner admits them between two of its
-steps: it links a piece's shards behind those that are there, adds a line to ``admissions.jsonl``,
-and removes the piece.  Killed at any instant, it has admitted a piece wholly or not at all.
+Actors append pieces, shards of whole episodes, to the folder ``incoming``, where each appears by a
+rename (`gear_offline.convert.append`).  A learner admits them between two of its steps: it links a
+piece behind the shards that are there, adds a line to ``admissions.jsonl``, and removes the piece.
+  Killed at any instant, it has admitted a piece wholly or not at all.
 
 As far as the lines go they decide what is admitted when, so that a resumed or repeated run sees the
 same data at every step.  Only beyond the last line new pieces are admitted.
@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +24,12 @@ from gear_offline.core.files import remove_leftovers, sync_directory, writing
 from gear_offline.core.text import count_text
 from gear_offline.dataset.admissions import ADMISSIONS_NAME, Admission, read_admissions, seal_of
 from gear_offline.dataset.dataset import Dataset, grow_dataset, open_dataset
-from gear_offline.dataset.manifest import MANIFEST_NAME, shard_name
+from gear_offline.dataset.manifest import shard_name
+from gear_offline.dataset.pieces import INCOMING, read_piece
 from gear_offline.errors import GearError, InputError
 from gear_offline.progress import say
 
-INCOMING, REFUSED = "incoming", "refused"
+REFUSED = "refused"
 POLL_SECONDS = 0.02
 
 
@@ -90,7 +89,7 @@ class GrowingDataset(Closing):
             admitted = {line.piece for line in self._lines}
             for piece in self._pieces():
                 if piece.name in admitted:
-                    self._remove(piece)
+                    piece.unlink(missing_ok=True)
             if (self._path / INCOMING).is_dir():
                 remove_leftovers(self._path / INCOMING)
 
@@ -168,13 +167,11 @@ class GrowingDataset(Closing):
             piece = self._fitting(path)
             if piece is None:
                 continue
-            records = []
-            for record in piece.manifest.shards:
-                name = self._path / shard_name(number)
-                name.unlink(missing_ok=True)  # of an admission that a kill broke off
-                os.link(path / record.name, name)
-                records.append(record.model_copy(update={"name": name.name}))
-                number += 1
+            name = self._path / shard_name(number)
+            name.unlink(missing_ok=True)  # of an admission that a kill broke off
+            os.link(path, name)
+            number += 1
+            records = [s.model_copy(update={"name": name.name}) for s in piece.manifest.shards]
             endings = piece.manifest.endings
             line = Admission(step=step, piece=path.name, endings=endings, shards=records)
             content += (encoded := line.encode(seal))
@@ -191,14 +188,13 @@ class GrowingDataset(Closing):
         self._lines += lines
         self._seal = seal
         for line in lines:
-            self._remove(self._path / INCOMING / line.piece)
+            (self._path / INCOMING / line.piece).unlink(missing_ok=True)
         return returns
 
     def _fitting(self, path: Path) -> Dataset | None:
         """Open a piece; put one aside that is damaged or does not fit."""
         try:
-            piece = open_dataset(path)
-            self._check_form(piece)
+            piece = read_piece(path, self.dataset.manifest)
             self._check(piece)
             return piece
         except InputError as error:
@@ -207,21 +203,6 @@ class GrowingDataset(Closing):
             path.rename(place / path.name)
             say(f"refused, and moved to {place / path.name}: {error}", quiet=self._quiet)
             return None
-
-    def _check_form(self, piece: Dataset) -> None:
-        """Refuse a piece that is not laid out as the dataset."""
-        own, other = self.dataset.manifest, piece.manifest
-        if (tuple(own.columns), own.block_bytes) != (tuple(other.columns), other.block_bytes):
-            columns = ", ".join(map(str, own.columns))
-            what = f"its columns are not those of the dataset: {columns}"
-            remedy = "append it with go.Appender, which checks them"
-            raise InputError("COLUMN", what, where=str(piece.path), remedy=remedy)
-
-    @staticmethod
-    def _remove(piece: Path) -> None:
-        with suppress(FileNotFoundError):
-            (piece / MANIFEST_NAME).unlink()  # first: the rest is no piece any more
-            shutil.rmtree(piece)
 
     def close(self) -> None:
         """Let another process grow the dataset."""

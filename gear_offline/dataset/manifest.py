@@ -176,7 +176,7 @@ class Manifest(Model):
 
     def tensors(self, shard: ShardRecord) -> tuple[TensorLayout, ...]:
         """Return the layout that `shard` must have."""
-        return plan_tensors(self.columns, steps=shard.steps, episodes=shard.episodes)
+        return plan_tensors(self.spec.columns, steps=shard.steps, episodes=shard.episodes)
 
     def replaced(self, **changes: Any) -> Self:
         """Return the manifest with other values of some fields, which nobody checks."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,9 @@ class TensorLayout:
         return self.stop - self.start
 
 
+@lru_cache(maxsize=1 << 13)  # shards of one episode are many, and of few lengths
 def plan_tensors(
-    columns: Sequence[ColumnSpec], *, steps: int, episodes: int
+    columns: tuple[ColumnSpec, ...], *, steps: int, episodes: int
 ) -> tuple[TensorLayout, ...]:
     """Lay out a shard: widest dtype first, so that every tensor is aligned to its own dtype."""
     forms = [(c.name, *stored_form(c), steps) for c in columns]
@@ -88,7 +90,8 @@ def plan_tensors(
     return tuple(tensors)
 
 
-def encode_header(tensors: Sequence[TensorLayout]) -> bytes:
+@lru_cache(maxsize=1 << 13)
+def encode_header(tensors: tuple[TensorLayout, ...]) -> bytes:
     """Return length, JSON and space padding; tensor data follow directly."""
     document: dict[str, Any] = {"__metadata__": _METADATA}
     for t in tensors:

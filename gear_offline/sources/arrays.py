@@ -86,7 +86,7 @@ def from_episodes(
     if not isinstance(episodes, Iterable):
         what, remedy = f"a {type(episodes).__name__} is given", f"give {_ONE_EACH}"
         raise _misfit(what, "episodes", remedy)
-    read = [_episode(number, episode) for number, episode in enumerate(episodes)]
+    read = [read_episode(number, episode) for number, episode in enumerate(episodes)]
     if not read:
         raise _misfit("there are no episodes", "", "give at least one")
     first = read[0][0]
@@ -183,7 +183,7 @@ def _described(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {METADATA: facts} if facts else {}
 
 
-def _episode(number: int, given: Mapping[str, Any]) -> tuple[Columns, tuple[bool, bool]]:
+def read_episode(number: int, given: Mapping[str, Any]) -> tuple[Columns, tuple[bool, bool]]:
     """Return an episode's columns, and whether it terminated or was truncated."""
     where = f"episode {number}"
     if not isinstance(given, Mapping):

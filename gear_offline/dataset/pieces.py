@@ -1,0 +1,131 @@
+"""Pieces: what actors append to a dataset that grows, each a shard in a file of its own.
+
+The file's name ends with a digest of its bytes.  docs/reference/format.md specifies both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from gear_offline.core.files import new_part, writing
+from gear_offline.core.types import Array
+from gear_offline.dataset.dataset import Dataset, with_shards
+from gear_offline.dataset.manifest import Endings, Manifest, ShardRecord
+from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, fold_episodes
+from gear_offline.dataset.shard import (
+    DIGEST_CHARS,
+    EPISODE_COLUMNS,
+    BlockDigests,
+    damaged,
+    digest,
+    encode_header,
+    open_member,
+    plan_tensors,
+)
+from gear_offline.dataset.statistics import Moments
+from gear_offline.errors import InputError
+
+INCOMING = "incoming"
+REWARDS, SUFFIX = "rewards", ".safetensors"
+
+Episode = tuple[Mapping[str, Array], tuple[bool, bool]]  # columns; terminated, truncated
+
+
+def write_piece(folder: Path, columns: tuple[ColumnSpec, ...], episodes: Sequence[Episode]) -> Path:
+    """Write episodes, which have these columns, as a piece in `folder`; return its path."""
+    content = _encode(columns, episodes)
+    # Names in the order of time are admitted in that order.
+    place = folder / f"{time.time_ns():020d}-{digest(content)}{SUFFIX}"
+    with writing(place):
+        folder.mkdir(exist_ok=True)
+        # Durable before it has its name, so that a learner, which makes names durable, admits only
+        # what a power cut leaves.  The name itself is not synced: that costs as much again, and
+        # loses at most the pieces of the last seconds, whole, and none when the actor is killed.
+        with new_part(place) as (part, handle):
+            rest = memoryview(content)
+            while rest:
+                rest = rest[os.write(handle, rest) :]
+            os.fsync(handle)
+            part.rename(place)
+    return place
+
+
+def _encode(columns: tuple[ColumnSpec, ...], episodes: Sequence[Episode]) -> bytes:
+    """Return a shard's bytes."""
+    values = {c.name: np.concatenate([rows[c.name] for rows, _ in episodes]) for c in columns}
+    index = EpisodeIndex(lengths=np.array([len(next(iter(e.values()))) for e, _ in episodes]))
+    returns = np.full(index.episodes, np.nan)
+    if REWARDS in values:
+        returns[:] = 0.0
+        rewards = values[REWARDS].reshape(-1).astype(np.float64)
+        fold_episodes(np.add, returns, index.offsets, rewards, 0)
+    ends = np.array([ends for _, ends in episodes], np.bool_)
+    own = (index.lengths, returns, ends[:, 0], ends[:, 1])
+    values |= {column.name: rows for column, rows in zip(EPISODE_COLUMNS, own, strict=True)}
+    tensors = plan_tensors(columns, steps=index.steps, episodes=index.episodes)
+    return b"".join([encode_header(tensors), *(values[t.name].tobytes() for t in tensors)])
+
+
+def read_piece(path: Path, manifest: Manifest) -> Dataset:
+    """Return the piece at `path` of a dataset with this `manifest`, as a dataset of its own.
+
+    Raises
+    ------
+    InputError
+        ``DATASET_DAMAGED``; ``COLUMN`` if it is not laid out as the dataset.
+    """
+    with open(open_member(path), "rb") as file:
+        content = memoryview(file.read())
+    if digest(content) != path.stem[-DIGEST_CHARS:]:
+        raise damaged("data do not match their digest", path)
+    try:
+        document = json.loads(bytes(content[8 : 8 + int.from_bytes(content[:8], "little")]))
+        steps, episodes = (
+            int(document[name]["shape"][0])
+            for name in (manifest.columns[0].name, EPISODE_COLUMNS[0].name)
+        )
+        tensors = plan_tensors(manifest.spec.columns, steps=steps, episodes=episodes)
+    except (ValueError, LookupError, TypeError) as error:
+        raise _misfit(path, manifest) from error
+    header = encode_header(tensors)
+    if content[: len(header)] != header or len(content) != len(header) + tensors[-1].stop:
+        raise _misfit(path, manifest)
+    digests, rows = {}, {}
+    for tensor in tensors:
+        data = content[len(header) + tensor.start : len(header) + tensor.stop]
+        blocks = BlockDigests(manifest.block_bytes)
+        blocks.update(data)
+        digests[tensor.name] = blocks.finish()
+        rows[tensor.name] = np.frombuffer(data, tensor.dtype).reshape(tensor.shape)
+    moments = {column.name: Moments(rows[column.name].shape[1:]) for column in manifest.columns}
+    for name, each in moments.items():
+        each.update(rows[name])
+    ends = {key: int(rows[f"episode_{key}"].sum()) for key in Endings.model_fields}
+    record = ShardRecord.model_construct(  # under a name that is not yet a shard's
+        name=path.name,
+        episodes=episodes,
+        steps=steps,
+        bytes=len(content),
+        header_bytes=len(header),
+        header_digest=digest(header),
+        digests=digests,
+    )
+    own = manifest.replaced(
+        episodes=episodes,
+        steps=steps,
+        statistics={name: each.result() for name, each in moments.items()},
+        endings=Endings(**ends),
+        shards=[record],
+    )
+    return with_shards(path.parent, own)
+
+
+def _misfit(path: Path, manifest: Manifest) -> InputError:
+    what = f"its columns are not those of the dataset: {', '.join(map(str, manifest.columns))}"
+    return InputError("COLUMN", what, str(path), "append it with go.Appender, which checks them")
