@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from rich.console import Console
+from rich.table import Table
 
 from gear_offline.core.text import count_text, printable
-from gear_offline.core.types import Array, Float64Array, Int64Array
+from gear_offline.core.types import Array, Float64Array
 from gear_offline.dataset.dataset import Columns, Dataset, open_dataset
 from gear_offline.dataset.scores import normalized_score
-from gear_offline.dataset.shard import byte_view
 from gear_offline.errors import GearError
-from gear_offline.evaluation.environments import describe, make_environment
+from gear_offline.evaluation.environments import probe
 from gear_offline.progress import Progress
 
 __all__ = ["Audit", "Finding", "audit"]
@@ -37,56 +38,29 @@ EXAMPLES = 5  # places that a finding names
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that looks wrong.
+    """Something that looks wrong."""
 
-    Attributes
-    ----------
-    check
-        ``boundary``, ``ending``, ``constant``, ``clipped``, ``bounds``, ``outlier``, ``nonfinite``,
-        ``repeated`` or ``shared``.
-    what, remedy
-        A sentence each.
-    count
-        Steps, elements or episodes concerned.
-    places
-        The first of them: ``(episode, step)``, ``(episode,)`` or ``(element,)``.
-    """
-
-    check: str
-    what: str
-    remedy: str
-    count: int
-    places: tuple[tuple[int, ...], ...] = ()
+    check: str  # boundary, ending, constant, clipped, bounds, outlier, nonfinite, repeated, shared
+    what: str  # a sentence
+    remedy: str  # another one
+    count: int  # steps, elements or episodes concerned
+    places: tuple[tuple[int, ...], ...] = ()  # the first: (episode, step), (episode,) or (element,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """What `audit` found.
-
-    Attributes
-    ----------
-    path, environment
-        Of the dataset.
-    episodes, steps, terminated, truncated
-        Counts.
-    returns, lengths
-        ``{"min", "q25", "median", "q75", "max", "mean"}`` over episodes.
-    normalized_score
-        D4RL's scale of the mean return; None without reference scores.
-    findings
-        What looks wrong, an empty tuple where nothing does.
-    """
+    """What `audit` found."""
 
     path: str
     environment: str | None
     episodes: int
     steps: int
-    terminated: int
+    terminated: int  # episodes
     truncated: int
-    returns: dict[str, float]
+    returns: dict[str, float]  # min, q25, median, q75, max and mean over episodes
     lengths: dict[str, float]
-    normalized_score: float | None
-    findings: tuple[Finding, ...]
+    normalized_score: float | None  # D4RL's, of the mean return; None without reference scores
+    findings: tuple[Finding, ...]  # empty where nothing looks wrong
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able document."""
@@ -94,9 +68,6 @@ class Audit:
 
     def print(self) -> None:
         """Print the page."""
-        from rich.console import Console
-        from rich.table import Table
-
         console = Console(highlight=False, markup=False)
         counts = f"{count_text(self.episodes, 'episode')}, {count_text(self.steps, 'step')}"
         console.print(f"{printable(self.path)}: {counts}; {self.environment or 'no environment'}")
@@ -157,28 +128,31 @@ def audit(
     >>> page.findings[-1].check
     'shared'
     """
-    data = dataset if isinstance(dataset, Dataset) else open_dataset(dataset, verify=False)
-    others = [d if isinstance(d, Dataset) else open_dataset(d, verify=False) for d in against]
-    reader = _Reader(data)
-    total = sum(len(one) for one in [data, *others])
+    data, *others = (
+        one if isinstance(one, Dataset) else open_dataset(one, verify=False)
+        for one in (dataset, *against)
+    )
+    reader, shared = _Reader(data), list[Finding]()
+    total = sum(map(len, (data, *others)))
     with Progress(f"audit {data.path.name}", total=total, unit="episodes", quiet=quiet) as progress:
         for number, episode in enumerate(data.iter_episodes()):
             reader.read(number, episode)
-            progress.advance(1)
-        findings = [*reader.findings(), *_endings(data), *_bounds(data)]
+            progress.advance()
         for other in others:
-            names = [name for name in COMPARED if name in _names(data) and name in _names(other)]
             theirs = set()
-            for episode in other.iter_episodes(columns=names):
+            for episode in other.iter_episodes(columns=[n for n in COMPARED if n in other.spec]):
                 theirs.add(_digest(episode))
-                progress.advance(1)
-            findings += _found(
+                progress.advance()
+            shared += _found(
                 "shared",
                 [e for e, digest in enumerate(reader.digests) if digest in theirs],
                 f"of {len(data):,} are in {other.path} too",
                 "expected of medium-expert and medium; else evaluation data may have leaked",
             )
     returns, scores = data.returns[np.isfinite(data.returns)], data.reference_scores
+    score = None
+    if scores is not None and len(returns):
+        score = normalized_score(float(returns.mean()), scores)
     return Audit(
         path=str(data.path),
         environment=data.environment_id,
@@ -188,10 +162,8 @@ def audit(
         truncated=int(data.truncated.sum()),
         returns=_spread(returns),
         lengths=_spread(data.episodes.lengths),
-        normalized_score=None
-        if scores is None or not len(returns)
-        else normalized_score(float(returns.mean()), scores),
-        findings=tuple(findings),
+        normalized_score=score,
+        findings=(*reader.findings(), *_endings(data), *_bounds(data), *shared),
     )
 
 
@@ -200,52 +172,47 @@ class _Reader:
 
     def __init__(self, data: Dataset) -> None:
         self._data = data
+        self._floats = [column.name for column in data.spec if column.dtype.kind == "f"]
         self.digests: list[str] = []
-        self._clipped: dict[str, Int64Array] = {}  # steps on an element's extreme
-        self._floats = [name for name in _names(data) if _is_float(data, name)]
+        self._clipped: Any = 0  # (A,) steps on an action's extreme
         self._outliers: dict[str, dict[int, tuple[int, int]]] = {}  # first place of each element
-        self._steps: Float64Array | None = None  # (S,) mean size of a step
-        self._limit = np.inf
         self._jumps: list[tuple[int, int]] = []
-        if "observations" in _names(data) and _is_float(data, "observations"):
-            self._measure()
-
-    def _measure(self) -> None:
-        """Learn from some episodes how far a step usually goes."""
-        count = len(self._data)
-        chosen = np.unique(np.linspace(0, count - 1, min(count, SAMPLED_EPISODES)).astype(int))
-        moves = [_moves(e) for e in self._data.iter_episodes(chosen, columns=["observations"])]
-        every = np.concatenate(moves)
-        if len(every) and (every > 0).any():
-            self._steps = every.mean(0)
-            self._limit = max(FAR, FARTHER * float(np.quantile(self._scores(every), 0.99)))
+        self._usual: Float64Array | None = None  # (S,) mean size of a step
+        self._limit = np.inf
+        if "observations" in self._floats:
+            count = len(data)
+            chosen = np.unique(np.linspace(0, count - 1, min(count, SAMPLED_EPISODES)).astype(int))
+            sample = data.iter_episodes(chosen, columns=["observations"])
+            moves = np.concatenate([_moves(episode) for episode in sample])
+            if (moves > 0).any():
+                self._usual = moves.mean(0)
+                self._limit = max(FAR, FARTHER * float(np.quantile(self._scores(moves), 0.99)))
 
     def _scores(self, moves: Float64Array) -> Float64Array:
         """Return (T - 1,): half of the elements go at least so many times their mean step."""
-        assert self._steps is not None, "they are measured first"
-        moving = self._steps > 0
-        scores: Float64Array = np.median(moves[:, moving] / self._steps[moving], axis=1)
+        assert self._usual is not None, "it is measured first"
+        is_moving = self._usual > 0
+        scores: Float64Array = np.median(moves[:, is_moving] / self._usual[is_moving], axis=1)
         return scores
 
     def read(self, number: int, episode: Columns) -> None:
-        self.digests.append(_digest({n: episode[n] for n in COMPARED if n in episode}))
-        if self._steps is not None:
+        self.digests.append(_digest(episode))
+        if self._usual is not None:
             far = np.flatnonzero(self._scores(_moves(episode)) > self._limit)
             self._jumps += [(number, int(step) + 1) for step in far]
-        if "actions" in episode and _is_float(self._data, "actions"):
-            facts, rows = self._data.statistics["actions"], _flat(episode["actions"])
-            on_edge = (rows == facts.min.reshape(-1)) | (rows == facts.max.reshape(-1))
-            self._clipped["actions"] = self._clipped.get("actions", 0) + on_edge.sum(0)
         for name in self._floats:
-            facts = self._data.statistics[name]
-            mean, std = facts.mean.reshape(-1), facts.std.reshape(-1)
-            far = (np.abs(_flat(episode[name]) - mean) > OUTLIER * std) & (std > 0)
-            for element in np.flatnonzero(far.any(0)):
+            facts, rows = self._data.statistics[name], _flat(episode[name])
+            low, high, mean, std = (
+                part.reshape(-1) for part in (facts.min, facts.max, facts.mean, facts.std)
+            )
+            if name == "actions":
+                self._clipped += (((rows == low) | (rows == high)) & (std > 0)).sum(0)
+            far = (np.abs(rows - mean) > OUTLIER * std) & (std > 0)
+            for element in np.flatnonzero(far.any(0)).tolist():
                 place = (number, int(far[:, element].argmax()))
-                self._outliers.setdefault(name, {}).setdefault(int(element), place)
+                self._outliers.setdefault(name, {}).setdefault(element, place)
 
     def findings(self) -> Iterator[Finding]:
-        data = self._data
         yield from _found(
             "boundary",
             self._jumps,
@@ -254,7 +221,7 @@ class _Reader:
             "look at the source's flags, or convert with another --rule",
             noun="step",
         )
-        for name, facts in data.statistics.items():
+        for name, facts in self._data.statistics.items():
             if facts.nonfinite:
                 yield Finding(
                     check="nonfinite",
@@ -270,15 +237,14 @@ class _Reader:
                     "harmless for training; check the source if they should change",
                     noun="element",
                 )
-        for name, counts in self._clipped.items():
-            shares = counts / data.spec.steps * (data.statistics[name].std.reshape(-1) > 0)
-            yield from _found(
-                "clipped",
-                np.flatnonzero(shares > CLIPPED_SHARE),
-                f"of {name} lie on their extreme in up to {shares.max():.0%} of the steps",
-                "expected of clipped actions; a tanh head reaches its ends slowly",
-                noun="element",
-            )
+        shares = np.atleast_1d(self._clipped) / self._data.spec.steps
+        yield from _found(
+            "clipped",
+            np.flatnonzero(shares > CLIPPED_SHARE),
+            f"of actions lie on their extreme in up to {shares.max():.0%} of the steps",
+            "expected of clipped actions; a tanh head reaches its ends slowly",
+            noun="element",
+        )
         for name, first in self._outliers.items():
             yield from _found(
                 "outlier",
@@ -296,16 +262,6 @@ class _Reader:
         )
 
 
-def _found(
-    check: str, places: Iterable[Any], what: str, remedy: str, *, noun: str = "episode"
-) -> Iterator[Finding]:
-    """Yield what is wrong at `places`, numbers or tuples, if there are any."""
-    every = [place if isinstance(place, tuple) else (int(place),) for place in places]
-    if every:
-        what, first = f"{count_text(len(every), noun)} {what}", tuple(every[:EXAMPLES])
-        yield Finding(check=check, what=what, remedy=remedy, count=len(every), places=first)
-
-
 def _endings(data: Dataset) -> Iterator[Finding]:
     lengths = data.episodes.lengths
     at_limit = np.flatnonzero((lengths == lengths.max()) & data.terminated)
@@ -321,35 +277,34 @@ def _endings(data: Dataset) -> Iterator[Finding]:
 
 def _bounds(data: Dataset) -> Iterator[Finding]:
     """Compare actions with the environment's bounds, where it can be made here."""
-    if data.environment_id is None or "actions" not in _names(data):
+    if data.environment_id is None or "actions" not in data.spec:
         return
     try:
-        with make_environment(data.environment_id) as environment:
-            known = describe(environment, data.environment_id)
+        known = probe(data.environment_id)
     except GearError:
         return
     facts = data.statistics["actions"]
-    low, high = facts.min.reshape(-1), facts.max.reshape(-1)
-    least, most = known.low, known.high
+    low, high, least, most = facts.min.reshape(-1), facts.max.reshape(-1), known.low, known.high
     if known.discrete:
         least, most = np.zeros(1, np.float32), np.full(1, known.choices - 1, np.float32)
-    if not known.discrete and least.size != low.size:
+    elif least.size != low.size:
         return
     beyond = np.flatnonzero((low < least - 1e-6) | (high > most + 1e-6))
     if beyond.size:
-        reached = f"{low[beyond].min():.4g} to {high[beyond].max():.4g}"
-        what = f"of actions reach {reached}; {data.environment_id} takes "
-        what += f"{least.min():g} to {most.max():g}"
+        what = f"of actions reach {low[beyond].min():.4g} to {high[beyond].max():.4g}; "
+        what += f"{data.environment_id} takes {least.min():g} to {most.max():g}"
         remedy = "clip them at the source; the environment would"
         yield from _found("bounds", beyond, what, remedy, noun="element")
 
 
-def _names(data: Dataset) -> list[str]:
-    return [column.name for column in data.spec]
-
-
-def _is_float(data: Dataset, name: str) -> bool:
-    return data.spec[name].dtype.kind == "f"
+def _found(
+    check: str, places: Iterable[Any], what: str, remedy: str, *, noun: str = "episode"
+) -> Iterator[Finding]:
+    """Yield what is wrong at `places`, numbers or tuples, if there are any."""
+    every = [place if isinstance(place, tuple) else (int(place),) for place in places]
+    if every:
+        what, first = f"{count_text(len(every), noun)} {what}", tuple(every[:EXAMPLES])
+        yield Finding(check=check, what=what, remedy=remedy, count=len(every), places=first)
 
 
 def _flat(rows: Array) -> Array:
@@ -363,16 +318,14 @@ def _moves(episode: Columns) -> Float64Array:
 
 
 def _digest(episode: Columns) -> str:
-    """Return what equal episodes have in common: xxh3-128 over the columns' bytes."""
-    state = xxhash.xxh3_128()
-    for name in sorted(episode):
-        state.update(byte_view(np.ascontiguousarray(episode[name])))
-    return state.hexdigest()
+    """Return what equal episodes have in common: xxh3-128 over the bytes of what is compared."""
+    content = (episode[name].tobytes() for name in COMPARED if name in episode)
+    return xxhash.xxh3_128_hexdigest(b"".join(content))
 
 
 def _spread(values: Array) -> dict[str, float]:
     if not len(values):
         return {}
-    named = dict(zip(("min", "q25", "median", "q75", "max"), (0, 0.25, 0.5, 0.75, 1), strict=True))
-    spread = {name: float(np.quantile(values, q)) for name, q in named.items()}
-    return spread | {"mean": float(np.mean(values))}
+    ends = np.quantile(values, [0.0, 0.25, 0.5, 0.75, 1.0]).tolist()
+    named = zip(("min", "q25", "median", "q75", "max"), ends, strict=True)
+    return {**dict(named), "mean": float(np.mean(values))}

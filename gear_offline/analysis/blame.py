@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from rich.console import Console
 
@@ -40,25 +41,25 @@ from gear_offline.training.policies import trained_model
 
 __all__ = ["Blame", "BlamedEpisode", "Spike", "blame", "find_spikes"]
 
-WINDOW, LEAST = 20, 5  # records before one that it is compared with
+BEFORE, LEAST = 20, 5  # records before one that it is compared with
 MADS = 6.0  # a spike is so many median absolute deviations above the median of those ...
 FLAT = 0.01  # ... each taken for this share of the median at least
 DATA, PART = 0.5, 0.1  # shares of a rise from which on it is due to the data, or in part
 SHOWN, NAMED = 10, 3  # episodes that are printed, and that have a colour and a source
 DRAWS_AT_ONCE = 1 << 20
+WINDOW = np.dtype(
+    [("batch", "i8"), ("episode", "i8"), ("start", "i8"), ("loss", "f8"), ("steps", "i8")]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spike:
-    """Batches `first` to `last` of whole records of metrics.jsonl, and their highest `loss`.
+    """Records of metrics.jsonl, one after the other, whose loss is high."""
 
-    `usual` is the median of the records before.
-    """
-
-    first: int
+    first: int  # batches
     last: int
-    loss: float
-    usual: float
+    loss: float  # the highest one
+    usual: float  # median of the records before
 
     def __str__(self) -> str:
         times = f"{self.loss / self.usual:.3g} times the usual one" if self.usual else "usually 0"
@@ -67,89 +68,46 @@ class Spike:
 
 @dataclass(frozen=True, kw_only=True)
 class BlamedEpisode:
-    """An episode in the batches that are blamed.
+    """An episode in the batches that are blamed; its windows are those in these batches."""
 
-    Attributes
-    ----------
-    episode, source
-        Number in the run's data; the file and the number there, as far as the dataset says.
-    episode_return, length
-        Of the whole episode.
-    drawn, usual, seen
-        Windows of it in these batches, in as many on average before, and in all before.
-    loss
-        Mean over the real steps of its windows in these batches.
-    adds
-        What it adds to the mean loss of these batches, over what an ordinary window has; those of
-        all episodes sum up to the rise.
-    batch, start
-        Where its window of the largest loss is, and at which step of the episode that begins.
-    """
-
-    episode: int
-    source: str
+    episode: int  # number in the run's data
+    source: str  # the file and the number there, as far as the dataset says
     episode_return: float
     length: int
-    drawn: int
-    usual: float
-    seen: int
-    loss: float
-    adds: float
-    batch: int
-    start: int
+    drawn: int  # windows
+    usual: float  # windows in as many batches, on average before
+    seen: int  # windows in all batches before
+    loss: float  # mean over the real steps of its windows
+    adds: float  # to the mean loss of these batches, over an ordinary window; all sum to the rise
+    batch: int  # of its window of the largest loss, ...
+    start: int  # ... and at which step of the episode that begins
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Blame:
-    """What `blame` found.
-
-    Attributes
-    ----------
-    run, first, last
-        Which batches, both included, counted from 0.
-    checkpoint
-        Step of the checkpoint under which losses were computed.
-    loss, ordinary_loss
-        Means of these batches and of as many ordinary ones, under that checkpoint.
-    spike
-        The first one that was logged for them; None without.
-    explained
-        Share of the logged rise that these batches show under the checkpoint; None without a spike.
-    verdict
-        A sentence.
-    without
-        The `train.skip` that leaves these batches out; None where the checkpoint has seen them.
-    episodes
-        By what they add, the most first.
-    windows
-        Arrays (w,) ``batch``, ``episode``, ``start`` and ``loss``, of the ordinary batches too.
-    curve
-        (batch, logged loss) of the whole run.
-    """
+    """What `blame` found."""
 
     run: str
-    first: int
+    first: int  # batches, both included, counted from 0
     last: int
-    checkpoint: int
-    loss: float
+    checkpoint: int  # step of the one under which losses were computed
+    loss: float  # means of these batches, and of as many ordinary ones, under that checkpoint
     ordinary_loss: float
-    spike: Spike | None
-    explained: float | None
+    spike: Spike | None  # the first one that was logged for them
+    explained: float | None  # share of the spike's rise that these batches show there
     verdict: str
-    without: list[list[int]] | None
-    episodes: tuple[BlamedEpisode, ...]
-    windows: dict[str, Any]
-    curve: tuple[tuple[int, float], ...]
+    without: list[list[int]] | None  # `train.skip` of them; None: the checkpoint has seen them
+    episodes: tuple[BlamedEpisode, ...]  # by what they add, the most first
+    windows: npt.NDArray[Any]  # (w,) WINDOW records, of the ordinary batches too
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able document; of the windows those of the batches, by their loss."""
-        names, batch = tuple(self.windows), self.windows["batch"]
-        order = np.argsort(-self.windows["loss"], kind="stable")
-        order = order[(batch[order] >= self.first) & (batch[order] <= self.last)]
-        rows = np.array([values[order] for values in self.windows.values()], object).T.tolist()
-        windows = [dict(zip(names, row, strict=True)) for row in rows]
-        document: dict[str, Any] = finite(asdict(replace(self, windows={})))
-        return document | {"windows": finite(windows)}
+        batch, names = self.windows["batch"], WINDOW.names or ()
+        own = self.windows[(batch >= self.first) & (batch <= self.last)]
+        own = own[np.argsort(-own["loss"], kind="stable")]
+        windows = [dict(zip(names, row, strict=True)) for row in own.tolist()]
+        document: dict[str, Any] = finite({**asdict(self), "windows": windows})
+        return document
 
     def print(self) -> None:
         """Print the verdict and the episodes that add most."""
@@ -180,8 +138,9 @@ class Blame:
         figure = plots.new_figure()
         above, below = figure.subplots(2, 1, height_ratios=(2, 3))
         room = 10 * (self.last + 1 - self.first)
-        near = [one for one in self.curve if self.first - room <= one[0] <= self.last + room]
-        above.plot([one[0] for one in near], [one[1] for one in near], ".-", color=plots.INK)
+        logged = [record[1:] for record in _logged(open_run(self.run))]
+        near = [one for one in logged if self.first - room <= one[0] <= self.last + room]
+        above.plot(*zip(*near, strict=True), ".-", color=plots.INK)
         plots.dress(above, y="logged loss")
         batch, loss = self.windows["batch"], self.windows["loss"]
         below.plot(batch, loss, ".", color=plots.GREY, markersize=3)
@@ -194,9 +153,8 @@ class Blame:
         for axes in (above, below):
             axes.axvspan(self.first - 0.5, self.last + 0.5, color=plots.FAINT, zorder=0)
             plots.thousands(axes.xaxis)
-        plots.titles(
-            figure, self.verdict, f"{self.run}: batches {self.first:,} to {self.last:,} are grey"
-        )
+        subtitle = f"{self.run}: batches {self.first:,} to {self.last:,} are grey"
+        plots.titles(figure, self.verdict, subtitle)
         return plots.save_figure(figure, Path(path))
 
 
@@ -213,7 +171,7 @@ def find_spikes(run: Run | str | os.PathLike[str]) -> list[Spike]:
         ``RUN_NOT_FOUND``, ``RUN_DAMAGED``.
     """
     spikes: list[Spike] = []
-    ordinary = deque[float](maxlen=WINDOW)
+    ordinary = deque[float](maxlen=BEFORE)
     for first, last, loss in _logged(run if isinstance(run, Run) else open_run(run)):
         usual = float(np.median(ordinary)) if len(ordinary) >= LEAST else np.inf
         spread = float(np.median(np.abs(np.array(ordinary) - usual))) if ordinary else 0.0
@@ -276,53 +234,43 @@ def blame(
     (4, 32)
     """
     opened = run if isinstance(run, Run) else open_run(run)
-    recipe, where = opened.recipe, str(opened.path)
+    recipe = opened.recipe
+    if recipe.data.admit_every is not None:
+        raise _unknown(opened, "the data grew while the run trained")
     last = min(last, recipe.train.batch_of(recipe.train.steps - 1))
-    batches = _taken(recipe, max(0, first), last + 1)
+    batches, past = _taken(recipe, max(0, first), last + 1), _taken(recipe, 0, first)
     if not len(batches):
-        remedy = "give the first and the last one, e.g. 4100..4160"
-        raise InputError("USAGE", f"no batches from {first} to {last}", where, remedy)
+        what, remedy = f"no batches from {first} to {last}", "give first and last, like 4100..4160"
+        raise InputError("USAGE", what, str(opened.path), remedy)
+    ordinary = _taken(recipe, max(0, first - len(batches)), first)
+    if not len(ordinary):
+        ordinary = _taken(recipe, last + 1, last + 1 + len(batches))
     saved = list_checkpoints(opened.path / "checkpoints")
     if not saved:
         raise no_run(opened.path)
     earlier = [one for one in saved if recipe.train.batch_of(one[0]) <= first]
     checkpoint = read_checkpoint((earlier or saved[:1])[-1][1], training=False)
-    ordinary = _taken(recipe, max(0, first - len(batches)), first)
-    if not len(ordinary):
-        ordinary = _taken(recipe, last + 1, last + 1 + len(batches))
-    every, name = np.concatenate([ordinary, batches]).tolist(), f"blame {opened.name}"
     here: dict[str, Any] = {"device": device, "engine": "auto", "placement": "auto", "world": None}
-    with (
-        GearLoader.from_recipe(recipe, **here) as loader,
-        Progress(name, total=len(every), unit="batches", quiet=quiet) as progress,
-    ):
-        learns, grows = loader.loss_sampler is not None, recipe.data.admit_every is not None
-        if learns or grows:
-            what = f"what {loader.selection.name} drew depends on losses that are not kept"
-            what = "the data grew while the run trained" if grows else what
-            remedy = "only batches of fixed data and of strategies that do not learn can be told"
-            raise InputError("SELECTION", what, where, remedy)
+    with GearLoader.from_recipe(recipe, **here) as loader:
+        if loader.loss_sampler is not None:
+            raise _unknown(opened, f"what {loader.selection.name} drew depends on losses")
         loader.load_state_dict(checkpoint.state.loader)  # refuses other data
-        model = trained_model(checkpoint).model
-        model.train(False).to(loader.device)  # type: ignore[arg-type, unused-ignore]
-        parts = [_losses(loader, model, n, progress) for n in every]
-    windows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    blamed = (windows["batch"] >= first) & (windows["batch"] <= last)
-    loss, usual = (
-        float(np.average(windows["loss"][of], weights=windows["steps"][of]))
-        for of in (blamed, ~blamed)
-    )
-    past = _taken(recipe, 0, first)
-    seen, share = _draws(loader.selection, recipe, past), len(batches) / max(1, len(past))
-    rows = _episodes({k: v[blamed] for k, v in windows.items()}, loader.dataset, usual, seen, share)
+        numbers = np.concatenate([ordinary, batches]).tolist()
+        windows = _windows(loader, trained_model(checkpoint).model, numbers, opened.name, quiet)
+    is_blamed = (windows["batch"] >= first) & (windows["batch"] <= last)
+    blamed, others = windows[is_blamed], windows[~is_blamed]
+    loss, usual = (float(np.average(w["loss"], weights=w["steps"])) for w in (blamed, others))
+    seen = _draws(loader.selection, recipe, past)
+    share = len(batches) / max(1, len(past))
+    episodes = _episodes(blamed, loader.dataset, usual, seen, share)
     spikes = [one for one in find_spikes(opened) if one.first <= last and one.last >= first]
-    spike, explained, logged = next(iter(spikes), None), None, [*_logged(opened)]
+    spike, explained = next(iter(spikes), None), None
     if spike:  # sums, for a record may have more batches than are asked for
-        near = [one for one in logged if one[0] <= last and one[1] >= first]
+        near = [one for one in _logged(opened) if one[0] <= last and one[1] >= first]
         rise = sum((value - spike.usual) * (end + 1 - begin) for begin, end, value in near)
         explained = float(np.clip((loss - usual) * len(batches) / max(rise, 1e-30), 0, 1))
     return Blame(
-        run=where,
+        run=str(opened.path),
         first=first,
         last=last,
         checkpoint=checkpoint.state.step,
@@ -330,12 +278,16 @@ def blame(
         ordinary_loss=usual,
         spike=spike,
         explained=explained,
-        verdict=_verdict(explained, loss, usual, rows),
+        verdict=_verdict(explained, loss, usual, episodes[0]),
         without=[*map(list, sorted({*recipe.train.skip, (first, last)}))] if earlier else None,
-        episodes=rows,
+        episodes=episodes,
         windows=windows,
-        curve=tuple(one[1:] for one in logged),
     )
+
+
+def _unknown(run: Run, what: str) -> InputError:
+    remedy = "only batches of fixed data and of strategies that do not learn can be told"
+    return InputError("SELECTION", what, str(run.path), remedy)
 
 
 def _taken(recipe: Recipe, first: int, end: int) -> Int64Array:
@@ -347,23 +299,25 @@ def _taken(recipe: Recipe, first: int, end: int) -> Int64Array:
 
 
 @torch.inference_mode()
-def _losses(
-    loader: GearLoader, model: DecisionTransformer, number: int, progress: Progress
-) -> dict[str, Any]:
-    """Return of each window of a batch, (B,), where it is, its loss and its real steps."""
-    batch = loader.batch_at(number)
-    output = model(**batch.model_inputs(), padding=batch.padding, only_actions=True)
-    mask, valid = batch.attention_mask, model.valid_actions(batch)
-    losses = segment_losses(output.action_preds, batch.actions, mask, valid_actions=valid)
-    progress.advance(1)
-    episodes, starts = batch.segments.cpu().numpy().T
-    return {
-        "batch": np.full(len(batch), number),
-        "episode": episodes,
-        "start": starts,
-        "loss": losses.double().cpu().numpy(),
-        "steps": mask.sum(1).cpu().numpy(),
-    }
+def _windows(
+    loader: GearLoader, model: DecisionTransformer, batches: Sequence[int], name: str, quiet: bool
+) -> npt.NDArray[Any]:
+    """Return (w,) what `Blame.windows` holds of some batches, under the weights of a model."""
+    model.train(False).to(loader.device)  # type: ignore[arg-type, unused-ignore]
+    parts, total = [], len(batches)
+    with Progress(f"blame {name}", total=total, unit="batches", quiet=quiet) as progress:
+        for number in batches:
+            batch = loader.batch_at(number)
+            output = model(**batch.model_inputs(), padding=batch.padding, only_actions=True)
+            mask, valid = batch.attention_mask, model.valid_actions(batch)
+            losses = segment_losses(output.action_preds, batch.actions, mask, valid_actions=valid)
+            part = np.empty(len(batch), WINDOW)
+            part["batch"], part["loss"] = number, losses.double().cpu().numpy()
+            part["episode"], part["start"] = batch.segments.cpu().numpy().T
+            part["steps"] = mask.sum(1).cpu().numpy()
+            parts.append(part)
+            progress.advance(1)
+    return np.concatenate(parts)
 
 
 def _draws(sampler: Sampler, recipe: Recipe, batches: Int64Array) -> Int64Array:
@@ -379,33 +333,30 @@ def _draws(sampler: Sampler, recipe: Recipe, batches: Int64Array) -> Int64Array:
 
 
 def _episodes(
-    windows: dict[str, Any], data: TableData, usual: float, seen: Int64Array, share: float
+    windows: npt.NDArray[Any], data: TableData, usual: float, seen: Int64Array, share: float
 ) -> tuple[BlamedEpisode, ...]:
     """Return the episodes of windows, those that add most first; `share` of `seen` is usual."""
-    numbers, own = np.unique(windows["episode"], return_inverse=True)
-    steps = np.bincount(own, windows["steps"])
-    total = np.bincount(own, windows["steps"] * windows["loss"])
-    adds = (total - steps * usual) / steps.sum()
-    rows = []
-    for place in np.argsort(-adds, kind="stable").tolist():
-        episode, mine = int(numbers[place]), np.flatnonzero(own == place)
-        worst = mine[np.argmax(windows["loss"][mine])]
+    real, rows = int(windows["steps"].sum()), []
+    for episode in np.unique(windows["episode"]).tolist():
+        own = windows[windows["episode"] == episode]
+        steps, total = own["steps"].sum(), float(own["steps"] @ own["loss"])
+        worst = own[own["loss"].argmax()]
         rows.append(
             BlamedEpisode(
                 episode=episode,
                 source=_source(data, episode),
                 episode_return=float(data.returns[episode]),
                 length=int(data.episodes.lengths[episode]),
-                drawn=mine.size,
+                drawn=len(own),
                 usual=float(seen[episode] * share),
                 seen=int(seen[episode]),
-                loss=float(total[place] / steps[place]),
-                adds=float(adds[place]),
-                batch=int(windows["batch"][worst]),
-                start=int(windows["start"][worst]),
+                loss=float(total / steps),
+                adds=float((total - steps * usual) / real),
+                batch=int(worst["batch"]),
+                start=int(worst["start"]),
             )
         )
-    return tuple(rows)
+    return tuple(sorted(rows, key=lambda one: -one.adds))
 
 
 def _source(data: TableData, episode: int) -> str:
@@ -427,13 +378,11 @@ def _source(data: TableData, episode: int) -> str:
     return f"episode {episode} of {source.uri}"
 
 
-def _verdict(
-    explained: float | None, loss: float, usual: float, rows: Sequence[BlamedEpisode]
-) -> str:
+def _verdict(explained: float | None, loss: float, usual: float, first: BlamedEpisode) -> str:
     if explained is None:
         return f"No spike was logged here: loss {loss:.3g}, of ordinary batches {usual:.3g}"
     text = f"the data: they explain {explained:.0%} of the rise"
     if explained < PART:
         return f"Not {text}"
-    alone = f", episode {rows[0].episode} alone {explained * rows[0].adds / (loss - usual):.0%}"
+    alone = f", episode {first.episode} alone {explained * first.adds / (loss - usual):.0%}"
     return ("Due to " if explained >= DATA else "In part ") + text + alone
