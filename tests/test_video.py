@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -155,10 +154,3 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(GearError, match=r"gear-offline\[video\]"):
             video.check_video(tmp_path / "a.gif", tasks)
-    monkeypatch.setattr(os, "environ", {})
-    failed: Any = subprocess.CompletedProcess([], 1)
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    tasks = [EvaluationTask(environment="Hopper-v5", targets=(1.0,))]
-    monkeypatch.delitem(sys.modules, "imageio")
-    with pytest.raises(GearError, match="libosmesa6"):
-        video.check_video(tmp_path / "a.gif", tasks)

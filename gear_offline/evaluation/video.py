@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -26,7 +24,6 @@ from gear_offline.evaluation.environments import (
     describe,
     is_atari,
     make_environment,
-    simulator_data,
 )
 from gear_offline.evaluation.evaluate import EvaluationTask
 from gear_offline.evaluation.results import EvaluationReport, TargetResult, TaskResult
@@ -50,25 +47,21 @@ def check_video(path: Path, tasks: Sequence[EvaluationTask]) -> None:
         check_new_file(own)
     try:
         import imageio  # noqa: F401
-
-        if path.suffix.lower() == ".mp4":
-            import imageio_ffmpeg  # noqa: F401
+        import imageio_ffmpeg  # noqa: F401
     except ImportError as error:
-        what, remedy = "a video needs imageio", "pip install 'gear-offline[video]'"
-        raise UnavailableError(
-            "PACKAGE_MISSING", f"{what}: {first_line(error)}", str(path), remedy
-        ) from error
-    if not os.environ.get("DISPLAY"):
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # or pygame looks for a display
+        what = f"a video needs imageio: {first_line(error)}"
+        remedy = "pip install 'gear-offline[video]'"
+        raise UnavailableError("PACKAGE_MISSING", what, str(path), remedy) from error
+    if not os.environ.get("DISPLAY"):  # or pygame and MuJoCo look for one
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+        os.environ.setdefault("MUJOCO_GL", "egl")
     for environment_id in dict.fromkeys(task.environment for task in tasks):
         with closing(make_environment(environment_id)) as plain:
             modes = plain.metadata.get("render_modes") or ()
-            if "rgb_array" not in modes:
-                what = f"the environment cannot draw itself: its render modes are {list(modes)}"
-                remedy = "leave out --video, or give it the render mode rgb_array"
-                raise InputError("ENVIRONMENT", what, environment_id, remedy)
-            if simulator_data(plain) is not None:
-                _choose_mujoco_gl()
+        if "rgb_array" not in modes:
+            what = f"the environment cannot draw itself: its render modes are {list(modes)}"
+            remedy = "leave out --video, or give it the render mode rgb_array"
+            raise InputError("ENVIRONMENT", what, environment_id, remedy)
         with closing(_drawing(environment_id)) as environment:
             environment.reset(seed=0)
             _frame(environment, environment_id)
@@ -86,9 +79,9 @@ def write_videos(path: Path, report: EvaluationReport, *, quiet: bool = True) ->
 
 
 def _paths(path: Path, tasks: Sequence[str]) -> tuple[Path, ...]:
-    return tuple(
-        path.with_stem(f"{path.stem}-{task}") if len(tasks) > 1 else path for task in tasks
-    )
+    if len(tasks) == 1:
+        return (path,)
+    return tuple(path.with_stem(f"{path.stem}-{task}") for task in tasks)
 
 
 def _encoded(task: TaskResult, suffix: str, quiet: bool) -> bytes:
@@ -103,36 +96,40 @@ def _encoded(task: TaskResult, suffix: str, quiet: bool) -> bytes:
         options: dict[str, Any] = {"duration": 1000 * every / rate, "loop": 0}  # ms a frame, always
         if suffix == ".mp4":
             options = {"fps": rate / every, "macro_block_size": 2}
-        file = io.BytesIO()
+        file, total = io.BytesIO(), sum(one.lengths[0] // every + 1 for one in task.targets)
         writer: Any = imageio.v2.get_writer(file, format=FORMATS[suffix], mode="I", **options)
-        frames, what = (
-            sum(len(_actions(one)) // every + 1 for one in task.targets),
-            task.environment,
-        )
-        with Progress(f"draw {what}", total=frames, unit="frames", quiet=quiet) as progress, writer:
+        what = f"draw {task.environment}"
+        with Progress(what, total=total, unit="frames", quiet=quiet) as progress, writer:
             for target in task.targets:
                 for image in _played(environment, task, target, every):
-                    writer.append_data(_sized(image, suffix))
-                    progress.advance(1)
+                    if suffix == ".gif" and image.width > GIF_WIDTH:
+                        size = GIF_WIDTH, round(image.height * GIF_WIDTH / image.width)
+                        image = image.resize(size)
+                    height, width = image.height // 2 * 2, image.width // 2 * 2  # as H.264 wants
+                    writer.append_data(np.asarray(image)[:height, :width])
+                    progress.advance()
     return file.getvalue()
-
-
-def _actions(target: TargetResult) -> npt.NDArray[Any]:
-    assert target.actions is not None, "the evaluation was asked to keep them"
-    return target.actions
 
 
 def _played(
     environment: Any, task: TaskResult, target: TargetResult, every: int
 ) -> Iterator[Image]:
     """Play the first episode of a target again; give a picture every `every` steps."""
-    actions, total = _actions(target), 0.0
-    facts = describe(environment, task.environment)
+    from PIL import Image, ImageDraw, ImageFont
+
+    facts, actions, total = describe(environment, task.environment), target.actions, 0.0
+    assert actions is not None, "the evaluation was asked to keep them"
     environment.reset(seed=task.seed)
     for step in range(len(actions) + 1):
         if step % every == 0:
+            frame = _frame(environment, task.environment)
+            height, width = frame.shape[:2]
+            image = Image.new("RGB", (width, height + CAPTION_HEIGHT))
+            image.paste(Image.fromarray(frame), (0, CAPTION_HEIGHT))
+            font = ImageFont.load_default(max(8, min(16, width // 14)))  # 28 letters half as wide
             text = f"asked {target.target:,.6g}   achieved {total:,.1f}"
-            yield _captioned(_frame(environment, task.environment), text)
+            ImageDraw.Draw(image).text((4, 2), text, font=font)
+            yield image
         if step < len(actions):
             total += float(environment.step(facts.shaped(actions[step].copy()))[1])
     if total != target.returns[0]:
@@ -140,23 +137,6 @@ def _played(
         remedy = "an environment that does not repeat itself cannot be shown: seed its random "
         remedy += "numbers in reset"
         raise InputError("ENVIRONMENT", what, task.environment, remedy)
-
-
-def _captioned(frame: npt.NDArray[np.uint8], text: str) -> Image:
-    from PIL import Image, ImageDraw, ImageFont
-
-    height, width = frame.shape[:2]
-    image = Image.new("RGB", (width, height + CAPTION_HEIGHT))
-    image.paste(Image.fromarray(frame), (0, CAPTION_HEIGHT))
-    size = max(8, min(16, width // 14))  # 28 letters of half that width
-    ImageDraw.Draw(image).text((4, 2), text, font=ImageFont.load_default(size))
-    return image
-
-
-def _sized(image: Image, suffix: str) -> npt.NDArray[np.uint8]:
-    if suffix == ".gif" and image.width > GIF_WIDTH:
-        image = image.resize((GIF_WIDTH, round(image.height * GIF_WIDTH / image.width)))
-    return np.asarray(image)[: image.height // 2 * 2, : image.width // 2 * 2]  # H.264 wants even
 
 
 def _drawing(environment_id: str) -> Any:
@@ -178,33 +158,7 @@ def _frame(environment: Any, environment_id: str) -> npt.NDArray[np.uint8]:
             raise ValueError(f"an array of shape {frame.shape} is no picture of three colours")
         return frame
     except Exception as error:  # pygame, OpenGL and each simulator raise what they like
-        raise UnavailableError(
-            "ENVIRONMENT",
-            f"the environment does not draw itself: {first_line(error)}",
-            where=environment_id,
-            remedy="CartPole and its like need pygame, MuJoCo EGL or OSMesa: "
-            "pip install 'gear-offline[video]', apt-get install libegl1 libosmesa6",
-        ) from error
-
-
-def _choose_mujoco_gl() -> None:
-    """Choose how MuJoCo draws without a display; a process can try only one way."""
-    if os.environ.get("MUJOCO_GL") or os.environ.get("DISPLAY"):
-        return
-    for name in ("egl", "osmesa"):
-        context = "import mujoco; mujoco.GLContext(8, 8).make_current()"
-        tried = subprocess.run(
-            [sys.executable, "-c", context],
-            env=os.environ | {"MUJOCO_GL": name},
-            capture_output=True,
-        )
-        if tried.returncode == 0:
-            os.environ["MUJOCO_GL"] = name
-            return
-    raise UnavailableError(
-        "PACKAGE_MISSING",
-        "MuJoCo cannot draw without a display: neither EGL nor OSMesa works here",
-        where="MUJOCO_GL",
-        remedy="apt-get install libegl1 libosmesa6, on a machine with an NVIDIA GPU its driver's "
-        "EGL library",
-    )
+        what = f"the environment does not draw itself: {first_line(error)}"
+        remedy = "pip install 'gear-offline[video]' for CartPole and its like; MuJoCo needs EGL "
+        remedy += "(apt-get install libegl1), or MUJOCO_GL=osmesa and libosmesa6"
+        raise UnavailableError("ENVIRONMENT", what, environment_id, remedy) from error
