@@ -249,22 +249,23 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_that_is_named_is_resumed_where_it_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
-    asked: list[Path | None] = []
+    asked: list[Path] = []
 
-    def train(recipe: object, *, out: Path | None, **_: object) -> Path:
+    def train(recipe: object, out: Path, **_: object) -> Path:
         asked.append(out)
         return tmp_path
 
     monkeypatch.setattr("gear_offline.runs.loop.train", train)
     folder = tmp_path / "mine"
     folder.mkdir()
+    monkeypatch.chdir(tmp_path)
     (folder / "recipe.yaml").write_text("base: smoke\n")
     (folder / file).touch()
     for words, out in (
         ([str(folder), "--resume"], folder),
         ([str(folder / "recipe.yaml"), "--resume"], folder),
-        ([str(folder)], None),
-        (["smoke", "--resume"], None),
+        ([str(folder)], Path("runs/recipe-s0")),
+        (["smoke", "--resume"], Path("runs/smoke-s0")),
         ([str(folder), "--resume", "--out", "other"], Path("other")),
     ):
         assert cli.main(["train", *words]) == 0 and asked[-1] == out

@@ -100,6 +100,9 @@ def test_what_is_no_path_is_refused_as_a_wrong_one_is(reader: Callable[[Any], ob
 
 
 def test_ranges_outside_and_unknown_columns(dataset: Dataset) -> None:
+    with pytest.raises(AttributeError, match=r"'rewards': the column is column\('rewards'\)"):
+        getattr(dataset, "rewards")  # noqa: B009
+    assert not hasattr(dataset, "no_column")
     for start, stop in ((-1, 2), (3, 2), (0, STEPS + 1)):
         refused = failing_code(lambda a=start, b=stop: dataset.read("rewards", a, b))  # type: ignore[misc]
         assert refused == "SELECTION"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,8 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.runs.loop import train
 from tests.network import permitted
-from tests.ranks_support import launch
-from tests.support import make_dataset, one_error
+from tests.ranks_support import environment, launch
+from tests.support import make_dataset, one_error, write_hdf5
 from tests.training_support import measured
 
 covered = pytest.mark.skipif(
@@ -90,6 +93,50 @@ def test_other_errors_stay_what_they_are(error: Exception) -> None:
 def trained(ranks: int, *arguments: str) -> str:
     """Run the child with so many ranks; return what they said."""
     return launch(ranks, "-m", "tests.parallel_child", *arguments, restarts=1).stderr
+
+
+SLOW = """
+import os, sys, time
+from pathlib import Path
+import gear_offline as go
+from gear_offline.runs import prepare
+
+def slow(*words, **options):
+    time.sleep(4)
+    if sys.argv[4] == "dies":
+        os._exit(9)
+    return convert(*words, **options)
+
+convert, prepare.convert = prepare.convert, slow
+try:
+    go.train(sys.argv[1], {"data.path": sys.argv[2], "train.timeout": 1.5}, out=sys.argv[3])
+except go.GearError as error:
+    print(error.code)
+"""
+
+
+@pytest.mark.parametrize("first", ["lives", "dies"])
+def test_ranks_wait_for_the_first_ones_data_as_long_as_it_lives(first: str, tmp_path: Path) -> None:
+    recipe, folder = tmp_path / "ranks.yaml", tmp_path / "d"
+    source = f"{folder}, source: {write_hdf5(tmp_path / 'x.hdf5')}"
+    recipe.write_text(RECIPE.format(data=source).replace("steps: 20", "steps: 2"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SLOW, recipe, folder, tmp_path / "run", first],
+            env=environment() | group | {"RANK": str(rank), "WORLD_SIZE": "2"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=150)[0] for rank in ranks]
+    lost = first == "dies"
+    assert ([rank.returncode for rank in ranks], said) == (
+        [9 * lost, 0],
+        ["", "RANK_LOST\n" * lost],
+    )
 
 
 @covered

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import gear_offline as go
 from gear_offline.runs.loop import train
-from tests.support import failing_code
+from tests.support import failing_code, one_error, write_hdf5
 from tests.training_support import tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("no_reports")
@@ -47,6 +49,13 @@ def test_a_new_run_that_is_refused_leaves_nothing(
 def test_a_run_that_is_there_is_left_as_it_was(data: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(tiny_recipe(data, "train.steps=5"), out=run, quiet=True)
+    other = {
+        "data.path": str(tmp_path / "other"),
+        "data.source": str(write_hdf5(tmp_path / "x.h5")),
+    }
+    with one_error("RUN_MISMATCH", "data.path was"):  # before anything is converted
+        go.train(run, other, resume=True, quiet=True)
+    assert not (tmp_path / "other").exists()
     for lock in ("kept", "lost"):  # as where only visible files were copied
         if lock == "lost":
             (run / ".lock").unlink()
@@ -105,3 +114,12 @@ def test_a_false_start_stays_until_another_run_begins(data: Path, tmp_path: Path
     assert content(run) == before
     train(tiny_recipe(data, "train.steps=5"), out=run, quiet=True)
     assert "damaged" not in (run / "metrics.jsonl").read_text()
+
+
+def test_an_option_that_is_no_argument_is_told_with_the_way_to_give_it(tmp_path: Path) -> None:
+    unknown: dict[str, Any] = {"steps": 5}
+    with one_error("USAGE", r"'steps'; .* go\.train\('smoke', \{'train\.steps': \.\.\.\}\)"):
+        go.train("smoke", out=tmp_path / "run", **unknown)
+    with one_error("DATASET_NOT_FOUND"):
+        go.train("paper", out=tmp_path / "run", quiet=True)
+    assert not list(tmp_path.iterdir())

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import gear_offline as go
 from gear_offline.runs.evaluate import evaluate
-from gear_offline.runs.loop import train
 from gear_offline.runs.prepare import resolve
 from gear_offline.tables.shared import SharedMemory
 from tests.checkpoint_support import write_run
@@ -87,8 +87,15 @@ def test_a_file_names_no_module_to_import(
     assert name in caught.value.remedy
     with pytest.raises(SystemExit, match="imported"):
         evaluate(run, environment=name, quiet=True)
+    own = {"evaluate.environment": name, "data.path": str(dataset.path)}
     with pytest.raises(SystemExit, match="imported"):
-        train(tiny_recipe(dataset.path, f"evaluate.environment={name}"), out=tmp_path / "new")
+        go.train("paper", own, out=tmp_path / "new", quiet=True)
+    (run / "recipe.yaml").write_text(f"{{base: paper, evaluate: {{environment: '{name}'}}}}")
+    with one_error("RUN_MISMATCH", "data.path was None"):
+        go.train(run, {"data.path": str(dataset.path)}, resume=True, quiet=True)
+    with pytest.raises(SystemExit, match="imported"):
+        named = {"data.path": str(dataset.path), "evaluate": {"environment": name}}
+        go.train(run, named, resume=True, quiet=True)
 
 
 def test_the_source_has_no_way_to_run_what_it_reads() -> None:

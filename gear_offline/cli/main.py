@@ -8,7 +8,6 @@ a typo is answered at once.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -41,6 +40,7 @@ from gear_offline.cli.values import (
     parse_range,
     show,
 )
+from gear_offline.distributed import is_first_process
 from gear_offline.errors import InputError
 
 RECIPE_GROUPS = {
@@ -327,33 +327,12 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train a Decision Transformer from a recipe."""
-    from gear_offline.config.recipe import load_recipe
-    from gear_offline.progress import say
+    from gear_offline.runs.train import train as run
 
-    is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts several of us
-    whole = load_recipe(recipe, overrides or ())
-    rising = whole.optimizer.warmup(whole.train.steps)
-    warmup = f", the first {min(rising, whole.train.steps):,} of them warm-up" if rising else ""
-    message = f"{whole.name}: {whole.train.steps:,} steps{warmup}; seed {whole.seed}"
-    say(message, quiet=quiet or not is_first)
-    from gear_offline.evaluation.environments import import_module_of
-    from gear_offline.runs.checks import check_data
-    from gear_offline.runs.directory import check_place, default_run_path, places
-
-    out, start = places(recipe, out, resume=resume, checkpoint=checkpoint)
-    if is_first:  # before torch is loaded
-        check_place(out or default_run_path(whole), resume=resume)
-        check_data(whole.data)
-    if resume or start:  # a run's own recipe imports no module, what is typed here does
-        for override in overrides or ():
-            key, _, value = override.partition("=")
-            if key.endswith("environment"):
-                import_module_of(value)
-    from gear_offline.runs.loop import train as run  # loads torch
-
-    path = run(whole, out=out, resume=resume, start=start, quiet=quiet)
-    if is_first:
-        print(path)
+    options = overrides or ()
+    trained = run(recipe, options, out=out, resume=resume, checkpoint=checkpoint, quiet=quiet)
+    if is_first_process():  # torchrun starts several of us
+        print(trained.path)
 
 
 @command(

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 from operator import index
 from pathlib import Path
-from typing import SupportsIndex, overload
+from typing import TYPE_CHECKING, Never, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -118,6 +118,15 @@ class Dataset:
         firsts = np.cumsum([0, *(s.steps for s in self.manifest.shards)], dtype=np.int64)
         firsts.setflags(write=False)
         return firsts
+
+    if not TYPE_CHECKING:  # which finds such names itself
+
+        def __getattr__(self, name: str) -> Never:
+            what = f"{type(self).__name__!r} object has no attribute {name!r}"
+            manifest = vars(self).get("manifest")  # a copy is made without it
+            if manifest is not None and name in (column.name for column in manifest.spec):
+                what += f": the column is column({name!r}), of an episode dataset[0][{name!r}]"
+            raise AttributeError(what)
 
     def read(self, column: str, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)`` of `column` in memory of their own, digests unread.

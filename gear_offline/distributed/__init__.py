@@ -7,5 +7,12 @@ of torch (`collective`) or by RDMA reads (`rdma`, which does not import torch).
 
 from __future__ import annotations
 
+import os
+
 # Environment variable: the network interface of this node for everything that crosses nodes.
 INTERFACE_VARIABLE = "GEAR_OFFLINE_INTERFACE"
+
+
+def is_first_process() -> bool:
+    """Whether this is the process that writes and prints, among those that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"

@@ -14,9 +14,10 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -39,6 +40,8 @@ T = TypeVar("T")
 TIMEOUT_SECONDS = 600.0  # longer than an evaluation between two steps
 JOIN_PAUSE_SECONDS = 0.002
 POLL_SECONDS = 100e-6
+SIGN_SECONDS = 5.0  # between two signs of life of a rank that the others wait for
+DONE, WORKING = True, False  # how a rank stands that others may wait for; text: its error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -125,27 +128,51 @@ class World:
     def lead(self, make: Callable[[], T], *, leader: int = 0) -> T | None:
         """Return what `make` gives on `leader` (of each rank's choice), ``None`` on the others.
 
+        They wait as long as it works and lives; ranks that wait for it take part in nothing else.
         An error of the leader is its own there, and ``RANK_FAILED`` on those that waited for it.
         """
         made: T | None = None
         error: Exception | None = None
         if self.rank == leader:
-            try:
-                made = make()
-            except Exception as caught:
-                error = caught
+            with self._signs_of_life():
+                try:
+                    made = make()
+                except Exception as caught:
+                    error = caught
         try:
-            failures = self.gather(None if error is None else str(error))
+            states = self.gather(DONE if error is None else str(error))
+            while WORKING in states:
+                states = self.gather(DONE if error is None else str(error))
         finally:
             if error is not None:  # whatever became of the others
                 raise error
-        if failures[leader] is not None:
+        if states[leader] != DONE:
             raise GearError(
                 "RANK_FAILED",
-                f"rank {leader} failed: {failures[leader]}",
+                f"rank {leader} failed: {states[leader]}",
                 remedy="see its own message",
             )
         return made
+
+    @contextmanager
+    def _signs_of_life(self) -> Iterator[None]:
+        """Tell the ranks that wait for this one, time and again, that it still works."""
+        done = threading.Event()
+
+        def tell() -> None:
+            with suppress(GearError):  # the main thread finds the same when it is done
+                while not done.wait(min(SIGN_SECONDS, self.timeout / 4)):
+                    self.gather(WORKING)
+
+        thread = threading.Thread(target=tell, daemon=True)
+        if self.size > 1:
+            thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            if self.size > 1:
+                thread.join()
 
     def guard(self, doing: str) -> AbstractContextManager[None]:
         """Return `peers` for a collective call of this world's ranks."""

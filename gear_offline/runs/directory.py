@@ -26,7 +26,7 @@ from pathlib import Path
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import check_folder, write_file
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, given_path
 from gear_offline.training.checkpoint_folder import (
     find_checkpoint,
     list_checkpoints,
@@ -80,19 +80,22 @@ def run_in(recipe: str | Path) -> Path | None:
 
 
 def places(
-    recipe: Recipe | str | os.PathLike[str],
-    out: Path | None,
+    named: Recipe | str | os.PathLike[str],
+    recipe: Recipe,
+    out: str | os.PathLike[str] | None,
     *,
     resume: bool,
     checkpoint: str | int | None,
-) -> tuple[Path | None, Path | None]:
-    """Return where a run goes, and the checkpoint of the run named by `recipe` that it begins with.
+) -> tuple[Path, Path | None]:
+    """Return where the run of a `recipe` goes, and the checkpoint that it begins with.
 
-    A run that is named and resumed is resumed where it lies; None: at `default_run_path`.
+    It was `named` by itself, a file or a run, which is resumed where it lies; the checkpoint is
+    that run's.
     """
-    run = None if isinstance(recipe, Recipe) else run_in(os.fspath(recipe))
+    run = None if isinstance(named, Recipe) else run_in(os.fspath(named))
+    place = None if out is None else given_path(out, "OUTPUT_WRITE", where="out")
     if checkpoint is None:
-        return out or (run if resume else None), None
+        return place or (run if resume and run else default_run_path(recipe)), None
     if run is None or resume:
         what = "another run begins with a checkpoint of a run"
         remedy = f"resume that other run without it, from {out or 'its directory'}"
@@ -100,7 +103,7 @@ def places(
             remedy = "name a run directory in place of the recipe"
         raise InputError("USAGE", what, "checkpoint", remedy)
     start = find_checkpoint(run, checkpoint)
-    return out or run.with_name(f"{run.resolve().name}-from-{int(start.name[5:])}"), start
+    return place or run.with_name(f"{run.resolve().name}-from-{int(start.name[5:])}"), start
 
 
 def is_run(folder: Path) -> bool:

@@ -16,14 +16,12 @@ from pathlib import Path
 import torch
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.tasks import named_environments
 from gear_offline.core.closing import Closing
 from gear_offline.core.device import resolve_device
 from gear_offline.core.files import write_error
 from gear_offline.core.interruption import StopRequest
 from gear_offline.distributed.world import current, open_world, rank_device
 from gear_offline.errors import GearError
-from gear_offline.evaluation.environments import import_module_of
 from gear_offline.progress import say
 from gear_offline.runs.callbacks import Callback, Callbacks
 from gear_offline.runs.checks import check_recipe
@@ -54,8 +52,8 @@ class TrainingInterrupted(GearError):
 
 def train(
     recipe: Recipe,
-    *,
     out: str | Path | None = None,
+    *,
     resume: bool = False,
     start: Path | None = None,
     quiet: bool = False,
@@ -72,12 +70,10 @@ def train(
     with open_world(device, timeout=recipe.train.timeout) as world, ExitStack() as stack:
         check_micro_batches(world.rank_batch(recipe.loader.batch_size), recipe.train.accumulate)
         world.lead(lambda: check_recipe(recipe, where=f"recipe {recipe.name}"))
-        if not (resume or start):  # then the recipe is the user's word, not only a run's
-            for name in named_environments(recipe):
-                import_module_of(name)
         directory = world.lead(lambda: stack.enter_context(RunDirectory(path, resume=resume)))
         stack.enter_context(torch_settings(recipe, device))
         quiet = quiet or not world.is_first
+        world.lead(lambda: check_resumed(path, recipe, start, is_resolved=False))
         dataset = prepare_dataset(recipe, world=world, quiet=quiet)
         resolved, sizes = resolve(recipe, dataset, quiet=quiet)
         world.lead(lambda: check_resumed(path, resolved, start))

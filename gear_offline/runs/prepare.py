@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from math import isclose, prod
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from gear_offline.core.system import available_bytes
 from gear_offline.core.text import count_text, size_text
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.growing import GrowingDataset
-from gear_offline.dataset.scores import dataset_file, reference_scores
+from gear_offline.dataset.scores import reference_scores
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.environments import EnvironmentFacts, probe, say_version
@@ -35,6 +35,7 @@ from gear_offline.models.decision_transformer import beyond_tanh
 from gear_offline.models.multitask import ModelTask
 from gear_offline.progress import say
 from gear_offline.sources import open_source
+from gear_offline.sources.uri import was_read_from
 from gear_offline.tables.fields import STATES, is_image, standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData
 from gear_offline.training.model import ModelSizes
@@ -114,17 +115,10 @@ def _check_origin(data: DataSettings, dataset: Dataset) -> None:
         collected = origin.attributes.get("attributes")
         _check_collected(data.collect, collected, "dataset", dataset.path)
         return
-    names = [file.name for file in origin.files]
-    scheme, _, name = (data.source or "").partition(":")
-    if scheme in ("d4rl", "hub", "minari") and name:
-        # The file of a D4RL dataset may have been converted under its own name.
-        file = PurePosixPath(dataset_file(name) or "" if scheme == "d4rl" else "").name
-        if origin.uri != data.source and file not in names:
-            raise _mismatch("dataset", dataset.path, str(data.source), origin.uri)
-    elif data.source is not None and names and Path(data.source).is_file():
-        name = Path(data.source).name
-        if name not in names:
-            raise _mismatch("dataset", dataset.path, name, ", ".join(names))
+    files = [file.name for file in origin.files]
+    if data.source is not None and not was_read_from(data.source, origin.uri, files):
+        made = ", ".join(files) or origin.uri
+        raise _mismatch("dataset", dataset.path, data.source, made)
 
 
 def _check_collected(settings: CollectSettings, recorded: Any, what: str, path: Path) -> None:

@@ -13,16 +13,18 @@ from gear_offline.training.checkpoint import SavedState, newest_checkpoint, read
 from gear_offline.training.checkpoint_folder import list_checkpoints
 
 
-def check_resumed(path: Path, recipe: Recipe, start: Path | None = None) -> None:
+def check_resumed(
+    path: Path, recipe: Recipe, start: Path | None = None, *, is_resolved: bool = True
+) -> None:
     """Refuse to go on with a run whose recipe would have made another run, or has fewer steps.
 
-    The `recipe` is resolved; a run without a checkpoint is not refused.  What goes on is `start`,
-    a checkpoint of any run, or by default the run at `path`.
+    A run without a checkpoint is not refused.  What goes on is `start`, a checkpoint of any run, or
+    by default the run at `path`.  A recipe that is not resolved yet leaves options to the data.
     """
     saved = [path for _, path in list_checkpoints(path / "checkpoints")]
     state = _begun_with([start] if start else saved)
     if state is not None:
-        check_same_run(state, recipe, path)
+        check_same_run(state, recipe, path, is_resolved=is_resolved)
     if state is None or state.step <= recipe.train.steps:
         return
     whole = None if start else newest_checkpoint(path / "checkpoints", lambda message: None)
@@ -41,7 +43,7 @@ def _begun_with(checkpoints: list[Path]) -> SavedState | None:
     return None  # without a whole checkpoint nothing is resumed
 
 
-def check_same_run(state: SavedState, now: Recipe, path: Path) -> None:
+def check_same_run(state: SavedState, now: Recipe, path: Path, *, is_resolved: bool = True) -> None:
     """Refuse to resume a run with a recipe that would have made another run."""
     before = Recipe.parse(state.recipe, where=str(path))
     old, new = flat(before.to_dict()), flat(now.to_dict())
@@ -51,6 +53,8 @@ def check_same_run(state: SavedState, now: Recipe, path: Path) -> None:
     free = set(RESUMABLE)
     if now.optimizer.schedule != "constant":
         free.remove("train.steps")  # the learning rates of the steps done depend on it
+    if not is_resolved:
+        free |= {key for key in {*old, *new} if new.get(key) is None} | {"model.action_tanh"}
     for key in sorted({*old, *new} - free):
         if old.get(key) != new.get(key):
             raise InputError(

@@ -1,15 +1,24 @@
-"""The public door of training: a recipe and options in, a `Run` out."""
+"""The public door of training: a recipe and options in, a `Run` out.
+
+What can be told of a mistake without torch is told before torch is loaded.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING, Never
 
-from gear_offline.config.files import Overrides
+from gear_offline.config.files import Overrides, apply_overrides, flat
+from gear_offline.config.problems import guess_option
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.runs.callbacks import Callback, check_callbacks
-from gear_offline.runs.run import Run
+from gear_offline.config.tasks import named_environments
+from gear_offline.distributed import is_first_process
+from gear_offline.errors import InputError
+
+if TYPE_CHECKING:
+    from gear_offline.runs.callbacks import Callback
+    from gear_offline.runs.run import Run
 
 __all__ = ["train"]
 
@@ -23,6 +32,7 @@ def train(
     checkpoint: str | int | None = None,
     quiet: bool = False,
     callbacks: Sequence[Callback] = (),
+    **unknown: Never,
 ) -> Run:
     """Train, evaluate and write a run directory.
 
@@ -78,12 +88,35 @@ def train(
     >>> sorted(path.name for path in (run.path / "checkpoints").iterdir())
     ['step-00000004']
     """
+    for name in unknown:
+        option = guess_option(Recipe, [name]) or name
+        remedy = f"options of a recipe go into a dict: go.train({str(recipe)!r}, "
+        remedy += f"{{{option!r}: ...}})"
+        raise InputError("USAGE", f"train() has no argument {name!r}", remedy=remedy)
     whole = load_recipe(recipe, overrides)
-    told = check_callbacks(callbacks)
-    from gear_offline.runs import loop  # loads torch: a typo was told before
-    from gear_offline.runs.directory import places
+    quiet = quiet or not is_first_process()
+    from gear_offline.progress import say
 
-    place = None if out is None else Path(out)
-    place, start = places(recipe, place, resume=resume, checkpoint=checkpoint)
-    path = loop.train(whole, out=place, resume=resume, start=start, quiet=quiet, callbacks=told)
-    return Run(path)
+    rising = min(whole.optimizer.warmup(whole.train.steps), whole.train.steps)
+    warmup = f", the first {rising:,} of them warm-up" if rising else ""
+    say(f"{whole.name}: {whole.train.steps:,} steps{warmup}; seed {whole.seed}", quiet=quiet)
+    from gear_offline.evaluation.environments import import_module_of
+    from gear_offline.runs.callbacks import check_callbacks
+    from gear_offline.runs.checks import check_data
+    from gear_offline.runs.directory import check_place, places
+    from gear_offline.runs.run import Run
+
+    told = check_callbacks(callbacks)
+    path, start = places(recipe, whole, out, resume=resume, checkpoint=checkpoint)
+    if is_first_process():
+        check_place(path, resume=resume)
+        check_data(whole.data)
+    names = named_environments(whole)
+    if resume or start:  # a run's own recipe imports no module, what is typed here does
+        typed = flat(apply_overrides({}, overrides))
+        names = tuple(str(typed[key]) for key in typed if key.endswith("environment"))
+    for name in names:
+        import_module_of(name)
+    from gear_offline.runs import loop  # loads torch
+
+    return Run(loop.train(whole, path, resume=resume, start=start, quiet=quiet, callbacks=told))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 from gear_offline.core.hub import fetch, is_hub
 from gear_offline.core.text import count_text
 from gear_offline.dataset.manifest import is_dataset
-from gear_offline.dataset.scores import dataset_of_file
+from gear_offline.dataset.scores import dataset_file, dataset_of_file
 from gear_offline.errors import InputError, given_path
 from gear_offline.sources.base import Source, files_in
 from gear_offline.sources.combine import (
@@ -116,6 +116,18 @@ def open_source(
         uri = text if scheme == "d4rl" else path.name
         source = _open_file(path, uri=uri, rule=rule, names=names)
     return with_columns(source, names, by_reader=True)
+
+
+def was_read_from(source: str, uri: str, files: Sequence[str]) -> bool:
+    """Whether data of this `uri` and these `files` may have been read from `source`."""
+    scheme, _, name = source.partition(":")
+    path = Path(source)
+    if scheme == "robomimic":
+        path = Path(name.partition("#")[0])
+    elif name and (is_hub(source) or scheme in ("d4rl", "minari")):
+        # The file of a D4RL dataset may have been converted under its own name.
+        return uri == source or Path((scheme == "d4rl" and dataset_file(name)) or "-").name in files
+    return not files or not path.is_file() or path.name in files
 
 
 def _folder_reader(path: Path) -> Callable[[Path], Source] | None:
