@@ -37,6 +37,7 @@ BLOCKS_PER_SM = 8  # more only waits
 KERNELS = {8: "8", 16: "16", 32: "32"}  # by the lanes of a task
 MANY = "many"
 FILL, SAMPLE = "fill", "sample"  # sources: named segments and weights; every way to draw
+LIVE = "live.cu"  # both, of jobs that lie in GPU memory
 LONG_BYTES = 1536  # from here on, a warp for each window reads host memory a little faster
 
 MAX_GROUPS: Final = 24
@@ -247,11 +248,9 @@ class GpuGather:
     def _launch(self, job: npt.NDArray[Any], windows: Windows, *, source: str = FILL) -> None:
         kernel, blocks = self._fix(job, windows)
         if blocks:
-            self._enqueue(f"{source}_{kernel}", blocks, Parameters(job.ctypes.data))
-
-    def _enqueue(self, kernel: str, blocks: int, parameters: Parameters) -> None:
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        self._kernels[kernel].launch(blocks, THREADS, stream, parameters)
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            parameters = Parameters(job.ctypes.data)
+            self._kernels[f"{source}_{kernel}"].launch(blocks, THREADS, stream, parameters)
 
 
 class StaticFill:
@@ -260,7 +259,8 @@ class StaticFill:
     Made for CUDA graphs: `enqueue` is one launch without host synchronisation, and every replay
     of it takes the next step.  It fills `windows`, of the layout of `GpuGather.allocate`, if given,
     and with `chances` writes the probability of each segment.  With `ring` the host names the
-    segments, up to so many steps ahead (`name`), in pinned memory that the kernel reads.
+    segments, up to so many steps ahead (`name`), in pinned memory that the kernel reads.  A `live`
+    one may go on with the rows of another engine (`adopt`).
     """
 
     def __init__(
@@ -270,6 +270,7 @@ class StaticFill:
         chances: bool = False,
         windows: Windows | None = None,
         ring: int = 0,
+        live: bool = False,
     ) -> None:
         self._engine = engine
         self.ring = ring  # steps that can be named ahead; 0 where the GPU draws by itself
@@ -277,26 +278,47 @@ class StaticFill:
         self.chances: Tensor | None = None  # (B,) float64, of each segment
         # counter, and tickets of its own: two of these may run on two streams
         self._state = torch.zeros(3, dtype=torch.int64, device=engine.device)
-        self._job = engine._job.copy()
-        self._job["counter"] = self._state.data_ptr()
-        self._job["ticket"] = self._state.data_ptr() + 8
-        self._job["wrong"] = self._state.data_ptr() + 16
         self.counter = self._state[:1]
-        source = engine._source
         if ring:
             self._names = torch.tensor([0, 0, 1, -1]).repeat(ring, engine.rank_batch, 1)
             if engine.device.type == "cuda":
                 self._names = self._names.pin_memory()  # the GPU knows it by the same address
-            self._job["sampling"]["way"] = NAMED
-            self._job["chosen"], self._job["ring"] = self._names.data_ptr(), ring
-            source = FILL
         elif chances:
             assert engine._has_chances, "those of priorities alone are computed on the GPU"
             self.chances = torch.empty(engine.rank_batch, dtype=torch.float64, device=engine.device)
-            self._job["chances"] = self.chances.data_ptr()
-        kernel, self._blocks = engine._fix(self._job, self.windows)
-        self._kernel = f"{source}_{kernel}"
+        self._job, self._kernel, self._blocks = self._describe(engine)
         self._parameters = Parameters(self._job.ctypes.data)
+        self._live: Tensor | None = None
+        if live:
+            self._kernels = load(LIVE, (self._kernel,), device=engine.device.index or 0)
+            self._live = torch.from_numpy(self._job.view(np.uint8)).to(engine.device)
+            self._pointer = np.array([self._live.data_ptr()], np.uint64)
+            self._parameters = Parameters(self._pointer.ctypes.data)
+
+    def _describe(self, engine: GpuGather) -> tuple[npt.NDArray[Any], str, int]:
+        """Return the job of an engine's rows, its kernel and how many blocks it takes."""
+        job, source, address = engine._job.copy(), engine._source, self._state.data_ptr()
+        job["counter"], job["ticket"], job["wrong"] = address, address + 8, address + 16
+        if self.ring:
+            job["sampling"]["way"], source = NAMED, FILL
+            job["chosen"], job["ring"] = self._names.data_ptr(), self.ring
+        elif self.chances is not None:
+            job["chances"] = self.chances.data_ptr()
+        kernel, blocks = engine._fix(job, self.windows)
+        return job, f"{source}_{kernel}", blocks
+
+    def adopt(self, engine: GpuGather) -> bool:
+        """Go on with the rows of another engine, in graphs that are captured, too.
+
+        Waits for the GPU.  False, and nothing is changed, where that takes another kernel.
+        """
+        job, kernel, _ = self._describe(engine)
+        if self._live is None or kernel != self._kernel:
+            return False
+        torch.cuda.synchronize(engine.device)
+        self._live.copy_(torch.from_numpy(job.view(np.uint8)))
+        self._engine = engine
+        return True
 
     def limit_blocks(self, blocks: int) -> None:
         """Leave multiprocessors to what runs beside this."""
@@ -318,7 +340,9 @@ class StaticFill:
 
     def enqueue(self) -> None:
         """Fill the windows of the counter's step and advance it by one."""
-        self._engine._enqueue(self._kernel, self._blocks, self._parameters)
+        kernels = self._engine._kernels if self._live is None else self._kernels
+        stream = torch.cuda.current_stream(self._engine.device).cuda_stream
+        kernels[self._kernel].launch(self._blocks, THREADS, stream, self._parameters)
 
 
 def write_names(

@@ -348,12 +348,14 @@ class GearLoader(Closing, Iterator[Batch]):
         """Return (rank_batch,) int64: which slots of a step's global batch this rank's has."""
         return self.rows.segments.slots_at(step)
 
-    def static_batch(self, *, ahead: bool = False, windows: Windows | None = None) -> StaticBatch:
+    def static_batch(
+        self, *, ahead: bool = False, windows: Windows | None = None, live: bool = False
+    ) -> StaticBatch:
         """Return a batch in GPU memory that is filled in place, for CUDA graphs.
 
         It begins at `step`; its position is its own.  With `ahead` rows that come from host memory
         in bulk are fetched while the step before is computed.  It lies in `windows` if given, see
-        `gear_offline.loaders.static_batch.side_by_side`.
+        `gear_offline.loaders.static_batch.side_by_side`.  A `live` one may be handed over.
 
         Raises
         ------
@@ -373,10 +375,23 @@ class GearLoader(Closing, Iterator[Batch]):
             learns=learns,
             task_bounds=self._task_bounds,
             windows=windows,
-            names=None
-            if engine.draws
-            else BlockNames(self.rows.segments, self.rows.block_steps, self.world),
+            names=self._names(self.rows),
+            live=live,
         )
+
+    def hand_over(self, batches: StaticBatch) -> bool:
+        """Have this loader's rows fill the `live` static batch of one whose data it has, and more.
+
+        False, and nothing is changed, where a new one is needed.
+        """
+        rows = self.rows
+        if not isinstance(rows, GpuRows) or self.loss_sampler is not None:
+            return False
+        return batches.adopt(rows.engine, self._names(rows), step=self._step)
+
+    def _names(self, rows: GpuRows) -> BlockNames | None:
+        draws = rows.engine.draws
+        return None if draws else BlockNames(rows.segments, rows.block_steps, self.world)
 
     def model_inputs(self) -> Iterator[dict[str, Tensor]]:
         """Iterate, from the same position, over dictionaries for a Hugging Face ``Trainer``."""

@@ -347,6 +347,7 @@ class RowOpener:
                 episode_weight=weights,
                 ranks=Ranks(rank=world.rank, nodes=world.nodes, gather=world.gather),
                 landing=local is not None,
+                before=table.outgrown.pop(key, None),
             )
         placed: PlacedTable = table.placed[key]
         return placed

@@ -37,6 +37,8 @@ class StaticBatch:
         Where the batch lies, of the layout of `GpuGather.allocate`; by default memory of its own.
     names
         Names the segments, of an engine that does not draw.
+    live
+        The engine may change: `adopt`.
 
     Attributes
     ----------
@@ -57,9 +59,10 @@ class StaticBatch:
         task_bounds: Tensor | None = None,
         windows: Windows | None = None,
         names: BlockNames | None = None,
+        live: bool = False,
     ) -> None:
         self._names, ring = names, 0 if names is None else names.ring
-        fill = StaticFill(engine, chances=learns, windows=windows, ring=ring)
+        fill = StaticFill(engine, chances=learns, windows=windows, ring=ring, live=live)
         batch_bytes = sum(buffer.nbytes for buffer in fill.windows.buffers)
         self.ahead = ahead and not learns and engine.reads_host and batch_bytes >= AHEAD_BYTES
         self._windows = fill.windows
@@ -67,7 +70,7 @@ class StaticBatch:
             if windows is None:
                 self._windows = fill.windows.map(torch.empty_like)
             else:  # what travels needs memory of its own
-                fill = StaticFill(engine, ring=ring)
+                fill = StaticFill(engine, ring=ring, live=live)
             fill.limit_blocks(AHEAD_BLOCKS)
         self._fill = fill
         (self.batch,) = split_steps(self._windows.map(lambda t: t[None]), padding, task_bounds)
@@ -98,6 +101,17 @@ class StaticBatch:
         if self.ahead:
             self.prepare()
             self._fill.enqueue()
+
+    def adopt(self, engine: GpuGather, names: BlockNames | None, *, step: int) -> bool:
+        """Go on at `step` with the rows of another engine; what is captured stays as it is.
+
+        Waits for the GPU.  False, and nothing is changed, where a capture must be made anew.
+        """
+        if not self._fill.adopt(engine):
+            return False
+        self._names = names
+        self.set_step(step)
+        return True
 
     def prepare(self) -> None:
         """Have the segments of the next step named; once before each `begin` or replay of one."""

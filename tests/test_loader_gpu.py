@@ -114,6 +114,33 @@ def test_a_graph_takes_the_next_step_at_each_replay(
         assert 0 < batches.waited_seconds() < 1
 
 
+@pytest.mark.parametrize("selection", ["uniform_steps", "shuffled_epochs", "fifo"])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_graph_goes_on_with_data_that_have_grown(
+    tmp_path: Path, ahead: bool, selection: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(static_batch, "AHEAD_BYTES", 0)
+    where = {"placement": "host" if ahead else "hbm", "selection": selection}
+    small, large = (make_dataset(tmp_path / n, LENGTHS[: int(n)]) for n in ("5", "7"))
+    gpu, _ = loaders(small, **where)
+    batches = gpu.static_batch(ahead=ahead, live=True)
+    for _ in range(3):
+        batches.enqueue()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        batches.enqueue()
+    batches.set_step(0)
+    for dataset, steps in ((small, range(40)), (large, range(40, 1200))):
+        loader, cpu = loaders(dataset, start_step=steps[0], **where)
+        assert loader.hand_over(batches)
+        for step in steps:
+            batches.prepare()
+            graph.replay()
+            if step % 7 == 0:
+                same(batches.batch, cpu.batch_at(step))
+    assert not gpu.hand_over(gpu.static_batch()), "not a live one"
+
+
 @pytest.mark.parametrize("padding", ["right", "left"])
 @pytest.mark.parametrize("span", [1, 8, 40])
 def test_many_short_windows(dataset: Any, padding: Padding, span: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import GearError
 from gear_offline.tables import placement as module
 from gear_offline.tables.placement import (
@@ -94,6 +96,30 @@ def test_one_gpu_reads_every_episode_within_its_budget(
     result.close()
     result.close()
     assert not memory.registered and memory.waits == 1
+
+
+@given(lengths=lengths_of, first=st.integers(1, 9), budget=budgets)
+def test_a_table_that_has_grown_uploads_only_what_is_new(
+    lengths: list[int], first: int, budget: int | None
+) -> None:
+    table, memory = make_table(lengths), FakeMemory()
+    steps = sum(lengths[:first])
+    rows = [np.concatenate([g.rows[: steps + table.margin], 0 * g.rows[: table.margin]])
+            for g in table.groups]  # fmt: skip
+    smaller = Table(
+        episodes=EpisodeIndex(table.episodes.lengths[:first]),
+        margin=table.margin,
+        groups=tuple(replace(g, rows=own) for g, own in zip(table.groups, rows, strict=True)),
+    )
+    before = placed(smaller, memory)
+    there = memory.allocated
+    result = placed(table, memory, hbm_budget=budget, before=before)
+    assert_addresses_lead_to_the_rows(result, table)
+    new = sum(lengths[first:]) * table.row_bytes
+    if budget is None:
+        assert memory.allocated - there <= new + ALIGNMENT_BYTES * len(table.groups)
+    before.close()
+    assert_addresses_lead_to_the_rows(result, table)
 
 
 @settings(max_examples=40, deadline=None)

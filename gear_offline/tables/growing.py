@@ -24,6 +24,7 @@ class GrowingTable:
     def __init__(self) -> None:
         self._memory: list[Array] = []  # of each group, larger than it is now
         self._shards = 0  # whose rows are there
+        self._placed: dict[tuple[Any, ...], Any] = {}  # copies of them on GPUs
 
     def table(self, dataset: Dataset, loader: Mapping[str, Any]) -> Table | None:
         """Return the table of a loader with these options; None where rows may stay on disk."""
@@ -42,5 +43,6 @@ class GrowingTable:
             return rows[: shape[0]]
 
         table = build_table(dataset, options, allocate=allocate, filled_shards=self._shards)
-        self._shards = len(dataset.manifest.shards)
+        table.outgrown.update(self._placed)
+        self._shards, self._placed = len(dataset.manifest.shards), table.placed
         return table

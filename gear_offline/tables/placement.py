@@ -97,6 +97,7 @@ def place_table(
     episode_weight: npt.ArrayLike | None = None,
     ranks: Ranks | None = None,
     landing: bool = False,
+    before: PlacedTable | None = None,
 ) -> PlacedTable:
     """Bring a table's rows to where a GPU can read them.
 
@@ -106,7 +107,8 @@ def place_table(
     with peers if there are any.  `episode_weight` (E,) is how often each is drawn, in any unit; by
     default its length.  All `ranks` call this together, with the same options; what other GPUs have
     mapped stays in this one's memory until the process ends.  With `landing` the landing rows are
-    pinned, too.
+    pinned, too.  The first episodes of a table that has grown stay where they were `before`, if all
+    of them and the new ones have room in the memory of one GPU.
     """
     ranks = Ranks() if ranks is None else ranks
     if placement == "peer" and min(ranks.nodes.count(node) for node in ranks.nodes) == 1:
@@ -120,11 +122,14 @@ def place_table(
     weights = np.asarray(lengths if episode_weight is None else episode_weight, np.float64)
     assert weights.shape == lengths.shape, "the sampler was made for these episodes"
     spare = ALIGNMENT_BYTES * len(table.groups)
-    own = memory.free_bytes() if hbm_budget is None else hbm_budget
+    shares = placement in ("auto", "peer") and len(ranks.nodes) > 1  # the same on every rank
+    there = 0  # bytes that may stay
+    if before is not None and not shares and not before.host_bytes:
+        there = before.hbm_bytes
+    own = memory.free_bytes() + there if hbm_budget is None else hbm_budget
     if hbm_budget is None and placement != "hbm":
         own = int(own * HBM_SHARE)
     gpus = ranks.neighbours
-    shares = placement in ("auto", "peer") and len(ranks.nodes) > 1  # the same on every rank
     total = int(sizes.sum())
     # Every rank hears of every budget, so that all of a node decide alike, and no rank waits in a
     # collective call for one of another node that decided otherwise.
@@ -134,12 +139,16 @@ def place_table(
     if placement == "hbm" and total + spare > budget:
         source = "free on the device" if hbm_budget is None else "the given budget"
         raise too_large(total + spare, budget, source)
+    limit = f"budget {size_text(budget)}"
+    if before is not None and there and whole:
+        reason = f"placement {placement}: {size_text(total)} in GPU memory ({limit})"
+        return _grown(before, table, memory, reason)
     if placement == "host" or whole:
         gpus = [ranks.rank]
     plan = plan_episodes(
         sizes,
         weights,
-        0 if placement == "host" else total if whole else budget - spare,
+        0 if placement == "host" else total if whole else max(budget - spare - there, 0),
         len(gpus),
         copy=placement != "peer",
     )
@@ -166,7 +175,7 @@ def place_table(
         ]
     here = plan.lie_in(rows.index)
     in_host = plan.tiers == HOST
-    limit = f"budget {size_text(budget)}" + (" a GPU" if len(gpus) > 1 else "")
+    limit += " a GPU" if len(gpus) > 1 else ""
     return PlacedTable(
         episodes=table.episodes,
         groups=rows.groups(table, bases),
@@ -177,6 +186,31 @@ def place_table(
         host_bytes=int(sizes[in_host].sum()),
         reason=f"placement {placement}: {_places(sizes, plan, len(gpus))} ({limit})",
         _kept=[memory, rows],
+    )
+
+
+def _grown(before: PlacedTable, table: Table, memory: DeviceMemory, reason: str) -> PlacedTable:
+    """Return a table all in GPU memory, of which only the rows of new episodes are uploaded."""
+    new = np.arange(table.episodes.episodes) >= before.episodes.episodes
+    begins = _begins(table, new)
+    base, buffer = memory.allocate(begins[-1])
+    _upload(memory, table, new, base, begins)
+    lengths = table.episodes.lengths[new]
+    packed = np.cumsum(lengths) - lengths  # new steps before each
+    groups = [
+        replace(each, addresses=np.append(each.addresses, base + begin + packed * group.row_bytes))
+        for each, begin, group in zip(before.groups, begins, table.groups, strict=False)
+    ]
+    return PlacedTable(
+        episodes=table.episodes,
+        groups=tuple(groups),
+        device=memory.device,
+        tiers=np.full(len(new), HBM, np.uint8),
+        hbm_bytes=table.episodes.steps * table.row_bytes,
+        peer_bytes=0,
+        host_bytes=0,
+        reason=reason,
+        _kept=[*before._kept, buffer],
     )
 
 
@@ -290,11 +324,7 @@ class _Rows:
             self.base, self.handle = memory.allocate_shared(max(begins[-1], ALIGNMENT_BYTES))
         elif begins[-1]:
             self.base, self._buffer = memory.allocate(begins[-1])
-        for group, begin in zip(table.groups, begins, strict=False):
-            at = self.base + begin
-            for rows in _packed(table, group.rows, own):
-                memory.upload(at, rows)
-                at += rows.nbytes
+        _upload(memory, table, own, self.base, begins)
         self._in_host = bool((plan.tiers == HOST).any())
         self._first_pinned = 0 if self._in_host else table.landing_row
         self._pinned = []
@@ -332,6 +362,17 @@ def _begins(table: Table, own: BoolArray) -> list[int]:
         end = begins[-1] + steps * group.row_bytes
         begins.append(end + -end % ALIGNMENT_BYTES)
     return begins
+
+
+def _upload(
+    memory: DeviceMemory, table: Table, own: BoolArray, base: int, begins: list[int]
+) -> None:
+    """Copy the rows of a GPU's own episodes to its memory from `base` on, packed."""
+    for group, begin in zip(table.groups, begins, strict=False):
+        at = base + begin
+        for rows in _packed(table, group.rows, own):
+            memory.upload(at, rows)
+            at += rows.nbytes
 
 
 def _packed(table: Table, rows: Array, own: BoolArray) -> Iterator[Array]:

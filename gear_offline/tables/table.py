@@ -100,6 +100,8 @@ class Table:
     margin: int  # rows of zeros in front and behind; windows up to this long can be cut
     # Copies of the rows on GPUs, by device and options; loaders of one table share them.
     placed: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
+    # Of the table before it grew: copies of its first episodes, which may stay where they are.
+    outgrown: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
 
     @property
     def owned_bytes(self) -> int:

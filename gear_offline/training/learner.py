@@ -165,10 +165,13 @@ class Learner:
         if self._gradients is None and self.loader.engine is None:
             what = "the data have grown beyond what the GPU gathers, which captured steps need"
             raise GearError("MEMORY", what, self.recipe.name, "go on with train.graph=off")
+        part = self._part
+        kept = part is not None and self.loader.hand_over(part.batches)
+        if not all(self.world.gather(kept)):
+            self.release()
+            self._part = self._captured = None  # a step is captured anew
         before.close()
         self._batches = iter(self.loader)
-        self.release()
-        self._part = self._captured = None  # a step is captured anew
 
     @property
     def step_kind(self) -> str:
@@ -275,7 +278,7 @@ class Learner:
         """
         self._part = RunPart(
             self.optimizer,
-            self.loader.static_batch(ahead=True, windows=windows),
+            self.loader.static_batch(ahead=True, windows=windows, live=self._growing is not None),
             self._window,
             step=self.step,
             batch=self.loader.step,
