@@ -267,7 +267,9 @@ class GearLoader(Closing, Iterator[Batch]):
         whole = load_recipe(recipe, overrides)
         data = open_data(whole) if dataset is None else dataset
         given = loader_options(whole, data) | {"seed": whole.seed, "device": whole.train.device}
-        return cls(data, **given | {"selection": recipe_sampler(whole, data)} | options)
+        if "selection" not in options:
+            options["selection"] = recipe_sampler(whole, data)
+        return cls(data, **given | options)
 
     def __repr__(self) -> str:
         return (

@@ -12,6 +12,7 @@ from gear_offline.config.tasks import task_recipe, tasks_in
 from gear_offline.core.hub import is_there
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.sampling import Sampler, Schedule, TaskPart, make_sampler, mix_tasks
+from gear_offline.sampling.items import Items
 from gear_offline.tables.fields import standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData, join_datasets
 
@@ -45,18 +46,29 @@ def open_tasks(recipe: Recipe, open_one: Callable[[Recipe], Dataset]) -> JointDa
 
 
 def recipe_sampler(
-    recipe: Recipe, dataset: TableData, settings: SelectionSettings | None = None
+    recipe: Recipe,
+    dataset: TableData,
+    settings: SelectionSettings | None = None,
+    *,
+    items: Items | None = None,
 ) -> Sampler:
     """Return the sampler of a recipe's batches; of several tasks, the mixture of theirs.
 
-    `settings` are for every task; by default each has its own, or else the recipe's.
+    `settings` are for every task; by default each has its own, or else the recipe's.  `items` go on
+    with the episodes that they have not got yet; by default they begin with the first one.
     """
     span = recipe.loader.context_length
     if settings == recipe.selection:
         settings = None
     if not isinstance(dataset, JointDataset):
-        chosen = settings or recipe.selection
-        return make_sampler(chosen.strategy, dataset, context_length=span, **chosen.options)
+        chosen, items = settings or recipe.selection, items or Items(recipe.data, recipe.seed)
+        return make_sampler(
+            chosen.strategy,
+            dataset,
+            context_length=span,
+            kept=items.follow(dataset),
+            **chosen.options,
+        )
     parts = []
     for task in dataset.tasks:
         own = tasks_in(recipe)[task.name]

@@ -109,17 +109,21 @@ def test_a_grown_dataset_is_the_one_of_all_its_episodes(path: Path, tmp_path: Pa
     assert sizes == [3, 5, 6, 7, 7]
 
 
+LIMITED = ["data.max_size=3", "data.remover=uniform"]
 STRATEGIES = ["uniform_steps", "recent:steps=20", "prioritized"]
+RUNS: list[tuple[str, list[str]]] = [(name, []) for name in STRATEGIES] + [
+    (name, LIMITED) for name in STRATEGIES[::2]
+]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "limits"), RUNS)
 def test_a_run_on_growing_data_repeats_bit_for_bit(
-    strategy: str, path: Path, tmp_path: Path
+    strategy: str, limits: list[str], path: Path, tmp_path: Path
 ) -> None:
     """From its lines alone, and resumed from any place, also between two admissions."""
     name, *options = strategy.split(":")
     changes = [f"selection.strategy={name}", *(f"selection.{option}" for option in options)]
-    recipe, alone = recipe_of(path, *changes), tmp_path / "alone"
+    recipe, alone = recipe_of(path, *changes, *limits), tmp_path / "alone"
     shutil.copytree(path, alone)
     run = go.train(recipe, out=tmp_path / "run", callbacks=[Actor(path)], quiet=True)
     grown = go.open_dataset(path)

@@ -83,7 +83,9 @@ def test_samplers_made_for_other_data_are_refused(
     dataset: Dataset, name: str, lengths: list[int], message: str
 ) -> None:
     """They drew in part of the data, or windows that end elsewhere than the sampler says."""
-    parts = {"parts": [{"strategy": "uniform_episodes", "weight": 1}]} if name == "mixture" else {}
+    parts: Any = (
+        {"parts": [{"strategy": "uniform_episodes", "weight": 1}]} if name == "mixture" else {}
+    )
     sampler = make_sampler(name, facts(lengths), context_length=CONTEXT + 2, **parts)
     padding: Any = sampler.padding or "right"
     with one_error("LOADER_OPTION", message):

@@ -163,6 +163,9 @@ def without_nulls(value: Any) -> Any:
 Tasks = Annotated[dict[Name, TaskSettings], Field(min_length=1), BeforeValidator(without_nulls)]
 
 
+Remover = Literal["fifo", "lifo", "uniform", "prioritized", "max_heap", "min_heap"]
+
+
 class DataSettings(Section):
     """Where the steps come from."""
 
@@ -180,14 +183,20 @@ class DataSettings(Section):
     """Steps between two looks at what actors have appended to `path`; null: it does not grow."""
     admit_least: Count = 0
     """New steps to wait for at each look but the first, for nine tenths of train.timeout."""
+    max_size: Positive | None = None
+    """Episodes to draw from at most: beyond it, each that is admitted removes one."""
+    remover: Remover = "fifo"
+    """The one that is removed: oldest, newest, any, by priority, of highest or lowest priority."""
+    priority: Text | None = None
+    """Column whose value at an episode's first step is its priority; null: its return."""
     replay: bool = False
     """Admit what was admitted before, at the same steps, and nothing new."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         single = [name for name in ("path", "source", "collect") if getattr(self, name) is not None]
-        if (self.replay or self.admit_least) and self.admit_every is None:
-            raise ValueError("replay and admit_least need admit_every")
+        if (self.replay or self.admit_least or self.max_size) and self.admit_every is None:
+            raise ValueError("replay, admit_least and max_size need admit_every")
         if self.admit_every is not None and self.path is None:
             raise ValueError("admit_every needs path: data of several tasks do not grow")
         if self.tasks is None:

@@ -14,7 +14,7 @@ import operator
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
@@ -27,7 +27,7 @@ from gear_offline.config.strict_yaml import parse_yaml
 from gear_offline.core.types import Array, BoolArray, Int64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
-from gear_offline.kernels.draws import Draw, GuidedSearch
+from gear_offline.kernels.draws import CumulativeWeights, Draw, GuidedSearch
 from gear_offline.kernels.philox import UInt64Array, draws
 from gear_offline.kernels.segments import Segments
 
@@ -41,6 +41,7 @@ SELECTION_STREAM = 0  # the segment of a slot
 PART_STREAM = 1  # which part of a mixture a slot takes
 ROTATION_STREAM = 2  # which stratum a step begins with
 EPOCH_STREAM = 3  # keys of an epoch's order
+REMOVER_STREAM = 4  # when an episode's turn comes to be removed
 
 
 class EpisodeData(Protocol):
@@ -65,6 +66,7 @@ class Facts:
     terminated: BoolArray | None = None  # (E,) whether the environment ended the episode
     column: Callable[[str], Array] | None = None  # reads a column by its name, (N, *shape)
     context_length: int | None = None  # K of the loader
+    kept: BoolArray | None = None  # (E,) what a table of limited size has; None: everything
 
     def need(self, name: Literal["returns", "terminated", "column", "context_length"]) -> Any:
         """Return a fact that the strategy cannot do without."""
@@ -76,6 +78,19 @@ class Facts:
                 remedy="pass a dataset, and context_length=K where the strategy depends on it",
             )
         return value
+
+    def of_kept(self) -> Facts:
+        """Return what is known of the episodes that are kept, alone."""
+        kept, column = self.kept, self.column
+        assert kept is not None, "the table has everything"
+        rows = np.repeat(kept, self.episodes.lengths)
+        return Facts(
+            episodes=EpisodeIndex(self.episodes.lengths[kept]),
+            returns=None if self.returns is None else self.returns[kept],
+            terminated=None if self.terminated is None else self.terminated[kept],
+            column=None if column is None else lambda name: column(name)[rows],
+            context_length=self.context_length,
+        )
 
 
 # Of options that pydantic checks.
@@ -113,10 +128,11 @@ class Sampler:
         K, of samplers that depend on it.
     """
 
-    name: ClassVar[str] = ""
+    name: str = ""
     Options: ClassVar[Callable[..., Any]] = NoOptions
-    padding: ClassVar[Literal["left", "right"] | None] = None
-    cuts_windows: ClassVar[bool] = False
+    padding: Literal["left", "right"] | None = None
+    cuts_windows: bool = False
+    leaves_out: ClassVar[bool] = False  # whether it looks at `Facts.kept` itself
 
     def __init__(self, facts: Facts, options: Any = None) -> None:
         self.index = facts.episodes
@@ -159,6 +175,51 @@ class Sampler:
     def gpu(self) -> Draw | None:
         """How the GPU draws the same segments; None: the host draws ahead of use."""
         return None
+
+
+class Members(Sampler):
+    """A sampler over some episodes of a table, which are named by their numbers in the table."""
+
+    def __init__(self, sampler: Sampler, members: Int64Array, index: EpisodeIndex) -> None:
+        super().__init__(Facts(episodes=index), sampler.options)
+        self._own, self._members = sampler, members
+        self.name, self.padding = sampler.name, sampler.padding
+        self.cuts_windows, self.context_length = sampler.cuts_windows, sampler.context_length
+
+    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        drawn = self._own.sample(seed, first_step, steps, count)
+        return replace(drawn, episodes=self._members[drawn.episodes])
+
+    def density(self, segments: Segments) -> Float64Array | None:
+        number = np.full(self.index.episodes, -1)
+        number[self._members] = np.arange(self._members.size)
+        inside = number[segments.episodes] >= 0
+        named = replace(
+            segments,
+            episodes=np.where(inside, number[segments.episodes], 0),
+            starts=np.where(inside, segments.starts, 0),
+        )
+        density = self._own.density(named)
+        return None if density is None else np.where(inside, density, 0.0)
+
+    @property
+    def episode_weight(self) -> Float64Array | None:
+        own = self._own.episode_weight
+        if own is None:
+            return None
+        weights = np.zeros(self.index.episodes)
+        weights[self._members] = own
+        return weights
+
+    @property
+    def gpu(self) -> Draw | None:
+        """The same search where weights decide: other episodes have no mass between theirs."""
+        own = self._own.gpu
+        if not isinstance(own, CumulativeWeights):
+            return None
+        before = np.searchsorted(self._members, np.arange(self.index.episodes), side="right")
+        table = np.append(np.uint64(0), own.search.table)[before]
+        return CumulativeWeights(GuidedSearch(table, last=int(self._members[own.search.last])))
 
 
 def has_density(kind: type[Sampler]) -> bool:
@@ -244,6 +305,7 @@ def make_sampler(
     data: EpisodeData | EpisodeIndex,
     *,
     context_length: int | None = None,
+    kept: BoolArray | None = None,
     **options: Any,
 ) -> Sampler:
     """Build a sampler by the name of its strategy.
@@ -256,6 +318,8 @@ def make_sampler(
         A dataset, or `Facts`, or an episode index for strategies that need nothing else.
     context_length
         K of the loader, for the strategies that depend on it.
+    kept
+        (E,) the episodes to draw from, as if there were no others; default all.
     options
         What the strategy takes: see docs/reference/strategies.md.
 
@@ -275,7 +339,6 @@ def make_sampler(
     >>> segments.episodes.tolist(), segments.probability.round(3).tolist()
     ([[0, 0, 0]], [[0.143, 0.143, 0.143]])
     """
-    kind, chosen = sampler_class(name), parse_options(name, options)
     if isinstance(data, EpisodeIndex):
         data = Facts(episodes=data)
     facts = Facts(
@@ -284,10 +347,20 @@ def make_sampler(
         terminated=data.terminated,
         column=data.column,
         context_length=context_length,
+        kept=None if kept is None or kept.all() else kept,
     )
-    if facts.episodes.episodes == 0:
+    if facts.episodes.episodes == 0 or not (kept is None or kept.any()):
         raise InputError("SELECTION", "the table has no episodes to select from")
-    return kind(facts, chosen)
+    return build_sampler(name, facts, options)
+
+
+def build_sampler(name: object, facts: Facts, options: Mapping[str, Any]) -> Sampler:
+    """Return a sampler of the episodes that are kept."""
+    kind, chosen = sampler_class(name), parse_options(name, options)
+    if facts.kept is None or kind.leaves_out:
+        return kind(facts, chosen)
+    members = np.flatnonzero(facts.kept)
+    return Members(kind(facts.of_kept(), chosen), members, facts.episodes)
 
 
 def own_strategies() -> list[str]:

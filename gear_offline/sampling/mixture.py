@@ -27,7 +27,9 @@ from gear_offline.sampling.base import (
     STRICT,
     Facts,
     Float64Array,
+    Members,
     Sampler,
+    build_sampler,
     check_range,
     has_density,
     parse_options,
@@ -126,13 +128,11 @@ class Mixture(Sampler):
     """
 
     Options = MixtureOptions
+    leaves_out = True
 
     def __init__(self, facts: Facts, options: MixtureOptions) -> None:
         super().__init__(facts, options)
-        parts = []
-        for part in options.parts:
-            kind = sampler_class(part["strategy"])
-            parts.append(kind(facts, parse_options(part["strategy"], _options_of(part))))
+        parts = [build_sampler(p["strategy"], facts, _options_of(p)) for p in options.parts]
         steps, weights = zip(*((p.step, p.weights) for p in options.points), strict=True)
         self._mix(parts, Schedule(steps, weights))
 
@@ -252,46 +252,8 @@ class TaskMixture(Mixture):
             own = task.sampler
             part = {"task": task.name, "strategy": own.name, "options": asdict(own.options)}
             parts.append(part if scheduled else part | {"weight": task.weight})
-            joint.append(_OfTask(own, first=first, index=index))
+            joint.append(Members(own, first + np.arange(own.index.episodes), index))
             first += own.index.episodes
         options = TaskOptions(parts, weights if scheduled else None)
         Sampler.__init__(self, Facts(episodes=index), options)
         self._mix(joint, weights)
-
-
-class _OfTask(Sampler):
-    """A task's sampler, its episodes named by their numbers in the joint table."""
-
-    def __init__(self, sampler: Sampler, *, first: int, index: EpisodeIndex) -> None:
-        super().__init__(Facts(episodes=index), sampler.options)
-        self._own, self._first = sampler, first
-        self.context_length = sampler.context_length
-
-    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        drawn = self._own.sample(seed, first_step, steps, count)
-        return replace(drawn, episodes=drawn.episodes + self._first)
-
-    def density(self, segments: Segments) -> Float64Array:
-        local = segments.episodes - self._first
-        inside = (local >= 0) & (local < self._own.index.episodes)
-        named = replace(
-            segments,
-            episodes=np.where(inside, local, 0),
-            starts=np.where(inside, segments.starts, 0),
-        )
-        density = self._own.density(named)
-        assert density is not None
-        return np.where(inside, density, 0.0)
-
-    @property
-    def episode_weight(self) -> Float64Array | None:
-        own = self._own.episode_weight
-        if own is None:
-            return None
-        weights = np.zeros(self.index.episodes)
-        weights[self._first : self._first + own.size] = own
-        return weights
-
-    @property
-    def gpu(self) -> Draw | None:
-        return self._own.gpu

@@ -19,7 +19,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from gear_offline.config.sections import NotNegative, Positive, PositiveFloat
-from gear_offline.core.types import Int64Array
+from gear_offline.core.types import BoolArray, Int64Array
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.draws import PriorityTree
 from gear_offline.kernels.philox import UInt64Array, bounded
@@ -77,6 +77,7 @@ class Prioritized(Sampler):
     """
 
     Options = PriorityOptions
+    leaves_out = True
 
     def __init__(self, facts: Facts, options: PriorityOptions | None = None) -> None:
         super().__init__(facts, options)
@@ -84,6 +85,7 @@ class Prioritized(Sampler):
         losses = codes.view(np.float32).astype(np.float64)
         self.mass_of_code = self._masses(losses + self.options.epsilon)
         self.first_mass = int(self._masses(np.array([float(self.options.initial)]))[0])
+        self._kept = facts.kept  # starts of other episodes have no mass
         self._on_gpu: DevicePriorities | None = None  # then it has the masses, not the host
         self._select: DeviceSelect | None = None  # of the GPU, for draws that the host asks for
 
@@ -98,7 +100,15 @@ class Prioritized(Sampler):
 
     @cached_property
     def _on_host(self) -> HostPriorities:
-        return HostPriorities(self.index.offsets, self.mass_of_code, first=self.first_mass)
+        own = HostPriorities(self.index.offsets, self.mass_of_code, first=self.first_mass)
+        if self._kept is not None:
+            own.load_state(own.state()["masses"] * self._is_kept, 0)
+        return own
+
+    @cached_property
+    def _is_kept(self) -> BoolArray | bool:
+        """(N,), whether each start can be drawn."""
+        return True if self._kept is None else np.repeat(self._kept, self.index.lengths)
 
     @property
     def _priorities(self) -> HostPriorities | DevicePriorities:
@@ -121,7 +131,7 @@ class Prioritized(Sampler):
             moved = DevicePriorities(
                 self.index.offsets, self.mass_of_code, device=device, first=self.first_mass
             )
-            if "_on_host" in self.__dict__:
+            if self._kept is not None or "_on_host" in self.__dict__:
                 moved.load_state(self._on_host.state()["masses"], self.updates)
                 del self._on_host
             self._on_gpu = moved
@@ -209,7 +219,7 @@ class Prioritized(Sampler):
         masses = np.full(self.index.steps, self.first_mass, np.int64)
         finer = largest_mass(first) // largest_mass(self.index.steps)
         masses[:first] = np.maximum(state["masses"] // finer, 1)  # as if made anew: powers of two
-        self.load_state({"masses": masses, "updates": state["updates"]})
+        self.load_state({"masses": masses * self._is_kept, "updates": state["updates"]})
 
     def load_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """Take over what `state` returned; what does not fit is refused before any change."""
@@ -219,7 +229,8 @@ class Prioritized(Sampler):
             or updates is None
             or (masses.dtype, masses.shape) != (np.dtype(np.int64), (self.index.steps,))
             or (updates.dtype, updates.shape) != (np.dtype(np.int64), (1,))
-            or masses.min() < 1
+            or ((masses < 1) == self._is_kept).any()
+            or masses.min() < 0
             or masses.max() > largest_mass(self.index.steps)
             or updates[0] < 0
         ):

@@ -30,8 +30,9 @@ from gear_offline.loaders.feedback import (
     selection_tensors,
 )
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.loaders.recipes import loader_options
+from gear_offline.loaders.recipes import loader_options, recipe_sampler
 from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.sampling.items import Items
 from gear_offline.tables.growing import GrowingTable
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
@@ -74,6 +75,7 @@ class Learner:
         self.model, self.working, self.parallel = made.model, made.working, made.parallel
         self.precision, self.precision_reason = made.autocast, made.remark
         self._growing, self._table = growing, GrowingTable()
+        self._items = Items(recipe.data, recipe.seed)
         options = loader_options(recipe, dataset)
         table = None if tables is None else tables.table(dataset, options)
         self.loader = self._open_loader(dataset, table=table)
@@ -133,6 +135,7 @@ class Learner:
         return GearLoader.from_recipe(
             self.recipe,
             dataset=dataset,
+            selection=recipe_sampler(self.recipe, dataset, items=self._items),
             table=table,
             start_step=step,
             device=self.device,
