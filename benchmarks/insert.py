@@ -1,7 +1,9 @@
-"""Episodes a second that actors append, against `np.save` with fsync; what a learner feels of it.
+"""Episodes a second that an actor appends, against `np.save` with fsync and TorchRL's buffers.
 
-- *append*, *save*: pieces of so many Hopper episodes of 400 steps, as `go.Appender` and as one
-  ``.npy`` file each, both durable when they return; in turn.
+- *append*, *save*: pieces of so many Hopper episodes of 400 steps, as `go.Appender` and as one new
+  ``.npy`` file each, both on the disk when they return.
+- *torchrl_memory*, *torchrl_memmap*: `ReplayBuffer.extend` of the same episodes, one call each,
+  into `LazyTensorStorage` and `LazyMemmapStorage`; nothing of it is on the disk then.
 - *admit*: milliseconds from a look of the learner until a new piece is in its dataset.
 - *batches*: of B = 64, K = 20 a second, alone and while four actors append without a pause.
 """
@@ -19,12 +21,15 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 
 import gear_offline as go
-from benchmarks.common import timed
+from benchmarks.common import Call, timed
 from gear_offline.dataset.growing import GrowingDataset
 
 STEPS, ACTORS = 400, 4
+BUFFER_STEPS = 1_000_000  # of TorchRL
+NAMES = ("observations", "actions", "rewards")
 PIECES = (1, 10, 100)  # episodes
 ACTOR = "from benchmarks.insert import append_for_ever; append_for_ever({!r})"
 
@@ -39,14 +44,20 @@ def run(*, quick: bool = False) -> dict[str, Any]:
         appender = go.Appender(path)
         for size in PIECES:
             piece = [episode(seed) for seed in range(size)]
-            times: dict[str, list[float]] = {"append": [], "save": []}
-            for _ in range(repeats):
-                times["append"].append(timed(partial(appender.append, piece)))
-                times["save"].append(timed(partial(save, plain, piece)))
+            calls: dict[str, Call] = {
+                "append": partial(appender.append, piece),
+                "save": partial(save, plain, piece),
+            }
+            calls |= torchrl(piece)
+            times: dict[str, list[float]] = {key: [] for key in calls}
+            for _ in range(repeats):  # in turn
+                for key, call in calls.items():
+                    times[key].append(timed(call))
             rates = {f"{key}_per_second": size / median(value) for key, value in times.items()}
-            pairs = zip(times["append"], times["save"], strict=True)
-            ratio = median(peer / ours for ours, peer in pairs)
-            rows.append({"episodes_a_piece": size, **rates, "ratio": ratio})
+            pairs = {key: zip(times["append"], times[key], strict=True) for key in calls}
+            del pairs["append"]
+            ratios = {f"of_{k}": median(peer / own for own, peer in v) for k, v in pairs.items()}
+            rows.append({"episodes_a_piece": size, **rates, **ratios})
         with GrowingDataset(path, quiet=True) as growing:
             growing.admit(0)
             waits = []
@@ -82,11 +93,34 @@ def episode(seed: int) -> dict[str, Any]:
     }
 
 
+def torchrl(piece: list[dict[str, Any]]) -> dict[str, Call]:
+    """Return what gives a piece to TorchRL's buffers, if they are installed."""
+    try:
+        from tensordict import TensorDict
+        from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
+    except ImportError as error:
+        print(f"no TorchRL: {error}", file=sys.stderr)
+        return {}
+
+    def extend(buffer: Any) -> None:
+        for one in piece:
+            columns = {name: one[name].reshape(STEPS, -1) for name in NAMES}
+            columns["terminals"] = np.arange(STEPS)[:, None] == STEPS - 1
+            tensors = {name: torch.from_numpy(rows) for name, rows in columns.items()}
+            buffer.extend(TensorDict(tensors, batch_size=[STEPS]))
+
+    kinds = {"torchrl_memory": LazyTensorStorage, "torchrl_memmap": LazyMemmapStorage}
+    buffers = {key: ReplayBuffer(storage=kind(BUFFER_STEPS)) for key, kind in kinds.items()}
+    for buffer in buffers.values():
+        extend(buffer)  # which makes the memory
+    return {key: partial(extend, buffer) for key, buffer in buffers.items()}
+
+
 def save(path: Path, piece: list[dict[str, Any]]) -> None:
-    """Write the steps of a piece as one array."""
-    names = ("observations", "actions", "rewards")
-    columns = [[e[name].reshape(STEPS, -1) for name in names] for e in piece]
-    with open(path, "wb") as file:
+    """Write the steps of a piece as one array, into a new file."""
+    path.unlink(missing_ok=True)  # 4 % of the time
+    columns = [[e[name].reshape(STEPS, -1) for name in NAMES] for e in piece]
+    with open(path, "xb") as file:
         np.save(file, np.concatenate([np.concatenate(parts, 1) for parts in columns]))
         file.flush()
         os.fsync(file.fileno())

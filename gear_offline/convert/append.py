@@ -89,7 +89,7 @@ def _rows(episode: Mapping[str, Any], column: ColumnSpec) -> Array:
         raise InputError("COLUMN", what, remedy=remedy)
     given = np.asarray(episode[column.name])
     with np.errstate(all="ignore"):
-        rows = given.astype(column.dtype)
+        rows = given.astype(column.dtype, copy=False)
     if given.shape[1:] != column.shape or (
         column.dtype.kind in "biu" and not np.array_equal(rows, given)
     ):

@@ -6,6 +6,7 @@ The file's name ends with a digest of its bytes.  docs/reference/format.md speci
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ from gear_offline.dataset.shard import (
     DIGEST_CHARS,
     EPISODE_COLUMNS,
     BlockDigests,
+    TensorLayout,
+    byte_view,
     damaged,
     digest,
     encode_header,
@@ -56,20 +59,32 @@ def write_piece(folder: Path, columns: tuple[ColumnSpec, ...], episodes: Sequenc
     return place
 
 
-def _encode(columns: tuple[ColumnSpec, ...], episodes: Sequence[Episode]) -> bytes:
+def _encode(columns: tuple[ColumnSpec, ...], episodes: Sequence[Episode]) -> memoryview:
     """Return a shard's bytes."""
-    values = {c.name: np.concatenate([rows[c.name] for rows, _ in episodes]) for c in columns}
     index = EpisodeIndex(lengths=np.array([len(next(iter(e.values()))) for e, _ in episodes]))
+    tensors = plan_tensors(columns, steps=index.steps, episodes=index.episodes)
+    header = encode_header(tensors)
+    content = bytearray(header).ljust(len(header) + tensors[-1].stop)
+    values = {t.name: _rows(content, len(header), t) for t in tensors}
+    for column in columns:
+        rows = values[column.name].view(column.dtype).reshape(-1, *column.shape)
+        np.concatenate([e[column.name] for e, _ in episodes], out=rows)
     returns = np.full(index.episodes, np.nan)
     if REWARDS in values:
         returns[:] = 0.0
         rewards = values[REWARDS].reshape(-1).astype(np.float64)
         fold_episodes(np.add, returns, index.offsets, rewards, 0)
-    ends = np.array([ends for _, ends in episodes], np.bool_)
-    own = (index.lengths, returns, ends[:, 0], ends[:, 1])
-    values |= {column.name: rows for column, rows in zip(EPISODE_COLUMNS, own, strict=True)}
-    tensors = plan_tensors(columns, steps=index.steps, episodes=index.episodes)
-    return b"".join([encode_header(tensors), *(values[t.name].tobytes() for t in tensors)])
+    terminated, truncated = zip(*(ends for _, ends in episodes), strict=True)
+    own = (index.lengths, returns, terminated, truncated)
+    for column, numbers in zip(EPISODE_COLUMNS, own, strict=True):
+        values[column.name][:] = numbers
+    return memoryview(content)
+
+
+def _rows(content: bytes | bytearray, header_bytes: int, tensor: TensorLayout) -> Array:
+    """Return a tensor of a shard's bytes."""
+    count, start = math.prod(tensor.shape), header_bytes + tensor.start
+    return np.frombuffer(content, tensor.dtype, count, start).reshape(tensor.shape)
 
 
 def read_piece(path: Path, manifest: Manifest) -> Dataset:
@@ -81,11 +96,11 @@ def read_piece(path: Path, manifest: Manifest) -> Dataset:
         ``DATASET_DAMAGED``; ``COLUMN`` if it is not laid out as the dataset.
     """
     with open(open_member(path), "rb") as file:
-        content = memoryview(file.read())
+        content = file.read()
     if digest(content) != path.stem[-DIGEST_CHARS:]:
         raise damaged("data do not match their digest", path)
     try:
-        document = json.loads(bytes(content[8 : 8 + int.from_bytes(content[:8], "little")]))
+        document = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         steps, episodes = (
             int(document[name]["shape"][0])
             for name in (manifest.columns[0].name, EPISODE_COLUMNS[0].name)
@@ -94,18 +109,19 @@ def read_piece(path: Path, manifest: Manifest) -> Dataset:
     except (ValueError, LookupError, TypeError) as error:
         raise _misfit(path, manifest) from error
     header = encode_header(tensors)
-    if content[: len(header)] != header or len(content) != len(header) + tensors[-1].stop:
+    fits = content.startswith(header) and len(content) == len(header) + tensors[-1].stop
+    if not fits or steps < 1 or episodes < 1:
         raise _misfit(path, manifest)
-    digests, rows = {}, {}
-    for tensor in tensors:
-        data = content[len(header) + tensor.start : len(header) + tensor.stop]
+    digests, statistics = {}, {}
+    rows = {tensor.name: _rows(content, len(header), tensor) for tensor in tensors}
+    for name, part in rows.items():
         blocks = BlockDigests(manifest.block_bytes)
-        blocks.update(data)
-        digests[tensor.name] = blocks.finish()
-        rows[tensor.name] = np.frombuffer(data, tensor.dtype).reshape(tensor.shape)
-    moments = {column.name: Moments(rows[column.name].shape[1:]) for column in manifest.columns}
-    for name, each in moments.items():
-        each.update(rows[name])
+        blocks.update(byte_view(part))
+        digests[name] = blocks.finish()
+    for column in manifest.columns:
+        moments = Moments(rows[column.name].shape[1:])
+        moments.update(rows[column.name])
+        statistics[column.name] = moments.result()
     ends = {key: int(rows[f"episode_{key}"].sum()) for key in Endings.model_fields}
     record = ShardRecord.model_construct(  # under a name that is not yet a shard's
         name=path.name,
@@ -119,7 +135,7 @@ def read_piece(path: Path, manifest: Manifest) -> Dataset:
     own = manifest.replaced(
         episodes=episodes,
         steps=steps,
-        statistics={name: each.result() for name, each in moments.items()},
+        statistics=statistics,
         endings=Endings(**ends),
         shards=[record],
     )
