@@ -17,9 +17,9 @@ from gear_offline.config.tasks import data_key
 from gear_offline.errors import GearError, InputError
 from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.runs.prepare import prepare_dataset
-from gear_offline.sweep import job as sweep_job
+from gear_offline.sweep import jobs as sweep_jobs
 from gear_offline.sweep.concurrent import CHUNK, DEEP, RngStream, train_concurrently
-from gear_offline.sweep.job import Job, run_errors
+from gear_offline.sweep.jobs import Job, run_errors
 from gear_offline.sweep.trials import Trial
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import read_records
@@ -300,7 +300,7 @@ def test_nothing_goes_on_after_the_gpu_is_lost_and_a_later_call_does(
 
     with monkeypatch.context() as patch:
         patch.setattr(Stack, method, broken)
-        patch.setattr(sweep_job, "_is_lost", lambda device: True)
+        patch.setattr(sweep_jobs, "_is_lost", lambda device: True)
         with pytest.raises(GearError, match="illegal memory access") as caught:
             concurrently(trials, tmp_path)
     assert caught.value.code == "DEVICE"

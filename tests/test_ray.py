@@ -14,6 +14,7 @@ import pytest
 from gear_offline.convert.conversion import convert
 from gear_offline.errors import GearError
 from gear_offline.runs.evaluate import evaluate
+from gear_offline.sweep.directory import SweepDirectory
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.run import sweep
 from gear_offline.workers import RayPool
@@ -127,7 +128,7 @@ def test_a_sweep_ends_complete_though_a_node_dies(
     thread.start()
     result = sweep(recipe, seeds=3, out=out, ray=connected, quiet=True)
     thread.join()
-    assert result.is_complete and not (out / "failures.jsonl").exists()
+    assert result.is_complete and SweepDirectory(out).read().failures == {}
     whole = sweep(recipe, seeds=3, out=tmp_path / "whole", parallel=1, quiet=True)
     assert table_of(result) == table_of(whole)
     for one, other in zip(result.trials, whole.trials, strict=True):

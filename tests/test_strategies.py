@@ -37,7 +37,7 @@ from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.sampling import make_sampler, sampler_class, strategy_names
 from gear_offline.sampling.base import _SAMPLERS
-from gear_offline.sweep import run as sweep_run
+from gear_offline.sweep import jobs as sweep_jobs
 from tests.sampling_support import keys
 from tests.support import ArraySource, failing_code, hopper_columns, make_dataset, one_error
 from tests.training_support import tiny_recipe
@@ -265,7 +265,7 @@ def test_running_again_trains_nothing_again(
     data: Path, trained: tuple[Comparison, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, out = trained
-    monkeypatch.setattr(sweep_run, "train", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr(sweep_jobs, "train", lambda *_, **__: pytest.fail("trained"))
     recipe = tiny_recipe(data, "evaluate.targets=[3,1]", "evaluate.background=off")
     again = partial(compare_strategies, recipe, "top_k:k=2,corl", out=out, quiet=True)
     assert again(train=True, seeds=3).to_json()["outcomes"] == found.to_json()["outcomes"]
@@ -284,7 +284,7 @@ def test_what_there_is_after_a_stop_is_shown(
     def stop(*_: Any, **__: Any) -> None:
         raise TrainingInterrupted("INTERRUPTED", "stopped")
 
-    monkeypatch.setattr(sweep_run, "train", stop)
+    monkeypatch.setattr(sweep_jobs, "train", stop)
     recipe = tiny_recipe(data, "evaluate.targets=[3,1]")
     with pytest.raises(TrainingInterrupted):
         compare_strategies(recipe, "corl", train=True, out=tmp_path, parallel=1, quiet=True)

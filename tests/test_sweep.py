@@ -20,7 +20,7 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.sweep import run as sweep_run
 from gear_offline.sweep.directory import SweepDirectory
-from gear_offline.sweep.job import Job
+from gear_offline.sweep.jobs import Job
 from gear_offline.sweep.report import SweepResult
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.run import run_trials, sweep
@@ -154,7 +154,7 @@ def test_workers_are_killed_and_stopped_and_go_on_to_the_same_table(
         for name in names:
             wait_for(lambda name=name: steps_done(out / "runs" / name) > 40)  # type: ignore[misc]
         os.kill(min(children() - before), signal.SIGKILL)
-        wait_for(lambda: (out / "failures.jsonl").exists())
+        wait_for(lambda: len(children() - before) == 1)
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=trouble)
@@ -164,8 +164,8 @@ def test_workers_are_killed_and_stopped_and_go_on_to_the_same_table(
     thread.join()
     assert caught.value.code == "INTERRUPTED" and "same command" in caught.value.remedy
     assert children() == before, "no worker stays"
-    (line,) = (out / "failures.jsonl").read_text().splitlines()
-    assert "WORKER_LOST" in line and "SIGKILL" in line
+    (failure,) = SweepDirectory(out).read().failures.values()
+    assert "WORKER_LOST" in failure and "SIGKILL" in failure
     assert all(40 < steps_done(out / "runs" / name) < 300 for name in names)
     result = sweep(recipe, seeds=2, out=out, parallel=2, quiet=True)
     whole = sweep(recipe, seeds=2, out=tmp_path / "whole", parallel=1, quiet=True)

@@ -13,11 +13,10 @@ import pytest
 from rich.console import Console
 
 from gear_offline.config.recipe import load_recipe
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import InputError
 from gear_offline.sweep.directory import SweepDirectory
 from gear_offline.sweep.report import print_sweep, read_sweep, write_sweep_report
-from gear_offline.sweep.results import steps_done
-from gear_offline.sweep.table import make_curves
+from gear_offline.sweep.results import make_curves, steps_done
 from gear_offline.sweep.trials import Trial, make_trials
 
 STEPS = 30
@@ -41,10 +40,10 @@ def fill(path: Path, *, losses: list[float], returns: list[float], complete: boo
         (path / "summary.json").write_text(json.dumps({"steps": STEPS}))
 
 
-def begin(path: Path, trials: list[Trial]) -> SweepDirectory:
+def begin(path: Path, trials: list[Trial], failures: dict[str, str]) -> SweepDirectory:
     directory = SweepDirectory(path)
     path.mkdir()
-    directory.write(directory.merge(trials))
+    directory.write(directory.merge(trials).model_copy(update={"failures": failures}))
     return directory
 
 
@@ -53,14 +52,12 @@ def sweep(tmp_path: Path) -> Path:
     """Two settings with four seeds; two trials of the second setting failed."""
     base = load_recipe("paper", {"train.steps": STEPS, "optimizer.warmup_steps": 1})
     trials = make_trials(base, {"model.layers": [1, 2]}, range(4))
-    directory = begin(tmp_path / "made-up-sweep", trials)
+    names = [trials[n].name for n in (0, 5, 7)]
+    failures = {name: f"MEMORY: out of memory | ({name}); a smaller <model>" for name in names}
+    directory = begin(tmp_path / "made-up-sweep", trials, failures)
     for n, trial in enumerate(trials):
         losses, returns = [3.0 + n, 2.0 + n, 1.0 + n], [50.0 - n, 40.0 + n]
         fill(directory.run_path(trial), losses=losses, returns=returns, complete=n not in (5, 7))
-    for n in (5, 7):
-        error = GearError("MEMORY", "out of memory |", trials[n].name, "a smaller <model>")
-        directory.note_failure(trials[n], error)
-    directory.note_failure(trials[0], GearError("MEMORY", "before it was tried again"))
     return directory.path
 
 
@@ -127,7 +124,7 @@ def test_several_tasks_are_ranked_by_their_normalized_score(sweep: Path) -> None
     assert write_sweep_report(read_sweep(sweep)).exists()
 
 
-@pytest.mark.parametrize("name", ["sweep.json", "failures.jsonl", "summary.json"])
+@pytest.mark.parametrize("name", ["sweep.json", "summary.json"])
 @pytest.mark.parametrize("content", [b"{\n", b"[" * 100_000 + b"\n", b'{"format": 3}\n', None])
 def test_damaged_files_of_a_sweep_are_one_error(
     sweep: Path, name: str, content: bytes | None

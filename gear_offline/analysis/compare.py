@@ -23,8 +23,7 @@ import numpy.typing as npt
 from scipy import stats
 
 from gear_offline.analysis.sampling import Data, Strategy
-from gear_offline.sweep.results import TrialResult
-from gear_offline.sweep.table import RANKING, Estimate, by_label, estimate
+from gear_offline.sweep.results import RANKING, Estimate, TrialResult, by_label, estimate
 from gear_offline.training.metrics import finite
 
 Float64Array = npt.NDArray[np.float64]

@@ -19,8 +19,7 @@ from gear_offline.errors import InputError
 from gear_offline.progress import Printed
 from gear_offline.runs.run import Run, open_run
 from gear_offline.sweep.report import plot_results, print_settings
-from gear_offline.sweep.results import read_result
-from gear_offline.sweep.table import Table, make_table
+from gear_offline.sweep.results import Table, make_table, read_result
 from gear_offline.sweep.trials import Trial, settings_label, trial_name
 
 __all__ = ["RunComparison", "compare_runs"]
@@ -32,21 +31,11 @@ FORMATS = (".png", ".svg")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RunComparison(Printed):
-    """What runs came to, side by side; prints as a table.
+    """What runs came to, side by side; prints as a table."""
 
-    Attributes
-    ----------
-    table
-        A row a setting, over its seeds, the best one first.
-    runs
-        Path of each run and the setting that it is of.
-    plot
-        The picture of the curves, if one was asked for.
-    """
-
-    table: Table
-    runs: dict[str, str]
-    plot: Path | None
+    table: Table  # a row a setting, over its seeds, the best one first
+    runs: dict[str, str]  # path of each run, and the setting that it is of
+    plot: Path | None  # the picture of the curves, if one was asked for
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
@@ -106,7 +95,7 @@ def compare_runs(
         check_new_file(plot, overwrite=overwrite)
     opened = list({run.path.resolve(): run for run in map(open_run, runs)}.values())
     results = [
-        replace(read_result(trial, run.path, None), status="complete")  # as far as it is
+        replace(read_result(trial, run.path), status="complete")  # as far as it is
         for run, trial in zip(opened, _trials(opened), strict=True)
     ]
     for one in results:

@@ -31,7 +31,7 @@ from gear_offline.runs.resume import check_resumed
 from gear_offline.runs.run import Run
 from gear_offline.runs.trackers import trackings
 from gear_offline.runs.writer import RunWriter
-from gear_offline.sweep.job import Job, run_errors
+from gear_offline.sweep.jobs import Job, run_errors
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables.shared import SharedTables
 from gear_offline.training.learner import Learner

@@ -3,8 +3,7 @@
 ::
 
     runs/hopper-medium-sweep/
-      sweep.json           the trials, how they were run, and the table when the sweep has ended
-      failures.jsonl       one line a trial that failed
+      sweep.json           the trials, how they were run; which failed, and the table, at the end
       runs/NAME/           a run directory each, as `train` writes it
       sweep.md, plots/     the report
 """
@@ -14,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,37 +21,25 @@ from pydantic import BaseModel, Field, field_validator
 
 from gear_offline.config.files import flat
 from gear_offline.core.files import read_regular, write_file
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import InputError
 from gear_offline.runs.directory import LOCK, RESUMABLE, HeldDirectory
-from gear_offline.sweep.results import TrialResult, is_complete, read_result
 from gear_offline.sweep.trials import Trial
-from gear_offline.training.metrics import GrowingFile, finite
+from gear_offline.training.metrics import finite
 
 MOST_BYTES = 1 << 30
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,99}")
 
 
 class SweepFile(BaseModel):
-    """The content of ``sweep.json``.
-
-    Attributes
-    ----------
-    threads
-        Of each trial in a process of its own: other numbers round differently.
-    exact
-        Whether trials on a GPU give the bits of runs alone.
-    trials
-        All that were ever asked for.
-    table
-        Of those asked for last, as `gear_offline.sweep.table` made it.
-    """
+    """The content of ``sweep.json``, written once when a sweep begins and once at its end."""
 
     format: Literal[2] = 2
     recipe: str
-    threads: int | None = None
-    exact: bool = False
-    trials: list[Trial] = Field(min_length=1)
-    table: dict[str, Any] | None = None
+    threads: int | None = None  # of a trial in a process of its own: other numbers round otherwise
+    exact: bool = False  # trials on a GPU give the bits of runs alone
+    trials: list[Trial] = Field(min_length=1)  # all that were ever asked for
+    failures: dict[str, str] = {}  # "CODE: what was wrong" by trial, of its last attempt
+    table: dict[str, Any] | None = None  # of the trials that were asked for last
 
     @field_validator("trials")
     @classmethod
@@ -62,11 +49,6 @@ class SweepFile(BaseModel):
             if not RUN_NAME.fullmatch(trial.name):
                 raise ValueError(f"{trial.name!r} is no name of a run")
         return trials
-
-
-class _Failure(BaseModel):
-    trial: str
-    error: str
 
 
 class SweepDirectory:
@@ -134,7 +116,7 @@ class SweepDirectory:
         asked = {trial.name for trial in trials}
         others = [trial for trial in before.trials if trial.name not in asked]
         file.trials += [trial.model_copy(update={"asked": False}) for trial in others]
-        file.threads, file.exact = before.threads, before.exact
+        file.threads, file.exact, file.failures = before.threads, before.exact, before.failures
         return file
 
     def _mismatch(self, what: str) -> InputError:
@@ -143,29 +125,6 @@ class SweepDirectory:
         return InputError("RUN_MISMATCH", what, str(self.path), remedy)
 
     def write(self, file: SweepFile) -> None:
-        """Write ``sweep.json``, with all recipes: once when a sweep begins and once at its end."""
+        """Write ``sweep.json``, with all recipes."""
         text = json.dumps(finite(file.model_dump(mode="json")), indent=1, allow_nan=False) + "\n"
         write_file(self.json_path, text.encode())
-
-    def note_failure(self, trial: Trial, error: GearError) -> None:
-        """Append a line to ``failures.jsonl``."""
-        with GrowingFile(self.path / "failures.jsonl") as lines:
-            lines.append({"trial": trial.name, "error": f"{error.code}: {error.message}"})
-
-    def results(self, trials: Iterable[Trial]) -> list[TrialResult]:
-        """Return how trials stand; of several failures of a trial the last one counts."""
-        path = self.path / "failures.jsonl"
-        try:  # a line that a kill cut short does not count
-            lines = read_regular(path, most=MOST_BYTES).split(b"\n")[:-1]
-            failures = [_Failure.model_validate_json(line) for line in lines]
-        except FileNotFoundError:
-            failures = []
-        except (OSError, ValueError) as error:
-            what, remedy = "failures.jsonl cannot be read", "remove it: failed trials run again"
-            raise InputError("RUN_DAMAGED", what, str(path), remedy) from error
-        errors = {failure.trial: failure.error for failure in failures}
-        return [read_result(one, self.run_path(one), errors.get(one.name)) for one in trials]
-
-    def open_trials(self, trials: Iterable[Trial]) -> list[Trial]:
-        """Return those that are not complete."""
-        return [trial for trial in trials if not is_complete(trial, self.run_path(trial))]

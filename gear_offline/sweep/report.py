@@ -33,8 +33,16 @@ from gear_offline.plots import (
 )
 from gear_offline.runs.listing import print_table
 from gear_offline.sweep.directory import SweepDirectory
-from gear_offline.sweep.results import TrialResult
-from gear_offline.sweep.table import INTERVAL, RANKING, Curve, Table, make_curves, make_table
+from gear_offline.sweep.results import (
+    INTERVAL,
+    RANKING,
+    Curve,
+    Table,
+    TrialResult,
+    make_curves,
+    make_table,
+    read_result,
+)
 
 MOST_CURVES = len(SERIES)  # more cannot be told apart
 AXES = {"return": "mean return", "normalized_score": "normalized score", "loss": "training loss"}
@@ -48,27 +56,13 @@ HEADINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SweepResult:
-    """What a sweep came to.
+    """What a sweep came to."""
 
-    Attributes
-    ----------
-    path
-        Directory of the sweep.
-    recipe
-        Name of the recipe.
-    trials
-        How each trial stands, in the order asked for.
-    table
-        A row a setting, the best one first.
-    others
-        How many trials of the directory were not asked for last.
-    """
-
-    path: Path
-    recipe: str
-    trials: tuple[TrialResult, ...]
-    table: Table
-    others: int
+    path: Path  # directory of the sweep
+    recipe: str  # its name
+    trials: tuple[TrialResult, ...]  # how each stands, in the order asked for
+    table: Table  # a row a setting, the best one first
+    others: int  # trials of the directory that were not asked for last
 
     @property
     def is_complete(self) -> bool:
@@ -96,14 +90,14 @@ def read_sweep(path: str | os.PathLike[str]) -> SweepResult:
     """Return what the sweep in a directory came to, of the trials that were asked for last."""
     directory = SweepDirectory(path)
     file = directory.read()
-    trials = [trial for trial in file.trials if trial.asked]
-    results = directory.results(trials)
+    asked = [trial for trial in file.trials if trial.asked]
+    results = [read_result(t, directory.run_path(t), file.failures.get(t.name)) for t in asked]
     return SweepResult(
         path=directory.path,
         recipe=file.recipe,
         trials=tuple(results),
         table=make_table(results),
-        others=len(file.trials) - len(trials),
+        others=len(file.trials) - len(asked),
     )
 
 

@@ -24,17 +24,21 @@ from gear_offline.evaluation.background import MOST_WORKERS
 from gear_offline.progress import Progress, say
 from gear_offline.runs import report
 from gear_offline.runs.checks import check_recipe
-from gear_offline.runs.loop import TrainingInterrupted, train
+from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.runs.prepare import prepare_dataset, resolve
 from gear_offline.runs.resume import check_resumed
 from gear_offline.sweep.directory import SweepDirectory, SweepFile
-from gear_offline.sweep.job import Job, run_errors
-from gear_offline.sweep.processes import LOCK_SECONDS, train_in_pool, train_in_processes
+from gear_offline.sweep.jobs import (
+    LOCK_SECONDS,
+    Job,
+    train_in_pool,
+    train_in_processes,
+    train_one_by_one,
+)
 from gear_offline.sweep.report import SweepResult, read_sweep, write_sweep_report
-from gear_offline.sweep.results import steps_done
+from gear_offline.sweep.results import is_complete, steps_done
 from gear_offline.sweep.trials import Trial, make_trials
 from gear_offline.tables.joint import TableData
-from gear_offline.tables.shared import SharedTables
 from gear_offline.workers import RayPool
 
 MOST_ON_A_GPU = 16  # more trials at a time need memory and are hardly faster
@@ -121,8 +125,6 @@ def run_trials(
         what, remedy = "a sweep runs in one process", "start it without torchrun"
         raise InputError("USAGE", what, remedy=remedy)
     _check_trials(trials, parallel)
-    for trial in trials:
-        check_recipe(trial.recipe, where=f"run {trial.name}")
     asked = trials[0].recipe.train.device
     with ExitStack() as stack:
         if ray is None:
@@ -150,7 +152,7 @@ def run_trials(
             file.threads = max(1, min(each, cores // parallel))
         # Every trial gets its share of the cores; none of it changes what the trial computes.
         threads = file.threads if has_share else None
-        left = directory.open_trials(trials)
+        left = [one for one in trials if not is_complete(one, directory.run_path(one))]
         for trial in left:
             check_resumed(directory.run_path(trial), resolved[trial.name])
         if pool is not None:
@@ -158,15 +160,12 @@ def run_trials(
             pool.check(directory.path)
         directory.write(file)
         if left:
-            done = len(trials) - len(left)
-            say(
-                f"{count_text(len(trials), 'run')} on {device}"
-                f"{f', {done} complete already' if done else ''}, {parallel} at a time; "
-                f"sweep directory {directory.path}",
-                quiet=quiet,
-            )
+            done, count = len(trials) - len(left), count_text(len(trials), "run")
+            complete = f", {done} complete already" if done else ""
+            where = f"{parallel} at a time; sweep directory {directory.path}"
+            say(f"{count} on {device}{complete}, {where}", quiet=quiet)
             alone = parallel == 1 and pool is None
-            display = _Display(trials, done, directory, quiet=quiet or alone)
+            display = _Display(trials, done, directory, file, quiet=quiet or alone)
             job = Job(
                 trials=[_with_share(trial, parallel, threads, pool) for trial in left],
                 folder=directory.path / "runs",
@@ -178,9 +177,19 @@ def run_trials(
                 moved=display.move,
                 ended=display.end,
             )
-            with display.progress:
-                _train(job, directory, pool, quiet=quiet)
-        return _conclude(directory, file)
+            try:
+                with display.progress:
+                    _train(job, directory, pool, quiet=quiet)
+            finally:
+                directory.write(file)  # what has failed
+        result = read_sweep(directory.path)
+        for one in result.trials:  # a kill may have come between a run's summary and its report
+            if one.status == "complete" and not (one.path / "report.md").exists():
+                report.write_report(one.path)
+        file.table = result.table.to_json()
+        directory.write(file)
+        write_sweep_report(result)
+        return result
 
 
 def _check_trials(trials: Sequence[Trial], parallel: int | None) -> None:
@@ -197,6 +206,8 @@ def _check_trials(trials: Sequence[Trial], parallel: int | None) -> None:
         what, remedy = f"{parallel} trials at a time", "give a number from 1"
     if what:
         raise InputError("USAGE", what, remedy=remedy)
+    for trial in trials:
+        check_recipe(trial.recipe, where=f"run {trial.name}")
 
 
 def _train(job: Job, directory: SweepDirectory, pool: RayPool | None, *, quiet: bool) -> None:
@@ -204,7 +215,7 @@ def _train(job: Job, directory: SweepDirectory, pool: RayPool | None, *, quiet: 
         if pool is not None:
             train_in_pool(job, pool, patience=LOCK_SECONDS)
         elif job.parallel == 1:
-            _train_one_by_one(job, quiet=quiet)
+            train_one_by_one(job, quiet=quiet)
         elif job.device.type == "cuda":
             from gear_offline.sweep.concurrent import train_concurrently
 
@@ -214,32 +225,6 @@ def _train(job: Job, directory: SweepDirectory, pool: RayPool | None, *, quiet: 
     except TrainingInterrupted as error:
         what, remedy = "stopped; what the trials have done is saved", "the same command goes on"
         raise TrainingInterrupted("INTERRUPTED", what, str(directory.path), remedy) from error
-
-
-def _train_one_by_one(job: Job, *, quiet: bool) -> None:
-    """Train here, each trial with the display of a run alone."""
-    tables = SharedTables()
-    for trial in job.trials:
-        path, failure = job.folder / trial.name, None
-        try:
-            with run_errors(trial.name, path, job.device):
-                train(trial.recipe, out=path, resume=True, quiet=quiet, tables=tables)
-        except TrainingInterrupted:
-            raise
-        except GearError as error:
-            failure = error
-        job.end(trial, failure)
-
-
-def _conclude(directory: SweepDirectory, file: SweepFile) -> SweepResult:
-    result = read_sweep(directory.path)
-    for one in result.trials:  # a kill may have come between a run's summary and its report
-        if one.status == "complete" and not (one.path / "report.md").exists():
-            report.write_report(one.path)
-    file.table = result.table.to_json()
-    directory.write(file)
-    write_sweep_report(result)
-    return result
 
 
 def _with_share(trial: Trial, parallel: int, threads: int | None, pool: RayPool | None) -> Trial:
@@ -252,18 +237,22 @@ def _with_share(trial: Trial, parallel: int, threads: int | None, pool: RayPool 
     if recipe.evaluate.episodes and recipe.evaluate.workers is None and (parallel > 1 or pool):
         spare = usable_cores() - parallel * (threads or 0) if pool is None else 0
         changes["evaluate.workers"] = max(1, min(MOST_WORKERS, spare // parallel))
-    if not changes:
-        return trial
-    return trial.model_copy(update={"recipe": recipe.replace(changes)})
+    return trial.model_copy(update={"recipe": recipe.replace(changes)}) if changes else trial
 
 
 class _Display:
     """How the trials stand: the progress of all together, and what failed."""
 
     def __init__(
-        self, trials: Sequence[Trial], complete: int, directory: SweepDirectory, *, quiet: bool
+        self,
+        trials: Sequence[Trial],
+        complete: int,
+        directory: SweepDirectory,
+        file: SweepFile,
+        *,
+        quiet: bool,
     ) -> None:
-        self._directory, self._trials, self._ended = directory, len(trials), complete
+        self._failures, self._trials, self._ended = file.failures, len(trials), complete
         self._done = {trial.name: steps_done(directory.run_path(trial)) for trial in trials}
         wanted, done = sum(trial.recipe.train.steps for trial in trials), sum(self._done.values())
         self.progress = Progress(directory.path.name, total=wanted, done=done, quiet=quiet)
@@ -279,7 +268,6 @@ class _Display:
         self._ended += 1
         how = "complete"
         if error is not None:
-            self._directory.note_failure(trial, error)
-            how = f"{error.code}: {error.message}"
+            how = self._failures[trial.name] = f"{error.code}: {error.message}"
         self.progress.say(f"{trial.name}: {how} ({self._ended} of {self._trials})")
         self.move(trial, trial.recipe.train.steps)

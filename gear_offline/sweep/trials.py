@@ -21,27 +21,13 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")
 
 
 class Trial(BaseModel, frozen=True):
-    """One run of a sweep.
+    """One run of a sweep."""
 
-    Attributes
-    ----------
-    name
-        Of its run directory.
-    label
-        What it is among the others, the same for all seeds.
-    settings
-        Dotted option and value of what the trials differ in, without the seed.
-    recipe
-        What it trains.
-    asked
-        Whether the last call named it.
-    """
-
-    name: str
-    label: str
-    settings: dict[str, Any]
+    name: str  # of its run directory
+    label: str  # what it is among the others, the same for all seeds
+    settings: dict[str, Any]  # dotted option and value of what trials differ in, but the seed
     recipe: Recipe
-    asked: bool = True
+    asked: bool = True  # the last call named it
 
 
 def make_trials(

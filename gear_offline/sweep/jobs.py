@@ -1,0 +1,196 @@
+"""The trials of a sweep as jobs of a pool, in processes on a CPU or as tasks of Ray, or one by one.
+
+Processes of one machine read one table in shared memory; tasks of Ray have tables of their own.
+What ends one of several runs is its own error, so that the others go on.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from gear_offline.config.recipe import Recipe
+from gear_offline.config.tasks import data_key
+from gear_offline.core.device import resolve_device
+from gear_offline.core.files import write_error
+from gear_offline.core.interruption import StopRequest
+from gear_offline.core.text import first_line
+from gear_offline.errors import GearError, InputError, is_out_of_memory
+from gear_offline.loaders.recipes import loader_options
+from gear_offline.runs.loop import TrainingInterrupted, train
+from gear_offline.sampling.base import own_strategies, register_own
+from gear_offline.sweep.results import steps_done
+from gear_offline.sweep.trials import Trial
+from gear_offline.tables.joint import TableData
+from gear_offline.tables.shared import SharedTables
+from gear_offline.workers import LOST, Caller, Pool, WorkerPool
+
+POLL_SECONDS = 0.2
+LOCK_SECONDS = 120  # the lock of a node that has died lasts for 90 on NFS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a scheduler is to train, and how."""
+
+    trials: Sequence[Trial]
+    folder: Path  # each trial is trained into ``folder/NAME``
+    device: torch.device
+    parallel: int  # trials at a time
+    threads: int | None  # of a trial in a process of its own
+    exact: bool  # stack none on a GPU: each run has the bits that it has alone
+    datasets: Mapping[str, TableData]  # by `data_key`, opened and checked
+    moved: Callable[[Trial, int], None]  # is told of a trial's steps done
+    ended: Callable[[Trial, GearError | None], None]  # ... and how it ended, if not interrupted
+
+    def dataset(self, recipe: Recipe) -> TableData:
+        """Return the data of a recipe."""
+        return self.datasets[data_key(recipe)]
+
+    def end(self, trial: Trial, error: GearError | None) -> None:
+        """Tell how a trial has ended; raise ``DEVICE``, after which nothing can go on."""
+        if error is not None and error.code == "DEVICE":
+            raise error
+        self.ended(trial, error)
+
+
+def train_one_by_one(job: Job, *, quiet: bool) -> None:
+    """Train here, each trial with the display of a run alone."""
+    tables = SharedTables()
+    for trial in job.trials:
+        path, failure = job.folder / trial.name, None
+        try:
+            with run_errors(trial.name, path, job.device):
+                train(trial.recipe, out=path, resume=True, quiet=quiet, tables=tables)
+        except TrainingInterrupted:
+            raise
+        except GearError as error:
+            failure = error
+        job.end(trial, failure)
+
+
+def train_in_processes(job: Job) -> None:
+    """Train each trial in a worker process."""
+    shared = SharedTables(publish=True)
+    for trial in job.trials:  # a trial whose table does not fit there reads one of its own
+        with suppress(GearError):
+            dataset = job.dataset(trial.recipe)
+            shared.table(dataset, loader_options(trial.recipe, dataset))
+    with WorkerPool(job.parallel, threads=job.threads) as pool:
+        train_in_pool(job, pool, json.dumps(shared.handles()))
+
+
+def train_in_pool(job: Job, pool: Pool, handles: str = "{}", patience: float = 0) -> None:
+    """Train each trial as a job of a pool; `patience` is for the locks of lost ones, in seconds.
+
+    After Ctrl-C or SIGTERM every trial saves a checkpoint, then ``INTERRUPTED`` is raised.
+    """
+    context = handles, tuple(own_strategies()), patience
+    waiting, running = deque(job.trials), dict[int, Trial]()
+    interrupted = False
+    with StopRequest() as stop:
+        while running or (waiting and not interrupted):
+            while waiting and pool.has_room and not interrupted:
+                trial = waiting.popleft()
+                path = job.folder / trial.name
+                number = pool.submit(f"{__name__}:train_trial", trial.recipe, path, *context)
+                running[number] = trial
+            if stop.signal_name is not None and not interrupted:
+                interrupted = True
+                pool.interrupt()
+            for number, value in pool.wait(POLL_SECONDS):
+                trial, error = running.pop(number), value
+                is_lost = isinstance(error, GearError) and error.code == LOST
+                if is_lost:
+                    remedy = "run the sweep again: it goes on from the last checkpoint"
+                    error = GearError(LOST, error.what, where=trial.name, remedy=remedy)
+                # one that is interrupted before it trains is ended by the signal
+                if not (interrupted and (is_lost or isinstance(error, TrainingInterrupted))):
+                    job.end(trial, error)
+            for trial in running.values():
+                job.moved(trial, steps_done(job.folder / trial.name))
+    if interrupted:
+        raise TrainingInterrupted("INTERRUPTED", f"stopped by {stop.signal_name}")
+
+
+def train_trial(
+    caller: Caller,
+    recipe: Recipe,
+    path: Path,
+    handles: str,
+    strategies: tuple[str, ...],
+    patience: float,
+) -> None:
+    """Train one trial in a worker."""
+    tables, end = _attached(handles, strategies), time.monotonic() + patience
+    with run_errors(path.name, path, resolve_device(recipe.train.device)):
+        while True:
+            try:
+                train(recipe, out=path, resume=True, quiet=True, tables=tables)
+                return
+            except InputError as error:
+                if error.code != "RUN_LOCKED" or time.monotonic() > end:
+                    raise
+            time.sleep(POLL_SECONDS)
+
+
+@cache
+def _attached(handles: str, strategies: tuple[str, ...]) -> SharedTables:
+    """Return the tables that all trials of this worker read; know the caller's strategies."""
+    register_own(strategies)
+    return SharedTables(json.loads(handles))
+
+
+@contextmanager
+def run_errors(name: str, path: Path, device: torch.device) -> Iterator[None]:
+    """Turn whatever ends one of several runs into a `GearError`, so that the others can go on.
+
+    ``DEVICE`` says that they cannot: after some errors of CUDA (an illegal address, a failed
+    launch) each further call of the process fails too.
+    """
+    try:
+        yield
+    except GearError:
+        raise
+    except OSError as error:
+        raise write_error(error, str(path)) from error
+    except Exception as error:
+        first = first_line(error)
+        if _is_lost(device):
+            raise GearError(
+                "DEVICE",
+                f"the GPU does nothing more for this process after {type(error).__name__}: {first}",
+                where=name,
+                remedy="the same command goes on from the newest checkpoints",
+            ) from error
+        if any(is_out_of_memory(cause) for cause in _with_contexts(error)):
+            remedy = "fewer runs at a time (sweep --parallel), or a smaller model or batch"
+            raise GearError("MEMORY", f"out of memory: {first}", name, remedy) from error
+        remedy = f"`gear-offline train {path} --resume --debug` repeats it alone and shows where"
+        raise GearError("INTERNAL", f"{type(error).__name__}: {first}", name, remedy) from error
+
+
+def _is_lost(device: torch.device) -> bool:
+    """Return whether a GPU does nothing more for this process; asked after an error."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)  # such errors come again with each call, others do not
+    except RuntimeError:
+        return True
+    return False
+
+
+def _with_contexts(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that were being handled: a failed capture hides why it failed."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
