@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.common import Data
+from gear_offline.core.types import Int64Array
 
 NextBatch = Callable[[], object]
-Int64Array = npt.NDArray[np.int64]
 
 
 class PlainGather:

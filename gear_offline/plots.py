@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from gear_offline.core.files import write_file
+from gear_offline.core.types import Float64Array
 
 BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#E69F00")
@@ -97,7 +97,7 @@ def save_figure(figure: Figure, path: Path) -> Path:
     return path
 
 
-def histogram_edges(values: npt.NDArray[np.float64], bins: int) -> npt.NDArray[np.float64]:
+def histogram_edges(values: Float64Array, bins: int) -> Float64Array:
     """Return the (bins + 1,) edges of a picture of finite `values` (n,), n >= 1.
 
     Values that are equal but for the rounding of their sums lie in the middle of a wider range:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gear_offline.core.types import Int64Array
 from gear_offline.errors import GearError
 from gear_offline.kernels.cuda_module import Parameters, load
 
@@ -251,7 +251,7 @@ def enqueue_together(updates: Sequence[Update]) -> None:
             one._kernels[name].launch(len(some) * blocks, THREADS, stream, parameters)
 
 
-def cut(sizes: Sequence[int]) -> npt.NDArray[np.int64]:
+def cut(sizes: Sequence[int]) -> Int64Array:
     """Return (C, 3) int64: tensor, first element and elements of each piece of these tensors."""
     rows = [
         (number, begin, min(PIECE, size - begin))

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
-from gear_offline.core.types import Int64Array
+from gear_offline.core.types import Int64Array, UInt64Array
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from gear_offline.kernels.cuda_module import DeviceArrays
     from gear_offline.kernels.priorities import DevicePriorities
 
-UInt64Array = npt.NDArray[np.uint64]
 
 GUIDE_BITS = 24  # the guide has at most 2^24 ranges
 
@@ -97,7 +95,7 @@ _WAYS: Final[dict[type, int]] = {
 }
 
 
-def describe_sampling(draw: Draw, offsets: npt.NDArray[np.int64], *, arrays: DeviceArrays) -> Any:
+def describe_sampling(draw: Draw, offsets: Int64Array, *, arrays: DeviceArrays) -> Any:
     """Return the `SAMPLING` row of a way to draw from episodes at (E + 1,) `offsets`."""
     row, steps = np.zeros((), SAMPLING), int(offsets[-1])
     row["way"], row["size"] = _WAYS[type(draw)], steps

@@ -24,11 +24,10 @@ from math import prod
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gear_offline.core.types import Array, Int64Array
+from gear_offline.core.types import Array, Int64Array, UInt8Array
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup, Field, convert
 from gear_offline.kernels.segments import Segments
@@ -40,7 +39,6 @@ ALIGNMENT_BYTES = 64
 SPARE_BLOCKS = 4  # free output blocks kept at most
 
 Padding = Literal["right", "left"]
-UInt8Array = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gear_offline.core.text import size_text
+from gear_offline.core.types import Int64Array
 from gear_offline.errors import GearError
 from gear_offline.kernels.cuda_module import Function, Parameters, load
 from gear_offline.kernels.draws import TREE
@@ -63,7 +64,7 @@ class DevicePriorities:
 
     def __init__(
         self,
-        offsets: npt.NDArray[np.int64],
+        offsets: Int64Array,
         mass_of_code: npt.NDArray[np.uint64],
         *,
         device: torch.device,
@@ -134,15 +135,13 @@ class DevicePriorities:
         for kernel in ("tree_check", "tree_apply", "tree_release"):
             self._launch(kernel, job, items=count)
 
-    def update_from_host(
-        self, segments: npt.NDArray[np.int64], losses: npt.NDArray[np.float32]
-    ) -> None:
+    def update_from_host(self, segments: Int64Array, losses: npt.NDArray[np.float32]) -> None:
         """`update` of names and losses in host memory."""
         names = torch.from_numpy(np.array(segments, dtype=np.int64))
         values = torch.from_numpy(np.array(losses, dtype=np.float32))
         self.update(names.to(self.device), values.to(self.device))
 
-    def masses_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def masses_of(self, rows: Int64Array) -> Int64Array:
         """Return the masses of rows, of any shape; waits for the GPU."""
         masses = self.masses[torch.from_numpy(np.array(rows)).to(self.device)]
         return np.asarray(masses.cpu().numpy())
@@ -190,7 +189,7 @@ class DevicePriorities:
             "updates": self._state[UPDATES : UPDATES + 1].to("cpu", copy=True).numpy(),
         }
 
-    def load_state(self, masses: npt.NDArray[np.int64], updates: int) -> None:
+    def load_state(self, masses: Int64Array, updates: int) -> None:
         """Take over masses and the number of updates; addresses stay."""
         self.masses.copy_(torch.from_numpy(masses))
         self._state.zero_()

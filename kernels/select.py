@@ -7,11 +7,10 @@ Shape legend: B slots of a step, T steps of a launch.
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gear_offline.core.types import Int64Array
 from gear_offline.kernels.cuda_module import DeviceArrays, Parameters, load
 from gear_offline.kernels.draws import Draw, PriorityTree, describe_sampling
 from gear_offline.kernels.gather_gpu import describe_job
@@ -27,7 +26,7 @@ class DeviceSelect:
     def __init__(
         self,
         draw: Draw,
-        offsets: npt.NDArray[np.int64],
+        offsets: Int64Array,
         *,
         device: torch.device,
         global_batch: int,

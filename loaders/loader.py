@@ -18,6 +18,7 @@ from torch.utils.data import get_worker_info
 
 from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.config.sections import Mode
 from gear_offline.core.closing import Closing
 from gear_offline.core.device import resolve_device
 from gear_offline.core.types import Int64Array
@@ -29,7 +30,6 @@ from gear_offline.kernels.segments import Segments
 from gear_offline.loaders.batch import Batch, split_steps
 from gear_offline.loaders.goals import GOALS, GoalOptions, GoalSampler
 from gear_offline.loaders.options import (
-    Mode,
     Placement,
     Sharding,
     bad_option,

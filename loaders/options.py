@@ -14,6 +14,7 @@ from pydantic import Field as Range
 from pydantic.dataclasses import dataclass
 
 from gear_offline.config.problems import problem_text
+from gear_offline.config.sections import Mode
 from gear_offline.distributed.world import World, joined_world
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.gather import Padding
@@ -23,7 +24,6 @@ from gear_offline.sampling import Sampler, make_sampler, parse_strategy
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.table import TableOptions
 
-Mode = Literal["auto", "on", "off"]
 Placement = Literal["auto", "hbm", "peer", "host", "disk"]
 Sharding = Literal["auto", "replicate", "shard"]
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from gear_offline.config.sections import Mode
 from gear_offline.core.types import Array, Int64Array
 from gear_offline.distributed.reads import NodeRows, Reads
 from gear_offline.distributed.sharding import Assigner, NodeShare
@@ -148,7 +149,7 @@ class ShardedSegments:
         ring: Ring,
         *,
         padding: Padding,
-        mode: Literal["auto", "on", "off"],
+        mode: Mode,
     ) -> Self:
         """Open the exchange of a table's rows; all ranks together."""
         from gear_offline.distributed.exchange import open_exchange

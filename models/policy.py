@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gear_offline.core.hub import put
 from gear_offline.core.text import count_text
+from gear_offline.core.types import Float64Array, Int64Array
 from gear_offline.errors import InputError, given_path
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy_folder import CARD, PLACE, PolicyFacts, PolicyFile, write_policy
@@ -99,8 +100,8 @@ class Policy:
         self.discrete = model.discrete
         self._mean = _statistic(state_mean, self.state_dim, "state_mean")
         self._std = _statistic(state_std, self.state_dim, "state_std")
-        self._targets: npt.NDArray[np.float64] = np.zeros(0)
-        self._steps: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._targets: Float64Array = np.zeros(0)
+        self._steps: Int64Array = np.zeros(0, np.int64)
         self._waiting: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         # (E, K, ...) states, actions, returns-to-go and timesteps, and of frames the newest ones
         window, device = (0, context_length), self.device
@@ -136,7 +137,7 @@ class Policy:
         return self._targets.copy()
 
     @property
-    def statistics(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None:
+    def statistics(self) -> tuple[Float64Array, Float64Array] | None:
         """(S,) float64 mean and scale: ``(state - mean) / scale`` is seen; None: raw states."""
         if self._mean is None or self._std is None:
             return None
@@ -321,7 +322,7 @@ class Policy:
         self._targets[chosen] -= given
         self._waiting[chosen] = False
 
-    def _chosen(self, indices: npt.ArrayLike | None) -> npt.NDArray[np.int64]:
+    def _chosen(self, indices: npt.ArrayLike | None) -> Int64Array:
         if indices is None:
             chosen = np.arange(self.environments, dtype=np.int64)
         else:
@@ -331,9 +332,7 @@ class Policy:
             raise InputError("MODEL", what, remedy="reset an environment before acting in it")
         return chosen
 
-    def _append(
-        self, chosen: npt.NDArray[np.int64], rows: Tensor, states: Tensor
-    ) -> npt.NDArray[np.int64]:
+    def _append(self, chosen: Int64Array, rows: Tensor, states: Tensor) -> Int64Array:
         """Write the current step into the windows; return its place (n,) in each."""
         steps = self._steps[chosen]
         full = chosen[steps >= self.context_length]
@@ -364,9 +363,7 @@ class Policy:
         )
 
 
-def _statistic(
-    values: npt.ArrayLike | None, size: int, name: str
-) -> npt.NDArray[np.float64] | None:
+def _statistic(values: npt.ArrayLike | None, size: int, name: str) -> Float64Array | None:
     if values is None:
         return None
     array = np.asarray(values, dtype=np.float64).reshape(-1)

@@ -19,14 +19,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from scipy import stats
 
 from gear_offline.analysis.sampling import Data, Strategy
+from gear_offline.core.types import Float64Array
 from gear_offline.sweep.results import RANKING, Estimate, TrialResult, by_label, estimate
 from gear_offline.training.metrics import finite
 
-Float64Array = npt.NDArray[np.float64]
 Verdict = Literal["higher", "lower", "no difference", "too few seeds"]
 
 LEVEL = 0.05  # of significance

@@ -15,15 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.types import Int64Array
+from gear_offline.core.types import Float64Array, Int64Array
 from gear_offline.plots import histogram_edges
 from gear_offline.sampling import Sampler
 from gear_offline.tables.joint import TableData
-
-Float64Array = npt.NDArray[np.float64]
 
 MOST_DRAWS = 1_000_000  # of a strategy
 DRAWS_AT_ONCE = 65_536

@@ -45,6 +45,7 @@ Text = Annotated[str, Field(min_length=1, max_length=4096)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Mode = Literal["auto", "on", "off"]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 Range = Annotated[tuple[Count, Count], Field(strict=False)]
@@ -239,7 +240,7 @@ class LoaderSettings(Section):
     """Returns-to-go are divided by this, in training and in evaluation."""
     normalize_states: bool = True
     """Subtract the dataset's mean from the observations and divide by its deviation."""
-    engine: Literal["auto", "on", "off"] = "auto"
+    engine: Mode = "auto"
     """On CUDA: select and gather on the GPU; auto: where that is possible."""
     placement: Literal["auto", "hbm", "peer", "host", "disk"] = "auto"
     """Rows in GPU memory, over the node's GPUs, in host memory or on disk; auto: as they fit."""
@@ -249,7 +250,7 @@ class LoaderSettings(Section):
     """For auto and disk, bytes of host memory for rows; null: half of it if on disk, else all."""
     sharding: Literal["auto", "replicate", "shard"] = "auto"
     """With several nodes: each holds all, or its shards; auto: its shards where all do not fit."""
-    exchange: Literal["auto", "on", "off"] = "auto"
+    exchange: Mode = "auto"
     """Rows of other nodes by RDMA: on; by torch.distributed: off; auto: RDMA where it works."""
 
 
@@ -308,15 +309,15 @@ class TrainSettings(Section):
     """auto: CUDA where there is one, else the CPU."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """auto: bfloat16 autocast on CUDA devices that have it, float32 elsewhere."""
-    graph: Literal["auto", "on", "off"] = "auto"
+    graph: Mode = "auto"
     """On CUDA: the whole step as one CUDA graph; auto: where possible."""
-    compile: Literal["auto", "on", "off"] = "auto"
+    compile: Mode = "auto"
     """On CUDA: torch.compile; auto: for runs of 20,000 steps or more."""
     weights: Literal["fp32", "bf16"] = "fp32"
     """Weights, gradients and residuals that a step computes with; updates are float32 always."""
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
     """With several ranks: a replica of the model on each, or shards; auto: replicas if they fit."""
-    reshard: Literal["auto", "on", "off"] = "auto"
+    reshard: Mode = "auto"
     """Shards: free a block's weights between its passes; auto: where all of them do not fit."""
     accumulate: Positive = 1
     """Micro-batches that a rank's share of a batch is cut into, to save memory."""
@@ -375,7 +376,7 @@ class EvaluateSettings(Section):
     """Environments that step together."""
     seed: Seed = 1000
     """Seed of the first evaluation environment."""
-    background: Literal["auto", "on", "off"] = "auto"
+    background: Mode = "auto"
     """Evaluate in other processes while training goes on; auto: where cores are free for it."""
     device: Device = "auto"
     """Where the policy runs; auto: the CPU in the background, else where training runs."""

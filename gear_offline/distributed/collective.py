@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gear_offline.distributed.reads import Int64Array, NodeRows, Reads, as_bytes, ranges
+from gear_offline.core.types import Int64Array
+from gear_offline.distributed.reads import NodeRows, Reads, as_bytes, ranges
 from gear_offline.distributed.world import World, rank_lost
 
 Bytes = npt.NDArray[np.uint8]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy.typing as npt
 
+from gear_offline.config.sections import Mode
 from gear_offline.distributed.collective import CollectiveExchange
 from gear_offline.distributed.rdma import Endpoint, RdmaExchange
 from gear_offline.distributed.reads import NodeRows, Reads
@@ -14,8 +15,6 @@ from gear_offline.errors import GearError, UnavailableError
 from gear_offline.progress import say
 
 __all__ = ["Exchange", "NodeRows", "Reads", "open_exchange"]
-
-Mode = Literal["auto", "on", "off"]
 
 
 class Exchange(Protocol):

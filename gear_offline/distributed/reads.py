@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Int64Array = npt.NDArray[np.int64]
+from gear_offline.core.types import Int64Array
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

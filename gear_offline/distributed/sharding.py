@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.core.types import BoolArray, Int64Array
+from gear_offline.core.types import BoolArray, Float64Array, Int64Array
 from gear_offline.errors import InputError
 from gear_offline.tables.joint import TableData, shards_of
 
@@ -55,8 +55,8 @@ def share_shards(
 
 def _give_out(
     shards: Int64Array,
-    weights: npt.NDArray[np.float64],
-    totals: npt.NDArray[np.float64],
+    weights: Float64Array,
+    totals: Float64Array,
     owners: Int64Array,
 ) -> None:
     """Give each shard, in their order, to the node that holds least; `totals` is (D,)."""
@@ -83,9 +83,7 @@ def shard_episodes(source: TableData) -> Int64Array:
     return np.array([record.episodes for record in records], np.int64)
 
 
-def shard_weights(
-    source: TableData, episode_weight: npt.ArrayLike | None = None
-) -> npt.NDArray[np.float64]:
+def shard_weights(source: TableData, episode_weight: npt.ArrayLike | None = None) -> Float64Array:
     """Return (S,) sums of episode weights; by default of steps."""
     lengths = source.episodes.lengths
     weights = np.asarray(lengths if episode_weight is None else episode_weight, dtype=np.float64)

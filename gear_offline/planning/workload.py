@@ -15,9 +15,9 @@ from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
 from gear_offline.config.recipe import Recipe
+from gear_offline.core.types import Float64Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.distributed.sharding import shard_weights
@@ -44,8 +44,8 @@ class Workload:
     source: str  # where this comes from
     steps: float
     episodes: float
-    shard_bytes: npt.NDArray[np.float64]  # (S,) as rows in memory
-    weights: npt.NDArray[np.float64]  # (S,) sum 1: how often each shard is drawn from
+    shard_bytes: Float64Array  # (S,) as rows in memory
+    weights: Float64Array  # (S,) sum 1: how often each shard is drawn from
     row_bytes: int  # of one step in memory
     window_bytes: int  # of the rows of one window
     reads: int  # from a tier for one window: one a column group

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 
 from gear_offline.core.text import count_text
+from gear_offline.core.types import Float64Array
 from gear_offline.plots import (
     BLUE,
     GREEN,
@@ -147,6 +148,6 @@ def plot_asked_vs_achieved(
     return save_figure(figure, path)
 
 
-def _span(values: npt.NDArray[np.float64]) -> str:
+def _span(values: Float64Array) -> str:
     first, last = short(float(values[0])), short(float(values[-1]))
     return first if first == last else f"{first} to {last}"

@@ -19,22 +19,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import ConfigDict, ValidationError
 
 from gear_offline.config.problems import problem_text
 from gear_offline.config.strict_yaml import parse_yaml
-from gear_offline.core.types import Array, BoolArray, Int64Array
+from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array, UInt64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.draws import CumulativeWeights, Draw, GuidedSearch
-from gear_offline.kernels.philox import UInt64Array, draws
+from gear_offline.kernels.philox import draws
 from gear_offline.kernels.segments import Segments
 
 if TYPE_CHECKING:
     from gear_offline.sampling.prioritized import Prioritized
 
-Float64Array = npt.NDArray[np.float64]
 
 # Streams of random numbers of one seed.
 SELECTION_STREAM = 0  # the segment of a slot

@@ -19,16 +19,15 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from gear_offline.config.sections import Positive, PositiveFloat, Text, Whole
-from gear_offline.core.types import Int64Array
+from gear_offline.core.types import Float64Array, Int64Array, UInt64Array
 from gear_offline.errors import InputError
 from gear_offline.kernels.draws import CumulativeWeights, GuidedSearch
-from gear_offline.kernels.philox import UInt64Array, bounded, draws
+from gear_offline.kernels.philox import bounded, draws
 from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import (
     ROTATION_STREAM,
     STRICT,
     Facts,
-    Float64Array,
     Sampler,
     StepLocator,
     register,

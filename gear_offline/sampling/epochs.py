@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from gear_offline.core.types import Int64Array
+from gear_offline.core.types import Int64Array, UInt64Array
 from gear_offline.kernels.draws import KeyedPermutation
-from gear_offline.kernels.philox import UInt64Array, bounded, draws
+from gear_offline.kernels.philox import bounded, draws
 from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import (
     EPOCH_STREAM,

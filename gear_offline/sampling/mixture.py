@@ -17,6 +17,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from gear_offline.config.sections import Count
+from gear_offline.core.types import Float64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.draws import CumulativeWeights, Draw
@@ -26,7 +27,6 @@ from gear_offline.sampling.base import (
     PART_STREAM,
     STRICT,
     Facts,
-    Float64Array,
     Members,
     Sampler,
     build_sampler,

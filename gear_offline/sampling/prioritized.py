@@ -19,15 +19,14 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from gear_offline.config.sections import NotNegative, Positive, PositiveFloat
-from gear_offline.core.types import BoolArray, Int64Array
+from gear_offline.core.types import BoolArray, Float32Array, Float64Array, Int64Array, UInt64Array
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.draws import PriorityTree
-from gear_offline.kernels.philox import UInt64Array, bounded
+from gear_offline.kernels.philox import bounded
 from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import (
     STRICT,
     Facts,
-    Float64Array,
     Sampler,
     StepLocator,
     check_range,
@@ -47,8 +46,6 @@ MAX_TOTAL = (1 << 63) - 1  # of all masses: sums and draws stay below 2^63
 GROUP = 8  # items under a leaf of the binary tree: one cache line
 TOP = 1 << 15  # sums whose cumulative sums are computed anew after a change, at most
 AT_ONCE = 16384  # draws that go down the tree together
-
-Float32Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -19,7 +19,7 @@ import numpy as np
 
 from gear_offline.core.system import check_available
 from gear_offline.core.text import size_text
-from gear_offline.core.types import Array
+from gear_offline.core.types import Array, Int64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup
@@ -29,7 +29,7 @@ from gear_offline.sampling.base import Stream
 from gear_offline.tables.disk_columns import SlotColumn, load_columns, slot_columns
 from gear_offline.tables.joint import TableData, parts_of
 from gear_offline.tables.read_ahead import ReadAhead
-from gear_offline.tables.read_plan import REFERENCE_BYTES, Int64Array, Needs, Places, ReadPlan
+from gear_offline.tables.read_plan import REFERENCE_BYTES, Needs, Places, ReadPlan
 from gear_offline.tables.table import Table, TableOptions
 from gear_offline.tables.window_reader import (
     COPY_BYTES,

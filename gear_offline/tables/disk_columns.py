@@ -14,21 +14,18 @@ from math import prod
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from gear_offline.core.types import Array
+from gear_offline.core.types import Array, Int64Array, UInt8Array
 from gear_offline.dataset.schema import ColumnSpec
 from gear_offline.dataset.shard import byte_view
 from gear_offline.kernels.columns import Field, convert
 from gear_offline.tables.fields import ACTIONS, REWARDS, STATES, standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData
-from gear_offline.tables.read_plan import Int64Array
 from gear_offline.tables.returns import sum_returns
 from gear_offline.tables.table import TableOptions, plan_groups
 
 RETURNS_BYTES = 32  # in passing for each step whose returns-to-go are computed
 
-UInt8Array = npt.NDArray[np.uint8]
 Lay = Callable[[UInt8Array], UInt8Array]  # (m, stored bytes) to (m, row bytes)
 
 

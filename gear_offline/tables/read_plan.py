@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Int64Array = npt.NDArray[np.int64]
+from gear_offline.core.types import Int64Array
+
 SCAN = 4096  # references looked at in one go for the next one that is missing
 PIECE = 4096  # references drawn in one go
 STRETCHES = 6  # parts of the horizon; each is sorted by chunk once

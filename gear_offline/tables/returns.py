@@ -17,17 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.core.types import Float64Array
+from gear_offline.core.types import Float32Array, Float64Array, Int64Array
 from gear_offline.tables.fields import REWARDS, to_float32
-
-Float32Array = npt.NDArray[np.float32]
 
 FEW_EPISODES = 8  # up to here a discounted sum is faster step by step than episodes side by side
 
 
-def whole_episodes(
-    offsets: Sequence[int] | npt.NDArray[np.int64], steps: int
-) -> Iterator[tuple[int, int]]:
+def whole_episodes(offsets: Sequence[int] | Int64Array, steps: int) -> Iterator[tuple[int, int]]:
     """Yield runs of episodes ``[first, last)`` of about `steps` steps, at least one episode."""
     begins = np.asarray(offsets, dtype=np.int64)
     first, count = 0, len(begins) - 1
@@ -39,7 +35,7 @@ def whole_episodes(
 
 def sum_returns(
     rewards: npt.NDArray[Any],
-    offsets: Sequence[int] | npt.NDArray[np.int64],
+    offsets: Sequence[int] | Int64Array,
     *,
     gamma: float,
     scale: float,
@@ -60,7 +56,7 @@ def sum_returns(
     return to_float32(wide, REWARDS, int(offsets[0]), finite=bool(np.isfinite(flat).all()))
 
 
-def _sum_back(values: Float64Array, lengths: npt.NDArray[np.int64], gamma: float) -> None:
+def _sum_back(values: Float64Array, lengths: Int64Array, gamma: float) -> None:
     """Replace (n,) values by the discounted sums from each episode's end."""
     longest = int(lengths.max(initial=0))
     if longest * len(lengths) == len(values):

@@ -22,11 +22,11 @@ from itertools import pairwise
 import numpy as np
 
 from gear_offline.core.files import file_identity
-from gear_offline.core.types import Array
+from gear_offline.core.types import Array, Int64Array, UInt8Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.shard import damaged
-from gear_offline.tables.disk_columns import DiskColumn, UInt8Array
-from gear_offline.tables.read_plan import Int64Array, Places
+from gear_offline.tables.disk_columns import DiskColumn
+from gear_offline.tables.read_plan import Places
 
 PAGE_BYTES = 4096  # offsets, sizes and addresses of direct reads are multiples of this
 GAP_BYTES = 64 << 10  # a read takes about as long as this many bytes more: see docs/dev/log.md
