@@ -17,6 +17,7 @@ import pytest
 import xxhash
 
 import gear_offline as go
+import gear_offline.dataset.dataset
 from gear_offline.config.recipe import Recipe
 from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.dataset.manifest import Manifest
@@ -107,6 +108,23 @@ def test_a_grown_dataset_is_the_one_of_all_its_episodes(path: Path, tmp_path: Pa
         assert (getattr(batches[0], name) == getattr(batches[1], name)).all()
     sizes = [len(go.open_dataset(path, admissions=n)) for n in (0, 1, 2, 3, None)]
     assert sizes == [3, 5, 6, 7, 7]
+
+
+def test_rows_on_disk_are_compared_once_and_then_the_new_ones_alone(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared, stream = list[str](), gear_offline.dataset.dataset._stream
+
+    def counted(handle: int, place: Path, *words: Any) -> Any:
+        if place == path and words[2].name == "observations":  # too wide to be kept in memory
+            compared.append(words[1].name)
+        return stream(handle, place, *words)
+
+    monkeypatch.setattr(gear_offline.dataset.dataset, "_stream", counted)
+    recipe = recipe_of(path, "loader.placement=disk", "train.checkpoint_every=4")
+    assert go.train(recipe, out=tmp_path / "run", callbacks=[Actor(path)], quiet=True).steps == 20
+    shards = go.open_dataset(path, verify=False).manifest.shards
+    assert len(shards) == 6 and compared == [shard.name for shard in shards]
 
 
 LIMITED = ["data.max_size=3", "data.remover=uniform"]

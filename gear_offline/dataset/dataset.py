@@ -69,8 +69,8 @@ class Dataset:
         (E,) bool, how each episode ended.
     returns
         (E,) float64, undiscounted sum of `rewards` of each episode; NaN where the data have none.
-    verified
-        Whether every block of every shard has been compared with its digest.
+    verified_shards
+        Of how many shards, from the first one on, every block has been compared with its digest.
     identities
         Of each shard's file, from before anything of it was read.
     """
@@ -81,7 +81,7 @@ class Dataset:
     terminated: BoolArray
     truncated: BoolArray
     returns: Float64Array
-    verified: bool
+    verified_shards: int
     identities: tuple[FileIdentity, ...] = field(repr=False)
 
     def __repr__(self) -> str:
@@ -111,6 +111,11 @@ class Dataset:
     def reference_scores(self) -> ReferenceScores | None:
         """Scores of a random and an expert policy, ``None`` when unknown."""
         return self.manifest.environment.reference_scores
+
+    @property
+    def verified(self) -> bool:
+        """Whether every block of every shard has been compared with its digest."""
+        return self.verified_shards == len(self.manifest.shards)
 
     @cached_property
     def first_steps(self) -> Int64Array:
@@ -296,13 +301,17 @@ class Dataset:
                     for count in _stream(handle, self.path, self.manifest, record, tensor, buffer):
                         on_progress(count)
 
-        numbers = range(len(self.manifest.shards))
+        numbers = range(self.verified_shards, len(self.manifest.shards))
         if len(numbers) == 1:  # a thread takes longer to start than an episode to read
-            check(0)
+            check(numbers[0])
         else:
             with ThreadPoolExecutor(max_workers=min(MAX_THREADS, usable_cores())) as pool:
                 list(pool.map(check, numbers))  # an error cancels the rest
-        return replace(self, verified=True)
+        return self.as_verified()
+
+    def as_verified(self) -> Dataset:
+        """Return the dataset as one that another process of this node has verified."""
+        return replace(self, verified_shards=len(self.manifest.shards))
 
     def push_to_hub(self, name: str, *, private: bool = False) -> str:
         """Put the dataset on the Hugging Face Hub, every block compared first; return its address.
@@ -422,7 +431,7 @@ def with_shards(path: Path, manifest: Manifest, before: Dataset | None = None) -
         terminated=joined["episode_terminated"],
         truncated=joined["episode_truncated"],
         returns=joined["episode_returns"],
-        verified=False,
+        verified_shards=0 if before is None else before.verified_shards,
         identities=tuple(found),
     )
 

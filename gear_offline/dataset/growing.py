@@ -39,7 +39,7 @@ class GrowingDataset(Closing):
     Parameters
     ----------
     path
-        Directory of a dataset.
+        Directory of a dataset, or the dataset as it was converted; one that is verified stays so.
     admits
         Go on behind the last line, as one process at a time may; else follow the lines only.
     check
@@ -53,13 +53,15 @@ class GrowingDataset(Closing):
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | Dataset,
         *,
         admits: bool = True,
         check: Callable[[Dataset], None] = lambda piece: None,
         quiet: bool = False,
     ) -> None:
-        self.dataset = open_dataset(path, verify=False, admissions=0)
+        if not isinstance(path, Dataset):
+            path = open_dataset(path, verify=False, admissions=0)
+        self.dataset = path
         self._path, self._check, self._quiet = self.dataset.path, check, quiet
         self._log = self._hold() if admits else -1
         self._lines, self._seal = read_admissions(self._path)
@@ -146,7 +148,8 @@ class GrowingDataset(Closing):
         if len(self._lines) < admissions:
             self._lines, self._seal = read_admissions(self._path)
         if admissions > self._admitted:
-            self.dataset = grow_dataset(self.dataset, self._lines[self._admitted : admissions])
+            larger = grow_dataset(self.dataset, self._lines[self._admitted : admissions])
+            self.dataset = larger.verify() if self.dataset.verified else larger  # the new shards
             self._admitted = admissions
         return self.dataset
 

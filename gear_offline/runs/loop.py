@@ -77,7 +77,7 @@ def train(
         dataset = prepare_dataset(recipe, world=world, quiet=quiet)
         resolved, sizes = resolve(recipe, dataset, quiet=quiet)
         world.lead(lambda: check_resumed(path, resolved, start))
-        growing = open_growing(resolved, sizes, world=world, quiet=quiet)
+        growing = open_growing(resolved, sizes, dataset, world=world, quiet=quiet)
         if growing is not None:
             stack.enter_context(growing)
         learner = Learner(

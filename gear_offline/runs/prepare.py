@@ -56,39 +56,29 @@ def prepare_dataset(
 def _open_on_ranks(recipe: Recipe, world: World, *, quiet: bool) -> Dataset:
     """Open a dataset that one rank makes; it is compared with its digests once a node.
 
-    That is while the node's first rank loads it.  What is mapped, or read from disk in parts, is
-    not compared then, so it is before any rank reads it.
+    That is while the node's first rank loads it, or before any rank reads it from disk in parts.
     """
     made = world.lead(lambda: prepare_one(recipe, quiet=quiet))
-    if world.size == 1:
-        assert made is not None, "this rank has made it"
-        return made
-    is_read_in_parts = recipe.loader.placement == "disk" or recipe.loader.host_budget is not None
-
-    def opened() -> Dataset:
-        dataset = made or open_one(recipe)
-        return dataset.verify() if is_read_in_parts else dataset
-
-    return world.lead(opened, leader=world.leader) or open_one(recipe)
+    dataset = made or open_one(recipe)
+    if recipe.loader.placement != "disk" and recipe.loader.host_budget is None:
+        return dataset
+    return world.lead(dataset.verify, leader=world.leader) or dataset.as_verified()
 
 
 def open_growing(
-    recipe: Recipe, sizes: ModelSizes, *, world: World, quiet: bool = False
+    recipe: Recipe, sizes: ModelSizes, dataset: TableData, *, world: World, quiet: bool = False
 ) -> GrowingDataset | None:
-    """Open the dataset of a resolved recipe that admits what actors append; else None."""
-    data = recipe.data
-    if data.admit_every is None:
+    """Return what lets the `dataset` of a resolved recipe grow by what actors append; else None."""
+    if recipe.data.admit_every is None:
         return None
+    assert isinstance(dataset, Dataset), "data of several tasks do not grow"
 
     def opened(*, admits: bool) -> GrowingDataset:
         return GrowingDataset(
-            str(data.path),
-            admits=admits,
-            check=lambda piece: _check(recipe, piece, sizes),
-            quiet=quiet,
+            dataset, admits=admits, check=lambda piece: _check(recipe, piece, sizes), quiet=quiet
         )
 
-    return world.lead(lambda: opened(admits=not data.replay)) or opened(admits=False)
+    return world.lead(lambda: opened(admits=not recipe.data.replay)) or opened(admits=False)
 
 
 def prepare_one(recipe: Recipe, *, quiet: bool = False) -> Dataset:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from gear_offline.config.sections import TrainSettings
 from gear_offline.core.files import write_file
@@ -31,10 +31,26 @@ from gear_offline.training.metrics import GrowingFile, read_records
 
 __all__ = ["sync"]
 
-KINDS = {"train": "metrics.jsonl", "evaluate": "evaluations.jsonl"}  # names: train/loss
+FILES = {"train": "metrics.jsonl", "evaluate": "evaluations.jsonl"}  # kind of a value: its file
 
 
-# Each sends values from its opening on; `told` is the last step in it, by kind.
+class Tracker(Protocol):
+    """What shows the values of a run; `TRACKERS` has one class a name of ``train.trackers``.
+
+    `told` is the last step that it holds of each kind when it is opened: only later ones are sent,
+    each once, and the steps of a kind in their order.
+    """
+
+    told: dict[str, int]
+
+    def __init__(self, run: Run, project: str) -> None:
+        """Open the run in it, which goes on if it is there; its recipe goes along."""
+
+    def send(self, step: int, values: dict[str, float]) -> None:
+        """Show values of one kind by name: ``train/loss``, ``evaluate/return_3600``."""
+
+    def close(self) -> None:
+        """Wait for what is under way."""
 
 
 class TensorBoard:
@@ -51,7 +67,7 @@ class TensorBoard:
         folder = run.path / "tensorboard"
         folder.mkdir(exist_ok=True)
         goes_on = any(folder.iterdir())
-        self.told: dict[str, int] = {kind: row["step"] for kind, row in _lines(run) if goes_on}
+        self.told = {kind: row["step"] for kind, row in _lines(run) if goes_on}
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = GrowingFile(folder / name)
         self._records = RecordWriter(self._file)
@@ -113,9 +129,9 @@ class WandB:
             reinit="create_new",  # another run of this process goes on
             settings=wandb.Settings(console="off"),
         )
-        for kind in KINDS:  # W&B's own steps must rise, but evaluations may come late
+        for kind in FILES:  # W&B's own steps must rise, but evaluations may come late
             self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
-        self.told = {kind: self._run.summary.get(f"{kind}/step", 0) for kind in KINDS}
+        self.told = {kind: self._run.summary.get(f"{kind}/step", 0) for kind in FILES}
         if self._run.offline:  # it cannot go on there; so the newest one holds the whole run
             now = Path(self._run.dir).parent
             for old in set(now.parent.glob("offline-run-*")) - {now}:
@@ -129,7 +145,6 @@ class WandB:
         self._run.finish()
 
 
-Tracker = TensorBoard | Trackio | WandB
 TRACKERS: dict[str, type[Tracker]]
 TRACKERS = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": WandB}
 
@@ -149,30 +164,29 @@ class Tracking(Callback):
 
     def _show(self, kind: str, step: int, record: Mapping[str, Any]) -> None:
         """Send a line, but none of a step that a resumed run does again."""
-        values = _training(record) if kind == "train" else _evaluation(record)
+        values = _values(kind, record)
         if self._tracker is not None and values and step > self._tracker.told.get(kind, 0):
             self._tracker.send(step, values)
 
     def close(self) -> None:
-        """Wait for what is under way."""
         if self._tracker is not None:
             self._tracker.close()
 
     def on_begin(self, run: Run) -> None:
-        self._try(run, lambda: self.open(run))
+        self._try(run, self.open, run)
 
     def on_log(self, run: Run, step: int, values: Mapping[str, float]) -> None:
-        self._try(run, lambda: self._show("train", step, values))
+        self._try(run, self._show, "train", step, values)
 
     def on_evaluation(self, run: Run, step: int, record: Mapping[str, Any]) -> None:
-        self._try(run, lambda: self._show("evaluate", step, record))
+        self._try(run, self._show, "evaluate", step, record)
 
     def on_end(self, run: Run, error: BaseException | None) -> None:
         self._try(run, self.close)
 
-    def _try(self, run: Run, act: Callable[[], None]) -> None:
+    def _try(self, run: Run, act: Callable[..., None], *words: Any) -> None:
         try:
-            act()
+            act(*words)
         except Exception as error:
             self._tracker = None
             what = f"{self._name} failed and is told no more ({first_line(error)})"
@@ -213,10 +227,8 @@ def sync(
     >>> import gear_offline as go
     >>> go.sync("runs/tiny", "tensorboard")
     """
-    run = open_run(run)
-    asked = {"train.trackers": tracker, "train.project": project}
-    changes = {option: value for option, value in asked.items() if value is not None}
-    settings = run.recipe.replace(changes).train
+    run, asked = open_run(run), {"train.trackers": tracker, "train.project": project}
+    settings = run.recipe.replace({k: v for k, v in asked.items() if v is not None}).train
     check_trackers(settings.trackers)
     with RunDirectory(run.path, resume=True):
         for tracking in trackings(settings):
@@ -225,23 +237,21 @@ def sync(
 
 
 def _lines(run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
-    for kind, file in KINDS.items():
+    for kind, file in FILES.items():
         yield from ((kind, record) for record in read_records(run.path / file))
 
 
-def _training(record: Mapping[str, float | None]) -> dict[str, float]:
-    return {f"train/{k}": v for k, v in record.items() if k != "step" and v is not None}
-
-
-def _evaluation(record: Mapping[str, Any]) -> dict[str, float]:
-    """Name the numbers of an evaluation; none of one that failed."""
-    tasks = record.get("tasks") or {}
-    values = {"normalized_score": record.get("normalized_score")} if tasks else {}
-    for prefix, found in (("", record), *((f"{name}/", task) for name, task in tasks.items())):
-        for target in found.get("targets", ()):
-            for number in ("return", "normalized_score"):
-                values[f"{prefix}{number}_{target['target']:g}"] = target.get(number)
-    return {f"evaluate/{name}": value for name, value in values.items() if value is not None}
+def _values(kind: str, record: Mapping[str, Any]) -> dict[str, float]:
+    """Name the numbers of a line; none of an evaluation that failed."""
+    values = {name: value for name, value in record.items() if name != "step"}
+    if kind == "evaluate":
+        tasks = record.get("tasks") or {}
+        values = {"normalized_score": record.get("normalized_score")} if tasks else {}
+        for prefix, one in (("", record), *((f"{name}/", task) for name, task in tasks.items())):
+            for target in one.get("targets", ()):
+                for number in ("return", "normalized_score"):
+                    values[f"{prefix}{number}_{target['target']:g}"] = target.get(number)
+    return {f"{kind}/{name}": value for name, value in values.items() if value is not None}
 
 
 def _run_id(run: Run) -> str:
