@@ -90,12 +90,23 @@ def _on_gpu(items: int, count: int) -> dict[str, Call]:
     def draw() -> None:
         select.enqueue(seed=1, first_step=next(steps), names=names, chances=chances)
 
+    more = EpisodeIndex(np.full(sampler.index.episodes * 101 // 100, EPISODE_STEPS, np.int64))
+
+    def grow() -> None:
+        """As a learner does: allocate, copy, give back."""
+        larger: Any = make_sampler("prioritized", more, alpha=1.0)
+        larger.on_device(device)
+        larger.take_over(sampler)
+        del larger
+        torch.cuda.empty_cache()
+
     draw()
     few = names[0, :64].clone()
     calls: dict[str, Call] = {
         "draw by priority": draw,
         "update": lambda: tree.update(names[0], next(losses)),
         "update 64": lambda: tree.update(few, next(losses)[:64]),
+        "grow by 1 %": grow,
     }
     return calls | _peers(tree.masses, count)
 

@@ -196,6 +196,18 @@ class DevicePriorities:
         self._state[UPDATES].fill_(updates)
         self.add_up()
 
+    def take_over(self, before: DevicePriorities, finer: int) -> None:
+        """Take over the masses of fewer items, divided by `finer`, and the number of updates.
+
+        Nothing waits.  The memory of both is held until `before` is let go.
+        """
+        first = self.masses[: before.steps].copy_(before.masses)
+        if finer > 1:
+            first.floor_divide_(finer).clamp_(min=1)
+        self._state.zero_()
+        self._state[UPDATES].copy_(before._state[UPDATES])
+        self.add_up()
+
     def _launch(
         self, kernel: str, job: npt.NDArray[Any], *, items: int, threads: int = THREADS
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +20,7 @@ from gear_offline.loaders.static_batch import StaticBatch
 from gear_offline.models.loss import action_loss, segment_losses
 from gear_offline.sampling import make_sampler
 from gear_offline.tables.table import Table, TableOptions, build_table
+from tests.gpu_support import NEEDS_CUPY, ON_GPU
 from tests.kernels_on_cpu import compile_kernels, gpu_gather, on_cpu
 from tests.sampling_support import CASES, IDS, facts, prioritized
 from tests.segment_oracle import MemoryTable, bits, cpu_gather
@@ -195,6 +197,32 @@ def test_priorities_move_with_what_they_learned(library: Any) -> None:
             sampler.update(names, -losses)
         with pytest.raises(Exception, match="not of cuda"):
             sampler.on_device(torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize(
+    "where", ["host", "kernels", pytest.param("gpu", marks=[*ON_GPU, NEEDS_CUPY])]
+)
+@pytest.mark.parametrize("new", [[], [9], [50, 60], [1, 4000]])
+def test_priorities_of_a_larger_table_are_as_if_made_anew(
+    library: Any, where: str, new: list[int]
+) -> None:
+    """Old masses, on the larger table's scale, and first masses; then they learn as before."""
+    names = np.array([(2, s) for s in range(0, 30, 2)] + [(0, 1)])
+    losses = np.geomspace(1e-9, 200, len(names)).astype(np.float32)
+    small, large, fresh = (prioritized(each) for each in (LENGTHS, *[LENGTHS + new] * 2))
+    with on_cpu(library) if where != "gpu" else nullcontext(torch.device("cuda", 0)) as device:
+        if where != "host":
+            small.on_device(device)
+        small.update(names, losses)
+        large.take_over(small)
+        fresh.update(names, losses)  # in host memory
+        assert large.masses.tolist() == fresh.masses.tolist() and large.updates == 1
+        for some in (large, fresh):
+            some.update(names[::-1], losses)
+        assert large.masses.tolist() == fresh.masses.tolist() and large.updates == 2
+        one, other = (some.sample(3, 7, 1, 500)[0] for some in (large, fresh))
+        assert one.starts.tolist() == other.starts.tolist()
+        assert one.probability.tobytes() == other.probability.tobytes()
 
 
 def test_priorities_that_do_not_fit(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:

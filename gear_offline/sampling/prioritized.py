@@ -10,7 +10,7 @@ Shape legend: N steps, B slots of a batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -78,18 +78,12 @@ class Prioritized(Sampler):
 
     def __init__(self, facts: Facts, options: PriorityOptions | None = None) -> None:
         super().__init__(facts, options)
-        codes = np.arange(CODES, dtype=np.uint32) << np.uint32(DROPPED_BITS)
-        losses = codes.view(np.float32).astype(np.float64)
-        self.mass_of_code = self._masses(losses + self.options.epsilon)
-        self.first_mass = int(self._masses(np.array([float(self.options.initial)]))[0])
+        most = largest_mass(self.index.steps)
+        self.mass_of_code = _mass_of_code(self.options, most)
+        self.first_mass = int(_masses(self.options, most, np.array([self.options.initial]))[0])
         self._kept = facts.kept  # starts of other episodes have no mass
         self._on_gpu: DevicePriorities | None = None  # then it has the masses, not the host
         self._select: DeviceSelect | None = None  # of the GPU, for draws that the host asks for
-
-    def _masses(self, priorities: Float64Array) -> UInt64Array:
-        largest, most = self.options.largest, largest_mass(self.index.steps)
-        share = (np.minimum(priorities, largest) / largest) ** self.options.alpha
-        return np.asarray(np.maximum(np.floor(most * share), 1).astype(np.uint64))
 
     @cached_property
     def _locate(self) -> StepLocator:
@@ -212,9 +206,12 @@ class Prioritized(Sampler):
 
     def take_over(self, before: Prioritized) -> None:
         """Take over the masses of the first steps of the table, of which `before` had no more."""
-        state, first = before.state(), before.index.steps
-        masses = np.full(self.index.steps, self.first_mass, np.int64)
+        first = before.index.steps
         finer = largest_mass(first) // largest_mass(self.index.steps)
+        if before._on_gpu is not None:  # nothing passes through the host
+            self.on_device(before._on_gpu.device).take_over(before._on_gpu, finer)
+            return
+        state, masses = before.state(), np.full(self.index.steps, self.first_mass, np.int64)
         masses[:first] = np.maximum(state["masses"] // finer, 1)  # as if made anew: powers of two
         self.load_state({"masses": masses * self._is_kept, "updates": state["updates"]})
 
@@ -356,6 +353,19 @@ def importance_weights(
     """
     weights = (1.0 / (segments * probability)) ** beta
     return np.asarray(weights / weights.max())
+
+
+def _masses(options: PriorityOptions, most: int, priorities: Float64Array) -> UInt64Array:
+    share = (np.minimum(priorities, options.largest) / options.largest) ** options.alpha
+    return np.asarray(np.maximum(np.floor(most * share), 1).astype(np.uint64))
+
+
+@lru_cache(maxsize=2)  # a table that grows has the same most of the time, and it takes 10 ms
+def _mass_of_code(options: PriorityOptions, most: int) -> UInt64Array:
+    """Return (CODES,) the mass of each code of a loss."""
+    codes = np.arange(CODES, dtype=np.uint32) << np.uint32(DROPPED_BITS)
+    losses = codes.view(np.float32).astype(np.float64)
+    return _masses(options, most, losses + options.epsilon)
 
 
 def code_of(losses: Float32Array) -> Int64Array:
