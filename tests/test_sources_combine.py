@@ -108,10 +108,16 @@ def test_episodes_that_do_not_fit_are_named() -> None:
     good = episode(3)
     for second, part in [
         (episode(3) | {"rewards": np.zeros(4)}, "3 rows where rewards has 4 (episode 1, column ob"),
-        (episode(3) | {"rewards": [1.0, 2.0, 3.0]}, "float64 () a step, episode 0 has float32"),
-        (episode(3, speed=np.zeros(3)), "column speed is not in episode 0 (episode 1)"),
+        (
+            episode(3) | {"rewards": [1.0, 2.0, 3.0]},
+            "float64 () in episode 1, float32 () in episode 0",
+        ),
+        (
+            episode(3, speed=np.zeros(3)),
+            "column speed is float64 () in episode 1, missing in episode 0",
+        ),
         ({k: v for k, v in good.items() if k != "actions"}, "column actions is missing"),
-        (episode(3) | {"actions": np.zeros((3, 4), np.float32)}, "float32 (4,) a step"),
+        (episode(3) | {"actions": np.zeros((3, 4), np.float32)}, "float32 (4,) in episode 1"),
         (episode(3) | {"actions": [[1.0], [1.0, 2.0], [1.0]]}, "no array"),
         (episode(3, text=["a", "b", "c"]), "neither numeric nor bool (episode 1, column text)"),
         (episode(3, weight=1.0), "one number instead of rows (episode 1, column weight)"),
@@ -254,7 +260,9 @@ def test_joined_sources_follow_each_other(tmp_path: Path) -> None:
     assert joined.terminated.tolist() == [*one.terminated, *two.terminated]
     assert joined.info.environment_id is None
     assert "A-v0, B-v0" in joined.info.attributes["warnings"][0]
-    assert joined.info.attributes["left_out"] == {"extra": "memory does not have it"}
+    assert joined.info.attributes["left_out"] == {
+        "extra": "missing in memory, float64 () in memory"
+    }
     both = np.concatenate([one.read("rewards", 0, 7), two.read("rewards", 0, 5)])
     assert np.array_equal(joined.read("rewards", 2, 11), both[2:11])
     assert code(join_sources, [])[0] == "SOURCE_LAYOUT"

@@ -207,12 +207,12 @@ def written(episode: Columns) -> Columns:
         (
             {"map": broken(lambda e: relabelled(e) | {"pair": np.zeros((5, 3), "f4")})},
             "SOURCE_LAYOUT",
-            "float32 (3,) a step, episode 0 has float32 (2,) (episode 1, column pair)",
+            "column pair is float32 (3,) in episode 1, float32 (2,) in episode 0",
         ),
         (
             {"map": broken(lambda e: {"rewards": e["rewards"]})},
             "SOURCE_LAYOUT",
-            "column pair is mi",
+            "column past is missing in episode 1",
         ),
         ({"map": relabelled, "workers": 2}, "USAGE", "workers=2 cannot be"),
         ({"rename": {"levle": "stage"}}, "COLUMN", "no 'levle' to take as 'stage'"),

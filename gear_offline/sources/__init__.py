@@ -1,7 +1,7 @@
-"""Readers of foreign formats: HDF5 files, D4RL, Minari, arrays, and what is combined of them.
+"""Readers of foreign formats, and sources that are combined of others.
 
-`uri.open_source` picks a reader from what the user typed; `base` says what every source offers,
-`episode_ends` where episodes end, `hdf5` reads files from outside without trusting them.
+`uri` has the table of readers; `base` says what every source offers, `episode_ends` where episodes
+end, `hdf5` reads files from outside without trusting them; `combine` and `edit` change a source.
 """
 
 from gear_offline.sources.arrays import from_arrays, from_episodes

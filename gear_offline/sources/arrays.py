@@ -15,7 +15,7 @@ from gear_offline.core.environment_id import check_environment_id
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.errors import InputError
-from gear_offline.sources.base import Kinds, Piece, Source, SourceInfo
+from gear_offline.sources.base import Kinds, Piece, Source, SourceInfo, common_columns
 from gear_offline.sources.episode_ends import (
     FLAGS,
     SCALARS,
@@ -26,6 +26,7 @@ from gear_offline.sources.episode_ends import (
 
 METADATA = "metadata"
 OBSERVATIONS, NEXT_OBSERVATIONS, REWARDS = "observations", "next_observations", "rewards"
+SAME = "give every episode the same columns, of one shape and dtype: np.asarray(x, np.float32)"
 _ONE_EACH = "a mapping of column names to arrays for each episode"
 Columns = dict[str, Array]
 
@@ -89,16 +90,17 @@ def from_episodes(
     read = [read_episode(number, episode) for number, episode in enumerate(episodes)]
     if not read:
         raise _misfit("there are no episodes", "", "give at least one")
-    first = read[0][0]
-    for number, (columns, _) in enumerate(read):
-        check_same(number, columns, first)
+    numbered = [
+        (f"episode {number}", kinds_of_arrays(columns)) for number, (columns, _) in enumerate(read)
+    ]
+    kinds, _ = common_columns(numbered, remedy=SAME)
     notes: list[str] = []
-    if not any(n.split("/")[0] == OBSERVATIONS for n in first):
-        notes.append(f"no column is named {OBSERVATIONS}, which training needs: {', '.join(first)}")
+    if not any(n.split("/")[0] == OBSERVATIONS for n in kinds):
+        notes.append(f"no column is named {OBSERVATIONS}, which training needs: {', '.join(kinds)}")
         warnings.warn(notes[-1], stacklevel=2)
     return Source(
         [_piece(columns) for columns, _ in read],
-        _kinds(first),
+        kinds,
         lengths=[len(next(iter(columns.values()))) for columns, _ in read],
         terminated=[terminated for _, (terminated, _) in read],
         truncated=[truncated for _, (_, truncated) in read],
@@ -155,7 +157,7 @@ def from_arrays(
     facts = {**_described(metadata), **(attributes or {})}
     return Source(
         [_piece(arrays)],
-        _kinds(arrays),
+        kinds_of_arrays(arrays),
         lengths=ends.lengths,
         terminated=ends.terminated,
         info=_info(name, rule, environment, facts, notes),
@@ -169,8 +171,9 @@ def _piece(columns: Columns) -> Piece:
     )
 
 
-def _kinds(columns: Columns) -> Kinds:
-    return {name: (rows.dtype, rows.shape[1:]) for name, rows in columns.items()}
+def kinds_of_arrays(columns: Columns) -> Kinds:
+    """Return what columns of rows in memory are."""
+    return {n: (rows.dtype.newbyteorder("="), rows.shape[1:]) for n, rows in columns.items()}
 
 
 def _described(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,22 +262,6 @@ def _steps(columns: Columns, where: str) -> int:
             what = f"{len(rows)} rows where {first} has {steps}"
             raise _misfit(what, where, "give one row for each step", name)
     return steps
-
-
-def check_same(number: int, columns: Columns, wanted: Columns, like: int = 0) -> None:
-    """Refuse columns of an episode that are not those of episode `like`."""
-    where = f"episode {number}"
-    differ = sorted(set(columns) ^ set(wanted))
-    if differ:
-        what = "is missing" if differ[0] in wanted else f"is not in episode {like}"
-        raise _misfit(f"column {differ[0]} {what}", where, "give every episode the same columns")
-    for name, first in wanted.items():
-        rows, shape = columns[name], first.shape[1:]
-        native = rows.dtype.newbyteorder("=") == first.dtype.newbyteorder("=")
-        if not native or rows.shape[1:] != shape:
-            what = f"{rows.dtype} {rows.shape[1:]} a step, episode {like} has {first.dtype} {shape}"
-            remedy = "give every episode the same shape and dtype: np.asarray(values, np.float32)"
-            raise _misfit(what, where, remedy, name)
 
 
 def _info(

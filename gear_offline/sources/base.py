@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from io import FileIO
@@ -30,7 +30,8 @@ from gear_offline.core.files import FileIdentity, file_identity, open_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec, is_column_name
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, UnavailableError
+from gear_offline.sources.episode_ends import SCALARS
 
 READ_BYTES = 8 << 20  # a read of about this size amortises the call
 MAX_NAME_CHARS = 200
@@ -95,6 +96,16 @@ def damage_told(
         what = f"not a readable {kind} file: {' '.join(str(error).split())[:200]}"
         remedy = "the file is damaged, cut short or of another format: get it again"
         raise InputError("SOURCE_READ", what, where=str(where), remedy=remedy) from error
+
+
+@contextmanager
+def package_needed(what: str, extra: str) -> Iterator[None]:
+    """Tell a package that is not installed by the extra that has it (``PACKAGE_MISSING``)."""
+    try:
+        yield
+    except ImportError as error:
+        remedy = f"pip install 'gear-offline[{extra}]'"
+        raise UnavailableError("PACKAGE_MISSING", f"{what}: {error}", remedy=remedy) from error
 
 
 def changed_error(name: str) -> InputError:
@@ -189,6 +200,10 @@ class Source(Closing):
         preferred: Mapping[str, int] | None = None,
         by_piece: bool = False,
     ) -> None:
+        columns = {  # a reward or flag of shape (1,) is one number
+            name: (dtype, () if name in SCALARS and shape == (1,) else shape)
+            for name, (dtype, shape) in columns.items()
+        }
         names = legal_names(columns)
         self._stored = {new: old for old, new in names.items()}
         self._pieces = tuple(pieces)
@@ -209,10 +224,16 @@ class Source(Closing):
             episodes=self.episodes.episodes,
         )
         renamed = [f"{old!r} is the column {new}" for old, new in names.items() if old != new]
-        if renamed:
-            notes = [*renamed, *info.attributes.get("warnings", ())]
-            info = replace(info, attributes={**info.attributes, "warnings": notes})
         self.info = info
+        if renamed:
+            self.warn(*renamed, first=True)
+
+    def warn(self, *notes: str, first: bool = False) -> None:
+        """Put warnings behind those that there are, or before them."""
+        before = self.info.attributes.get("warnings", ())
+        warnings = [*notes, *before] if first else [*before, *notes]
+        attributes = {**self.info.attributes, "warnings": warnings}
+        self.info = replace(self.info, attributes=attributes)
 
     def read(self, column: str, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
@@ -223,13 +244,14 @@ class Source(Closing):
         if start < stop <= self._firsts[index + 1]:  # one piece: no copy
             shift = self._pieces[index].first - int(self._firsts[index])
             rows = self._pieces[index].read(name, start + shift, stop + shift)
-            return rows.astype(spec.dtype, copy=False)
+            return rows.astype(spec.dtype, copy=False).reshape(stop - start, *spec.shape)
         rows = np.empty((stop - start, *spec.shape), spec.dtype)
         at = start
         while at < stop:
             piece, first = self._pieces[index], int(self._firsts[index])
             end, shift = min(first + piece.steps, stop), piece.first - first
-            rows[at - start : end - start] = piece.read(name, at + shift, end + shift)
+            part = piece.read(name, at + shift, end + shift)
+            rows[at - start : end - start] = part.reshape(end - at, *spec.shape)
             at, index = end, index + 1
         return rows
 
@@ -247,6 +269,11 @@ class Source(Closing):
             f"{count_text(self.spec.episodes, 'episode')}, {count_text(self.spec.steps, 'step')}, "
             f"rule {self.info.rule}, columns {', '.join(c.name for c in self.spec)})"
         )
+
+
+def kinds_of(source: Any) -> Kinds:
+    """Return what the columns of a source or dataset are."""
+    return {column.name: (column.dtype, column.shape) for column in source.spec}
 
 
 def iter_episodes(source: Source) -> Iterator[dict[str, Array]]:
@@ -298,6 +325,33 @@ def renamed(
     taken = moved | columns.keys() | names.keys()
     rest = {n: one for n, one in stored.items() if n not in taken and not n.startswith(hidden)}
     return columns | rest
+
+
+def common_columns(
+    parts: Iterable[tuple[str, Kinds]],
+    needed: Container[str] | None = None,
+    *,
+    where: Path | str = "",
+    remedy: str,
+) -> tuple[Kinds, dict[str, str]]:
+    """Return the columns that all named parts have alike, what is left out and why.
+
+    One that is `needed`, by its name up to the first ``/``, default each, is refused instead.
+    """
+    (first, kinds), *others = parts
+    left_out: dict[str, str] = {}
+    for part, own in others:
+        for name in {**kinds, **own} if own != kinds else ():
+            if name in left_out or kinds.get(name) == own.get(name):
+                continue
+            here, was = (
+                "{} {}".format(*of[name]) if name in of else "missing" for of in (own, kinds)
+            )
+            left_out[name] = f"{here} in {part}, {was} in {first}"
+            if needed is None or name.split("/")[0] in needed:
+                what = f"column {name} is {left_out[name]}"
+                raise InputError("SOURCE_LAYOUT", what, where=str(where), remedy=remedy)
+    return {name: kind for name, kind in kinds.items() if name not in left_out}, left_out
 
 
 def some_names(names: Iterable[str], limit: int = 12) -> str:

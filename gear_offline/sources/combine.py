@@ -28,6 +28,8 @@ from gear_offline.sources.base import (
     Piece,
     Source,
     SourceInfo,
+    common_columns,
+    kinds_of,
     legal_names,
     renamed,
     some_names,
@@ -65,7 +67,7 @@ def pick_episodes(source: Source, which: npt.ArrayLike) -> Source:
     attributes = {**source.info.attributes, "picked": picked}
     return Source(
         pieces,
-        _kinds(source.spec),
+        kinds_of(source),
         lengths=source.episodes.lengths[chosen],
         terminated=source.terminated[chosen],
         truncated=source.truncated[chosen],
@@ -99,11 +101,16 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
         _check_open(source)
     if not sources:
         raise InputError("SOURCE_LAYOUT", "no source to join", remedy="give at least one")
-    columns, left_out = _common_columns(sources)
+    columns, left_out = common_columns(
+        [(source.info.uri, kinds_of(source)) for source in sources],
+        ("observations", "actions", "rewards"),
+        where="sources to join",
+        remedy="take the columns that they share: --columns",
+    )
     infos = [source.info for source in sources]
     return Source(
         [Piece(read=source.read, steps=source.spec.steps) for source in sources],
-        _kinds(columns),
+        columns,
         lengths=np.concatenate([source.episodes.lengths for source in sources]),
         terminated=np.concatenate([source.terminated for source in sources]),
         truncated=np.concatenate([source.truncated for source in sources]),
@@ -116,12 +123,8 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
             files=tuple(file for info in infos for file in info.files),
             attributes=_joint_attributes(sources, left_out),
         ),
-        preferred={c.name: max(s.preferred_rows(c.name) for s in sources) for c in columns},
+        preferred={name: max(s.preferred_rows(name) for s in sources) for name in columns},
     )
-
-
-def _kinds(columns: Iterable[ColumnSpec]) -> Kinds:
-    return {column.name: (column.dtype, column.shape) for column in columns}
 
 
 def _check_open(source: object) -> None:
@@ -129,27 +132,6 @@ def _check_open(source: object) -> None:
         what = f"a {type(source).__name__} is not an open source"
         remedy = "give what gear_offline.open_source(PATH) returns"
         raise InputError("SOURCE_READ", what, remedy=remedy)
-
-
-def _common_columns(sources: Sequence[Source]) -> tuple[list[ColumnSpec], dict[str, str]]:
-    """Return the columns that all have, and why others are left out."""
-    left_out: dict[str, str] = {}
-    names = [{column.name for column in source.spec} for source in sources]
-    common = set.intersection(*names)
-    for name in sorted(set.union(*names) - common):
-        without = next(s for s, has in zip(sources, names, strict=True) if name not in has)
-        left_out[name] = f"{without.info.uri} does not have it"
-    first = sources[0]
-    columns = [column for column in first.spec if column.name in common]
-    for column in columns:
-        for source in sources:
-            other = source.spec[column.name]
-            if other != column:
-                what = f"column {column.name} is {other.dtype} {other.shape} in {source.info.uri} "
-                what += f"and {column.dtype} {column.shape} in {first.info.uri}"
-                remedy = "join sources whose columns have the same dtype and shape"
-                raise InputError("SOURCE_LAYOUT", what, remedy=remedy)
-    return columns, left_out
 
 
 def _joint_attributes(sources: Sequence[Source], left_out: dict[str, str]) -> dict[str, Any]:
@@ -271,7 +253,7 @@ def dataset_source(dataset: Dataset) -> Source:
     attributes["converted_from"] = f"{before.uri} ({before.format}), digest {before.digest}"
     return Source(
         [Piece(read=dataset.read, steps=dataset.spec.steps)],
-        _kinds(dataset.spec),
+        kinds_of(dataset),
         lengths=dataset.episodes.lengths,
         terminated=dataset.terminated,
         truncated=dataset.truncated,

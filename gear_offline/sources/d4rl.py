@@ -11,7 +11,7 @@ import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,7 +21,8 @@ from gear_offline.core.text import count_text
 from gear_offline.dataset.scores import dataset_file, dataset_names, dataset_of_file
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.progress import Progress
-from gear_offline.sources.episode_ends import ARTIFICIAL, TIME_FLAGS, Boundaries
+from gear_offline.sources.base import Source
+from gear_offline.sources.episode_ends import ARTIFICIAL, TIME_FLAGS
 from gear_offline.sources.hdf5 import Hdf5Dataset
 
 SERVER = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"  # d4rl/infos.py; it has no https
@@ -115,9 +116,9 @@ class D4rlFile:
             reference=None if environment else dataset or dataset_of_file(env_id),
         )
 
-    def warnings(self, ends: Boundaries, columns: Container[str], *, overridden: bool) -> list[str]:
+    def warnings(self, source: Source, *, overridden: bool) -> list[str]:
         """Return what a user should know of the episodes that the rule gave."""
-        family, limit, lengths = self.family.name, self.family.step_limit, ends.lengths
+        family, limit, lengths = self.family.name, self.family.step_limit, source.episodes.lengths
         _, content, evidence = self.evidence.rpartition("content: ")
         notes: list[str] = []
         if content and family != "d4rl" and not overridden:
@@ -132,9 +133,10 @@ class D4rlFile:
                 f"steps of {family} (the longest has {int(lengths.max())}): flags may be "
                 f"missing; rule='{own}|steps={limit}' would cut them"
             )
-        if family == "mujoco" and limit and "timeouts" in columns:
-            finished = lengths[:-1] if ends.tail_steps else lengths
-            cut = int((~ends.terminated[: finished.size] & (finished < limit)).sum())
+        if family == "mujoco" and limit and "timeouts" in source.spec:
+            cut_short = source.truncated & (lengths < limit)
+            cut_short[-1] &= not source.info.attributes["unfinished_tail_steps"]
+            cut = int(cut_short.sum())
             if cut:
                 notes.append(
                     f"{count_text(cut, 'episode')} cut by a timeout before step {limit}: replay "
@@ -143,7 +145,7 @@ class D4rlFile:
                 )
         if overridden:
             return notes
-        if not any(flag in columns for flag in TIME_FLAGS) or family == "kitchen":
+        if not any(flag in source.spec for flag in TIME_FLAGS) or family == "kitchen":
             notes.append(_NOTES[family.split("-")[0]])
         if family == "antmaze" and re.search(r"-v0(?:\D|$)", self.name):
             notes.append(

@@ -26,8 +26,8 @@ from gear_offline.core.types import Array, BoolArray, Float64Array
 from gear_offline.dataset.schema import fold_episodes
 from gear_offline.dataset.shard import digest
 from gear_offline.errors import InputError
-from gear_offline.sources.arrays import Columns, as_rows, check_same
-from gear_offline.sources.base import Piece, Source, some_names
+from gear_offline.sources.arrays import SAME, Columns, as_rows, kinds_of_arrays
+from gear_offline.sources.base import Piece, Source, common_columns, kinds_of, some_names
 from gear_offline.sources.combine import pick_episodes
 
 WINDOW_BYTES = 32 << 20  # of episodes that are in memory for a function; a longer one alone
@@ -87,8 +87,8 @@ def _map_episodes(source: Source, function: EpisodeFunction, numbers: Sequence[i
     """Return a source of what `function` makes of its episodes, some at a time; their numbers."""
     offsets = source.episodes.offsets
     first = _call(function, _read(source, 0, int(offsets[1])), numbers[0])
-    kinds = {c.name: (c.dtype, c.shape) for c in source.spec}
-    kinds |= {name: (rows.dtype, rows.shape[1:]) for name, rows in first.items()}
+    made_kinds = kinds_of_arrays(first)
+    kinds = {**kinds_of(source), **made_kinds}
     step_bytes = sum(dtype.itemsize * prod(shape) for dtype, shape in kinds.values())
     # The first episode that begins in each run of so many steps begins a window.
     runs = offsets[:-1] // max(1, WINDOW_BYTES // step_bytes)
@@ -104,7 +104,11 @@ def _map_episodes(source: Source, function: EpisodeFunction, numbers: Sequence[i
             numbers[begin:end], pairwise((offsets[begin : end + 1] - low).tolist()), strict=True
         ):
             changed = _call(function, {n: rows[a:b] for n, rows in read.items()}, number)
-            check_same(number, changed, first, like=numbers[0])
+            two = (
+                (f"episode {numbers[0]}", made_kinds),
+                (f"episode {number}", kinds_of_arrays(changed)),
+            )
+            common_columns(two, remedy=SAME)
             for name, rows in changed.items():
                 made[name][a:b] = rows
         return read | made

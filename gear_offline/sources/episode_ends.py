@@ -121,7 +121,11 @@ def split_episodes(
     def flags(names: Iterable[str], start: int, stop: int) -> BoolArray:
         marked = np.zeros(stop - start, np.bool_)
         for name in names:
-            values = read(name, start, stop)
+            values = read(name, start, stop).reshape(stop - start, -1)
+            if values.shape[1] != 1:
+                what, remedy = f"the flag {name} has {values.shape[1]} values a step", "give one"
+                raise InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
+            values = values[:, 0]
             invalid = np.flatnonzero(values != values)
             if invalid.size:
                 what = f"the flag {name} is NaN at row {start + int(invalid[0])}"

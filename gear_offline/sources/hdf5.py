@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from math import prod
@@ -30,7 +30,7 @@ from gear_offline.core.files import read_at
 from gear_offline.core.types import Int64Array
 from gear_offline.dataset.schema import MAX_DIMENSIONS
 from gear_offline.errors import InputError
-from gear_offline.sources.base import READ_BYTES, InputFile, damage_told, renamed
+from gear_offline.sources.base import READ_BYTES, InputFile, damage_told
 from gear_offline.sources.hdf5_filters import FILTERS, Bytes, decode_chunk
 
 MAX_READ_BYTES = 256 << 20  # beyond this a row of chunks is read in parts
@@ -66,10 +66,10 @@ class Hdf5Dataset:
 class Hdf5File(Closing):
     """An open HDF5 file whose headers were looked through; use it in a ``with`` statement.
 
-    `datasets` holds what it has by column name: that of `names`, or else its own.
+    `datasets` holds what it has by its path in the file.
     """
 
-    def __init__(self, path: Path, *, names: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         # A pipe would block HDF5, and of other failures it would say "damaged".
         self.file = InputFile.find(path)
@@ -84,8 +84,7 @@ class Hdf5File(Closing):
                 what, remedy = "another program has the file open for writing", "close it there"
                 raise InputError("SOURCE_READ", what, where=str(path), remedy=remedy) from error
             try:
-                stored = {dataset.path: dataset for dataset in self._walk()}
-                self.datasets = renamed(stored, names or {}, path)
+                self.datasets = {dataset.path: dataset for dataset in self._walk()}
             except BaseException:
                 self.close()
                 raise
@@ -131,15 +130,12 @@ class Hdf5File(Closing):
         where = f"{self.path}: {name}"
         return InputError("SOURCE_UNSAFE", f"{what} is not accepted", where=where, remedy=remedy)
 
-    def column(self, name: str, *, scalar: bool = False) -> Hdf5Column:
-        """Return a column for reading, which does not need this object any more.
-
-        With `scalar`, (N, 1) counts as one number a step, and wider ones are refused.
-        """
+    def column(self, path: str) -> Hdf5Column:
+        """Return a dataset's rows for reading, which does not need this object any more."""
         with _told_as_damaged(self.path):
-            return self._column(name, self.datasets[name], scalar)
+            return self._column(self.datasets[path])
 
-    def _column(self, name: str, found: Hdf5Dataset, scalar: bool) -> Hdf5Column:
+    def _column(self, found: Hdf5Dataset) -> Hdf5Column:
         where, shape, dtype = f"{self.path}: {found.path}", found.shape or (), found.dtype
         if dtype is None:
             what = f"{found.type_name} is neither numeric nor bool"
@@ -149,48 +145,68 @@ class Hdf5File(Closing):
             what = f"shape {found.shape} is not rows by positive step dimensions"
             remedy = "the file is damaged, cut short or not a table of steps"
             raise InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
-        if scalar and shape[1:] not in ((), (1,)):
-            what = f"shape {shape} where one number a step is expected"
-            remedy = "store one number a step, shape (steps,) or (steps, 1)"
-            raise InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
         if prod(shape[1:]) * dtype.itemsize > MAX_STEP_BYTES:
             raise self._unsafe(f"a step of more than {MAX_STEP_BYTES >> 20} MiB", found.path)
         dataset = h5d.open(self._file.id, found.path.encode())
-        chunks, stored = self._storage(dataset, found, dtype.itemsize)
+        plan, filters = dataset.get_create_plist(), self._filters(dataset, found)
+        if plan.get_layout() == h5d.COMPACT:
+            raise self._unsafe("a column in the header of the file", found.path)
+        chunked = plan.get_layout() == h5d.CHUNKED
+        chunks = tuple(plan.get_chunk()) if chunked else shape  # contiguous data are one chunk
+        chunk_bytes = prod(chunks) * dtype.itemsize
+        if chunked and chunk_bytes > MAX_CHUNK_BYTES:
+            remedy = "store it in chunks of about 1 MiB, e.g. with h5repack -l NAME:CHUNK=..."
+            raise self._unsafe("a chunk of more than 1 GiB", found.path, remedy)
+        stored = self._stored_chunks(dataset, found, chunks, chunk_bytes)
+        offsets, sizes, _ = stored.T
+        if (offsets + sizes).max(initial=0) > self.file.identity[2]:
+            raise ValueError("data lie behind the end of the file")
+        if sizes.max(initial=0) > 2 * chunk_bytes + 4096:
+            raise ValueError("a chunk is stored in more bytes than it holds")
+        if not filters and (sizes[offsets >= 0] != chunk_bytes).any():
+            raise ValueError(f"a chunk of {chunk_bytes} bytes holds others")
+        unwritten = offsets.min(initial=0) < 0
         return Hdf5Column(
             file=self.file,
             name=found.path,
             stored_dtype=dtype,
-            shape=shape[:1] if scalar else shape,
-            stored_shape=shape,
+            shape=shape,
             chunks=chunks,
-            filters=self._filters(dataset, found),
+            filters=filters,
             stored=stored,
-            fill=_fill(dataset, dtype) if stored[:, 0].min(initial=0) < 0 else np.zeros((), dtype),
+            fill=np.asarray(h5py.Dataset(dataset).fillvalue if unwritten else 0).astype(dtype),
         )
 
-    def _storage(
-        self, dataset: Any, found: Hdf5Dataset, itemsize: int
-    ) -> tuple[tuple[int, ...], Int64Array]:
-        """Return the shape of a dataset's chunks and where their bytes lie."""
-        plan, shape = dataset.get_create_plist(), found.shape or ()
-        if plan.get_layout() == h5d.COMPACT:
-            raise self._unsafe("a column in the header of the file", found.path)
-        if plan.get_layout() == h5d.CHUNKED:
-            chunks = tuple(plan.get_chunk())
-            if prod(chunks) * itemsize > MAX_CHUNK_BYTES:
-                remedy = "store it in chunks of about 1 MiB, e.g. with h5repack -l NAME:CHUNK=..."
-                raise self._unsafe("a chunk of more than 1 GiB", found.path, remedy)
-            stored = self._chunk_index(dataset, found, chunks, itemsize)
-        else:  # contiguous data are one chunk
-            chunks, size, claimed = shape, int(dataset.get_storage_size()), prod(shape) * itemsize
-            if size not in (0, claimed):
-                raise ValueError(f"{size} bytes for shape {shape}")
-            stored = np.array([[dataset.get_offset() if size else -1, size, 0]], np.int64)
-            self._check_unwritten(found, claimed - size)
-        if (stored[:, 0] + stored[:, 1]).max(initial=0) > self.file.identity[2]:
-            raise ValueError("data lie behind the end of the file")
-        return chunks, stored
+    def _stored_chunks(
+        self, dataset: Any, found: Hdf5Dataset, chunks: tuple[int, ...], chunk_bytes: int
+    ) -> Int64Array:
+        """Return where chunks lie, (chunks, 3): offset or -1, bytes, filters that were skipped."""
+        shape = found.shape or ()
+        flat = array("q")  # 1,000,000 chunks are not rare: h5py's appending makes them
+
+        def add(info: Any) -> None:
+            place, mask, offset, size = info
+            flat.extend((offset, size, mask, *place))
+
+        if dataset.get_create_plist().get_layout() == h5d.CHUNKED:
+            dataset.chunk_iter(add)
+        elif size := int(dataset.get_storage_size()):
+            add((np.zeros(len(shape), np.int64), 0, dataset.get_offset(), size))
+        listed = np.frombuffer(flat, np.int64).reshape(-1, 3 + len(shape))
+        grid = tuple(-(-n // max(c, 1)) for n, c in zip(shape, chunks, strict=True))
+        unwritten = (prod(grid) - len(listed)) * chunk_bytes
+        if unwritten > MAX_UNWRITTEN_BYTES:
+            what = f"a column of shape {shape} of which {unwritten} bytes were never written"
+            remedy = "the file is damaged, cut short or made to exhaust memory: get it again"
+            raise self._unsafe(what, found.path, remedy)
+        if unwritten > 0:
+            note = f"{unwritten} bytes were never written and read as the fill value"
+            self.warnings.append(f"column {found.path}: {note}")
+        stored = np.full((prod(grid), 3), (-1, 0, 0), np.int64)
+        if listed.size:
+            coordinates = listed[:, 3:] // np.array(chunks)
+            stored[np.ravel_multi_index(tuple(coordinates.T), grid)] = listed[:, :3]
+        return stored
 
     def _filters(self, dataset: Any, found: Hdf5Dataset) -> tuple[int, ...]:
         plan = dataset.get_create_plist()
@@ -215,39 +231,6 @@ class Hdf5File(Closing):
                 with _told_as_damaged(self.path):
                     self._filters(h5d.open(self._file.id, header.path.encode()), header)
 
-    def _chunk_index(
-        self, dataset: Any, found: Hdf5Dataset, chunks: tuple[int, ...], itemsize: int
-    ) -> Int64Array:
-        """Return where chunks lie, (chunks, 3): offset or -1, bytes, filters that were skipped."""
-        grid = tuple(-(-n // c) for n, c in zip(found.shape or (), chunks, strict=True))
-        missing = prod(grid) - int(dataset.get_num_chunks())
-        chunk_bytes = prod(chunks) * itemsize
-        self._check_unwritten(found, max(0, missing) * chunk_bytes)
-        flat = array("q")  # 1,000,000 chunks are not rare: h5py's appending makes them
-
-        def add(info: Any) -> None:
-            place, mask, offset, size = info
-            flat.extend((offset, size, mask, *place))
-
-        dataset.chunk_iter(add)
-        stored = np.full((prod(grid), 3), (-1, 0, 0), np.int64)
-        listed = np.frombuffer(flat, np.int64).reshape(-1, 3 + len(grid))
-        if listed.size:
-            coordinates = listed[:, 3:] // np.array(chunks)
-            stored[np.ravel_multi_index(tuple(coordinates.T), grid)] = listed[:, :3]
-        if stored[:, 1].max(initial=0) > 2 * chunk_bytes + 4096:
-            raise ValueError("a chunk is stored in more bytes than it holds")
-        return stored
-
-    def _check_unwritten(self, found: Hdf5Dataset, unwritten: int) -> None:
-        if unwritten > MAX_UNWRITTEN_BYTES:
-            what = f"a column of shape {found.shape} of which {unwritten} bytes were never written"
-            remedy = "the file is damaged, cut short or made to exhaust memory: get it again"
-            raise self._unsafe(what, found.path, remedy)
-        if unwritten:
-            note = f"{unwritten} bytes were never written and read as the fill value"
-            self.warnings.append(f"column {found.path}: {note}")
-
     def attributes(self) -> dict[str, Any]:
         """Return the root's small scalar attributes: numbers, bools and strings."""
         with _told_as_damaged(self.path):
@@ -268,7 +251,7 @@ class Hdf5File(Closing):
     def texts(self, name: str) -> list[str]:
         """Return a list of names that the file stores as text."""
         with _told_as_damaged(self.path):
-            stored = self._file[self.datasets[name].path]
+            stored = self._file[name]
             size = stored.id.get_storage_size()
             if (
                 stored.ndim != 1
@@ -303,9 +286,8 @@ class Hdf5Column:
 
     file: InputFile
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # begins with N
     stored_dtype: np.dtype[Any]
-    stored_shape: tuple[int, ...]
     chunks: tuple[int, ...]
     filters: tuple[int, ...]
     stored: Int64Array
@@ -319,7 +301,7 @@ class Hdf5Column:
 
     @property
     def _row_bytes(self) -> int:
-        return prod(self.stored_shape[1:]) * self.stored_dtype.itemsize
+        return prod(self.shape[1:]) * self.stored_dtype.itemsize
 
     @property
     def _chunk_bytes(self) -> int:
@@ -328,55 +310,55 @@ class Hdf5Column:
     @property
     def preferred_rows(self) -> int:
         """Rows a read that suit the chunks: whole rows of chunks, about 8 MiB, at least 1."""
-        chunk_rows = 1 if self.chunks == self.stored_shape else self.chunks[0]
+        chunk_rows = 1 if self.chunks == self.shape else self.chunks[0]
         rows = max(READ_BYTES // self._row_bytes // chunk_rows, 1) * chunk_rows
         return max(1, min(rows, MAX_READ_BYTES // self._row_bytes))
 
     def check(self) -> None:
         """Refuse chunks that are shorter or longer than they claim."""
-        written = self.stored[self.stored[:, 0] >= 0]
-        if not self.filters and (written[:, 1] == self._chunk_bytes).all():
-            return
+        if not self.filters:
+            return  # seen when it was opened
         with _told_as_damaged(self.file.path), self.file.open() as file:
             for number in range(len(self.stored)):
                 self._chunk(file.fileno(), number)
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Return rows ``[start, stop)``, (stop - start, *shape), native byte order."""
-        rows = np.empty((stop - start, *self.stored_shape[1:]), self.stored_dtype)
+        rows = np.empty((stop - start, *self.shape[1:]), self.stored_dtype)
         if rows.size:
             with _told_as_damaged(self.file.path), self.file.open() as file:
-                if self.filters or self.chunks[1:] != self.stored_shape[1:]:
-                    self._read_decoded(file.fileno(), rows, start, stop)
-                else:
-                    self._read_plain(file.fileno(), rows, start, stop)
+                self._read_into(rows, file.fileno(), start)
+        if stop == self.shape[0]:
+            self.kept.clear()  # a file may have thousands of columns
         if self.dtype.kind == "b" and rows.reshape(-1).view(np.uint8).max(initial=0) > 1:
             what = "a bool column holds values other than 0 and 1"
             where = f"{self.file.path}: {self.name}, rows {start} to {stop}"
             remedy = "the file is damaged: get it again"
             raise InputError("SOURCE_READ", what, where=where, remedy=remedy)
-        return rows.astype(self.dtype, copy=False).reshape(stop - start, *self.shape[1:])
+        return rows.astype(self.dtype, copy=False)
 
-    def _read_plain(self, file: int, rows: npt.NDArray[Any], start: int, stop: int) -> None:
-        """Read chunks that are runs of whole rows right into `rows`."""
-        most, width = self.chunks[0], self._row_bytes
-        view: npt.NDArray[np.uint8] = rows.reshape(-1).view(np.uint8)
-        indices = range(start // most, -(-stop // most))
-        offsets, sizes, _ = self.stored[indices.start : indices.stop].T
-        written = offsets >= 0
-        if (sizes[written] != self._chunk_bytes).any():
-            raise ValueError(f"a chunk of {self._chunk_bytes} bytes holds others")
-        if self._chunk_bytes <= SMALL_CHUNK_BYTES and len(indices) > 1 and written.all():
-            at = (start - indices.start * most) * width
-            view[:] = self._gather(file, offsets)[at : at + len(view)]
-            return
-        for index, offset in zip(indices, offsets.tolist(), strict=True):
+    def _read_into(self, rows: npt.NDArray[Any], file: int, start: int) -> None:
+        most, stop = self.chunks[0], start + len(rows)
+        bands = range(start // most, -(-stop // most))  # rows of chunks
+        offsets = self.stored[bands.start : bands.stop, 0]
+        if not self.filters and self.chunks[1:] == self.shape[1:] and offsets.min() >= 0:
+            view: npt.NDArray[np.uint8] = rows.reshape(-1).view(np.uint8)
+            before = (start - bands.start * most) * self._row_bytes
+            if len(bands) == 1:
+                return _pread_into(file, view.data, int(offsets[0]) + before)
+            if self._chunk_bytes <= SMALL_CHUNK_BYTES:
+                view[:] = self._gather(file, offsets)[before : before + len(view)]
+                return None
+        for index in bands:
             first, last = max(start, index * most), min(stop, (index + 1) * most)
-            if offset < 0:
-                rows[first - start : last - start] = self.fill
-                continue
-            part = view[(first - start) * width : (last - start) * width]
-            _pread_into(file, part.data, offset + (first - index * most) * width)
+            band = self.kept.get(index)
+            if band is None:
+                band = self._decode(file, index)
+                self.kept.clear()  # a read that ends inside it goes on in it
+                if band.nbytes <= KEPT_BYTES:
+                    self.kept[index] = band
+            rows[first - start : last - start] = band[first - index * most : last - index * most]
+        return None
 
     def _gather(self, file: int, offsets: Int64Array) -> npt.NDArray[np.uint8]:
         """Return the bytes of small chunks, read with those that lie between them.
@@ -397,21 +379,9 @@ class Hdf5Column:
                     _pread_into(file, row.data, offset)
         return chunks.reshape(-1)
 
-    def _read_decoded(self, file: int, rows: npt.NDArray[Any], start: int, stop: int) -> None:
-        most = self.chunks[0]
-        for index in range(start // most, -(-stop // most)):
-            first, last = max(start, index * most), min(stop, (index + 1) * most)
-            band = self.kept.get(index)
-            if band is None:
-                band = self._decode(file, index)
-                self.kept.clear()  # a read that ends inside it goes on in it
-                if band.nbytes <= KEPT_BYTES:
-                    self.kept[index] = band
-            rows[first - start : last - start] = band[first - index * most : last - index * most]
-
     def _decode(self, file: int, index: int) -> npt.NDArray[Any]:
         """Return a row of chunks, (chunk rows, *stored step)."""
-        shape, widths = self.stored_shape[1:], self.chunks[1:]
+        shape, widths = self.shape[1:], self.chunks[1:]
         grid = [-(-n // c) for n, c in zip(shape, widths, strict=True)]
         band = np.empty((self.chunks[0], *shape), self.stored_dtype)
         for number, place in enumerate(np.ndindex(*grid)):
@@ -468,10 +438,6 @@ def _dtype(dataset: Any) -> tuple[np.dtype[Any] | None, str]:
     if h5t.py_create(plain, logical=True) != stored:
         return None, f"a type that only resembles {plain}"
     return plain, plain.name
-
-
-def _fill(dataset: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    return np.asarray(h5py.Dataset(dataset).fillvalue).astype(dtype)
 
 
 def _plain(value: Any, most: int = 500) -> str | int | float | None:

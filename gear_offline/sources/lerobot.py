@@ -23,7 +23,7 @@ import numpy as np
 from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray
-from gear_offline.errors import InputError, UnavailableError
+from gear_offline.errors import InputError
 from gear_offline.sources.base import (
     READ_BYTES,
     InputFile,
@@ -33,6 +33,7 @@ from gear_offline.sources.base import (
     by_number,
     damage_told,
     files_in,
+    package_needed,
     renamed,
 )
 from gear_offline.sources.combine import observation_vectors, with_columns
@@ -229,7 +230,8 @@ class _Reader:
                         found[number] = video, begin
         if missing := set(self.episodes) - set(found):
             raise _misfit(f"no video {name} of episode {min(missing)}", self.path / "meta")
-        files = {path: InputFile.find(path) for path in {found[n][0] for n in self.episodes}}
+        paths = dict.fromkeys(found[n][0] for n in self.episodes)
+        files = {path: InputFile.find(path) for path in paths}
         self.videos += files.values()
         return {number: (files[found[number][0]], found[number][1]) for number in self.episodes}
 
@@ -264,11 +266,8 @@ def _image(stored: Mapping[str, Any] | None, path: Path) -> Array:
 
 @contextmanager
 def _opened(file: Any, path: Path) -> Iterator[Any]:
-    try:
+    with package_needed("frames are decoded by PyAV", "lerobot"):
         import av
-    except ImportError as error:
-        what, remedy = f"frames are decoded by PyAV: {error}", "pip install 'gear-offline[lerobot]'"
-        raise UnavailableError("PACKAGE_MISSING", what, remedy=remedy) from error
     errors = (av.FFmpegError, OSError, ValueError, TypeError, LookupError, StopIteration)
     with damage_told("video or image", path, errors), av.open(file) as opened:
         yield opened

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,16 +23,27 @@ import numpy as np
 from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.errors import GearError, InputError, UnavailableError
-from gear_offline.sources.base import InputFile, Kinds, Piece, Source, SourceInfo, files_in
+from gear_offline.errors import GearError, InputError
+from gear_offline.sources.arrays import kinds_of_arrays
+from gear_offline.sources.base import (
+    InputFile,
+    Kinds,
+    Piece,
+    Source,
+    SourceInfo,
+    common_columns,
+    files_in,
+    package_needed,
+)
+from gear_offline.sources.flat import SUFFIXES
 from gear_offline.sources.hdf5 import Hdf5File
-from gear_offline.sources.hdf5_table import SUFFIXES
 
 MAIN_FILE, METADATA_FILE = "main_data.hdf5", "metadata.json"
 MAX_METADATA_BYTES = 64 << 20
 LONG = ("observation_space", "action_space", "env_spec")  # of the metadata
 KEPT_BYTES = 320 << 20  # of decoded episodes: those of a shard are not decoded for each column
-RUN_EPISODES = 64  # decoded in one go: opening the file for each would take longer
+COLUMNS = ("observations", "actions", "rewards", "next_observations", "terminations", "truncations")
+REMEDY = "it is damaged or of another version of Minari: get it again, minari download ID"
 DATASET_ID = re.compile(r"(?:[\w-]+/)*[\w-]+-v[0-9]+")
 Episode = dict[str, Array]
 
@@ -63,7 +73,7 @@ def data_directory(path: Path) -> Path | None:
     return None
 
 
-def open_minari(path: Path, *, dataset_id: str = "") -> Source:
+def open_minari(path: Path, *, uri: str) -> Source:
     """Open a Minari dataset's directory, or the ``data`` in it; reads each episode once."""
     data = data_directory(path.absolute())
     assert data is not None, "the caller looked"
@@ -80,14 +90,15 @@ def open_minari(path: Path, *, dataset_id: str = "") -> Source:
         notes.append(f"{count_text(total - len(lengths), 'episode')} without steps left out")
     left_out = reader.left_out.items()
     notes += [f"{n} is left out: {why}" for n, why in left_out if not n.startswith("infos/")]
-    own = dataset_id or metadata.get("dataset_id")
+    if not uri.startswith("minari:") and metadata.get("dataset_id"):
+        uri = f"minari:{metadata['dataset_id']}"
     return Source(
         [Piece(read=partial(reader.read, i), steps=length) for i, length in enumerate(lengths)],
         columns,
         lengths=lengths,
         terminated=terminated,
         info=SourceInfo(
-            uri=f"minari:{own}" if own else path.name,
+            uri=uri,
             format="minari",
             rule="episodes",
             environment_id=_environment(metadata),
@@ -109,61 +120,48 @@ class _Reader:
         self.left_out: dict[str, str] = {}  # what is stored and no column: why
         self._numbers: list[int] = []  # Minari's, of each episode that has steps
         self._data, self._storage = data, _open_storage(data)
-        self._recent: OrderedDict[int, Episode] = OrderedDict()
-        self._recent_bytes = 0
+        self._kept: dict[int, Episode] = {}
+        self._kept_bytes = 0
 
     def scan(self, total: int) -> tuple[list[int], list[bool], Kinds]:
         """Decode all episodes; return lengths, how they ended, and the columns that all have."""
         lengths: list[int] = []
         terminated: list[bool] = []
-        columns: Kinds = {}
+        kinds: list[tuple[str, Kinds]] = []
         for number, episode in self._decode(range(total)):
             if not len(episode["rewards"]):
                 continue
-            kinds = {name: (rows.dtype, rows.shape[1:]) for name, rows in episode.items()}
-            columns = self._common_columns(columns, kinds, number) if lengths else kinds
             self._keep(number, episode)
             self._numbers.append(number)
             lengths.append(len(episode["rewards"]))
             terminated.append(bool(episode["terminations"][-1].any()))
+            kinds.append((f"episode {number}", kinds_of_arrays(episode)))
+        if not kinds:
+            return lengths, terminated, {}
+        columns, left_out = common_columns(kinds, COLUMNS, where=self._data, remedy=REMEDY)
+        self.left_out |= left_out
         return lengths, terminated, columns
 
     def read(self, index: int, column: str, start: int, stop: int) -> Array:
         """Return rows of an episode; with one that is not kept the next ones are decoded."""
         number = self._numbers[index]
-        if number not in self._recent:
-            run: list[tuple[int, Episode]] = []
-            decoded = 0
-            for other, episode in self._decode(self._numbers[index : index + RUN_EPISODES]):
-                run.append((other, episode))
-                decoded += _bytes(episode)
-                if decoded > KEPT_BYTES // 2:
-                    break
-            for other, episode in reversed(run):  # the one that is asked for is kept in any case
+        if number not in self._kept:
+            self._kept, self._kept_bytes = {}, 0
+            for other, episode in self._decode(self._numbers[index:]):
                 self._keep(other, episode)
-        rows = self._recent[number].get(column)
+                if self._kept_bytes > KEPT_BYTES:
+                    break
+        rows = self._kept[number].get(column)
         if rows is None or len(rows) < stop:
             raise _damaged("SOURCE_LAYOUT", f"{column} is not what it was", self._data, number)
         return rows[start:stop]
 
     def _keep(self, number: int, episode: Episode) -> None:
-        """Keep a decoded episode, and no more of those before than have room."""
-        if number in self._recent:
-            return
-        self._recent[number] = episode
-        self._recent_bytes += _bytes(episode)
-        while self._recent_bytes > KEPT_BYTES and len(self._recent) > 1:
-            self._recent_bytes -= _bytes(self._recent.popitem(last=False)[1])
-
-    def _common_columns(self, columns: Kinds, kinds: Kinds, number: int) -> Kinds:
-        """Return the columns that all episodes have; only infos may differ."""
-        differ = {name for name in {**columns, **kinds} if columns.get(name) != kinds.get(name)}
-        for name in differ - set(self.left_out):
-            if not name.startswith("infos/"):
-                what = f"{name} is {kinds.get(name)}, before it was {columns.get(name)}"
-                raise _damaged("SOURCE_LAYOUT", what, self._data, number)
-            self.left_out[name] = "differs between episodes"
-        return {name: kind for name, kind in columns.items() if name not in differ}
+        """Keep an episode as long as there is room; next observations take none."""
+        if self._kept_bytes <= KEPT_BYTES:
+            self._kept[number] = episode
+            own = (rows for name, rows in episode.items() if not name.startswith("next_"))
+            self._kept_bytes += sum(rows.nbytes for rows in own)
 
     def _decode(self, numbers: Sequence[int]) -> Iterator[tuple[int, Episode]]:
         """Yield episodes as columns."""
@@ -218,22 +216,14 @@ class _Reader:
         return {}
 
 
-def _bytes(episode: Episode) -> int:
-    return sum(rows.nbytes for name, rows in episode.items() if not name.startswith("next_"))
-
-
 def _open_storage(data: Path) -> Any:
     """Return minari's reader of a data directory."""
-    try:
+    with package_needed("Minari datasets are read by the minari package", "minari"):
         from minari.dataset.minari_storage import MinariStorage
-
+    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return MinariStorage.read(data)
-    except ImportError as error:
-        what = f"Minari datasets are read by the minari package: {error}"
-        remedy = "pip install 'gear-offline[minari]'"
-        raise UnavailableError("PACKAGE_MISSING", what, remedy=remedy) from error
     except Exception as error:
         what = f"not usable: {type(error).__name__}: {error}"
         raise _damaged("SOURCE_LAYOUT", what, data) from error
@@ -280,5 +270,4 @@ def _environment(metadata: Mapping[str, Any]) -> str | None:
 
 def _damaged(code: str, what: str, path: Path, episode: int | None = None) -> InputError:
     where = str(path) if episode is None else f"{path}: episode {episode}"
-    remedy = "it is damaged or of another version of Minari: get it again, minari download ID"
-    return InputError(code, what, where=where, remedy=remedy)
+    return InputError(code, what, where=where, remedy=REMEDY)

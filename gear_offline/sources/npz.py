@@ -26,23 +26,9 @@ from numpy.lib import format as npy
 from gear_offline.core.types import Array
 from gear_offline.dataset.schema import is_step_shape
 from gear_offline.errors import InputError
-from gear_offline.sources.base import (
-    InputFile,
-    Piece,
-    Source,
-    SourceInfo,
-    damage_told,
-    renamed,
-)
-from gear_offline.sources.episode_ends import (
-    ARTIFICIAL,
-    FLAGS,
-    SCALARS,
-    TIME_FLAGS,
-    default_rule,
-    split_episodes,
-)
-from gear_offline.sources.hdf5_table import find_columns
+from gear_offline.sources.base import InputFile, Source, damage_told, renamed
+from gear_offline.sources.episode_ends import ARTIFICIAL, SCALARS, TIME_FLAGS
+from gear_offline.sources.flat import find_columns, flat_source
 
 READ_BYTES = 1 << 20
 NO_REWARDS = (
@@ -132,46 +118,16 @@ def open_npz(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str]
     )
     required = ("observations", "actions", *(() if ogbench else ("rewards",)))
     optional = [name for name in SCALARS if name in members and name not in required]
-    chosen, steps, others = find_columns(members, required, optional, where=str(path))
-    left_out |= others
-    members = {name: members[name] for name in chosen}
-    kinds: dict[str, Any] = {
-        n: (m.dtype, () if _scalar(n, m) else m.shape[1:]) for n, m in members.items()
-    }
-
-    def read(column: str, start: int, stop: int) -> Array:
-        rows = members[column].read(start, stop)
-        return rows[:, 0] if _scalar(column, members[column]) else rows
-
-    notes: list[str] = []
-    if ogbench:
-        rule = rule or ARTIFICIAL
-        if "rewards" not in members:
-            notes.append(NO_REWARDS)
-    elif rule is None:
-        rule, notes = default_rule([flag for flag in FLAGS if flag in kinds], where=str(path))
-    ends = split_episodes(rule, list(kinds), steps, read, where=str(path))
-    return Source(
-        [Piece(read=read, steps=steps)],
-        kinds,
-        lengths=ends.lengths,
-        terminated=ends.terminated,
-        info=SourceInfo(
-            uri=uri,
-            format="ogbench" if ogbench else "npz",
-            rule=rule,
-            files=(file,),
-            attributes={
-                "left_out": left_out,
-                "unfinished_tail_steps": ends.tail_steps,
-                "warnings": notes,
-            },
-        ),
+    chosen, others = find_columns(members, required, optional, where=str(path))
+    return flat_source(
+        {name: members[name] for name in chosen},
+        uri=uri,
+        format="ogbench" if ogbench else "npz",
+        rule=rule or (ARTIFICIAL if ogbench else None),
+        file=file,
+        facts={"left_out": left_out | others},
+        notes=[NO_REWARDS] if "rewards" not in members else [],
     )
-
-
-def _scalar(name: str, member: Member) -> bool:
-    return name in SCALARS and member.shape[1:] == (1,)
 
 
 def _members(file: InputFile, left_out: dict[str, str]) -> Iterator[tuple[str, Member]]:

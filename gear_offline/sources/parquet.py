@@ -18,17 +18,18 @@ import numpy as np
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, Int64Array
 from gear_offline.dataset.scores import dataset_of_file
-from gear_offline.errors import InputError, UnavailableError
+from gear_offline.errors import InputError
 from gear_offline.sources.base import (
     InputFile,
     Piece,
     Source,
     SourceInfo,
     damage_told,
+    package_needed,
     renamed,
     some_names,
 )
-from gear_offline.sources.episode_ends import FLAGS, SCALARS, TERMINAL_FLAGS
+from gear_offline.sources.episode_ends import FLAGS, TERMINAL_FLAGS
 
 REQUIRED = ("observations", "actions", "rewards")
 
@@ -72,7 +73,11 @@ def open_parquet(path: Path, *, uri: str, names: Mapping[str, str]) -> Source:
     flags = [flag for flag in FLAGS if flag in stored]
     terminal = next((name for name in flags if name in TERMINAL_FLAGS), None)
     ends = [(group, np.cumsum(group[1])) for group in groups]
-    ended = [read(*g, terminal, 0, int(e[-1]))[e - 1] != 0 for g, e in ends] if terminal else ()
+    ended = (
+        [read(*g, terminal, 0, int(e[-1]))[e - 1].reshape(e.size, -1).any(1) for g, e in ends]
+        if terminal
+        else ()
+    )
     lengths = np.concatenate([lengths for _, lengths in groups])
     folders = (path.stem, path.parent.name, path.parent.parent.name)  # hopper-medium-v2/train/
     return Source(
@@ -115,13 +120,9 @@ class ParquetFile:
     @contextmanager
     def _opened(self) -> Iterator[Any]:
         """Open the file; of what pyarrow raises of a damaged one make one error."""
-        try:
+        with package_needed("parquet is read by pyarrow", "parquet"):
             import pyarrow
             import pyarrow.parquet
-        except ImportError as error:
-            what = f"parquet is read by pyarrow: {error}"
-            remedy = "pip install 'gear-offline[parquet]'"
-            raise UnavailableError("PACKAGE_MISSING", what, remedy=remedy) from error
         errors = (pyarrow.ArrowException, OSError, ValueError, KeyError)
         with (
             damage_told("parquet", self.file.path, errors),
@@ -152,10 +153,6 @@ def step_rows(
         values = values.flatten()
     if values.null_count:
         raise misfit(f"{count_text(values.null_count, 'value')} missing (null)")
-    if name in SCALARS and shape == [1]:
-        shape = []
-    if name in SCALARS and shape:
-        raise misfit(f"a step has shape {tuple(shape)} where one number is expected")
     rows: Array = values.to_numpy(zero_copy_only=False).reshape(steps, *shape)
     if wanted and (rows.dtype, rows.shape[1:]) != wanted:
         raise misfit(f"a step has shape {rows.shape[1:]}, before it was {wanted[1]}")

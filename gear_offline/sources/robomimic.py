@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from gear_offline.core.text import count_text
@@ -21,10 +20,17 @@ from gear_offline.core.types import Array
 from gear_offline.dataset.schema import is_step_shape
 from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError
-from gear_offline.sources.base import Kinds, Piece, Source, SourceInfo, renamed, some_names
+from gear_offline.sources.base import (
+    Kinds,
+    Piece,
+    Source,
+    SourceInfo,
+    common_columns,
+    renamed,
+    some_names,
+)
 from gear_offline.sources.combine import observation_vectors, with_columns
 from gear_offline.sources.d4rl import is_gymnasium_id
-from gear_offline.sources.episode_ends import SCALARS
 from gear_offline.sources.hdf5 import Hdf5Column, Hdf5Dataset, Hdf5File
 
 _DEMO = re.compile(r"data/(demo_([0-9]+))/(.+)")
@@ -33,43 +39,41 @@ DONES = (
     "dones mark a success or the end of a recording, and do not say which: every demonstration "
     "counts as truncated"
 )
+JOINED = "one row a step is needed everywhere: the file is damaged, or joined of several"
+STEPWISE = ("actions", "rewards", "obs", "next_obs")
 Demo = dict[str, Hdf5Dataset]
 
 
 def open_robomimic(
-    path: Path, *, uri: str, names: Mapping[str, str], key: str | None = None
-) -> Source | None:
-    """Open a file of robomimic's layout; ``None`` if it has no ``data/demo_N``.
-
-    `key` is a filter key: only the demonstrations of ``mask/KEY`` are taken.
-    """
-    with Hdf5File(path.absolute()) as file:
-        found = _demos(file)
-        if not found:
-            return None
-        masks = [n.removeprefix("mask/") for n in file.datasets if n.startswith("mask/")]
-        chosen = list(found) if key is None else _chosen(file, key, masks, found)
-        demos = {name: renamed(found[name], names, path) for name in chosen}
-        lengths = {name: _steps(file, name, demo) for name, demo in demos.items()}
-        columns, left_out = _common(demos, lengths, names, file)
-        pieces = [
+    file: Hdf5File, demos: Mapping[str, Demo], *, uri: str, names: Mapping[str, str], key: str
+) -> Source:
+    """Open a file's `demonstrations`; with a filter key only those of ``mask/KEY``."""
+    masks = [n.removeprefix("mask/") for n in file.datasets if n.startswith("mask/")]
+    chosen = _chosen(file, key, masks, demos) if key else list(demos)
+    demos = {name: renamed(demos[name], names, file.path) for name in chosen}
+    lengths = {name: _steps(file, name, demo) for name, demo in demos.items()}
+    needed = (*STEPWISE, *(new.split("/")[0] for new in names))
+    left_out: dict[str, str] = {}
+    kinds = [
+        (name, _kinds(file, name, demo, lengths[name], left_out)) for name, demo in demos.items()
+    ]
+    columns, others = common_columns(kinds, needed, where=file.path, remedy=JOINED)
+    columns = {name: columns[name] for name in sorted(columns, key=_order)}
+    notes = [*file.warnings, *([DONES] if "dones" in columns else [])]
+    attributes, environment, reference = _environment(file)
+    source = Source(
+        [
             Piece(
-                read=partial(
-                    _read, {c: file.column(demo[c].path, scalar=c in SCALARS) for c in columns}
-                ),
+                read=partial(_read, {column: file.column(demo[column].path) for column in columns}),
                 steps=lengths[name],
             )
             for name, demo in demos.items()
-        ]
-        attributes, environment, reference = _environment(file)
-        notes = [*file.warnings, *([DONES] if "dones" in columns else [])]
-    source = Source(
-        pieces,
+        ],
         columns,
         lengths=list(lengths.values()),
         terminated=[False] * len(lengths),
         info=SourceInfo(
-            uri=uri if key is None else f"{uri}#{key}",
+            uri=f"{uri}#{key}" if key else uri,
             format="robomimic",
             rule="demonstrations",
             environment_id=environment,
@@ -78,16 +82,16 @@ def open_robomimic(
             attributes={
                 **attributes,
                 "filter_keys": sorted(masks),
-                "left_out": left_out,
+                "left_out": others | left_out,
                 "warnings": notes,
             },
         ),
     )
-    return with_columns(source, observation_vectors(columns, "obs/", path))
+    return with_columns(source, observation_vectors(columns, "obs/", file.path))
 
 
-def _demos(file: Hdf5File) -> dict[str, Demo]:
-    """Return the datasets of each demonstration by their names in it, ``demo_2`` before 10."""
+def demonstrations(file: Hdf5File) -> dict[str, Demo]:
+    """Return the datasets of each ``data/demo_N`` by their names in it, ``demo_2`` before 10."""
     demos: dict[str, tuple[int, Demo]] = {}
     others = []
     for name, dataset in file.datasets.items():
@@ -138,48 +142,21 @@ def _steps(file: Hdf5File, name: str, demo: Demo) -> int:
     return steps
 
 
-def _common(
-    demos: Mapping[str, Demo],
-    lengths: Mapping[str, int],
-    names: Mapping[str, str],
-    file: Hdf5File,
-) -> tuple[Kinds, dict[str, str]]:
-    """Return the columns that all demonstrations have, what is left out and why.
-
-    Observations, actions, rewards and what `names` names must fit everywhere.
-    """
-    first = next(iter(demos))
-    needed = ("actions", "rewards", "obs", "next_obs", *(n.split("/")[0] for n in names))
+def _kinds(file: Hdf5File, name: str, demo: Demo, steps: int, left_out: dict[str, str]) -> Kinds:
+    """Return what the columns of a demonstration are; what cannot be one comes into `left_out`."""
     kinds: dict[str, Any] = {}
-    left_out: dict[str, str] = {}
-    for column in sorted({column for demo in demos.values() for column in demo}, key=_order):
-        found = {name: _kind(demo.get(column), lengths[name]) for name, demo in demos.items()}
-        other = next((n for n, kind in found.items() if not kind[0] or kind != found[first]), None)
-        if other is None:
-            one = demos[first][column]
-            shape = (one.shape or ())[1:]
-            kinds[column] = one.dtype, () if column in SCALARS and shape == (1,) else shape
-            continue
-        why = ", ".join(f"{found[name][1]} in {name}" for name in dict.fromkeys((other, first)))
-        left_out[column] = why
-        if column.split("/")[0] in needed:
-            remedy = "every demonstration needs one row a step: the file is damaged, or joined "
-            remedy += "of several; write it again"
-            where = f"{file.path}: {column}"
-            raise InputError("SOURCE_LAYOUT", why, where=where, remedy=remedy)
-    return kinds, left_out
-
-
-def _kind(found: Hdf5Dataset | None, steps: int) -> tuple[bool, str]:
-    """Return whether a dataset can be a column, and what it is or why it cannot."""
-    if found is None:
-        return False, "missing"
-    shape = (found.shape or ())[1:]
-    if found.dtype is None or not is_step_shape(shape, found.dtype.itemsize):
-        return False, f"{found.type_name} of shape {found.shape}"
-    if found.rows != steps:
-        return False, f"{count_text(found.rows, 'row')} for {count_text(steps, 'step')}"
-    return True, f"{found.dtype} {shape}"
+    for column, found in demo.items():
+        shape = (found.shape or ())[1:]
+        if found.dtype is None or not is_step_shape(shape, found.dtype.itemsize):
+            left_out[column] = f"{found.type_name} of shape {found.shape}"
+        elif found.rows == steps:
+            kinds[column] = found.dtype, shape
+        else:
+            rows = f"{count_text(found.rows, 'row')} for {count_text(steps, 'step')} in {name}"
+            if column.split("/")[0] in STEPWISE:
+                raise InputError("SOURCE_LAYOUT", rows, f"{file.path}: {column}", JOINED)
+            left_out[column] = rows
+    return kinds
 
 
 def _order(column: str) -> tuple[int, str]:
@@ -189,11 +166,7 @@ def _order(column: str) -> tuple[int, str]:
 
 
 def _read(columns: Mapping[str, Hdf5Column], name: str, start: int, stop: int) -> Array:
-    column = columns[name]
-    rows = column.read(start, stop)
-    if stop == column.shape[0]:
-        column.kept.clear()  # decoded chunks: there are as many columns as demonstrations
-    return rows
+    return columns[name].read(start, stop)
 
 
 def _environment(file: Hdf5File) -> tuple[dict[str, Any], str | None, str | None]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from gear_offline.core.hub import fetch, is_hub
 from gear_offline.core.text import count_text
@@ -13,28 +13,32 @@ from gear_offline.dataset.manifest import is_dataset
 from gear_offline.dataset.scores import dataset_file, dataset_of_file
 from gear_offline.errors import InputError, given_path
 from gear_offline.sources.base import Source, files_in
-from gear_offline.sources.combine import (
-    join_sources,
-    open_shards,
-    with_columns,
-)
+from gear_offline.sources.combine import join_sources, open_shards, with_columns
 from gear_offline.sources.d4rl import locate
 from gear_offline.sources.dqn_replay import open_dqn_replay, replay_folder
-from gear_offline.sources.hdf5_table import SUFFIXES, open_hdf5
+from gear_offline.sources.flat import SUFFIXES, open_hdf5
+from gear_offline.sources.hdf5 import Hdf5File
 from gear_offline.sources.lerobot import is_lerobot, open_lerobot
 from gear_offline.sources.minari import data_directory, find_directory, open_minari
 from gear_offline.sources.npz import open_npz
 from gear_offline.sources.parquet import open_parquet
-from gear_offline.sources.robomimic import open_robomimic
+from gear_offline.sources.robomimic import demonstrations, open_robomimic
 
-NPZ, PARQUET = (".npz",), (".parquet",)
-KINDS = (SUFFIXES, NPZ, PARQUET)
+KINDS = (SUFFIXES, (".npz",), (".parquet",))  # a folder of files of one kind is one dataset
 ACCEPTED = (
     "a .hdf5, .h5, .npz or .parquet file, a folder of them, robomimic:FILE#FILTER_KEY, d4rl:NAME "
     "(d4rl:hopper-medium-v2), minari:ID (minari:mujoco/hopper/medium-v0), the directory of a "
     "Minari or LeRobot dataset, of DQN-Replay's checkpoints, or of GEAR shards; "
     "arrays are given from Python, see docs/how-to/convert.md"
 )
+
+
+class Reader(NamedTuple):
+    """Opens the paths that it fits."""
+
+    fits: Callable[[Path], Any]
+    open: Callable[..., Source]
+    options: tuple[str, ...]  # of open_source's and `uri`, those that it takes
 
 
 def open_source(
@@ -81,41 +85,20 @@ def open_source(
         raise InputError("COLUMN", what, remedy=remedy)
     text, path = str(uri), given_path(uri, "SOURCE_READ", where="uri")
     scheme, _, name = text.partition(":") if isinstance(uri, str) else ("", "", "")
+    given = {"uri": text, "rule": rule, "names": names, "key": None}
     if scheme == "d4rl" and name:
         path = locate(name)
     elif scheme == "minari" and name:
         path = find_directory(name)
     elif scheme == "robomimic" and name:
-        path = Path(name)
+        file, _, key = (name, "", "") if Path(name).is_file() else name.partition("#")
+        path = Path(file)
+        given |= {"uri": path.name, "key": key}
     else:
-        scheme, name = "path", ""
-    reader: Callable[[Path], Source] | None = None
-    if scheme == "minari":
-        reader = partial(open_minari, dataset_id=name)
-    elif scheme == "path" and _is_directory(text, path):
-        reader = _folder_reader(path)
-    if reader is not None:
-        _refuse_rule(rule, text)
-        return with_columns(reader(path), names)
-    # The readers of files look for flags under their new names.
-    if scheme == "robomimic":
-        source = _open_demonstrations(name, rule, names)
-    elif path.is_dir() and is_lerobot(path):
-        _refuse_rule(rule, text)
-        source = open_lerobot(path, names=names)
-    elif path.is_dir():
-        files, notes = _files(path.absolute())
-        if not files:
-            raise _unknown(f"the directory {text!r} holds no dataset and no data files")
-        parts_of = [_open_file(file, uri=file.name, rule=rule, names=names) for file in files]
-        source = join_sources(parts_of, uri=path.absolute().name)
-        facts = source.info.attributes
-        facts = {**facts, "warnings": [*notes, *facts.get("warnings", ())]}
-        source.info = replace(source.info, attributes=facts)
-    else:
-        uri = text if scheme == "d4rl" else path.name
-        source = _open_file(path, uri=uri, rule=rule, names=names)
-    return with_columns(source, names, by_reader=True)
+        _check_there(text, path)
+        given["uri"] = path.name
+    source, options = _open(path, given)
+    return with_columns(source, names, by_reader="names" in options)
 
 
 def was_read_from(source: str, uri: str, files: Sequence[str]) -> bool:
@@ -130,59 +113,69 @@ def was_read_from(source: str, uri: str, files: Sequence[str]) -> bool:
     return not files or not path.is_file() or path.name in files
 
 
-def _folder_reader(path: Path) -> Callable[[Path], Source] | None:
-    """Return the reader of a folder that is one dataset, ``None`` for a folder of data files."""
-    if data_directory(path) is not None:
-        return open_minari
-    if is_dataset(path):
-        return open_shards
-    return open_dqn_replay if replay_folder(path) else None
+def _open(path: Path, given: Mapping[str, Any]) -> tuple[Source, tuple[str, ...]]:
+    """Return a source of what is at a path, and which options its reader took."""
+    reader = next(reader for reader in READERS if reader.fits(path))
+    if "rule" not in reader.options:
+        _refuse_rule(given["rule"], given["uri"])
+    if given["key"] is not None and "key" not in reader.options:
+        raise _unknown(f"{str(path)!r} is no file of robomimic")
+    return reader.open(path, **{name: given[name] for name in reader.options}), reader.options
 
 
-def _files(folder: Path) -> tuple[list[Path], list[str]]:
-    """Return the files of a folder that make one dataset, and what a user should know of it.
+def _open_folder(path: Path, **options: Any) -> Source:
+    """Open the files of a folder that make one dataset.
 
     Sets of Hugging Face's hub have theirs in a folder ``train``.
     """
+    folder = path.absolute()
     places = (folder, folder / "train") if (folder / "train").is_dir() else (folder,)
     found = [f for place in places for kind in KINDS if (f := files_in(place, kind))]
-    files = found[0] if found else []
+    if not found:
+        raise _unknown(f"the directory {str(path)!r} holds no dataset and no data files")
     if len(found) > 1:
         what = " and ".join(f"{len(f)} like {f[0].relative_to(folder)}" for f in found)
         remedy = "give the files that belong together a folder of their own"
-        raise InputError(
-            "SOURCE_READ", f"files of several kinds or places: {what}", str(folder), remedy
-        )
-    validation = {f.with_name(f"{f.stem}-val.npz") for f in files if f.suffix == ".npz"}
-    kept = [file for file in files if file not in validation]
-    left = count_text(len(files) - len(kept), "file")
-    note = f"{left} for validation (NAME-val.npz beside NAME.npz) left out: convert them apart"
-    return kept, [note] if len(kept) < len(files) else []
-
-
-def _open_file(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str]) -> Source:
-    """Open a file by the reader of its layout."""
-    if path.suffix.lower() in NPZ:
-        return open_npz(path, uri=uri, rule=rule, names=names)
-    if path.suffix.lower() in PARQUET:
-        _refuse_rule(rule, uri)
-        return open_parquet(path, uri=uri, names=names)
-    if source := open_robomimic(path, uri=uri, names=names):
-        _refuse_rule(rule, uri)
-        return source
-    return open_hdf5(path, uri=uri, rule=rule, names=names)
-
-
-def _open_demonstrations(name: str, rule: str | None, names: Mapping[str, str]) -> Source:
-    """Open ``FILE`` or ``FILE#FILTER_KEY`` of robomimic."""
-    _refuse_rule(rule, name)
-    file, mark, key = name.rpartition("#") if not Path(name).is_file() else (name, "", "")
-    path = Path(file if mark else name)
-    source = open_robomimic(path, uri=path.name, names=names, key=key if mark else None)
-    if source is None:
-        remedy = "leave robomimic: out for a file of another layout"
-        raise InputError("SOURCE_LAYOUT", "no group data/demo_0", where=str(path), remedy=remedy)
+        what = f"files of several kinds or places: {what}"
+        raise InputError("SOURCE_READ", what, where=str(folder), remedy=remedy)
+    validation = {f.with_name(f"{f.stem}-val.npz") for f in found[0] if f.suffix == ".npz"}
+    files = [file for file in found[0] if file not in validation]
+    parts = [_open(f, {"uri": f.name, "key": None, **options})[0] for f in files]
+    source = join_sources(parts, uri=folder.name)
+    if left := len(found[0]) - len(files):
+        what = f"{count_text(left, 'file')} for validation (NAME-val.npz beside NAME.npz)"
+        source.warn(f"{what} left out: convert them apart", first=True)
     return source
+
+
+def _open_hdf5(
+    path: Path, *, uri: str, rule: str | None, names: Mapping[str, str], key: str | None
+) -> Source:
+    """Open an HDF5 file by its layout; with a `key`, which may be empty, it is robomimic's."""
+    with Hdf5File(path.absolute()) as file:
+        if demos := demonstrations(file):
+            _refuse_rule(rule, uri)
+            return open_robomimic(file, demos, uri=uri, names=names, key=key or "")
+        if key is None:
+            return open_hdf5(file, uri=uri, rule=rule, names=names)
+    remedy = "leave robomimic: out for a file of another layout"
+    raise InputError("SOURCE_LAYOUT", "no group data/demo_0", where=str(path), remedy=remedy)
+
+
+def _is_like(*suffixes: str) -> Callable[[Path], bool]:
+    return lambda path: path.suffix.lower() in suffixes
+
+
+READERS = (  # the first that fits
+    Reader(data_directory, open_minari, ("uri",)),
+    Reader(is_dataset, open_shards, ()),
+    Reader(replay_folder, open_dqn_replay, ()),
+    Reader(is_lerobot, open_lerobot, ("names",)),
+    Reader(Path.is_dir, _open_folder, ("rule", "names")),
+    Reader(_is_like(".npz"), open_npz, ("uri", "rule", "names")),
+    Reader(_is_like(".parquet"), open_parquet, ("uri", "names")),
+    Reader(lambda path: True, _open_hdf5, ("uri", "rule", "names", "key")),
+)
 
 
 def _refuse_rule(rule: str | None, where: str) -> None:
@@ -192,17 +185,17 @@ def _refuse_rule(rule: str | None, where: str) -> None:
         raise InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
 
 
-def _is_directory(text: str, path: Path) -> bool:
-    """Whether `path` is a directory, and not a file; refuse what is neither."""
+def _check_there(text: str, path: Path) -> None:
+    """Refuse a path that leads nowhere."""
     if not text.strip():  # a variable of a shell that is not set, not "."
         raise _unknown(f"{text!r} names nothing")
     try:
         if path.exists():
-            return path.is_dir()
+            return
     except (OSError, ValueError):  # too long, or not a name at all
         pass
     known = dataset_of_file(path.name)
-    if not known and path.suffix.lower() not in (*SUFFIXES, *NPZ, *PARQUET):
+    if not known and not any(path.suffix.lower() in kind for kind in KINDS):
         raise _unknown(f"{text if len(text) <= 100 else text[:100] + '...'!r} is not a source")
     remedy = "check the path"
     if known:

@@ -1,0 +1,135 @@
+"""Flat tables, one row a step: arrays as columns, and flags among them that end episodes.
+
+So are HDF5 files in one of D4RL's layouts or the generic one, and ``.npz`` files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from gear_offline.core.text import count_text
+from gear_offline.core.types import Array
+from gear_offline.dataset.schema import is_step_shape
+from gear_offline.errors import InputError
+from gear_offline.sources.base import InputFile, Piece, Source, SourceInfo, renamed, some_names
+from gear_offline.sources.d4rl import D4rlFile
+from gear_offline.sources.episode_ends import FLAGS, default_rule, split_episodes
+from gear_offline.sources.hdf5 import Hdf5File
+
+SUFFIXES = (".hdf5", ".h5")
+REQUIRED = ("observations", "actions", "rewards")
+
+
+class Column(Protocol):
+    """Rows of an array."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Native byte order."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """It begins with the number of rows."""
+
+    def read(self, start: int, stop: int) -> Array:
+        """Return rows ``[start, stop)``."""
+
+
+def open_hdf5(file: Hdf5File, *, uri: str, rule: str | None, names: Mapping[str, str]) -> Source:
+    """Open an HDF5 file of D4RL's or the generic layout; `uri` tells D4RL's family."""
+    found, attributes = renamed(file.datasets, names, file.path), file.attributes()
+    d4rl = D4rlFile.detect(uri.removeprefix("d4rl:"), attributes, found)
+    flags = [flag for flag in (("terminals", "timeouts") if d4rl else FLAGS) if flag in found]
+    optional = ("next_observations", *flags)
+    stored, left_out = find_columns(found, REQUIRED, optional, where=str(file.path))
+    columns = {name: file.column(found[name].path) for name in stored}
+    facts: dict[str, Any] = {"attributes": attributes, "metadata": file.metadata()}
+    if d4rl:
+        facts |= {"family": d4rl.family.name, "family_from": d4rl.evidence}
+    environment = d4rl.environment if d4rl else attributes.get("env_id")
+    source = flat_source(
+        columns,
+        uri=uri,
+        format="d4rl" if d4rl else "hdf5",
+        rule=d4rl.rule if d4rl and rule is None else rule,
+        environment_id=environment if isinstance(environment, str) else None,
+        reference_name=d4rl.reference if d4rl else None,
+        file=file.file,
+        facts=facts | {"left_out": left_out},
+        notes=file.warnings,
+        preferred={name: column.preferred_rows for name, column in columns.items()},
+    )
+    if d4rl:
+        source.warn(*d4rl.warnings(source, overridden=rule is not None))
+    return source
+
+
+def flat_source(
+    columns: Mapping[str, Column],
+    *,
+    rule: str | None,
+    file: InputFile,
+    facts: Mapping[str, Any],
+    notes: Sequence[str],
+    preferred: Mapping[str, int] | None = None,
+    **info: Any,
+) -> Source:
+    """Return a source of columns which a rule, or else the flags among them, cut into episodes."""
+    where, notes = str(file.path), list(notes)
+    if rule is None:
+        rule, more = default_rule([flag for flag in FLAGS if flag in columns], where=where)
+        notes += more
+    steps = next(iter(columns.values())).shape[0]
+
+    def read(column: str, start: int, stop: int) -> Array:
+        return columns[column].read(start, stop)
+
+    ends = split_episodes(rule, list(columns), steps, read, where=where)
+    facts = {**facts, "unfinished_tail_steps": ends.tail_steps, "warnings": notes}
+    return Source(
+        [Piece(read=read, steps=steps)],
+        {name: (column.dtype, column.shape[1:]) for name, column in columns.items()},
+        lengths=ends.lengths,
+        terminated=ends.terminated,
+        info=SourceInfo(rule=rule, files=(file,), attributes=facts, **info),
+        preferred=preferred,
+    )
+
+
+def find_columns(
+    found: Mapping[str, Any], required: Sequence[str], optional: Sequence[str], *, where: str
+) -> tuple[list[str], dict[str, str]]:
+    """Return the columns of a file in the table's order, what is left out and why.
+
+    `found` has shape, rows and dtype of each array.  Columns are those that are needed, and all
+    others with as many rows; `optional` ones must have as many if they are there.
+    """
+    chosen: list[str] = []
+    for column in (*required, *optional):
+        # of Dict observations the leaves
+        leaves = sorted(n for n in found if n == column or n.startswith(f"{column}/"))
+        if not leaves and column in required:
+            remedy = f"needed: {', '.join(required)}; found: {some_names(found)}; other "
+            remedy += f"names: --columns {column}=NAME,...; other layouts: docs/how-to/convert.md"
+            raise InputError("COLUMN", f"no dataset {column!r}", where=where, remedy=remedy)
+        chosen.extend(leaves)
+    count = found[chosen[0]].rows
+    for name in chosen:
+        rows = found[name].rows
+        if rows != count or not rows:
+            what = f"{name} has {count_text(rows, 'row')}, {chosen[0]} has {count:,}"
+            remedy = "every column needs one row a step: the file is damaged or of another layout"
+            raise InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
+    left_out: dict[str, str] = {}
+    for name in sorted(n for n in found.keys() - set(chosen) if n.split("/")[0] != "metadata"):
+        one, shape = found[name], list(found[name].shape or ())
+        if one.rows != count:
+            left_out[name] = f"shape {shape} does not have {count_text(count, 'row')}"
+        elif one.dtype is None or not is_step_shape(shape[1:], one.dtype.itemsize):
+            left_out[name] = f"{one.type_name} of shape {shape}"
+        else:
+            chosen.append(name)
+    return chosen, left_out
