@@ -3,7 +3,7 @@
 Actors append pieces, shards of whole episodes, to the folder ``incoming``, where each appears by a
 rename (`gear_offline.convert.append`).  A learner admits them between two of its steps: it links a
 piece behind the shards that are there, adds a line to ``admissions.jsonl``, and removes the piece.
-  Killed at any instant, it has admitted a piece wholly or not at all.
+Killed at any instant, it has admitted a piece wholly or not at all.
 
 As far as the lines go they decide what is admitted when, so that a resumed or repeated run sees the
 same data at every step.  Only beyond the last line new pieces are admitted.

@@ -208,7 +208,7 @@ class Prioritized(Sampler):
         """Take over the masses of the first steps of the table, of which `before` had no more."""
         first = before.index.steps
         finer = largest_mass(first) // largest_mass(self.index.steps)
-        if before._on_gpu is not None:  # nothing passes through the host
+        if before._on_gpu is not None and self._kept is None:  # nothing passes through the host
             self.on_device(before._on_gpu.device).take_over(before._on_gpu, finer)
             return
         state, masses = before.state(), np.full(self.index.steps, self.first_mass, np.int64)

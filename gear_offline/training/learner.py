@@ -159,6 +159,8 @@ class Learner:
 
     def _grow(self, dataset: Dataset) -> None:
         """Go on with batches of a dataset that has become larger."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # masses of the table before this one fit no larger one
         before, self.loader = self.loader, self._open_loader(dataset, step=self.loader.step)
         sampler = self.loader.loss_sampler
         if sampler is not None and before.loss_sampler is not None:
