@@ -45,6 +45,7 @@ from gear_offline.errors import InputError
 PIECE_BYTES = 1 << 20  # read and digested while it is in the cache
 RUN_BYTES = 16 << 20  # episodes that follow each other are read together up to this
 MAX_THREADS = 8  # that verify shards
+BATCHES = 100  # of shards, that they take
 
 Columns = dict[str, Array]
 OnProgress = Callable[[int], None]
@@ -293,20 +294,27 @@ class Dataset:
         if self.verified:
             return self
 
-        def check(shard: int) -> None:
-            buffer, record = np.empty(PIECE_BYTES, np.uint8), self.manifest.shards[shard]
-            with open(self.open_shard(shard), "rb") as file:
-                handle = file.fileno()
-                for tensor in self.manifest.tensors(record):
-                    for count in _stream(handle, self.path, self.manifest, record, tensor, buffer):
-                        on_progress(count)
+        def check(first: int) -> None:
+            buffer = np.empty(PIECE_BYTES, np.uint8)
+            for shard in range(first, min(first + batch, count)):
+                record = self.manifest.shards[shard]
+                with open(self.open_shard(shard), "rb") as file:
+                    handle = file.fileno()
+                    for tensor in self.manifest.tensors(record):
+                        for read in _stream(
+                            handle, self.path, self.manifest, record, tensor, buffer
+                        ):
+                            on_progress(read)
 
-        numbers = range(self.verified_shards, len(self.manifest.shards))
-        if len(numbers) == 1:  # a thread takes longer to start than an episode to read
-            check(numbers[0])
+        count, threads = len(self.manifest.shards), min(MAX_THREADS, usable_cores())
+        # To hand a shard of one episode to a thread takes longer than to read it.
+        batch = 1 + (count - self.verified_shards) // BATCHES
+        firsts = range(self.verified_shards, count, batch)
+        if len(firsts) == 1:
+            check(firsts[0])
         else:
-            with ThreadPoolExecutor(max_workers=min(MAX_THREADS, usable_cores())) as pool:
-                list(pool.map(check, numbers))  # an error cancels the rest
+            with ThreadPoolExecutor(max_workers=threads) as pool:
+                list(pool.map(check, firsts))  # an error cancels the rest
         return self.as_verified()
 
     def as_verified(self) -> Dataset:
@@ -440,7 +448,7 @@ def _read_episodes(
     handle: int, path: Path, manifest: Manifest, shard: ShardRecord
 ) -> dict[str, Array]:
     """Check a shard's header and read its per-episode tensors, compared with their digests."""
-    where, tensors = path / shard.name, manifest.tensors(shard)
+    where, tensors = f"{path}/{shard.name}", manifest.tensors(shard)
     header = bytearray(shard.header_bytes)
     read_exactly(handle, memoryview(header), 0, where=where)
     if header != encode_header(tensors):
@@ -474,7 +482,7 @@ def _stream(
 
     Each block is compared with its digest once its last byte was read.
     """
-    where, digests = path / shard.name, shard.digests[tensor.name]
+    where, digests = f"{path}/{shard.name}", shard.digests[tensor.name]
     blocks, checked = BlockDigests(manifest.block_bytes), 0
     row_bytes = buffer[:1].nbytes
     begin, end = shard.header_bytes + tensor.start, shard.header_bytes + tensor.stop

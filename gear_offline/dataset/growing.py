@@ -164,7 +164,7 @@ class GrowingDataset(Closing):
 
         All together are durable before one is removed.
         """
-        lines, content, seal = list[Admission](), b"", self._seal
+        lines, encoded, seal = list[Admission](), list[bytes](), self._seal
         returns, number = list[float](), len(self.dataset.manifest.shards)
         for path in pieces:
             piece = self._fitting(path)
@@ -177,14 +177,14 @@ class GrowingDataset(Closing):
             records = [s.model_copy(update={"name": name.name}) for s in piece.manifest.shards]
             endings = piece.manifest.endings
             line = Admission(step=step, piece=path.name, endings=endings, shards=records)
-            content += (encoded := line.encode(seal))
-            seal = seal_of(encoded)
+            encoded.append(line.encode(seal))
+            seal = seal_of(encoded[-1])
             lines.append(line)
             returns += piece.returns.tolist()
         if not lines:
             return []
         sync_directory(self._path)
-        rest = memoryview(content)
+        rest = memoryview(b"".join(encoded))
         while rest:  # of a full disk a call may write a part
             rest = rest[os.write(self._log, rest) :]
         os.fsync(self._log)
