@@ -175,7 +175,7 @@ def test_flat_arrays_need_something_that_ends_episodes() -> None:
     assert warned.terminated.tolist() == [True, True] and warned.info.attributes["warnings"]
 
 
-def test_what_d4rls_get_dataset_returns_is_a_source() -> None:
+def test_what_d4rls_get_dataset_returns_is_a_source(tmp_path: Path) -> None:
     weights = np.zeros((256, 11), np.float32)
     arrays = hopper_columns(6) | {
         "terminals": np.arange(6) == 2,
@@ -186,7 +186,8 @@ def test_what_d4rls_get_dataset_returns_is_a_source() -> None:
     source = from_arrays(arrays)
     assert source.episodes.lengths.tolist() == [3, 3]
     assert not any(column.name.startswith("metadata") for column in source.spec)
-    assert source.info.attributes["metadata"] == {
+    convert(source, tmp_path / "d", quiet=True)
+    assert open_dataset(tmp_path / "d").manifest.source.attributes["metadata"] == {
         "metadata/algorithm": "SAC",
         "metadata/iteration": 500,
         "metadata/policy/fc0/weight": "float32 [256, 11]",

@@ -21,7 +21,6 @@ import numpy as np
 import xxhash
 
 from gear_offline.convert.shards import (
-    ACTIONS,
     REWARDS,
     Opening,
     Settings,
@@ -60,6 +59,7 @@ from gear_offline.sources.edit import EpisodeFunction, edit_source, find_functio
 SHARD_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20
 MAX_WIDTH = 2 << 20  # numbers a step: the statistics of each take 90 bytes of a manifest
+MOST_CHOICES = 1000  # whole numbers below this in a float column look like numbers of choices
 MAX_FACT_CHARS = 4096  # of each attribute of a source in the manifest
 
 
@@ -220,15 +220,12 @@ def convert(
         for one in info.files:
             one.open().close()  # refuses one that has changed
         manifest = _manifest(source, settings, written, files, environment, scores)
+        choices = _choices(source, manifest)
         with open(folder / MANIFEST_NAME, "xb") as file:
             file.write(manifest.encode())
             file.flush()
             os.fsync(file.fileno())
-    lines = summary(manifest)
-    if all(statistics.choices for _, statistics in written):
-        most = manifest.statistics[ACTIONS].max.max()
-        note = f"note: all actions are whole numbers from 0 to {most:.0f}"
-        lines.append(f"{note}; if they are numbers of choices, convert with --discrete actions")
+    lines = [*summary(manifest), *([choices] if choices else [])]
     for line in lines:
         say(line, quiet=quiet)
     return manifest
@@ -247,14 +244,27 @@ def _digest(file: InputFile, stop: Event) -> SourceFile:
     return SourceFile(name=file.path.name, bytes=file.identity[2], digest=str(xxh3.hexdigest()))
 
 
+def _choices(source: Source, manifest: Manifest) -> str:
+    """Return a note if actions look like numbers of choices that are stored as floats."""
+    action = next((c for c in manifest.spec if c.name == "actions"), None)
+    if action is None or action.dtype.kind != "f" or math.prod(action.shape) != 1:
+        return ""
+    statistics = manifest.statistics["actions"]
+    low, high = statistics.min.item(), statistics.max.item()
+    rows = source.read("actions", 0, min(manifest.steps, 1000))
+    if not (low >= 0 and high < MOST_CHOICES and (rows == np.rint(rows)).all()):
+        return ""
+    note = f"note: the actions are whole numbers from 0 to {high:.0f}"
+    return f"{note}; if they are numbers of choices, convert with --discrete actions"
+
+
 # options -------------------------------------------------------------------------------------
 
 
 def _check_options(shard_bytes: int, block_bytes: int, workers: int, *, local: bool) -> None:
-    fits = MIN_BLOCK_BYTES <= block_bytes <= MAX_BLOCK_BYTES and not block_bytes % MIN_BLOCK_BYTES
     if shard_bytes < 1:
         what, remedy = f"shard_bytes is {shard_bytes}", "give at least 1"
-    elif not fits:
+    elif block_bytes not in range(MIN_BLOCK_BYTES, MAX_BLOCK_BYTES + 1, MIN_BLOCK_BYTES):
         what = f"block_bytes is {block_bytes}"
         remedy = f"give a multiple of {MIN_BLOCK_BYTES} up to {MAX_BLOCK_BYTES}"
     elif workers < 1 or local:
@@ -298,9 +308,7 @@ def _edited(
         notes.append(f"where {' '.join(where.split())}: {counts}")
     source = edit_source(source, function, kept)
     if notes:
-        before = source.info.attributes
-        attributes = {**before, "edits": [*before.get("edits", ()), *notes]}
-        source.info = replace(source.info, attributes=attributes)
+        source.add_facts(edits=[*source.info.attributes.get("edits", ()), *notes])
     return source, None if kept is None else np.packbits(kept).tobytes()
 
 
@@ -388,22 +396,26 @@ def _manifest(
 
 
 def _small_fact(value: Any) -> Any:
-    """Return `value` as JSON, shortened to `MAX_FACT_CHARS`, and say what is lost."""
-    try:
-        text = json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        text = json.dumps(str(value))
-    plain = json.loads(text)
+    """Return `value` as JSON; where it is long the beginning of it, up to `MAX_FACT_CHARS`."""
+    text = json.dumps(value, default=_described, skipkeys=True)
+    plain = json.loads(text, parse_constant=str)
     if len(text) <= MAX_FACT_CHARS:
         return plain
-    if not isinstance(plain, (dict, list)):
+    if not isinstance(plain, dict | list):
         return str(plain)[:MAX_FACT_CHARS]
     entries = list(plain.items()) if isinstance(plain, dict) else plain
     ends = np.cumsum([len(json.dumps(entry)) + 2 for entry in entries])
     kept = entries[: int(np.searchsorted(ends, MAX_FACT_CHARS - 40))]
     more = len(entries) - len(kept)
-    return (
-        dict([*kept, ("and more", more)])
-        if isinstance(plain, dict)
-        else [*kept, f"and {more} more"]
-    )
+    if isinstance(plain, dict):
+        return dict([*kept, ("and more", more)])
+    return [*kept, f"and {more} more"]
+
+
+def _described(value: Any) -> Any:
+    """Return for JSON what it has no form of: of an array the shape."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = f"{value.dtype} {list(value.shape)}" if value.ndim else value.item()
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    return value if isinstance(value, int | float) else str(value)

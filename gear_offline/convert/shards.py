@@ -5,7 +5,6 @@ Shape legend: N steps, E episodes.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,8 +39,7 @@ from gear_offline.sources.edit import edit_source, find_function
 from gear_offline.workers import Caller, RayPool, WorkerPool
 
 PIECE_BYTES = 4 << 20  # a piece has about this many bytes, or one storage chunk if that is more
-REWARDS, ACTIONS = "rewards", "actions"
-MOST_CHOICES = 1000  # whole numbers below this in a float column look like numbers of choices
+REWARDS = "rewards"
 
 Advance = Callable[[int], None]
 
@@ -220,8 +218,6 @@ class ShardStatistics:
         Of each column.
     returns
         (E,) float64, of its episodes.
-    choices
-        Whether its actions are small whole numbers in a float dtype.
     """
 
     def __init__(self, source: Source, job: ShardJob, settings: Settings) -> None:
@@ -231,10 +227,6 @@ class ShardStatistics:
         self.moments = {c.name: Moments(stored_form(c)[1]) for c in settings.columns}
         known = any(c.name == REWARDS for c in settings.columns)
         self.returns: Float64Array = np.full(self._offsets.size - 1, 0.0 if known else np.nan)
-        self.choices = any(
-            c.name == ACTIONS and c.dtype.kind == "f" and math.prod(c.shape) == 1
-            for c in settings.columns
-        )
 
     def add(self, column: ColumnSpec, rows: Array, start: int) -> None:
         """Add `rows` of `column` whose first is step `start` of the source."""
@@ -246,9 +238,6 @@ class ShardStatistics:
             what = "a bool column holds bytes other than 0 and 1"
             where = f"column {column.name}, steps {start} to {start + len(rows) - 1}"
             raise InputError("COLUMN", what, where=where, remedy="store the column as uint8")
-        if column.name == ACTIONS and self.choices:
-            small = moments.low.min() >= 0 and moments.high.max() < MOST_CHOICES
-            self.choices = bool(small and np.array_equal(rows, np.rint(rows)))
         if column.name == REWARDS:
             rewards = rows.reshape(-1).astype(np.float64)
             with np.errstate(all="ignore"):

@@ -262,21 +262,17 @@ class Dataset:
         return self._read_runs(chosen, names, most)
 
     def _read_runs(self, chosen: Int64Array, names: Sequence[str], most: int) -> Iterator[Columns]:
-        """Yield episodes; those that follow each other are read together, up to `most` steps."""
-        offsets, at = self.episodes.offsets.tolist(), 0
-        while at < chosen.size:
-            first = last = int(chosen[at])
-            while (
-                at + 1 < chosen.size
-                and chosen[at + 1] == last + 1
-                and offsets[last + 2] - offsets[first] <= most
-            ):
-                at, last = at + 1, last + 1
-            at, low = at + 1, offsets[first]
-            rows = {name: self.read(name, low, offsets[last + 1]) for name in names}
-            for begin, end in pairwise(offsets[first : last + 2]):
-                # Copies, so that holding one episode does not hold all that were read with it.
-                yield {name: run[begin - low : end - low].copy() for name, run in rows.items()}
+        """Yield episodes; those that follow each other are read together, about `most` steps."""
+        offsets = self.episodes.offsets
+        for run in np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1):
+            groups = (offsets[run] - offsets[run[0]]) // most
+            for part in np.split(run, np.flatnonzero(np.diff(groups)) + 1):
+                bounds = offsets[part[0] : part[-1] + 2].tolist()
+                rows = {name: self.read(name, bounds[0], bounds[-1]) for name in names}
+                for begin, end in pairwise(bounds):
+                    # Copies: holding one episode must not hold all that were read with it.
+                    own = slice(begin - bounds[0], end - bounds[0])
+                    yield {name: together[own].copy() for name, together in rows.items()}
 
     def verify(self, *, on_progress: OnProgress = lambda n: None) -> Dataset:
         """Return the dataset with every block of every shard compared with its digest, once.

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import Field, PlainSerializer, PlainValidator, model_validator
 
-from gear_offline.core.files import open_regular
+from gear_offline.core.files import open_regular, read_regular
 from gear_offline.core.text import count_text, first_line
 from gear_offline.dataset.schema import ColumnSpec, TableSpec
 from gear_offline.dataset.scores import ReferenceScores, dataset_file
@@ -29,9 +29,7 @@ from gear_offline.dataset.shard import (
     damaged,
     digest,
     encode_header,
-    open_member,
     plan_tensors,
-    read_exactly,
     stored_form,
 )
 from gear_offline.dataset.statistics import ColumnStatistics, Count, Distribution, Model
@@ -240,13 +238,11 @@ class Manifest(Model):
         where = path / MANIFEST_NAME
         if not os.path.lexists(where):
             raise _no_dataset(path)
-        with open(open_member(where), "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > MAX_MANIFEST_BYTES:
-                raise damaged(f"{size} bytes, more than {MAX_MANIFEST_BYTES}", where)
-            raw = bytearray(size)
-            read_exactly(file.fileno(), memoryview(raw), 0, where=where)
-        return cls.decode(bytes(raw), where=str(where))
+        try:
+            raw = read_regular(where, most=MAX_MANIFEST_BYTES)
+        except (OSError, ValueError) as error:
+            raise damaged(f"cannot read it: {first_line(error)}", where) from error
+        return cls.decode(raw, where=str(where))
 
     @classmethod
     def decode(cls, raw: bytes, *, where: str = MANIFEST_NAME) -> Self:
@@ -290,20 +286,18 @@ def is_only_dataset(path: Path) -> bool:
 
 def _no_dataset(path: Path) -> InputError:
     """Return the error for a path without a manifest: what it seems to be, and the remedy."""
-    text, remedy = str(path), "make one with `gear-offline convert SOURCE OUT`"
-    what = "the directory is not a dataset: it has no manifest"
+    what, source = "the directory is not a dataset: it has no manifest", "SOURCE"
     try:
         os.listdir(path)
     except NotADirectoryError:
-        what = "a dataset is a directory, this is a file"
-        remedy = f"convert it first: gear-offline convert {path} OUT"
+        what, source = "a dataset is a directory, this is a file", str(path)
     except OSError as error:
-        what, remedy = f"cannot open the dataset: {error.strerror}", "check the path"
-        if re.match(r"(d4rl|minari):.", text) or dataset_file(text):
+        what = f"cannot open the dataset: {error.strerror}"
+        if re.match(r"(d4rl|minari):.", str(path)) or dataset_file(str(path)):
             what = "this names a source, not a dataset"
-            source = text if ":" in text else f"d4rl:{text}"
-            remedy = f"convert it first: gear-offline convert {source} OUT"
-    return InputError("DATASET_NOT_FOUND", what, where=text, remedy=remedy)
+            source = str(path) if ":" in str(path) else f"d4rl:{path}"
+    remedy = f"check the path, or make one with gear-offline convert {source} OUT"
+    return InputError("DATASET_NOT_FOUND", what, where=str(path), remedy=remedy)
 
 
 def _finite(text: str) -> float:

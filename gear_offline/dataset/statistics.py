@@ -185,31 +185,26 @@ def _sums(rows: Array, centre: Float64Array) -> Float64Array:
     width = rows.shape[1]
     fold = max(1, WIDE_ROW // width)
     whole = len(rows) // fold * fold
-    sums = np.zeros((4, width))
-    sums[2:] = [[np.inf], [-np.inf]]
+    sums = np.array([[0.0], [0.0], [np.inf], [-np.inf]]).repeat(width, axis=1)
     for part in (rows[:whole].reshape(-1, fold * width), rows[whole:]):
-        if len(part):
-            shift = np.tile(centre, part.shape[1] // width)
-            folded = _folded_sums(part, shift).reshape(4, -1, width)
-            sums[:2] += folded[:2].sum(axis=1)
-            np.minimum(sums[2], folded[2].min(axis=0), out=sums[2])
-            np.maximum(sums[3], folded[3].max(axis=0), out=sums[3])
-    return sums
-
-
-def _folded_sums(part: Array, shift: Float64Array) -> Float64Array:
-    """Return the four rows of `_sums`, with as many rows at a time as stay in the cache."""
-    columns = part.shape[1]
-    step = max(1, BLOCK_ELEMENTS // columns)
-    scratch, sums = np.empty((min(step, len(part)), columns)), np.zeros((4, columns))
-    sums[2:] = part[0]
-    for start in range(0, len(part), step):
-        block = part[start : start + step]
-        np.minimum(sums[2], block.min(axis=0), out=sums[2])
-        np.maximum(sums[3], block.max(axis=0), out=sums[3])
-        wide = np.subtract(block, shift, out=scratch[: len(block)])
-        sums[0] += wide.sum(axis=0)
-        sums[1] += np.einsum("ij,ij->j", wide, wide)
+        if not len(part):
+            continue
+        columns = part.shape[1]
+        shift, wide = np.tile(centre, columns // width), np.zeros((4, columns))
+        wide[2:] = part[0]
+        step = max(1, BLOCK_ELEMENTS // columns)  # as many rows as stay in the cache
+        scratch = np.empty((min(step, len(part)), columns))
+        for start in range(0, len(part), step):
+            block = part[start : start + step]
+            np.minimum(wide[2], block.min(axis=0), out=wide[2])
+            np.maximum(wide[3], block.max(axis=0), out=wide[3])
+            shifted = np.subtract(block, shift, out=scratch[: len(block)])
+            wide[0] += shifted.sum(axis=0)
+            wide[1] += np.einsum("ij,ij->j", shifted, shifted)
+        narrow = wide.reshape(4, -1, width)
+        sums[:2] += narrow[:2].sum(axis=1)
+        np.minimum(sums[2], narrow[2].min(axis=0), out=sums[2])
+        np.maximum(sums[3], narrow[3].max(axis=0), out=sums[3])
     return sums
 
 

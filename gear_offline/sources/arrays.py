@@ -154,7 +154,7 @@ def from_arrays(
     ends = split_episodes(
         rule, list(arrays), steps, lambda flag, a, b: arrays[flag][a:b], where=name
     )
-    facts = {**_described(metadata), **(attributes or {})}
+    facts = {**({METADATA: metadata} if metadata else {}), **(attributes or {})}
     return Source(
         [_piece(arrays)],
         kinds_of_arrays(arrays),
@@ -174,16 +174,6 @@ def _piece(columns: Columns) -> Piece:
 def kinds_of_arrays(columns: Columns) -> Kinds:
     """Return what columns of rows in memory are."""
     return {n: (rows.dtype.newbyteorder("="), rows.shape[1:]) for n, rows in columns.items()}
-
-
-def _described(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return for the provenance what is no column: small values as they are, others by shape."""
-    facts: dict[str, Any] = {}
-    for name, value in metadata.items():
-        array = np.asarray(value)
-        one = array.item() if array.ndim == 0 else f"{array.dtype} {list(array.shape)}"
-        facts[name] = one.decode("utf-8", "replace") if isinstance(one, bytes) else one
-    return {METADATA: facts} if facts else {}
 
 
 def read_episode(number: int, given: Mapping[str, Any]) -> tuple[Columns, tuple[bool, bool]]:

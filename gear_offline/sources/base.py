@@ -231,9 +231,11 @@ class Source(Closing):
     def warn(self, *notes: str, first: bool = False) -> None:
         """Put warnings behind those that there are, or before them."""
         before = self.info.attributes.get("warnings", ())
-        warnings = [*notes, *before] if first else [*before, *notes]
-        attributes = {**self.info.attributes, "warnings": warnings}
-        self.info = replace(self.info, attributes=attributes)
+        self.add_facts(warnings=[*notes, *before] if first else [*before, *notes])
+
+    def add_facts(self, **facts: Any) -> None:
+        """Put facts among the attributes of `info`."""
+        self.info = replace(self.info, attributes={**self.info.attributes, **facts})
 
     def read(self, column: str, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""

@@ -115,7 +115,7 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
         terminated=np.concatenate([source.terminated for source in sources]),
         truncated=np.concatenate([source.truncated for source in sources]),
         info=SourceInfo(
-            uri=uri or _some_text([info.uri for info in infos]),
+            uri=uri or " + ".join(info.uri for info in infos[:3]) + " + ..." * (len(infos) > 3),
             format=_same([info.format for info in infos]) or "joined",
             rule=_same([info.rule for info in infos]) or "that of each part",
             environment_id=_same([info.environment_id for info in infos]),
@@ -156,11 +156,6 @@ def _joint_attributes(sources: Sequence[Source], left_out: dict[str, str]) -> di
 
 def _same(values: Sequence[str | None]) -> str | None:
     return values[0] if len(set(values)) == 1 else None
-
-
-def _some_text(names: Sequence[str], most: int = 3) -> str:
-    text = " + ".join(names[:most])
-    return text if len(names) <= most else f"{text} + {len(names) - most} more"
 
 
 def with_columns(

@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from gear_offline.core.files import new_file
 from gear_offline.core.text import count_text
@@ -27,11 +27,9 @@ from gear_offline.sources.hdf5 import Hdf5Dataset
 
 SERVER = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"  # d4rl/infos.py; it has no https
 TIMEOUT_SECONDS = 30.0
-MAX_DOWNLOAD_BYTES = 64 << 30
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
+class Family(NamedTuple):
     """How one family of D4RL datasets marks the ends of its episodes."""
 
     name: str
@@ -41,39 +39,16 @@ class Family:
     step_limit: int | None = None  # of the longest episode that it can have
 
 
-_WORD = r"(?:^|[^a-z])"
+_GYM = r"(?:^|[^a-z])(?:hopper|halfcheetah|walker(?:2d)?|ant)(?:$|[^a-z])"
+_HANDS = r"(?:^|[^a-z])(?:door|hammer|relocate)(?:$|[^a-z])"
 FAMILIES = (
-    Family(
-        name="antmaze",
-        pattern=r"ant_?-?maze",
-        rule="timeouts",
-        rule_without_timeouts="steps=1001",
-        step_limit=1001,
-    ),
-    Family(name="maze2d", pattern=r"maze2d", rule="timeouts", rule_without_timeouts=ARTIFICIAL),
-    Family(
-        name="kitchen",
-        pattern=r"kitchen",
-        rule=f"{ARTIFICIAL}|timeouts",
-        rule_without_timeouts=ARTIFICIAL,
-    ),
-    Family(
-        name="adroit-pen",
-        pattern=_WORD + r"pen(?:$|[^a-z])",
-        rule_without_timeouts="terminals|steps=100",
-    ),
-    Family(
-        name="adroit",
-        pattern=_WORD + r"(?:door|hammer|relocate)(?:$|[^a-z])",
-        rule_without_timeouts="terminals|steps=200",
-    ),
-    Family(
-        name="mujoco",
-        pattern=_WORD + r"(?:hopper|halfcheetah|walker(?:2d)?|ant)(?:$|[^a-z])",
-        rule_without_timeouts="terminals|steps=1000",
-        step_limit=1000,
-    ),
-    Family(name="d4rl", pattern=r"(?!)", rule_without_timeouts="terminals"),
+    Family("antmaze", r"ant_?-?maze", "steps=1001", "timeouts", 1001),
+    Family("maze2d", "maze2d", ARTIFICIAL, "timeouts"),
+    Family("kitchen", "kitchen", ARTIFICIAL, f"{ARTIFICIAL}|timeouts"),
+    Family("adroit-pen", r"(?:^|[^a-z])pen(?:$|[^a-z])", "terminals|steps=100"),
+    Family("adroit", _HANDS, "terminals|steps=200"),
+    Family("mujoco", _GYM, "terminals|steps=1000", step_limit=1000),
+    Family("d4rl", r"(?!)", "terminals"),
 )
 _BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -231,8 +206,6 @@ def _download(url: str, target: Path) -> None:
             open(part, "wb") as file,
         ):
             total = int(answer.headers.get("Content-Length") or 0)
-            if total > MAX_DOWNLOAD_BYTES:
-                raise OSError(f"the server offers {total} bytes")
             with Progress(f"download {target.name}", total=total, unit="bytes") as progress:
                 while block := answer.read(1 << 20):
                     file.write(block)
