@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
@@ -21,7 +20,7 @@ from gear_offline.core.text import count_text, printable, size_text
 
 PLAIN_SECONDS = 10.0  # between two plain lines
 DRAWS_PER_SECOND = 5
-BAR_WIDTH, LEAST_BAR_WIDTH = 30, 8
+LEAST_WIDTH = 60  # of a terminal, for a bar
 
 
 def say(message: str, *, quiet: bool = False) -> None:
@@ -44,9 +43,8 @@ class Printed:
 class Progress(Closing):
     """Shows how far some work is; a context manager.
 
-    On a terminal that is one line, which never is wider than the terminal: facts that do not fit
-    are left out, the last one first, and then the bar.  Elsewhere a plain line is printed every
-    ten seconds at most, and one at the end.
+    On a terminal that is one line, cut where the terminal ends.  Elsewhere a plain line is printed
+    every ten seconds at most, and one at the end.
 
     Parameters
     ----------
@@ -156,20 +154,13 @@ class Progress(Closing):
         return remarks + [f"{name} {value}" for name, value in self._facts.items()]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        name, amount, remarks = self._description + self._doing, self._amount(), self._remarks()
-        width = options.max_width
-
-        def room() -> int:
-            return width - cell_len("  ".join([name, amount, *remarks])) - 2
-
-        while remarks and room() < LEAST_BAR_WIDTH:
-            remarks.pop()
-        line = Text(name, no_wrap=True, overflow="ellipsis", end="")
-        if (bar := min(BAR_WIDTH, room())) >= LEAST_BAR_WIDTH:
+        width, line = options.max_width, Text(self._description + self._doing)
+        if width >= LEAST_WIDTH:
+            bar = width // 5
             filled = round(bar * self._done / max(self.total, 1))
             line.append("  ").append("━" * filled, "blue").append("━" * (bar - filled), "dim")
-        line.append("  ".join(["", amount, *remarks]))
-        line.truncate(width)
+        line.append("  ".join(["", self._amount(), *self._remarks()]))
+        line.truncate(width, overflow="ellipsis")
         yield line
 
 

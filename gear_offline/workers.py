@@ -22,12 +22,11 @@ import traceback
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from itertools import count
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from gear_offline import __version__
@@ -41,17 +40,23 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Caller:
-    """What a job sees of who started it: its first argument."""
+    """What a job sees of who started it: its first argument.  A task of Ray has no connection."""
 
-    def __init__(self, connection: Connection[Any, Any]) -> None:
+    def __init__(self, connection: Connection[Any, Any] | None = None) -> None:
         self._connection = connection
+        self.kept: list[Any] = []  # messages of a task of Ray, which go with its value
 
     def send(self, message: Any) -> None:
         """Tell something before the job ends; `Worker.receive` returns it."""
-        self._connection.send((False, message))
+        if self._connection is None:
+            self.kept.append(message)
+        else:
+            self._connection.send((False, message))
 
     def receive(self) -> Any:
         """Wait for what `Worker.send` sends; the end of the caller ends the process."""
+        if self._connection is None:
+            raise GearError("INTERNAL", "nothing can be sent to a task of Ray while it works")
         try:
             return self._connection.recv()
         except EOFError:
@@ -184,14 +189,7 @@ class Pool(Closing):
     ) -> Iterator[Any]:
         """Yield the values of jobs in their order; the first error that comes is raised.
 
-        Parameters
-        ----------
-        function
-            ``module:function``.
-        jobs
-            The arguments of each, read as there is room.
-        on_message
-            Is called with what a job sends while it works.
+        `jobs` are the arguments of each, read as there is room; `on_message` as of `wait`.
         """
         waiting, expected = iter(jobs), deque[int]()
         early: dict[int, Any] = {}  # values that jobs before theirs are waited for
@@ -287,19 +285,9 @@ class RayPool(Pool):
     process, which has to be on a file system that all nodes share; what they send comes with their
     values.
 
-    Parameters
-    ----------
-    address
-        Of the cluster: ``"auto"`` or ``"HOST:PORT"``; this machine is one of its nodes.
-    workers
-        Tasks at a time; 1: as many as there are CPUs.
-
-    Attributes
-    ----------
-    cpus, gpus
-        Of all nodes together.
-    node_cpus
-        Of the smallest node that has any.
+    `address` is that of the cluster, ``"auto"`` or ``"HOST:PORT"``; this machine is one of its
+    nodes.  `workers` are tasks at a time, 1: as many as there are CPUs.  `cpus` and `gpus` are
+    those of all nodes together, `node_cpus` those of the smallest one that has any.
 
     Raises
     ------
@@ -349,23 +337,28 @@ class RayPool(Pool):
         self._options = {"num_cpus": min(cpus, self.node_cpus), "num_gpus": gpus}
 
     def check(self, place: Path) -> None:
-        """Refuse nodes that do not see `place` as it is here; ``SYSTEM``."""
-        looks = [
-            self._remote(
-                (f"{__name__}:look_at", (place.absolute(),)),
-                num_cpus=0,
-                scheduling_strategy=self._on_node(node["NodeID"], soft=False),
-            )
-            for node in self._nodes
-        ]
-        here = look_at(None, place)
-        for node, look in zip(self._nodes, looks, strict=True):
-            seen = self._value(look, lambda message: None)
-            if seen != here:
-                why = seen.what if isinstance(seen, GearError) else "it is another one there"
-                what = f"node {node['NodeManagerHostname']} does not see this one's {place}: {why}"
-                remedy = "work in a folder that all nodes share, with one gear-offline"
-                raise UnavailableError("SYSTEM", what, remedy=remedy)
+        """Refuse nodes that do not see the folder `place` as it is here; ``SYSTEM``."""
+        with ExitStack() as stack:
+            token = place.absolute()
+            with suppress(OSError):  # a folder that is only read has to be there, no more
+                new = tempfile.NamedTemporaryFile(dir=token, prefix=".seen-")  # noqa: SIM115
+                token = Path(stack.enter_context(new).name)
+            looks = [
+                self._remote(
+                    (f"{__name__}:look_at", (token,)),
+                    num_cpus=0,
+                    scheduling_strategy=self._on_node(node["NodeID"], soft=False),
+                )
+                for node in self._nodes
+            ]
+            for node, look in zip(self._nodes, looks, strict=True):
+                seen = self._value(look, lambda message: None)
+                if seen != __version__:
+                    why = seen.what if isinstance(seen, GearError) else f"gear-offline {seen}"
+                    host = node["NodeManagerHostname"]
+                    what = f"node {host} does not see this one's {place}: {why}"
+                    remedy = "work in a folder that all nodes share, with one gear-offline"
+                    raise UnavailableError("SYSTEM", what, remedy=remedy)
 
     def _remote(self, job: tuple[str, tuple[Any, ...]], **options: Any) -> Any:
         task = self._ray.remote(max_retries=RETRIES, **options)(_do_in_ray)
@@ -387,7 +380,7 @@ class RayPool(Pool):
         except self._ray.exceptions.RayError as error:
             remedy = "look at Ray's logs: memory may have run out"
             return GearError(LOST, f"a task of Ray has ended: {first_line(error)}", remedy=remedy)
-        for _, message in messages:
+        for message in messages:
             on_message(message)
         return pickle.loads(answer)[1]
 
@@ -409,20 +402,16 @@ class RayPool(Pool):
             self._ray.shutdown()
 
 
-def look_at(caller: Caller | None, place: Path) -> tuple[str, int]:
-    """Return what has to be equal on all nodes."""
-    descriptor = os.open(place, os.O_RDONLY)  # NFS asks its server for what is opened
-    try:
-        return __version__, os.fstat(descriptor).st_mtime_ns
-    finally:
-        os.close(descriptor)
+def look_at(caller: Caller, token: Path) -> str:
+    """Return the version here, if a new file of the caller is."""
+    token.stat()
+    return __version__
 
 
 def _do_in_ray(folder: str, request: bytes) -> tuple[list[Any], bytes]:
     os.chdir(folder)
-    messages: list[Any] = []
-    kept: Any = SimpleNamespace(send=messages.append)
-    return messages, _answer(Caller(kept), request)
+    caller = Caller()
+    return caller.kept, _answer(caller, request)
 
 
 def _serve(connection: Connection[Any, Any]) -> None:

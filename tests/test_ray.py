@@ -67,6 +67,8 @@ def test_jobs_messages_and_errors(connected: str) -> None:
         for how, code in (("input", "COLUMN"), ("other", "INTERNAL")):
             with one_error(code):
                 list(pool.run(f"{jobs}:fail", [(how,)]))
+        with one_error("INTERNAL", "nothing can be sent"):
+            list(pool.run(f"{jobs}:echo", [()]))
         number = pool.submit(f"{jobs}:wait", "600", 1)
         found: list[Any] = []
         while not found:  # Ray's cancelling may come before the task can hear of it
@@ -81,7 +83,10 @@ def test_every_node_has_to_see_the_folder(
 ) -> None:
     with RayPool(connected) as pool:
         pool.check(tmp_path)
-        monkeypatch.setattr("gear_offline.workers.look_at", lambda *_: ("0.0.1", 1))
+        assert list(tmp_path.iterdir()) == []
+        with one_error("SYSTEM", "does not see"):
+            pool.check(tmp_path / "nowhere")
+        monkeypatch.setattr("gear_offline.workers.__version__", "0.0.1")
         with one_error("SYSTEM", "does not see"):
             pool.check(tmp_path)
 
