@@ -26,6 +26,7 @@ from gear_offline.collect.record import (
     Crew,
     EpisodePlan,
     EpisodeScore,
+    episode_plan,
     reset_seed,
     stream,
 )
@@ -56,26 +57,22 @@ class ArsOptions:
 
 # The paper's V2-t values as RL Baselines3 Zoo lists them ("closest to original paper",
 # hyperparams/ars.yml); HalfCheetah's N is the 8 of the authors' own example command.
+_ALIVE = ArsOptions(noise=0.025, alive_bonus=1.0)
 OPTIONS = {
-    "Hopper": ArsOptions(
-        directions=8,
-        top=4,
-        noise=0.025,
+    "Hopper": replace(
+        _ALIVE,
         step_size=0.01,
-        alive_bonus=1.0,
         attempt_steps=150_000,
         promising=1_200.0,
         train_steps=2_000_000,
         target=2_500.0,
     ),
-    "HalfCheetah": ArsOptions(directions=8, top=4, noise=0.03, step_size=0.02),
-    "Walker2d": ArsOptions(directions=40, top=30, noise=0.025, step_size=0.03, alive_bonus=1.0),
-    "Ant": ArsOptions(directions=60, top=20, noise=0.025, step_size=0.015, alive_bonus=1.0),
+    "HalfCheetah": ArsOptions(),
+    "Walker2d": replace(_ALIVE, directions=40, top=30, step_size=0.03),
+    "Ant": replace(_ALIVE, directions=60, top=20, step_size=0.015),
     # Not in the paper: its noise of 0.03 is lost in a pole that falls within 30 steps.
-    "InvertedPendulum": ArsOptions(
-        directions=8, top=4, noise=0.1, step_size=0.1, attempt_steps=200_000, target=1_000.0
-    ),
-    "Swimmer": ArsOptions(directions=1, top=1, noise=0.01, step_size=0.02),
+    "InvertedPendulum": ArsOptions(noise=0.1, step_size=0.1, attempt_steps=200_000, target=1_000.0),
+    "Swimmer": ArsOptions(directions=1, top=1, noise=0.01),
 }
 
 
@@ -102,12 +99,10 @@ class RunningMoments:
 
     def merge(self, score: EpisodeScore) -> None:
         """Add a rollout's observations (Chan et al.'s pairwise formula)."""
-        total = self.count + score.steps
-        difference = score.mean - self.mean
+        total, difference = self.count + score.steps, score.mean - self.mean
         self.mean = self.mean + difference * (score.steps / total)
-        self.squares = (
-            self.squares + score.squares + difference**2 * (self.count * score.steps / total)
-        )
+        between = difference**2 * (self.count * score.steps / total)
+        self.squares = self.squares + score.squares + between
         self.count = total
 
     def std(self) -> Float64Array:
@@ -190,9 +185,8 @@ class Training:
     def near(self, mean_return: float) -> Snapshot:
         """The snapshot of the best attempt, before its best one, nearest to `mean_return`."""
         best = self.best
-        earlier = [
-            s for s in self.snapshots if s.attempt == best.attempt and s.iteration <= best.iteration
-        ]
+        own = [snapshot for snapshot in self.snapshots if snapshot.attempt == best.attempt]
+        earlier = [snapshot for snapshot in own if snapshot.iteration <= best.iteration]
         return min(earlier, key=lambda s: abs(s.mean_return - mean_return))
 
     def rollout_plans(self, iteration: Iteration) -> list[EpisodePlan]:
@@ -290,14 +284,11 @@ def _attempt(crew: Crew, training: Training, progress: Progress) -> None:
 
 def _evaluated(crew: Crew, training: Training, policy: LinearPolicy, iteration: int) -> Snapshot:
     """Play some episodes; more where they reach the target."""
-    plans = []
-    for episode in range(EVALUATION_EPISODES + CONFIRMATION_EPISODES):
-        # the same start states at every evaluation, so that snapshots compare fairly
-        path = (training.seed, EVALUATE, episode)
-        noise, seed = training.action_noise, reset_seed(*path)
-        plans.append(
-            EpisodePlan(policy=policy, reset_seed=seed, noise_path=path, action_noise=noise)
-        )
+    # the same start states at every evaluation, so that snapshots compare fairly
+    plans = [
+        episode_plan(policy, (training.seed, EVALUATE, episode), training.action_noise)
+        for episode in range(EVALUATION_EPISODES + CONFIRMATION_EPISODES)
+    ]
     scores, target = crew.score(plans[:EVALUATION_EPISODES]), training.options.target
     if target is not None and np.mean([score.total_reward for score in scores]) >= target:
         scores += crew.score(plans[EVALUATION_EPISODES:])

@@ -42,62 +42,39 @@ RANGES = {  # the least, and what a number must stay below
 
 @dataclass(frozen=True, kw_only=True)
 class MakerReport:
-    """What a maker has recorded; returns are undiscounted sums of the stored rewards.
+    """What a maker has recorded; returns are undiscounted sums of the stored rewards."""
 
-    `name` is the part of the quality or mix, `algorithm` what its policy was made with,
-    `action_noise` that of the actions, as asked of `collect`.
-    """
-
-    name: str
-    algorithm: str
+    name: str  # the part of the quality or mix
+    algorithm: str  # what its policy was made with
     episodes: int
     steps: int
     mean_return: float
     std_return: float
     min_return: float
     max_return: float
-    action_noise: float
+    action_noise: float  # as asked of `collect`
 
-    def line(self) -> str:
-        """Return a summary for people."""
-        return (
-            f"{self.name}: {count_text(self.episodes, 'episode')},"
-            f" {count_text(self.steps, 'step')}, return"
-            f" {self.mean_return:.0f} ± {self.std_return:.0f}"
-            f" ({self.min_return:.0f} to {self.max_return:.0f})"
-        )
+    def __str__(self) -> str:
+        counts = f"{count_text(self.episodes, 'episode')}, {count_text(self.steps, 'step')}"
+        returns = f"{self.mean_return:.0f} ± {self.std_return:.0f}"
+        ends = f"({self.min_return:.0f} to {self.max_return:.0f})"
+        return f"{self.name}: {counts}, return {returns} {ends}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectReport:
-    """What `collect` has written.
+    """What `collect` has written."""
 
-    Attributes
-    ----------
-    path
-        The file.
-    environment_id
-        Gymnasium id, with the version that was taken.
-    steps, episodes
-        Rows and episodes in the file.
-    mean_return, std_return, min_return, max_return
-        Over its episodes (a partial last one included), from the stored rewards.
-    makers
-        One entry a part.
-    train_steps
-        Environment steps that training used; 0 without one.
-    """
-
-    path: Path
-    environment_id: str
-    steps: int
+    path: Path  # the file
+    environment_id: str  # Gymnasium id, with the version that was taken
+    steps: int  # rows in the file
     episodes: int
-    mean_return: float
+    mean_return: float  # over all episodes, a partial last one included, from stored rewards
     std_return: float
     min_return: float
     max_return: float
-    makers: tuple[MakerReport, ...]
-    train_steps: int = 0
+    makers: tuple[MakerReport, ...]  # one entry a part
+    train_steps: int = 0  # environment steps that training used; 0 without one
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name, JSON-able."""
@@ -173,15 +150,8 @@ def collect(
     """
     out, policy = Path(out), str(policy)
     shares = requested_mix(policy, quality, mix)
-    _check_numbers(
-        steps=steps,
-        processes=processes,
-        action_noise=action_noise,
-        seed=seed,
-        train_steps=train_steps,
-        target=target,
-        gate=gate,
-    )
+    numbers = {"steps": steps, "processes": processes, "action_noise": action_noise, "seed": seed}
+    _check_numbers({**numbers, "train_steps": train_steps, "target": target, "gate": gate})
     if is_of_library(policy) or (processes is None and policy != "ars" and steps < PARALLEL_STEPS):
         processes = 1  # a library's model stays in the process that trained it
     with Hdf5Writer(out, overwrite=overwrite) as writer:
@@ -205,7 +175,16 @@ def collect(
             makers = mix_makers(shares, crew.facts, training or best, steps, seed, action_noise)
             with Progress(f"record {out.name}", total=steps, unit="steps", quiet=quiet) as progress:
                 _record(crew, writer, makers, steps, progress, exact=exact_steps)
-        parts = tuple(_report(maker) for maker in makers if maker.episodes)
+        parts = tuple(
+            MakerReport(
+                name=one.name,
+                algorithm=one.algorithm,
+                action_noise=one.action_noise,
+                **_summary(one.episodes),
+            )
+            for one in makers
+            if one.episodes
+        )
         _check_gate(gate, max(part.mean_return for part in parts), environment)
         report = CollectReport(
             path=out,
@@ -222,11 +201,11 @@ def collect(
             quiet=quiet,
         )
     for part in parts:
-        say(part.line(), quiet=quiet)
+        say(str(part), quiet=quiet)
     return report
 
 
-def _check_numbers(**numbers: float | None) -> None:
+def _check_numbers(numbers: Mapping[str, float | None]) -> None:
     """Refuse what makes no sense before any work."""
     for name, value in numbers.items():
         least, below = RANGES.get(name, (-math.inf, math.inf))
@@ -268,15 +247,6 @@ def _record(
             done += rows
             if done >= wanted:
                 break
-
-
-def _report(maker: Maker) -> MakerReport:
-    return MakerReport(
-        name=maker.name,
-        algorithm=maker.algorithm,
-        action_noise=maker.action_noise,
-        **_summary(maker.episodes),
-    )
 
 
 def _summary(episodes: Sequence[Recorded]) -> dict[str, Any]:

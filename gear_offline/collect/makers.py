@@ -17,7 +17,7 @@ import numpy as np
 
 from gear_offline.collect.ars import Iteration, Training
 from gear_offline.collect.policies import RandomPolicy
-from gear_offline.collect.record import RECORD, EpisodePlan, Policy, reset_seed
+from gear_offline.collect.record import RECORD, EpisodePlan, Policy, episode_plan
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import EnvironmentFacts
 
@@ -137,10 +137,7 @@ def _trained(training: Training, part: str) -> Policy:
 
 def _endless_plans(policy: Policy, seed: int, maker: int, noise: float) -> Iterator[EpisodePlan]:
     for episode in itertools.count():
-        path = (seed, RECORD, maker, episode)
-        yield EpisodePlan(
-            policy=policy, reset_seed=reset_seed(*path), noise_path=path, action_noise=noise
-        )
+        yield episode_plan(policy, (seed, RECORD, maker, episode), noise)
 
 
 def _replayed_plans(training: Training, steps: int) -> Iterator[EpisodePlan]:

@@ -10,6 +10,7 @@ Shape legend: S numbers in an observation, A in an action.
 from __future__ import annotations
 
 import importlib
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,11 +88,7 @@ def recorded_policy(path: Path, facts: EnvironmentFacts) -> LinearPolicy:
     size, what = facts.state_size, ""
     if made_in != facts.environment_id:
         what = f"it was trained in {made_in}, not in {facts.environment_id}"
-    elif [part.shape for part in (weight, mean, std)] != [
-        (facts.action_size, size),
-        (size,),
-        (size,),
-    ]:
+    elif (weight.shape, mean.shape, std.shape) != ((facts.action_size, size), (size,), (size,)):
         what = "its weights do not fit the environment"
     elif not all(np.isfinite(part).all() for part in (weight, mean, std)) or not (std > 0).all():
         what = "its weights are not finite, or a deviation is not positive"
@@ -126,17 +123,14 @@ def train_with_library(policy: str, environment_id: str, *, steps: int, seed: in
     except ImportError as error:
         what, remedy = f"{package} is not installed", "pip install 'gear-offline[rl]'"
         raise UnavailableError("PACKAGE_MISSING", what, policy, remedy) from error
-    known = {key: value for key, value in vars(module).items() if key.isupper()}
-    known = {key: value for key, value in known.items() if hasattr(value, "learn")}
+    every = vars(module).items()
+    known = {key: value for key, value in every if key.isupper() and hasattr(value, "learn")}
     if name not in known:
         what = f"{package} has no algorithm {name!r}"
         raise InputError("USAGE", what, "policy", f"use one of {', '.join(sorted(known))}")
-    environment = make_environment(environment_id)
-    try:
+    with closing(make_environment(environment_id)) as environment:
         options = {"device": "cpu"} if library == "sb3" else {}
         model = known[name]("MlpPolicy", environment, seed=seed, **options)
         model.learn(steps)
-    finally:
-        environment.close()
     version = getattr(module, "__version__", "")
     return LibraryPolicy(model, f"{package} {version} {name}, {model.num_timesteps} steps")

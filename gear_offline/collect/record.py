@@ -75,6 +75,13 @@ class EpisodePlan:
     expected_return: float | None = None  # when it was played before; recording checks it
 
 
+def episode_plan(policy: Policy, path: tuple[int, ...], action_noise: float) -> EpisodePlan:
+    """Return the plan of the episode at a `stream`'s path, its seed first."""
+    return EpisodePlan(
+        policy=policy, reset_seed=reset_seed(*path), noise_path=path, action_noise=action_noise
+    )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Episode:
     """One recorded episode.
