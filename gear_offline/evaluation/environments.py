@@ -82,12 +82,11 @@ def make_environment(environment_id: str, **options: Any) -> gymnasium.Env[Any, 
     """Make one Gymnasium environment, with one clear error when that is not possible."""
     module, colon, name = environment_id.rpartition(":")
     if colon and module not in sys.modules:
-        raise InputError(
-            "ENVIRONMENT",
-            f"the environment {environment_id!r} would import module {module!r}, which only a run "
-            "or a dataset names",
-            remedy=f"if you trust it, name it yourself: environment {environment_id}",
-        )
+        what = f"the environment {environment_id!r} would import module {module!r}, which only a "
+        what += "run or a dataset names"
+        remedy = f"if you trust it, name it yourself: environment {environment_id}"
+        raise InputError("ENVIRONMENT", what, remedy=remedy)
+    make = _make_atari if is_atari(name) else gymnasium.make
     try:
         with warnings.catch_warnings(), _quiet_simulator():
             # v4 is asked for on purpose where it is closer to D4RL's environments than v5
@@ -95,39 +94,31 @@ def make_environment(environment_id: str, **options: Any) -> gymnasium.Env[Any, 
             # `say_version` says it, once for all environments and processes
             warnings.filterwarnings("ignore", message=".*Using the latest versioned environment.*")
             # the checker repeats for every step what the first episode already proves
-            if is_atari(name):
-                return _make_atari(name, disable_env_checker=True, **options)
-            return gymnasium.make(name, disable_env_checker=True, **options)
+            return make(name, disable_env_checker=True, **options)
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
+        what = f"the simulator of {environment_id} is not usable: {first_line(error)}"
         extra = "atari" if is_atari(name) else "mujoco"
-        raise UnavailableError(
-            "ENVIRONMENT",
-            f"the simulator of {environment_id} is not usable: {first_line(error)}",
-            remedy=f"install it, e.g. pip install 'gear-offline[{extra}]'",
-        ) from error
+        remedy = f"install it, e.g. pip install 'gear-offline[{extra}]'"
+        raise UnavailableError("ENVIRONMENT", what, remedy=remedy) from error
     except gymnasium.error.Error as error:
-        raise InputError(
-            "ENVIRONMENT",
-            f"no environment {environment_id!r}: {first_line(error)}",
-            remedy="use a registered Gymnasium id such as Hopper-v5; "
-            "one of your own with its module: my_module:Name-v0",
-        ) from error
+        what = f"no environment {environment_id!r}: {first_line(error)}"
+        remedy = "use a registered Gymnasium id such as Hopper-v5; one of your own with its "
+        remedy += "module: my_module:Name-v0"
+        raise InputError("ENVIRONMENT", what, remedy=remedy) from error
 
 
 def import_module_of(environment_id: str) -> None:
     """Import the module that an id given by the user names, if it names one."""
     module, colon, _ = environment_id.rpartition(":")
-    if not colon:
-        return
     try:
-        import_module(module)
+        if colon:
+            import_module(module)
     except ImportError as error:
-        raise UnavailableError(
-            "ENVIRONMENT",
-            f"the module of {environment_id} cannot be imported: {first_line(error)}",
-            remedy=f"put the folder of module {module!r} on PYTHONPATH, e.g. PYTHONPATH=. for this "
-            "one",
-        ) from error
+        what = f"the module of {environment_id} cannot be imported: {first_line(error)}"
+        remedy = (
+            f"put the folder of module {module!r} on PYTHONPATH, e.g. PYTHONPATH=. for this one"
+        )
+        raise UnavailableError("ENVIRONMENT", what, remedy=remedy) from error
 
 
 def describe(environment: gymnasium.Env[Any, Any], environment_id: str) -> EnvironmentFacts:

@@ -39,34 +39,25 @@ FOREIGN = "the environment is not the one that D4RL measured, so the score is in
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationTask:
-    """What to play.
+    """What to play."""
 
-    Attributes
-    ----------
-    environment
-        Gymnasium id.
-    targets
-        Asked returns, in the environment's units.
-    name
-        Of the task; empty for a policy of one.
-    episodes
-        Of each target; episode e is reset with ``seed + e``.
-    environments
-        Side by side for each target.
-    reference
-        D4RL name or scores to normalise by; default: those of the environment's family.
-    data_returns
-        Of the worst and the best episode of its data, to normalise by where there is no reference.
-    """
-
-    environment: str
-    targets: tuple[float, ...]
-    name: str = ""
-    episodes: int = 10
-    environments: int = 20
+    environment: str  # Gymnasium id
+    targets: tuple[float, ...]  # asked returns, in the environment's units
+    name: str = ""  # of the task; empty for a policy of one
+    episodes: int = 10  # of each target; episode e is reset with ``seed + e``
+    environments: int = 20  # side by side for each target
     seed: int = 0
+    # D4RL name or scores to normalise by; default: those of the environment's family
     reference: str | ReferenceScores | None = None
+    # of the worst and the best episode of its data, to normalise by where there is no reference
     data_returns: tuple[float, float] | None = None
+
+    def check(self) -> None:
+        """Refuse to play nothing; ``USAGE``."""
+        for name, least in (("episodes", 1), ("environments", 1), ("seed", 0)):
+            if not least <= (value := getattr(self, name)) < 1 << 63:
+                remedy = f"give a whole number from {least} on, below 2^63"
+                raise InputError("USAGE", f"{name} is {value}", f"evaluate.{name}", remedy)
 
 
 def evaluate_tasks(
@@ -86,18 +77,40 @@ def evaluate_tasks(
     episode.
     """
     for task in tasks:
-        _check(task)
+        task.check()
     scores = [resolve_reference(task.environment, task.reference) for task in tasks]
     started = time.perf_counter()
     results = []
     for task, reference in zip(tasks, scores, strict=True):
-        count = min(task.environments, task.episodes) * len(task.targets)
+        count = len(task.targets)
+        total, slots = task.episodes * count, min(task.environments, task.episodes) * count
         wanted = processes
         if wanted is None:
-            episodes = task.episodes * len(task.targets)
-            wanted = processes_for(episodes, count, probe(task.environment))
-        with Environments(task.environment, count, processes=wanted) as environments:
-            targets = _play(policy_of(task), task, environments, max_steps, keep_actions, quiet)
+            wanted = processes_for(total, slots, probe(task.environment))
+        what = f"evaluate {task.environment}"
+        with (
+            Environments(task.environment, slots, processes=wanted) as environments,
+            Progress(what, total=total, unit="episodes", quiet=quiet) as progress,
+        ):
+            played = play_episodes(
+                policy_of(task),
+                environments,
+                seeds=[task.seed + e for e in range(task.episodes) for _ in range(count)],
+                targets=task.targets * task.episodes,
+                max_steps=max_steps,
+                keep_actions=count if keep_actions else 0,
+                on_episode=progress.advance,
+            )
+        targets = tuple(
+            TargetResult(
+                target=target,
+                returns=played.returns[index::count],
+                lengths=played.lengths[index::count],
+                terminated=played.terminated[index::count],
+                actions=played.actions[index] if keep_actions else None,
+            )
+            for index, target in enumerate(task.targets)
+        )
         results.append(
             TaskResult(
                 name=task.name,
@@ -110,63 +123,16 @@ def evaluate_tasks(
             )
         )
     seconds = time.perf_counter() - started
-    return EvaluationReport(
-        tasks=tuple(results),
-        seconds=seconds,
-        versions=versions("gymnasium", "mujoco", "torch", "numpy"),
-    )
+    known = versions("gymnasium", "mujoco", "torch", "numpy")
+    return EvaluationReport(tasks=tuple(results), seconds=seconds, versions=known)
 
 
 def sets_of(task: EvaluationTask) -> Iterator[EvaluationTask]:
     """Yield the episodes of a task in sets that its environments play at once."""
-    _check(task)
+    task.check()
     for first in range(0, task.episodes, task.environments):
         count = min(task.environments, task.episodes - first)
         yield replace(task, seed=task.seed + first, episodes=count)
-
-
-def _check(task: EvaluationTask) -> None:
-    for name, least in (("episodes", 1), ("environments", 1), ("seed", 0)):
-        if not least <= getattr(task, name) < 1 << 63:
-            raise InputError(
-                "USAGE",
-                f"{name} is {getattr(task, name)}",
-                where=f"evaluate.{name}",
-                remedy=f"give a whole number from {least} on, below 2^63",
-            )
-
-
-def _play(
-    policy: ActingPolicy,
-    task: EvaluationTask,
-    environments: Environments,
-    max_steps: int | None,
-    keep_actions: bool,
-    quiet: bool,
-) -> tuple[TargetResult, ...]:
-    count = len(task.targets)
-    total = task.episodes * count
-    what = f"evaluate {task.environment}"
-    with Progress(what, total=total, unit="episodes", quiet=quiet) as progress:
-        played = play_episodes(
-            policy,
-            environments,
-            seeds=[task.seed + episode for episode in range(task.episodes) for _ in range(count)],
-            targets=task.targets * task.episodes,
-            max_steps=max_steps,
-            keep_actions=count if keep_actions else 0,
-            on_episode=progress.advance,
-        )
-    return tuple(
-        TargetResult(
-            target=target,
-            returns=played.returns[index::count],
-            lengths=played.lengths[index::count],
-            terminated=played.terminated[index::count],
-            actions=played.actions[index] if keep_actions else None,
-        )
-        for index, target in enumerate(task.targets)
-    )
 
 
 def tasks_of(recipe: Recipe, model_tasks: Sequence[ModelTask] = ()) -> tuple[EvaluationTask, ...]:
@@ -206,12 +172,9 @@ def resolve_reference(
         return own
     scores = reference_scores(reference) if isinstance(reference, str) else reference
     if scores is None:
-        raise InputError(
-            "USAGE",
-            f"no reference scores under the name {reference!r}",
-            where="evaluate.reference",
-            remedy="use a D4RL name such as hopper-medium-v2, or leave it empty",
-        )
+        what = f"no reference scores under the name {reference!r}"
+        remedy = "use a D4RL name such as hopper-medium-v2, or leave it empty"
+        raise InputError("USAGE", what, "evaluate.reference", remedy)
     exact = own is not None and not own.indicative
     if exact or scores.indicative:
         return scores
@@ -229,12 +192,10 @@ def check_sizes(environment: EnvironmentFacts, sizes: ModelSizes, *, whose: str)
         frame_shape=environment.observation_shape if sizes.frame_shape else (),
     )
     if there != sizes:
-        raise InputError(
-            "ENVIRONMENT",
-            f"{environment.environment_id} has {_sizes_text(there)}, {whose} {_sizes_text(sizes)}",
-            where="evaluate.environment",
-            remedy="name the environment that the data came from, or set evaluate.episodes=0",
-        )
+        name, remedy = environment.environment_id, "name the environment that the data came from"
+        what = f"{name} has {_sizes_text(there)}, {whose} {_sizes_text(sizes)}"
+        remedy += ", or set evaluate.episodes=0"
+        raise InputError("ENVIRONMENT", what, "evaluate.environment", remedy)
 
 
 def _sizes_text(sizes: ModelSizes) -> str:

@@ -86,7 +86,7 @@ class TaskResult:
     @property
     def normalized_score(self) -> float | None:
         """Of the best target's mean return."""
-        return self.normalized(self.best.mean_return)
+        return self.normalized(self.mean_return)
 
     @property
     def ends(self) -> tuple[float, float] | None:

@@ -282,17 +282,12 @@ def _finite(
         return actions
     if not np.isfinite(observations).all():
         raise _broken("an observation", facts)
-    raise InputError(
-        "MODEL",
-        "the policy returned an action that is NaN or infinite",
-        remedy="the weights have probably diverged: train with a lower learning rate",
-    )
+    what = "the policy returned an action that is NaN or infinite"
+    remedy = "the weights have probably diverged: train with a lower learning rate"
+    raise InputError("MODEL", what, remedy=remedy)
 
 
 def _broken(what: str, facts: EnvironmentFacts) -> InputError:
-    return InputError(
-        "ENVIRONMENT",
-        f"the environment gave {what} that is NaN or infinite",
-        where=facts.environment_id,
-        remedy="its simulation has broken down, or its reward has no value there: mend it",
-    )
+    what = f"the environment gave {what} that is NaN or infinite"
+    remedy = "its simulation has broken down, or its reward has no value there: mend it"
+    return InputError("ENVIRONMENT", what, facts.environment_id, remedy)
