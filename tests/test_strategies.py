@@ -27,7 +27,7 @@ from gear_offline.analysis.page import (
     render,
     write_comparison,
 )
-from gear_offline.analysis.sampling import Draws, measure, table_shares
+from gear_offline.analysis.sampling import Draws, measure
 from gear_offline.analysis.strategies import compare_strategies
 from gear_offline.cli import main as cli
 from gear_offline.config.recipe import Recipe, load_recipe
@@ -118,20 +118,9 @@ def test_figures_are_those_of_counting_one_by_one(
         assert getattr(found, key) == pytest.approx(value, rel=1e-9), key
     middle = sorted(places)[draws // 2 - 1 : draws // 2 + 1]
     assert middle[0] <= found.median_age <= middle[1]
-    assert sum(found.returns) == pytest.approx(1) and sum(found.ages) == pytest.approx(1)
+    assert sum(found.returns) == pytest.approx(1)
     assert found.coverage[-1][0] == BATCHES
     assert set(found.coverage) <= set(coverage), "of the first batches each"
-
-
-@pytest.mark.parametrize("steps", [1, 7, 20, 30, 41])
-def test_starts_that_are_drawn_alike_have_equal_shares_of_all_twentieths(steps: int) -> None:
-    """Parts of whole steps made one half of a table of 30 steps look drawn twice as often."""
-    shares = table_shares(np.repeat(np.arange(steps), 3), steps, 20)
-    np.testing.assert_allclose(shares, 3 * steps / 20)
-    counts = np.random.default_rng(steps).integers(0, 9, steps)
-    fine = np.repeat(counts / 20, 20).reshape(20, steps).sum(axis=1)
-    shares = table_shares(np.repeat(np.arange(steps), counts), steps, 20)
-    np.testing.assert_allclose(shares, fine)
 
 
 def test_effective_starts(comparison: Comparison, dataset: Dataset) -> None:

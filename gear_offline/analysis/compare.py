@@ -37,30 +37,18 @@ SEED = 20_261_121  # of flips and bootstraps: the same results give the same fig
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What the differences of n pairs say.
+    """What the differences of n pairs say, setting minus baseline.
 
-    Attributes
-    ----------
-    pairs
-        n.
-    mean
-        Of the differences, setting minus baseline.
-    low, high
-        95 % Student t interval of the mean difference, not corrected; None with one pair.
-    t_p, holm_p
-        Two-sided p of the paired t test, alone and after Holm's correction; None with one pair, or
-        when all differences are equal: then nothing is known of their spread.
-    permutation_p
-        Two-sided p of the sign-flip test, not corrected; None with one pair.
+    Nothing is known of their spread with one pair, or where all of them are equal.
     """
 
-    pairs: int
+    pairs: int  # n
     mean: float
-    low: float | None = None
+    low: float | None = None  # 95 % Student t interval of the mean, not corrected
     high: float | None = None
-    t_p: float | None = None
-    holm_p: float | None = None
-    permutation_p: float | None = None
+    t_p: float | None = None  # two-sided p of the paired t test
+    holm_p: float | None = None  # ... after Holm's correction
+    permutation_p: float | None = None  # two-sided p of the sign-flip test, not corrected
 
     @property
     def verdict(self) -> Verdict:
@@ -74,32 +62,22 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the complete trials of one setting came to.
-
-    `final` and `score` are of the last evaluations, as returns and on D4RL's scale; the
-    interquartile mean is over seeds and tasks, with its 95 % bootstrap interval; `versus` is the
-    comparison with the baseline, None for the baseline itself; `failures` are (run, error).
-    """
+    """What the complete trials of one setting came to, by their last evaluations."""
 
     label: str
     seeds: tuple[int, ...]
-    final: Estimate | None
-    score: Estimate | None
-    iqm: float | None
+    final: Estimate | None  # return
+    score: Estimate | None  # on D4RL's scale
+    iqm: float | None  # interquartile mean over seeds and tasks, with its 95 % bootstrap interval
     iqm_low: float | None
     iqm_high: float | None
-    versus: Difference | None
-    failures: tuple[tuple[str, str], ...]
+    versus: Difference | None  # from the baseline; None for the baseline itself
+    failures: tuple[tuple[str, str], ...]  # (run, error)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What strategies draw and, if they were trained, what they came to.
-
-    The recipe's own strategy, the baseline, comes first.  `metric` is what trained strategies are
-    compared by, ``return`` or, of several tasks, ``normalized_score``; `outcomes` is empty without
-    training; `verdict` says the result in a sentence or two.
-    """
+    """What strategies draw and, if they were trained, what they came to."""
 
     recipe: str
     seed: int
@@ -108,10 +86,10 @@ class Comparison:
     batches: int
     data: Data
     machine: dict[str, Any]
-    strategies: tuple[Strategy, ...]
-    metric: str = "return"
-    outcomes: tuple[Outcome, ...] = ()
-    verdict: str = ""
+    strategies: tuple[Strategy, ...]  # the recipe's own one, the baseline, first
+    metric: str = "return"  # trained ones are compared by it, or by the normalized_score of tasks
+    outcomes: tuple[Outcome, ...] = ()  # of trained ones
+    verdict: str = ""  # the result in a sentence or two
 
     def to_json(self) -> dict[str, Any]:
         """Return the document that ``strategies.json`` holds."""
@@ -132,12 +110,11 @@ def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
     metric = RANKING[0] if any(last.mean_return is not None for last in lasts) else RANKING[1]
     finals = {label: _finals(members) for label, members in settings.items()}
     baseline = next(iter(finals.values()))
-    outcomes = []
-    for place, (label, members) in enumerate(settings.items()):
-        values = finals[label]
+    outcomes: list[Outcome] = []
+    for label, members in settings.items():
+        values, versus = finals[label], None
         pairs = [seed for seed in values if seed in baseline]
-        versus = None
-        if place and pairs:
+        if outcomes and pairs:
             versus = difference([values[s] for s in pairs], [baseline[s] for s in pairs])
         complete = [one for one in members if one.trial.recipe.seed in values]
         scores = [one.last.normalized_score for one in complete if one.last]
@@ -157,10 +134,10 @@ def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
             )
         )
     adjusted = holm([None if one.versus is None else one.versus.t_p for one in outcomes])
-    for place, (one, p) in enumerate(zip(outcomes, adjusted, strict=True)):
-        if one.versus is not None:
-            outcomes[place] = replace(one, versus=replace(one.versus, holm_p=p))
-    return metric, outcomes
+    return metric, [
+        replace(one, versus=one.versus and replace(one.versus, holm_p=p))
+        for one, p in zip(outcomes, adjusted, strict=True)
+    ]
 
 
 def _finals(members: Sequence[TrialResult]) -> dict[int, float]:

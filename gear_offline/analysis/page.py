@@ -17,7 +17,6 @@ from typing import Any
 
 import matplotlib
 from jinja2 import Environment, FileSystemLoader
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.markup import escape
@@ -180,46 +179,34 @@ def _source(figure: Any) -> str:
 
 
 def _drawn_picture(draws: Draws, data: Data, everyone: Sequence[Draws]) -> str:
-    """Draw what one strategy drew: returns, coverage over batches, places in the table."""
-    figure = Figure(figsize=(4.2, 5.4), facecolor="white", layout="constrained")
-    returns, coverage, ages = figure.subplots(3, 1)
-    tallest = 100 * min(
-        TALLEST * max(data.returns), max(max(*one.returns, *data.returns) for one in everyone)
-    )
+    """Draw what one strategy drew: returns, and coverage over batches."""
+    figure = Figure(figsize=(4.2, 3.8), facecolor="white", layout="constrained")
+    returns, coverage = figure.subplots(2, 1)
     returns.stairs(_percents(data.returns), data.edges, fill=True, color="#B8BEC5")
     returns.stairs(_percents(draws.returns), data.edges, color=BLUE, linewidth=1.8)
-    _finish(returns, "return of the episodes drawn (grey: the data)", tallest, draws.returns)
-    thousands(returns.xaxis)
+    dress(returns, x="return of the episodes drawn (grey: the data)", y="%")
+    highest = max(max(*one.returns, *data.returns) for one in everyone)
+    cut = 106 * min(TALLEST * max(data.returns), highest)
+    returns.set_ylim(0, cut)
+    if 100 * max(draws.returns) > cut:
+        returns.text(
+            0.99, 0.97, f"cut: the highest is {100 * max(draws.returns):.0f} %", ha="right",
+            va="top", fontsize=9, color=GREY, transform=returns.transAxes, backgroundcolor="white",
+        )  # fmt: skip
     for other in everyone:
         batches, seen, _ = zip(*other.coverage, strict=True)
         colour, width, layer = (BLUE, 1.8, 3) if other is draws else (FAINT, 1.0, 2)
         points = (0, *batches), _percents((0, *seen))
         coverage.plot(*points, color=colour, linewidth=width, zorder=layer)
-    _finish(coverage, "batches; share of all starts drawn so far", 100)
-    thousands(coverage.xaxis)
-    even = 100 / len(draws.ages)
-    tallest = min(TALLEST * even, 100 * max(max(one.ages) for one in everyone))
-    places = [(i + 0.5) / len(draws.ages) for i in range(len(draws.ages))]
-    ages.bar(places, _percents(draws.ages), 0.8 / len(draws.ages), color=BLUE)
-    ages.axhline(even, color=GREY, linewidth=1, linestyle="--")
-    ages.set_xticks([0, 1], ["oldest", "newest"])
-    _finish(ages, "place in the table", max(tallest, 1.5 * even), draws.ages)
+    dress(coverage, x="batches; share of all starts drawn so far", y="%")
+    coverage.set_ylim(0, 106)
+    for axes in (returns, coverage):
+        thousands(axes.xaxis)
     return _source(figure)
 
 
 def _percents(shares: Sequence[float]) -> list[float]:
     return [100 * share for share in shares]
-
-
-def _finish(axes: Axes, text: str, tallest: float, shares: Sequence[float] = ()) -> None:
-    """Name a panel; where its bars are cut, say how high the highest one is."""
-    dress(axes, x=text, y="%")
-    axes.set_ylim(0, 1.06 * tallest)
-    if shares and 100 * max(shares) > 1.06 * tallest:
-        axes.text(
-            0.99, 0.97, f"cut: the highest is {100 * max(shares):.0f} %", ha="right", va="top",
-            fontsize=9, color=GREY, transform=axes.transAxes, backgroundcolor="white",
-        )  # fmt: skip
 
 
 def _final_picture(outcomes: Sequence[Outcome]) -> str:

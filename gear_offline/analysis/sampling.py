@@ -26,55 +26,40 @@ MOST_DRAWS = 1_000_000  # of a strategy
 DRAWS_AT_ONCE = 65_536
 POINTS = 20  # of a coverage curve
 BINS = 40  # of returns
-AGES = 20  # bins over the table's order
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """What a strategy drew; page.html.j2 says what each figure means.
-
-    Attributes
-    ----------
-    effective_sample_share
-        (sum w)^2 / (n sum w^2) with w = 1 / probability.
-    returns
-        Share of the draws in each bin of returns.
-    median_age
-        Place of the median draw in the table, 0 the newest step, 1 the oldest.
-    ages
-        Share of the draws in each twentieth of the table, the oldest first.
-    coverage
-        (batches, share of starts drawn, share of steps shown) along the way.
-    """
+    """What a strategy drew; page.html.j2 says what each figure means."""
 
     draws: int
     coverage_starts: float
     coverage_steps: float
     coverage_episodes: float
     effective_segments: float
-    effective_sample_share: float
+    effective_sample_share: float  # (sum w)^2 / (n sum w^2) with w = 1 / probability
     duplicate_starts: float
     duplicate_episodes: float
     padding: float
     mean_return: float
-    returns: tuple[float, ...]
-    median_age: float
-    ages: tuple[float, ...]
+    returns: tuple[float, ...]  # share of the draws in each bin
+    median_age: float  # place of the median draw in the table, 0 the newest step, 1 the oldest
+    # (batches, share of starts drawn, share of steps shown) along the way
     coverage: tuple[tuple[int, float, float], ...]
     segments_per_second: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What strategies draw from: `returns` are shares of the steps in bins between `edges`."""
+    """What strategies draw from."""
 
     path: str
     episodes: int
     steps: int
     mean_return: float
     best_return: float
-    edges: tuple[float, ...]
-    returns: tuple[float, ...]
+    edges: tuple[float, ...]  # of the bins of returns
+    returns: tuple[float, ...]  # share of the steps in each of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +101,7 @@ def measure(
     chosen, rows = np.concatenate(episodes), np.concatenate(starts)  # (batches, B)
     shown, p = np.concatenate(real), np.concatenate(probability)
     draws, steps = rows.size, index.steps
-    ordered = np.sort(rows, axis=None)
+    middle = np.partition(rows, (draws - 1) // 2, axis=None)[(draws - 1) // 2]
     # a window is named by its first step and its length; at its first draw it adds to the coverage
     windows, drawn_at = np.unique(rows * (span + 1) + shown, return_index=True)
     begin, length = np.divmod(windows, span + 1)
@@ -143,8 +128,7 @@ def measure(
         padding=1.0 - int(shown.sum()) / (draws * span),
         mean_return=float(np.average(returns, weights=per_episode)),
         returns=return_shares(returns, per_episode.astype(np.float64)),
-        median_age=1.0 - (float(ordered[(draws - 1) // 2]) + 0.5) / steps,
-        ages=tuple((table_shares(ordered, steps, AGES) / draws).tolist()),
+        median_age=1.0 - (float(middle) + 0.5) / steps,
         coverage=tuple(coverage),
         segments_per_second=draws / seconds,
     )
@@ -165,17 +149,6 @@ def _repeats(values: Int64Array) -> int:
     """Return how many entries of (steps, B) are in their row already, further left."""
     ordered = np.sort(values, axis=1)
     return int((ordered[:, 1:] == ordered[:, :-1]).sum())
-
-
-def table_shares(rows: Int64Array, steps: int, parts: int) -> Float64Array:
-    """Return how many of the sorted `rows` (n,) of a table lie in each of `parts` equal parts.
-
-    A row that an edge divides counts on both sides of it: parts of whole rows would differ in
-    width, which shows where rows are few.
-    """
-    whole, rest = np.divmod(np.arange(parts + 1) * steps, parts)
-    below, up_to = (np.searchsorted(rows, whole, side=side) for side in ("left", "right"))
-    return np.asarray(np.diff(below + (up_to - below) * (rest / parts)), np.float64)
 
 
 def return_shares(returns: Float64Array, weights: Float64Array) -> tuple[float, ...]:
