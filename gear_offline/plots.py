@@ -7,12 +7,12 @@ apart.
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
@@ -28,9 +28,7 @@ LONGEST_LABEL = 34  # characters that have room beside a curve
 
 def new_figure() -> Figure:
     """Return an empty figure of the size that all plots have."""
-    figure = Figure(figsize=SIZE_INCHES, dpi=DPI, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=SIZE_INCHES, dpi=DPI, facecolor="white", layout="constrained")
 
 
 def titles(figure: Figure, title: str, subtitle: str) -> None:
@@ -56,6 +54,16 @@ def dress(axes: Axes, *, x: str = "", y: str = "", grid: str = "y") -> None:
     if grid:
         axes.grid(axis=grid, color=FAINT, linewidth=0.7)  # type: ignore[arg-type]
     axes.set_axisbelow(True)
+
+
+def draw_mean(
+    axes: Axes, x: Sequence[int], mean: npt.ArrayLike, interval: npt.ArrayLike, **style: Any
+) -> None:
+    """Draw a curve (n,) and its interval (2, n), NaN where there is none; `style` has a colour."""
+    axes.plot(x, mean, linewidth=1.8, marker="o" if len(x) <= 20 else None, markersize=4, **style)
+    low, high = np.asarray(interval, np.float64)
+    edge = 2.0 * (len(x) == 1)  # the area of one point is a line
+    axes.fill_between(x, low, high, color=style["color"], alpha=0.14, linewidth=edge)
 
 
 def legend(axes: Axes) -> None:

@@ -46,7 +46,7 @@ SURFACE = {
     "evaluate": "run targets episodes environment checkpoint seed device out video ray json quiet",
     "sweep": "recipe key=value seeds out parallel exact ray json quiet",
     "blame": "run first..last device out json quiet",
-    "strategies": "recipe key=value strategies train seeds parallel exact ray all out json quiet",
+    "strategies": "recipe key=value strategies train seeds parallel exact ray out json quiet",
     "plan": "recipe key=value nodes gpus nic-gbps nics hardware host-memory disk-rate data columns "
     "episode-length json",
     "doctor": "json",

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,7 @@ from gear_offline.plots import BLUE, FAINT, GREY, INK, ORANGE, dress, short, sho
 from gear_offline.runs.listing import print_table
 
 TALLEST = 2.5  # times the data's own tallest bar: higher ones are cut, and it is said
-COLUMNS_AT_ONCE = 5  # beside the name of the strategy, on the terminal
-MAIN = {  # what the terminal shows without --all
+MAIN = {  # what the terminal shows; the page has all
     *("steps shown", "effective starts", "duplicate starts", "padding", "mean return"),
     *("return", "IQM", "difference", "p", "verdict"),
 }
@@ -104,17 +103,14 @@ def problems(comparison: Comparison) -> list[str]:
     return lines + [f"{run}: {error}" for run, error in failures]
 
 
-def print_comparison(
-    comparison: Comparison, *, everything: bool = False, console: Console | None = None
-) -> None:
-    """Print the verdict, then one table; with `everything` all columns, in several tables."""
-    console = Console() if console is None else console
+def print_comparison(comparison: Comparison, *, console: Console | None = None) -> None:
+    """Print the verdict, then what strategies came to, else what they drew: its main columns."""
+    console = console or Console()
     console.print(escape(comparison.verdict), highlight=False, style="bold")
-    learned = {outcome.label: learned_cells(outcome) for outcome in comparison.outcomes}
-    if learned:
-        _print_cells(console, learned, everything)
-    if everything or not learned:
-        _print_cells(console, _drawn(comparison), everything)
+    rows = {one.label: learned_cells(one) for one in comparison.outcomes} or _drawn(comparison)
+    headings = [name for name in next(iter(rows.values()), {}) if name in MAIN]
+    cells = [[label, *(row[name] for name in headings)] for label, row in rows.items()]
+    print_table(console, ["strategy", *headings], cells)
     console.print(escape(facts_text(comparison)), highlight=False, style="dim")
     for line in problems(comparison):
         console.print(escape(printable(line)), highlight=False)
@@ -123,16 +119,6 @@ def print_comparison(
 def _drawn(comparison: Comparison) -> dict[str, dict[str, str]]:
     rows = comparison.strategies
     return {one.label: drawn_cells(one.draws) for one in rows if one.draws is not None}
-
-
-def _print_cells(console: Console, rows: Mapping[str, Mapping[str, str]], everything: bool) -> None:
-    headings = [name for row in rows.values() for name in row if everything or name in MAIN]
-    headings = list(dict.fromkeys(headings))
-    for first in range(0, len(headings), COLUMNS_AT_ONCE):
-        part = headings[first : first + COLUMNS_AT_ONCE]
-        cells = [[label, *(row[name] for name in part)] for label, row in rows.items()]
-        print_table(console, ["strategy", *part], cells)
-        console.print()
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> None:

@@ -116,12 +116,9 @@ def _drawn(
     returns, lengths = dataset.returns, dataset.episodes.lengths
     bad = int((~np.isfinite(returns)).sum())
     if bad:
-        raise InputError(
-            "COLUMN",
-            f"{count_text(bad, 'episode')} with a return that is NaN or infinite",
-            data_name(dataset),
-            "convert the source again without --allow-nonfinite, or leave them out",
-        )
+        what = f"{count_text(bad, 'episode')} with a return that is NaN or infinite"
+        remedy = "convert the source again without --allow-nonfinite, or leave them out"
+        raise InputError("COLUMN", what, data_name(dataset), remedy)
     size = recipe.loader.batch_size
     batches = max(1, min(recipe.train.steps, MOST_DRAWS // size))
     rows = []

@@ -565,7 +565,6 @@ def strategies(
     parallel: int | None = Option(None, min=1, help="Runs at a time, with --train."),
     exact: Exact = False,
     ray: Ray = None,
-    everything: bool = Option(False, "--all", help="Print all columns."),
     out: Path | None = Option(None, help="Folder of page and runs; default runs/NAME-strategies."),
     as_json: Json = False,
     quiet: Quiet = False,
@@ -596,7 +595,7 @@ def strategies(
         quiet=quiet,
     )
     if not as_json:
-        print_comparison(comparison, everything=everything)
+        print_comparison(comparison)
     show(comparison.to_json(), as_json, lambda: print(folder / "strategies.html"))
 
 
@@ -638,7 +637,7 @@ def plan(
         raise InputError("USAGE", what, remedy="add --columns, or leave it out")
     from gear_offline.planning.hardware import Cluster, load_hardware
     from gear_offline.planning.plan import plan as run
-    from gear_offline.planning.text import print_plan
+    from gear_offline.planning.plan import print_plan
     from gear_offline.planning.workload import make_workload
 
     cluster = Cluster(

@@ -81,15 +81,8 @@ class Environments(Closing):
     """`count` environments of one kind in groups that step together; a context manager.
 
     The slots are dealt out to `processes` workers; 1: they step in this process, as do
-    environments that only this process knows.
-
-    Attributes
-    ----------
-    slots
-        (count,) records: what each slot is `todo` (RESET with `seed`, or STEP with `action`), and
-        what came of it: `observation`, `reward`, `terminated`, `truncated`.
-    groups
-        The numbers of the slots of each group.
+    environments that only this process knows.  `slots` are (count,) records of what each is `todo`
+    (RESET with `seed`, or STEP with `action`), and of what came of it; `groups` are their numbers.
     """
 
     def __init__(self, environment_id: str, count: int, *, processes: int = 1) -> None:

@@ -6,14 +6,17 @@ Shape legend: D nodes, G GPUs a node, S shards, n segments of a global batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 from scipy.stats import binom
 
 from gear_offline.config.recipe import Recipe
+from gear_offline.core.text import size_text
 from gear_offline.distributed.sharding import share_shards
 from gear_offline.errors import InputError
 from gear_offline.planning.compute import StepCost, step_cost
@@ -30,6 +33,7 @@ TIERS = ("hbm", "peer", "host", "disk")
 # multiprocessors and memory bandwidth from the backward pass, and the last ones come after it.
 SLOWED = 1.8
 HIDDEN_SHARE = 0.6  # of a step, the backward pass: what is longer than that is waited for
+UNITS = ((1e-3, "us", 1e6), (1.0, "ms", 1e3), (600.0, "s", 1.0), (7200.0, "min", 1 / 60))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,12 +53,9 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
     batch, gpu, ranks = recipe.loader.batch_size, cluster.hardware.gpu, cluster.nodes * cluster.gpus
     share, rest = divmod(batch, ranks)
     if rest:
-        raise InputError(
-            "LOADER_OPTION",
-            f"a batch of {batch} segments cannot be shared equally by {ranks} GPUs",
-            where="loader.batch_size",
-            remedy=f"try loader.batch_size={(share + 1) * ranks}, the size of the global batch",
-        )
+        what = f"a batch of {batch} segments cannot be shared equally by {ranks} GPUs"
+        remedy = f"try loader.batch_size={(share + 1) * ranks}, the size of the global batch"
+        raise InputError("LOADER_OPTION", what, "loader.batch_size", remedy)
     check_micro_batches(share, recipe.train.accumulate, whose="a GPU's")
     if recipe.model.max_timestep is None:  # as training takes it from the data
         longest = max(workload.longest, recipe.loader.context_length)
@@ -62,13 +63,10 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
     cost = step_cost(recipe, workload.sizes, cluster, segments=share, learns=workload.learns)
     needed = cost.memory_bytes + CONTEXT_BYTES
     if needed > gpu.memory:
-        raise InputError(
-            "USAGE",
-            f"the model and {share} segments take {needed / 1e9:.0f} GB of a GPU's "
-            f"{gpu.memory / 1e9:.0f} GB",
-            where=recipe.name,
-            remedy="plan with more GPUs, a smaller loader.batch_size or a smaller model",
-        )
+        what = f"the model and {share} segments take {needed / 1e9:.0f} GB of a GPU's "
+        what += f"{gpu.memory / 1e9:.0f} GB"
+        remedy = "plan with more GPUs, a smaller loader.batch_size or a smaller model"
+        raise InputError("USAGE", what, recipe.name, remedy)
     layout = lay_out(recipe, workload, cluster, gpu.memory - needed)
     step, start = _step(workload, cluster, layout, cost, batch), _start(cluster, layout, cost)
     steps = recipe.train.steps
@@ -224,3 +222,45 @@ def expected_excess(count: int, share: float, capacity: int) -> float:
     """Return E max(0, X - capacity) for X binomial with `count` draws of probability `share`."""
     k = np.arange(capacity + 1, count + 1)
     return float(binom.pmf(k, count, share) @ (k - capacity))
+
+
+def print_plan(document: Mapping[str, Any]) -> None:
+    """Print what `plan` predicts, with the units of people."""
+    table = Table(title=f"{document['recipe']} (predicted)", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for part, values in document.items():
+        if part != "recipe":
+            table.add_row(part, _text(part, values))
+    console = Console()
+    console.print(table)
+    console.print(
+        "Assumed: all nodes alike, the network's full rate between any two of them, shards on "
+        "each node's own storage; no evaluations, no checkpoints."
+    )
+
+
+def _text(name: str, value: Any) -> str:
+    """Return a value in the unit that its name says."""
+    if isinstance(value, Mapping):  # {"hbm": ...} has the unit of what it is called as a whole
+        unit = name if any(word in name for word in ("bytes", "shares")) else ""
+        parts = (f"{_label(key)} {_text(unit or key, v)}" for key, v in value.items() if v)
+        return ", ".join(parts)
+    if isinstance(value, str):
+        return value
+    if "bytes" in name:
+        return size_text(int(value)) + ("/s" if "per_second" in name else "")
+    if name.endswith("seconds"):
+        for limit, unit, factor in UNITS:
+            if value < limit:
+                return f"{value * factor:,.3g} {unit}"
+        return f"{value / 3600:,.1f} h"
+    if name.endswith(("share", "shares")):
+        return f"{value:.2%}"
+    return f"{value:,.3g}" if isinstance(value, float) and value < 1000 else f"{value:,.0f}"
+
+
+def _label(name: str) -> str:
+    for unit in ("_seconds", "_bytes", "_bytes_per_second", "_share"):
+        name = name.removesuffix(unit)
+    return name.replace("_", " ")

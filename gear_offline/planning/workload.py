@@ -73,12 +73,9 @@ def make_workload(
     if columns is not None:
         check_selection(recipe, recipe.name)
         if data_bytes is None:
-            raise InputError(
-                "USAGE",
-                "columns alone do not say how much data there are",
-                where="--columns",
-                remedy="add the bytes of all data in memory, such as --data 100TB",
-            )
+            what = "columns alone do not say how much data there are"
+            remedy = "add the bytes of all data in memory, such as --data 100TB"
+            raise InputError("USAGE", what, "--columns", remedy)
         length = episode_length or 1000
         source: TableData = cast(Dataset, _describe(columns, length))
         text = f"{columns}, episodes of {length:,} steps, as described"
@@ -149,12 +146,9 @@ def _describe(text: str, episode_length: int) -> SimpleNamespace:
             sizes = tuple(int(size) for size in (shape or "").split(",") if size.strip())
             columns.append(ColumnSpec(name=name, dtype=np.dtype(dtype), shape=sizes))
         except (ValueError, TypeError):
-            raise InputError(
-                "USAGE",
-                f"{part.strip()!r} is not a column and its NumPy dtype",
-                where="--columns",
-                remedy="write it like observations=float32[11] or rewards=float32",
-            ) from None
+            what = f"{part.strip()!r} is not a column and its NumPy dtype"
+            remedy = "write it like observations=float32[11] or rewards=float32"
+            raise InputError("USAGE", what, "--columns", remedy) from None
     spec = TableSpec(columns=tuple(columns), steps=EPISODES * episode_length, episodes=EPISODES)
     unit = {c.name: SimpleNamespace(mean=np.zeros(c.shape), std=np.ones(c.shape)) for c in columns}
     lengths = np.full(EPISODES, episode_length, np.int64)

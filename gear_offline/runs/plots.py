@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +24,7 @@ from gear_offline.plots import (
     ORANGE,
     SERIES,
     SKY,
+    draw_mean,
     dress,
     histogram_edges,
     legend,
@@ -101,12 +101,10 @@ def _plot_returns(axes: Axes, points: Sequence[tuple[int, TargetRecord]]) -> Non
     """Draw a line a target, and its 95 % interval, through what was played at steps."""
     for index, asked in enumerate(sorted({t.target for _, t in points}, reverse=True)):
         steps, targets = zip(*(one for one in points if one[1].target == asked), strict=True)
-        style: Any = {"color": SERIES[index % len(SERIES)], "marker": "o", "markersize": 4.5}
         means = [target.mean_return for target in targets]
-        axes.plot(steps, means, linewidth=1.8, label=f"asked {short(asked)}", **style)
-        low, high = np.array([t.ci95 for t in targets], np.float64).T  # None becomes NaN
-        edge = 2.0 * (len(steps) == 1)  # the area of one point is a line
-        axes.fill_between(steps, low, high, color=style["color"], alpha=0.13, linewidth=edge)
+        intervals = np.array([t.ci95 for t in targets], np.float64).T  # None becomes NaN
+        style = {"color": SERIES[index % len(SERIES)], "label": f"asked {short(asked)}"}
+        draw_mean(axes, steps, means, intervals, **style)
     lowest, highest = min(0.0, axes.get_ylim()[0]), axes.get_ylim()[1]
     axes.set_ylim(lowest, highest + 0.04 * (highest - lowest))  # room for the marker
     dress(axes, y="mean return")

@@ -142,30 +142,19 @@ class RngStream:
 
 @dataclass(eq=False)
 class _Member:
-    """A run among others, and what it holds.
-
-    Attributes
-    ----------
-    steps
-        From `_Group`: True before each step, False where the run has to wait.
-    is_at_step
-        Whether it has done all that the steps so far ask for.
-    taken
-        Steps that it took of those that its stack has done.
-    window_began, launched_seconds
-        Since when its steps run, and how much of that its learner has counted itself.
-    """
+    """A run among others, and what it holds."""
 
     trial: Trial
     run: LiveRun
     held: ExitStack
     rng: RngStream
     first_step: int
+    # from `_Group`: True before each step, False where the run has to wait
     steps: Iterator[bool] = field(default_factory=lambda: iter(()))
-    is_at_step: bool = False
-    taken: int = 0
-    window_began: float | None = None
-    launched_seconds: float = 0.0
+    is_at_step: bool = False  # it has done all that the steps so far ask for
+    taken: int = 0  # steps, of those that its stack has done
+    window_began: float | None = None  # since when its steps run, ...
+    launched_seconds: float = 0.0  # ... and how much of that its learner has counted itself
 
     @property
     def writer(self) -> RunWriter:

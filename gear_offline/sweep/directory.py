@@ -44,10 +44,8 @@ class SweepFile(BaseModel):
     @field_validator("trials")
     @classmethod
     def _stay_inside(cls, trials: list[Trial]) -> list[Trial]:
-        """Refuse names that are no directory's in ``runs/``."""
-        for trial in trials:
-            if not RUN_NAME.fullmatch(trial.name):
-                raise ValueError(f"{trial.name!r} is no name of a run")
+        if strange := [trial.name for trial in trials if not RUN_NAME.fullmatch(trial.name)]:
+            raise ValueError(f"{strange[0]!r} is no name of a run")
         return trials
 
 
@@ -85,13 +83,9 @@ class SweepDirectory:
             content = read_regular(self.json_path, most=MOST_BYTES)
             return SweepFile.model_validate_json(content)
         except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise InputError(
-                "RUN_DAMAGED",
-                f"sweep.json cannot be read: {reason}",
-                str(self.path),
-                "sweep into another directory with --out",
-            ) from error
+            what = f"sweep.json cannot be read: {' '.join(str(error).split())[:200]}"
+            remedy = "sweep into another directory with --out"
+            raise InputError("RUN_DAMAGED", what, str(self.path), remedy) from error
 
     def merge(self, trials: Sequence[Trial]) -> SweepFile:
         """Return the content for a sweep that goes on with `trials`, or begins.

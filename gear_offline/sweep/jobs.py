@@ -165,12 +165,12 @@ def run_errors(name: str, path: Path, device: torch.device) -> Iterator[None]:
     except Exception as error:
         first = first_line(error)
         if _is_lost(device):
-            raise GearError(
-                "DEVICE",
-                f"the GPU does nothing more for this process after {type(error).__name__}: {first}",
-                where=name,
-                remedy="the same command goes on from the newest checkpoints",
-            ) from error
+            kind, remedy = (
+                type(error).__name__,
+                "the same command goes on from the newest checkpoints",
+            )
+            what = f"the GPU does nothing more for this process after {kind}: {first}"
+            raise GearError("DEVICE", what, name, remedy) from error
         if any(is_out_of_memory(cause) for cause in _with_contexts(error)):
             remedy = "fewer runs at a time (sweep --parallel), or a smaller model or batch"
             raise GearError("MEMORY", f"out of memory: {first}", name, remedy) from error

@@ -22,6 +22,7 @@ from gear_offline.core.files import write_file
 from gear_offline.core.text import count_text, printable
 from gear_offline.plots import (
     SERIES,
+    draw_mean,
     dress,
     legend,
     new_figure,
@@ -204,18 +205,10 @@ def plot_results(path: Path, trials: Sequence[TrialResult], table: Table) -> Pat
 
 def _draw(axes: Axes, curve: Curve, name: str, colour: str) -> None:
     estimates = curve.estimates()
-    mean = np.array([one.mean for one in estimates])
-    marker = "o" if len(curve.steps) <= 20 else None
-    style: Any
-    if estimates[0].half is None:
-        for seed in curve.values if len(curve.values) > 1 else ():
-            axes.plot(curve.steps, seed, color=colour, linewidth=0.7, alpha=0.6)
-    else:
-        half = np.array([one.half for one in estimates])
-        style = {"color": colour, "alpha": 0.15, "linewidth": 2.0 * (len(mean) == 1)}
-        axes.fill_between(curve.steps, mean - half, mean + half, **style)
-    style = {"color": colour, "linewidth": 1.8, "marker": marker, "markersize": 4}
-    axes.plot(curve.steps, mean, label=name, **style)
+    mean, half = np.array([[one.mean, one.half] for one in estimates], np.float64).T
+    if len(curve.values) > 1 and estimates[0].half is None:
+        axes.plot(curve.steps, curve.values.T, color=colour, linewidth=0.7, alpha=0.6)
+    draw_mean(axes, curve.steps, mean, [mean - half, mean + half], color=colour, label=name)
 
 
 def _finding(table: Table) -> str:
