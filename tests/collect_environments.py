@@ -25,18 +25,14 @@ class Counter(gymnasium.Env[Observation, npt.NDArray[np.float32]]):
         self.action_space = gymnasium.spaces.Box(-2.0, 2.0, (1,), np.float32)
         self.seen = np.zeros(3)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self.tag, self.steps = float(seed or 0), 0
         self.length = length_of(int(seed or 0))
         self.seen[:] = self.tag, 0.0, 0.0
         return self.seen, {}
 
-    def step(
-        self, action: npt.NDArray[np.float32]
-    ) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> Any:
         assert self.steps < min(self.length, LIMIT), "stepped after the end of an episode"
         self.steps += 1
         self.seen[:] = self.tag, float(self.steps), float(action[0])
@@ -55,16 +51,12 @@ class Push(gymnasium.Env[Observation, npt.NDArray[np.float32]]):
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
         self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self.x = float(self.np_random.uniform(-1.0, 1.0))
         return np.array([self.x, 1.0]), {}
 
-    def step(
-        self, action: npt.NDArray[np.float32]
-    ) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> Any:
         self.x += 0.3 * float(action[0])
         return np.array([self.x, 1.0]), 1.0 - min(abs(self.x), 1.0), False, False, {}
 

@@ -17,9 +17,7 @@ class Counted(gymnasium.Env[Array, Array]):
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
     action_space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Array, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         assert seed is not None and seed >= 0, "every episode has its own seed"
         self.left, self.at = seed % 7 + 1, 0
         return np.array([seed, 0.0]), {}

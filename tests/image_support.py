@@ -33,9 +33,7 @@ class BandEnvironment(gymnasium.Env[Frame, np.int64]):
         self.action_space = gymnasium.spaces.Discrete(ACTIONS)
         self.before = self.place = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Frame, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self.place = int(self.np_random.integers(ACTIONS))
         self.before = 0

@@ -5,6 +5,9 @@ Shape legend: N steps, E episodes, S observation size, A action size.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +24,7 @@ from gear_offline.errors import GearError
 from gear_offline.sources.base import Piece, Source, SourceInfo
 
 Columns = Mapping[str, npt.NDArray[Any]]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class ArraySource(Source):
@@ -131,6 +135,13 @@ def write_hdf5(path: Path, *, episodes: int = 40, length: int = 25, seed: int = 
 def contents(folder: Path) -> dict[str, bytes]:
     """Return the bytes of each file in a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def run_python(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python to its end, with the modules of the checkout; `variables` are added to ours."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("variables", {})}
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, **options)
 
 
 @contextmanager

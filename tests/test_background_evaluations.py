@@ -28,6 +28,7 @@ from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import best_evaluation, read_records
 from gear_offline.workers import Worker
+from tests.support import ROOT
 from tests.test_resume import interrupted_in
 from tests.training_support import (
     ENVIRONMENT,
@@ -36,9 +37,8 @@ from tests.training_support import (
     register_importable,
     tiny_recipe,
 )
-from tests.trust.leaks import session_processes, wait_until_gone
+from tests.trust.kills import session_processes, wait_until_gone
 
-ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 
 

@@ -62,14 +62,6 @@ def test_to_moves_everything_and_copies_nothing_that_is_there() -> None:
     assert moved.extras["infos/x"].dtype == torch.float64
 
 
-def test_contiguous_copies_only_strided_tensors() -> None:
-    batch = make_batch(strided=True)
-    packed = batch.contiguous()
-    assert not batch.states.is_contiguous() and packed.states.is_contiguous()
-    assert torch.equal(batch.states, packed.states)
-    assert packed.timesteps is batch.timesteps
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device")
 def test_pin_memory_keeps_the_values() -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,8 +25,8 @@ from gear_offline.cli.values import parse_count, parse_list, parse_numbers, pars
 from gear_offline.config.files import recipe_paths
 from gear_offline.errors import GearError
 from tests.hdf5_files import write
+from tests.support import ROOT, run_python
 
-ROOT = Path(__file__).parents[1]
 # New knobs go into recipes; a change of this list is a change of the product's surface.
 SURFACE = {
     "convert": "source out shard-size workers ray columns discrete rename map where rule "
@@ -174,7 +175,7 @@ def test_a_typo_in_a_recipe_is_told_before_torch_is_loaded(words: str) -> None:
     script = "import sys; from gear_offline.cli.main import main\n"
     script += f"assert main({[*words.split(), 'paper', 'trian.steps=5']}) == 2\n"
     script += "print(sorted({'torch', 'gymnasium', 'h5py', 'numpy'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = run_python("-c", script)
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -365,3 +366,72 @@ def test_names_in_files_of_strangers_do_not_steer_the_terminal(
     file = write(tmp_path / "mine.hdf5", {"\x1b[31mobs": [1.0], "rewards": [1.0]})
     assert cli.main(["convert", str(file), str(tmp_path / "d"), "-q"]) == 2
     assert "found: \\x1b[31mobs, rewards" in capsys.readouterr().err
+
+
+def run(code: str, folder: Path, **variables: str) -> str:
+    result = run_python("-c", code, variables=variables, cwd=folder, check=True)
+    assert result.stderr == ""
+    return result.stdout
+
+
+COMPLETE = """
+import sys
+from gear_offline.__main__ import main
+try:
+    main()
+finally:
+    assert "torch" not in sys.modules
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("runs/hopper-s0", "runs/hopper-s1", "runs/other", "mine"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("runs/hopper-s0/recipe.yaml", "runs/hopper-s1/recipe.yaml", "smokeless.yaml"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("sw", "sweep"),
+        ("recipes va", "validate"),
+        ("train smo", "smoke smokeless.yaml"),
+        ("train runs/", "runs/hopper-s0 runs/hopper-s1"),
+        ("train smoke train.st", "train.steps="),
+        ("sweep smoke seed=1 optimizer.learning_rate", "optimizer.learning_rate="),
+        ("evaluate ru", "runs/hopper-s0 runs/hopper-s1"),
+        ("evaluate runs/hopper-s0 --vi", "--video"),
+        ("evaluate nothing[", ""),
+    ],
+)
+def test_words_are_completed(folder: Path, line: str, found: str) -> None:
+    words = f"gear-offline {line}"
+    shell = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    shown = run(COMPLETE, folder, _GEAR_OFFLINE_COMPLETE="complete_bash", **shell)
+    assert shown.split() == found.split()
+
+
+def test_bash_completes_with_the_script_it_is_given(folder: Path) -> None:
+    if shutil.which("bash") is None:
+        pytest.skip("no bash")
+    script = run(COMPLETE, folder, _GEAR_OFFLINE_COMPLETE="source_bash")
+    tool = folder / "gear-offline"
+    tool.write_text(f"#!/bin/sh\nexec {sys.executable} -m gear_offline\n")
+    tool.chmod(0o755)
+    press = (
+        "\nCOMP_WORDS=(gear-offline train hopper-medium-r); COMP_CWORD=2"
+        "\n_gear_offline_completion gear-offline\necho ${COMPREPLY[@]}"
+    )
+    variables = {"PYTHONPATH": str(ROOT), "PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", script + press],
+        env=os.environ | variables,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["hopper-medium-replay"], done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 
 from gear_offline.collect.collection import collect
-from gear_offline.collect.record import Episode
 from gear_offline.config.recipe import load_recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
@@ -31,7 +29,7 @@ from tests.image_support import (
     register_environment,
 )
 from tests.image_support import STEP_LIMIT as FRAMES
-from tests.test_collect_record import check_counter_episode
+from tests.support import run_python
 
 needs_mujoco = pytest.mark.skipif(
     importlib.util.find_spec("mujoco") is None, reason="needs pip install 'gear-offline[mujoco]'"
@@ -242,19 +240,6 @@ def test_impossible_options_are_one_error(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rows_match_the_environment(tmp_path: Path) -> None:
-    """The counter's rows, from the file, against what that environment must have done."""
-    collect(COUNTER, tmp_path / "a.hdf5", steps=300, **QUIET)
-    columns, _ = read(tmp_path / "a.hdf5")
-    start = 0
-    for seed in columns["metadata/episode_reset_seed"].tolist():
-        stop = start + min(length_of(seed), LIMIT)
-        part = {k: v[start:stop] for k, v in columns.items() if not k.startswith("metadata/")}
-        check_counter_episode(Episode(columns=part, reset_seed=seed))
-        start = stop
-    assert start == len(columns["rewards"])
-
-
 @needs_mujoco
 def test_nothing_is_printed_when_quiet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     collect("HalfCheetah-v5", tmp_path / "a.hdf5", steps=5, exact_steps=True, **QUIET)
@@ -309,21 +294,6 @@ def test_pong_from_the_game_to_a_score(tmp_path: Path, monkeypatch: pytest.Monke
     assert -21.0 <= summary["evaluation_last"]["return"] < 0
 
 
-def test_a_missing_simulator_is_one_error(tmp_path: Path) -> None:
-    code = (
-        "import sys; sys.modules['mujoco'] = None\n"
-        "from gear_offline.collect.collection import collect\n"
-        "from gear_offline.errors import UnavailableError\n"
-        "try: collect('Hopper-v5', sys.argv[1], quiet=True, steps=10)\n"
-        "except UnavailableError as error: print(error.code, error.remedy)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "a.hdf5")], capture_output=True, text=True
-    )
-    assert done.stdout.startswith("ENVIRONMENT") and "pip install" in done.stdout
-    assert done.returncode == 0 and list(tmp_path.iterdir()) == []
-
-
 def test_a_missing_library_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "stable_baselines3", None)
     with pytest.raises(UnavailableError, match=r"pip install 'gear-offline\[rl\]'") as caught:
@@ -352,9 +322,5 @@ def test_a_script_needs_no_guard_for_processes(tmp_path: Path) -> None:
         "print(collect('CartPole-v1', sys.argv[1], steps=50, processes=2, quiet=True).steps)"
     )
     (tmp_path / "script.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "a.hdf5")],
-        capture_output=True,
-        text=True,
-    )
+    done = run_python(tmp_path / "script.py", tmp_path / "a.hdf5")
     assert int(done.stdout) >= 50 and done.stderr == ""

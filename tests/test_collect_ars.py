@@ -13,7 +13,6 @@ from gear_offline.collect.ars import (
     ArsOptions,
     RunningMoments,
     Training,
-    options_for,
     train,
     update,
 )
@@ -165,21 +164,3 @@ def test_chosen_rollouts_are_spread_and_enough(training: Training, steps: int) -
     if len(gaps):
         assert gaps.min() >= 1
         assert gaps.max() - gaps.min() <= 1, "evenly spaced"
-
-
-def test_near_finds_the_nearest_earlier_snapshot(training: Training) -> None:
-    best = training.best
-    for wanted in (0.0, best.mean_return / 3, best.mean_return, 1e9):
-        found = training.near(wanted)
-        assert found.attempt == best.attempt and found.iteration <= best.iteration
-        distance = abs(found.mean_return - wanted)
-        for other in training.snapshots:
-            if other.attempt == best.attempt and other.iteration <= best.iteration:
-                assert distance <= abs(other.mean_return - wanted)
-
-
-def test_options_are_found_by_the_environments_name() -> None:
-    assert options_for("Hopper-v5") == options_for("module:Hopper-v4")
-    assert options_for("Hopper-v5").alive_bonus == 1.0
-    assert options_for("space/HalfCheetah-v5").directions == 8
-    assert options_for("Nothing-v0") == ArsOptions()

@@ -18,12 +18,11 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.runs.prepare import prepare_dataset
 from gear_offline.sweep import jobs as sweep_jobs
-from gear_offline.sweep.concurrent import CHUNK, DEEP, RngStream, train_concurrently
+from gear_offline.sweep.concurrent import train_concurrently
 from gear_offline.sweep.jobs import Job, run_errors
 from gear_offline.sweep.trials import Trial
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import read_records
-from gear_offline.training.saving import Saver
 from gear_offline.training.stack import Stack
 from tests.training_support import learnt, tiny_recipe
 
@@ -146,29 +145,6 @@ def test_stacked_runs_are_those_that_are_alone(data: Path, tmp_path: Path) -> No
     for trial in trials:
         alone = train(trial.recipe, out=tmp_path / trial.name, quiet=True)
         assert_alike(tmp_path / "all" / trial.name, alone)
-
-
-def test_only_equal_shapes_are_stacked(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = []
-    build = Stack.__init__
-
-    def counted(self: Stack, learners: list[Learner]) -> None:
-        sizes.append((len(learners), {learner.step for learner in learners}))
-        build(self, learners)
-
-    monkeypatch.setattr(Stack, "__init__", counted)
-    short = ("train.steps=4", "model.dropout=0")
-    trials = trials_of(data, *short)
-    trials += [trial_of("wide", trials[0].recipe.replace({"model.hidden_size": 32}))]
-    trials += [trial_of("left", trials[0].recipe.replace({"loader.padding": "left", "seed": s}))
-               for s in (0,)]  # fmt: skip
-    assert set(concurrently(trials, tmp_path / "a", parallel=6).values()) == {None}
-    assert sizes == [(4, {0})]
-    sizes.clear()
-    assert set(concurrently(trials[:4], tmp_path / "b", parallel=2).values()) == {None}
-    assert sizes == [(2, {0}), (2, {0})]
 
 
 def test_runs_that_stand_at_other_steps_are_stacked_apart(data: Path, tmp_path: Path) -> None:
@@ -314,59 +290,6 @@ def test_a_refused_run_leaves_nothing(data: Path, tmp_path: Path) -> None:
 
 
 # how they share a GPU --------------------------------------------------------------------------
-
-
-def test_a_run_is_left_until_the_gpu_has_done_its_steps(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU that does three steps whenever it is asked: the host looks at what is there only."""
-    launched, done, saves = 0, 0, 0
-    advance, report, save = Learner.advance, Learner.report, Saver.save
-
-    class Event:
-        def __init__(self) -> None:
-            self.behind = launched
-
-        def query(self) -> bool:
-            nonlocal done
-            done = min(done + 3, launched)
-            return done >= self.behind
-
-    def counted(self: Learner) -> None:
-        nonlocal launched
-        advance(self)
-        launched += 1
-        assert launched - done <= CHUNK * (DEEP + 1)
-
-    def ready(self: Any, *arguments: Any, **options: Any) -> Any:
-        nonlocal saves
-        assert done == launched, "its numbers are not there yet"
-        saves += 1
-        return (report if isinstance(self, Learner) else save)(self, *arguments, **options)
-
-    monkeypatch.setattr(RngStream, "event", lambda self: Event())
-    monkeypatch.setattr(Learner, "advance", counted)
-    monkeypatch.setattr(Learner, "report", ready)
-    monkeypatch.setattr(Saver, "save", ready)
-    seldom = ("train.steps=90", "train.log_every=60", "train.checkpoint_every=90")
-    (trial,) = trials_of(data, *seldom, rates=[1e-2], seeds=1)
-    assert concurrently([trial], tmp_path) == {"t0": None}
-    assert launched == 90 and saves == 3
-
-
-def test_random_numbers_are_a_runs_own() -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        expected = [torch.rand(5) for _ in range(3)]
-        streams, drawn = [RngStream(CPU), RngStream(CPU)], [list[torch.Tensor](), []]
-        for turn in range(3):
-            for stream, numbers in zip(streams, drawn, strict=True):
-                with stream.use():
-                    if turn == 0:
-                        torch.manual_seed(7)
-                    numbers.append(torch.rand(5))
-    for numbers in drawn:
-        assert all(torch.equal(a, b) for a, b in zip(numbers, expected, strict=True))
 
 
 # errors in words -------------------------------------------------------------------------------

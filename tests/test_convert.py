@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,14 @@ from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.dataset.shard import EPISODE_COLUMNS
 from gear_offline.errors import InputError
 from gear_offline.sources.base import InputFile
-from tests.support import ArraySource, contents, failing_code, hopper_columns, write_hdf5
+from tests.support import (
+    ArraySource,
+    contents,
+    failing_code,
+    hopper_columns,
+    run_python,
+    write_hdf5,
+)
 
 LENGTHS = [4, 3, 5, 1, 7]
 STEPS = sum(LENGTHS)
@@ -240,8 +245,7 @@ except GearError as error:
 
 def test_a_worker_that_dies_is_one_error(tmp_path: Path) -> None:
     path = write_hdf5(tmp_path / "x.hdf5", episodes=2_000)
-    command = [sys.executable, "-c", DIES, str(path), str(tmp_path / "d")]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = run_python("-c", DIES, path, tmp_path / "d", check=True)
     assert found.stdout.split() == ["WORKER_LOST"], found.stderr
     assert sorted(os.listdir(tmp_path)) == ["x.hdf5"]
 
@@ -288,10 +292,6 @@ def test_ctrl_c_while_a_compressed_file_is_read_stops(tmp_path: Path) -> None:
         "job._read_rows = slow\n"
         "sys.argv[1:1] = ['convert', '--shard-size', '100KB']\nsys.exit(main())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(source), str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("-c", script, source, tmp_path / "out")
     assert done.returncode == 130 and "interrupted" in done.stderr
     assert not (tmp_path / "out").exists()

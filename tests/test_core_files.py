@@ -76,20 +76,6 @@ def test_a_new_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["file", "other"] and path.read_text() == "three"
 
 
-def test_a_new_directory_replaces_only_what_may_be_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "place"
-    for text in ("one", "two"):
-        with new_directory(path, replaceable=lambda p: (p / "ours").exists()) as part:
-            (part / "ours").write_text(text)
-    assert (path / "ours").read_text() == "two"
-    assert failing_code(lambda: enter(new_directory(path))) == "OUTPUT_EXISTS"
-    with pytest.raises(RuntimeError), new_directory(path, replaceable=lambda p: True) as part:
-        (part / "ours").write_text("three")
-        raise RuntimeError
-    assert (path / "ours").read_text() == "two" and os.listdir(path.parent) == ["place"]
-    assert failing_code(lambda: enter(new_directory(path / "ours" / "below"))) == "OUTPUT_WRITE"
-
-
 def test_only_our_own_leftovers_of_the_dead_are_removed(tmp_path: Path) -> None:
     dead, alive = (tmp_path / f".out.gear-part-{token}" for token in (TOKEN, TOKEN[::-1]))
     named = tmp_path / ".out.gear-part-mine"
@@ -105,14 +91,6 @@ def test_only_our_own_leftovers_of_the_dead_are_removed(tmp_path: Path) -> None:
     os.close(lock)
     assert not dead.exists() and alive.exists() and (named / "file").exists()
     assert (tmp_path / ".out.gear-part-x").exists()
-
-
-def test_what_a_killed_writer_moved_away_is_put_back(tmp_path: Path) -> None:
-    old = tmp_path / f".out.gear-old-{TOKEN}"
-    old.mkdir()
-    (old / "ours").write_text("kept")
-    assert failing_code(lambda: enter(new_directory(tmp_path / "out"))) == "OUTPUT_EXISTS"
-    assert (tmp_path / "out" / "ours").read_text() == "kept"
 
 
 def test_limits_of_nested_cgroups_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

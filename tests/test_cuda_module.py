@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from gear_offline.errors import UnavailableError
 from gear_offline.kernels import cuda_module
+from tests.support import one_error
 
 
 @pytest.fixture(autouse=True)
@@ -24,69 +24,53 @@ def fresh() -> Iterator[None]:
         cache.cache_clear()
 
 
-def failing() -> UnavailableError:
-    with pytest.raises(UnavailableError) as caught:
-        cuda_module.load("fill.cu", ("fill_8",), device=0)
-    return caught.value
+def no_cupy(problem: ImportError) -> dict[str, Any]:
+    """Importing CuPy fails so."""
 
-
-def fake_cupy(monkeypatch: pytest.MonkeyPatch, *, capability: str, module: Any) -> None:
-    class Device:
-        compute_capability = capability
-
-        def __init__(self, number: int) -> None:
-            assert number == 0
-
-        def __enter__(self) -> Device:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    cupy = ModuleType("cupy")
-    cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
-        Device=Device, runtime=SimpleNamespace(getDeviceCount=lambda: 1), driver=None
-    )
-    cupy.RawModule = module  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-
-
-@pytest.mark.parametrize(
-    ("problem", "said"),
-    [
-        (ModuleNotFoundError("No module named 'cupy'", name="cupy"), "gear-offline[gpu]"),
-        (ImportError("libcublas.so.12: cannot open it\n  and a long tail"), "libcublas.so.12"),
-    ],
-)
-def test_no_cupy_or_one_without_its_libraries(
-    monkeypatch: pytest.MonkeyPatch, problem: ImportError, said: str
-) -> None:
     def find(name: str, *_: object) -> None:
         if name == "cupy":
             raise problem
 
-    monkeypatch.delitem(sys.modules, "cupy", raising=False)
-    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find), *sys.meta_path])
-    error = failing()
-    assert error.code == "PACKAGE_MISSING"
-    assert said in str(error) and "long tail" not in str(error)
+    return {"meta_path": [SimpleNamespace(find_spec=find), *sys.meta_path]}
 
 
-def test_cupy_of_another_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    def count() -> int:
-        raise RuntimeError("cudaErrorInsufficientDriver: driver is too old")
+def cupy(count: Any, capability: str = "") -> dict[str, Any]:
+    """A CuPy that counts devices so, of that capability."""
 
+    device = nullcontext(SimpleNamespace(compute_capability=capability))
     runtime = SimpleNamespace(getDeviceCount=count)
-    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    error = failing()
-    assert error.code == "PACKAGE_MISSING" and "InsufficientDriver" in str(error)
+    cuda = SimpleNamespace(Device=lambda number: device, runtime=runtime, driver=None)
+    return {"cupy": SimpleNamespace(cuda=cuda, RawModule=None)}
 
 
-def test_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_cupy(monkeypatch, capability="61", module=None)
-    error = failing()
-    assert error.code == "DEVICE" and "6.1" in str(error)
+def old_driver() -> int:
+    raise RuntimeError("cudaErrorInsufficientDriver: driver is too old")
+
+
+MISSING = ModuleNotFoundError("No module named 'cupy'", name="cupy")
+BROKEN = ImportError("libcublas.so.12: cannot open it\n  and a long tail")
+
+
+@pytest.mark.parametrize(
+    ("machine", "code", "said"),
+    [
+        (no_cupy(MISSING), "PACKAGE_MISSING", "gear-offline[gpu]"),
+        (no_cupy(BROKEN), "PACKAGE_MISSING", "libcublas.so.12"),
+        (cupy(old_driver), "PACKAGE_MISSING", "InsufficientDriver"),
+        (cupy(lambda: 1, "61"), "DEVICE", "6.1"),
+    ],
+)
+def test_what_is_missing_is_one_clear_error(
+    machine: dict[str, Any], code: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    if "cupy" in machine:
+        monkeypatch.setitem(sys.modules, "cupy", machine["cupy"])
+    else:
+        monkeypatch.setattr(sys, "meta_path", machine["meta_path"])
+    with one_error(code) as caught:
+        cuda_module.load("fill.cu", ("fill_8",), device=0)
+    assert said in str(caught.value) and "long tail" not in str(caught.value)
 
 
 class Driver:

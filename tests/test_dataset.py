@@ -23,6 +23,7 @@ from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.inspect import inspect
 from gear_offline.dataset.manifest import MANIFEST_NAME
+from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.dataset.shard import EPISODE_COLUMNS
 from gear_offline.errors import InputError
 from gear_offline.runs.evaluate import evaluate
@@ -264,23 +265,45 @@ def test_episodes_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert failing_code(call) == code
 
 
-@given(data=st.data())
-@settings(max_examples=15, deadline=None)
-def test_a_stream_gives_the_rows_of_its_shard_in_order(
-    dataset: Dataset, data: st.DataObject
-) -> None:
-    name = data.draw(st.sampled_from([c.name for c in dataset.spec]))
-    chunk_bytes = data.draw(st.integers(1, 2000))
-    expected, step = dataset.column(name), 0
-    for shard in range(len(dataset.manifest.shards)):
-        for first, rows in dataset.stream(shard, name, chunk_bytes=chunk_bytes):
-            assert first == step
-            assert rows.tobytes() == expected[first : first + len(rows)].tobytes()
-            step += len(rows)
-    assert step == dataset.spec.steps
-
-
 @pytest.mark.parametrize("name", ["d4rl:hopper-medium-v2", "minari:a/b-v0", "hopper-medium-v2"])
 def test_the_name_of_a_source_is_told_from_a_dataset(name: str) -> None:
     with pytest.raises(InputError, match=f"gear-offline convert (d4rl:)?{name} OUT"):
         open_dataset(name)
+
+
+def test_opening_a_file_or_nothing_as_a_dataset(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"")
+    for name in ("f", "g"):
+        assert failing_code(lambda n=name: open_dataset(tmp_path / n)) == "DATASET_NOT_FOUND"  # type: ignore[misc]
+
+
+# --- what columns and lengths may be ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"dtype": d} for d in ("O", "S5", "U3", "M8[s]", "m8[s]", [("a", "f4")], "g", "V4")),
+        *({"name": n} for n in ("", "/x", "x/", "a//b", "../x", "a/../b", "a b", "é", "x" * 201)),
+        *({"shape": s} for s in ((0,), (-1,), (1,) * 9, (1 << 40,))),
+    ],
+)
+def test_a_column_refuses_other_dtypes_names_and_shapes(given: dict[str, Any]) -> None:
+    values: dict[str, Any] = {"name": "x", "dtype": "f4", **given}
+    assert failing_code(lambda: ColumnSpec(**values)) == "COLUMN"
+
+
+def test_a_table_refuses_names_that_differ_by_case_only_and_names_its_columns() -> None:
+    one, other = (ColumnSpec(name=n, dtype=np.dtype("f4")) for n in ("x", "X"))
+    assert failing_code(lambda: TableSpec(columns=(one, other), steps=1, episodes=1)) == "COLUMN"
+    with pytest.raises(InputError, match="columns here: x"):
+        TableSpec(columns=(one,), steps=1, episodes=1)["actions"]
+
+
+def test_episode_index_holds_more_than_32_bits() -> None:
+    assert EpisodeIndex(np.array([1 << 40, 5])).offsets.tolist() == [0, 1 << 40, (1 << 40) + 5]
+
+
+@pytest.mark.parametrize("lengths", [[0], [3, -1], [1 << 62, 1 << 62], [[1, 2]]])
+def test_episode_index_refuses_what_is_no_length(lengths: list[Any]) -> None:
+    assert failing_code(lambda: EpisodeIndex(np.array(lengths))) == "SOURCE_LAYOUT"

@@ -1,4 +1,4 @@
-"""The model against the released class: weights, outputs, discrete actions, refusals."""
+"""The model against the released class: weights, outputs, gradients, dropout, refusals."""
 
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from transformers import DecisionTransformerModel
 
 from gear_offline.errors import InputError
+from gear_offline.models.blocks import add_dropped, drop
 from gear_offline.models.decision_transformer import (
     Attention,
     DecisionTransformer,
     DecisionTransformerConfig,
     beyond_tanh,
-    check_timesteps,
     trainable_parameters,
 )
 from gear_offline.models.loss import action_loss
@@ -73,14 +73,6 @@ def test_a_released_file_loads_in_ours_bit_for_bit(tmp_path: Path) -> None:
     ours = load_completely(DecisionTransformer, tmp_path)
     assert not ours.discrete and ours.padding == "any"
     assert_same_state(ours, theirs)
-
-
-def test_own_configuration_keys_survive_both_classes(tmp_path: Path) -> None:
-    make(discrete=True).save_pretrained(tmp_path / "a")
-    DecisionTransformerModel.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
-    again = DecisionTransformer.from_pretrained(tmp_path / "b")
-    assert again.discrete
-    assert again.config.context_length == STEPS
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -141,15 +133,6 @@ def test_fully_padded_windows_are_finite_in_value_and_gradient() -> None:
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int64])
-def test_dtype_of_the_attention_mask_does_not_matter(dtype: torch.dtype) -> None:
-    model = make().eval()
-    batch = inputs() | {"attention_mask": mask("left")}
-    expected = model(**batch).action_preds
-    batch["attention_mask"] = batch["attention_mask"].to(dtype)
-    assert torch.equal(model(**batch).action_preds, expected)
-
-
 def test_hidden_states_and_attentions_are_those_of_the_released_class() -> None:
     ours = make().eval()
     theirs = released_model(ours)
@@ -193,22 +176,6 @@ def test_return_dict_false_gives_the_three_predictions() -> None:
     assert output.hidden_states is None and output.attentions is None
 
 
-def test_eager_is_taken_when_loaded_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make().save_pretrained(tmp_path)
-    model = DecisionTransformer.from_pretrained(tmp_path, attn_implementation="eager")
-    if not DecisionTransformerModel._supports_sdpa:
-        pytest.skip("this transformers knows eager attention only")
-
-    def refuse(*args: object, **kwargs: object) -> Tensor:
-        raise AssertionError("fused attention was called")
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuse)
-    model(**inputs())
-    model.attention = "sdpa"
-    with pytest.raises(AssertionError, match="fused"):
-        model(**inputs())
-
-
 def test_prediction_does_not_see_the_future_nor_its_own_action() -> None:
     model = make().eval()
     batch = inputs()
@@ -220,24 +187,6 @@ def test_prediction_does_not_see_the_future_nor_its_own_action() -> None:
     after = model(**changed).action_preds
     assert torch.equal(before[:, :4], after[:, :4])
     assert not torch.allclose(before[:, 4:], after[:, 4:])
-
-
-def test_last_action_is_that_of_the_full_pass() -> None:
-    model = make().eval()
-    batch = inputs()
-    last = torch.tensor([0, 1, 2, 3, 6, 6])
-    full = model(**batch).action_preds[torch.arange(WINDOWS), last]
-    arguments = ("states", "actions", "returns_to_go", "timesteps")
-    found = model.predict_last_action(*(batch[name] for name in arguments), last)
-    assert torch.allclose(found, full, rtol=0, atol=TOLERANCE)
-
-
-def test_multidimensional_states_are_flattened() -> None:
-    model = make(state_dim=12).eval()
-    batch = inputs()
-    pixels = torch.randint(0, 256, (WINDOWS, STEPS, 2, 3, 2), dtype=torch.uint8)
-    flat = model(**(batch | {"states": pixels.flatten(2).float()})).action_preds
-    assert torch.equal(model(**(batch | {"states": pixels})).action_preds, flat)
 
 
 def test_discrete_actions_are_one_hot_vectors_for_the_released_class() -> None:
@@ -318,13 +267,6 @@ def test_impossible_configurations_are_refused(key: str) -> None:
     assert failing_code(lambda: DecisionTransformer(config)) == "MODEL"
 
 
-def test_longest_episode_is_checked_by_number() -> None:
-    check_timesteps(999, 1000)
-    check_timesteps(torch.zeros(0, dtype=torch.long), 1000)
-    with pytest.raises(InputError, match="1000 has no embedding"):
-        check_timesteps(1000, 1000)
-
-
 def test_trainable_parameters_are_those_with_a_gradient() -> None:
     model = make()
     kept = trainable_parameters(model)
@@ -342,3 +284,83 @@ def test_actions_that_a_tanh_cannot_reach_are_found() -> None:
     assert beyond_tanh([-1.0, -0.5, -1.0], [1.0, 0.2, rounded]) == []
     assert beyond_tanh([-1.0, -2.0, 0.0], [1.5, 0.2, 0.0]) == [0, 1]
     assert beyond_tanh(-3.0, 3.0) == [0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "padding"), [("right", "right"), ("left", "left"), ("holes", "any")]
+)
+def test_gradients_equal_those_of_the_released_class(kind: str, padding: str) -> None:
+    ours = make(dropout=0.0)
+    theirs = released_model(ours)
+    batch = inputs() | {"attention_mask": mask(kind)}
+    valid = batch["attention_mask"].bool()
+    found = ours(**batch, padding=padding, only_actions=True).action_preds
+    action_loss(found, batch["actions"], batch["attention_mask"]).backward()
+    expected = theirs(**batch).action_preds[valid]
+    torch.mean((expected - batch["actions"][valid]) ** 2).backward()
+    for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        if one.grad is not None and other.grad is not None:
+            assert largest_difference(one.grad, other.grad, ...) <= TOLERANCE, name
+
+
+def test_blocks_run_as_modules() -> None:
+    model = make()
+    seen: list[object] = []
+    for block in model.encoder.h:
+        block.register_forward_hook(lambda module, args, output: seen.append(module))
+    model(**inputs(), only_actions=True)
+    assert seen == list(model.encoder.h)
+
+
+def test_autocast_to_bfloat16_stays_near() -> None:
+    model = make().eval()
+    expected = model(**inputs()).action_preds
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model(**inputs(), padding="right").action_preds
+    assert torch.allclose(found.float(), expected, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5])
+@pytest.mark.parametrize("via", ["drop", "add_dropped"])
+def test_dropout_keeps_the_share_and_the_mean(probability: float, via: str) -> None:
+    torch.manual_seed(0)
+    count = 400_003
+    if via == "drop":
+        found = drop(torch.ones(count), probability)
+    else:
+        found = add_dropped(torch.full((count,), 2.0), torch.ones(count), probability) - 2.0
+    deviation = (probability * (1 - probability) / count) ** 0.5
+    share = float((found.abs() < 1e-6).double().mean())
+    # 5 standard deviations, and the rounding of the probability to 2^-16
+    assert abs(share - probability) < 5 * deviation + 2**-16
+    assert abs(float(found.double().mean()) - 1.0) < 5 * deviation / (1 - probability) + 1e-6
+
+
+def test_dropped_places_are_independent_of_their_neighbours() -> None:
+    torch.manual_seed(1)
+    kept = (drop(torch.ones(400_000), 0.5) > 0).double() - 0.5
+    for lag in (1, 2, 3, 4, 8, 128):
+        correlation = float((kept[lag:] * kept[:-lag]).mean()) * 4
+        assert abs(correlation) < 5 / 400_000**0.5, lag
+
+
+def test_dropout_follows_the_generator_of_torch() -> None:
+    model = make(dropout=0.3).train()
+    results = []
+    for seed in (7, 7, 8):
+        torch.manual_seed(seed)
+        results.append(model(**inputs()).action_preds)
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+def test_dropout_gradient_uses_the_mask_of_the_forward() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(1000, requires_grad=True)
+    residual = torch.zeros(1000, requires_grad=True)
+    result = add_dropped(residual, values, 0.25)
+    result.sum().backward()
+    assert values.grad is not None and residual.grad is not None
+    assert torch.equal(values.grad == 0, result == 0)
+    assert torch.equal(residual.grad, torch.ones(1000))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 import pickle
 import re
-from pathlib import Path
 from typing import Any
 
 from gear_offline.errors import GearError, InputError, UnavailableError
+from tests.support import ROOT
 
-ROOT = Path(__file__).parents[1]
 ROOMS = ("gear_offline", "models", "loaders", "kernels")
 
 

@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.dataset.schema import EpisodeIndex
-from gear_offline.errors import UnavailableError
 from gear_offline.kernels.columns import ColumnGroup, Field
 from gear_offline.kernels.gather import ALIGNMENT_BYTES, Arena, Padding, Windows, carve
 from gear_offline.kernels.gather_gpu import JOB, StaticFill
@@ -360,14 +359,6 @@ def test_a_ring_of_names_is_read_at_the_step_of_the_counter(text: Any, kind: str
                 fill.enqueue()
                 assert int(fill.counter) == first + step + 1
                 assert bits(fill.windows) == bits(cpu_gather(table, 3).gather(named[step]))
-
-
-def test_a_cast_that_the_kernels_do_not_have_is_refused(text: Any) -> None:
-    field = Field(name="states", dtype=np.dtype(np.float32), shape=(1,))
-    group = ColumnGroup(fields=(field,), rows=np.ones((9, 1), np.complex64))
-    table = Table(episodes=EpisodeIndex(np.array([3])), groups=(group,), margin=3)
-    with on_cpu(text), pytest.raises(UnavailableError, match="no cast from complex64"):
-        gpu_gather(table, context_length=2, rank_batch=1)
 
 
 def test_rows_beyond_two_gibibytes_are_reached() -> None:

@@ -32,11 +32,10 @@ from gear_offline.training.gradients import (
 )
 from gear_offline.training.learner import Learner
 from gear_offline.training.model import ModelSizes
-from tests.model_support import STEPS, WINDOWS, inputs, make, mask
+from tests.model_support import WINDOWS, inputs, make, mask
 from tests.support import make_dataset, one_error
 from tests.training_support import measured
 
-ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """
 name: large
 data: {{path: {data}}}
@@ -164,15 +163,6 @@ def test_strategies_that_learn_from_losses_need_whole_batches(recipe: Path) -> N
     options = ["selection.strategy=prioritized", "train.accumulate=2"]
     with one_error("LOADER_OPTION", "accumulate"):
         learner(load_recipe(recipe, options))
-
-
-def test_parts_are_views_in_order() -> None:
-    batch = make_batch()
-    parts = list(micro_batches(batch, 3))
-    assert [len(part) for part in parts] == [WINDOWS // 3] * 3
-    assert torch.equal(torch.cat([part.timesteps for part in parts]), batch.timesteps)
-    assert parts[0].states.data_ptr() == batch.states.data_ptr()
-    assert batch.timesteps.shape == (WINDOWS, STEPS)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, while it traces

@@ -18,13 +18,11 @@ from torch import Tensor
 from gear_offline.config.recipe import load_recipe
 from gear_offline.distributed.world import World
 from gear_offline.loaders.batch import Batch
-from gear_offline.training.gradients import GradientPass, micro_batches
 from gear_offline.training.graph import why_not_captured
 from gear_offline.training.graph_ranks import LINE, RankGradients
 from tests.gpu_support import NEEDS_CUPY
 from tests.ranks_support import launch
 from tests.support import make_dataset, one_error
-from tests.test_gradients import gradients, make_batch, trained
 from tests.wire import Wire
 
 
@@ -129,25 +127,6 @@ def test_gradients_are_those_of_the_global_batch(steps: list[int], seed: int, ha
         torch.testing.assert_close(mean, whole.detach(), rtol=0.02, atol=1e-3 * half)
     assert all(lengths == wire.launched[0] for lengths in wire.launched)
     assert len(wire.launched[0]) == 4, "of each pass the steps and all gradients"
-
-
-def test_shares_of_a_batch_teach_what_all_of_it_does() -> None:
-    """A Decision Transformer; the ranks' shares have other numbers of real steps."""
-    batch, wire = make_batch(), Wire(2)
-    models = [trained() for _ in range(2)]
-    whole, *expected = gradients(trained(), batch)
-    losses = torch.zeros(2)
-
-    def work(rank: int, world: World) -> None:
-        learning = [p for p in models[rank].parameters() if p.requires_grad]
-        share = list(micro_batches(batch, 2))[rank]
-        ranks = RankGradients(learning, world=world, divisor=float(share.attention_mask.numel()))
-        losses[rank] = ranks.exchange(GradientPass(models[rank], World()), share)
-        for found, theirs in zip([p.grad for p in learning], expected, strict=True):
-            torch.testing.assert_close(found, theirs, rtol=1e-5, atol=1e-7)
-
-    wire.run(work)
-    torch.testing.assert_close(losses.mean(), whole)
 
 
 class FakeEvent:

@@ -79,12 +79,6 @@ def test_the_first_screen_has_24_lines(tmp_path: Path, monkeypatch: pytest.Monke
     assert "columns more" in text and "--full" in text and "infos/j" not in text
 
 
-def test_bins_of_lengths_are_whole_numbers(tmp_path: Path) -> None:
-    histogram = inspect(make_dataset(tmp_path, [4, 9, 2, 47]).path)["lengths"]["histogram"]
-    assert histogram["edges"][:3] == [2, 5, 8]
-    assert histogram["counts"] == [2, 0, 1, *[0] * 12, 1]
-
-
 def test_every_column_name_survives_narrow_terminals(tmp_path: Path) -> None:
     columns = hopper_columns(3)
     name = "infos/a_long_name_that_nobody_wants_to_lose_in_a_narrow_terminal"
@@ -106,17 +100,6 @@ def test_nonfinite_and_unknown_values_print_as_dashes(tmp_path: Path) -> None:
     assert "left out: 1 episode with a return that is NaN or infinite" in text
     assert "mean -, std -" in text
     assert "unknown" in text
-
-
-def test_returns_that_the_histogram_leaves_out_are_counted(tmp_path: Path) -> None:
-    columns, lengths = hopper_columns(13), [4, 2, 5, 2]
-    columns["rewards"][[1, 7]] = np.nan, np.inf  # of episodes 0 and 2
-    convert(ArraySource(columns, lengths), tmp_path / "d", allow_nonfinite=True, quiet=True)
-    document = inspect(tmp_path / "d")
-    assert (document["returns"]["count"], document["returns"]["left_out"]) == (2, 2)
-    assert sum(document["returns"]["histogram"]["counts"]) == 2
-    note = "left out: 2 episodes with a return that is NaN or infinite"
-    assert note in text_of(document).split("episode return")[1].split("episode length")[0]
 
 
 def test_markup_in_attributes_is_only_text(tmp_path: Path) -> None:

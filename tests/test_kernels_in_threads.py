@@ -15,7 +15,7 @@ from gear_offline.sampling import make_sampler
 from gear_offline.tables.table import Table, TableOptions, build_table
 from tests.kernels_on_cpu import ThreadedKernels, compile_threads, gpu_gather, on_cpu
 from tests.sampling_support import facts, prioritized
-from tests.segment_oracle import MemoryTable, cpu_gather
+from tests.segment_oracle import MemoryTable, bits, cpu_gather
 
 LENGTHS = [4, 1, 30, 7, 19, 2, 23, 11]
 SPAN = 5
@@ -35,11 +35,6 @@ def table_of(width: int, rewards: str = "float32") -> Table:
         "rewards": generator.normal(size=total).astype(rewards),
     }
     return build_table(MemoryTable(columns, LENGTHS), TableOptions(context_length=SPAN))
-
-
-def bits(windows: Any) -> list[bytes]:
-    tensors = [*windows.buffers, windows.timesteps, windows.attention_mask, windows.segments]
-    return [tensor.numpy().tobytes() for tensor in tensors]
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])

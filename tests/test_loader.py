@@ -361,22 +361,3 @@ def test_a_selection_is_a_name_a_text_a_mapping_or_a_sampler(dataset: Dataset) -
         with pytest.raises(InputError) as caught:
             GearLoader(dataset, selection=wrong, **options)
         assert caught.value.code in ("LOADER_OPTION", "SELECTION")
-
-
-@pytest.mark.parametrize(
-    ("argument", "hint"),
-    [
-        ({"shuffle": True}, "random already"),
-        ({"num_workers": 4}, "none are needed"),
-        ({"seq_len": 4}, "context_length"),
-        ({"batchsize": 4}, "batch_size"),
-    ],
-)
-def test_arguments_of_other_libraries_get_a_hint(
-    dataset: Dataset, argument: dict[str, Any], hint: str
-) -> None:
-    with pytest.raises(InputError) as caught:
-        GearLoader(dataset, batch_size=4, **argument)
-    assert caught.value.code == "LOADER_OPTION" and hint in str(caught.value)
-    with pytest.raises(InputError, match="by name"):
-        GearLoader(dataset, 64, 20)  # type: ignore[arg-type]

@@ -80,21 +80,6 @@ def test_no_real_step_gives_zero() -> None:
     assert float(action_loss(torch.ones(2, 3, 4), torch.zeros(2, 3, 4), empty)) == 0.0
 
 
-def test_ranks_with_a_common_divisor_give_the_loss_of_the_global_batch() -> None:
-    torch.manual_seed(0)
-    predictions, actions = torch.randn(4, 5, 2), torch.randn(4, 5, 2)
-    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]])
-    whole = action_loss(predictions, actions, mask)
-    share = mask.sum() / 2  # two ranks
-    ranks = [
-        action_loss(predictions[part], actions[part], mask[part], valid_steps=share)
-        for part in (slice(0, 2), slice(2, 4))
-    ]
-    assert torch.allclose((ranks[0] + ranks[1]) / 2, whole)
-    naive = [action_loss(predictions[p], actions[p], mask[p]) for p in (slice(0, 2), slice(2, 4))]
-    assert not torch.allclose((naive[0] + naive[1]) / 2, whole)
-
-
 def test_half_precision_predictions_are_summed_in_float32() -> None:
     predictions = torch.full((64, 64, 4), 0.1, dtype=torch.bfloat16)
     loss = action_loss(predictions, torch.zeros(64, 64, 4), None)

@@ -9,7 +9,6 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -57,9 +56,7 @@ class WideEnvironment(TinyEnvironment):
         self.observation_space = gymnasium.spaces.Box(-9, 9, (5,), np.float32)
         self.action_space = gymnasium.spaces.Box(-1, 1, (3,), np.float32)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[npt.NDArray[np.float32], dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self._state = self.np_random.normal(size=5).astype(np.float32)
         return self._state, {}

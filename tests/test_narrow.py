@@ -129,8 +129,3 @@ def test_a_model_computes_the_same_with_padded_products(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     assert calls == ["joint_maps", "narrow_linear"]
     assert model.embed_state.weight.shape == (16, changes.get("state_dim", 5)), "as outside"
-
-
-def test_products_on_a_cpu_are_not_padded() -> None:
-    weight = torch.zeros(3, 3, dtype=torch.bfloat16)
-    assert narrow.half_type(weight) is None

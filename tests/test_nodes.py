@@ -23,11 +23,10 @@ from gear_offline.loaders.loader import GearLoader
 from gear_offline.runs.loop import train
 from tests.network import Node, network
 from tests.one_process import global_digest, row_digests
-from tests.support import make_dataset
+from tests.support import ROOT, make_dataset
 from tests.training_support import measured
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(600)]
-ROOT = Path(__file__).resolve().parents[1]
 BATCH, STEPS = 12, 30
 RECIPE = """
 name: nodes

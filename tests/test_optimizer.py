@@ -21,15 +21,11 @@ from gear_offline.config.sections import OptimizerSettings
 from gear_offline.kernels import adamw as adamw_module
 from gear_offline.kernels.adamw import (
     KINDS,
-    MOST_PARTIALS,
-    STEP_BLOCKS_PER_SM,
     DeviceAdamW,
     Schedule,
     Update,
     enqueue_together,
     laid_out_alike,
-    share_norm,
-    step_blocks,
 )
 from gear_offline.training.optimizer import Optimizer
 from tests.gpu_support import NEEDS_CUPY, NEEDS_GPU
@@ -58,14 +54,6 @@ def test_falling_schedules_start_full_and_near_zero_at_the_end() -> None:
     assert rates("linear", warmup=2, steps=6) == [1.0, 2.0, 2.0, 1.5, 1.0, 0.5]
     expected = [1 + math.cos(math.pi * k / 4) for k in range(4)]
     assert rates("cosine", warmup=2, steps=6) == pytest.approx([1.0, 2.0, *expected])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rates_are_positive_and_never_above_the_asked(kind: str) -> None:
-    for warmup in (0, 1, 7, 30):
-        found = rates(kind, warmup=warmup, steps=30)
-        assert all(0.0 < rate <= 2.0 for rate in found)
-        assert max(found) == pytest.approx(2.0)
 
 
 def network() -> nn.Sequential:
@@ -100,19 +88,6 @@ def test_state_moves_to_another_optimizer_bit_for_bit() -> None:
     resumed.load_state({**saved, "random/cpu": torch.zeros(1)})
     steps_of(second, resumed, 4, 9)
     assert_same_state(second, whole)
-
-
-def test_state_of_another_model_is_refused() -> None:
-    net, chosen = network(), OptimizerSettings()
-    optimizer = Optimizer(net, chosen, steps=9)
-    steps_of(net, optimizer, 0, 1)
-    saved = optimizer.state()
-    with pytest.raises(KeyError):
-        Optimizer(nn.Linear(3, 4), chosen, steps=9).load_state(saved)
-    for kind in ("exp_avg", "exp_avg_sq", "step"):
-        del saved[f"optimizer/{kind}/0.weight"]
-    with pytest.raises(KeyError):
-        Optimizer(network(), chosen, steps=9).load_state(saved)
 
 
 @pytest.mark.parametrize("limit", [None, 0.25, 1e9])
@@ -319,18 +294,6 @@ def test_a_missing_gradient_is_refused(kernels: ThreadedKernels) -> None:
     place = torch.zeros(1, dtype=torch.int64)
     with one_error("MODEL", r"shape \(3, 2\)"):
         mine.enqueue(torch.zeros(()), index=place, row=place, window=torch.zeros(1, 2))
-
-
-@given(pieces=st.integers(1, 3_000_000), processors=st.integers(1, 200), models=st.integers(1, 16))
-def test_sums_and_blocks_are_few_and_of_all_pieces(
-    pieces: int, processors: int, models: int
-) -> None:
-    group, sums = share_norm(pieces)
-    assert 0 < sums <= MOST_PARTIALS and (sums - 1) * group < pieces <= sums * group
-    blocks = step_blocks(pieces, processors, models=models)
-    most = max(1, STEP_BLOCKS_PER_SM * processors // models)
-    assert 0 < blocks <= min(pieces, most)
-    assert -(-pieces // blocks) == -(-pieces // most), "no more turns than the most blocks take"
 
 
 def test_strides_of_single_elements_mean_nothing() -> None:

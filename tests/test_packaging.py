@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support import ROOT, run_python
+
 FOLDERS = ("models", "loaders", "kernels", "recipes")
 SHIPPED = {".py", ".c", ".cu", ".cuh", ".yaml", ".csv", ".typed"}
 
@@ -35,7 +34,7 @@ def test_transformers_is_whole_where_our_folders_are_on_the_path() -> None:
     """It imports Hugging Face's `kernels` where that is installed; ours is found in its place."""
     code = "import transformers.integrations.hub_kernels, kernels\n"
     code += "from transformers import DecisionTransformerModel"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    run_python("-c", code, check=True, cwd=ROOT)
 
 
 def test_pyproject_lists_every_package() -> None:
@@ -49,8 +48,7 @@ def test_pyproject_lists_every_package() -> None:
 
 @pytest.mark.slow
 def test_wheel_holds_every_file_and_nothing_else(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path)]
-    made = subprocess.run([*build, str(ROOT)], capture_output=True, text=True)
+    made = run_python("-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT)
     assert made.returncode == 0, made.stderr[-2000:]
     (wheel,) = tmp_path.glob("*.whl")
     names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
@@ -64,7 +62,7 @@ def test_import_loads_neither_torch_nor_cupy() -> None:
         "import sys, gear_offline, gear_offline.cli.main;"
         "print(sorted({'torch', 'cupy', 'transformers', 'h5py'} & set(sys.modules)))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = run_python("-c", code, check=True)
     assert found.stdout.strip() == "[]"
 
 
@@ -85,7 +83,7 @@ def test_a_function_may_have_the_name_of_its_package(before: str) -> None:
     code += "assert pickle.loads(pickle.dumps(go.convert)) is convert is go.convert\n"
     code += "try: convert('nothing.hdf5', 'out')\n"
     code += "except go.InputError as error: print(error.code, shards.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_python("-c", code)
     assert done.stdout == "SOURCE_READ gear_offline.convert.shards\n", done.stderr
 
 
@@ -94,7 +92,7 @@ def test_an_editable_install_is_seen_by_type_checkers(tmp_path: Path) -> None:
     """As `.ci/setup` installs it: a path that tools follow, not an import hook they cannot."""
     assert "-C editable_mode=compat" in (ROOT / ".ci" / "setup").read_text()
     venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    run_python("-m", "venv", "--without-pip", venv, check=True)
     (packages,) = venv.glob("lib/python*/site-packages")
     (packages / "gear_offline.pth").write_text(f"{ROOT}\n")  # what that mode writes
     user = tmp_path / "user.py"
@@ -103,8 +101,13 @@ def test_an_editable_install_is_seen_by_type_checkers(tmp_path: Path) -> None:
         "reveal_type(go.convert('a.hdf5', 'b'))\n"
         "go.GearLoader('data', batch_size='64')\n"
     )
-    line = [sys.executable, "-m", "mypy", "--python-executable", str(venv / "bin" / "python")]
-    line += ["--follow-imports=silent", "--ignore-missing-imports", "--cache-dir", str(tmp_path)]
-    done = subprocess.run([*line, str(user)], capture_output=True, text=True, cwd=tmp_path)
+    options: list[str | Path] = [
+        "--follow-imports=silent",
+        "--ignore-missing-imports",
+        "--cache-dir",
+        tmp_path,
+    ]
+    options += ["--python-executable", venv / "bin" / "python"]
+    done = run_python("-m", "mypy", *options, user, cwd=tmp_path, variables={"PYTHONPATH": ""})
     assert 'Revealed type is "gear_offline.dataset.manifest.Manifest"' in done.stdout
     assert 'Argument "batch_size" to "GearLoader" has incompatible type "str"' in done.stdout

@@ -6,12 +6,9 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.dataset.dataset import Dataset, open_dataset
@@ -42,32 +39,6 @@ evaluate: {{episodes: 0}}
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     path = make_dataset(tmp_path_factory.mktemp("ranks"), [9, 30, 4, 17, 25]).path
     return open_dataset(path)
-
-
-@settings(max_examples=20, deadline=None)
-@given(size=st.sampled_from([1, 2, 3, 4, 6, 12]), step=st.integers(0, 2**40), data=st.data())
-def test_shares_make_up_the_global_batch(
-    dataset: Dataset, size: int, step: int, data: st.DataObject
-) -> None:
-    options: dict[str, Any] = {
-        "batch_size": 12,
-        "context_length": data.draw(st.integers(1, 9)),
-        "seed": data.draw(st.integers(0, 2**63)),
-        "padding": data.draw(st.sampled_from(["left", "right"])),
-        "device": "cpu",
-    }
-    whole = GearLoader(dataset, **options)
-    nodes = tuple(range(size))  # a node each, so that nothing is shared in memory
-    parts = [
-        GearLoader(dataset, world=World(rank=r, nodes=nodes), sharding="replicate", **options)
-        for r in nodes
-    ]
-    batches = [part.batch_at(step) for part in parts]
-    expected = whole.batch_at(step)
-    for name, tensor in (expected.model_inputs() | {"segments": expected.segments}).items():
-        found = torch.cat([getattr(batch, name) for batch in batches])
-        assert torch.equal(found, tensor), name
-    assert all(part.state_dict() == whole.state_dict() for part in parts)
 
 
 def test_unequal_shares_are_refused(dataset: Dataset) -> None:

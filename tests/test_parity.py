@@ -1,11 +1,17 @@
-"""The parity benchmark: its sampling is the paper's, and its verdict can fail."""
+"""The parity and quality benchmarks: their sampling is the paper's, their verdicts can fail."""
 
 from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.parity import OURS, RELEASED, PaperSampling, Settings, compare, run, verdict
+from benchmarks.parity import OURS, RELEASED, PaperSampling, Settings, compare
+from benchmarks.quality import measure, parse, table
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.loader import GearLoader
 from tests.support import make_dataset
@@ -64,18 +70,6 @@ def test_trajectories_are_drawn_by_length(dataset: Dataset) -> None:
         assert abs(float((lengths == length).mean()) - share) < 5 * deviation, length
 
 
-def test_both_learners_run_and_are_compared(dataset: Dataset) -> None:
-    runs = {
-        kind: [run(kind, dataset, SETTINGS, seed, "cpu")[0] for seed in (0, 1)]
-        for kind in (RELEASED, OURS)
-    }
-    for one, other in zip(runs[RELEASED], runs[OURS], strict=True):
-        assert one["probe_loss"][0] == other["probe_loss"][0]  # the same initial weights
-        assert one["probe_loss"][-1] != other["probe_loss"][-1]
-    found = verdict(runs, [])
-    assert list(found) == ["probe loss at step 1", "probe loss at step 2"]
-
-
 def test_verdict_tells_noise_from_a_difference() -> None:
     theirs = [1.0, 2.0, 3.0]
     assert compare([1.1, 1.9, 3.05], theirs)["within_seed_noise"] is True
@@ -86,3 +80,35 @@ def test_verdict_tells_noise_from_a_difference() -> None:
     low, high = compare(many, np.zeros(30))["interval"]
     half = 2.04523 * (30 / 29) ** 0.5 / 30**0.5
     assert (low, high) == pytest.approx((1 - half, 1 + half), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    folder = tmp_path_factory.mktemp("quality")
+    small = replace(SETTINGS, steps=3, learning_rate=1e-4)
+    data = make_dataset(folder, (30, 25, 40)).path
+    words = [str(data), "--steps", "3", "--seeds", "2", "--episodes", "0"]
+    words += ["--work", str(folder / "work"), "--out", str(folder / "found")]
+    words += ["--recipe", "train.threads=1", "train.log_every=1", "model.hidden_size=8"]
+    words += ["model.layers=1", "loader.batch_size=8", "loader.context_length=4"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.quality.settings_of", lambda options: small)
+        patch.setattr("gear_offline.runs.report.write_report", lambda run, **_: Path(run))
+        return measure(parse(words)), folder
+
+
+def test_both_learners_are_measured(measured: tuple[dict[str, Any], Path]) -> None:
+    document, folder = measured
+    (found,) = document["datasets"].values()
+    for kind in (OURS, RELEASED):
+        assert [one["seed"] for one in found["runs"][kind]] == [0, 1]
+        assert all(one["seconds"] > 0 for one in found["runs"][kind])
+        assert document["steps_per_second_alone"][kind] > 0
+    # three steps at a tiny rate from the same weights: nearly the same loss, but not the same
+    pairs = zip(found["runs"][OURS], found["runs"][RELEASED], strict=True)
+    for ours, theirs in pairs:
+        assert ours["probe_loss"] == pytest.approx(theirs["probe_loss"], rel=0.01)
+        assert ours["probe_loss"] != theirs["probe_loss"]
+    assert json.loads((folder / "found.json").read_text()) == document
+    assert (folder / "found.md").read_text() == table(document)
+    assert document["settings"]["steps"] == 3 and document["settings"]["warmup_steps"] == 1

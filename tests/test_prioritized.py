@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.kernels.philox import draws
+from gear_offline.kernels.priorities import DevicePriorities
 from gear_offline.sampling.prioritized import HostPriorities, Prioritized, importance_weights
+from tests.kernels_on_cpu import compile_kernels, on_cpu
 from tests.sampling_support import p_value, prioritized
 from tests.support import one_error
 
@@ -29,41 +33,53 @@ def losses_of(values: list[float]) -> npt.NDArray[np.float32]:
     return np.array(values, dtype=np.float32)
 
 
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return compile_kernels(tmp_path_factory.mktemp("tree"))
+
+
+def find_in_kernel(library: Any, tree: DevicePriorities, numbers: npt.NDArray[np.uint64]) -> Any:
+    found, row = np.empty(len(numbers), dtype=np.int64), np.array([tree.tree])
+    addresses = [ctypes.c_void_p(array.ctypes.data) for array in (row, numbers, found)]
+    library.tree_find(addresses[0], addresses[1], ctypes.c_longlong(len(numbers)), addresses[2])
+    return found
+
+
+@pytest.mark.parametrize("place", ["host", "kernel"])
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.integers(0, 2**40), min_size=1, max_size=300).filter(any),
-    st.lists(st.tuples(st.integers(0, 299), st.integers(0, 2**50)), max_size=40),
+    st.lists(st.integers(0, 2**40), min_size=1, max_size=700).filter(any),
+    st.lists(st.tuples(st.integers(0, 699), st.integers(1, 2**50)), max_size=40),
     st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=20),
 )
 def test_the_tree_is_a_list_of_cumulative_sums(
-    masses: list[int], changes: list[tuple[int, int]], numbers: list[int]
+    library: Any,
+    place: str,
+    masses: list[int],
+    changes: list[tuple[int, int]],
+    numbers: list[int],
 ) -> None:
-    tree = HostPriorities(np.array([0, len(masses)]), np.ones(1, np.uint64), first=1)
-    tree.load_state(np.array(masses), 0)
-    new = {item % len(masses): mass for item, mass in changes}
-    if new and sum(new.values()) + sum(masses) > 0:
-        named = sorted(new)
-        values = np.array([new[item] for item in named], np.uint64)
-        tree.set(np.array(named, np.int64), values)
-        masses = [new.get(item, mass) for item, mass in enumerate(masses)]
-    assert tree.state()["masses"].tolist() == masses and tree.total == sum(masses)
-    if not any(masses):
-        return
+    offsets, codes = np.array([0, len(masses)]), np.ones(16, np.uint64)
+    if place == "kernel":
+        with on_cpu(library) as device:
+            kernel = DevicePriorities(offsets, codes, device=device, first=1)
+            kernel.load_state(np.array(masses), 0)
+        find: Any = partial(find_in_kernel, library, kernel)
+        assert kernel.total == sum(masses)
+    else:
+        tree = HostPriorities(offsets, codes, first=1)
+        tree.load_state(np.array(masses), 0)
+        if new := {item % len(masses): mass for item, mass in changes}:
+            values = np.array([new[item] for item in sorted(new)], np.uint64)
+            tree.set(np.array(sorted(new), np.int64), values)
+            masses = [new.get(item, mass) for item, mass in enumerate(masses)]
+        find = tree.find
+        assert tree.state()["masses"].tolist() == masses and tree.total == sum(masses)
     bounds = np.cumsum(np.array(masses, dtype=object)).tolist()
     asked = sorted({n % bounds[-1] for n in numbers} | {0, bounds[-1] - 1})
     asked += [b - d for b in bounds for d in (0, 1) if 0 <= b - d < bounds[-1]]
-    found = tree.find(np.array(asked, dtype=np.uint64)).tolist()
-    assert found == [next(i for i, b in enumerate(bounds) if n < b) for n in asked]
-
-
-def test_all_starts_are_alike_before_any_update() -> None:
-    law = make()
-    assert law.loss_sampler is law and law.updates == 0
-    drawn = law.sample(0, 0, 10, 1700)
-    counts = np.bincount(np.cumsum([0, *LENGTHS])[drawn.episodes.reshape(-1)]
-                         + drawn.starts.reshape(-1), minlength=STEPS)  # fmt: skip
-    assert p_value(counts, np.full(STEPS, drawn.episodes.size / STEPS)) > 1e-4
-    np.testing.assert_allclose(drawn.probability, 1 / STEPS, rtol=1e-12)
+    found = find(np.array(asked, dtype=np.uint64)).tolist()
+    assert found == np.searchsorted(np.array(bounds), np.array(asked), side="right").tolist()
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
@@ -175,28 +191,39 @@ def test_states_that_are_none_change_nothing(change: dict[str, Any]) -> None:
     assert law.masses.tolist() == before
 
 
+@pytest.mark.parametrize("place", ["host", "kernel"])
 @pytest.mark.parametrize(
-    ("segments", "losses"),
+    ("name", "loss"),
     [
-        ([[0, 0]], [math.nan]),
-        ([[0, 0]], [math.inf]),
-        ([[0, 0]], [-1.0]),
-        ([[0, 0]], [1.0, 2.0]),
-        ([[0, 5]], [1.0]),
-        ([[0, -1]], [1.0]),
-        ([[4, 0]], [1.0]),
-        ([[-1, 0]], [1.0]),
-        ([[0, 0, 0]], [1.0]),
+        *(((2, 5), bad) for bad in (math.nan, math.inf, -math.inf, -1.0, -1e-30)),
+        *((name, 1.0) for name in ((-1, 0), (4, 0), (0, 5), (0, -1), (0, 2**62), (2**62, 0))),
     ],
 )
 def test_updates_that_are_refused_change_nothing(
+    library: Any, place: str, name: tuple[int, int], loss: float
+) -> None:
+    """On the host an error, on the device a number: nobody there waits to hear of it."""
+    law, names = make(), np.array([(0, 4), name, (0, 0)], dtype=np.int64)
+    before, losses = law.masses.tolist(), losses_of([0.5, loss, 2.0])
+    if place == "host":
+        with one_error("SELECTION"):
+            law.update(names, losses)
+    else:
+        with on_cpu(library) as device:
+            tree = law.on_device(device)
+            tree.update_from_host(names, losses)
+            assert tree.refused == 1
+    assert law.masses.tolist() == before and law.updates == 0
+
+
+@pytest.mark.parametrize(
+    ("segments", "losses"), [([[0, 0]], [1.0, 2.0]), ([[0, 0, 0]], [1.0]), ([[0, 0]], [])]
+)
+def test_updates_of_other_shapes_are_refused(
     segments: list[list[int]], losses: list[float]
 ) -> None:
-    law = make()
-    before = law.masses.tolist()
     with one_error("SELECTION"):
-        law.update(np.array(segments, dtype=np.int64), losses_of(losses))
-    assert law.masses.tolist() == before and law.updates == 0
+        make().update(np.array(segments, dtype=np.int64), losses_of(losses))
 
 
 def test_an_empty_update_and_minus_zero() -> None:

@@ -11,8 +11,6 @@ import pytest
 import gear_offline as go
 from tests.training_support import tiny_recipe
 
-DOOR: Any = go
-
 pytestmark = pytest.mark.usefixtures("no_plots")
 
 
@@ -51,15 +49,6 @@ def test_a_run_acts_and_is_evaluated(whole: Path, tmp_path: Path) -> None:
         assert mine.equal(other)
     report = run.evaluate(episodes=1, targets=5.0, out=tmp_path / "found.json", quiet=True)
     assert report.step == 20 and (tmp_path / "found.json").is_file()
-
-
-@pytest.mark.parametrize(
-    ("place", "what"),
-    [(None, "a NoneType is not a path"), ("nothing", "no such run"), ("data", "this is a dataset")],
-)
-def test_what_is_no_run_is_told(place: str | None, what: str, data: Path) -> None:
-    with pytest.raises(go.InputError, match=what):
-        DOOR.open_run(data if place == "data" else place)
 
 
 def test_a_damaged_run_is_shown_as_such(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import errno
 import fcntl
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,8 @@ import pytest
 from gear_offline.config.recipe import load_recipe
 from gear_offline.core.files import write_file
 from gear_offline.errors import InputError
-from gear_offline.runs.directory import RunDirectory, default_run_path
+from gear_offline.runs.directory import RunDirectory
+from tests.support import run_python
 
 
 def code_of(path: Path, *, resume: bool) -> str:
@@ -90,13 +89,7 @@ def test_one_writer_also_across_processes(tmp_path: Path) -> None:
             "try: RunDirectory(Path(sys.argv[1]), resume=True)\n"
             "except InputError as error: print(error.code)\n"
         )
-        found = subprocess.run(
-            [sys.executable, "-c", program, str(tmp_path / "a")],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=Path(__file__).parents[1],
-        )
+        found = run_python("-c", program, tmp_path / "a", check=True)
         assert found.stdout == "RUN_LOCKED\n"
     assert code_of(tmp_path / "a", resume=True) == "", "the lock ends with its holder"
 
@@ -159,11 +152,6 @@ def test_a_full_disk_is_told_with_the_file_and_leaves_nothing(tmp_path: Path) ->
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caught.value.filename == str(path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_runs_are_named_after_recipe_and_seed() -> None:
-    recipe = load_recipe("hopper-medium", ["seed=3"])
-    assert default_run_path(recipe) == Path("runs/hopper-medium-s3")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations.jsonl", "summary.json", ".lock"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -83,21 +82,6 @@ def test_fills_are_those_of_the_cpu(
                 assert fill.chances.numpy().tobytes() == drawn.probability.tobytes()
 
 
-@pytest.mark.parametrize("padding", ["right", "left"])
-@pytest.mark.parametrize("cut", [True, False])
-def test_named_windows_of_given_lengths(
-    library: Any, table: Table, padding: Padding, cut: bool
-) -> None:
-    sampler = make("d3rlpy", {})
-    named = sampler.sample(9, 0, 5, 20)
-    if cut:  # shorter ones than any sampler names, and none at all
-        named = replace(named, lengths=np.arange(100).reshape(5, 20) % 4)
-    gather = cpu_gather(table, context_length=SPAN, padding=padding)
-    with on_cpu(library):
-        engine = engine_of(table, make("uniform_steps", {}), padding)
-        assert bits(engine.gather(named)) == bits(gather.gather(named))
-
-
 @pytest.mark.parametrize("name", ["shuffled_epochs", "return_weighted"])
 def test_a_rank_fills_its_slots_of_the_global_batch(library: Any, table: Table, name: str) -> None:
     sampler = make(name, {})
@@ -165,21 +149,6 @@ def test_the_loss_weighs_segments_and_tells_their_losses(library: Any, table: Ta
         feedback.loss(each, batch)
         assert sampler.updates == 1 and np.array_equal(sampler.masses, before)
         assert sampler.on_device(torch.device("cpu")).refused == 1
-
-
-def test_samplers_without_priorities_have_no_feedback(library: Any, table: Table) -> None:
-    sampler = make("uniform_steps", {})
-    with on_cpu(library):
-        batches = StaticBatch(engine_of(table, sampler), padding="right", step=0, ahead=False)
-        with pytest.raises(InputError) as caught:
-            DeviceFeedback(
-                cast(
-                    GearLoader,
-                    SimpleNamespace(selection=sampler, loss_sampler=sampler.loss_sampler),
-                ),
-                batches,
-            )
-    assert caught.value.code == "SELECTION"
 
 
 def test_priorities_move_with_what_they_learned(library: Any) -> None:

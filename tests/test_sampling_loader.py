@@ -19,7 +19,7 @@ from gear_offline.runs.loop import train
 from gear_offline.sampling import Prioritized, make_sampler
 from gear_offline.training.learner import Learner
 from tests.sampling_support import CASES, CONTEXT, IDS, facts, keys
-from tests.support import failing_code, hopper_columns, make_dataset, one_error
+from tests.support import hopper_columns, make_dataset, one_error
 from tests.training_support import learnt, tiny_data, tiny_recipe
 
 LENGTHS = [1, 7, 2, 9, 5, 3, 12]
@@ -124,25 +124,6 @@ def test_feedback_reaches_the_next_batch(dataset: Dataset) -> None:
     other.loss_sampler.load_state(loader.loss_sampler.state())
     other.load_state_dict(state)
     assert torch.equal(next(other).states, next(loader).states)
-
-
-@pytest.mark.parametrize("name", ["prioritized", "d3rlpy"])
-def test_rows_on_disk_refuse_samplers_that_cannot_wait(dataset: Dataset, name: str) -> None:
-    with one_error("LOADER_OPTION", "do not serve strategy"):
-        GearLoader(
-            dataset,
-            batch_size=2,
-            context_length=CONTEXT,
-            selection=name,
-            padding="left",
-            placement="disk",
-            device="cpu",
-        )
-
-
-def test_feedback_needs_a_sampler_that_learns(dataset: Dataset) -> None:
-    loader = GearLoader(dataset, batch_size=2, context_length=CONTEXT, device="cpu")
-    assert failing_code(lambda: LossFeedback(loader)) == "SELECTION"
 
 
 @pytest.mark.parametrize("discrete", [False, True])

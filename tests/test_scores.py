@@ -102,8 +102,3 @@ def test_normalized_score_by_name() -> None:
     assert normalized_score(3234.3, "hopper-medium-v2") == pytest.approx(100.0)
     with pytest.raises(InputError, match="no reference scores"):
         normalized_score(1.0, "no-such-thing")
-
-
-def test_arguments_in_the_other_order_are_told() -> None:
-    with pytest.raises(InputError, match=r"write normalized_score\(1000.0, 'hopper-medium-v2'\)"):
-        normalized_score("hopper-medium-v2", 1000.0)  # type: ignore[arg-type]

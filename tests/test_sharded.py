@@ -1,4 +1,4 @@
-"""Datasets spread over nodes: together the ranks get the global batch, row for row."""
+"""Datasets spread over nodes: who holds what, and together the global batch, row for row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.reads import NodeRows
-from gear_offline.distributed.sharding import shard_weights, share_shards, take_share
+from gear_offline.distributed.sharding import Assigner, shard_weights, share_shards, take_share
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.gather import Padding
@@ -273,3 +273,43 @@ def test_skewed_samplers_share_their_probability(dataset: Dataset) -> None:
     equal = weight[share.nodes == 1].sum() / weight.sum()
     by_steps = take_share(dataset, share_shards(shard_weights(dataset), 2), 1)
     assert abs(equal - 0.5) < abs(weight[by_steps.nodes == 1].sum() / weight.sum() - 0.5)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
+    """Return the nodes of ranks, and the homes of the segments of some steps; skewed, too."""
+    ranks_of = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    nodes = [node for node, count in enumerate(ranks_of) for _ in range(count)]
+    nodes = draw(st.permutations(nodes))
+    count, steps = len(nodes) * draw(st.integers(0, 4)), draw(st.integers(1, 3))
+    popular = draw(st.lists(st.integers(0, len(ranks_of) - 1), min_size=1, max_size=3))
+    home = st.lists(st.sampled_from(popular), min_size=count, max_size=count)
+    return nodes, draw(st.lists(home, min_size=steps, max_size=steps))
+
+
+@settings(max_examples=300, deadline=None)
+@given(batches())
+def test_equal_shares_with_the_least_movement(batch: tuple[list[int], list[list[int]]]) -> None:
+    nodes, homes = batch
+    held = np.array(homes, np.int64).reshape(len(homes), -1)
+    assigner = Assigner(nodes, held.shape[1])
+    slots, moves = assigner.assign(held)
+    share = held.shape[1] // len(nodes)
+    assert slots.shape == moves.shape == (len(homes), len(nodes), share)
+    for row, ranks, far, total in zip(held, slots, moves, assigner.moved(held), strict=True):
+        assert sorted(ranks.flatten().tolist()) == list(range(len(row)))
+        assert (far == (row[ranks] != np.array(nodes)[:, None])).all()
+        room = {node: share * nodes.count(node) for node in nodes}
+        excess = sum(max(0, int((row == node).sum()) - room[node]) for node in room)
+        assert far.sum() == total == excess, "only what exceeds a node's share moves"
+        for node in room:  # of a node's ranks none reads more than one segment more than another
+            reads = [int(far[rank].sum()) for rank, of in enumerate(nodes) if of == node]
+            assert max(reads) - min(reads) <= 1
+
+
+def test_share_that_moves_is_that_of_chance() -> None:
+    """With equal owners ``sqrt(B / 2 pi)`` of B segments a rank exceed its share."""
+    ranks, share, steps = 8, 1024, 50
+    homes = np.random.default_rng(0).integers(0, ranks, (steps, ranks * share))
+    moved = Assigner(range(ranks), ranks * share).moved(homes).mean() / ranks / share
+    assert moved == pytest.approx((1 - 1 / ranks) ** 0.5 / (2 * np.pi * share) ** 0.5, rel=0.05)

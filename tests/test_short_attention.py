@@ -56,16 +56,6 @@ def test_kept_weights_are_those_of_the_definition() -> None:
         assert bool(found[window, head, query, key]) == (word >= 0.4 * 2**32)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.02, 0.1, 0.5, 0.9])
-def test_rate_of_dropout(dropout: float) -> None:
-    found = ~kept(dropout=dropout)
-    sigma = (dropout * (1 - dropout)) ** 0.5
-    assert abs(float(found.double().mean()) - dropout) <= 4 * sigma / found.numel() ** 0.5
-    for one in (found.flatten(1), found.transpose(0, 1).flatten(1)):  # each window, each head
-        off = one.double().mean(1) - dropout
-        assert float(off.abs().max()) <= 4.5 * sigma / one.shape[1] ** 0.5
-
-
 def correlation(one: Tensor, other: Tensor) -> float:
     """Correlation in standard deviations of that of independent masks."""
     pair = torch.stack([one.flatten(), other.flatten()]).double()
@@ -85,14 +75,6 @@ def test_draws_are_independent() -> None:
         for other in range(one):
             assert correlation(groups[one], groups[other]) < 4.5, f"seeds {one} and {other}"
     assert correlation(found, found) > 100  # the measure sees what is there
-
-
-def test_a_model_among_others_keeps_what_it_keeps_alone() -> None:
-    together = kept().view(4, 16, 2, 60, 60)
-    for seed, found in zip(SEEDS, together, strict=True):
-        assert torch.equal(kept(seed[None], windows=16), found)
-    few = kept_weights(SEEDS, DROPOUT, windows=8, heads=1, tokens=33).view(4, 2, 1, 33, 33)
-    assert torch.equal(few, together[:, :2, :1, :33, :33])  # nor does it depend on the sizes
 
 
 @pytest.fixture
@@ -140,33 +122,6 @@ def test_gradients_use_the_same_draws(dropout: float, seeds: Tensor | None, bias
 
     inputs = (packed,) if bias is None else (packed, bias)
     assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
-
-
-@pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_a_bias_is_added_to_its_group(kind: torch.dtype) -> None:
-    """Against a sum outside and against the reference, in values and gradients."""
-    torch.manual_seed(0)
-    packed = torch.randn(8, 5, 24).bfloat16()
-    bias, above = torch.randn(4, 24).to(kind), torch.randn(8, 5, 8).bfloat16()
-    mask = kept_weights(SEEDS, DROPOUT, windows=8, heads=2, tokens=5)
-    results = []
-    for way in ("kernel", "reference", "outside"):
-        rows, added = packed.clone().requires_grad_(), bias.clone().requires_grad_()
-        if way == "kernel":
-            found = packed_attention(rows, 2, SCALE, DROPOUT, SEEDS, added)
-        elif way == "reference":
-            found = packed_attention_reference(rows, 2, SCALE, mask, DROPOUT, added)
-        else:
-            whole = (rows + added.repeat_interleave(2, 0)[:, None]).bfloat16()
-            found = packed_attention_reference(whole, 2, SCALE, mask, DROPOUT)
-        found.backward(above)
-        assert rows.grad is not None and added.grad is not None
-        assert added.grad.dtype == kind and found.dtype == torch.bfloat16
-        results.append((found.detach(), rows.grad, added.grad.float()))
-    for other in results[1:]:
-        torch.testing.assert_close(results[0], other, rtol=3e-2, atol=3e-2)
-    torch.testing.assert_close(results[1][0], results[2][0], rtol=0, atol=0)
 
 
 @pytest.fixture

@@ -121,19 +121,6 @@ def test_a_model_sees_updates_and_the_stack_sees_its_own() -> None:
     assert all(p.grad is None for model in models for p in model.parameters())
 
 
-def test_gradients_come_in_a_row() -> None:
-    """Else autograd copies them one by one: a launch each."""
-    stacked = StackedModels([make_model(seed) for seed in range(2)])
-    found: dict[str, bool] = {}
-    for name, parameter in stacked.named_parameters():
-        parameter.register_hook(  # type: ignore[no-untyped-call]
-            lambda g, name=name: found.__setitem__(name, g.is_contiguous())
-        )
-    losses = stacked.losses(join_batches([make_batch(seed, 3) for seed in range(2)]))
-    losses.sum().backward()  # type: ignore[no-untyped-call]
-    assert len(found) > 20 and all(found.values()), found
-
-
 def test_one_that_is_not_a_number_leaves_the_others() -> None:
     models = [make_model(seed) for seed in range(3)]
     batches = [make_batch(seed, 3) for seed in range(3)]

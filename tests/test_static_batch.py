@@ -117,40 +117,6 @@ def test_each_step_sees_its_own_batch_to_its_end(log: list[str], ahead: bool) ->
     assert places == [tensor.data_ptr() for tensor in batches.batch.model_inputs().values()]
 
 
-def test_the_next_rows_travel_between_begin_and_end(log: list[str]) -> None:
-    engine: Any = Engine(log)
-    batches = StaticBatch(engine, padding="right", step=0, ahead=True)
-    log.clear()
-    batches.begin()
-    assert log == ["side waits for main", "on side", "fill 1", "back"]
-    log.clear()
-    batches.end()
-    assert log == ["main waits for side"]
-
-
-@pytest.mark.parametrize(
-    ("reads_host", "least", "asked", "ahead"),
-    [
-        (True, 0, True, True),
-        (True, 0, False, False),
-        (False, 0, True, False),
-        (True, 1e6, True, False),
-    ],
-)
-def test_only_large_batches_from_host_memory_are_fetched_ahead(
-    log: list[str],
-    reads_host: bool,
-    least: int,
-    asked: bool,
-    ahead: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "AHEAD_BYTES", least)
-    engine: Any = Engine(log, reads_host=reads_host)
-    assert StaticBatch(engine, padding="right", step=0, ahead=asked).ahead is ahead
-    assert engine.fills[-1].blocks == (module.AHEAD_BLOCKS if ahead else 1000)
-
-
 @pytest.mark.parametrize("ahead", [True, False])
 def test_batches_of_several_lie_one_after_another(log: list[str], ahead: bool) -> None:
     engine: Any = Engine(log, reads_host=ahead)

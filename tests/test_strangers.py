@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,10 +15,9 @@ from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.prepare import resolve
 from gear_offline.tables.shared import SharedMemory
 from tests.checkpoint_support import write_run
-from tests.support import failing_code, make_dataset, one_error
+from tests.support import ROOT, failing_code, make_dataset, one_error, run_python
 from tests.training_support import tiny_recipe
 
-ROOT = Path(__file__).parents[1]
 NOBODY = 65534
 ATTACH_AS_NOBODY = f"""
 import errno, json, os, sys
@@ -48,8 +45,7 @@ except GearError as error:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user: run as root")
 def test_another_user_cannot_reach_a_shared_table() -> None:
     block = SharedMemory.create(1 << 16)
-    command = [sys.executable, "-c", ATTACH_AS_NOBODY, json.dumps(asdict(block.handle()))]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    found = run_python("-c", ATTACH_AS_NOBODY, json.dumps(asdict(block.handle())))
     lines = found.stdout.splitlines()
     assert lines[:2] == ["EACCES", "EACCES"], found.stderr
     assert lines[2].startswith("MEMORY") and "Permission denied" in lines[2]

@@ -6,7 +6,7 @@ import json
 import re
 import tracemalloc
 from collections import Counter
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from html import escape
 from html.parser import HTMLParser
@@ -25,7 +25,6 @@ from gear_offline.analysis.page import (
     learned_cells,
     print_comparison,
     render,
-    write_comparison,
 )
 from gear_offline.analysis.sampling import Draws, measure
 from gear_offline.analysis.strategies import compare_strategies
@@ -359,40 +358,9 @@ def test_the_command(dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main(["strategies", "paper", *words, "--train", "--seeds", "0"]) == 2
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_the_work(
-    dataset: Dataset,
-    comparison: Comparison,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    words = ["strategies", "paper", f"data.path={dataset.path}", "loader.batch_size=3"]
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(
-        "gear_offline.analysis.strategies.measure", lambda *_, **__: pytest.fail("worked")
-    )
-    for place in ("file", "file/below"):
-        assert cli.main([*words, "--out", str(tmp_path / place)]) == 2
-        assert "file is not a folder" in capsys.readouterr().err
-    assert failing_code(lambda: write_comparison(comparison, Path("/proc/x"))) == "OUTPUT_WRITE"
-
-
 def code_blocks() -> list[str]:
     text = (Path(__file__).parents[1] / "docs" / "how-to" / "own-strategy.md").read_text()
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-
-
-def test_the_strategy_in_the_documents_works(dataset: Dataset) -> None:
-    (code,) = (block for block in code_blocks() if "@reg" in block)
-    try:
-        exec(compile(code, "strategies.md", "exec", dont_inherit=True), {})
-        sampler = make_sampler("fading", dataset, half_life=1.0)
-        drawn = sampler.sample(0, 0, 10, 500)
-    finally:
-        _SAMPLERS.pop("fading", None)
-    shares = np.bincount(drawn.episodes.reshape(-1), minlength=5) / drawn.episodes.size
-    np.testing.assert_allclose(shares, 2.0 ** np.arange(5) / 31, atol=0.02)
-    assert asdict(sampler.options) == {"half_life": 1.0}
 
 
 def test_the_file_in_the_documents_starts_commands(

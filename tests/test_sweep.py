@@ -109,20 +109,6 @@ def test_directories_that_are_not_this_sweeps(recipe: Recipe, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("untrained")
-def test_some_of_the_trials_and_more_of_them(recipe: Recipe, tmp_path: Path) -> None:
-    def names(options: Any, seeds: Any) -> tuple[list[str], int]:
-        result = sweep(recipe, options, seeds=seeds, out=tmp_path / "sweep", quiet=True)
-        return [one.trial.name for one in result.trials], result.others
-
-    whole, others = names(OPTIONS, 2)
-    assert whole[0] == "learning_rate=0.01,s0" and len(whole) == 4 and others == 0
-    one = {"optimizer.learning_rate": [1e-2]}
-    assert names(one, 2) == (whole[:2], 2), "named as before, although one rate is left"
-    assert names(one, [7]) == (["learning_rate=0.01,s7"], 4)
-    assert names(OPTIONS, 2) == (whole, 1), "nothing of those before is forgotten"
-
-
-@pytest.mark.usefixtures("untrained")
 def test_nothing_starts_when_a_trial_does_not_fit(recipe: Recipe, tmp_path: Path) -> None:
     out = tmp_path / "sweep"
 

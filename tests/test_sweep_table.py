@@ -16,7 +16,7 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
 from gear_offline.sweep.directory import SweepDirectory
 from gear_offline.sweep.report import print_sweep, read_sweep, write_sweep_report
-from gear_offline.sweep.results import make_curves, steps_done
+from gear_offline.sweep.results import make_curves
 from gear_offline.sweep.trials import Trial, make_trials
 
 STEPS = 30
@@ -146,14 +146,3 @@ def test_a_sweep_of_strangers_names_no_files_outside(sweep: Path) -> None:
     with pytest.raises(InputError) as caught:
         read_sweep(sweep)
     assert caught.value.code == "RUN_DAMAGED"
-
-
-def test_the_last_step_is_that_of_the_last_whole_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    assert steps_done(tmp_path) == 0
-    for content, step in ((b'{"step": 3}\n{"step": 5}\n{"st', 5), (b'{"st', 0), (b"no json\n", 0)):
-        path.write_bytes(content)
-        assert steps_done(tmp_path) == step
-    path.unlink()
-    os.mkfifo(path)
-    assert steps_done(tmp_path) == 0

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gear_offline.config.files import flat
-from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
 from gear_offline.sweep.trials import make_trials, parse_options, parse_seeds, trial_name
 
@@ -37,16 +36,6 @@ def test_one_value_is_a_plain_override_and_names_nothing() -> None:
     assert (trial.name, dict(trial.settings), trial.label) == ("s0", {}, "paper")
     (trial,) = make_trials("paper", {"model.layers": [5]}, named=["model.layers"])
     assert (trial.name, dict(trial.settings)) == ("layers=5,s0", {"model.layers": 5})
-
-
-def test_a_recipe_and_its_name_give_the_same_trials() -> None:
-    options: dict[str, Any] = {
-        "model.layers": [2, 3],
-        "selection.strategy": ["uniform_steps", "uniform_episodes"],
-    }
-    assert make_trials(load_recipe("paper"), options, [0, 1]) == make_trials(
-        "paper", options, [0, 1]
-    )
 
 
 def test_commas_in_brackets_and_quotes_belong_to_a_value() -> None:

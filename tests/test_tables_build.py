@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -108,24 +106,6 @@ def test_records_are_aligned_and_cost_what_is_stated(
     assert not group.rows[:5].any() and not group.rows[18:].any()
 
 
-def test_wide_discrete_and_extra_columns_stand_alone_in_their_dtype() -> None:
-    arrays = columns()
-    arrays["observations"] = np.arange(13 * 4 * 4 * 3, dtype=np.uint8).reshape(13, 4, 4, 3)
-    arrays["actions"] = np.arange(13, dtype=np.int8)
-    arrays["infos/qpos"] = np.arange(26, dtype=np.float64).reshape(13, 2)
-    table = build_table(
-        MemoryTable(arrays, LENGTHS), TableOptions(context_length=2, extra_columns=["infos/qpos"])
-    )
-    dtypes = {group.fields[0].name: group.dtype for group in table.groups}
-    assert dtypes == {
-        "rewards": np.dtype(np.float32),
-        "states": np.dtype(np.uint8),
-        "actions": np.dtype(np.int8),
-        "extras/infos/qpos": np.dtype(np.float64),
-    }
-    assert table.owned_bytes == (16 + 48 + 1 + 16) * (13 + 4)
-
-
 @settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -164,17 +144,6 @@ def test_shards_give_the_bits_of_the_arrays_whatever_is_read_at_a_time(
         assert same_bits(table.groups[0].rows[4:-4, :11], expected)
         table.groups[0].rows[4:-4, :11] = wide.astype(np.float32)
     assert_same(table, whole)
-
-
-def test_a_table_of_some_shards_holds_their_episodes(data: tuple[Dataset, MemoryTable]) -> None:
-    dataset, _ = data
-    whole = build_table(dataset, TableOptions(context_length=4))
-    part = build_table(dataset, TableOptions(context_length=4), shards=[0, 2])
-    firsts = dataset.first_steps
-    steps = [*range(firsts[0], firsts[1]), *range(firsts[2], firsts[3])]
-    assert part.episodes.steps == len(steps)
-    assert same_bits(part.groups[0].rows[4:-4], whole.groups[0].rows[4:-4][steps])
-    assert build_table(dataset, TableOptions(context_length=4), shards=[]).episodes.episodes == 0
 
 
 lengths_of = st.one_of(
@@ -222,19 +191,6 @@ def test_infinite_rewards_stay_and_sums_that_overflow_are_refused() -> None:
     assert sum_returns(large, [10, 13], gamma=1.0, scale=2.0).tolist()[1] == np.float32(3e38)
 
 
-def test_normalisation_is_rounded_once_and_a_floor_keeps_it_finite() -> None:
-    arrays = columns()
-    arrays["observations"][:, 4] = 2.5  # no deviation
-    table = build_table(
-        MemoryTable(arrays, LENGTHS), TableOptions(context_length=2, normalize_states=True)
-    )
-    wide = arrays["observations"].astype(np.float64)
-    expected = ((wide - wide.mean(0)) / (wide.std(0) + 1e-6)).astype(np.float32)
-    rows = table.groups[0].rows
-    assert same_bits(rows[2:-2, :11], expected)
-    assert not rows[2:-2, 4].any() and not rows[:2].any() and not rows[-2:].any()
-
-
 @pytest.mark.parametrize(
     ("column", "dtype", "shape", "expected"),
     [
@@ -256,37 +212,6 @@ def test_kinds(column: str, dtype: Any, shape: tuple[int, ...], expected: tuple[
     arrays = columns() | {column: np.ones((13, *shape), dtype=dtype)}
     field = standard_fields(MemoryTable(arrays, LENGTHS), normalize_states=False)[column]
     assert (field.dtype, field.shape) == (np.dtype(expected[0]), expected[1])
-
-
-def test_damage_is_found_on_the_way_in_every_column(tmp_path: Path) -> None:
-    arrays = mixed_columns(sum(LENGTHS))
-    convert(ArraySource(arrays, LENGTHS), tmp_path / "d", block_bytes=1024, quiet=True)
-    dataset = open_dataset(tmp_path / "d", verify=False)
-    (shard,) = dataset.manifest.shards
-    file = tmp_path / "d" / shard.name
-    whole = file.read_bytes()
-    for tensor in dataset.manifest.tensors(shard):
-        for place in (tensor.start, tensor.stop - 1):
-            if tensor.name not in arrays:
-                continue
-            raw = bytearray(whole)
-            raw[shard.header_bytes + place] ^= 1
-            file.write_bytes(raw)
-            opened = open_dataset(tmp_path / "d", verify=False)  # reads no column
-            with pytest.raises(InputError, match=tensor.name) as caught:
-                build_table(
-                    opened,
-                    TableOptions(context_length=2, extra_columns=["frames", "flags", "waves"]),
-                    threads=2,
-                )
-            assert caught.value.code == "DATASET_DAMAGED"
-    os.truncate(file, len(whole) - 1)
-    with pytest.raises(InputError):
-        build_table(dataset, TableOptions(context_length=2))
-    (tmp_path / "d").rename(tmp_path / "old")
-    convert(ArraySource(arrays, LENGTHS), tmp_path / "d", quiet=True)
-    with pytest.raises(InputError):
-        build_table(dataset, TableOptions(context_length=2))
 
 
 def test_refusals() -> None:

@@ -118,19 +118,6 @@ def _segment(episode: int, start: int) -> Segments:
     return Segments(episodes=np.array([episode]), starts=np.array([start]), probability=np.ones(1))
 
 
-def test_one_task_gives_the_batches_of_its_dataset(parts: dict[str, Dataset]) -> None:
-    name = "walk"
-    joint = join({name: parts[name]})
-    options: dict[str, Any] = {"batch_size": 16, "context_length": 6, "seed": 3, "device": "cpu"}
-    mine = GearLoader(joint, normalize_states=True, **options)
-    alone = GearLoader(parts[name], normalize_states=True, returns_scale=SCALES[name], **options)
-    for _ in range(3):
-        one, other = next(mine), next(alone)
-        assert one.tasks is None and set(one.model_inputs()) == set(other.model_inputs())
-        for key, tensor in other.model_inputs().items():
-            assert torch.equal(one.model_inputs()[key], tensor), key
-
-
 def test_batches_name_the_task_of_each_segment(parts: dict[str, Dataset]) -> None:
     joint = join(parts)
     loader = GearLoader(joint, batch_size=64, context_length=3, device="cpu")

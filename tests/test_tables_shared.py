@@ -24,9 +24,8 @@ from gear_offline.loaders.loader import GearLoader
 from gear_offline.tables.shared import Handle, SharedMemory, SharedTables, share_table
 from gear_offline.tables.table import TableOptions, build_table
 from tests.segment_oracle import same_bits
-from tests.support import failing_code, make_dataset
+from tests.support import ROOT, failing_code, make_dataset
 
-ROOT = Path(__file__).resolve().parents[1]
 F4 = np.dtype(np.float32)
 CREATE = """
 import json, sys
@@ -103,22 +102,6 @@ def test_processes_share_the_same_pages_until_the_last_is_gone() -> None:
         with pytest.raises(GearError) as caught:
             SharedMemory.attach(handle)
         assert caught.value.code == "MEMORY" and str(handle.process) in str(caught.value)
-
-
-def test_arrays_begin_at_pages_and_outlive_the_memory() -> None:
-    memory = SharedMemory.create(4096 + 8192)
-    small, large = memory.allocate((3, 1), F4), memory.allocate((1025,), F4)
-    assert small.ctypes.data % 4096 == large.ctypes.data % 4096 == 0
-    assert large.ctypes.data - small.ctypes.data == 4096
-    handle = memory.handle()
-    with pytest.raises(OSError):
-        os.ftruncate(handle.descriptor, 0)  # the size is sealed
-    other = replace(handle, inode=handle.inode + 1)
-    assert failing_code(lambda: SharedMemory.attach(other)) == "MEMORY"
-    large[:] = 7
-    memory.close()
-    memory.close()
-    assert large.sum() == 7 * 1025
 
 
 def test_too_much_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import os
 import shutil
 import sqlite3
 import struct
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -24,9 +23,9 @@ import gear_offline as go
 from gear_offline.cli.main import main
 from gear_offline.errors import GearError
 from gear_offline.training.metrics import read_records
+from tests.support import run_python
 from tests.training_support import tiny_recipe
 
-ROOT = Path(__file__).resolve().parents[1]
 NAMES = ["tensorboard", "trackio", "wandb"]
 LEARNT = ("loss", "gradient_norm", "learning_rate")
 Shown = dict[str, list[tuple[int, float]]]
@@ -172,8 +171,7 @@ import gear_offline as go, tests.test_trackers as this
 from tests.training_support import register_environment as register; register()
 go.train({str(tmp_path / "recipe.yaml")!r}, out={str(run)!r}, callbacks=[this.End(12, kill=True)])
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    killed = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, check=False)
+    killed = run_python("-c", code)
     assert killed.returncode == -9 and go.open_run(run).steps < 20
     with pytest.raises(GearError, match="the end"):
         go.train(recipe, out=run, resume=True, callbacks=[End(18)], quiet=True)

@@ -25,22 +25,17 @@ from gear_offline.runs.loop import train
 from gear_offline.training.checkpoint import chosen_checkpoint, read_checkpoint
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.metrics import read_records
-from gear_offline.training.model import resolve_precision
 from gear_offline.training.policies import load_policy, trained_model
 from tests.image_support import image_columns
 from tests.support import failing_code, hopper_columns, make_dataset, one_error
 from tests.training_support import (
     ACTION_DIM,
     ENVIRONMENT,
-    EPISODE_LENGTHS,
     STATE_DIM,
     STEP_LIMIT,
     learnt,
     tiny_recipe,
 )
-
-ROOT = Path(__file__).parents[1]
-
 
 pytestmark = pytest.mark.usefixtures("no_plots")
 
@@ -77,15 +72,6 @@ def test_a_report_that_fails_leaves_the_run_complete(
     run = train(tiny_recipe(data, "train.steps=2", "evaluate.episodes=0"), out=tmp_path / "run")
     assert json.loads((run / "summary.json").read_text())["steps"] == 2
     assert "there is no report: no plots here" in capsys.readouterr().err
-
-
-def test_what_was_left_to_the_data_is_filled_in(whole: Path, data: Path) -> None:
-    recipe = load_recipe(whole)
-    assert recipe.model.max_timestep == max(*EPISODE_LENGTHS, STEP_LIMIT)
-    assert recipe.evaluate.environment == ENVIRONMENT
-    assert recipe.evaluate.targets is not None
-    best, mean = recipe.evaluate.targets
-    assert best > mean
 
 
 def test_the_same_recipe_gives_the_same_run(whole: Path, data: Path, tmp_path: Path) -> None:
@@ -260,19 +246,6 @@ def test_a_loaded_policy_acts_in_a_loop_of_ones_own_as_in_evaluation(
         policy.observe_reward(float(reward))
         total, done = total + float(reward), terminated or truncated
     assert total == pytest.approx(report.tasks[0].targets[0].returns[0], abs=1e-5) and total != 0.0
-
-
-def test_auto_precision_is_float32_on_a_cpu() -> None:
-    cpu = torch.device("cpu")
-    assert resolve_precision("auto", cpu)[0] is None
-    assert resolve_precision("fp32", cpu)[0] is None
-    assert resolve_precision("bf16", cpu)[0] is torch.bfloat16
-
-
-def test_bfloat16_trains_on_a_cpu(data: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(data, "train.precision=bf16", "train.steps=3", "evaluate.episodes=0")
-    model = load_policy(train(recipe, out=tmp_path / "run", quiet=True), device="cpu").model
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 LARGE = 2048  # width times blocks: from 15 M parameters on

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+import pytest
+
+from tests.support import run_python
 
 
 def run(program: str, *arguments: str) -> Any:
     """Return what a program of `tests.trust` prints."""
-    command = [sys.executable, "-m", f"tests.trust.{program}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_python("-m", f"tests.trust.{program}", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
 
@@ -36,3 +34,9 @@ def test_killed_conversions_leave_the_old_state_or_the_new() -> None:
 def test_killed_actors_and_learners_of_growing_data_lose_nothing() -> None:
     found: Any = run("kill_grow", "--kills", "6")
     assert found["broken"] == [] and found["admissions"] > 3
+
+
+@pytest.mark.parametrize("options", [("--kills", "24"), ("--kills", "12", "--background")])
+def test_a_run_survives_sigkill_at_any_instant(options: tuple[str, ...]) -> None:
+    """Also inside the thread that writes checkpoints, and with evaluations under way."""
+    assert run("kill_train", "--seed", "7", *options)["broken"] == []

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ import pytest
 from gear_offline.errors import GearError, InputError
 from gear_offline.workers import Worker, WorkerPool
 from tests.support import one_error
+from tests.trust.kills import is_gone
 
 JOBS = "tests.worker_jobs"
 
@@ -23,17 +22,6 @@ JOBS = "tests.worker_jobs"
 def worker() -> Iterator[Worker]:
     with Worker() as worker:
         yield worker
-
-
-def is_gone(pid: int) -> bool:
-    for _ in range(200):
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_a_worker_does_one_job_after_another(worker: Worker) -> None:

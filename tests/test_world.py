@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from examples.model_parallel import read_bytes
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.distributed.world import World, data_world, joined_world
+from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
 from tests.ranks_support import launch
 from tests.support import make_dataset, one_error
@@ -50,15 +53,6 @@ def test_a_world_is_found_once_for_a_process_group(monkeypatch: pytest.MonkeyPat
         finally:
             dist.destroy_process_group()
     assert made == [timedelta(seconds=7)] * 2
-
-
-def test_processes_without_a_group_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher has started several, and all of them would read the same batches."""
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with one_error("LOADER_OPTION", "one of 4 processes"):
-        joined_world()
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert joined_world().size == 1
 
 
 def idle_world(rank: int = 1) -> World:
@@ -177,3 +171,53 @@ def test_the_example_trains_groups_on_one_batch_each(dataset: Dataset) -> None:
                 digest.update(rows.numpy().tobytes())
         found = {line["digest"] for line in ranks[2 * half : 2 * half + 2]}
         assert found == {digest.hexdigest()}
+
+
+SHARING = """
+import json, sys
+import torch.distributed as dist
+import gear_offline as go
+
+dist.init_process_group("gloo")
+options = dict(batch_size=12, context_length=4, device="cpu", seed=3)
+loader = go.GearLoader(sys.argv[1], **options)
+alone = go.GearLoader(sys.argv[1], world=None, **options)
+steps = [next(loader).segments.tolist() for _ in range(3)]
+whole = [next(alone).segments.tolist() for _ in range(3)]
+shard = go.GearLoader(sys.argv[1], sharding="replicate", placement="host", **options)
+assert [next(shard).segments.tolist() for _ in range(3)] == steps
+with open(f"{sys.argv[2]}/{dist.get_rank()}.json", "w") as file:
+    json.dump([steps, whole], file)
+dist.destroy_process_group()
+"""
+
+
+def test_processes_of_a_group_share_each_batch(tmp_path: Path) -> None:
+    """They trained on identical batches, and nothing said so."""
+    path = make_dataset(tmp_path, [9, 14, 30, 4, 21]).path
+    script = tmp_path / "child.py"
+    script.write_text(SHARING)
+    done = launch(2, str(script), str(path), str(tmp_path))
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first[1] == second[1], "world=None: each alone"
+    for mine, others, whole in zip(first[0], second[0], first[1], strict=True):
+        assert len(mine) == len(others) == 6 and mine + others == whole
+    said = [line for line in done.stderr.splitlines() if "world auto" in line]
+    assert said and all("2 ranks share each batch of 12 segments, 6 each" in line for line in said)
+    assert len(said) == 2, "the first rank, once a loader"
+
+
+def test_processes_without_a_group_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = make_dataset(tmp_path, [9, 14])
+    options: dict[str, Any] = {"batch_size": 4, "device": "cpu"}
+    assert GearLoader(dataset, **options).world.size == 1 and not capsys.readouterr().err
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="one of 2 processes") as caught:
+        GearLoader(dataset, **options)
+    assert caught.value.code == "LOADER_OPTION"
+    for world in (None, World()):
+        assert GearLoader(dataset, world=world, **options).rank_batch == 4
+    with pytest.raises(InputError, match="world='all' is not usable"):
+        GearLoader(dataset, world="all", **options)  # type: ignore[arg-type]

@@ -30,16 +30,12 @@ class TinyEnvironment(gymnasium.Env[npt.NDArray[np.float32], npt.NDArray[np.floa
         self.observation_space = gymnasium.spaces.Box(-9, 9, (STATE_DIM,), np.float32)
         self.action_space = gymnasium.spaces.Box(-1, 1, (ACTION_DIM,), np.float32)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[npt.NDArray[np.float32], dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self._state = self.np_random.normal(size=STATE_DIM).astype(np.float32)
         return self._state, {}
 
-    def step(
-        self, action: npt.NDArray[np.float32]
-    ) -> tuple[npt.NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> Any:
         self._state = np.roll(self._state, 1)
         self._state[0] = action[0]
         return self._state, float(action[0]), False, False, {}

@@ -9,7 +9,6 @@ document.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -27,8 +26,7 @@ from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import InputError
 from tests.support import hopper_columns, write_hdf5
-from tests.trust.kills import begin, kill_in_call, status_of
-from tests.trust.leaks import shared_memory, wait_until_gone
+from tests.trust.kills import begin, finish, shared_memory, status_of, wait_until_gone
 
 CALLS = {os: ("open", "pwrite", "fsync", "mkdir", "rename", "unlink", "rmdir")}
 EPISODES, LENGTH, SHARD_BYTES = 4, 25, 3300  # two shards
@@ -39,12 +37,10 @@ def start(source: Path, target: Path, *, workers: int = 1, kill_at: int = 0) -> 
 
     def work() -> None:
         os.setsid()
-        if kill_at:
-            kill_in_call(kill_at, CALLS)
         options: dict[str, Any] = {"shard_bytes": SHARD_BYTES, "workers": workers}
         convert(source, target, overwrite=True, quiet=True, **options)
 
-    return begin(work)
+    return begin(work, CALLS, kill_at=kill_at)
 
 
 class Places:
@@ -142,14 +138,8 @@ def main() -> int:
         points = kill_at_calls(places)
         for workers in arguments.workers:
             kill_at_random(places, arguments.kills, workers=workers, seed=arguments.seed)
-    document = {
-        "points": points,
-        "seen_after": dict(places.seen),
-        "seconds": round(time.monotonic() - began, 1),
-        "broken": places.broken + sorted(shared_memory() - before),
-    }
-    print(json.dumps(document, indent=1))
-    return 1 if document["broken"] else 0
+    broken = places.broken + sorted(shared_memory() - before)
+    return finish(began, broken, points=points, seen_after=dict(places.seen))
 
 
 if __name__ == "__main__":

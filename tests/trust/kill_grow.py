@@ -9,13 +9,13 @@ lost, and a run that replays the admissions learns the same weights.  Prints one
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import gear_offline.runs.report
 from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.runs.loop import train
 from tests.training_support import ACTION_DIM, STATE_DIM, learnt, tiny_recipe
-from tests.trust.kills import begin, kill_in_call, status_of
+from tests.trust.kills import begin, finish, status_of
 
 CHANGES = {os: ("fsync", "rename", "replace", "link", "unlink", "ftruncate", "mkdir", "write")}
 FIRST, LONGEST = 3, 6
@@ -74,20 +74,11 @@ def main() -> int:
         run, next_number = Path(temporary) / "run", 1000
 
         def learner(kill_at: int) -> int:
-            def work() -> None:
-                if kill_at:
-                    kill_in_call(kill_at, CHANGES)
-                train(recipe, out=run, resume=True, quiet=True)
-
-            return begin(work)
+            work = partial(train, recipe, out=run, resume=True, quiet=True)
+            return begin(work, CHANGES, kill_at=kill_at)
 
         def actor(kill_at: int) -> int:
-            def work() -> None:
-                if kill_at:
-                    kill_in_call(kill_at, CHANGES)
-                act(data, next_number, told)
-
-            return begin(work)
+            return begin(partial(act, data, next_number, told), CHANGES, kill_at=kill_at)
 
         while killed["learner"] < arguments.kills:
             inside = killed["learner"] % 2
@@ -126,15 +117,8 @@ def main() -> int:
         train(recipe.replace({"data.replay": True}), out=run.with_name("again"), quiet=True)
         if learnt(run.with_name("again"))["model"] != learnt(run)["model"]:
             broken.append("the replayed run learnt something else")
-    document = {
-        "kills": killed,
-        "admissions": growing.admissions,
-        "episodes": len(numbers),
-        "seconds": round(time.monotonic() - began, 1),
-        "broken": broken,
-    }
-    print(json.dumps(document, indent=1))
-    return 1 if broken else 0
+    figures = {"admissions": growing.admissions, "episodes": len(numbers)}
+    return finish(began, broken, kills=killed, **figures)
 
 
 if __name__ == "__main__":

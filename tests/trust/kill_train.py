@@ -10,7 +10,6 @@ all imported and no threads.  Prints one JSON document.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -18,6 +17,7 @@ import signal
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import gear_offline.evaluation.background
@@ -31,8 +31,7 @@ from tests.training_support import (
     tiny_data,
     tiny_recipe,
 )
-from tests.trust.kills import begin, kill_in_call, status_of
-from tests.trust.leaks import shared_memory
+from tests.trust.kills import begin, finish, shared_memory, status_of
 
 CHANGES = {  # calls that change files
     os: ("fsync", "rename", "replace", "symlink", "truncate", "mkdir", "write"),
@@ -43,12 +42,9 @@ CHANGES = {  # calls that change files
 def start(data: Path, run: Path, *overrides: str, kill_at: int = 0) -> int:
     """Train in a child, from where the run stands; return the child."""
 
-    def work() -> None:
-        if kill_at:
-            kill_in_call(kill_at, CHANGES)
-        train(tiny_recipe(data, *overrides), out=run, resume=True, quiet=True)
-
-    return begin(work)
+    recipe = tiny_recipe(data, *overrides)
+    work = partial(train, recipe, out=run, resume=True, quiet=True)
+    return begin(work, CHANGES, kill_at=kill_at)
 
 
 def kill_many(data: Path, run: Path, *overrides: str, kills: int, seed: int) -> list[Path]:
@@ -102,14 +98,8 @@ def main() -> int:
                 broken.append(f"{run.name} learnt something else")
             if list((run / "checkpoints").glob(".*")):
                 broken.append(f"{run.name} keeps leftovers")
-    document = {
-        "kills": arguments.kills,
-        "runs": len(runs),
-        "seconds": round(time.monotonic() - began, 1),
-        "broken": broken + sorted(shared_memory() - before),
-    }
-    print(json.dumps(document, indent=1))
-    return 1 if document["broken"] else 0
+    broken += sorted(shared_memory() - before)
+    return finish(began, broken, kills=arguments.kills, runs=len(runs))
 
 
 if __name__ == "__main__":
