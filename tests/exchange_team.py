@@ -53,9 +53,7 @@ class FolderWorld:
         part = self.folder / f"part-{self.rank}"
         part.write_text(json.dumps(value))
         part.rename(files[self.rank])
-        deadline = (
-            time.monotonic() + 60.0
-        )  # loading pyverbs takes its time on an emulated processor
+        deadline = time.monotonic() + 60.0  # an emulated processor takes long to load pyverbs
         while not all(file.exists() for file in files):
             if time.monotonic() > deadline:
                 raise GearError("RANK_LOST", "a message did not come")
@@ -171,15 +169,7 @@ def _play(pipe: Connection, rank: int, nodes: tuple[int, ...], transport: str, f
 
 
 class Team:
-    """The processes of all ranks; a context manager.
-
-    Parameters
-    ----------
-    nodes
-        The node of each rank.
-    transport
-        ``"collective"`` or ``"rdma"``.
-    """
+    """The processes of all ranks, each on its node, over ``"collective"`` or ``"rdma"``."""
 
     def __init__(self, nodes: tuple[int, ...], transport: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="gear-exchange-test-")

@@ -60,20 +60,11 @@ def write(
 def naive_episodes(
     columns: Mapping[str, Any], ends: Callable[[int, int], bool], *, terminal_counts: bool = True
 ) -> list[NaiveEpisode]:
-    """Return the episodes of a table.
+    """Return the episodes of a table, whose last rows are those that ``ends(row, step)`` names.
 
-    Parameters
-    ----------
-    columns
-        All columns.
-    ends
-        ``ends(row, step_in_episode)``: is this row the last of its episode?
-    terminal_counts
-        Whether the terminal flag of the last row means that the environment ended.
+    Unless `terminal_counts`, a terminal flag there does not mean that the environment ended.
     """
-    found = []
-    start = 0
-    rows = len(columns["rewards"])
+    found, start, rows = [], 0, len(columns["rewards"])
     for row in range(rows):
         if ends(row, row - start):
             terminal = terminal_counts and bool(np.ravel(columns["terminals"][row])[0])

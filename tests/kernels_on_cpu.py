@@ -2,8 +2,7 @@
 
 `compile_kernels` leaves out how threads share the work: one call does all blocks.
 `compile_threads` has blocks and threads too (``cuda_on_cpu.h``).  What is left to the GPU tests is
-the compiler, the
-memory model, and torch.
+the compiler, the memory model, and torch.
 """
 
 from __future__ import annotations
@@ -85,13 +84,7 @@ def _job_of(parameters: Any) -> ctypes.c_void_p:
 
 
 class ThreadedKernels:
-    """Kernels that run with their blocks and threads, in an order that `seed` draws.
-
-    Attributes
-    ----------
-    launched
-        Name and blocks of every launch.
-    """
+    """Kernels with their blocks and threads, in an order that `seed` draws; `launched` counts."""
 
     def __init__(self, library: Any) -> None:
         self._library = library

@@ -14,14 +14,9 @@ from gear_offline.loaders.batch import Batch
 
 
 class OneProcess:
-    """An exchange between ranks of this process: rows are copied as they are posted.
+    """An exchange of one rank of several in this process: rows are copied as they are posted.
 
-    Parameters
-    ----------
-    rank
-        Of this one.
-    held
-        What each rank holds; all there when the first step is posted.
+    `held` is what each rank holds, all there when the first step is posted.
     """
 
     name = "fake"

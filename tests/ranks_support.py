@@ -5,8 +5,28 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+from gear_offline.config.recipe import load_recipe
 from tests.support import ROOT
+
+RECIPE = """
+name: ranks
+data: {path: %s}
+model: {hidden_size: 16, layers: 1, dropout: 0.0, action_tanh: false}
+loader: {batch_size: 12, context_length: 6}
+optimizer: {warmup_steps: 3}
+train: {steps: 20, log_every: 5, checkpoint_every: 10, device: cpu, threads: 1}
+evaluate: {episodes: 0}
+"""
+DEEPER = ("model.layers=2", "model.heads=2", "train.log_every=2", "train.checkpoint_every=4")
+
+
+def ranks_recipe(path: Path, data: Path, *changes: str) -> Path:
+    """Write the recipe of a run of seconds, without dropout, to `path`."""
+    path.write_text(RECIPE % data)
+    path.write_text(load_recipe(path, changes).to_yaml())
+    return path
 
 
 def torchrun(ranks: int, *words: str) -> list[str]:

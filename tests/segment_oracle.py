@@ -22,7 +22,8 @@ from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.kernels.segments import Segments
-from gear_offline.tables.table import Table
+from gear_offline.tables.table import Table, TableOptions, build_table
+from tests.support import hopper_columns
 
 Array = npt.NDArray[Any]
 
@@ -74,6 +75,15 @@ class MemoryTable(Dataset):
         rows = min(max(chunk_bytes // self.spec[column].step_bytes, 1), end - first)
         for begin in range(first, end, rows):
             yield begin, self.columns[column][begin : min(begin + rows, end)].copy()
+
+
+def memory_table(
+    lengths: Sequence[int], span: int, *, width: int = 3, rewards: str = "float32"
+) -> Table:
+    """Return the table of a dataset of numbers."""
+    columns = hopper_columns(sum(lengths), seed=width, state_dim=width, action_dim=2)
+    columns["rewards"] = columns["rewards"].astype(rewards)
+    return build_table(MemoryTable(columns, lengths), TableOptions(context_length=span))
 
 
 def oracle_window(

@@ -28,16 +28,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class ArraySource(Source):
-    """A source over arrays in memory.
+    """A source over arrays in memory (N, *shape).
 
-    Parameters
-    ----------
-    columns
-        Name to (N, *shape).
-    lengths
-        (E,) steps of each episode.
-    terminated, truncated
-        (E,) bool; by default all episodes terminate but the last, which is truncated.
+    By default all episodes terminate but the last, which is truncated.
     """
 
     def __init__(

@@ -181,21 +181,6 @@ def test_one_that_may_be_whole_is_never_passed_over(
         newest_checkpoint(tmp_path, lambda message: None)
 
 
-@pytest.mark.parametrize(
-    "name", ["models.tensor_file.save_file", "training.checkpoint.sync_directory"]
-)
-def test_a_full_disk_is_one_error(
-    tmp_path: Path, model: DecisionTransformer, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    save_checkpoint(tmp_path, model, 5)
-    monkeypatch.setattr(f"gear_offline.{name}", refuse)
-    assert failing_code(lambda: save_checkpoint(tmp_path, model, 10)) == "OUTPUT_WRITE"
-    assert os.listdir(tmp_path) == [checkpoint_name(5)]
-
-
 def test_saving_again_replaces(tmp_path: Path, model: DecisionTransformer) -> None:
     path = save_checkpoint(tmp_path, model, 5)
     (path / "model.safetensors").write_bytes(b"damage")

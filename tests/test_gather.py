@@ -33,6 +33,7 @@ from tests.segment_oracle import (
     bits,
     cpu_gather,
     expect,
+    memory_table,
     oracle_window,
     same_bits,
 )
@@ -292,19 +293,9 @@ def test_rows_that_landed_are_read_like_any_other(
     assert bits(windows) == bits(expected)
 
 
-def small_table(lengths: list[int], span: int) -> Table:
-    total, generator = sum(lengths), np.random.default_rng(0)
-    columns: dict[str, Array] = {
-        "observations": generator.normal(size=(total, 2)).astype(np.float32),
-        "actions": np.arange(total, dtype=np.int64),
-        "rewards": generator.normal(size=total).astype(np.float32),
-    }
-    return build_table(MemoryTable(columns, lengths), TableOptions(context_length=span))
-
-
 @pytest.mark.parametrize("padding", ["right", "left"])
 def test_windows_of_given_lengths_and_of_any_leading_shape(cut: Cut, padding: Padding) -> None:
-    table, flat = small_table([4, 9], 6), all_segments([4, 9])
+    table, flat = memory_table([4, 9], 6), all_segments([4, 9])
     lengths = np.arange(12) % 4
     grid = Segments(
         episodes=flat.episodes[:12].reshape(3, 4),
@@ -315,7 +306,7 @@ def test_windows_of_given_lengths_and_of_any_leading_shape(cut: Cut, padding: Pa
     whole = cut(table, flat[:12], None, 3, padding)  # shorter than the margin
     shorter = cut(table, grid, None, 3, padding)
     assert shorter.timesteps.shape == (3, 4, 3) and shorter.segments.shape == (3, 4, 2)
-    assert shorter.tensors()["actions"].shape == (3, 4, 3)
+    assert shorter.tensors()["actions"].shape == (3, 4, 3, 2)
     real = np.minimum(whole.attention_mask.numpy().sum(1), np.maximum(lengths, 1))
     assert shorter.attention_mask.flatten(0, 1).sum(1).tolist() == real.tolist()
     for i, count in enumerate(real.tolist()):
@@ -324,7 +315,7 @@ def test_windows_of_given_lengths_and_of_any_leading_shape(cut: Cut, padding: Pa
         at = slice(count) if padding == "right" else slice(3 - count, None)
         assert torch.equal(other[at], one[:count]) and int((other != 0).any(1).sum()) == count
     empty = cut(table, grid[:0], None, 3, padding)
-    assert empty.tensors()["states"].shape == (0, 4, 3, 2)
+    assert empty.tensors()["states"].shape == (0, 4, 3, 3)
 
 
 @pytest.mark.parametrize(("episode", "start"), [(-1, 0), (2, 0), (0, 4), (0, -1), (1, 2**62)])
@@ -333,12 +324,12 @@ def test_segments_outside_the_dataset_are_refused(cut: Cut, episode: int, start:
         episodes=np.array([0, episode]), starts=np.array([0, start]), probability=np.ones(2)
     )
     with one_error("SELECTION"):
-        cut(small_table([4, 1], 3), segment, None, 3, "right")
+        cut(memory_table([4, 1], 3), segment, None, 3, "right")
 
 
 @pytest.mark.parametrize("kind", GATHERS[1:])
 def test_a_ring_of_names_is_read_at_the_step_of_the_counter(text: Any, kind: str) -> None:
-    lengths, table = [4, 9, 2], small_table([4, 9, 2], 3)
+    lengths, table = [4, 9, 2], memory_table([4, 9, 2], 3)
     options: dict[str, Any] = {"rank_batch": 4, "context_length": 3}
     drawn = np.random.default_rng(5).integers(0, 15, (20, 4))
     every = all_segments(lengths)

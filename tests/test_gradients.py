@@ -33,18 +33,9 @@ from gear_offline.training.gradients import (
 from gear_offline.training.learner import Learner
 from gear_offline.training.model import ModelSizes
 from tests.model_support import WINDOWS, inputs, make, mask
+from tests.ranks_support import DEEPER, ranks_recipe
 from tests.support import make_dataset, one_error
 from tests.training_support import measured
-
-RECIPE = """
-name: large
-data: {{path: {data}}}
-model: {{hidden_size: 16, layers: 2, heads: 2, dropout: 0.0, action_tanh: false}}
-loader: {{batch_size: 12, context_length: 6}}
-optimizer: {{warmup_steps: 3}}
-train: {{steps: 12, log_every: 2, checkpoint_every: 4, device: cpu, threads: 1}}
-evaluate: {{episodes: 0}}
-"""
 
 
 def make_batch() -> Batch:
@@ -113,9 +104,7 @@ def test_recomputing_changes_nothing(dropout: float) -> None:
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("large")
     data = make_dataset(folder, [9, 30, 4, 17, 25]).path
-    path = folder / "large.yaml"
-    path.write_text(RECIPE.format(data=data))
-    return path
+    return ranks_recipe(folder / "large.yaml", data, *DEEPER, "train.steps=12")
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from gear_offline.kernels.gather import Padding
 from gear_offline.kernels.gather_gpu import StaticFill
 from gear_offline.kernels.select import DeviceSelect
 from gear_offline.sampling import make_sampler
-from gear_offline.tables.table import Table, TableOptions, build_table
+from gear_offline.tables.table import TableOptions, build_table
 from tests.kernels_on_cpu import ThreadedKernels, compile_threads, gpu_gather, on_cpu
 from tests.sampling_support import facts, prioritized
-from tests.segment_oracle import MemoryTable, bits, cpu_gather
+from tests.segment_oracle import MemoryTable, bits, cpu_gather, memory_table
 
 LENGTHS = [4, 1, 30, 7, 19, 2, 23, 11]
 SPAN = 5
@@ -27,23 +27,13 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> ThreadedKernels:
     return compile_threads(tmp_path_factory.mktemp("threads"), "sample")
 
 
-def table_of(width: int, rewards: str = "float32") -> Table:
-    total, generator = sum(LENGTHS), np.random.default_rng(width)
-    columns: dict[str, Any] = {
-        "observations": generator.normal(size=(total, width)).astype(np.float32),
-        "actions": generator.normal(size=(total, 2)).astype(np.float32),
-        "rewards": generator.normal(size=total).astype(rewards),
-    }
-    return build_table(MemoryTable(columns, LENGTHS), TableOptions(context_length=SPAN))
-
-
 @pytest.mark.parametrize("padding", ["right", "left"])
 @pytest.mark.parametrize("name", ["uniform_steps", "shuffled_epochs", "prioritized"])
 def test_fills(kernels: ThreadedKernels, name: str, padding: Padding) -> None:
     """Of every kernel: 16 or 32 lanes a task, and a warp for many segments."""
     kernels.launched.clear()
     for width, rewards, batch in SHAPES:
-        table = table_of(width, rewards)
+        table = memory_table(LENGTHS, SPAN, width=width, rewards=rewards)
         sampler, reference = (make_sampler(name, facts(LENGTHS)) for _ in range(2))
         gather = cpu_gather(table, context_length=SPAN, padding=padding)
         with on_cpu(kernels):

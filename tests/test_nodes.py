@@ -23,21 +23,12 @@ from gear_offline.loaders.loader import GearLoader
 from gear_offline.runs.loop import train
 from tests.network import Node, network
 from tests.one_process import global_digest, row_digests
+from tests.ranks_support import ranks_recipe
 from tests.support import ROOT, make_dataset
 from tests.training_support import measured
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(600)]
 BATCH, STEPS = 12, 30
-RECIPE = """
-name: nodes
-data: {{path: {data}}}
-model: {{hidden_size: 16, layers: 1, dropout: 0.0, action_tanh: false}}
-loader: {{batch_size: 12, context_length: 6, sharding: shard, returns_scale: 1.0}}
-optimizer: {{warmup_steps: 3}}
-train: {{steps: 30, log_every: 5, checkpoint_every: 10, device: cpu, threads: 1,
-        trackers: [], timeout: 90}}
-evaluate: {{episodes: 0}}
-"""
 SECONDS = 240  # for a run of some seconds, on a machine that has other things to do
 TIMEOUT = 4.0  # seconds, where a link is cut
 
@@ -52,9 +43,10 @@ def nodes() -> Iterator[list[Node]]:
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("nodes")
     data = make_dataset(folder, [9, 30, 4, 17, 25, 8, 12, 21], shard_bytes=2000).path
-    path = folder / "nodes.yaml"
-    path.write_text(RECIPE.format(data=data))
-    return path
+    options = ["loader.sharding=shard", "loader.returns_scale=1.0", "train.steps=30"]
+    return ranks_recipe(
+        folder / "nodes.yaml", data, *options, "train.trackers=[]", "train.timeout=90"
+    )
 
 
 class Cluster:
@@ -147,6 +139,7 @@ def finish(processes: list[subprocess.Popen[str]], cluster: Cluster, seconds: fl
         pytest.fail("a node hangs:\n" + "\n".join(cluster.said()))
 
 
+@pytest.mark.long
 def test_killed_ranks_and_other_numbers_of_nodes(
     nodes: list[Node], recipe: Path, tmp_path: Path
 ) -> None:

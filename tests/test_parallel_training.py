@@ -16,23 +16,9 @@ from gear_offline.distributed.world import World, peers
 from gear_offline.errors import GearError, InputError
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.runs.loop import train
-from tests.network import permitted
-from tests.ranks_support import environment, launch
+from tests.ranks_support import environment, launch, ranks_recipe
 from tests.support import make_dataset, one_error, write_hdf5
 from tests.training_support import measured
-
-covered = pytest.mark.skipif(
-    permitted(), reason="tests/test_nodes.py does more, on nodes of their own"
-)
-RECIPE = """
-name: ranks
-data: {{path: {data}}}
-model: {{hidden_size: 16, layers: 1, dropout: 0.0, action_tanh: false}}
-loader: {{batch_size: 12, context_length: 6}}
-optimizer: {{warmup_steps: 3}}
-train: {{steps: 20, log_every: 5, checkpoint_every: 10, device: cpu, threads: 1}}
-evaluate: {{episodes: 0}}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +74,9 @@ except go.GearError as error:
 
 @pytest.mark.parametrize("first", ["lives", "dies"])
 def test_ranks_wait_for_the_first_ones_data_as_long_as_it_lives(first: str, tmp_path: Path) -> None:
-    recipe, folder = tmp_path / "ranks.yaml", tmp_path / "d"
-    source = f"{folder}, source: {write_hdf5(tmp_path / 'x.hdf5')}"
-    recipe.write_text(RECIPE.format(data=source).replace("steps: 20", "steps: 2"))
+    folder, source = tmp_path / "d", write_hdf5(tmp_path / "x.hdf5")
+    options = f"data.source={source}", "train.steps=2"
+    recipe = ranks_recipe(tmp_path / "ranks.yaml", folder, *options)
     with socket.create_server(("127.0.0.1", 0)) as free:
         group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     ranks = [
@@ -110,12 +96,10 @@ def test_ranks_wait_for_the_first_ones_data_as_long_as_it_lives(first: str, tmp_
     )
 
 
-@covered
 def test_ranks_learn_what_one_process_learns(dataset: Dataset, tmp_path: Path) -> None:
     """Two ranks of which one is killed at step 14, then three ranks that go on from step 20."""
-    recipe, run = tmp_path / "ranks.yaml", tmp_path / "run"
-    recipe.write_text(RECIPE.format(data=dataset.path))
-    alone = train(load_recipe(str(recipe), ["train.steps=30"]), out=tmp_path / "alone", quiet=True)
+    recipe, run = ranks_recipe(tmp_path / "ranks.yaml", dataset.path), tmp_path / "run"
+    alone = train(load_recipe(recipe, ["train.steps=30"]), out=tmp_path / "alone", quiet=True)
     for ranks, steps, kill_at in ((2, 20, 14), (3, 30, 0)):
         said = trained(ranks, str(recipe), str(run), str(steps), str(kill_at))
         assert ("resuming after step 10" in said) == (ranks == 2)

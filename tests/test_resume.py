@@ -23,8 +23,9 @@ from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import read_records
 from gear_offline.training.seeding import deterministic
+from tests.ranks_support import ranks_recipe
 from tests.support import make_dataset, one_error
-from tests.test_parallel_training import RECIPE, trained
+from tests.test_parallel_training import trained
 from tests.training_support import (
     ACTION_DIM,
     ENVIRONMENT,
@@ -274,9 +275,9 @@ def test_three_ranks_resume_to_the_bit(tmp_path: Path) -> None:
     data = make_dataset(tmp_path, [9, 30, 4, 17, 25]).path
     found = []
     for kill_at in (0, 14):
-        recipe, run = tmp_path / f"{kill_at}.yaml", tmp_path / f"run{kill_at}"
-        text = RECIPE.format(data=data).replace("train: {", "train: {deterministic: true, ")
-        recipe.write_text(text.replace("dropout: 0.0", "dropout: 0.1"))
+        run = tmp_path / f"run{kill_at}"
+        options = "train.deterministic=true", "model.dropout=0.1"
+        recipe = ranks_recipe(tmp_path / f"{kill_at}.yaml", data, *options)
         said = trained(3, str(recipe), str(run), "20", str(kill_at))
         assert ("resuming after step 10" in said) == (kill_at > 0)
         _, last = list_checkpoints(run / "checkpoints")[-1]

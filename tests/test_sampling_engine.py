@@ -18,11 +18,11 @@ from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.static_batch import StaticBatch
 from gear_offline.models.loss import action_loss, segment_losses
 from gear_offline.sampling import make_sampler
-from gear_offline.tables.table import Table, TableOptions, build_table
+from gear_offline.tables.table import Table
 from tests.gpu_support import NEEDS_CUPY, ON_GPU
 from tests.kernels_on_cpu import compile_kernels, gpu_gather, on_cpu
 from tests.sampling_support import CASES, IDS, facts, prioritized
-from tests.segment_oracle import MemoryTable, bits, cpu_gather
+from tests.segment_oracle import bits, cpu_gather, memory_table
 
 LENGTHS = [4, 1, 30, 7, 19, 2, 23, 11]
 SPAN, BATCH = 5, 7
@@ -35,13 +35,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def table() -> Table:
-    total, generator = sum(LENGTHS), np.random.default_rng(1)
-    columns: dict[str, Any] = {
-        "observations": generator.normal(size=(total, 3)).astype(np.float32),
-        "actions": generator.normal(size=(total, 2)).astype(np.float32),
-        "rewards": generator.normal(size=total),
-    }
-    return build_table(MemoryTable(columns, LENGTHS), TableOptions(context_length=SPAN))
+    return memory_table(LENGTHS, SPAN, rewards="float64")
 
 
 def make(name: str, options: dict[str, Any]) -> Any:

@@ -15,20 +15,10 @@ from gear_offline.training.checkpoint import newest_checkpoint, read_checkpoint
 from gear_offline.training.checkpoint_folder import checkpoint_name, list_checkpoints
 from gear_offline.training.policies import load_policy
 from gear_offline.training.sharded import read_whole
-from tests.ranks_support import launch
+from tests.ranks_support import DEEPER, launch, ranks_recipe
 from tests.sharded_child import whole_tensors
 from tests.support import make_dataset, one_error
 from tests.training_support import measured
-
-RECIPE = """
-name: sharded
-data: {{path: {data}}}
-model: {{hidden_size: 16, layers: 2, heads: 2, dropout: 0.0, action_tanh: false}}
-loader: {{batch_size: 12, context_length: 6}}
-optimizer: {{warmup_steps: 3}}
-train: {{steps: 14, log_every: 2, checkpoint_every: 4, device: cpu, threads: 1}}
-evaluate: {{episodes: 0}}
-"""
 
 
 def launched(ranks: int, *arguments: str) -> str:
@@ -81,10 +71,10 @@ def check_names(sharded: Path, alone: Path) -> None:
 @pytest.mark.timeout(300)
 def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
     """Four steps alone, four on two ranks and on three, two alone: the losses of one process."""
-    recipe, run, pieces = tmp_path / "sharded.yaml", tmp_path / "run", tmp_path / "pieces"
+    run, pieces = tmp_path / "run", tmp_path / "pieces"
     pieces.mkdir()
     data = make_dataset(tmp_path, [9, 30, 4, 17, 25]).path
-    recipe.write_text(RECIPE.format(data=data))
+    recipe = ranks_recipe(tmp_path / "sharded.yaml", data, *DEEPER, "train.steps=14")
     alone = train(load_recipe(recipe), out=tmp_path / "alone", quiet=True)
     train(load_recipe(recipe, ["train.steps=4"]), out=run, quiet=True)
     arguments = (str(recipe), str(run), str(pieces))

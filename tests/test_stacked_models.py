@@ -158,23 +158,19 @@ def test_timesteps_beyond_the_embedding_are_refused() -> None:
         StackedModels(models).losses(join_batches(batches))
 
 
-def test_models_of_other_shapes_are_refused() -> None:
-    models = [make_model(0), make_model(1, hidden_size=16)]
-    assert why_not_stacked(models) == "the models have different shapes"
-    with one_error("UNAVAILABLE", "different shapes"):
-        StackedModels(models)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"discrete": True, "action_tanh": False}, "actions are discrete"),
+        ([{}, {"hidden_size": 16}], "the models have different shapes"),
+        ([{"discrete": True, "action_tanh": False}], "actions are discrete"),
         (
-            {"frame_shape": (36, 36), "state_dim": 36 * 36, "encoder": "cnn"},
+            [{"frame_shape": (36, 36), "state_dim": 36 * 36, "encoder": "cnn"}],
             "frames have an encoder",
         ),
     ],
 )
-def test_other_kinds_of_models_are_refused(options: dict[str, Any], words: str) -> None:
-    assert why_not_stacked([make_model(0, **options)]) == words
-    assert why_not_stacked([make_model(0)]) == ""
+def test_models_that_cannot_be_stacked(options: list[dict[str, Any]], words: str) -> None:
+    models = [make_model(0, **each) for each in options]
+    assert why_not_stacked(models) == words and why_not_stacked([make_model(0)]) == ""
+    with one_error("UNAVAILABLE", words):
+        StackedModels(models)

@@ -18,10 +18,7 @@ from gear_offline.distributed.world import World
 class Wire:
     """Adds up what the threads of one process give, each a rank; nothing before a wait.
 
-    Attributes
-    ----------
-    launched
-        Of each rank, lengths of what it gave.
+    `launched` has the lengths of what each rank gave.
     """
 
     def __init__(self, ranks: int) -> None:
