@@ -11,6 +11,7 @@ size, S state elements, A action elements or discrete actions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -31,7 +32,8 @@ from transformers.models.decision_transformer.modeling_decision_transformer impo
 from gear_offline.errors import InputError
 from gear_offline.models.blocks import Block, Keep, dense_mask, drop
 from gear_offline.models.encoders import Encoder, FrameEncoder, build_encoder, resolve_encoder
-from gear_offline.models.loss import Padding, TrainingBatch, action_loss
+from gear_offline.models.gaussian import INITIAL_TEMPERATURE, Gaussian, gaussian_losses
+from gear_offline.models.loss import Padding, TrainingBatch, action_loss, step_losses
 from gear_offline.models.multitask import ModelTask, make_embedding
 from gear_offline.models.narrow import LOADED, half_type, joint_maps, narrow_linear
 
@@ -49,7 +51,8 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
 
     Some keys of the configuration are ours; the released class carries them along unread:
     ``discrete_actions`` (bool: actions are integers and the head gives logits),
-    ``context_length`` (int: K of the training windows, for whoever builds a policy), and for
+    ``context_length`` (int: K of the training windows, for whoever builds a policy),
+    ``stochastic_policy`` (bool: see `gear_offline.models.gaussian`), and for
     frames ``frame_encoder``, ``frame_shape``, ``frame_stack``; ``tasks``, see
     `gear_offline.models.multitask`.
 
@@ -129,6 +132,16 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             )
         self.embed_task = make_embedding(config)
         self.discrete = discrete
+        self.stochastic = bool(getattr(config, "stochastic_policy", False))
+        if self.stochastic:
+            if discrete or self.embed_task is not None:
+                what = "a Gaussian policy is for continuous actions of one task"
+                raise InputError("MODEL", what, "model.policy", "use model.policy=deterministic")
+            # besides the released class's tensors, of which `predict_action` is the mean
+            self.predict_log_std = nn.Linear(config.hidden_size, config.act_dim)
+            nn.init.normal_(self.predict_log_std.weight, std=config.initializer_range)
+            nn.init.zeros_(self.predict_log_std.bias)
+            self.log_temperature = nn.Parameter(torch.tensor(math.log(INITIAL_TEMPERATURE)))
         self.padding: Padding = "any"
         self.attention: Attention = "auto"
 
@@ -173,8 +186,9 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         padding
             Overrides the attribute `padding` for this call.
         only_actions
-            Compute `action_preds` and nothing else, which is what the loss needs.  The dropout
-            masks then differ from those of a full pass, for fewer tokens reach the last MLP.
+            Compute `action_preds` and nothing else, which is what the loss needs; of a stochastic
+            policy the inputs of `gaussian_losses` instead of its means.  The dropout masks then
+            differ from those of a full pass, for fewer tokens reach the last MLP.
 
         Returns
         -------
@@ -204,7 +218,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         hidden = self._encode(tokens, mask, layers=layers, weights=weights)
         at_state, at_action = hidden[:, 1::3], hidden[:, 2::3]
         state_preds = self.predict_state(at_action)
-        action_preds = self._head(at_state)
+        action_preds = self._choose(self._head(at_state))
         return_preds = self.predict_return(at_action)
         if not (config.return_dict if return_dict is None else return_dict):
             return state_preds, action_preds, return_preds
@@ -252,7 +266,16 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             batch.attention_mask,
             valid_steps=valid_steps,
             valid_actions=self.valid_actions(batch),
+            losses=self.step_losses,
         )
+
+    def step_losses(
+        self, predictions: Tensor, actions: Tensor, valid_actions: Tensor | None = None
+    ) -> Tensor:
+        """Return (B, K) float32, the loss of each step of predictions of ``only_actions=True``."""
+        if self.stochastic:
+            return gaussian_losses(predictions, actions, squashed=bool(self.config.action_tanh))
+        return step_losses(predictions, actions, valid_actions)
 
     def predict_last_action(
         self,
@@ -261,6 +284,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         returns_to_go: Tensor,
         timesteps: Tensor,
         last_step: Tensor,
+        noise: Tensor | float = 0.0,
     ) -> Tensor:
         """Predict one action a window, at its last real step; windows are padded on the right.
 
@@ -270,6 +294,8 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             As in `forward`.  The action at the last real step is not looked at.
         last_step
             (B,) int64, place of the last real step in its window.
+        noise
+            (B, A) standard normal, by which a stochastic policy draws; 0.0: its means.
 
         Returns
         -------
@@ -278,7 +304,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         """
         tokens = self._embed(states, actions, returns_to_go, timesteps)
         hidden = self._encode(tokens, None, keep=3 * last_step + 1)
-        return self._head(hidden)[:, 0]
+        return self._choose(self._head(hidden)[:, 0], noise)
 
     def _embed(
         self,
@@ -327,15 +353,30 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         return torch.stack(parts, dim=2)
 
     def _head(self, hidden: Tensor) -> Tensor:
-        """(B, T', H) -> (B, T', A), the predicted actions."""
+        """(B, T', H) -> (B, T', A), the predicted actions; see `_choose` of a stochastic policy."""
         linear, *rest = cast(list[nn.Module], list(self.predict_action))
         assert isinstance(linear, nn.Linear)
+        if self.stochastic:
+            weight, bias = (
+                torch.cat((getattr(linear, name), getattr(self.predict_log_std, name)))
+                for name in ("weight", "bias")
+            )
+            product = F.linear if half_type(linear.weight) is None else narrow_linear
+            rows = product(hidden, weight, bias)
+            return torch.cat((rows, self.log_temperature.expand(*rows.shape[:-1], 1)), dim=-1)
         if half_type(linear.weight) is None or linear.out_features % LOADED == 0:
             return cast(Tensor, self.predict_action(hidden))
         found = narrow_linear(hidden, linear.weight, linear.bias)
         for layer in rest:
             found = layer(found)
         return found
+
+    def _choose(self, predictions: Tensor, noise: Tensor | float = 0.0) -> Tensor:
+        """Return the actions (..., A) of what `_head` gave."""
+        if not self.stochastic:
+            return predictions
+        squashed = bool(self.config.action_tanh)
+        return Gaussian.of(predictions[..., :-1], squashed=squashed).sample(noise)
 
     def _embed_actions(self, actions: Tensor) -> Tensor:
         layer = self.embed_action
@@ -422,6 +463,7 @@ def build_model(
     max_timestep: int = 1000,
     context_length: int = 20,
     action_tanh: bool = True,
+    policy: Literal["deterministic", "gaussian"] = "deterministic",
     attention: Attention = "auto",
     encoder: Encoder = "auto",
     frame_shape: Sequence[int] = (),
@@ -450,6 +492,8 @@ def build_model(
         Steps of a training window; noted in the configuration.
     action_tanh
         Bound continuous actions to (-1, 1).
+    policy
+        ``"gaussian"``: a stochastic one, see `gear_offline.models.gaussian`.
     attention
         See `DecisionTransformer`.
     encoder
@@ -530,6 +574,8 @@ def build_model(
     )
     config.discrete_actions = discrete
     config.context_length = context_length
+    if policy == "gaussian":
+        config.stochastic_policy = True
     if frame_shape:  # files of models of vectors stay as they were
         config.frame_encoder = kind
         config.frame_shape = list(frame_shape)

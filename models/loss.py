@@ -5,6 +5,7 @@ Shape legend: B windows, K steps, A action elements or discrete actions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 __all__ = ["TrainingBatch", "action_loss", "segment_losses", "step_losses"]
 
 Padding = Literal["any", "left", "right"]
+StepLosses = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class TrainingBatch(Protocol):
@@ -46,6 +48,7 @@ def action_loss(
     *,
     valid_steps: Tensor | float | None = None,
     valid_actions: Tensor | None = None,
+    losses: StepLosses | None = None,
 ) -> Tensor:
     """Mean loss over the actions of real steps; padded steps neither count nor dilute.
 
@@ -67,13 +70,15 @@ def action_loss(
         gradient of the global batch's loss.
     valid_actions
         As `step_losses`.
+    losses
+        In place of `step_losses`: a model's own.
 
     Returns
     -------
     Tensor
         Scalar float32; 0 if no step is real.
     """
-    error = step_losses(predictions, actions, valid_actions)
+    error = (losses or step_losses)(predictions, actions, valid_actions)
     if attention_mask is None:
         return error.mean() if valid_steps is None else error.sum() / valid_steps
     real = attention_mask != 0
@@ -113,14 +118,16 @@ def segment_losses(
     attention_mask: Tensor,
     *,
     valid_actions: Tensor | None = None,
+    losses: StepLosses | None = None,
 ) -> Tensor:
     """Return (B,) float32, the mean loss over the real steps of each window.
 
     Parameters
     ----------
-    predictions, actions, attention_mask, valid_actions
+    predictions, actions, attention_mask, valid_actions, losses
         As `action_loss`.
     """
     real = attention_mask != 0
-    total = step_losses(predictions, actions, valid_actions).where(real, 0.0).sum(1)
+    each = (losses or step_losses)(predictions, actions, valid_actions)
+    total = each.where(real, 0.0).sum(1)
     return total / real.sum(1).clamp(min=1)

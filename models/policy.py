@@ -57,9 +57,9 @@ class Policy:
     ----------
     model, device, context_length, returns_scale, facts
         As given.
-    max_timestep, state_dim, action_dim, discrete
+    max_timestep, state_dim, action_dim, discrete, stochastic
         Rows of the model's timestep embedding; S, A (or the number of discrete actions), and
-        whether actions are discrete.
+        whether actions are discrete, and whether they can be drawn.
     frame_shape, frame_stack
         Shape of one frame, empty for vectors, and the frames that make up a state.
 
@@ -97,7 +97,7 @@ class Policy:
         inputs = self.frame_shape or (int(model.config.state_dim),)
         self.state_dim = prod(inputs)
         self.action_dim = int(model.config.act_dim)
-        self.discrete = model.discrete
+        self.discrete, self.stochastic = model.discrete, model.stochastic
         self._mean = _statistic(state_mean, self.state_dim, "state_mean")
         self._std = _statistic(state_std, self.state_dim, "state_std")
         self._targets: Float64Array = np.zeros(0)
@@ -219,7 +219,11 @@ class Policy:
 
     @torch.inference_mode()
     def act(
-        self, observations: npt.ArrayLike, indices: npt.ArrayLike | None = None
+        self,
+        observations: npt.ArrayLike,
+        indices: npt.ArrayLike | None = None,
+        *,
+        generator: np.random.Generator | None = None,
     ) -> npt.NDArray[Any]:
         """Choose the next action of each environment.
 
@@ -231,6 +235,8 @@ class Policy:
         indices
             (n,) different environments that act; None means all E.  Leaving out those that are
             done saves their share of the work.
+        generator
+            Draw the actions with it, of a stochastic policy; default its means.
 
         Returns
         -------
@@ -240,9 +246,11 @@ class Policy:
         Raises
         ------
         InputError
-            ``MODEL`` for wrong shapes, observations that are not finite, or an environment
-            that still waits for a reward.
+            ``MODEL`` for wrong shapes, observations that are not finite, an environment
+            that still waits for a reward, or a generator of a policy that is not stochastic.
         """
+        if generator is not None and not self.stochastic:
+            raise InputError("MODEL", "the policy draws no actions: it is deterministic")
         chosen = self._chosen(indices)
         given = np.asarray(observations).reshape(len(chosen), -1)
         _check_finite(given, "observation")
@@ -259,8 +267,12 @@ class Policy:
         everyone = indices is None
         inputs = [(window if everyone else window[rows])[:, :filled] for window in self._windows]
         last = torch.from_numpy(place).to(self.device)
+        noise: Tensor | float = 0.0
+        if generator is not None:
+            drawn = generator.standard_normal((len(chosen), self.action_dim), np.float32)
+            noise = torch.from_numpy(drawn).to(self.device)
         prediction = self.model.predict_last_action(
-            inputs[0], inputs[1], inputs[2], inputs[3], last
+            inputs[0], inputs[1], inputs[2], inputs[3], last, noise
         )
         chosen_actions = prediction.argmax(-1) if self.discrete else prediction
         self._windows[1][rows, last] = chosen_actions.to(self._windows[1].dtype)

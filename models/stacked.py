@@ -45,6 +45,8 @@ def why_not_stacked(models: Sequence[DecisionTransformer]) -> str:
             return "frames have an encoder"
         if model.embed_task is not None:
             return "the model has several tasks"
+        if model.stochastic:
+            return "the policy is stochastic"
         if model.discrete:
             return "actions are discrete"
     return ""

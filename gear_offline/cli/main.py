@@ -387,8 +387,12 @@ def act(
     environment: str | None = Environment(help="Gymnasium id."),
     actors: int = Option(1, min=1, help="Processes that play."),
     episodes: int | None = Count(None, help="How many in all; default until the run has ended."),
-    target: float | None = Option(None, help="Return to ask for; default the run's highest."),
-    action_noise: float = Option(0.1, min=0, help="Gaussian noise, in half ranges of the action."),
+    target: float | None = Option(
+        None, help="Return to ask for; default the run's highest, twice that if stochastic."
+    ),
+    action_noise: float | None = Option(
+        None, min=0, help="In half ranges of the action; default 0.1, 0 if stochastic."
+    ),
     seed: int | None = Option(None, help="Of resets and noise; default another each time."),
     as_json: Json = False,
     quiet: Quiet = False,

@@ -70,7 +70,7 @@ def act(
     actors: int = 1,
     episodes: int | None = None,
     target: float | None = None,
-    action_noise: float = 0.1,
+    action_noise: float | None = None,
     seed: int | None = None,
     quiet: bool = False,
 ) -> ActReport:
@@ -90,10 +90,11 @@ def act(
     episodes
         How many in all; default until the run has ended, or Ctrl-C.
     target
-        Return asked of the policy; default the highest of the run's ``evaluate.targets``.
+        Return asked of the policy; default the highest of the run's ``evaluate.targets``, of a
+        stochastic policy as much again, as online learning asks for more than it has seen.
     action_noise
         Gaussian noise on actions, in half ranges; with discrete actions the probability of a random
-        one.
+        one.  Default 0.1; 0 of a stochastic policy, whose actions are drawn.
     seed
         Of resets and noise; default another one each time.
     quiet
@@ -109,7 +110,7 @@ def act(
         ``WORKER_LOST``, ``OUTPUT_WRITE``.
     """
     path = Path(run)
-    if actors < 1 or (episodes is not None and episodes < 1) or not action_noise >= 0.0:
+    if actors < 1 or (episodes is not None and episodes < 1) or not (action_noise or 0.0) >= 0.0:
         what = f"got actors={actors}, episodes={episodes}, action_noise={action_noise}"
         raise InputError("USAGE", what, remedy="give at least one actor and episode, no negatives")
     recipe = chosen_checkpoint(_with_checkpoint(path, quiet=quiet)).recipe
@@ -125,7 +126,12 @@ def act(
         what, remedy = "only this process knows the environment", "register it with an entry point"
         raise InputError("ENVIRONMENT", what, name, remedy)
     say_version(name, quiet=quiet)
-    asked = float(max(targets or ())) if target is None else target
+    stochastic = recipe.model.policy == "gaussian"
+    if target is None:
+        best = float(max(targets or ()))
+        target = best + abs(best) if stochastic else best
+    if action_noise is None:
+        action_noise = 0.0 if stochastic else 0.1
     base = time.time_ns() if seed is None else seed
     shares = [
         None if episodes is None else episodes // actors + (number < episodes % actors)
@@ -137,7 +143,7 @@ def act(
             data=Path(recipe.data.path),
             environment=name,
             known=known_of(name),
-            target=asked,
+            target=target,
             noise=action_noise,
             seed=(base, number),
             episodes=share,
@@ -224,7 +230,7 @@ def _episode(
     policy.reset(part.target)
     seen, actions, rewards, over, terminated = [np.array(observation)], [], [], False, False
     while not over:
-        chosen = policy.act(seen[-1][None])[0]
+        chosen = policy.act(seen[-1][None], generator=generator if policy.stochastic else None)[0]
         action = noisy(facts, chosen, part.noise, generator)
         observation, reward, terminated, truncated, _ = environment.step(facts.shaped(action))
         policy.observe_reward([reward], actions=action[None])

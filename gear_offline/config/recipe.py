@@ -89,6 +89,8 @@ class Recipe(Section):
                 f"({loader.context_length}), got {model.max_timestep}: raise it to the longest "
                 "episode, or null for that of the data"
             )
+        if self.data.tasks and (train.init is not None or model.policy == "gaussian"):
+            yield "train.init and model.policy=gaussian are for one task, data.tasks for several"
         every = self.data.admit_every
         if every is not None and self.data.admit_least and every % train.checkpoint_every:
             yield (

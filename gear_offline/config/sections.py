@@ -174,6 +174,8 @@ class DataSettings(Section):
     """Directory of GEAR shards, relative to the current directory, or hub:USER/NAME."""
     source: Text | None = None
     """What to convert into `path` when it does not exist: a file, d4rl:, minari: or hub:NAME."""
+    columns: Annotated[tuple[Text, ...], Field(min_length=1, strict=False)] | None = None
+    """Columns to convert; null: all."""
     collect: CollectSettings | None = None
     """What to record and convert into `path` when it does not exist, instead of `source`."""
     tasks: Tasks | None = None
@@ -271,6 +273,8 @@ class ModelSettings(Section):
     """Longest episode the model can place; null: the longest of the data and the environment."""
     action_tanh: bool = True
     """Squash predicted actions into [-1, 1]; false where the actions go beyond."""
+    policy: Literal["deterministic", "gaussian"] = "deterministic"
+    """gaussian: a stochastic one that explores, as of the Online Decision Transformer."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Attention implementation."""
     encoder: Literal["auto", "none", "cnn", "patch"] = "auto"
@@ -303,6 +307,8 @@ class TrainSettings(Section):
 
     steps: Positive = 100_000
     """Optimiser steps."""
+    init: Text | None = None
+    """Run, checkpoint or policy folder whose weights, normalisation and returns_scale it takes."""
     skip: Annotated[tuple[Range, ...], Field(strict=False)] = ()
     """Ranges of batches to leave out, both ends included: [[4100, 4160]]; later ones follow."""
     device: Device = "auto"

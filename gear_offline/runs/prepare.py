@@ -39,6 +39,7 @@ from gear_offline.sources.uri import was_read_from
 from gear_offline.tables.fields import STATES, is_image, standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData
 from gear_offline.training.model import ModelSizes
+from gear_offline.training.policies import find_trained
 
 # the data -------------------------------------------------------------------------------------
 
@@ -89,7 +90,7 @@ def prepare_one(recipe: Recipe, *, quiet: bool = False) -> Dataset:
             source = str(_collect(data.collect, path.with_name(path.name + ".hdf5"), quiet))
         if source is not None:
             say(f"converting {source} to {path}", quiet=quiet)
-            convert(source, path, quiet=quiet)
+            convert(source, path, columns=data.columns, quiet=quiet)
     dataset = open_one(recipe)
     _check_origin(data, dataset)
     return dataset
@@ -239,6 +240,10 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
     if recipe.evaluate.targets is None:
         alike = isclose(returns.max, returns.mean, rel_tol=1e-9)  # of one and the same return
         changes["evaluate.targets"] = [returns.max] if alike else [returns.max, returns.mean]
+    if recipe.train.init is not None:
+        start = find_trained(recipe.train.init)
+        changes["loader.returns_scale"] = start.recipe.loader.returns_scale
+        changes["loader.normalize_states"] = start.state_mean is not None
     if recipe.model.max_timestep is None:
         changes["model.max_timestep"] = max(longest, recipe.loader.context_length)
     if sizes.discrete and recipe.model.action_tanh:

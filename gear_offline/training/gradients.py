@@ -141,6 +141,7 @@ class GradientPass:
             batch.attention_mask,
             valid_steps=valid_steps,
             valid_actions=self._model.valid_actions(batch),
+            losses=self._model.step_losses,
         )
 
 

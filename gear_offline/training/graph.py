@@ -112,6 +112,7 @@ class RunPart:
     def finish(self, loss: Tensor) -> None:
         """Do what `update` returns by itself."""
         self._adamw.enqueue(loss, index=self._index, row=self._row, window=self._window)
+        self.optimizer.update_temperature()
 
     def finish_capture(self) -> None:
         """Make a captured update ready for replays, whose first batch is the next one again."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ from gear_offline.training.graph import CapturedStep, RunPart, start_compilers, 
 from gear_offline.training.model import ModelSizes, make_training_model
 from gear_offline.training.optimizer import Optimizer
 from gear_offline.training.parallel import load_model_tensors, model_tensors
-from gear_offline.training.policies import TrainedModel, copy_model
+from gear_offline.training.policies import TrainedModel, copy_model, find_trained
 from gear_offline.training.seeding import random_states, restore_random, seed_rank
 
 
@@ -71,13 +72,23 @@ class Learner:
     ) -> None:
         self.recipe, self.device, self.tasks = recipe, device, sizes.tasks
         self.world = world = World() if world is None else world
-        made = make_training_model(recipe, sizes, device, world)
+        start = None if recipe.train.init is None else find_trained(recipe.train.init)
+        weights = None if start is None else start.model.state_dict()
+        made = make_training_model(recipe, sizes, device, world, weights)
         self.model, self.working, self.parallel = made.model, made.working, made.parallel
         self.precision, self.precision_reason = made.autocast, made.remark
         self._growing, self._table = growing, GrowingTable()
         self._items = Items(recipe.data, recipe.seed)
+        self.state_mean: Float64Array | None = None
+        self.state_std: Float64Array | None = None
+        if start is not None:
+            self.state_mean, self.state_std = start.state_mean, start.state_std
+        elif recipe.loader.normalize_states and isinstance(dataset, Dataset):
+            statistics = dataset.statistics["observations"]
+            self.state_mean, self.state_std = statistics.mean.ravel(), statistics.std.ravel()
         options = loader_options(recipe, dataset)
-        table = None if tables is None else tables.table(dataset, options)
+        shares = tables is not None and start is None  # whose rows are normalised alike
+        table = tables.table(dataset, options) if tables is not None and shares else None
         self.loader = self._open_loader(dataset, table=table)
         self._batches = iter(self.loader)
         sharded, compiled = self.parallel.sharded, is_compiled(recipe.train)
@@ -108,16 +119,15 @@ class Learner:
         self._part: RunPart | None = None  # of a captured step, made by the first one or `join`
         self._captured: CapturedStep | None = None  # unless others launch it
         self._acting: DecisionTransformer | None = None  # a sharded model's copy that acts
+        if self.model.stochastic and self.loader.loss_sampler is not None:
+            what = f"{self.loader.selection.name} weighs segments by losses, a likelihood's may be "
+            remedy = "use another selection.strategy, or model.policy=deterministic"
+            raise InputError("SELECTION", what + "negative", "model.policy", remedy)
         if recipe.train.skip and self.loader.loss_sampler is not None:
             what = f"what {self.loader.selection.name} draws depends on the losses before, so the "
             what += "episodes of a range that is left out come again"
             raise InputError("SELECTION", what, "train.skip", "use train.skip=[]")
         seed_rank(recipe.seed, world)
-        self.state_mean: Float64Array | None = None
-        self.state_std: Float64Array | None = None
-        if recipe.loader.normalize_states and isinstance(dataset, Dataset):
-            statistics = dataset.statistics["observations"]
-            self.state_mean, self.state_std = statistics.mean.ravel(), statistics.std.ravel()
         self.meter = Meter(recipe, self.loader.rank_batch, device, half=made.half)
         self.step = 0
         self._window = torch.zeros(recipe.train.log_every, 2, device=device)  # loss, norm
@@ -129,6 +139,10 @@ class Learner:
     def _open_loader(
         self, dataset: TableData, *, step: int = 0, table: Table | None = None
     ) -> GearLoader:
+        mean, std = self.state_mean, self.state_std
+        if self.recipe.train.init is not None and mean is not None and std is not None:
+            assert isinstance(dataset, Dataset), "a start is of one task"
+            dataset = _normalized_by(dataset, mean, std)
         if self._growing is not None and self.world.size == 1:
             assert isinstance(dataset, Dataset), "data of several tasks do not grow"
             table = self._table.table(dataset, loader_options(self.recipe, dataset))
@@ -344,6 +358,8 @@ class Learner:
             self._wait_seconds = self._timed * self._part.wait_seconds()
         rate = self.optimizer.rate(self.step - 1)
         values = {"loss": loss, "gradient_norm": norm, "learning_rate": rate}
+        if self.model.stochastic:
+            values["temperature"] = float(self.model.log_temperature.detach().exp())
         if steps := self._timed:  # fewer than the window has when the run was resumed in it
             values |= {
                 "step_seconds": busy / steps,
@@ -432,3 +448,12 @@ class Learner:
         """Give back what would keep the ranks' connections from being closed; after errors too."""
         if self._captured is not None and self.world.size > 1:
             self._captured.close()
+
+
+def _normalized_by(dataset: Dataset, mean: Float64Array, std: Float64Array) -> Dataset:
+    """Return the dataset as if these, (S,), were the moments of its observations."""
+    statistics = dict(dataset.statistics)
+    own = statistics["observations"]
+    given = {"mean": mean.reshape(own.mean.shape), "std": std.reshape(own.std.shape)}
+    statistics["observations"] = own.model_copy(update=given)
+    return replace(dataset, manifest=dataset.manifest.replaced(statistics=statistics))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.distributed.world import World
+from gear_offline.errors import InputError
 from gear_offline.models.decision_transformer import (
     DecisionTransformer,
     build_model,
@@ -70,15 +73,21 @@ def recipe_model(recipe: Recipe, sizes: ModelSizes) -> DecisionTransformer:
 
 
 def make_training_model(
-    recipe: Recipe, sizes: ModelSizes, device: torch.device, world: World
+    recipe: Recipe,
+    sizes: ModelSizes,
+    device: torch.device,
+    world: World,
+    start: Mapping[str, Tensor] | None = None,
 ) -> TrainingModel:
     """Build the model of a recipe on `device`; the ranks call this together.
 
-    Weights are drawn from torch's random numbers.
+    Weights are drawn from torch's random numbers, or are those of `start`.
     """
     precision, reason = resolve_precision(recipe.train.precision, device)
     half = precision is not None
     model = recipe_model(recipe, sizes)
+    if start is not None:
+        _take_weights(model, start)
     learning = trainable_parameters(model)  # freezes what the loss never reaches
     model.encoder.gradient_checkpointing = recipe.train.recompute
     parameters = sum(parameter.numel() for parameter in learning)
@@ -101,6 +110,20 @@ def make_training_model(
     elif half and recipe.train.weights == "bf16":
         reason += "; bfloat16 gradients would add up micro-batches coarsely"
     return TrainingModel(model, working, half, autocast, reason, parallel)
+
+
+def _take_weights(model: DecisionTransformer, weights: Mapping[str, Tensor]) -> None:
+    shapes = [
+        {name: (*w.shape,) for name, w in some.items()} for some in (model.state_dict(), weights)
+    ]
+    mine, theirs = shapes
+    for name in sorted({*mine, *theirs}):
+        if mine.get(name) != theirs.get(name):
+            what = f"{name} is {theirs.get(name, 'missing')} there, the recipe's model has "
+            what += f"{mine.get(name, 'none')}"
+            remedy = "give the recipe the model.* options of that run"
+            raise InputError("MODEL", what, "train.init", remedy)
+    model.load_state_dict(dict(weights))
 
 
 def resolve_precision(precision: str, device: torch.device) -> tuple[torch.dtype | None, str]:

@@ -143,7 +143,7 @@ class _ActingModel(nn.Module):
             returns_to_go=(returns_to_go.double() / self._scale).float()[..., None],
             timesteps=timesteps.clamp(0, self._last),
             padding="right",
-            only_actions=True,
+            only_actions=not self.model.stochastic,  # then not the means
         ).action_preds[:, -1]
         return found.argmax(-1) if self.discrete else found
 

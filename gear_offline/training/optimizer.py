@@ -14,6 +14,36 @@ from gear_offline.kernels.adamw import DeviceAdamW, Schedule
 from gear_offline.training.parallel import spread, whole
 
 STATE = "optimizer/"  # before the names of the state's tensors
+TEMPERATURE = "log_temperature"  # of a stochastic policy: neither decayed nor clipped
+
+
+class Dual:
+    """Adam of one number at a constant rate, by operations that a CUDA graph captures.
+
+    The gradient is that of `used`, in a working copy of the model, if there is one.
+    """
+
+    RATE, BETAS, EPSILON = 1e-4, (0.9, 0.999), 1e-8  # of the Online Decision Transformer's code
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = self.used = parameter
+        kinds = ("step", "exp_avg", "exp_avg_sq")
+        self.state = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in kinds}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        assert self.used.grad is not None, "the loss of a stochastic policy gives one"
+        gradient, (step, first, second) = self.used.grad.float(), self.state.values()
+        step.add_(1.0)
+        first.lerp_(gradient, 1.0 - self.BETAS[0])
+        second.lerp_(gradient.square(), 1.0 - self.BETAS[1])
+        mean, square = (
+            moment / (1.0 - beta**step)
+            for moment, beta in zip((first, second), self.BETAS, strict=True)
+        )
+        self.parameter.sub_(self.RATE * mean / (square.sqrt() + self.EPSILON))
+        if self.used is not self.parameter:
+            self.used.copy_(self.parameter)
 
 
 class Optimizer:
@@ -36,6 +66,9 @@ class Optimizer:
         working: nn.Module | None = None,
     ) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        duals = [parameter for name, parameter in named if name == TEMPERATURE]
+        named = [(name, parameter) for name, parameter in named if name != TEMPERATURE]
+        self._temperature = Dual(duals[0]) if duals else None
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._settings = settings
@@ -44,7 +77,10 @@ class Optimizer:
         )
         self._shadows: list[nn.Parameter] | None = None
         if working is not None:
-            self._shadows = [p for p in working.parameters() if p.requires_grad]
+            shadows = {name: p for name, p in working.named_parameters() if p.requires_grad}
+            if self._temperature is not None:
+                self._temperature.used = shadows.pop(TEMPERATURE)
+            self._shadows = [*shadows.values()]
         self.on_device: DeviceAdamW | None = None
         on_gpu = device is not None and device.type == "cuda"
         if captured or (self._shadows is not None and on_gpu and find_spec("cupy") is not None):
@@ -68,7 +104,8 @@ class Optimizer:
     @property
     def computed(self) -> list[nn.Parameter]:
         """Those that forward and backward passes compute with: of the working copy, if any."""
-        return self._parameters if self._shadows is None else self._shadows
+        dual = [] if self._temperature is None else [self._temperature.used]
+        return (self._parameters if self._shadows is None else self._shadows) + dual
 
     def clip(self) -> Tensor:
         """Clip the gradients to ``clip_norm``; return the norm before, a scalar."""
@@ -87,6 +124,12 @@ class Optimizer:
         assert self.on_device is not None, "else steps end with clip and update"
         places = [torch.full((1,), place, device=window.device) for place in (step, row)]
         self.on_device.enqueue(loss, index=places[0], row=places[1], window=window)
+        self.update_temperature()
+
+    def update_temperature(self) -> None:
+        """Take a stochastic policy's temperature a step on, by its gradient."""
+        if self._temperature is not None:
+            self._temperature.update()
 
     def update(self, step: int) -> None:
         """Apply the gradients of step `step`, counted from 0."""
@@ -94,6 +137,7 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = rate
         self._adamw.step()
+        self.update_temperature()
         self.refresh()
 
     @torch.no_grad()
@@ -101,9 +145,11 @@ class Optimizer:
         """Give the working copy the parameters' values."""
         if self._shadows is not None:
             torch._foreach_copy_([*self._shadows], [*self._parameters])
+            if self._temperature is not None:
+                self._temperature.used.copy_(self._temperature.parameter)
 
     def zero_gradients(self) -> None:
-        for parameter in self._parameters + (self._shadows or []):
+        for parameter in self._parameters + self.computed:
             parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
@@ -120,6 +166,8 @@ class Optimizer:
         for name, state in zip(self._names, states, strict=True):
             for kind, value in state.items():
                 found[f"{STATE}{kind}/{name}"] = value
+        if self._temperature is not None:
+            found |= {f"{STATE}{k}/{TEMPERATURE}": t for k, t in self._temperature.state.items()}
         return found
 
     def room(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -145,6 +193,9 @@ class Optimizer:
         for key, value in tensors.items():
             if key.startswith(STATE):
                 kind, _, name = key.removeprefix(STATE).partition("/")
+                if name == TEMPERATURE and self._temperature is not None:
+                    self._temperature.state[kind].copy_(value)
+                    continue
                 number = numbers[name]
                 if value.ndim:  # a moment; of the steps done each rank has its own count
                     value = spread(value, self._parameters[number])

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.text import size_text as _text
 from gear_offline.distributed.world import World, peers
+from gear_offline.errors import InputError
 from gear_offline.training.cost import CONTEXT_BYTES, USABLE, memory_bytes
 
 if TYPE_CHECKING:
@@ -85,6 +86,10 @@ def choose_parallel(
         if needed <= USABLE * free:
             return Parallel("ddp", f"DDP: {_text(needed)} a rank fit in {_text(free)} free")
         reason = f"FSDP: replicas need {_text(needed)} a rank, {_text(free)} are free"
+    if recipe.model.policy == "gaussian":
+        what = "a stochastic policy is trained as replicas, not as shards of it"
+        remedy = "use train.parallel=ddp, and a smaller model if that does not fit"
+        raise InputError("MODEL", what, "train.parallel", remedy)
     needed = memory(shards=world.size, reshard=False) + CONTEXT_BYTES
     fits = f"{_text(needed)} a rank fit in {_text(free)} free"
     reshard, remark = True, f"collected for each pass: once a step needs {_text(needed)} a rank, "

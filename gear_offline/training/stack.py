@@ -56,6 +56,8 @@ def check_stackable(
         reason = "steps run on a bfloat16 copy of the weights (train.weights)"
     elif recipe.loader.padding != "right":
         reason = "windows are padded on the left (loader.padding)"
+    elif recipe.model.policy == "gaussian":
+        reason = "the policy is stochastic (model.policy)"
     elif learns:
         reason = "their selection learns from losses"
     elif sizes is not None and sizes.tasks:
