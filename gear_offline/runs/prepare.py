@@ -244,7 +244,9 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         start = find_trained(recipe.train.init)
         changes["loader.returns_scale"] = start.recipe.loader.returns_scale
         changes["loader.normalize_states"] = start.state_mean is not None
-    if recipe.model.max_timestep is None:
+        if recipe.model.max_timestep is None:
+            changes["model.max_timestep"] = int(start.model.config.max_ep_len)
+    elif recipe.model.max_timestep is None:
         changes["model.max_timestep"] = max(longest, recipe.loader.context_length)
     if sizes.discrete and recipe.model.action_tanh:
         changes["model.action_tanh"] = False  # logits are not bounded

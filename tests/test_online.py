@@ -1,0 +1,249 @@
+"""The Online Decision Transformer: stochastic policies, and runs that begin with another one."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import distributions as D
+from torch import nn
+
+import gear_offline as go
+from gear_offline.dataset.growing import GrowingDataset
+from gear_offline.errors import InputError
+from gear_offline.models.decision_transformer import build_model
+from gear_offline.models.gaussian import Gaussian, gaussian_losses
+from gear_offline.models.stacked import why_not_stacked
+from gear_offline.runs.loop import TrainingInterrupted
+from gear_offline.training.optimizer import Dual
+from tests.model_support import released_model
+from tests.ranks_support import environment, torchrun
+from tests.support import hopper_columns, make_dataset
+from tests.test_resume import interrupted_in
+from tests.training_support import ENVIRONMENT, STEP_LIMIT, learnt, register_importable, tiny_recipe
+
+DOOR: Any = go
+POLICY = ("model.policy=gaussian", "evaluate.episodes=0")
+
+pytestmark = pytest.mark.usefixtures("no_reports")
+
+
+def oracle(predictions: torch.Tensor, *, squashed: bool) -> D.Distribution:
+    """Return what `Gaussian.of` makes of predictions, as torch has it."""
+    mean, raw = predictions.double().chunk(2, -1)
+    normal = D.Normal(mean, torch.exp(-5 + 3.5 * (raw.tanh() + 1)))
+    some = D.TransformedDistribution(normal, [D.TanhTransform()]) if squashed else normal
+    return D.Independent(some, 1)
+
+
+@pytest.mark.parametrize("squashed", [False, True])
+def test_density_entropy_and_draws_are_those_of_torch(squashed: bool) -> None:
+    torch.manual_seed(0)
+    predictions, noise = 2 * torch.randn(3, 4, 6), torch.randn(20_000, 3, 4, 3)
+    mine, theirs = (
+        Gaussian.of(predictions, squashed=squashed),
+        oracle(predictions, squashed=squashed),
+    )
+    drawn = mine.sample(noise)
+    actions = drawn[0].clamp(-0.99, 0.99)
+    expected = theirs.log_prob(actions.double())
+    torch.testing.assert_close(
+        mine.log_probability(actions).double(), expected, rtol=1e-4, atol=1e-4
+    )
+    assert torch.isfinite(mine.log_probability(torch.ones(3, 4, 3))).all()
+    inside = drawn.double().clamp(-1 + 1e-12, 1 - 1e-12) if squashed else drawn.double()
+    entropy = -theirs.log_prob(inside).mean(0) if not squashed else None
+    if entropy is None:  # of a saturated draw the density cannot be had from the action
+        slopes = D.TanhTransform().log_abs_det_jacobian(
+            z := mine.mean + mine.log_std.exp() * noise, z.tanh()
+        )
+        entropy = theirs.base_dist.base_dist.entropy().sum(-1) + slopes.double().mean(0).sum(-1)
+    torch.testing.assert_close(mine.entropy(noise).mean(0).double(), entropy, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("squashed", [False, True])
+def test_loss_and_temperature_learn_as_in_the_paper(squashed: bool) -> None:
+    """Likelihood, entropy bonus, and the dual step towards an entropy of -A, written out."""
+    torch.manual_seed(1)
+    parameters, actions = torch.randn(2, 5, 6), torch.rand(2, 5, 3) * 1.8 - 0.9
+    log_temperature, noise = torch.tensor(-1.0), torch.randn(2, 5, 3)
+    leaves = [parameters.clone().requires_grad_(), log_temperature.clone().requires_grad_()]
+    predictions = torch.cat((leaves[0], leaves[1].expand(2, 5, 1)), -1)
+    torch.random.manual_seed(7)
+    loss = gaussian_losses(predictions, actions, squashed=squashed)
+    torch.random.manual_seed(7)
+    noise = torch.randn(2, 5, 3)
+    loss.mean().backward()
+    own = [parameters.clone().double().requires_grad_(), log_temperature.clone().requires_grad_()]
+    theirs = oracle(own[0], squashed=squashed)
+    entropy = Gaussian.of(own[0].float(), squashed=squashed).entropy(noise).double()
+    expected = -(theirs.log_prob(actions.double()) + own[1].detach().exp() * entropy)
+    expected.mean().backward()
+    (own[1].exp() * (entropy.mean() + 3).detach()).backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-4)
+    for mine, other in zip(leaves, own, strict=True):
+        torch.testing.assert_close(mine.grad.double(), other.grad.double(), rtol=1e-3, atol=1e-4)
+
+
+def test_the_temperature_takes_the_steps_of_adam() -> None:
+    mine, theirs = (nn.Parameter(torch.tensor(-2.3)) for _ in range(2))
+    dual, adam = Dual(mine), torch.optim.Adam([theirs], lr=1e-4)
+    for gradient in torch.randn(50, generator=torch.Generator().manual_seed(0)):
+        mine.grad, theirs.grad = gradient.clone(), gradient.clone()
+        dual.update()
+        adam.step()
+    assert mine.item() == pytest.approx(theirs.item(), rel=1e-6) and mine.item() != -2.3
+
+
+def test_returns_are_relabelled_by_what_was_received(tmp_path: Path) -> None:
+    """Whatever was asked for: returns-to-go of appended episodes are sums of stored rewards."""
+    path = make_dataset(tmp_path / "data", [9, 4]).path
+    episode = hopper_columns(7, seed=5)
+    episode["terminals"][-1] = True
+    go.Appender(path).append([episode])
+    names = {column.name for column in go.open_dataset(path).spec}
+    assert {"rewards"} < names and not any("return" in name for name in names)
+    with GrowingDataset(path, quiet=True) as growing:
+        dataset = growing.admit(0)
+    batch = DOOR.GearLoader(
+        dataset, 256, context_length=3, returns_scale=1.0, device="cpu"
+    ).batch_at(0)
+    for row, (number, start) in enumerate(batch.segments.tolist()):
+        rewards = dataset[number]["rewards"].astype(np.float64)
+        wanted = [rewards[t:].sum() for t in range(start, min(start + 3, len(rewards)))]
+        found = batch.returns_to_go[row, : len(wanted), 0]
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    assert 2 in batch.segments[:, 0].tolist()
+
+
+def test_a_stochastic_run_resumes_bit_for_bit_and_acts_by_its_mean(
+    data: Path, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(data, *POLICY, "optimizer.clip_norm=0.25")
+    run = go.train(recipe, out=tmp_path / "run", quiet=True)
+    with interrupted_in(7), pytest.raises(TrainingInterrupted):
+        go.train(recipe, out=tmp_path / "again", quiet=True)
+    resumed = go.train(recipe, out=tmp_path / "again", resume=True, quiet=True)
+    assert learnt(resumed.path) == learnt(run.path)
+    temperatures = [line["temperature"] for line in run.metrics.to_dict("records")]
+    assert len({round(value, 9) for value in temperatures}) > 3
+    assert temperatures[-1] == pytest.approx(0.1, rel=1e-2)  # twenty steps of 1e-4
+    policy = run.policy(device="cpu")
+    saved = go.load_policy(policy.save(tmp_path / "policy"), device="cpu")
+    seen = np.random.default_rng(0).normal(size=(2, policy.state_dim))
+    acted = []
+    for number, one in enumerate((policy, saved, policy, policy, policy)):
+        one.reset([0, 1], [3.0, 1.0])
+        generator = np.random.default_rng(number // 4) if number > 1 else None
+        acted.append(one.act(seen, generator=generator))
+    mean, again, drawn, same, other = acted
+    assert np.array_equal(mean, again) and np.array_equal(drawn, same)
+    assert (drawn != mean).all() and (drawn != other).all() and np.abs(drawn).max() < 1
+    inputs = {"states": torch.randn(2, 4, policy.state_dim), "returns_to_go": torch.ones(2, 4, 1)}
+    inputs["actions"] = torch.zeros(2, 4, policy.action_dim)
+    inputs["timesteps"] = torch.arange(4).expand(2, 4)
+    with torch.no_grad():
+        ours, theirs = (
+            m.eval()(**inputs).action_preds for m in (policy.model, released(policy.model))
+        )
+    torch.testing.assert_close(ours, theirs)
+
+
+def released(model: Any) -> Any:
+    """Return the released class with the tensors that it has of a stochastic policy's."""
+    plain = build_model(
+        state_dim=model.config.state_dim,
+        action_dim=model.config.act_dim,
+        hidden_size=model.config.hidden_size,
+        layers=model.config.n_layer,
+        max_timestep=model.config.max_ep_len,
+    )
+    missing, _ = plain.load_state_dict(model.state_dict(), strict=False)
+    assert not missing
+    return released_model(plain)
+
+
+def test_a_run_begins_with_the_weights_and_scales_of_another(data: Path, tmp_path: Path) -> None:
+    """On other data: what it acted with is kept, in checkpoints and in what is learnt from."""
+    first = go.train(tiny_recipe(data, *POLICY), out=tmp_path / "first", quiet=True)
+    other = make_dataset(tmp_path / "other", [5, 4], state_dim=3, action_dim=2, seed=9).path
+    still = ("optimizer.learning_rate=1e-30", "train.steps=1", "optimizer.weight_decay=0")
+    for start in (first.path, first.policy().save(tmp_path / "policy")):
+        begun = (f"train.init={start}", "loader.returns_scale=3", *still)
+        run = go.train(
+            tiny_recipe(other, *POLICY, *begun), out=tmp_path / f"on-{start.name}", quiet=True
+        )
+        before, after = first.policy(), run.policy()
+        for name, tensor in before.model.state_dict().items():
+            torch.testing.assert_close(after.model.state_dict()[name], tensor, rtol=1e-3, atol=0)
+        assert run.recipe.loader.returns_scale == after.returns_scale == 10
+        for mine, theirs in zip(after.statistics, before.statistics, strict=True):
+            assert np.array_equal(mine, theirs)
+    with pytest.raises(InputError, match="embed_action"):
+        wide = tiny_recipe(other, *POLICY, *begun, "model.hidden_size=16")
+        go.train(wide, out=tmp_path / "wide", quiet=True)
+
+
+def test_actors_draw_and_ask_for_more(tmp_path: Path) -> None:
+    register_importable()
+    columns = {"observations": np.ones((6, 3), np.float32), "actions": np.ones((6, 2), np.float32)}
+    columns |= {"rewards": np.ones(6, np.float32)}
+    source = go.from_episodes([columns | {"truncated": True}] * 3, environment=ENVIRONMENT)
+    go.convert(source, tmp_path / "played", quiet=True)
+    recipe = tiny_recipe(
+        tmp_path / "played", *POLICY, "data.admit_every=10", "evaluate.targets=[3]"
+    )
+    recipe = recipe.replace({"evaluate.environment": ENVIRONMENT})
+    run = go.train(recipe, out=tmp_path / "run", quiet=True)
+    DOOR.act(run.path, episodes=2, seed=1, quiet=True)
+    go.train(recipe, out=tmp_path / "next", quiet=True)
+    dataset, policy = go.open_dataset(tmp_path / "played"), run.policy(device="cpu")
+    assert dataset.episodes.lengths[3:].tolist() == [STEP_LIMIT] * 2
+    from gear_offline.collect.record import stream
+
+    generator, episode = stream(1, 0, 0), dataset[3]
+    generator.integers(1 << 31)  # of the reset
+    policy.reset(6.0)  # twice the target
+    for seen, done, reward in zip(
+        *(episode[n] for n in ("observations", "actions", "rewards")), strict=True
+    ):
+        np.testing.assert_allclose(policy.act(seen[None], generator=generator)[0], done, atol=1e-5)
+        policy.observe_reward([reward])
+
+
+def test_ranks_take_the_temperature_together(tmp_path: Path) -> None:
+    """Without squashing the entropy is exact, so two ranks learn what one process learns."""
+    data = make_dataset(tmp_path / "data", [9, 30, 4, 17, 25]).path
+    options = ("model.action_tanh=false", "model.dropout=0", "train.deterministic=true")
+    recipe = tiny_recipe(data, *POLICY, *options)
+    (file := tmp_path / "two.yaml").write_text(recipe.to_yaml())
+    one = go.train(recipe, out=tmp_path / "one", quiet=True)
+    words = ["-m", "gear_offline", "train", str(file), "--out", str(tmp_path / "two")]
+    for changes, code in (["train.parallel=fsdp"], 2), ([], 0):
+        command = torchrun(2, *words, *changes)
+        done = subprocess.run(
+            command, env=environment(), capture_output=True, text=True, check=False
+        )
+        assert done.returncode == code or "as replicas, not as shards" in done.stderr, done.stderr
+    for name in ("loss", "temperature"):
+        both = [go.open_run(run).metrics[name] for run in (one.path, tmp_path / "two")]
+        np.testing.assert_allclose(both[0], both[1], rtol=1e-4)
+
+
+def test_what_a_stochastic_policy_is_not_for_is_refused(data: Path, tmp_path: Path) -> None:
+    model = build_model(state_dim=3, action_dim=2, hidden_size=8, layers=1, policy="gaussian")
+    assert "stochastic" in why_not_stacked([model, model])
+    with pytest.raises(InputError, match="continuous actions"):
+        build_model(state_dim=3, action_dim=2, discrete=True, policy="gaussian")
+    learns = tiny_recipe(data, *POLICY, "selection.strategy=prioritized")
+    with pytest.raises(InputError, match="may be negative"):
+        go.train(learns, out=tmp_path / "run", quiet=True)
+    plain = go.train(tiny_recipe(data, "evaluate.episodes=0"), out=tmp_path / "plain", quiet=True)
+    policy = plain.policy(device="cpu")
+    policy.reset(1.0)
+    with pytest.raises(InputError, match="deterministic"):
+        policy.act(np.zeros((1, policy.state_dim)), generator=np.random.default_rng())
