@@ -310,8 +310,13 @@ def _windows(
             batch = loader.batch_at(number)
             output = model(**batch.model_inputs(), padding=batch.padding, only_actions=True)
             mask, valid = batch.attention_mask, model.valid_actions(batch)
-            own = {"valid_actions": valid, "losses": model.step_losses}
-            losses = segment_losses(output.action_preds, batch.actions, mask, **own)
+            losses = segment_losses(
+                output.action_preds,
+                batch.actions,
+                mask,
+                valid_actions=valid,
+                losses=model.step_losses,
+            )
             part = np.empty(len(batch), WINDOW)
             part["batch"], part["loss"] = number, losses.double().cpu().numpy()
             part["episode"], part["start"] = batch.segments.cpu().numpy().T

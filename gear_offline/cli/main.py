@@ -52,6 +52,7 @@ RECIPE_GROUPS = {
         for rest in ("", "-replay", "-expert")
     ),
     "Images": ("atari-pong",),
+    "Online": ("online-hopper",),
     "Several tasks": ("multitask-smoke", "multitask-locomotion"),
     "Larger models": ("dt_1m", "dt_15m", "dt_87m", "dt_200m", "dt_1b"),
 }
