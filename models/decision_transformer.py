@@ -355,18 +355,10 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
     def _head(self, hidden: Tensor) -> Tensor:
         """(B, T', H) -> (B, T', A), the predicted actions; see `_choose` of a stochastic policy."""
         linear, *rest = cast(list[nn.Module], list(self.predict_action))
-        assert isinstance(linear, nn.Linear)
+        found = _few_outputs(linear, hidden)
         if self.stochastic:
-            weight, bias = (
-                torch.cat((getattr(linear, name), getattr(self.predict_log_std, name)))
-                for name in ("weight", "bias")
-            )
-            product = F.linear if half_type(linear.weight) is None else narrow_linear
-            rows = product(hidden, weight, bias)
-            return torch.cat((rows, self.log_temperature.expand(*rows.shape[:-1], 1)), dim=-1)
-        if half_type(linear.weight) is None or linear.out_features % LOADED == 0:
-            return cast(Tensor, self.predict_action(hidden))
-        found = narrow_linear(hidden, linear.weight, linear.bias)
+            temperature = self.log_temperature.expand(*hidden.shape[:-1], 1)
+            return torch.cat((found, _few_outputs(self.predict_log_std, hidden), temperature), -1)
         for layer in rest:
             found = layer(found)
         return found
@@ -435,6 +427,13 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         # Until 5.17 transformers knows eager only for this class, so there it is no one's wish.
         asked = self.config._attn_implementation == "eager"
         return asked and DecisionTransformerModel._supports_sdpa
+
+
+def _few_outputs(linear: nn.Module, hidden: Tensor) -> Tensor:
+    assert isinstance(linear, nn.Linear)
+    if half_type(linear.weight) is None or linear.out_features % LOADED == 0:
+        return cast(Tensor, linear(hidden))
+    return narrow_linear(hidden, linear.weight, linear.bias)
 
 
 def _as_output(

@@ -78,7 +78,8 @@ def action_loss(
     Tensor
         Scalar float32; 0 if no step is real.
     """
-    error = (losses or step_losses)(predictions, actions, valid_actions)
+    each = step_losses if losses is None else losses
+    error = each(predictions, actions, valid_actions)
     if attention_mask is None:
         return error.mean() if valid_steps is None else error.sum() / valid_steps
     real = attention_mask != 0
@@ -128,6 +129,7 @@ def segment_losses(
         As `action_loss`.
     """
     real = attention_mask != 0
-    each = (losses or step_losses)(predictions, actions, valid_actions)
+    own = step_losses if losses is None else losses
+    each = own(predictions, actions, valid_actions)
     total = each.where(real, 0.0).sum(1)
     return total / real.sum(1).clamp(min=1)

@@ -44,12 +44,9 @@ def oracle(predictions: Any, *, squashed: bool) -> Any:
 @pytest.mark.parametrize("squashed", [False, True])
 def test_density_entropy_and_draws_are_those_of_torch(squashed: bool) -> None:
     torch.manual_seed(0)
-    predictions, noise = torch.randn(3, 4, 6), torch.randn(40_000, 3, 4, 3)
-    predictions *= torch.tensor([0.3] * 3 + [1.0] * 3)  # no action is 1: of that no oracle tells
-    mine, theirs = (
-        Gaussian.of(predictions, squashed=squashed),
-        oracle(predictions, squashed=squashed),
-    )
+    noise, some = torch.randn(40_000, 3, 4, 3), {"squashed": squashed}
+    predictions = 0.3 * torch.randn(3, 4, 6) - 0.3  # no action is 1: of that no oracle tells
+    mine, theirs = Gaussian.of(predictions, **some), oracle(predictions, **some)
     drawn = mine.sample(noise)
     found, expected = mine.log_probability(drawn[0]), theirs.log_prob(drawn[0].double())
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-3)
