@@ -75,9 +75,9 @@ def run_seed(data: str, seed: int, scale: str, options: list[str]) -> dict[str, 
         words += ["train.trackers=[]", "train.threads=1", *SMALL * (scale == "small"), *options]
         further = [f"train.steps={PORTIONS * updates}", f"train.init={folder}/offline"]
         further.append("optimizer.warmup_steps=0")
-        plans = {"offline": [f"train.steps={offline}"], "longer": further}
-        for name, own in (plans | {"online": further}).items():
-            own = [*own, f"data.admit_every={min(100, updates) if name == 'online' else 'null'}"]
+        words.append(f"data.admit_every={min(100, updates)}")
+        for name in ("offline", "longer", "online"):
+            own = [f"train.steps={offline}", "data.max_size=null"] if name == "offline" else further
             told: Any = {"callbacks": [explorer] * (name == "online"), "out": f"{folder}/{name}"}
             began = time.perf_counter()
             run = go.train("online-hopper", words + own, quiet=True, **told)
