@@ -165,7 +165,7 @@ BOOL_BYTES = hopper_columns(STEPS) | {"f": np.full(STEPS, 2, "u1").view(bool)}
         (source(), {"columns": ["acts"]}, "COLUMN"),
         (source(), {"discrete": ["observations"]}, "COLUMN"),
         (source(), {"discrete": ["nothing"]}, "COLUMN"),
-        (source(), {"discrete": "actions"}, "USAGE"),
+        (source(), {"discrete": "actions"}, "COLUMN"),
         (source(), {"reference": "hoper"}, "USAGE"),
         *((source(), {"environment": text}, "ENVIRONMENT") for text in ("", "a b", "a/b/c", "x\n")),
     ],
@@ -176,15 +176,6 @@ def test_what_cannot_be_converted_is_one_error(
     call = lambda: convert(given, tmp_path / "d", quiet=True, **options)  # noqa: E731
     assert failing_code(call) == code
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("answer", [np.zeros((1, 11), "f4"), np.zeros((STEPS, 11), "f8")])
-def test_a_source_that_breaks_its_promise_is_refused(
-    tmp_path: Path, answer: npt.NDArray[Any]
-) -> None:
-    broken = source()
-    broken.read = lambda column, start, stop: answer  # type: ignore[method-assign]
-    assert failing_code(lambda: convert(broken, tmp_path / "d", quiet=True)) == "SOURCE_READ"
 
 
 @pytest.mark.parametrize("time_set_back", [False, True])

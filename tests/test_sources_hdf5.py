@@ -16,6 +16,7 @@ from h5py import h5d, h5p, h5s, h5t
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gear_offline.convert.conversion import convert
 from gear_offline.errors import GearError, InputError
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source
@@ -326,7 +327,8 @@ def test_flags_that_are_neither_true_nor_false(tmp_path: Path, good: Path) -> No
     raw = bytearray(good.read_bytes())
     raw[where + 3] = 7
     good.write_bytes(raw)
-    refused(good, "SOURCE_READ")
+    with pytest.raises(InputError, match="bytes other than 0 and 1"):
+        convert(good, tmp_path / "d", quiet=True)
 
 
 FLAG_PAIRS = [

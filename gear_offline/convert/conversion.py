@@ -31,7 +31,6 @@ from gear_offline.convert.shards import (
 )
 from gear_offline.core.environment_id import check_environment_id
 from gear_offline.core.files import new_directory
-from gear_offline.core.interruption import StopRequest
 from gear_offline.core.text import count_text
 from gear_offline.dataset.inspect import summary
 from gear_offline.dataset.manifest import (
@@ -159,10 +158,6 @@ def convert(
     >>> manifest.spec.steps, manifest.spec.episodes
     (12, 2)
     """
-    if not isinstance(source, (str, Path, Source)):
-        what = f"a {type(source).__name__} is not a source"
-        remedy = "give a path, a name, or what gear_offline.from_episodes(...) returns"
-        raise InputError("SOURCE_READ", what, remedy=remedy)
     if environment is not None:
         check_environment_id(environment, where="environment")
     given = None if isinstance(source, Source) else source
@@ -172,10 +167,10 @@ def convert(
     columns, names = _split_names(columns, rename or {})
     given_scores = None if reference is None else known_scores(reference)
     with ExitStack() as stack:
-        if isinstance(source, (str, Path)):
-            source = stack.enter_context(open_source(source, rule=rule, names=names))
-        else:
+        if isinstance(source, Source):
             source = with_columns(source, names)
+        else:
+            source = stack.enter_context(open_source(source, rule=rule, names=names))
         source, kept = _edited(source, rename or {}, map, where)
         info = source.info
         settings = Settings(
@@ -192,16 +187,8 @@ def convert(
         digests = [pool.submit(_digest, file, stopped) for file in info.files]
         total = source.spec.steps * sum(c.step_bytes for c in settings.columns)
         what = f"convert {info.uri}"
-        progress = stack.enter_context(Progress(what, total=total, unit="bytes", quiet=quiet))
-        # An exception of the signal's own handler is lost when it comes while h5py's objects are
-        # taken down, which is most of the time with compressed files.
-        stop = stack.enter_context(StopRequest())
-
-        def advance(done: int) -> None:
-            if stop.signal_name is not None:
-                raise KeyboardInterrupt
-            progress.advance(done)
-
+        progress = Progress(what, total=total, unit="bytes", quiet=quiet)
+        advance = stack.enter_context(progress).advance
         if given is not None and several and len(jobs) > 1:
             opening = Opening(
                 uri=given,
@@ -281,7 +268,6 @@ def _split_names(
     """Return the columns to keep, and those that get new names: the old by the new one."""
     pairs = [(new, old) for old, new in rename.items()]
     if columns is not None:
-        _check_list(columns, "columns")
         pairs += [
             (name, old) for name, equals, old in (c.partition("=") for c in columns) if equals
         ]
@@ -310,12 +296,6 @@ def _edited(
     if notes:
         source.add_facts(edits=[*source.info.attributes.get("edits", ()), *notes])
     return source, None if kept is None else np.packbits(kept).tobytes()
-
-
-def _check_list(names: Sequence[str], option: str) -> None:
-    if isinstance(names, str):
-        what = f"{option} is the text {names!r}"
-        raise InputError("USAGE", what, remedy=f"give a list: [{names!r}]")
 
 
 def _pick_columns(source: Source, names: Sequence[str] | None) -> tuple[ColumnSpec, ...]:
@@ -349,7 +329,6 @@ def _make_discrete(
     columns: tuple[ColumnSpec, ...], discrete: Sequence[str]
 ) -> tuple[ColumnSpec, ...]:
     """Return the columns as they are stored: of `discrete` ones int32."""
-    _check_list(discrete, "discrete")
     spec = TableSpec(columns=columns, steps=1, episodes=1)
     floats = [name for name in discrete if spec[name].dtype.kind == "f"]
     int32 = np.dtype(np.int32)

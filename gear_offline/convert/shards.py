@@ -32,7 +32,7 @@ from gear_offline.dataset.shard import (
     stored_form,
 )
 from gear_offline.dataset.statistics import Moments
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import InputError
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source, changed_error
 from gear_offline.sources.edit import edit_source, find_function
@@ -183,26 +183,14 @@ def _pieces(
 
 def _read_rows(source: Source, stored: ColumnSpec, start: int, stop: int) -> Array:
     """Read rows in stored form, (stop - start, *stored shape), C order."""
-    column = source.spec[stored.name]
-    where = f"column {column.name}, steps {start} to {stop - 1}"
-    try:
-        rows = source.read(column.name, start, stop)
-    except GearError:
-        raise
-    except (OSError, RuntimeError) as error:
-        what = f"cannot read the source: {error}"
-        raise InputError("SOURCE_READ", what, where=where, remedy="check the file") from error
-    shape = (stop - start, *column.shape)
-    if rows.shape != shape or rows.dtype != column.dtype:
-        what = f"the source gave {rows.dtype} {rows.shape}, promised were {column.dtype} {shape}"
-        remedy = "the file may have changed; convert it again"
-        raise InputError("SOURCE_READ", what, where=where, remedy=remedy)
-    if stored.dtype != column.dtype:
+    rows = source.read(stored.name, start, stop)
+    if stored.dtype != rows.dtype:
         with np.errstate(invalid="ignore"):
             numbers = rows.astype(stored.dtype)
         if not np.array_equal(numbers, rows):
             what = "a column named as discrete holds other than whole numbers"
-            remedy = f"leave {column.name} out of --discrete"
+            where = f"column {stored.name}, steps {start} to {stop - 1}"
+            remedy = f"leave {stored.name} out of --discrete"
             raise InputError("COLUMN", what, where=where, remedy=remedy)
         rows = numbers
     dtype, step_shape = stored_form(stored)

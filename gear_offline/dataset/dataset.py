@@ -253,9 +253,6 @@ class Dataset:
         InputError
             ``SELECTION`` if there is no such episode, and those of `read`.
         """
-        if isinstance(columns, str):
-            what = f"columns is the text {columns!r}"
-            raise InputError("COLUMN", what, remedy=f"give a list: [{columns!r}]")
         chosen = np.arange(len(self)) if which is None else chosen_episodes(which, len(self))
         names = [c.name for c in self.spec] if columns is None else list(columns)
         most = max(1, RUN_BYTES // max((self.spec[n].step_bytes for n in names), default=1))

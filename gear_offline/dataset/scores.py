@@ -152,7 +152,7 @@ def normalized_score(value: float, refs: ReferenceScores | str) -> float:
     Raises
     ------
     InputError
-        ``USAGE`` for a name without scores, or arguments in the other order.
+        ``USAGE`` for a name without scores.
 
     Examples
     --------
@@ -163,9 +163,6 @@ def normalized_score(value: float, refs: ReferenceScores | str) -> float:
     >>> round(go.normalized_score(1500.0, "hopper-medium-v2"), 2)
     46.71
     """
-    if isinstance(value, str):
-        remedy = f"write normalized_score({refs!r}, {value!r})"
-        raise InputError("USAGE", f"the return is the text {value!r}", remedy=remedy)
     scores = known_scores(refs) if isinstance(refs, str) else refs
     return 100.0 * (value - scores.minimum) / (scores.maximum - scores.minimum)
 

@@ -20,9 +20,8 @@ from gear_offline.sources.episode_ends import (
     FLAGS,
     SCALARS,
     TERMINAL_FLAGS,
-    default_rule,
-    split_episodes,
 )
+from gear_offline.sources.flat import flat_source
 
 METADATA = "metadata"
 OBSERVATIONS, NEXT_OBSERVATIONS, REWARDS = "observations", "next_observations", "rewards"
@@ -87,6 +86,8 @@ def from_episodes(
     if not isinstance(episodes, Iterable):
         what, remedy = f"a {type(episodes).__name__} is given", f"give {_ONE_EACH}"
         raise _misfit(what, "episodes", remedy)
+    if environment is not None:
+        check_environment_id(environment, where="environment")
     read = [read_episode(number, episode) for number, episode in enumerate(episodes)]
     if not read:
         raise _misfit("there are no episodes", "", "give at least one")
@@ -104,7 +105,13 @@ def from_episodes(
         lengths=[len(next(iter(columns.values()))) for columns, _ in read],
         terminated=[terminated for _, (terminated, _) in read],
         truncated=[truncated for _, (_, truncated) in read],
-        info=_info(name, "episodes", environment, attributes, notes),
+        info=SourceInfo(
+            uri=name,
+            format="arrays",
+            rule="episodes",
+            environment_id=environment,
+            attributes={**(attributes or {}), **({"warnings": notes} if notes else {})},
+        ),
     )
 
 
@@ -148,19 +155,18 @@ def from_arrays(
     metadata = {key: named.pop(key) for key in tuple(named) if key.split("/")[0] == METADATA}
     arrays = {key: as_rows(value, key, "") for key, value in named.items()}
     steps = _steps(arrays, "")
-    notes: list[str] = []
-    if rule is None:
-        rule, notes = default_rule([flag for flag in FLAGS if flag in arrays], where=name)
-    ends = split_episodes(
-        rule, list(arrays), steps, lambda flag, a, b: arrays[flag][a:b], where=name
-    )
-    facts = {**({METADATA: metadata} if metadata else {}), **(attributes or {})}
-    return Source(
-        [_piece(arrays)],
+    if environment is not None:
+        check_environment_id(environment, where="environment")
+    return flat_source(
         kinds_of_arrays(arrays),
-        lengths=ends.lengths,
-        terminated=ends.terminated,
-        info=_info(name, rule, environment, facts, notes),
+        lambda column, start, stop: arrays[column][start:stop],
+        steps,
+        uri=name,
+        format="arrays",
+        rule=rule,
+        environment_id=environment,
+        where=name,
+        facts={**({METADATA: metadata} if metadata else {}), **(attributes or {})},
     )
 
 
@@ -252,21 +258,6 @@ def _steps(columns: Columns, where: str) -> int:
             what = f"{len(rows)} rows where {first} has {steps}"
             raise _misfit(what, where, "give one row for each step", name)
     return steps
-
-
-def _info(
-    name: str,
-    rule: str,
-    environment: str | None,
-    attributes: Mapping[str, Any] | None,
-    notes: list[str],
-) -> SourceInfo:
-    if environment is not None:
-        check_environment_id(environment, where="environment")
-    facts = {**(attributes or {}), **({"warnings": notes} if notes else {})}
-    return SourceInfo(
-        uri=name, format="arrays", rule=rule, environment_id=environment, attributes=facts
-    )
 
 
 def _misfit(what: str, where: str, remedy: str, column: str = "") -> InputError:

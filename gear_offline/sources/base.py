@@ -19,6 +19,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from io import FileIO
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ from gear_offline.sources.episode_ends import SCALARS
 
 READ_BYTES = 8 << 20  # a read of about this size amortises the call
 MAX_NAME_CHARS = 200
+DIFFERS = "give every step the same shape and dtype; if the source has changed, open it again"
 
 Stored = TypeVar("Stored")
 Kinds = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]  # dtype and step shape by column
@@ -225,6 +227,8 @@ class Source(Closing):
         )
         renamed = [f"{old!r} is the column {new}" for old, new in names.items() if old != new]
         self.info = info
+        # for messages
+        self._where = info.files[0].path if len(info.files) == 1 else info.uri
         if renamed:
             self.warn(*renamed, first=True)
 
@@ -243,19 +247,19 @@ class Source(Closing):
             raise IndexError(f"rows [{start}, {stop}) of {self.spec.steps}")
         spec, name = self.spec[column], self._stored[column]
         index = int(np.searchsorted(self._firsts, start, side="right")) - 1
-        if start < stop <= self._firsts[index + 1]:  # one piece: no copy
-            shift = self._pieces[index].first - int(self._firsts[index])
-            rows = self._pieces[index].read(name, start + shift, stop + shift)
-            return rows.astype(spec.dtype, copy=False).reshape(stop - start, *spec.shape)
-        rows = np.empty((stop - start, *spec.shape), spec.dtype)
-        at = start
-        while at < stop:
+        parts = [np.empty((0, *spec.shape), spec.dtype)] if start == stop else []
+        while start < stop:
             piece, first = self._pieces[index], int(self._firsts[index])
             end, shift = min(first + piece.steps, stop), piece.first - first
-            part = piece.read(name, at + shift, end + shift)
-            rows[at - start : end - start] = part.reshape(end - at, *spec.shape)
-            at, index = end, index + 1
-        return rows
+            rows = piece.read(name, start + shift, end + shift)
+            fits = rows.size == (end - start) * prod(spec.shape)
+            if not fits or not np.can_cast(rows.dtype, spec.dtype):
+                what = f"a step is {rows.dtype} {rows.shape[1:]}, before it was {spec.dtype} "
+                where = f"{self._where}: {column}"
+                raise InputError("SOURCE_LAYOUT", f"{what}{spec.shape}", where, DIFFERS)
+            parts.append(rows.astype(spec.dtype, copy=False).reshape(end - start, *spec.shape))
+            start, index = end, index + 1
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def preferred_rows(self, column: str) -> int:
         """Rows per read that suit the storage (a multiple of its chunks); at least 1."""

@@ -175,10 +175,11 @@ def with_columns(
     several = {new: olds for new, olds in asked.items() if len(olds) > 1}
     below = tuple(f"{new}/" for new in several)
     parts = {new: [one] for new, one in columns.items() if not new.startswith(below)}
-    kinds = {new: (one.dtype, one.shape) for new, (one,) in parts.items()}
-    for new, olds in several.items():
-        parts[new] = [_part(columns, new, index, olds) for index in range(len(olds))]
-        kinds[new] = parts[new][0].dtype, (sum(prod(one.shape) for one in parts[new]),)
+    parts |= {n: [_part(columns, n, i, o) for i in range(len(o))] for n, o in several.items()}
+    kinds = {
+        new: (of[0].dtype, of[0].shape if len(of) == 1 else (sum(prod(o.shape) for o in of),))
+        for new, of in parts.items()
+    }
 
     def read(column: str, start: int, stop: int) -> Array:
         rows = [source.read(one.name, start, stop) for one in parts[column]]

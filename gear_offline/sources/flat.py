@@ -5,37 +5,20 @@ So are HDF5 files in one of D4RL's layouts or the generic one, and ``.npz`` file
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
-
-import numpy as np
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.dataset.schema import is_step_shape
 from gear_offline.errors import InputError
-from gear_offline.sources.base import InputFile, Piece, Source, SourceInfo, renamed, some_names
+from gear_offline.sources.base import Kinds, Piece, Source, SourceInfo, renamed, some_names
 from gear_offline.sources.d4rl import D4rlFile
 from gear_offline.sources.episode_ends import FLAGS, default_rule, split_episodes
 from gear_offline.sources.hdf5 import Hdf5File
 
 SUFFIXES = (".hdf5", ".h5")
 REQUIRED = ("observations", "actions", "rewards")
-
-
-class Column(Protocol):
-    """Rows of an array."""
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Native byte order."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """It begins with the number of rows."""
-
-    def read(self, start: int, stop: int) -> Array:
-        """Return rows ``[start, stop)``."""
 
 
 def open_hdf5(file: Hdf5File, *, uri: str, rule: str | None, names: Mapping[str, str]) -> Source:
@@ -51,13 +34,16 @@ def open_hdf5(file: Hdf5File, *, uri: str, rule: str | None, names: Mapping[str,
         facts |= {"family": d4rl.family.name, "family_from": d4rl.evidence}
     environment = d4rl.environment if d4rl else attributes.get("env_id")
     source = flat_source(
-        columns,
+        {name: (column.dtype, column.shape[1:]) for name, column in columns.items()},
+        lambda column, start, stop: columns[column].read(start, stop),
+        columns[stored[0]].shape[0],
         uri=uri,
         format="d4rl" if d4rl else "hdf5",
         rule=d4rl.rule if d4rl and rule is None else rule,
         environment_id=environment if isinstance(environment, str) else None,
         reference_name=d4rl.reference if d4rl else None,
-        file=file.file,
+        where=str(file.path),
+        files=(file.file,),
         facts=facts | {"left_out": left_out},
         notes=file.warnings,
         preferred={name: column.preferred_rows for name, column in columns.items()},
@@ -68,33 +54,30 @@ def open_hdf5(file: Hdf5File, *, uri: str, rule: str | None, names: Mapping[str,
 
 
 def flat_source(
-    columns: Mapping[str, Column],
+    columns: Kinds,
+    read: Callable[[str, int, int], Array],
+    steps: int,
     *,
     rule: str | None,
-    file: InputFile,
+    where: str,
     facts: Mapping[str, Any],
-    notes: Sequence[str],
+    notes: Sequence[str] = (),
     preferred: Mapping[str, int] | None = None,
     **info: Any,
 ) -> Source:
     """Return a source of columns which a rule, or else the flags among them, cut into episodes."""
-    where, notes = str(file.path), list(notes)
+    warnings = list(notes)
     if rule is None:
         rule, more = default_rule([flag for flag in FLAGS if flag in columns], where=where)
-        notes += more
-    steps = next(iter(columns.values())).shape[0]
-
-    def read(column: str, start: int, stop: int) -> Array:
-        return columns[column].read(start, stop)
-
+        warnings += more
     ends = split_episodes(rule, list(columns), steps, read, where=where)
-    facts = {**facts, "unfinished_tail_steps": ends.tail_steps, "warnings": notes}
+    facts = {**facts, "unfinished_tail_steps": ends.tail_steps, "warnings": warnings}
     return Source(
         [Piece(read=read, steps=steps)],
-        {name: (column.dtype, column.shape[1:]) for name, column in columns.items()},
+        columns,
         lengths=ends.lengths,
         terminated=ends.terminated,
-        info=SourceInfo(rule=rule, files=(file,), attributes=facts, **info),
+        info=SourceInfo(rule=rule, attributes=facts, **info),
         preferred=preferred,
     )
 

@@ -330,11 +330,6 @@ class Hdf5Column:
                 self._read_into(rows, file.fileno(), start)
         if stop == self.shape[0]:
             self.kept.clear()  # a file may have thousands of columns
-        if self.dtype.kind == "b" and rows.reshape(-1).view(np.uint8).max(initial=0) > 1:
-            what = "a bool column holds values other than 0 and 1"
-            where = f"{self.file.path}: {self.name}, rows {start} to {stop}"
-            remedy = "the file is damaged: get it again"
-            raise InputError("SOURCE_READ", what, where=where, remedy=remedy)
         return rows.astype(self.dtype, copy=False)
 
     def _read_into(self, rows: npt.NDArray[Any], file: int, start: int) -> None:

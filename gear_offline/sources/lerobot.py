@@ -76,18 +76,12 @@ def open_lerobot(path: Path, *, names: Mapping[str, str]) -> Source:
     free = {new: old for new, old in NAMES.items() if new not in names and old in stored}
     usual = {new: old for new, old in free.items() if old not in asked}
     columns = renamed(stored, {**names, **usual}, path)
-    first: dict[str, Array] = {}
 
     def read(group: Group, name: str, start: int, stop: int) -> Array:
         with damage_told("LeRobot", group.file.file.path, WRONG):
-            rows = columns[name](group, start, stop)
-            was = first.setdefault(name, rows[:1])
-            if rows.shape[1:] != was.shape[1:] or rows.dtype != was.dtype:
-                raise ValueError(f"{name} is {rows.dtype} {rows.shape[1:]}, before {was.shape[1:]}")
-        return rows
+            return columns[name](group, start, stop)
 
-    for name in columns:
-        read(groups[0], name, 0, 1)
+    first = {name: read(groups[0], name, 0, 1) for name in columns}
     kinds: dict[str, Any] = {name: (rows.dtype, rows.shape[1:]) for name, rows in first.items()}
     if "rewards" not in kinds:
         notes.append(NO_REWARDS + (SUCCESS if "next.success" in kinds else ""))

@@ -151,10 +151,7 @@ class _Reader:
                 self._keep(other, episode)
                 if self._kept_bytes > KEPT_BYTES:
                     break
-        rows = self._kept[number].get(column)
-        if rows is None or len(rows) < stop:
-            raise _damaged("SOURCE_LAYOUT", f"{column} is not what it was", self._data, number)
-        return rows[start:stop]
+        return self._kept[number][column][start:stop]
 
     def _keep(self, number: int, episode: Episode) -> None:
         """Keep an episode as long as there is room; next observations take none."""

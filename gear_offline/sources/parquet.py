@@ -64,7 +64,7 @@ def open_parquet(path: Path, *, uri: str, names: Mapping[str, str]) -> Source:
                 what = "its lists are not as long as those of rewards"
                 where, remedy = f"{path}: {name}", "give every column one value a step"
                 raise InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
-            recent[name] = number, step_rows(values.flatten(), name, path, kinds.get(name))
+            recent[name] = number, step_rows(values.flatten(), name, path)
         return recent[name][1][start:stop]
 
     for name in stored:
@@ -132,12 +132,7 @@ class ParquetFile:
             yield opened
 
 
-def step_rows(
-    values: Any,
-    name: str,
-    path: Path,
-    wanted: tuple[np.dtype[Any], tuple[int, ...]] | None = None,
-) -> Array:
+def step_rows(values: Any, name: str, path: Path) -> Array:
     """Return (R, *step shape) of an Arrow array with a number, or a list of them, for each step."""
 
     def misfit(what: str) -> InputError:
@@ -154,8 +149,6 @@ def step_rows(
     if values.null_count:
         raise misfit(f"{count_text(values.null_count, 'value')} missing (null)")
     rows: Array = values.to_numpy(zero_copy_only=False).reshape(steps, *shape)
-    if wanted and (rows.dtype, rows.shape[1:]) != wanted:
-        raise misfit(f"a step has shape {rows.shape[1:]}, before it was {wanted[1]}")
     return rows
 
 
