@@ -1,18 +1,21 @@
-"""The one display of progress: a line that is drawn anew on a terminal, plain lines elsewhere.
+"""What people see: tables, and one line of progress that is drawn anew on a terminal.
 
-Everything goes to stderr, so that stdout stays free for results and ``--json``.
+Progress goes to stderr, so that stdout stays free for results and ``--json``.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
+from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from gear_offline.core.closing import Closing
@@ -21,6 +24,7 @@ from gear_offline.core.text import count_text, printable, size_text
 PLAIN_SECONDS = 10.0  # between two plain lines
 DRAWS_PER_SECOND = 5
 LEAST_WIDTH = 60  # of a terminal, for a bar
+MOST_NAME = 26  # characters of a name that are not broken on a narrow terminal
 
 
 def say(message: str, *, quiet: bool = False) -> None:
@@ -38,6 +42,25 @@ class Printed:
         with console.capture() as text:
             self.print(console=console)  # type: ignore[attr-defined]
         return text.get().rstrip()
+
+
+def print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows whose first column is a name; headings and names are broken where it is narrow."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    cells = [[printable(cell) for cell in row] for row in rows]
+    least = [max(map(len, column)) for column in zip(*cells, strict=True)] or [0] * len(headings)
+    widths = list(map(max, least, map(len, headings)))
+    if sum(widths) + 2 * len(widths) > console.width:  # rich would cut the last column's numbers
+        words = (max(map(len, heading.split()), default=0) for heading in headings)
+        widths = list(map(max, least, words))
+        room = console.width - sum(widths[1:]) - 2 * len(widths)
+        widths[0] = min(widths[0], max(room, MOST_NAME))
+    for heading, width in zip(headings, widths, strict=True):
+        justify: Any = "right" if table.columns else "left"
+        table.add_column(heading, justify=justify, width=width, overflow="fold")
+    for row in cells:
+        table.add_row(*map(Text, row))
+    console.print(table, highlight=False)
 
 
 class Progress(Closing):

@@ -29,8 +29,7 @@ from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.loss import segment_losses
-from gear_offline.progress import Progress
-from gear_offline.runs.listing import print_table
+from gear_offline.progress import Progress, print_table
 from gear_offline.runs.run import Run, open_run
 from gear_offline.sampling import Sampler
 from gear_offline.tables.joint import JointDataset, TableData

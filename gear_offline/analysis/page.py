@@ -26,7 +26,7 @@ from gear_offline.analysis.sampling import Data, Draws
 from gear_offline.core.files import write_file, writing
 from gear_offline.core.text import count_text, printable
 from gear_offline.plots import BLUE, FAINT, GREY, INK, ORANGE, dress, short, shortened, thousands
-from gear_offline.runs.listing import print_table
+from gear_offline.progress import print_table
 
 TALLEST = 2.5  # times the data's own tallest bar: higher ones are cut, and it is said
 MAIN = {  # what the terminal shows; the page has all

@@ -20,19 +20,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich import box
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from gear_offline.core.files import write_file
 from gear_offline.core.text import count_text
 from gear_offline.core.types import BoolArray, Float64Array, Int64Array
 from gear_offline.dataset.scores import ReferenceScores
-from gear_offline.progress import Printed
+from gear_offline.progress import Printed, print_table
 from gear_offline.training.metrics import finite
 
 CONFIDENCE = "two-sided 95 % Student t interval of the mean over episodes"
+HEADINGS = ("asked return", "achieved", "95 % interval", "std", "score", "length", "n")
 BY_REFERENCE, BY_DATA = "reference scores", "returns of its data"
 
 
@@ -127,6 +125,19 @@ class TaskResult:
             "targets": [self._target(target) for target in self.targets],
         }
 
+    def cells(self, target: TargetResult) -> list[str]:
+        """Return a target's row of the table that is printed."""
+        low, high = target.ci95
+        return [
+            f"{target.target:,.6g}",
+            f"{target.mean_return:,.1f}",
+            "-" if math.isnan(low) else f"{low:,.1f} .. {high:,.1f}",
+            "-" if math.isnan(target.std) else f"{target.std:,.1f}",
+            score_text(self.normalized(target.mean_return)),
+            f"{target.lengths.mean():,.0f}",
+            str(target.returns.size),
+        ]
+
     def _target(self, target: TargetResult) -> dict[str, Any]:
         return {
             "target": target.target,
@@ -191,8 +202,17 @@ class EvaluationReport(Printed):
     def print(self, *, console: Console | None = None) -> None:
         """Print a table a task, one row a target."""
         console = console or Console()
+        place = f" at step {self.step:,}" if self.step is not None else ""
         for task in self.tasks:
-            console.print(_table(self, task))
+            name = f"{task.name}: " if task.name else ""
+            title = f"{name}{self.run or 'policy'}{place} in {task.environment}"
+            console.print(title, markup=False, highlight=False)
+            print_table(console, HEADINGS, [task.cells(target) for target in task.targets])
+            note = task.reference.note if task.reference is not None else ""
+            if task.ends is not None and task.reference is None:
+                note = "score on the {}: 0 is {:,.6g}, 100 is {:,.6g}".format(BY_DATA, *task.ends)
+            if note:
+                console.print(note, style="dim", markup=False, highlight=False)
         if len(self.tasks) > 1:
             count = count_text(len(self.tasks), "task")
             console.print(f"\nmean score of {count}: {score_text(self.normalized_score)}")
@@ -262,29 +282,3 @@ def keep_earlier(path: Path) -> Path | None:
             file.write(content)
             return kept
     raise AssertionError("numbers do not end")
-
-
-def _table(report: EvaluationReport, task: TaskResult) -> Table:
-    place = f" at step {report.step:,}" if report.step is not None else ""
-    name = f"{task.name}: " if task.name else ""
-    caption = task.reference.note if task.reference is not None else None
-    if task.ends is not None and task.reference is None:
-        caption = "score on the {}: 0 is {:,.6g}, 100 is {:,.6g}".format(BY_DATA, *task.ends)
-    title = f"{name}{report.run or 'policy'}{place} in {task.environment}"
-    table = Table(title=escape(title), caption=escape(caption or ""), box=box.SIMPLE_HEAD)
-    table.show_edge = table.pad_edge = False
-    table.padding = (0, 1, 0, 0)
-    for heading in ("asked return", "achieved", "95 % interval", "std", "score", "length", "n"):
-        table.add_column(heading, justify="right", overflow="fold")
-    for target in task.targets:
-        low, high = target.ci95
-        table.add_row(
-            f"{target.target:,.6g}",
-            f"{target.mean_return:,.1f}",
-            "-" if math.isnan(low) else f"{low:,.1f} .. {high:,.1f}",
-            "-" if math.isnan(target.std) else f"{target.std:,.1f}",
-            score_text(task.normalized(target.mean_return)),
-            f"{target.lengths.mean():,.0f}",
-            str(target.returns.size),
-        )
-    return table

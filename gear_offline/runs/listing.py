@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from gear_offline.core.text import printable
 from gear_offline.errors import InputError, given_path
-from gear_offline.progress import Printed
+from gear_offline.progress import Printed, print_table
 from gear_offline.runs.run import Run
 from gear_offline.training.checkpoint_folder import list_checkpoints
 
@@ -24,7 +23,6 @@ __all__ = ["RunList", "list_runs"]
 
 DEPTH = 4  # folders below the one that was named: sweeps lie in runs/, their runs two below
 WRITTEN = ("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "summary.json")
-MOST_NAME = 26  # characters of a name that are not broken on a narrow terminal
 AGES = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
@@ -132,25 +130,6 @@ def print_run(run: Run, *, console: Console | None = None) -> None:
             rows.append([f"{one['step'] or 0:,}", *achieved])
         console.print()
         print_table(console, ["step", "return", "score"], rows)
-
-
-def print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows whose first column is a name; headings and names are broken where it is narrow."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    cells = [[printable(cell) for cell in row] for row in rows]
-    least = [max(map(len, column)) for column in zip(*cells, strict=True)] or [0] * len(headings)
-    widths = list(map(max, least, map(len, headings)))
-    if sum(widths) + 2 * len(widths) > console.width:  # rich would cut the last column's numbers
-        words = (max(map(len, heading.split()), default=0) for heading in headings)
-        widths = list(map(max, least, words))
-        room = console.width - sum(widths[1:]) - 2 * len(widths)
-        widths[0] = min(widths[0], max(room, MOST_NAME))
-    for heading, width in zip(headings, widths, strict=True):
-        justify: Any = "right" if table.columns else "left"
-        table.add_column(heading, justify=justify, width=width, overflow="fold")
-    for row in cells:
-        table.add_row(*map(Text, row))
-    console.print(table, highlight=False)
 
 
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:

@@ -32,7 +32,7 @@ from gear_offline.plots import (
     thousands,
     titles,
 )
-from gear_offline.runs.listing import print_table
+from gear_offline.progress import print_table
 from gear_offline.sweep.directory import SweepDirectory
 from gear_offline.sweep.results import (
     INTERVAL,
