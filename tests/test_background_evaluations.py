@@ -21,7 +21,7 @@ import torch
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.evaluation import background
-from gear_offline.evaluation.background import BackgroundEvaluations, PlayRequest, plan_evaluations
+from gear_offline.evaluation.background import BackgroundEvaluations, plan_evaluations
 from gear_offline.evaluation.evaluate import tasks_of
 from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.training.checkpoint_folder import list_checkpoints
@@ -157,24 +157,6 @@ def test_every_evaluation_is_played_and_recorded_in_order(
     kept = [step for step, _ in list_checkpoints(run / "checkpoints")]
     assert best is not None and kept == sorted({best["step"], 20}), "pins are lifted at last"
     assert fake.made[0].most <= workers and all(pool.closed for pool in fake.made)
-
-
-def test_too_many_outstanding_wait_for_room(
-    data: Path, tmp_path: Path, fake: type[FakePool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake.delay, most = 25, [0]
-    submit = BackgroundEvaluations.submit
-
-    def counted(self: BackgroundEvaluations, request: PlayRequest) -> None:
-        submit(self, request)
-        most.append(len(self.steps))
-
-    monkeypatch.setattr(BackgroundEvaluations, "submit", counted)
-    recipe = tiny_recipe(data, "evaluate.background=on", "train.evaluate_every=1")
-    run = train(recipe, out=tmp_path / "run", quiet=True)
-    assert max(most) == 1 + background.SPARE
-    assert [step for step, _, _ in played(run)] == list(range(1, 21))
-    assert json.loads((run / "summary.json").read_text())["evaluation"]["held_seconds"] > 0
 
 
 def test_a_lost_worker_fails_one_evaluation_and_training_goes_on(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from gear_offline.analysis.compare import (
-    Difference,
     Outcome,
     compare,
     difference,
@@ -67,14 +65,6 @@ def test_edges() -> None:
     assert (same.mean, same.t_p, same.permutation_p) == (0.0, 1.0, 1.0)
     shifted = difference([1.1, 2.1, 3.1], [1.0, 2.0, 3.0])
     assert shifted.t_p is None, "equal differences say nothing of their spread"
-
-
-def test_verdicts() -> None:
-    base = Difference(pairs=3, mean=2.0, holm_p=0.01)
-    assert base.verdict == "higher" and replace(base, mean=-2.0).verdict == "lower"
-    assert replace(base, holm_p=0.05).verdict == "no difference"
-    assert replace(base, holm_p=None).verdict == "no difference"
-    assert replace(base, pairs=2).verdict == "too few seeds"
 
 
 def test_holm_by_hand() -> None:

@@ -21,7 +21,7 @@ from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.planning.compute import model_size, step_cost
 from gear_offline.planning.hardware import HARDWARE, Cluster, load_hardware
-from gear_offline.planning.plan import crossing_share, expected_excess, lay_out, plan
+from gear_offline.planning.plan import crossing_share, lay_out, plan
 from gear_offline.planning.workload import make_workload
 from gear_offline.runs.prepare import resolve
 from gear_offline.training.learner import Learner
@@ -33,21 +33,6 @@ H200 = load_hardware("h200")
 ONE_GPU = Cluster(nodes=1, gpus=1, hardware=H200)
 COLUMNS = "observations=float32[11],actions=float32[3],rewards=float32"
 FRAMES = "observations=uint8[84,84],actions=int64,rewards=float32"
-
-
-@given(
-    count=st.integers(1, 60),
-    share=st.floats(1e-9, 1.0),
-    capacity=st.integers(0, 70),
-)
-def test_expected_excess_is_that_of_the_binomial_distribution(
-    count: int, share: float, capacity: int
-) -> None:
-    naive = sum(
-        math.comb(count, k) * share**k * (1 - share) ** (count - k) * max(0, k - capacity)
-        for k in range(count + 1)
-    )
-    assert expected_excess(count, share, capacity) == pytest.approx(naive, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("shares", [[0.25] * 4, [0.4, 0.3, 0.2, 0.1], [1.0], [0.9, 0.1]])

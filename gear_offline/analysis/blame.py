@@ -100,12 +100,9 @@ class Blame:
     windows: npt.NDArray[Any]  # (w,) WINDOW records, of the ordinary batches too
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-able document; of the windows those of the batches, by their loss."""
-        batch, names = self.windows["batch"], WINDOW.names or ()
-        own = self.windows[(batch >= self.first) & (batch <= self.last)]
-        own = own[np.argsort(-own["loss"], kind="stable")]
-        windows = [dict(zip(names, row, strict=True)) for row in own.tolist()]
-        document: dict[str, Any] = finite({**asdict(self), "windows": windows})
+        """Return a JSON-able document, without the windows."""
+        document: dict[str, Any] = finite(asdict(self))
+        del document["windows"]
         return document
 
     def print(self) -> None:

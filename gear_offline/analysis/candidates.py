@@ -21,14 +21,6 @@ MOST_LABEL = 80
 FORM = "a list of names or of mappings such as {strategy: top_k, k: 50}; a mapping may have a label"
 
 
-def _strategy(name: str, options: Mapping[str, Any], label: str = "") -> Strategy:
-    """Return a strategy as tables call it: by its label, or by its name and options."""
-    parse_options(name, options)
-    texts = [f"{key}={value}" for key, value in options.items()]
-    short = [text if len(text) <= 24 else f"{text[:21]}..." for text in texts]
-    return Strategy(label=label or " ".join([name, *short]), strategy=name, options=dict(options))
-
-
 def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[Strategy]:
     """Return what to compare: the recipe's own strategy first, then those named or the usual.
 
@@ -39,44 +31,48 @@ def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[
         file, or a list as in that file: such names, or mappings with ``strategy``, its options and,
         if wanted, a ``label``.
     """
-    where = "--strategies"
-    if asked is None:
-        items: Sequence[Any] = DEFAULT
-    elif not isinstance(asked, str):
-        items = asked
-    elif asked.strip().endswith((".yaml", ".yml")):
-        where = asked.strip()
+    where, items = "--strategies", DEFAULT if asked is None else asked
+    if isinstance(items, str) and items.strip().endswith((".yaml", ".yml")):
+        where = items.strip()
         items = _read(Path(where))
-    else:
-        items = [part for part in asked.split(",") if part.strip()]
+    elif isinstance(items, str):
+        items = [part for part in items.split(",") if part.strip()]
     if not items:
         raise _unusable("no strategy is named", where, "leave it out for the usual ones")
-    own = _strategy(recipe.selection.strategy, recipe.selection.options)
-    found = {(own.strategy, str(sorted(own.options.items()))): own}
-    for one in (_item(item, where) for item in items):
-        key = one.strategy, str(sorted(one.options.items()))
-        if key not in found or one.label != _strategy(one.strategy, one.options).label:
+    own = {"strategy": recipe.selection.strategy, **recipe.selection.options}
+    found: dict[str, Strategy] = {}
+    for item in (own, *items):
+        one, has_label = _strategy(item, where)
+        key = f"{one.strategy} {sorted(one.options.items())}"
+        if key not in found or has_label:
             found[key] = one  # the recipe's own one too, by the label that it is given
     labels = [one.label for one in found.values()]
-    for label in labels:
-        if labels.count(label) > 1:
-            remedy = "give each a label of its own: - {label: ..., strategy: ...}"
-            raise _unusable(f"two strategies are called {label!r}", where, remedy)
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        remedy = "give each a label of its own: - {label: ..., strategy: ...}"
+        raise _unusable(f"two strategies are called {twice[0]!r}", where, remedy)
     return list(found.values())
 
 
-def _item(item: Any, where: str) -> Strategy:
+def _strategy(item: Any, where: str) -> tuple[Strategy, bool]:
+    """Return a strategy as tables call it, and whether it has a label of its own."""
     if isinstance(item, str):
-        return _strategy(*parse_strategy(item))
-    if not isinstance(item, Mapping) or not isinstance(item.get("strategy"), str):
+        name, options = parse_strategy(item)
+    elif isinstance(item, Mapping) and isinstance(item.get("strategy"), str):
+        name = item["strategy"]
+        options = {key: value for key, value in item.items() if key not in ("strategy", "label")}
+    else:
         what = f"{str(item)[:60]!r} is neither a name nor a mapping with a strategy"
         raise _unusable(what, where, f"write {FORM}")
-    label = item.get("label", item["strategy"])
-    if not (isinstance(label, str) and 0 < len(label.strip()) <= MOST_LABEL):
-        what = f"a label is not a text of 1 to {MOST_LABEL} characters"
-        raise _unusable(what, where, f"write {FORM}")
-    options = {key: value for key, value in item.items() if key not in ("strategy", "label")}
-    return _strategy(item["strategy"], options, label.strip() if "label" in item else "")
+    texts = [f"{key}={value}" for key, value in options.items()]
+    label = " ".join([name, *(text if len(text) <= 24 else f"{text[:21]}..." for text in texts)])
+    has_label = isinstance(item, Mapping) and "label" in item
+    if has_label:
+        label = item["label"]
+        if not (isinstance(label, str) and 0 < len(label.strip()) <= MOST_LABEL):
+            what = f"a label is not a text of 1 to {MOST_LABEL} characters"
+            raise _unusable(what, where, f"write {FORM}")
+    parse_options(name, options)
+    return Strategy(label=label.strip(), strategy=name, options=dict(options)), has_label
 
 
 def _read(path: Path) -> list[Any]:
