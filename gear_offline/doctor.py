@@ -107,10 +107,20 @@ def diagnose(*, seconds: float = SECONDS) -> dict[str, Any]:
         _cpu(cpu, tried["torch"]),
         _gpu(tried["torch"], tried["cupy"]),
         _rdma(tried["pyverbs"], devices),
-        _mujoco(tried["mujoco"]),
+        Feature(
+            "mujoco",
+            tried["mujoco"].works,
+            "collect and evaluate MuJoCo tasks with Gymnasium",
+            "tried: works" if tried["mujoco"].works else tried["mujoco"].reason,
+            None if tried["mujoco"].works else OPTIONAL_PACKAGES["mujoco"][1],
+        ),
     ]
-    packages = [_package(name, "", f"pip install {name}", core=True) for name in CORE_PACKAGES]
-    packages += [_package(name, *known, core=False) for name, known in OPTIONAL_PACKAGES.items()]
+    known = {name: ("core", f"pip install {name}") for name in CORE_PACKAGES} | OPTIONAL_PACKAGES
+    packages = [
+        {"name": name, "version": (found := package_version(name)), "core": name in CORE_PACKAGES}
+        | {"for": purpose, "install": None if found else install}
+        for name, (purpose, install) in known.items()
+    ]
     return {
         "gear_offline": gear_offline.__version__,
         "healthy": features[0].available,
@@ -136,9 +146,8 @@ def print_diagnosis(diagnosis: Mapping[str, Any]) -> None:
     features = Table("feature", "here", "what will run, and why", box=box.SIMPLE_HEAD)
     for row in diagnosis["features"]:
         here = Text("yes", "green") if row["available"] else Text("no", "red")
-        lines = Text(row["path"]).append(f"\n{row['reason']}", "dim")
-        if row["install"]:
-            lines.append(f"\n{row['install']}", "cyan")
+        remedy = f"\n{row['install']}" if row["install"] else ""
+        lines = Text(row["path"]).append(f"\n{row['reason']}", "dim").append(remedy, "cyan")
         features.add_row(row["feature"], here, lines)
     console.print(features)
     packages = Table("package", "version", "for", box=box.SIMPLE_HEAD)
@@ -146,9 +155,8 @@ def print_diagnosis(diagnosis: Mapping[str, Any]) -> None:
         if row["core"] and row["version"]:
             continue  # the line `cpu` says that they are all there
         absent = Text("missing", "red") if row["core"] else Text("not installed", "dim")
-        purpose = Text("core" if row["core"] else row["for"])
-        if row["install"]:
-            purpose.append(f": {row['install']}", "cyan")
+        remedy = f": {row['install']}" if row["install"] else ""
+        purpose = Text(row["for"]).append(remedy, "cyan")
         packages.add_row(row["name"], row["version"] or absent, purpose)
     console.print(packages)
 
@@ -195,12 +203,6 @@ def rdma_devices(root: Path = Path("/sys/class/infiniband")) -> list[dict[str, s
     return devices
 
 
-def _package(name: str, purpose: str, install: str, *, core: bool) -> dict[str, Any]:
-    installed = package_version(name)
-    missing = None if installed else install
-    return {"name": name, "version": installed, "core": core, "for": purpose, "install": missing}
-
-
 def _cpu(cpu: Mapping[str, Any], torch: Probe) -> Feature:
     problems = [f"{n} is not installed" for n in CORE_PACKAGES if package_version(n) is None]
     if not torch.works:
@@ -241,11 +243,3 @@ def _rdma(verbs: Probe, devices: list[dict[str, str]]) -> Feature:
     reason = f"RDMA devices: {shown}; {'pyverbs works' if verbs.works else verbs.reason}"
     install = None if verbs.works or not devices else OPTIONAL_PACKAGES["pyverbs"][1]
     return Feature("rdma", False, "exchange between nodes by torch.distributed", reason, install)
-
-
-def _mujoco(tried: Probe) -> Feature:
-    if tried.works:
-        path = "collect and evaluate MuJoCo tasks with Gymnasium"
-        return Feature("mujoco", True, path, "tried: works")
-    install = OPTIONAL_PACKAGES["mujoco"][1]
-    return Feature("mujoco", False, "refused with an error", tried.reason, install)
