@@ -218,7 +218,6 @@ def test_an_existing_file_is_refused_before_any_work(tmp_path: Path) -> None:
         ({"action_noise": float("inf")}, "USAGE"),
         ({"seed": -1}, "USAGE"),
         ({"gate": float("nan")}, "USAGE"),
-        ({"target": float("inf")}, "USAGE"),
         ({"quality": "medium"}, "USAGE"),
         ({"policy": "ars", "quality": "best"}, "USAGE"),
         ({"policy": "ars", "quality": "medium", "mix": {"expert": 1}}, "USAGE"),

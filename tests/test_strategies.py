@@ -100,7 +100,7 @@ def test_figures_are_those_of_counting_one_by_one(
             places.append(1 - (first[e] + s + 0.5) / steps)
             real += n
         weights += [1 / p for p in segments.probability.tolist()]
-        coverage.append((step + 1, len(drawn) / steps, len(shown) / steps))
+        coverage.append((step + 1, len(drawn) / steps))
     draws = BATCHES * BATCH
     assert found.draws == draws
     expected = {

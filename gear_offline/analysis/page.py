@@ -180,7 +180,7 @@ def _drawn_picture(draws: Draws, data: Data, everyone: Sequence[Draws]) -> str:
             va="top", fontsize=9, color=GREY, transform=returns.transAxes, backgroundcolor="white",
         )  # fmt: skip
     for other in everyone:
-        batches, seen, _ = zip(*other.coverage, strict=True)
+        batches, seen = zip(*other.coverage, strict=True)
         colour, width, layer = (BLUE, 1.8, 3) if other is draws else (FAINT, 1.0, 2)
         points = (0, *batches), _percents((0, *seen))
         coverage.plot(*points, color=colour, linewidth=width, zorder=layer)

@@ -44,8 +44,7 @@ class Draws:
     mean_return: float
     returns: tuple[float, ...]  # share of the draws in each bin
     median_age: float  # place of the median draw in the table, 0 the newest step, 1 the oldest
-    # (batches, share of starts drawn, share of steps shown) along the way
-    coverage: tuple[tuple[int, float, float], ...]
+    coverage: tuple[tuple[int, float], ...]  # (batches, share of starts drawn) along the way
     segments_per_second: float
 
 
@@ -102,14 +101,10 @@ def measure(
     shown, p = np.concatenate(real), np.concatenate(probability)
     draws, steps = rows.size, index.steps
     middle = np.partition(rows, (draws - 1) // 2, axis=None)[(draws - 1) // 2]
-    # a window is named by its first step and its length; at its first draw it adds to the coverage
-    windows, drawn_at = np.unique(rows * (span + 1) + shown, return_index=True)
-    begin, length = np.divmod(windows, span + 1)
-    end, batch = begin + length, drawn_at // size
-    coverage = []
-    for mark in sorted({max(1, batches * (i + 1) // POINTS) for i in range(POINTS)}):
-        seen, covered = _covered(begin[batch < mark], end[batch < mark])
-        coverage.append((mark, seen / steps, covered / steps))
+    _, drawn_at = np.unique(rows, return_index=True)  # where each start is drawn first
+    new = np.sort(drawn_at // size)
+    marks = sorted({max(1, batches * (i + 1) // POINTS) for i in range(POINTS)})
+    coverage = [(mark, int(np.searchsorted(new, mark)) / steps) for mark in marks]
     per_episode = np.bincount(chosen.reshape(-1), minlength=index.episodes)
     weights = 1.0 / p
     # The mean probability of what is drawn is the sum of squared probabilities; where every start
@@ -119,7 +114,7 @@ def measure(
     return Draws(
         draws=draws,
         coverage_starts=coverage[-1][1],
-        coverage_steps=coverage[-1][2],
+        coverage_steps=_covered(rows.reshape(-1), shown.reshape(-1)) / steps,
         coverage_episodes=float((per_episode > 0).mean()),
         effective_segments=effective,
         effective_sample_share=float(weights.sum() ** 2 / (draws * (weights**2).sum())),
@@ -134,15 +129,13 @@ def measure(
     )
 
 
-def _covered(first: Int64Array, last: Int64Array) -> tuple[int, int]:
-    """Return how many starts are distinct, and how many steps lie in a window [first, last).
-
-    Windows are in the order of their first steps.
-    """
+def _covered(starts: Int64Array, lengths: Int64Array) -> int:
+    """Return how many steps lie in at least one of the windows."""
+    order = np.argsort(starts)
+    first, last = starts[order], (starts + lengths)[order]
     reached = np.maximum.accumulate(last)
     begun = np.maximum(first[1:], reached[:-1])  # where what a window adds begins
-    added = np.maximum(last[1:] - begun, 0).sum() + last[0] - first[0]
-    return int((np.diff(first) > 0).sum()) + 1, int(added)
+    return int(np.maximum(last[1:] - begun, 0).sum() + last[0] - first[0])
 
 
 def _repeats(values: Int64Array) -> int:

@@ -76,17 +76,11 @@ OPTIONS = {
 }
 
 
-def options_for(
-    environment_id: str, *, train_steps: int | None = None, target: float | None = None
-) -> ArsOptions:
+def options_for(environment_id: str, *, train_steps: int | None = None) -> ArsOptions:
     """Return the hyper-parameters for an environment, by its name without the version."""
     name = re.split("[:/]", environment_id)[-1].partition("-v")[0]
     options = OPTIONS.get(name, ArsOptions())
-    return replace(
-        options,
-        train_steps=train_steps or options.train_steps,
-        target=options.target if target is None else target,
-    )
+    return replace(options, train_steps=train_steps or options.train_steps)
 
 
 @dataclass(eq=False)

@@ -94,7 +94,6 @@ def collect(
     action_noise: float = 0.0,
     seed: int = 0,
     train_steps: int | None = None,
-    target: float | None = None,
     gate: float | None = None,
     overwrite: bool = False,
     quiet: bool = False,
@@ -134,8 +133,6 @@ def collect(
         Environment steps of training.  The iteration that reaches them is finished, so ARS uses up
         to 2 N episodes more (`ArsOptions.directions`).  Steps, not seconds: time would make the
         result depend on the machine.
-    target
-        With ``"ars"``: stop training at this mean return.
     gate
         Least mean return that the best maker must have recorded; else there is no file.
     overwrite
@@ -151,7 +148,7 @@ def collect(
     out, policy = Path(out), str(policy)
     shares = requested_mix(policy, quality, mix)
     numbers = {"steps": steps, "processes": processes, "action_noise": action_noise, "seed": seed}
-    _check_numbers({**numbers, "train_steps": train_steps, "target": target, "gate": gate})
+    _check_numbers({**numbers, "train_steps": train_steps, "gate": gate})
     if is_of_library(policy) or (processes is None and policy != "ars" and steps < PARALLEL_STEPS):
         processes = 1  # a library's model stays in the process that trained it
     with Hdf5Writer(out, overwrite=overwrite) as writer:
@@ -162,7 +159,7 @@ def collect(
             best: Policy | None = None
             used = 0
             if policy == "ars" and set(shares) != {"random"}:
-                options = ars.options_for(environment, train_steps=train_steps, target=target)
+                options = ars.options_for(environment, train_steps=train_steps)
                 training = ars.train(crew, options, seed, action_noise=action_noise, quiet=quiet)
                 best, used = training.best.policy, training.steps
                 _check_gate(gate, training.best.mean_return, environment)

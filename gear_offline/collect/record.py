@@ -23,9 +23,9 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import (
     EnvironmentFacts,
     Known,
-    describe,
     known_of,
     make_environment,
+    probe,
     simulator_data,
 )
 from gear_offline.workers import Caller, WorkerPool
@@ -126,13 +126,9 @@ class Player(Closing):
     """One environment of this process that plays plans."""
 
     def __init__(self, environment_id: str) -> None:
+        self.facts = probe(environment_id)
+        _check_recordable(self.facts)
         self._environment = make_environment(environment_id)
-        try:
-            self.facts = describe(self._environment, environment_id)
-            _check_recordable(self.facts)
-        except BaseException:
-            self._environment.close()
-            raise
         self._data = simulator_data(self._environment)
 
     def record(self, plan: EpisodePlan) -> Episode:
@@ -183,9 +179,8 @@ class Player(Closing):
                 played.positions.append(self._data.qpos.copy())
                 played.velocities.append(self._data.qvel.copy())
             # What is stored is what was applied: the environment gets the value after the cast.
-            observation, reward, terminated, truncated, _ = environment.step(
-                self.facts.shaped(action)
-            )
+            applied = self.facts.shaped(action)
+            observation, reward, terminated, truncated, _ = environment.step(applied)
             played.seen.append(np.array(observation))  # it may write to its array again
             played.actions.append(action)
             played.rewards.append(float(reward))
