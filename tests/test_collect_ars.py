@@ -89,17 +89,6 @@ def test_it_learns(training: Training) -> None:
     assert training.best.mean_return > 8.0
 
 
-def test_attempts_differ_and_share_the_budget(training: Training) -> None:
-    assert training.attempts == 3
-    used = [
-        sum(int(i.lengths.sum()) for i in training.iterations if i.attempt == a) for a in range(3)
-    ]
-    assert sum(used) == training.steps
-    assert all(2_000 <= u < 2_000 + 2 * 6 * 10 for u in used[:2])
-    firsts = [i.returns.tolist() for i in training.iterations if i.number == 0]
-    assert firsts[0] != firsts[1] != firsts[2]
-
-
 def test_a_promising_attempt_gets_more_steps() -> None:
     options = replace(OPTIONS, attempt_steps=1_000, train_steps=4_000)
     with Crew(PUSH, processes=1) as crew:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import gear_offline.export as writer_module
 from gear_offline.collect.policies import (
     LinearPolicy,
     RandomPolicy,
@@ -26,7 +24,6 @@ from gear_offline.collect.policies import (
 from gear_offline.collect.record import Crew, Episode, EpisodePlan, Player, stream
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import probe
-from gear_offline.export import Hdf5Writer
 from tests.collect_environments import COUNTER, LIMIT, length_of
 from tests.support import failing_code, one_error
 
@@ -218,27 +215,6 @@ def make_rows(steps: int, *, seed: int = 0) -> dict[str, npt.NDArray[Any]]:
         "rewards": rng.normal(size=steps).astype(np.float32),
         "terminals": np.arange(steps) == steps - 1,
     }
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 50))
-def test_rows_are_those_of_the_parts(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], chunk: int
-) -> None:
-    out = tmp_path_factory.mktemp("rows") / "a.hdf5"
-    parts = [make_rows(length, seed=seed) for seed, length in enumerate(lengths)]
-    with pytest.MonkeyPatch.context() as patch, Hdf5Writer(out) as writer:
-        patch.setattr(writer_module, "CHUNK_ROWS", chunk)
-        for part in parts:
-            writer.write(part)
-        writer.publish({"env_id": "x", "makers": [{"a": 1}]}, {"metadata/algorithm": "y"})
-    with h5py.File(out) as file:
-        for name in parts[0]:
-            expected = np.concatenate([part[name] for part in parts])
-            assert file[name].dtype == expected.dtype
-            np.testing.assert_array_equal(file[name][:], expected)
-        assert file["metadata/algorithm"][()] == b"y"
-        assert json.loads(file.attrs["makers"]) == [{"a": 1}]
 
 
 def test_what_does_not_repeat_is_an_error() -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.tasks import data_key
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import GearError
 from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.runs.prepare import prepare_dataset
 from gear_offline.sweep import jobs as sweep_jobs
@@ -243,25 +243,6 @@ def test_an_error_of_a_stack_ends_its_runs_and_no_others(
     assert [errors[trial.name] for trial in wide] == ["MEMORY"] * 4
 
 
-def test_a_run_that_cannot_be_closed_or_saved_ends_by_its_first_error(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(self: Learner) -> None:
-        raise RuntimeError("cannot be closed")
-
-    take, close = Learner.take, Learner.close
-
-    def broken(self: Learner) -> Any:
-        if self.recipe.seed == 1 and self.step == 8:
-            raise NO_MEMORY
-        return take(self)
-
-    monkeypatch.setattr(Learner, "take", broken)
-    monkeypatch.setattr(Learner, "close", lambda self: (fails if self.step == 8 else close)(self))
-    trials = trials_of(data, rates=[1e-2], seeds=3)
-    assert concurrently(trials, tmp_path, exact=True) == {"t0": None, "t1": "MEMORY", "t2": None}
-
-
 @pytest.mark.parametrize("method", ["__init__", "advance"])
 def test_nothing_goes_on_after_the_gpu_is_lost_and_a_later_call_does(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
@@ -311,13 +292,6 @@ def test_what_ends_one_run_is_its_error(error: Exception, code: str, words: str)
         raise error
     assert caught.value.code == code and words in str(caught.value)
     assert "long" not in str(caught.value), "one line"
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), InputError("RUN_MISMATCH", "another one")])
-def test_other_errors_are_not_touched(error: BaseException) -> None:
-    with pytest.raises(type(error)) as caught, run_errors("one", Path("folder"), CPU):
-        raise error
-    assert caught.value is error
 
 
 def test_memory_that_ran_out_in_a_capture_is_told_as_that() -> None:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -115,19 +114,3 @@ def test_a_job_that_fails_ends_the_others(how: str, code: str) -> None:
     with WorkerPool(2) as pool, pytest.raises(GearError) as caught:
         list(pool.run(f"{JOBS}:fail", [(how,)] * 3))
     assert caught.value.code == code
-
-
-def test_workers_of_jobs_are_closed_when_nobody_reads_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[int] = []
-    start = Worker.start
-
-    def remember(worker: Worker, *arguments: Any) -> None:
-        started.append(worker.pid)
-        start(worker, *arguments)
-
-    monkeypatch.setattr(Worker, "start", remember)
-    with WorkerPool(2) as pool:
-        values: Any = pool.run(f"{JOBS}:add", ((n,) for n in iter(int, 1)))  # endless
-        assert next(values) == 0
-        values.close()
-    assert len(set(started)) == 2 and all(map(is_gone, started))
