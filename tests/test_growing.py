@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.dataset.manifest import Manifest
 from gear_offline.errors import GearError, InputError
 from gear_offline.runs.loop import TrainingInterrupted
+from gear_offline.training.metrics import read_records
 from tests.ranks_support import environment, torchrun
 from tests.support import ArraySource, hopper_columns
 from tests.test_resume import interrupted_in
@@ -304,6 +306,50 @@ def test_episodes_longer_than_the_model_knows_are_put_aside(path: Path, tmp_path
     recipe = recipe_of(path, "model.max_timestep=20")
     go.train(recipe, out=tmp_path / "run", quiet=True)
     assert len(go.open_dataset(path)) == 3 and len(list((path / "refused").iterdir())) == 1
+
+
+def test_a_full_disk_stops_actors_and_not_the_learner(
+    path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nothing is admitted or saved from step 7 to 15; what was appended before comes after that."""
+    full, calls = False, {name: getattr(os, name) for name in ("write", "fsync")}
+
+    def limited(name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            if full and arguments[0] > 2:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return calls[name](*arguments)
+
+        return call
+
+    class Filling(Actor):
+        def on_log(self, run: go.Run, step: int, values: Mapping[str, float]) -> None:
+            nonlocal full
+            full = full and step < 15
+            if full:
+                with pytest.raises(GearError, match="no space left"):
+                    super().on_log(run, step, values)
+                assert len(list(path.glob("incoming/*"))) == 1
+            else:
+                super().on_log(run, step, values)
+            full = full or step == 6
+
+    for name in calls:
+        monkeypatch.setattr(os, name, limited(name))
+    recipe, out = recipe_of(path, "train.checkpoint_every=4"), tmp_path / "run"
+    run = go.train(recipe, out=out, callbacks=[Filling(path)])
+    said = capsys.readouterr().err
+    assert said.count("step 8: the disk of") == 2 and said.count(" is full") == 3
+    assert "nothing is saved since step 4" in said and "nothing is admitted until" in said
+    assert [row["step"] for row in read_records(out / "metrics.jsonl")] == [3, 6, 9, 12, 15, 18, 20]
+    assert [row["step"] for row in read_records(path / "admissions.jsonl")] == [4, 16, 16]
+    assert go.open_dataset(path).episodes.lengths[3:].tolist() == [8, 11, 20]
+    replays = recipe.replace({"data.replay": True})
+    replayed = go.train(replays, out=tmp_path / "replayed", quiet=True)
+    assert learnt(replayed.path)["model"] == learnt(run.path)["model"]
 
 
 def test_one_run_at_a_time_admits(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -118,12 +119,27 @@ def test_best_is_the_highest_return_and_the_latest_of_equals(tmp_path: Path) -> 
     again.close()
 
 
-def test_lines_that_the_disk_takes_in_part_are_an_error(
+def test_lines_that_the_disk_takes_later_or_in_part_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    metrics, write = Metrics(tmp_path), os.write
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "write", lambda file, content: write(file, content[:9]))
-        with pytest.raises(OSError, match="wrote 9 of"):
-            metrics.log(5, {"loss": 0.5})
+    metrics, write, room = Metrics(tmp_path), os.write, 9
+
+    def nearly_full(file: int, content: bytes) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = write(file, content[:room])
+        room -= done
+        return done
+
+    monkeypatch.setattr(os, "write", nearly_full)
+    metrics.log(5, {"loss": 0.5})
+    metrics.log(6, {"loss": 0.25})
+    with pytest.raises(OSError, match="No space left"):
+        metrics.sync()
+    assert read_records(tmp_path / "metrics.jsonl") == []
+    room = 1000
+    metrics.log(7, {"loss": 0.125})
     metrics.close()
+    lines = read_records(tmp_path / "metrics.jsonl")
+    assert lines == [{"step": step, "loss": 2.0 ** (4 - step)} for step in (5, 6, 7)]

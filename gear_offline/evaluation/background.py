@@ -163,6 +163,10 @@ class BackgroundEvaluations(Closing):
         """Have a checkpoint played as soon as it is on the disk and a worker is free."""
         self._outstanding[request.step] = _Outstanding(request=request, began=time.monotonic())
 
+    def drop(self, step: int) -> None:
+        """Forget a checkpoint that will not be there."""
+        self._outstanding.pop(step, None)
+
     def poll(self) -> list[tuple[int, Mapping[str, Any], float]]:
         """Hand out what is done, in the order of steps: (step, document, seconds it took).
 

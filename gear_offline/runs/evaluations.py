@@ -161,7 +161,19 @@ class RunEvaluations:
         )
 
     def collect(self) -> bool:
-        """Record what has come in; return whether a checkpoint may have become needless."""
+        """Record what has come in; return whether a checkpoint may have become needless.
+
+        A checkpoint that the saver has given up is not played.
+        """
+        while self._saver.given_up:
+            step = self._saver.given_up.popleft()
+            self._background.drop(step)
+            saved = list_checkpoints(self._folder / "checkpoints")
+            since = f"step {saved[-1][0]:,}" if saved else "the beginning"
+            self._progress.say(
+                f"step {step:,}: the disk of {self._folder} is full: training goes on, nothing is "
+                f"saved since {since}, the next checkpoint tries again"
+            )
         done = self._background.poll()
         for step, document, seconds in done:
             self._record(step, document, seconds)

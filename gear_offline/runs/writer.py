@@ -135,6 +135,7 @@ class RunWriter:
         """Wait for the evaluations that are under way."""
         self._stepped_to = time.perf_counter()
         self.evaluations.finish()
+        self.metrics.sync()
 
     def close(self) -> None:
         """Close the files and end what evaluates."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import open_regular
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, is_disk_full
 
 FILES = ("metrics.jsonl", "evaluations.jsonl")
 
@@ -69,17 +70,30 @@ def truncate_records(folder: Path, *, last_step: int) -> None:
 
 
 class GrowingFile(Closing):
-    """A file of a run that only grows, made when missing; what is appended is one system call."""
+    """A file of a run that only grows, made when missing; what is appended is one system call.
+
+    What a full disk does not take comes before what is appended next.
+    """
 
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._file = os.open(path, flags, 0o644)
+        self._file, self._rest = os.open(path, flags, 0o644), b""
+        self._lock = threading.Lock()  # `sync` is called by the thread that saves
 
     def write(self, content: bytes) -> None:
-        """Append `content` whole, or raise `OSError`."""
-        written = os.write(self._file, content)
-        if written != len(content):
-            raise OSError(f"wrote {written} of {len(content)} bytes: is the disk full?")
+        """Append `content`."""
+        with self._lock:
+            self._rest += content
+        try:
+            self._flush()
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+
+    def _flush(self) -> None:
+        with self._lock:
+            while self._rest:
+                self._rest = self._rest[os.write(self._file, self._rest) :]
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append a line of JSON; NaN and infinity become null."""
@@ -87,6 +101,7 @@ class GrowingFile(Closing):
 
     def sync(self) -> None:
         """Make what was written survive a power loss."""
+        self._flush()
         os.fsync(self._file)
 
     def close(self) -> None:

@@ -2,7 +2,8 @@
 
 At a step everything is copied where it lies; a thread writes the copy while training goes on.  One
 checkpoint at a time is written: the next one waits for it, and that wait counts as time that
-training was held up.  What cannot be written raises at the next step.
+training was held up.  What cannot be written raises at the next step, but of a full disk: then the
+checkpoint is given up, and the last one raises.
 
 A model that is spread over ranks is saved in shards, a file of each rank, where all ranks see the
 run directory; elsewhere it is collected on the first rank.
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from gear_offline.errors import GearError, is_disk_full
 from gear_offline.models.policy_folder import config_text
 from gear_offline.training.checkpoint import (
     MODEL_PREFIX,
@@ -66,6 +68,8 @@ class Saver:
         self._error: BaseException | None = None
         self._writing: int | None = None  # the step that is written, or was last
         self.written = deque[int]()  # steps whose checkpoints became whole; readers take them out
+        self.given_up = deque[int]()  # or did not
+        self._full: BaseException | None = None  # why the last one was
         self._shards: ShardWriter | None = None
         self.stalled_seconds = 0.0  # how long `save` has held up training so far
         self.remark = ""  # how a model that is spread over ranks is saved
@@ -96,7 +100,8 @@ class Saver:
         if name is None:
             self.prune(keep)
         else:
-            self.wait()  # for the one before
+            self.close()  # first the one before
+            self.check()
             self._writing = step
             self._begin(self._folder / name, seconds, keep)
         self.stalled_seconds += time.perf_counter() - began
@@ -151,8 +156,15 @@ class Saver:
             if self._world.is_first:
                 self._before()
                 write_checkpoint(place, state, config, model, kinds["training"])
+                self._full = None
                 self.written.append(state.step)
                 prune(self._folder, keep)
+        except (OSError, GearError) as error:
+            is_full = is_disk_full(error) or is_disk_full(error.__cause__)
+            if not is_full or self._shards is not None:
+                raise
+            self._writing, self._full = None, error
+            self.given_up.append(state.step)
         finally:
             if self._world.is_first:
                 shutil.rmtree(place, ignore_errors=True)
@@ -189,6 +201,8 @@ class Saver:
         """Return when everything is on the disk; raises the writer's error."""
         self.close()
         self.check()
+        if self._full is not None:
+            raise self._full
 
     def close(self, *, finish: bool = True) -> None:
         """Wait for the writer's work if `finish`; errors stay with `check`."""
