@@ -12,13 +12,6 @@ import os
 from pathlib import Path
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the system's error numbers
-
-
-def is_disk_full(error: BaseException | None) -> bool:
-    """Whether the system says so, itself or as the cause of an error of ours."""
-    return isinstance(error, OSError) and error.errno in NO_SPACE
-
-
 # how torch, CUDA and their libraries say it, on the CPU and on a GPU
 OUT_OF_MEMORY = (
     "can't allocate memory",

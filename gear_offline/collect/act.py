@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gear_offline.collect.record import noisy, stream
+from gear_offline.collect.record import Player, episode_plan
 from gear_offline.convert.append import Appender
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.errors import GearError, InputError
-from gear_offline.evaluation.environments import (
-    Known,
-    describe,
-    known_of,
-    make_environment,
-    probe,
-    say_version,
-)
+from gear_offline.evaluation.environments import Known, known_of, probe, say_version
 from gear_offline.models.policy import Policy
 from gear_offline.progress import say
 from gear_offline.training.checkpoint import chosen_checkpoint
@@ -58,9 +51,9 @@ class _Part:
     known: Known | None
     target: float
     noise: float
-    seed: tuple[int, int]
-    episodes: int | None
     began: float
+    seed: tuple[int, int] = (0, 0)
+    episodes: int | None = None
 
 
 def act(
@@ -104,8 +97,7 @@ def act(
     ------
     InputError
         ``RUN_NOT_FOUND``; ``USAGE`` if the run's data do not grow; ``COLUMN`` if the dataset has
-        columns that actors do not record: they know ``observations``, ``next_observations``,
-        ``actions``, ``rewards``, ``terminals`` and ``timeouts``; ``ENVIRONMENT``.
+        columns that actors do not record, as `gear_offline.collect` does; ``ENVIRONMENT``.
     GearError
         ``WORKER_LOST``, ``OUTPUT_WRITE``.
     """
@@ -137,18 +129,17 @@ def act(
         None if episodes is None else episodes // actors + (number < episodes % actors)
         for number in range(actors)
     ]
-    parts = [
-        _Part(
-            run=path,
-            data=Path(recipe.data.path),
-            environment=name,
-            known=known_of(name),
-            target=target,
-            noise=action_noise,
-            seed=(base, number),
-            episodes=share,
-            began=time.time(),
-        )
+    part = _Part(
+        run=path,
+        data=Path(recipe.data.path),
+        environment=name,
+        known=known_of(name),
+        target=target,
+        noise=action_noise,
+        began=time.time(),
+    )
+    jobs = [
+        (replace(part, seed=(base, number), episodes=share),)
         for number, share in enumerate(shares)
         if share != 0
     ]
@@ -170,7 +161,6 @@ def act(
 
     try:
         with WorkerPool(actors) as pool:
-            jobs = [(part,) for part in parts]
             list(pool.run(f"{__name__}:play_in_worker", jobs, on_message=add))
     except KeyboardInterrupt:
         say("stopped: the episodes under way are lost, the others appended", quiet=quiet)
@@ -193,14 +183,28 @@ def _with_checkpoint(path: Path, *, quiet: bool) -> Path:
     return path
 
 
+@dataclass(frozen=True, eq=False)
+class _Acting:
+    """A model that is asked for a return, as the policy of an episode's plan."""
+
+    policy: Policy
+    algorithm: str = "gear-offline"
+
+    def act(self, observation: Array, generator: np.random.Generator) -> Array:
+        own = generator if self.policy.stochastic else None
+        return np.asarray(self.policy.act(observation[None], generator=own)[0])
+
+    def observe(self, reward: float, action: Array) -> None:
+        self.policy.observe_reward([reward], actions=action[None])
+
+
 def play_in_worker(caller: Caller, part: _Part) -> None:
     """Play episodes until there are enough, or the run has ended; send each one's facts."""
     if part.known is not None:
         part.known.learn()
     appender, policy, step, played = Appender(part.data), None, -1, 0
     summary = part.run / "summary.json"
-    with make_environment(part.environment) as environment:
-        facts = describe(environment, part.environment)
+    with Player(part.environment) as player:
         while part.episodes is None or played < part.episodes:
             if part.episodes is None and _is_newer(summary, part.began):
                 return
@@ -208,11 +212,13 @@ def play_in_worker(caller: Caller, part: _Part) -> None:
             if policy is None or (newest and newest[0][0] > step):
                 checkpoint = chosen_checkpoint(part.run)
                 policy, step = trained_model(checkpoint).policy(), checkpoint.state.step
-            generator = stream(part.seed[0], part.seed[1], played)
-            episode = _episode(environment, facts, policy, part, generator)
-            appender.append([episode])
+            policy.reset(part.target)
+            acting = _Acting(policy)
+            plan = episode_plan(acting, (*part.seed, played), part.noise)
+            columns = player.record(replace(plan, on_step=acting.observe)).columns
+            appender.append([columns])
             played += 1
-            caller.send((float(episode["rewards"].sum()), len(episode["rewards"]), step))
+            caller.send((float(columns["rewards"].sum()), len(columns["rewards"]), step))
 
 
 def _is_newer(path: Path, time_of: float) -> bool:
@@ -220,31 +226,3 @@ def _is_newer(path: Path, time_of: float) -> bool:
         return path.stat().st_mtime > time_of
     except OSError:
         return False
-
-
-def _episode(
-    environment: Any, facts: Any, policy: Policy, part: _Part, generator: np.random.Generator
-) -> dict[str, Array]:
-    """Play one episode and return its columns."""
-    observation, _ = environment.reset(seed=int(generator.integers(1 << 31)))
-    policy.reset(part.target)
-    seen, actions, rewards, over, terminated = [np.array(observation)], [], [], False, False
-    while not over:
-        chosen = policy.act(seen[-1][None], generator=generator if policy.stochastic else None)[0]
-        action = noisy(facts, chosen, part.noise, generator)
-        observation, reward, terminated, truncated, _ = environment.step(facts.shaped(action))
-        policy.observe_reward([reward], actions=action[None])
-        seen.append(np.array(observation))
-        actions.append(action)
-        rewards.append(float(reward))
-        over = bool(terminated or truncated)
-    last = np.arange(len(rewards)) == len(rewards) - 1
-    states = np.asarray(seen, np.float32 if facts.observation_dtype.kind == "f" else None)
-    return {
-        "observations": states[:-1],
-        "next_observations": states[1:],
-        "actions": np.asarray(actions, np.int64 if facts.discrete else np.float32),
-        "rewards": np.asarray(rewards, np.float32),
-        "terminals": last & bool(terminated),
-        "timeouts": last & (not terminated),
-    }

@@ -11,7 +11,7 @@ Shape legend: T steps of an episode, S observation, A action.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -73,6 +73,7 @@ class EpisodePlan:
     # Deviation of Gaussian noise in half ranges of the action; of choices: share of random ones.
     action_noise: float = 0.0
     expected_return: float | None = None  # when it was played before; recording checks it
+    on_step: Callable[[float, Array], None] | None = None  # told the reward and the action
 
 
 def episode_plan(policy: Policy, path: tuple[int, ...], action_noise: float) -> EpisodePlan:
@@ -184,6 +185,8 @@ class Player(Closing):
             played.seen.append(np.array(observation))  # it may write to its array again
             played.actions.append(action)
             played.rewards.append(float(reward))
+            if plan.on_step is not None:
+                plan.on_step(played.rewards[-1], action)
             played.terminated, over = bool(terminated), bool(terminated or truncated)
         return played
 

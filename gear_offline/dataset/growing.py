@@ -26,7 +26,7 @@ from gear_offline.dataset.admissions import ADMISSIONS_NAME, Admission, read_adm
 from gear_offline.dataset.dataset import Dataset, grow_dataset, open_dataset
 from gear_offline.dataset.manifest import shard_name
 from gear_offline.dataset.pieces import INCOMING, read_piece
-from gear_offline.errors import GearError, InputError, is_disk_full
+from gear_offline.errors import NO_SPACE, GearError, InputError
 from gear_offline.progress import say
 
 REFUSED = "refused"
@@ -66,7 +66,6 @@ class GrowingDataset(Closing):
         self._log = self._hold() if admits else -1
         self._lines, self._seal = read_admissions(self._path)
         self._admitted = 0  # lines
-        self._is_full = False  # the disk
         if admits:
             self._finish_last()
 
@@ -118,7 +117,7 @@ class GrowingDataset(Closing):
         Beyond the last line that is every piece that is there, and then what comes until there are
         at least so many steps, for `timeout` seconds (``WORKER_LOST``) or until `is_stopped`.  A
         piece that is damaged or does not fit goes to the folder ``refused``, and stderr says why.
-        On a full disk nothing is admitted, nor waited for, and stderr says so once.
+        On a full disk nothing is admitted, nor waited for.
         """
         self.follow(sum(line.step <= step for line in self._lines))
         if self._log < 0 or self._admitted < len(self._lines):
@@ -130,14 +129,11 @@ class GrowingDataset(Closing):
                 try:
                     returns += self._admit(self._pieces(), step)
                 except OSError as error:
-                    if not is_disk_full(error):
+                    if error.errno not in NO_SPACE:
                         raise
-                    if not self._is_full:
-                        what = f"step {step:,}: the disk of {self._path} is full; training goes on"
-                        say(f"{what}, nothing is admitted until there is space", quiet=self._quiet)
-                    self._is_full = True
+                    what = f"step {step:,}: the disk of {self._path} is full, nothing is admitted"
+                    say(what, quiet=self._quiet)
                     break
-            self._is_full = False
             missing = wanted - self.follow(len(self._lines)).spec.steps
             if missing <= 0 or is_stopped():
                 break

@@ -16,7 +16,7 @@ from typing import Any
 
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import open_regular
-from gear_offline.errors import InputError, is_disk_full
+from gear_offline.errors import NO_SPACE, InputError
 
 FILES = ("metrics.jsonl", "evaluations.jsonl")
 
@@ -70,10 +70,7 @@ def truncate_records(folder: Path, *, last_step: int) -> None:
 
 
 class GrowingFile(Closing):
-    """A file of a run that only grows, made when missing; what is appended is one system call.
-
-    What a full disk does not take comes before what is appended next.
-    """
+    """A file of a run that only grows, made when missing; what is appended is one system call."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -81,17 +78,16 @@ class GrowingFile(Closing):
         self._lock = threading.Lock()  # `sync` is called by the thread that saves
 
     def write(self, content: bytes) -> None:
-        """Append `content`."""
-        with self._lock:
-            self._rest += content
+        """Append `content`; what a full disk does not take comes before what is appended next."""
         try:
-            self._flush()
+            self._write(content)
         except OSError as error:
-            if not is_disk_full(error):
+            if error.errno not in NO_SPACE:
                 raise
 
-    def _flush(self) -> None:
+    def _write(self, content: bytes = b"") -> None:
         with self._lock:
+            self._rest += content
             while self._rest:
                 self._rest = self._rest[os.write(self._file, self._rest) :]
 
@@ -101,7 +97,7 @@ class GrowingFile(Closing):
 
     def sync(self) -> None:
         """Make what was written survive a power loss."""
-        self._flush()
+        self._write()
         os.fsync(self._file)
 
     def close(self) -> None:

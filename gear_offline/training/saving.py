@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gear_offline.errors import GearError, is_disk_full
+from gear_offline.errors import NO_SPACE, GearError
 from gear_offline.models.policy_folder import config_text
 from gear_offline.training.checkpoint import (
     MODEL_PREFIX,
@@ -160,8 +160,8 @@ class Saver:
                 self.written.append(state.step)
                 prune(self._folder, keep)
         except (OSError, GearError) as error:
-            is_full = is_disk_full(error) or is_disk_full(error.__cause__)
-            if not is_full or self._shards is not None:
+            number = getattr(error.__cause__ or error, "errno", None)
+            if number not in NO_SPACE or self._shards is not None:
                 raise
             self._writing, self._full = None, error
             self.given_up.append(state.step)
