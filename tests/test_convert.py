@@ -11,8 +11,6 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gear_offline.cli.main import main
 from gear_offline.convert import conversion
@@ -20,8 +18,6 @@ from gear_offline.convert.conversion import convert
 from gear_offline.convert.shards import plan_shards
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import Manifest
-from gear_offline.dataset.schema import EpisodeIndex
-from gear_offline.dataset.shard import EPISODE_COLUMNS
 from gear_offline.errors import InputError
 from gear_offline.sources.base import InputFile
 from tests.support import (
@@ -67,30 +63,6 @@ def test_an_error_in_a_worker_arrives_whole(tmp_path: Path) -> None:
         convert(path, tmp_path / "d", shard_bytes=9_000, workers=2, quiet=True)
     assert one.value.code == "COLUMN"
     assert sorted(os.listdir(tmp_path)) == ["x.hdf5"]
-
-
-@settings(deadline=None, max_examples=200)
-@given(
-    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
-    shard_bytes=st.integers(1, 6_000),
-)
-def test_shards_hold_whole_episodes_up_to_their_size(lengths: list[int], shard_bytes: int) -> None:
-    columns = source().spec.columns
-    step_bytes = sum(c.step_bytes for c in columns)
-    episode_bytes = sum(c.step_bytes for c in EPISODE_COLUMNS)
-    jobs = plan_shards(EpisodeIndex(np.asarray(lengths)), columns, shard_bytes=shard_bytes)
-
-    def size(first: int, last: int) -> int:
-        return step_bytes * sum(lengths[first:last]) + episode_bytes * (last - first)
-
-    assert [job.index for job in jobs] == list(range(len(jobs)))
-    assert jobs[0].first_episode == 0 and jobs[-1].last_episode == len(lengths)
-    for job, following in zip(jobs, [*jobs[1:], None], strict=True):
-        fits = size(job.first_episode, job.last_episode) <= shard_bytes
-        assert fits or job.last_episode == job.first_episode + 1
-        if following is not None:
-            assert following.first_episode == job.last_episode
-            assert size(job.first_episode, job.last_episode + 1) > shard_bytes
 
 
 def test_chosen_columns_and_rewards(tmp_path: Path) -> None:

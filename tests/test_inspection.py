@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from gear_offline.convert.conversion import convert
-from gear_offline.core.text import count_text, size_text
-from gear_offline.dataset.inspect import inspect, number_text, print_inspection, summary
+from gear_offline.dataset.inspect import inspect, print_inspection, summary
 from gear_offline.dataset.manifest import Manifest
 from tests.support import ArraySource, hopper_columns, make_dataset
 
@@ -110,14 +109,6 @@ def test_markup_in_attributes_is_only_text(tmp_path: Path) -> None:
     text = text_of(inspect(tmp_path / "d"))
     assert "speed [m/s]" in text and "[/b]" in text
     assert "[red]x[/nonsense]" in text and '"deep": [1]' in text
-
-
-def test_texts() -> None:
-    sizes = ["0 B", "1023 B", "1.5 KiB", "3.0 GiB"]
-    assert [size_text(n) for n in (0, 1023, 1536, 3 << 30)] == sizes
-    assert [number_text(v) for v in (None, 0.0, 1234.56, 1e-9)] == ["-", "0", "1235", "1e-09"]
-    counts = ["0 steps", "1 step", "2 steps", "1,000 steps"]
-    assert [count_text(n, "step") for n in (0, 1, 2, 1000)] == counts
 
 
 def test_control_characters_of_a_file_do_not_reach_the_terminal(tmp_path: Path) -> None:

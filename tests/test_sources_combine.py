@@ -145,25 +145,6 @@ def test_what_holds_no_episodes_is_refused(wrong: Any) -> None:
     assert code(from_arrays, [episode(3)])[0] == "SOURCE_LAYOUT"
 
 
-@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40))
-def test_flat_arrays_end_as_a_file_with_the_same_columns(flags: list[tuple[bool, bool]]) -> None:
-    steps = len(flags)
-    columns: dict[str, Any] = episode(steps)
-    columns["terminated"] = np.array([[float(a)] for a, _ in flags])
-    columns["truncated"] = np.array([b for _, b in flags])
-    source = from_arrays(columns)
-    lengths, terminated, begin = [], [], 0
-    for row, (end, cut) in enumerate(flags):
-        if end or cut or row == steps - 1:
-            lengths.append(row + 1 - begin)
-            terminated.append(end)
-            begin = row + 1
-    assert source.episodes.lengths.tolist() == lengths
-    assert source.terminated.tolist() == terminated
-    assert source.truncated.tolist() == [not t for t in terminated]
-    assert source.info.rule == "terminated|truncated"
-
-
 def test_flat_arrays_need_something_that_ends_episodes() -> None:
     assert code(from_arrays, episode(4))[0] == "COLUMN"
     assert from_arrays(episode(4), rule="steps=3").episodes.lengths.tolist() == [3, 1]

@@ -56,29 +56,20 @@ class ColumnSpec:
     shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not is_column_name(self.name):
-            raise InputError(
-                "COLUMN",
-                f"column name {self.name!r} is not allowed",
-                remedy="use letters, digits, '_', '-', '.' and single '/' between parts",
-            )
-        dtype, where = np.dtype(self.dtype), f"column {self.name}"
-        if dtype.kind not in "biufc" or dtype.itemsize > 16 or dtype.char in "gG":
-            raise InputError(
-                "COLUMN",
-                f"dtype {dtype} is not a numeric or bool dtype of a fixed width",
-                where=where,
-                remedy="store the column as a NumPy bool, integer, float or complex dtype",
-            )
+        dtype, what, remedy = np.dtype(self.dtype), "", ""
         object.__setattr__(self, "dtype", dtype.newbyteorder("="))
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
-        if not is_step_shape(self.shape, self.dtype.itemsize):
-            raise InputError(
-                "COLUMN",
-                f"per-step shape {self.shape} is not usable",
-                where=where,
-                remedy=f"use up to {MAX_DIMENSIONS} positive dimensions and at most 64 MiB a step",
-            )
+        if not is_column_name(self.name):
+            what = "a name that is not allowed"
+            remedy = "use letters, digits, '_', '-', '.' and single '/' between parts"
+        elif dtype.kind not in "biufc" or dtype.itemsize > 16 or dtype.char in "gG":
+            what = f"dtype {dtype} is not a numeric or bool dtype of a fixed width"
+            remedy = "store the column as a NumPy bool, integer, float or complex dtype"
+        elif not is_step_shape(self.shape, dtype.itemsize):
+            what = f"per-step shape {self.shape} is not usable"
+            remedy = f"use up to {MAX_DIMENSIONS} positive dimensions and at most 64 MiB a step"
+        if what:
+            raise InputError("COLUMN", what, where=f"column {self.name!r}", remedy=remedy)
 
     def __str__(self) -> str:
         """Name, dtype and shape, e.g. ``observations float32[11]``."""
@@ -109,11 +100,8 @@ class TableSpec:
     def __post_init__(self) -> None:
         names = [c.name for c in self.columns]
         if len({n.casefold() for n in names}) != len(names):
-            raise InputError(
-                "COLUMN",
-                f"column names repeat or differ by case only: {names}",
-                remedy="rename one of them, or leave it out",
-            )
+            what = f"column names repeat or differ by case only: {names}"
+            raise InputError("COLUMN", what, remedy="rename one of them, or leave it out")
 
     def __repr__(self) -> str:
         episodes, steps = count_text(self.episodes, "episode"), count_text(self.steps, "step")
@@ -207,8 +195,5 @@ def chosen_episodes(which: npt.ArrayLike, episodes: int) -> Int64Array:
         what = "one is named twice"
     else:
         return given.astype(np.int64)
-    raise InputError(
-        "SELECTION",
-        f"not a choice of episodes: {what}",
-        remedy=f"give numbers from 0 to {episodes - 1}, each once, or {episodes} bools",
-    )
+    remedy = f"give numbers from 0 to {episodes - 1}, each once, or {episodes} bools"
+    raise InputError("SELECTION", f"not a choice of episodes: {what}", remedy=remedy)

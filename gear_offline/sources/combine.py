@@ -137,15 +137,13 @@ def _check_open(source: object) -> None:
 def _joint_attributes(sources: Sequence[Source], left_out: dict[str, str]) -> dict[str, Any]:
     infos = [source.info for source in sources]
     notes = [f"{i.uri}: {text}" for i in infos for text in i.attributes.get("warnings", ())]
-    for what, names in (
-        ("environment id", {info.environment_id for info in infos}),
-        ("reference name", {info.reference_name for info in infos}),
-    ):
+    for fact in ("environment_id", "reference_name"):
+        names = {str(getattr(info, fact)) for info in infos}
         if len(names) > 1:
-            notes.append(f"the parts differ in {what}: {', '.join(sorted(map(str, names)))}")
+            what = fact.replace("_", " ")
+            notes.append(f"the parts differ in {what}: {', '.join(sorted(names))}")
     for info in infos:
-        for name, why in info.attributes.get("left_out", {}).items():
-            left_out.setdefault(name, why)
+        left_out = {**info.attributes.get("left_out", {}), **left_out}
     return {
         "parts": len(sources),
         "part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]],

@@ -72,13 +72,6 @@ def open_dqn_replay(folder: Path) -> Source:
             yield Piece(read=partial(read, checkpoint), first=first, steps=end - start)
             start = end
 
-    def blank(row: int) -> int:
-        """Return how many rows from `row` on are zeros, up to `PADDING`."""
-        found = pieces(row, min(row + PADDING, ends.size))
-        frames = [p.read("observations", p.first, p.first + p.steps) for p in found]
-        zero = ~np.concatenate(frames).any((1, 2)) & still[row : row + PADDING]
-        return int(np.logical_and.accumulate(zero).sum())
-
     ends = np.concatenate([read(c, "terminals", a, b) != 0 for c, a, b in runs])
     quiet = [(read(c, "actions", a, b) == 0) & (read(c, "rewards", a, b) == 0) for c, a, b in runs]
     still = np.concatenate(quiet) & ~ends
@@ -86,12 +79,10 @@ def open_dqn_replay(folder: Path) -> Source:
     firsts = firsts[firsts < ends.size]
     begins = np.where(firsts == 0, fresh, ends[firsts - 1]) & ~np.isin(firsts, gaps)
     known = firsts[begins & (firsts + PADDING <= ends.size)]
-    starts = firsts.copy()
     padded = known.size and all(still[known + n].all() for n in range(PADDING))
-    if padded and blank(int(known[0])) == PADDING:
-        cut = [blank(int(row)) for row in firsts[~begins]]
-        starts[begins] += PADDING
-        starts[~begins] += np.array(cut, np.int64)
+    head = pieces(int(known[0]), int(known[0]) + PADDING) if padded else ()
+    blank = not any(p.read("observations", p.first, p.first + p.steps).any() for p in head)
+    starts = firsts + np.where(begins & bool(padded and blank), PADDING, 0)
     stops = np.array([*firsts[1:], ends.size])
     kept = starts < stops
     starts, stops = starts[kept], stops[kept]

@@ -182,17 +182,19 @@ class _Reader:
         return np.concatenate([part.reshape(-1) for part in parts])
 
     def _numbers(self, name: str, group: Group, start: int, stop: int) -> Array:
-        if self._recent.get(name, (-1,))[0] != group.first:
-            values = group.file.column(group.number, name)
-            self._recent[name] = group.first, step_rows(values, name, group.file.file.path)
-        rows: Array = self._recent[name][1][start - group.first : stop - group.first]
+        made = partial(step_rows, name=name, path=group.file.file.path)
+        rows: Array = self._kept(name, group, made)[start - group.first : stop - group.first]
         return rows
 
     def _images(self, name: str, group: Group, start: int, stop: int) -> Array:
-        if self._recent.get(name, (-1,))[0] != group.first:
-            self._recent[name] = group.first, group.file.column(group.number, name)
-        stored = self._recent[name][1][start - group.first : stop - group.first]
+        stored = self._kept(name, group, list)[start - group.first : stop - group.first]
         return np.stack([_image(image.as_py(), group.file.file.path) for image in stored])
+
+    def _kept(self, name: str, group: Group, make: Callable[[Any], Any]) -> Any:
+        """Return what is made of a group's column; of each column the last one is kept."""
+        if self._recent.get(name, (-1,))[0] != group.first:
+            self._recent[name] = group.first, make(group.file.column(group.number, name))
+        return self._recent[name][1]
 
     def _video(self, places: dict[int, Place], group: Group, start: int, stop: int) -> Array:
         number = int(np.searchsorted(self.firsts, start, side="right")) - 1

@@ -54,7 +54,6 @@ def open_parquet(path: Path, *, uri: str, names: Mapping[str, str]) -> Source:
         what = "an episode without steps" if groups else "no episodes"
         remedy = "give a file with one row an episode, which has one step at least"
         raise InputError("SOURCE_LAYOUT", what, where=str(path), remedy=remedy)
-    kinds: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
     recent: dict[str, tuple[int, Array]] = {}  # of each column the group that was read last
 
     def read(number: int, lengths: Int64Array, name: str, start: int, stop: int) -> Array:
@@ -67,9 +66,8 @@ def open_parquet(path: Path, *, uri: str, names: Mapping[str, str]) -> Source:
             recent[name] = number, step_rows(values.flatten(), name, path)
         return recent[name][1][start:stop]
 
-    for name in stored:
-        rows = read(*groups[0], name, 0, 1)
-        kinds[name] = rows.dtype, rows.shape[1:]
+    first = {name: read(*groups[0], name, 0, 1) for name in stored}
+    kinds = {name: (rows.dtype, rows.shape[1:]) for name, rows in first.items()}
     flags = [flag for flag in FLAGS if flag in stored]
     terminal = next((name for name in flags if name in TERMINAL_FLAGS), None)
     ends = [(group, np.cumsum(group[1])) for group in groups]
