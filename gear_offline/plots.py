@@ -72,13 +72,6 @@ def legend(axes: Axes) -> None:
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
 
 
-def short(value: float) -> str:
-    """Return `value` with separators, and decimals only where it is small."""
-    if value == 0 or abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:,.3g}"
-
-
 def thousands(axis: Any) -> None:
     """Write an axis's numbers with separators; from a million on in millions."""
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gear_offline.core.closing import Closing
-from gear_offline.core.text import count_text, printable, size_text
+from gear_offline.core.text import count_text, printable, short, size_text
 
 PLAIN_SECONDS = 10.0  # between two plain lines
 DRAWS_PER_SECOND = 5
@@ -185,8 +185,3 @@ class Progress(Closing):
         line.append("  ".join(["", self._amount(), *self._remarks()]))
         line.truncate(width, overflow="ellipsis")
         yield line
-
-
-def short(rate: float) -> str:
-    """Return a rate with three digits, or whole: ``1.69``, ``32,450``."""
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"

@@ -15,7 +15,8 @@ from PIL import Image
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.convert.conversion import convert
-from gear_offline.plots import new_figure, short, titles
+from gear_offline.core.text import short
+from gear_offline.plots import new_figure, titles
 from gear_offline.runs.plots import plot_data_returns, plot_learning_curve
 from gear_offline.runs.report import write_report
 from gear_offline.sources import from_arrays

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from gear_offline import plots
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.text import printable
+from gear_offline.core.text import printable, short
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
@@ -117,7 +117,7 @@ class Blame:
         console.print(text)
         names = ["episode", "return", "length", "drawn", "usual", "seen", "loss", "adds", "worst"]
         rows = [
-            f"{e.episode};{plots.short(e.episode_return)};{e.length};{e.drawn};{e.usual:.1f};"
+            f"{e.episode};{short(e.episode_return)};{e.length};{e.drawn};{e.usual:.1f};"
             f"{e.seen:,};{e.loss:.3g};{e.adds:+.3g};{e.batch:,}: {e.start:,}..".split(";")
             for e in self.episodes[:SHOWN]
         ]

@@ -24,8 +24,8 @@ from rich.markup import escape
 from gear_offline.analysis.compare import Comparison, Difference, Outcome
 from gear_offline.analysis.sampling import Data, Draws
 from gear_offline.core.files import write_file, writing
-from gear_offline.core.text import count_text, printable
-from gear_offline.plots import BLUE, FAINT, GREY, INK, ORANGE, dress, short, shortened, thousands
+from gear_offline.core.text import count_text, printable, short
+from gear_offline.plots import BLUE, FAINT, GREY, INK, ORANGE, dress, shortened, thousands
 from gear_offline.progress import print_table
 
 TALLEST = 2.5  # times the data's own tallest bar: higher ones are cut, and it is said

@@ -22,6 +22,11 @@ def size_text(count: int) -> str:
     return f"{count} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
 
 
+def short(value: float) -> str:
+    """Return `value` with separators, and decimals only where it is small: ``1.69``, ``32,450``."""
+    return f"{value:,.0f}" if value == 0 or abs(value) >= 100 else f"{value:,.3g}"
+
+
 def printable(text: str) -> str:
     """Return `text` without what would steer a terminal."""
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
 
-from gear_offline.core.text import count_text
+from gear_offline.core.text import count_text, short
 from gear_offline.core.types import Float64Array
 from gear_offline.plots import (
     BLUE,
@@ -30,7 +30,6 @@ from gear_offline.plots import (
     legend,
     new_figure,
     save_figure,
-    short,
     thousands,
     ticks_to,
     titles,

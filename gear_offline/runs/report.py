@@ -17,12 +17,11 @@ from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.tasks import task_recipe
 from gear_offline.core.files import write_file
 from gear_offline.core.hub import is_there
-from gear_offline.core.text import count_text, printable
+from gear_offline.core.text import count_text, printable, short
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.scores import ReferenceScores, normalized_score
 from gear_offline.errors import InputError
 from gear_offline.evaluation.results import score_text
-from gear_offline.plots import short
 from gear_offline.runs.plots import (
     plot_asked_vs_achieved,
     plot_data_returns,

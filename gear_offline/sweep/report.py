@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from gear_offline.core.files import write_file
-from gear_offline.core.text import count_text, printable
+from gear_offline.core.text import count_text, printable, short
 from gear_offline.plots import (
     SERIES,
     draw_mean,
@@ -27,7 +27,6 @@ from gear_offline.plots import (
     legend,
     new_figure,
     save_figure,
-    short,
     shortened,
     thousands,
     titles,

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import numpy as np
 
 from gear_offline.core.files import open_regular
+from gear_offline.core.text import short
 from gear_offline.evaluation.results import mean_interval
-from gear_offline.plots import short
 from gear_offline.runs.run import Run
 from gear_offline.sweep.trials import Trial
 from gear_offline.training.records import (
