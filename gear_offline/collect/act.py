@@ -147,15 +147,14 @@ def act(
 
     def add(message: tuple[float, int, int]) -> None:
         nonlocal told
-        total, steps, policy = message
-        returns.append(total)
-        report.episodes, report.steps = len(returns), report.steps + steps
+        returns.append(message[0])
+        report.episodes, report.steps = len(returns), report.steps + message[1]
         if time.monotonic() - told > REPORT_SECONDS:
             told = time.monotonic()
             say(
                 f"{count_text(report.episodes, 'episode')}, {count_text(report.steps, 'step')}; "
                 f"mean return of the last {len(returns[-RECENT:])}: "
-                f"{np.mean(returns[-RECENT:]):,.1f}, policy of step {policy:,}",
+                f"{np.mean(returns[-RECENT:]):,.1f}, policy of step {message[2]:,}",
                 quiet=quiet,
             )
 
@@ -206,7 +205,8 @@ def play_in_worker(caller: Caller, part: _Part) -> None:
     summary = part.run / "summary.json"
     with Player(part.environment) as player:
         while part.episodes is None or played < part.episodes:
-            if part.episodes is None and _is_newer(summary, part.began):
+            is_over = summary.is_file() and summary.stat().st_mtime > part.began
+            if part.episodes is None and is_over:
                 return
             newest = list_checkpoints(part.run / "checkpoints")[-1:]
             if policy is None or (newest and newest[0][0] > step):
@@ -219,10 +219,3 @@ def play_in_worker(caller: Caller, part: _Part) -> None:
             appender.append([columns])
             played += 1
             caller.send((float(columns["rewards"].sum()), len(columns["rewards"]), step))
-
-
-def _is_newer(path: Path, time_of: float) -> bool:
-    try:
-        return path.stat().st_mtime > time_of
-    except OSError:
-        return False

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -106,12 +107,15 @@ def read_piece(path: Path, manifest: Manifest) -> Dataset:
             for name in (manifest.columns[0].name, EPISODE_COLUMNS[0].name)
         )
         tensors = plan_tensors(manifest.spec.columns, steps=steps, episodes=episodes)
-    except (ValueError, LookupError, TypeError) as error:
-        raise _misfit(path, manifest) from error
-    header = encode_header(tensors)
-    fits = content.startswith(header) and len(content) == len(header) + tensors[-1].stop
-    if not fits or steps < 1 or episodes < 1:
-        raise _misfit(path, manifest)
+        header = encode_header(tensors)
+        fits = content.startswith(header) and len(content) == len(header) + tensors[-1].stop
+        fits = fits and steps > 0 and episodes > 0
+    except (ValueError, LookupError, TypeError):
+        fits = False
+    if not fits:
+        columns, remedy = ", ".join(map(str, manifest.columns)), "append it with go.Appender"
+        what = f"its columns are not those of the dataset: {columns}"
+        raise InputError("COLUMN", what, str(path), remedy)
     digests, statistics = {}, {}
     rows = {tensor.name: _rows(content, len(header), tensor) for tensor in tensors}
     for name, part in rows.items():
@@ -122,26 +126,15 @@ def read_piece(path: Path, manifest: Manifest) -> Dataset:
         moments = Moments(rows[column.name].shape[1:])
         moments.update(rows[column.name])
         statistics[column.name] = moments.result()
-    ends = {key: int(rows[f"episode_{key}"].sum()) for key in Endings.model_fields}
+    ends = Endings(**{key: int(rows[f"episode_{key}"].sum()) for key in Endings.model_fields})
+    counts: dict[str, Any] = {"episodes": episodes, "steps": steps}
     record = ShardRecord.model_construct(  # under a name that is not yet a shard's
+        **counts,
         name=path.name,
-        episodes=episodes,
-        steps=steps,
         bytes=len(content),
         header_bytes=len(header),
         header_digest=digest(header),
         digests=digests,
     )
-    own = manifest.replaced(
-        episodes=episodes,
-        steps=steps,
-        statistics=statistics,
-        endings=Endings(**ends),
-        shards=[record],
-    )
+    own = manifest.replaced(**counts, statistics=statistics, endings=ends, shards=[record])
     return with_shards(path.parent, own)
-
-
-def _misfit(path: Path, manifest: Manifest) -> InputError:
-    what = f"its columns are not those of the dataset: {', '.join(map(str, manifest.columns))}"
-    return InputError("COLUMN", what, str(path), "append it with go.Appender, which checks them")

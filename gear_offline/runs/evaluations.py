@@ -170,10 +170,8 @@ class RunEvaluations:
             self._background.drop(step)
             saved = list_checkpoints(self._folder / "checkpoints")
             since = f"step {saved[-1][0]:,}" if saved else "the beginning"
-            self._progress.say(
-                f"step {step:,}: the disk of {self._folder} is full: training goes on, nothing is "
-                f"saved since {since}, the next checkpoint tries again"
-            )
+            what = f"the disk of {self._folder} is full, nothing is saved since {since}"
+            self._progress.say(f"step {step:,}: {what}; training goes on")
         done = self._background.poll()
         for step, document, seconds in done:
             self._record(step, document, seconds)

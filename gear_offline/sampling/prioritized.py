@@ -79,8 +79,7 @@ class Prioritized(Sampler):
     def __init__(self, facts: Facts, options: PriorityOptions | None = None) -> None:
         super().__init__(facts, options)
         most = largest_mass(self.index.steps)
-        self.mass_of_code = _mass_of_code(self.options, most)
-        self.first_mass = int(_masses(self.options, most, np.array([self.options.initial]))[0])
+        self.mass_of_code, self.first_mass = _masses(self.options, most)
         self._kept = facts.kept  # starts of other episodes have no mass
         self._on_gpu: DevicePriorities | None = None  # then it has the masses, not the host
         self._select: DeviceSelect | None = None  # of the GPU, for draws that the host asks for
@@ -355,17 +354,15 @@ def importance_weights(
     return np.asarray(weights / weights.max())
 
 
-def _masses(options: PriorityOptions, most: int, priorities: Float64Array) -> UInt64Array:
-    share = (np.minimum(priorities, options.largest) / options.largest) ** options.alpha
-    return np.asarray(np.maximum(np.floor(most * share), 1).astype(np.uint64))
-
-
 @lru_cache(maxsize=2)  # a table that grows has the same most of the time, and it takes 10 ms
-def _mass_of_code(options: PriorityOptions, most: int) -> UInt64Array:
-    """Return (CODES,) the mass of each code of a loss."""
+def _masses(options: PriorityOptions, most: int) -> tuple[UInt64Array, int]:
+    """Return (CODES,) the mass of each code of a loss, and of a step that has had none."""
     codes = np.arange(CODES, dtype=np.uint32) << np.uint32(DROPPED_BITS)
     losses = codes.view(np.float32).astype(np.float64)
-    return _masses(options, most, losses + options.epsilon)
+    priorities = np.append(losses + options.epsilon, options.initial)
+    share = (np.minimum(priorities, options.largest) / options.largest) ** options.alpha
+    masses = np.maximum(np.floor(most * share), 1).astype(np.uint64)
+    return masses[:-1], int(masses[-1])
 
 
 def code_of(losses: Float32Array) -> Int64Array:
