@@ -23,7 +23,7 @@ import gear_offline as go
 from gear_offline.core.files import write_file
 
 COLUMNS = ["observations", "actions", "rewards", "terminals", "timeouts"]
-D4RL, TARGET, ENVIRONMENTS, PORTIONS = "d4rl:hopper-medium-replay-v2", 3600.0, 8, 25
+RECIPE, TARGET, ENVIRONMENTS, PORTIONS = "online-hopper", 3600.0, 8, 25
 # offline updates, updates and environment steps of a portion, episodes that are compared
 SCALES = {"full": (10_000, 1_000, 4_000, 50), "small": (400, 20, 1_000, 20)}
 SMALL = ("model.hidden_size=32", "model.layers=1", "loader.batch_size=64")
@@ -64,7 +64,6 @@ class Explorer(go.Callback):
 
 
 def run_seed(data: str, seed: int, scale: str, options: list[str]) -> dict[str, Any]:
-    """Learn offline, longer and online; return the returns of each on the same episodes."""
     offline, updates, steps, episodes = SCALES[scale]
     found: dict[str, Any] = {"seed": seed}
     with tempfile.TemporaryDirectory(prefix="gear-online-") as folder:
@@ -72,15 +71,14 @@ def run_seed(data: str, seed: int, scale: str, options: list[str]) -> dict[str, 
         explorer = Explorer(place, steps, seed)
         words = [f"data.path={place}", "data.source=null", f"train.checkpoint_every={updates}"]
         words += [f"evaluate.environment={explorer.name}", "evaluate.episodes=0", f"seed={seed}"]
-        words += ["train.trackers=[]", "train.threads=1", *SMALL * (scale == "small"), *options]
-        further = [f"train.steps={PORTIONS * updates}", f"train.init={folder}/offline"]
-        further.append("optimizer.warmup_steps=0")
-        words.append(f"data.admit_every={min(100, updates)}")
+        words += ["train.trackers=[]", "train.threads=1", "train.compile=off"]  # it does not pay
+        words += [f"data.admit_every={min(100, updates)}", *SMALL * (scale == "small"), *options]
+        further = ["optimizer.warmup_steps=0", f"train.init={folder}/offline"]
+        further.append(f"train.steps={PORTIONS * updates}")
         for name in ("offline", "longer", "online"):
             own = [f"train.steps={offline}", "data.max_size=null"] if name == "offline" else further
-            told: Any = {"callbacks": [explorer] * (name == "online"), "out": f"{folder}/{name}"}
-            began = time.perf_counter()
-            run = go.train("online-hopper", words + own, quiet=True, **told)
+            began, told = time.perf_counter(), [explorer] * (name == "online")
+            run = go.train(RECIPE, words + own, out=f"{folder}/{name}", callbacks=told, quiet=True)
             found[f"{name}_seconds"] = time.perf_counter() - began
             found[name] = [*run.evaluate(episodes=episodes, quiet=True).tasks[0].targets[0].returns]
     return found | {"steps": explorer.played}
@@ -92,13 +90,12 @@ def difference(values: Any) -> str:
 
 
 def measure(data: str, seeds: list[int], out: Path, scale: str, options: list[str]) -> Any:
-    """Run the seeds that OUT lacks side by side, and write each to it."""
     seen = json.loads(out.read_text())["results"] if out.exists() else []
     document: dict[str, Any] = {"scale": scale, "options": options, "results": seen}
     with ProcessPoolExecutor(len(seeds), get_context("spawn")) as pool:
         left = {*seeds} - {row["seed"] for row in seen}
-        runs = [pool.submit(run_seed, data, seed, scale, options) for seed in left]
-        for done in as_completed(runs):
+        work = (pool.submit(run_seed, data, seed, scale, options) for seed in left)
+        for done in as_completed(work):
             seen.append(row := done.result())
             for peer in ("offline", "longer"):
                 row[f"{peer}_difference"] = difference(np.subtract(row["online"], row[peer]))
@@ -111,8 +108,9 @@ def measure(data: str, seeds: list[int], out: Path, scale: str, options: list[st
 
 def run(*, quick: bool = False) -> Any:
     """Measure three seeds on D4RL's data, which are downloaded; `quick`: one, small."""
-    out, seeds = Path(tempfile.mkdtemp(), "online.json"), [0] if quick else [0, 1, 2]
-    return measure(D4RL, seeds, out, "small" if quick else "full", [])
+    seeds, scale = ([0], "small") if quick else ([0, 1, 2], "full")
+    out = Path(tempfile.mkdtemp(), "online.json")
+    return measure("d4rl:hopper-medium-replay-v2", seeds, out, scale, [])
 
 
 if __name__ == "__main__":
@@ -121,5 +119,5 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--scale", choices=SCALES, default="full")
     parser.add_argument("--out", type=Path, default=Path("online.json"))
-    given, options = parser.parse_known_args()
-    measure(given.data, given.seeds, given.out, given.scale, options)
+    given, words = parser.parse_known_args()
+    measure(given.data, given.seeds, given.out, given.scale, words)

@@ -93,8 +93,6 @@ def test_returns_are_relabelled_by_what_was_received(tmp_path: Path) -> None:
     episode = hopper_columns(7, seed=5)
     episode["terminals"][-1] = True
     go.Appender(path).append([episode])
-    names = {column.name for column in go.open_dataset(path).spec}
-    assert {"rewards"} < names and not any("return" in name for name in names)
     with GrowingDataset(path, quiet=True) as growing:
         dataset = growing.admit(0)
     batch = DOOR.GearLoader(
@@ -117,9 +115,8 @@ def test_a_stochastic_run_resumes_bit_for_bit_and_acts_by_its_mean(
         go.train(recipe, out=tmp_path / "again", quiet=True)
     resumed = go.train(recipe, out=tmp_path / "again", resume=True, quiet=True)
     assert learnt(resumed.path) == learnt(run.path)
-    temperatures = [line["temperature"] for line in run.metrics.to_dict("records")]
-    assert len({round(value, 9) for value in temperatures}) > 3
-    assert temperatures[-1] == pytest.approx(0.1, rel=1e-2)  # twenty steps of 1e-4
+    temperatures = run.metrics["temperature"]
+    assert temperatures.nunique() == len(temperatures) and abs(temperatures - 0.1).max() < 1e-3
     policy = run.policy(device="cpu")
     saved = go.load_policy(policy.save(tmp_path / "policy"), device="cpu")
     seen = np.random.default_rng(0).normal(size=(2, policy.state_dim))
