@@ -137,12 +137,7 @@ def run_trials(
             device, cores, each = torch.device(pool.device(asked)), pool.cpus, pool.node_cpus
             most = pool.gpus if device.type == "cuda" else cores
         parallel = min(len(trials), parallel or most)
-        datasets, resolved = dict[str, TableData](), dict[str, Recipe]()
-        for trial in trials:  # whatever does not fit shows before the first step
-            key = data_key(trial.recipe)
-            if key not in datasets:
-                datasets[key] = prepare_dataset(trial.recipe, quiet=quiet)
-            resolved[trial.name], _ = resolve(trial.recipe, datasets[key], quiet=True)
+        datasets, resolved = _prepared(trials, quiet=quiet)
         directory = SweepDirectory(out)
         stack.enter_context(directory.hold())
         file = directory.merge(trials)
@@ -165,7 +160,7 @@ def run_trials(
             where = f"{parallel} at a time; sweep directory {directory.path}"
             say(f"{count} on {device}{complete}, {where}", quiet=quiet)
             alone = parallel == 1 and pool is None
-            display = _Display(trials, done, directory, file, quiet=quiet or alone)
+            display = _Display(trials, done, directory.path, file, quiet=quiet or alone)
             job = Job(
                 trials=[_with_share(trial, parallel, threads, pool) for trial in left],
                 folder=directory.path / "runs",
@@ -182,14 +177,7 @@ def run_trials(
                     _train(job, directory, pool, quiet=quiet)
             finally:
                 directory.write(file)  # what has failed
-        result = read_sweep(directory.path)
-        for one in result.trials:  # a kill may have come between a run's summary and its report
-            if one.status == "complete" and not (one.path / "report.md").exists():
-                report.write_report(one.path)
-        file.table = result.table.to_json()
-        directory.write(file)
-        write_sweep_report(result)
-        return result
+        return _concluded(directory, file)
 
 
 def _check_trials(trials: Sequence[Trial], parallel: int | None) -> None:
@@ -208,6 +196,31 @@ def _check_trials(trials: Sequence[Trial], parallel: int | None) -> None:
         raise InputError("USAGE", what, remedy=remedy)
     for trial in trials:
         check_recipe(trial.recipe, where=f"run {trial.name}")
+
+
+def _prepared(
+    trials: Sequence[Trial], *, quiet: bool
+) -> tuple[dict[str, TableData], dict[str, Recipe]]:
+    """Return data by `data_key`, and recipes by trial: what does not fit shows before any step."""
+    datasets, resolved = dict[str, TableData](), dict[str, Recipe]()
+    for trial in trials:
+        key = data_key(trial.recipe)
+        if key not in datasets:
+            datasets[key] = prepare_dataset(trial.recipe, quiet=quiet)
+        resolved[trial.name], _ = resolve(trial.recipe, datasets[key], quiet=True)
+    return datasets, resolved
+
+
+def _concluded(directory: SweepDirectory, file: SweepFile) -> SweepResult:
+    """Read what the trials came to; write the table and the reports."""
+    result = read_sweep(directory.path)
+    for one in result.trials:  # a kill may have come between a run's summary and its report
+        if one.status == "complete" and not (one.path / "report.md").exists():
+            report.write_report(one.path)
+    file.table = result.table.to_json()
+    directory.write(file)
+    write_sweep_report(result)
+    return result
 
 
 def _train(job: Job, directory: SweepDirectory, pool: RayPool | None, *, quiet: bool) -> None:
@@ -244,18 +257,12 @@ class _Display:
     """How the trials stand: the progress of all together, and what failed."""
 
     def __init__(
-        self,
-        trials: Sequence[Trial],
-        complete: int,
-        directory: SweepDirectory,
-        file: SweepFile,
-        *,
-        quiet: bool,
+        self, trials: Sequence[Trial], complete: int, place: Path, file: SweepFile, *, quiet: bool
     ) -> None:
         self._failures, self._trials, self._ended = file.failures, len(trials), complete
-        self._done = {trial.name: steps_done(directory.run_path(trial)) for trial in trials}
+        self._done = {trial.name: steps_done(place / "runs" / trial.name) for trial in trials}
         wanted, done = sum(trial.recipe.train.steps for trial in trials), sum(self._done.values())
-        self.progress = Progress(directory.path.name, total=wanted, done=done, quiet=quiet)
+        self.progress = Progress(place.name, total=wanted, done=done, quiet=quiet)
 
     def move(self, trial: Trial, steps: int) -> None:
         """Note where a trial stands; cheap enough for every few steps."""
