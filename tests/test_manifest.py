@@ -175,7 +175,9 @@ def test_random_values_are_refused_or_harmless(
         assert Manifest.decode(found.encode()).model_dump() == found.model_dump()
 
 
-def test_a_manifest_too_large_to_be_ours_is_not_read(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_manifest_is_written_and_read_up_to_a_size(tmp_path: Path, monkeypatch: Any) -> None:
     path = make_dataset(tmp_path, [3]).path
     monkeypatch.setattr("gear_offline.dataset.manifest.MAX_MANIFEST_BYTES", 1_000)
     assert failing_code(lambda: Manifest.read(path)) == "DATASET_DAMAGED"
+    assert failing_code(lambda: make_dataset(tmp_path / "new", [3])) == "COLUMN"
+    assert not (tmp_path / "new").exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.metrics import read_records
 from gear_offline.training.policies import load_policy, trained_model
 from tests.image_support import image_columns
-from tests.support import failing_code, hopper_columns, make_dataset, one_error
+from tests.support import hopper_columns, make_dataset, one_error
 from tests.training_support import (
     ACTION_DIM,
     ENVIRONMENT,
@@ -202,21 +201,6 @@ def test_discrete_actions_and_raw_states(tmp_path: Path) -> None:
 
 
 # ---- the parts of a policy, precision, the shipped recipes
-
-
-def test_a_policy_is_read_from_run_checkpoint_or_best(whole: Path, data: Path) -> None:
-    last = list_checkpoints(whole / "checkpoints")[-1][1]
-    statistics = open_dataset(data).statistics["observations"]
-    for place in (whole, last, whole / "checkpoints" / "best"):
-        trained = trained_model(chosen_checkpoint(place))
-        np.testing.assert_array_equal(trained.state_mean, statistics.mean)
-        np.testing.assert_array_equal(trained.state_std, statistics.std)
-        assert trained.recipe == load_recipe(whole)
-        policy = load_policy(place)
-        assert (policy.returns_scale, policy.context_length) == (10.0, 3)
-        assert not policy.model.training
-    for place in (data, whole / "plots"):
-        assert failing_code(partial(load_policy, place)) == "RUN_NOT_FOUND"
 
 
 def test_a_complete_run_is_left_as_it_is(
