@@ -180,4 +180,4 @@ def test_a_manifest_is_written_and_read_up_to_a_size(tmp_path: Path, monkeypatch
     monkeypatch.setattr("gear_offline.dataset.manifest.MAX_MANIFEST_BYTES", 1_000)
     assert failing_code(lambda: Manifest.read(path)) == "DATASET_DAMAGED"
     assert failing_code(lambda: make_dataset(tmp_path / "new", [3])) == "COLUMN"
-    assert not (tmp_path / "new").exists()
+    assert not list((tmp_path / "new").iterdir())
