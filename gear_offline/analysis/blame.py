@@ -259,12 +259,7 @@ def blame(
     seen = _draws(loader.selection, recipe, past)
     share = len(batches) / max(1, len(past))
     episodes = _episodes(blamed, loader.dataset, usual, seen, share)
-    spikes = [one for one in find_spikes(opened) if one.first <= last and one.last >= first]
-    spike, explained = next(iter(spikes), None), None
-    if spike:  # sums, for a record may have more batches than are asked for
-        near = [one for one in _logged(opened) if one[0] <= last and one[1] >= first]
-        rise = sum((value - spike.usual) * (end + 1 - begin) for begin, end, value in near)
-        explained = float(np.clip((loss - usual) * len(batches) / max(rise, 1e-30), 0, 1))
+    spike, explained = _explained(opened, first, last, (loss - usual) * len(batches))
     return Blame(
         run=str(opened.path),
         first=first,
@@ -279,6 +274,19 @@ def blame(
         episodes=episodes,
         windows=windows,
     )
+
+
+def _explained(run: Run, first: int, last: int, shown: float) -> tuple[Spike | None, float | None]:
+    """Return the spike that was logged for batches, and the share of its rise that is `shown`.
+
+    Both are sums over batches, for a record may have more of them than are asked for.
+    """
+    for spike in find_spikes(run):
+        if spike.first <= last and spike.last >= first:
+            near = [one for one in _logged(run) if one[0] <= last and one[1] >= first]
+            rise = sum((loss - spike.usual) * (end + 1 - begin) for begin, end, loss in near)
+            return spike, float(np.clip(shown / max(rise, 1e-30), 0, 1))
+    return None, None
 
 
 def _unknown(run: Run, what: str) -> InputError:
