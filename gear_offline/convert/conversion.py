@@ -241,7 +241,7 @@ def _choices(source: Source, manifest: Manifest) -> str:
     rows = source.read("actions", 0, min(manifest.steps, 1000))
     if not (low >= 0 and high < MOST_CHOICES and (rows == np.rint(rows)).all()):
         return ""
-    note = f"note: the actions are whole numbers from 0 to {high:.0f}"
+    note = f"note: actions look like whole numbers from 0 to {high:.0f}"
     return f"{note}; if they are numbers of choices, convert with --discrete actions"
 
 

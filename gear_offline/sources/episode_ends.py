@@ -20,6 +20,7 @@ TIME_FLAGS = ("timeouts", "truncations", "truncated")
 FLAGS = (*TERMINAL_FLAGS, *TIME_FLAGS)
 SCALARS = ("rewards", *FLAGS)  # (N, 1) is read as one number a step
 PAIRS = {"terminals": "timeouts", "terminations": "truncations", "terminated": "truncated"}
+BLOCK_ROWS = 1 << 20  # of flags in memory
 ARTIFICIAL = "terminals-as-truncations"
 
 
@@ -97,9 +98,8 @@ def split_episodes(
     read: Callable[[str, int, int], Array],
     *,
     where: str,
-    block: int = 1 << 20,
 ) -> Boundaries:
-    """Return the episodes of a table of `rows` rows by a rule, in one pass of `block` rows a read.
+    """Return the episodes of a table of `rows` rows by a rule, in one pass.
 
     ``read(flag, start, stop)`` gives rows of a flag; any number but 0 is true.  An episode is
     terminated if its last row bears a terminal flag, which wins over a timeout on the same row.
@@ -137,8 +137,8 @@ def split_episodes(
     ends: list[Int64Array] = []
     finals: list[BoolArray] = []
     start = 0  # of the episode that is under way
-    for row in range(0, rows, block):
-        stop = min(row + block, rows)
+    for row in range(0, rows, BLOCK_ROWS):
+        stop = min(row + BLOCK_ROWS, rows)
         final = np.flatnonzero(flags(parsed.flags, row, stop)).astype(np.int64) + row
         if parsed.step_limit is not None:
             final = _with_step_limit(final, start, stop, parsed.step_limit)
