@@ -134,10 +134,10 @@ class Batch:
     def model_inputs(self) -> dict[str, Tensor]:
         """Return the keyword arguments of the Hugging Face Decision Transformer.
 
-        With several tasks also ``tasks``, which the released class ignores.
+        With several tasks also ``tasks``, with goals ``goals``; the released class ignores both.
         """
-        tasks = self.tasks
-        return self._fields() | ({} if tasks is None else {"tasks": tasks})
+        more = {"tasks": self.tasks, "goals": self.goals}
+        return self._fields() | {name: own for name, own in more.items() if own is not None}
 
     def _fields(self) -> dict[str, Tensor]:
         names = (*_FIELDS, *_NAMED[:2])

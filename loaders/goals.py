@@ -9,12 +9,10 @@ Shape legend: T steps of a block, B segments of a rank, S shape of a state, E ep
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Self
 
 import numpy as np
-from pydantic import model_validator
 
-from gear_offline.config.sections import Fraction, NotNegative, Section
+from gear_offline.config.sections import GoalSettings
 from gear_offline.kernels.columns import Field
 from gear_offline.kernels.gather import Windows, real_steps
 from gear_offline.kernels.philox import bounded, draws
@@ -28,41 +26,10 @@ GOAL_STREAM = 4  # of random numbers of one seed; those below are the samplers'
 CURRENT, FUTURE, FINAL, RANDOM = range(4)
 
 
-class GoalOptions(Section):
-    """How often a goal is which state, in proportion; seen from the last step of its window.
-
-    Attributes
-    ----------
-    current
-        That step's own state.
-    future
-        A later state of the episode, the last one where there is none.
-    final
-        The episode's last state.
-    random
-        Any state of the episodes that the selection draws from.
-    discount
-        Of `future`: ``k`` steps ahead with ``(1 - discount) * discount**(k - 1)``, the episode's
-        last state for all beyond; null: every later state alike.
-    """
-
-    current: NotNegative = 0.0
-    future: NotNegative = 0.0
-    final: NotNegative = 0.0
-    random: NotNegative = 0.0
-    discount: Fraction | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if not self.current + self.future + self.final + self.random > 0:
-            raise ValueError("current, future, final and random must not be all 0")
-        return self
-
-
 class GoalSampler:
     """Draws the goals of segments."""
 
-    def __init__(self, options: GoalOptions, stream: Stream, context_length: int) -> None:
+    def __init__(self, options: GoalSettings, stream: Stream, context_length: int) -> None:
         index, o = stream.selection.index, options
         self._stream, self._index, self._span = stream, index, context_length
         self._locate = StepLocator(index)
@@ -116,6 +83,7 @@ class GoalSampler:
 def with_goals(windows: Windows, goals: Windows) -> Windows:
     """Return windows with the states of `goals`, windows of one step, as one more field."""
     states = goals.tensors()["states"].contiguous()  # (T, B, 1, S)
-    field = Field(name=EXTRA + GOALS, dtype=states.numpy().dtype, shape=tuple(states.shape[3:]))
+    (of,) = (field for fields in goals.fields for field in fields if field.name == "states")
+    field = Field(name=EXTRA + GOALS, dtype=of.dtype, shape=tuple(states.shape[3:]))
     buffer = states.flatten(3) if states.dim() > 3 else states[..., None]
     return replace(windows, buffers=(*windows.buffers, buffer), fields=(*windows.fields, (field,)))

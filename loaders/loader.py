@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 
 from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.config.sections import Mode
+from gear_offline.config.sections import GoalSettings, Mode
 from gear_offline.core.closing import Closing
 from gear_offline.core.device import resolve_device
 from gear_offline.core.types import Int64Array
@@ -28,7 +28,7 @@ from gear_offline.errors import InputError
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.kernels.segments import Segments
 from gear_offline.loaders.batch import Batch, split_steps
-from gear_offline.loaders.goals import GOALS, GoalOptions, GoalSampler
+from gear_offline.loaders.goals import GOALS, GoalSampler
 from gear_offline.loaders.options import (
     Placement,
     Sharding,
@@ -90,7 +90,7 @@ class GearLoader(Closing, Iterator[Batch]):
         ``states``, ``(B, K, S, *frame)``, is a view of K + S - 1 frames a segment.
     goals
         Give each segment a goal, ``batch.goals``: ``{"future": 0.7, "random": 0.3, "discount":
-        0.99}``, see `gear_offline.loaders.goals.GoalOptions`.  The CPU gathers then.
+        0.99}``, see `gear_offline.config.sections.GoalSettings`.  The host draws the segments then.
     engine
         For CUDA.  ``"on"``: the GPU selects and gathers.  ``"off"``: the CPU gathers into
         page-locked memory, which is copied on the current stream.  ``"auto"``: on where that is
@@ -162,7 +162,7 @@ class GearLoader(Closing, Iterator[Batch]):
         normalize_states: bool = False,
         extra_columns: Sequence[str] = (),
         frame_stack: int = 1,
-        goals: Mapping[str, Any] | GoalOptions | None = None,
+        goals: Mapping[str, Any] | GoalSettings | None = None,
         start_step: int = 0,
         engine: Mode = "auto",
         placement: Placement = "auto",
@@ -366,6 +366,8 @@ class GearLoader(Closing, Iterator[Batch]):
         """
         if not isinstance(self.rows, GpuRows):
             raise no_engine("the GPU does not gather this loader's batches")
+        if self._goals is not None:
+            raise no_engine("the host draws goals as the batches are asked for")
         engine, learns = self.rows.engine, self.loss_sampler is not None
         if learns and not engine.draws:
             raise no_engine(f"strategy {self.selection.name!r} hears of losses before it draws")

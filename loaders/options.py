@@ -14,11 +14,10 @@ from pydantic import Field as Range
 from pydantic.dataclasses import dataclass
 
 from gear_offline.config.problems import problem_text
-from gear_offline.config.sections import Mode
+from gear_offline.config.sections import GoalSettings, Mode
 from gear_offline.distributed.world import World, joined_world
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.gather import Padding
-from gear_offline.loaders.goals import GoalOptions
 from gear_offline.progress import say
 from gear_offline.sampling import Sampler, make_sampler, parse_strategy
 from gear_offline.tables.joint import TableData
@@ -52,7 +51,7 @@ class LoaderOptions(TableOptions):
     host_budget: Annotated[int, Range(ge=1)] | None
     sharding: Sharding
     exchange: Mode
-    goals: GoalOptions | None
+    goals: GoalSettings | None
 
 
 def check_options(device: torch.device, **given: Any) -> LoaderOptions:
@@ -67,10 +66,9 @@ def check_options(device: torch.device, **given: Any) -> LoaderOptions:
         raise no_engine(f"engine='on' needs a CUDA device, batches go to {device}")
     if options.placement == "disk" and options.engine == "on":
         raise bad_option("placement", "disk", "engine='auto' or 'off' with rows on disk")
-    cannot = {"engine": "on", "placement": "disk", "sharding": "shard"}  # the CPU reads any row
-    for name, value in cannot.items() if options.goals is not None else ():
-        if getattr(options, name) == value:
-            raise bad_option(name, value, f"{name}='auto' with goals, which the CPU gathers")
+    for name, value in (("placement", "disk"), ("sharding", "shard")):
+        if options.goals is not None and getattr(options, name) == value:
+            raise bad_option(name, value, f"{name}='auto' with goals, which may be any row")
     return options
 
 

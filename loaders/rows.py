@@ -81,11 +81,16 @@ class GpuRows:
     segments: RankSegments
     block_steps: int
     engine: GpuGather
+    goals: tuple[GoalSampler, GpuGather] | None
 
     def windows(self, first_step: int, steps: int, *, ahead: bool) -> Windows:
         if self.engine.draws:
             return self.engine.draw_and_gather(first_step, steps)
-        windows = self.engine.gather(*self.segments.take(first_step, steps))
+        segments, landing = self.segments.take(first_step, steps)
+        windows = self.engine.gather(segments, landing)
+        if self.goals is not None:
+            sampler, states = self.goals
+            windows = with_goals(windows, states.gather(sampler.draw(first_step, segments)))
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.engine.device))
         self.segments.release(event)
@@ -140,9 +145,6 @@ class RowOpener:
         """Open the rows of `table`, or those that are read here."""
         options, device, ring = self.options, self.device, None
         wants_engine = device.type == "cuda" and options.engine != "off" and self.world.feeds
-        if wants_engine and self.goals is not None:
-            say("engine auto: batches are gathered by the CPU: the GPU draws no goals")
-            wants_engine = False
         if table is not None:
             self._check(table)
         elif not self.world.feeds:
@@ -153,8 +155,8 @@ class RowOpener:
             ring = self._make_ring()
             table = self._build(ring)
         local = None if ring is None else ring.share.nodes == self.world.node
-        engine = self._open_engine(table, local) if wants_engine else None
-        if engine is None:
+        engines = self._open_engines(table, local) if wants_engine else None
+        if engines is None:
             _need_rows(table)
         segments: RankSegments = OwnSegments(self.stream)
         steps = self._block_steps(window_bytes(table.groups, options.context_length))
@@ -168,10 +170,12 @@ class RowOpener:
                 mode=options.exchange,
             )
             steps = ring.steps
-        if engine is not None:
+        if engines is not None:
+            engine, states = engines
             if ring is None and not engine.reads_host:
                 table = table.without_rows()  # the GPU holds them all
-            return GpuRows(table, segments, steps, engine)
+            drawn = None if self.goals is None or states is None else (self.goals, states)
+            return GpuRows(table, segments, steps, engine, drawn)
         rows = self.data.episodes.lengths, table.first_rows(local)
         gather = partial(CpuGather, pin=device.type != "cpu")
         windows = gather(
@@ -179,8 +183,8 @@ class RowOpener:
         )
         goals = None
         if self.goals is not None:
-            own = [g for g in table.groups if any(field.name == "states" for field in g.fields)]
-            goals = self.goals, gather(own, *rows, context_length=1)
+            own = filter(_has_states, table.groups)
+            goals = self.goals, gather(list(own), *rows, context_length=1)
         return CpuRows(table, segments, steps, windows, device, goals)
 
     def _check(self, table: Table) -> None:
@@ -290,35 +294,47 @@ class RowOpener:
         world.gather(None)  # the leader's memory stays open until everyone has it
         return made[0]
 
-    def _open_engine(self, table: Table, local: BoolArray | None) -> GpuGather | None:
-        """Place the table and return the GPU's gather; with ``"auto"`` None where that cannot be.
+    def _open_engines(
+        self, table: Table, local: BoolArray | None
+    ) -> tuple[GpuGather, GpuGather | None] | None:
+        """Place the table and return the GPU's gathers, of windows and of goals.
 
+        With ``"auto"`` None where that cannot be.
         `local`, (E,): the episodes that the table has, if not all.
         """
         from gear_offline.kernels.gather_gpu import GpuGather
 
         options, sampler = self.options, self.stream.selection
-        draw = sampler.gpu if local is None else None
+        draw = sampler.gpu if local is None and self.goals is None else None
         try:
             if isinstance(draw, PriorityTree):
                 draw.on_device(self.device)  # the table takes what is left
             placed = self._place(table, local)
-            return GpuGather(
-                placed.groups if local is None else [_among(each, local) for each in placed.groups],
-                self.data.episodes.offsets,
+            groups: Sequence[GroupAddresses] = placed.groups
+            if local is not None:
+                groups = [_among(each, local) for each in groups]
+            make = partial(
+                GpuGather,
+                offsets=self.data.episodes.offsets,
                 device=placed.device,
-                context_length=options.context_length,
                 padding=options.padding,
                 rank_batch=self.stream.rank_batch,
+                reads_host=placed.host_bytes > 0 or local is not None,
+                reason=placed.reason,
+                keep=placed,
+            )
+            engine = make(
+                groups,
+                context_length=options.context_length,
                 draw=draw,
                 drawn_from=sampler.index.offsets,
                 seed=self.stream.seed,
                 first_slot=self.stream.first_slot,
                 global_batch=self.stream.global_batch,
-                reads_host=placed.host_bytes > 0 or local is not None,
-                reason=placed.reason,
-                keep=placed,
             )
+            if self.goals is None:
+                return engine, None
+            return engine, make([e for e in groups if _has_states(e.group)], context_length=1)
         except GearError as error:
             if options.engine == "on" or options.placement != "auto":
                 raise
@@ -399,6 +415,10 @@ def _need_rows(table: Table) -> None:
             "the rows of the table are in a GPU's memory alone",
             remedy="build one with build_table and give it to all loaders",
         )
+
+
+def _has_states(group: ColumnGroup) -> bool:
+    return any(field.name == "states" for field in group.fields)
 
 
 def _among(each: GroupAddresses, local: BoolArray) -> GroupAddresses:

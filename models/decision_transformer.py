@@ -5,8 +5,8 @@ round, bit for bit.  What differs is the forward: attention through the fused ke
 dense mask when padding is on the right, no heads that the loss does not use, and only the state
 tokens through the last MLP, since actions are predicted there.
 
-Shape legend: B windows, K steps, T = 3K tokens (return, state, action of each step), H hidden
-size, S state elements, A action elements or discrete actions.
+Shape legend: B windows, K steps, T = 3K tokens (return or goal, state, action), H hidden size, S
+state elements, A action elements or discrete actions.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
 
     Some keys of the configuration are ours; the released class carries them along unread:
     ``discrete_actions`` (bool: actions are integers and the head gives logits),
-    ``context_length`` (int: K of the training windows, for whoever builds a policy),
-    ``stochastic_policy`` (bool: see `gear_offline.models.gaussian`), and for
-    frames ``frame_encoder``, ``frame_shape``, ``frame_stack``; ``tasks``, see
-    `gear_offline.models.multitask`.
+    ``context_length`` (int: K of the training windows, for whoever builds a policy), ``goals``
+    (bool: asked for states in place of returns), ``stochastic_policy`` (bool: see
+    `gear_offline.models.gaussian`), and for frames ``frame_encoder``, ``frame_shape``,
+    ``frame_stack``; ``tasks``, see `gear_offline.models.multitask`.
 
     Attributes
     ----------
@@ -74,6 +74,9 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         released class has all tensors but the encoder's and takes its features as states.
     embed_task
         `gear_offline.models.multitask.TaskEmbedding` of several tasks, else None.
+    goals
+        Whether the first token of each step is the goal, a state, and not the return-to-go:
+        ``embed_return`` is (H, S) then, and not (H, 1) as in the released class.
 
     Notes
     -----
@@ -131,6 +134,10 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
                 features=config.state_dim,
             )
         self.embed_task = make_embedding(config)
+        self.goals = bool(getattr(config, "goals", False))
+        if self.goals:
+            self.embed_return = nn.Linear(config.state_dim, config.hidden_size)
+            self._init_weights(self.embed_return)  # type: ignore[no-untyped-call]
         self.discrete = discrete
         self.stochastic = bool(getattr(config, "stochastic_policy", False))
         if self.stochastic:
@@ -158,6 +165,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         return_dict: bool | None = None,
         *,
         tasks: Tensor | None = None,
+        goals: Tensor | None = None,
         padding: Padding | None = None,
         only_actions: bool = False,
     ) -> DecisionTransformerOutput | tuple[Tensor, Tensor, Tensor]:
@@ -183,6 +191,8 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             by their numbers, the others are None then.
         tasks
             (B,) int64, the task of each window, of a model of several tasks.
+        goals
+            (B, 1, S) or (B, K, S), as `states`, to reach; of a model of goals, else ignored.
         padding
             Overrides the attribute `padding` for this call.
         only_actions
@@ -208,7 +218,8 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         wanted: bool | int | Sequence[int] = bool(config.output_hidden_states)
         if output_hidden_states is not None:
             wanted = output_hidden_states
-        tokens = self._embed(states, actions, returns_to_go, timesteps, tasks)
+        asked = goals if self.goals else returns_to_go
+        tokens = self._embed(states, actions, asked, timesteps, tasks)
         mask = self._mask(attention_mask, padding)
         if only_actions:
             state_tokens = self._encode(tokens, mask, keep=STATE_TOKENS)
@@ -281,7 +292,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         self,
         states: Tensor,
         actions: Tensor,
-        returns_to_go: Tensor,
+        asked: Tensor,
         timesteps: Tensor,
         last_step: Tensor,
         noise: Tensor | float = 0.0,
@@ -290,8 +301,10 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
 
         Parameters
         ----------
-        states, actions, returns_to_go, timesteps
+        states, actions, timesteps
             As in `forward`.  The action at the last real step is not looked at.
+        asked
+            `returns_to_go`, or of a model of goals `goals`, as in `forward`.
         last_step
             (B,) int64, place of the last real step in its window.
         noise
@@ -302,7 +315,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         Tensor
             (B, A): actions, or logits for discrete actions.
         """
-        tokens = self._embed(states, actions, returns_to_go, timesteps)
+        tokens = self._embed(states, actions, asked, timesteps)
         hidden = self._encode(tokens, None, keep=3 * last_step + 1)
         return self._choose(self._head(hidden)[:, 0], noise)
 
@@ -310,13 +323,16 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         self,
         states: Tensor | None,
         actions: Tensor | None,
-        returns_to_go: Tensor | None,
+        asked: Tensor | None,
         timesteps: Tensor | None,
         tasks: Tensor | None = None,
     ) -> Tensor:
-        """Interleave (return, state, action) of each step: (B, 3K, H)."""
-        if states is None or actions is None or returns_to_go is None or timesteps is None:
-            raise InputError("MODEL", "states, actions, returns_to_go and timesteps are all needed")
+        """Interleave (return or goal, state, action) of each step: (B, 3K, H)."""
+        if states is None or actions is None or asked is None or timesteps is None:
+            needed = "goals" if self.goals else "returns_to_go"
+            raise InputError("MODEL", f"states, actions, {needed} and timesteps are all needed")
+        if self.goals:
+            asked = self.features(asked).expand(-1, actions.shape[1], -1)
         if self.embed_task is not None and tasks is None:
             raise InputError(
                 "MODEL",
@@ -326,26 +342,26 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             )
         if timesteps.device.type == "cpu" and not torch.compiler.is_compiling():
             check_timesteps(timesteps, self.config.max_ep_len)
-        parts = self._parts(returns_to_go, self.features(states), actions)
+        parts = self._parts(asked, self.features(states), actions)
         stacked = parts + self.embed_timestep(timesteps).unsqueeze(2)
         if self.embed_task is not None:
             stacked = stacked + self.embed_task(tasks)
         tokens = self.embed_ln(stacked.flatten(1, 2)) + self.encoder.wpe.weight[0]
         return drop(tokens, self.encoder.drop.p if self.training else 0.0)
 
-    def _parts(self, returns: Tensor, states: Tensor, actions: Tensor) -> Tensor:
+    def _parts(self, asked: Tensor, states: Tensor, actions: Tensor) -> Tensor:
         """Return what the maps of the inputs make of them, (B, K, 3, H)."""
         layers = (self.embed_return, self.embed_state, self.embed_action)
         kind = half_type(self.embed_state.weight)
         width = sum(layer.in_features for layer in layers)
         if kind is not None and actions.is_floating_point() and width <= JOINT_INPUTS:
-            inputs = [given.to(states.dtype).flatten(0, 1) for given in (returns, states, actions)]
+            inputs = [given.to(states.dtype).flatten(0, 1) for given in (asked, states, actions)]
             maps = [(layer.weight, layer.bias) for layer in layers]
             tokens = joint_maps(inputs, maps, kind)
             return tokens.view(*states.shape[:2], *tokens.shape[1:])
         # the data's type is float32, weights may be narrower
         parts = (
-            self.embed_return(returns.to(self.embed_ln.weight.dtype)),
+            self.embed_return(asked.to(self.embed_ln.weight.dtype)),
             self.embed_state(states),
             self._embed_actions(actions),
         )
@@ -468,6 +484,7 @@ def build_model(
     frame_shape: Sequence[int] = (),
     frame_stack: int = 1,
     tasks: Sequence[ModelTask] = (),
+    goals: bool = False,
 ) -> DecisionTransformer:
     """Build a Decision Transformer; the defaults are the paper's locomotion model.
 
@@ -504,6 +521,8 @@ def build_model(
         Frames that make up a state.
     tasks
         What several tasks have of their own; widths above are those of the widest.
+    goals
+        The model is asked to reach states, and not for returns.
 
     Raises
     ------
@@ -579,6 +598,8 @@ def build_model(
         config.frame_encoder = kind
         config.frame_shape = list(frame_shape)
         config.frame_stack = frame_stack
+    if goals:
+        config.goals = True
     if tasks:
         config.tasks = [task.model_dump(mode="json") for task in tasks]
     model = DecisionTransformer(config)

@@ -31,11 +31,11 @@ FloatArray = npt.NDArray[np.floating[Any]]
 
 
 class Policy:
-    """A Decision Transformer that acts in E environments, each with its own target return.
+    """A Decision Transformer that acts in E environments, each with its own return or goal.
 
     Every environment remembers its last K steps in a window that is padded on the right, so one
     batched forward serves environments that are at different steps.  The target of the next
-    step is the target of this one minus the reward that was received.
+    step is the target of this one minus the reward that was received; a goal stays.
 
     Parameters
     ----------
@@ -60,6 +60,8 @@ class Policy:
     max_timestep, state_dim, action_dim, discrete, stochastic
         Rows of the model's timestep embedding; S, A (or the number of discrete actions), and
         whether actions are discrete, and whether they can be drawn.
+    goals
+        Whether it is asked to reach states: the targets below are states then.
     frame_shape, frame_stack
         Shape of one frame, empty for vectors, and the frames that make up a state.
 
@@ -98,18 +100,19 @@ class Policy:
         self.state_dim = prod(inputs)
         self.action_dim = int(model.config.act_dim)
         self.discrete, self.stochastic = model.discrete, model.stochastic
+        self.goals = model.goals
         self._mean = _statistic(state_mean, self.state_dim, "state_mean")
         self._std = _statistic(state_std, self.state_dim, "state_std")
-        self._targets: Float64Array = np.zeros(0)
+        self._targets: Float64Array = np.zeros((0, self.state_dim)[: 1 + self.goals])
         self._steps: Int64Array = np.zeros(0, np.int64)
         self._waiting: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
-        # (E, K, ...) states, actions, returns-to-go and timesteps, and of frames the newest ones
+        # (E, K, ...) states, actions, what is asked, timesteps, and of frames the newest ones
         window, device = (0, context_length), self.device
         actions = torch.zeros((*window, self.action_dim), device=device)
         self._windows = (
             torch.zeros((*window, int(model.config.state_dim)), device=device),
             torch.zeros(window, dtype=torch.int64, device=device) if self.discrete else actions,
-            torch.zeros((*window, 1), device=device),
+            torch.zeros((*window, model.embed_return.in_features), device=device),
             torch.zeros(window, dtype=torch.int64, device=device),
         )
         stack = (0, self.frame_stack, *self.frame_shape)  # the newest one last
@@ -129,11 +132,14 @@ class Policy:
     @property
     def environments(self) -> int:
         """Number of environments that were reset so far."""
-        return int(self._targets.size)
+        return int(self._steps.size)
 
     @property
     def targets(self) -> FloatArray:
-        """(E,) float64, what is still asked of each environment, in the units of the rewards."""
+        """(E,) float64, what is still asked of each environment, in the units of the rewards.
+
+        Of a policy of goals (E, S), as the environment observes them.
+        """
         return self._targets.copy()
 
     @property
@@ -190,15 +196,18 @@ class Policy:
             the one environment there is: ``policy.reset(3600)``; default: the return that the
             policy is asked for by default, ``facts.targets[0]``.
         targets
-            (n,) or scalar, undiscounted return asked, in the units of the rewards.
+            (n,) or scalar, undiscounted return asked, in the units of the rewards; of a policy of
+            goals (n, S) or (S,), observations to reach.
         """
         if indices is None:
-            if not self.facts.targets:
+            if self.goals or not self.facts.targets:
                 what, remedy = "the policy knows no return to ask for", "write policy.reset(3600)"
+                if self.goals:
+                    what, remedy = "there is no goal to reach", 'write policy.reset(info["goal"])'
                 raise InputError("USAGE", what, remedy=remedy)
             indices = self.facts.targets[0]
         if targets is None:
-            if np.ndim(indices) or self.environments > 1:
+            if np.ndim(indices) != self.goals or self.environments > 1:
                 remedy = "write policy.reset(numbers of environments, targets)"
                 raise InputError("USAGE", "one target for several environments", remedy=remedy)
             indices, targets = 0, indices
@@ -209,7 +218,11 @@ class Policy:
             raise InputError("MODEL", f"environment {chosen.min()} is negative")
         if int(chosen.max()) >= self.environments:
             self._grow(int(chosen.max()) + 1 - self.environments)
-        self._targets[chosen] = np.asarray(targets, dtype=np.float64)
+        given = np.asarray(targets, dtype=np.float64)
+        if self.goals and (given.shape[-1:] != (self.state_dim,) or not np.isfinite(given).all()):
+            what = f"goals {given.shape} are not finite states of {self.state_dim} elements"
+            raise InputError("MODEL", what)
+        self._targets[chosen] = given
         self._steps[chosen] = 0
         self._waiting[chosen] = False
         rows = torch.from_numpy(chosen).to(self.device)
@@ -285,12 +298,7 @@ class Policy:
     def _see(self, rows: Tensor, given: npt.NDArray[Any]) -> Tensor:
         """Return the states (n, S) as the model takes them; of frames, features of the stacks."""
         if not self.frame_shape:
-            states = given.astype(np.float32)
-            if self.statistics is not None:
-                # as the loader does it: float32 data, float64 arithmetic, rounded once
-                mean, scale = self.statistics
-                states = ((states - mean) / scale).astype(np.float32)
-            return torch.from_numpy(states).to(self.device)
+            return torch.from_numpy(self._normalized(given)).to(self.device)
         if given.dtype != np.uint8:
             raise InputError("MODEL", f"frames are {given.dtype}, the model expects uint8")
         newest = torch.from_numpy(np.ascontiguousarray(given)).to(self.device)
@@ -300,6 +308,14 @@ class Policy:
         features: Tensor = self.model.features(stacks[:, None])
         return features[:, 0]
 
+    def _normalized(self, given: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        states = given.astype(np.float32)
+        if self.statistics is None:
+            return states
+        # as the loader does it: float32 data, float64 arithmetic, rounded once
+        mean, scale = self.statistics
+        return ((states - mean) / scale).astype(np.float32)
+
     def observe_reward(
         self,
         rewards: npt.ArrayLike,
@@ -307,7 +323,7 @@ class Policy:
         *,
         actions: npt.ArrayLike | None = None,
     ) -> None:
-        """Lower what is still asked of each environment by the reward it has given.
+        """Lower the return still asked of each environment by the reward it has given.
 
         Parameters
         ----------
@@ -331,7 +347,8 @@ class Policy:
             last = torch.from_numpy(np.minimum(self._steps[chosen], self.context_length) - 1)
             done = torch.from_numpy(np.asarray(actions)).to(self._windows[1])
             self._windows[1][rows, last.to(self.device)] = done
-        self._targets[chosen] -= given
+        if not self.goals:
+            self._targets[chosen] -= given
         self._waiting[chosen] = False
 
     def _chosen(self, indices: npt.ArrayLike | None) -> Int64Array:
@@ -354,11 +371,12 @@ class Policy:
                 window[moved] = window[moved].roll(-1, dims=1)
         place = np.minimum(steps, self.context_length - 1)
         at = torch.from_numpy(place).to(self.device)
-        returns = (self._targets[chosen] / self.returns_scale).astype(np.float32)
-        window_states, window_actions, window_returns, window_timesteps = self._windows
+        asked: npt.NDArray[Any] = self._targets[chosen]
+        asked = self._normalized(asked) if self.goals else asked[:, None] / self.returns_scale
+        window_states, window_actions, window_asked, window_timesteps = self._windows
         window_states[rows, at] = states.to(window_states.dtype)
         window_actions[rows, at] = 0  # not chosen yet; causality hides this slot anyway
-        window_returns[rows, at] = torch.from_numpy(returns).to(self.device)[:, None]
+        window_asked[rows, at] = torch.from_numpy(asked.astype(np.float32)).to(self.device)
         timesteps = np.minimum(steps, self.max_timestep - 1)
         window_timesteps[rows, at] = torch.from_numpy(timesteps).to(self.device)
         return place
@@ -367,10 +385,10 @@ class Policy:
         def longer(values: Tensor) -> Tensor:
             return torch.cat([values, values.new_zeros((added, *values.shape[1:]))])
 
-        states, actions, returns, timesteps = map(longer, self._windows)
-        self._windows, self._frames = (states, actions, returns, timesteps), longer(self._frames)
+        states, actions, asked, timesteps = map(longer, self._windows)
+        self._windows, self._frames = (states, actions, asked, timesteps), longer(self._frames)
         self._targets, self._steps, self._waiting = (
-            np.concatenate([values, np.zeros(added, values.dtype)])
+            np.concatenate([values, np.zeros((added, *values.shape[1:]), values.dtype)])
             for values in (self._targets, self._steps, self._waiting)
         )
 

@@ -22,6 +22,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
+from gear_offline.config.sections import GoalSettings
 from gear_offline.core.files import new_directory, read_regular, write_file
 from gear_offline.core.hub import card
 from gear_offline.core.text import first_line, printable
@@ -59,6 +60,7 @@ class PolicyFacts(_Strict):
     environment: Text | None = None  # Gymnasium id
     targets: Numbers = ()  # returns to ask for, the first by default
     reference: Text | None = None  # D4RL name of the scores that returns are normalised by
+    goals: GoalSettings | None = None  # it was trained to reach; targets are numbers of tasks then
     data: Text | None = None  # what it was trained on
     step: int | None = None  # of the training
     achieved: tuple[Achieved, ...] = ()
@@ -88,7 +90,8 @@ def write_policy(
         write_file(part / CONFIG, config_text(model).encode())
         files = {CONFIG: file_facts(part / CONFIG), MODEL: write_tensors(part / MODEL, weights)}
         file = file.model_copy(update={"files": files})
-        write_file(part / POLICY, file.model_dump_json(indent=1).encode())
+        new = {"goals"} if file.goals is None else None  # 0.1 reads what has none
+        write_file(part / POLICY, file.model_dump_json(indent=1, exclude=new).encode())
         write_file(part / CARD, _card(file))
 
 
@@ -145,7 +148,8 @@ def config_text(model: DecisionTransformer) -> str:
 def _card(file: PolicyFile) -> bytes:
     """Return the model card, with results in the metadata as the Hub lists them."""
     place = file.environment or "unknown"
-    best = max(file.achieved, key=lambda one: one.mean_return, default=None)
+    returns = () if file.goals else file.achieved  # of no goal alone
+    best = max(returns, key=lambda one: one.mean_return, default=None)
     found = {"mean_reward": best.mean_return, "score": best.normalized_score} if best else {}
     metrics = [{"type": kind, "value": value} for kind, value in found.items() if value is not None]
     result = {"task": {"type": TAGS[0]}, "dataset": {"type": place, "name": place}}
@@ -159,16 +163,19 @@ def _card(file: PolicyFile) -> bytes:
         "model-index": results if metrics else None,
     }
     shown = ("environment", "data", "step", "context_length", "actions", "action_bounds")
-    rows = ["| asked return | achieved | 95 % interval | episodes |", "|---:|---:|---:|---:|"]
+    digits = 2 if file.goals else 1
+    named = "task | success" if file.goals else "asked return | achieved"
+    rows = [f"| {named} | 95 % interval | episodes |", "|---:|---:|---:|---:|"]
     for one in file.achieved:
-        ends = " .. ".join("-" if end is None else f"{end:,.1f}" for end in one.ci95)
-        rows += [f"| {one.target:,.6g} | {one.mean_return:,.1f} | {ends} | {one.episodes} |"]
+        ends = " .. ".join("-" if end is None else f"{end:,.{digits}f}" for end in one.ci95)
+        rows += [f"| {one.target:,.6g} | {one.mean_return:,.{digits}f} | {ends} | {one.episodes} |"]
+    asked = "GOAL" if file.goals else file.targets[0] if file.targets else "RETURN"
     code = f"""
 ```python
 import gear_offline as go
 
 policy = go.load_policy("{PLACE}")
-policy.reset({file.targets[0] if file.targets else "RETURN"})
+policy.reset({asked})
 action = policy.act(observation[None])[0]
 ```"""
     facts = {name.replace("_", " "): getattr(file, name) for name in shown}

@@ -15,6 +15,7 @@ from gear_offline.collect.makers import Maker, Recorded, mix_makers, requested_m
 from gear_offline.collect.policies import (
     LinearPolicy,
     is_of_library,
+    play_policy,
     recorded_policy,
     train_with_library,
 )
@@ -111,8 +112,8 @@ def collect(
         File to write; appears only when complete.
     policy
         ``"random"``; ``"ars"``, a linear policy trained on the spot; ``"sb3:PPO"``, ``"sbx:TQC"``
-        and so on, trained on the spot by an RL library; or a file that was made with ``"ars"``,
-        for its policy.
+        and so on, trained on the spot by an RL library; ``"play"``, which an environment brings
+        (``play_policy()``); or a file that was made with ``"ars"``, for its policy.
     quality
         With ``"ars"``: ``expert`` (default), ``medium``, ``replay``, ``medium-expert``, ``mixed``.
     mix
@@ -167,6 +168,8 @@ def collect(
                 used = train_steps or LIBRARY_STEPS
                 say(f"train {policy} for {count_text(used, 'step')}", quiet=quiet)
                 best = train_with_library(policy, environment, steps=used, seed=seed)
+            elif policy == "play":
+                best = play_policy(environment)
             elif policy not in ("random", "ars"):
                 best = recorded_policy(Path(policy), crew.facts)
             makers = mix_makers(shares, crew.facts, training or best, steps, seed, action_noise)

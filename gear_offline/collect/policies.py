@@ -109,6 +109,17 @@ class LibraryPolicy:
         return np.asarray(action).reshape(-1) if np.ndim(action) else np.asarray(action)
 
 
+def play_policy(environment_id: str) -> Policy:
+    """Return the policy that an environment brings, of aims of its own; else ``MODEL``."""
+    with closing(make_environment(environment_id)) as environment:
+        made = getattr(environment.unwrapped, "play_policy", None)
+        if made is None:
+            what, remedy = "it has no play_policy()", "gear_offline/Maze-v0 has one"
+            raise InputError("MODEL", what, where=environment_id, remedy=remedy)
+        policy: Policy = made()
+        return policy
+
+
 def is_of_library(policy: str) -> bool:
     """Return whether an RL library trains the policy of this name."""
     return policy.partition(":")[0] in LIBRARIES

@@ -97,6 +97,8 @@ class Recipe(Section):
                 f"train.checkpoint_every must divide data.admit_every ({every}) where the learner "
                 f"waits for actors, who play its checkpoints, got {train.checkpoint_every}"
             )
+        if loader.goals is not None and self.data.tasks:
+            yield "loader.goals and data.tasks exclude each other: goals are states of one dataset"
         for leaf in ("environment", "reference", "targets") if self.data.tasks else ():
             if getattr(self.evaluate, leaf) is not None:
                 yield (

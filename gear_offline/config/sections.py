@@ -225,6 +225,27 @@ class DataSettings(Section):
         return self
 
 
+class GoalSettings(Section):
+    """How often a goal is which state, in proportion; seen from the last step of its window."""
+
+    current: NotNegative = 0.0
+    """That step's own state."""
+    future: NotNegative = 0.0
+    """A later state of the episode, the last one where there is none."""
+    final: NotNegative = 0.0
+    """The episode's last state."""
+    random: NotNegative = 0.0
+    """Any state of the episodes that the selection draws from."""
+    discount: Fraction | None = None
+    """Of future: k steps ahead by a geometric law, all beyond is the last; null: any alike."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.current + self.future + self.final + self.random > 0:
+            raise ValueError("current, future, final and random must not be all 0")
+        return self
+
+
 class LoaderSettings(Section):
     """What a batch is."""
 
@@ -242,6 +263,8 @@ class LoaderSettings(Section):
     """Returns-to-go are divided by this, in training and in evaluation."""
     normalize_states: bool = True
     """Subtract the dataset's mean from the observations and divide by its deviation."""
+    goals: GoalSettings | None = None
+    """States by hindsight that the model is asked to reach, in place of returns."""
     engine: Mode = "auto"
     """On CUDA: select and gather on the GPU; auto: where that is possible."""
     placement: Literal["auto", "hbm", "peer", "host", "disk"] = "auto"
@@ -375,7 +398,7 @@ class EvaluateSettings(Section):
     reference: Text | None = None
     """D4RL name whose reference scores normalise returns; null: the dataset's own."""
     targets: Targets = None
-    """Returns to ask for; null: the best return in the data and the mean one."""
+    """Returns to ask for; null: the best and the mean of the data.  Of goals: numbers of tasks."""
     episodes: Count = 100
     """Episodes for each target; 0: no evaluation while training."""
     environments: Positive = 20

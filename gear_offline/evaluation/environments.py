@@ -33,6 +33,11 @@ SCREEN_SIZE: Final = 84
 FRAMES_PER_EPISODE: Final = 108_000  # half an hour of play, ALE's own limit
 
 
+gymnasium.register(
+    "gear_offline/Maze-v0", "gear_offline.evaluation.maze:Maze", max_episode_steps=200
+)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EnvironmentFacts:
     """What a policy and a recorder need to know of an environment."""
@@ -46,6 +51,7 @@ class EnvironmentFacts:
     low: npt.NDArray[np.float32]  # (A,) bounds of continuous actions; empty for discrete ones
     high: npt.NDArray[np.float32]
     step_limit: int  # steps after which Gymnasium truncates an episode; 0: never
+    tasks: int = 0  # with goals, that it numbers from 1 on, as OGBench's environments do
 
     @property
     def discrete(self) -> bool:
@@ -147,6 +153,7 @@ def describe(environment: gymnasium.Env[Any, Any], environment_id: str) -> Envir
         low=np.asarray(getattr(acted, "low", none), np.float32).reshape(-1),
         high=np.asarray(getattr(acted, "high", none), np.float32).reshape(-1),
         step_limit=int((spec.max_episode_steps if spec is not None else None) or 0),
+        tasks=len(getattr(environment.unwrapped, "task_infos", ())),
     )
 
 

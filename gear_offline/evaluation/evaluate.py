@@ -51,6 +51,7 @@ class EvaluationTask:
     reference: str | ReferenceScores | None = None
     # of the worst and the best episode of its data, to normalise by where there is no reference
     data_returns: tuple[float, float] | None = None
+    goals: bool = False  # targets are numbers of tasks, and returns say if their goals are reached
 
     def check(self) -> None:
         """Refuse to play nothing; ``USAGE``."""
@@ -89,7 +90,9 @@ def evaluate_tasks(
             wanted = processes_for(total, slots, probe(task.environment))
         what = f"evaluate {task.environment}"
         with (
-            Environments(task.environment, slots, processes=wanted) as environments,
+            Environments(
+                task.environment, slots, processes=wanted, goals=task.goals
+            ) as environments,
             Progress(what, total=total, unit="episodes", quiet=quiet) as progress,
         ):
             played = play_episodes(
@@ -120,6 +123,7 @@ def evaluate_tasks(
                 data_returns=task.data_returns,
                 seed=task.seed,
                 environments=task.environments,
+                goals=task.goals,
             )
         )
     seconds = time.perf_counter() - started
@@ -153,6 +157,7 @@ def tasks_of(recipe: Recipe, model_tasks: Sequence[ModelTask] = ()) -> tuple[Eva
             episodes=shared.episodes,
             environments=shared.environments,
             seed=shared.seed,
+            goals=recipe.loader.goals is not None,
         )
         for name, section in sections.items()
         if section.environment is not None

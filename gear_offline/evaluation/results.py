@@ -1,8 +1,9 @@
 """What an evaluation found: returns for each asked return, with interval and score.
 
 ``return`` is in the environment's units; ``normalized_score`` is on D4RL's scale, 0 random and 100
-an expert.  A task of a model of several without reference scores is measured on the returns of its
-own data: 0 is the worst episode there, 100 the best; ``scale`` says which of the two it was.
+an expert.  Of goals, ``target`` is the number of a task and ``return`` the share of episodes that
+reached its goal.  A task of a model of several without reference scores is measured on the returns
+of its own data: 0 is the worst episode there, 100 the best; ``scale`` says which of the two it was.
 
 Shape legend: n episodes of one target.
 """
@@ -30,7 +31,7 @@ from gear_offline.progress import Printed, print_table
 from gear_offline.training.metrics import finite
 
 CONFIDENCE = "two-sided 95 % Student t interval of the mean over episodes"
-HEADINGS = ("asked return", "achieved", "95 % interval", "std", "score", "length", "n")
+HEADINGS = ("95 % interval", "std", "score", "length", "n")  # behind what is asked and achieved
 BY_REFERENCE, BY_DATA = "reference scores", "returns of its data"
 
 
@@ -70,6 +71,7 @@ class TaskResult:
     data_returns: tuple[float, float] | None  # of the worst and the best episode, where known
     seed: int  # first reset seed
     environments: int  # side by side for each target
+    goals: bool = False  # returns are 1 where the goal was reached, else 0
 
     @property
     def best(self) -> TargetResult:
@@ -78,12 +80,14 @@ class TaskResult:
 
     @property
     def mean_return(self) -> float:
-        """Mean return of the best target."""
+        """Mean return of the best target; of goals, the mean over all tasks."""
+        if self.goals:
+            return float(np.mean([target.mean_return for target in self.targets]))
         return self.best.mean_return
 
     @property
     def normalized_score(self) -> float | None:
-        """Of the best target's mean return."""
+        """Of `mean_return`."""
         return self.normalized(self.mean_return)
 
     @property
@@ -121,18 +125,19 @@ class TaskResult:
             "seed": self.seed,
             "episodes": int(self.targets[0].returns.size),
             "environments": self.environments,
+            "goals": self.goals,
             "confidence": CONFIDENCE,
             "targets": [self._target(target) for target in self.targets],
         }
 
     def cells(self, target: TargetResult) -> list[str]:
         """Return a target's row of the table that is printed."""
-        low, high = target.ci95
+        (low, high), digits = target.ci95, 2 if self.goals else 1
         return [
             f"{target.target:,.6g}",
-            f"{target.mean_return:,.1f}",
-            "-" if math.isnan(low) else f"{low:,.1f} .. {high:,.1f}",
-            "-" if math.isnan(target.std) else f"{target.std:,.1f}",
+            f"{target.mean_return:,.{digits}f}",
+            "-" if math.isnan(low) else f"{low:,.{digits}f} .. {high:,.{digits}f}",
+            "-" if math.isnan(target.std) else f"{target.std:,.{digits}f}",
             score_text(self.normalized(target.mean_return)),
             f"{target.lengths.mean():,.0f}",
             str(target.returns.size),
@@ -207,8 +212,12 @@ class EvaluationReport(Printed):
             name = f"{task.name}: " if task.name else ""
             title = f"{name}{self.run or 'policy'}{place} in {task.environment}"
             console.print(title, markup=False, highlight=False)
-            print_table(console, HEADINGS, [task.cells(target) for target in task.targets])
+            first = ("task", "success") if task.goals else ("asked return", "achieved")
+            rows = [task.cells(target) for target in task.targets]
+            print_table(console, (*first, *HEADINGS), rows)
             note = task.reference.note if task.reference is not None else ""
+            if task.goals:
+                note = f"success over all tasks: {task.mean_return:.2f}"
             if task.ends is not None and task.reference is None:
                 note = "score on the {}: 0 is {:,.6g}, 100 is {:,.6g}".format(BY_DATA, *task.ends)
             if note:
@@ -251,6 +260,10 @@ def summary_text(document: Mapping[str, Any]) -> tuple[str, str]:
         parts = [f"{name} {task['return']:,.4g}" for name, task in document["tasks"].items()]
         return text, f"{'; '.join(parts)}; {text}"
     targets, score = document["targets"], document["normalized_score"]
+    if document["goals"]:
+        text = f"success {document['return']:.2f}"
+        parts = [f"task {t['target']:g} {t['return']:.2f}" for t in targets]
+        return text, f"{text}: {', '.join(parts)}"
     scored = "" if score is None else f", score {score:.1f}"
     text = f"return {document['return']:,.4g}{scored}"
     pairs = "; ".join(f"asked {t['target']:,.4g}, got {t['return']:,.4g}" for t in targets)

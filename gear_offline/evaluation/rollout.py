@@ -16,7 +16,7 @@ Shape legend: E environments (slots), m of them that act, n episodes, S state si
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import cycle
@@ -50,7 +50,10 @@ class ActingPolicy(Protocol):
     """What a rollout asks of a policy: it acts for several environments (slots) at once."""
 
     def reset(self, indices: Int64Array, targets: Float64Array) -> None:
-        """Begin a new episode in the slots `indices` (m,), asked for the returns `targets` (m,)."""
+        """Begin a new episode in the slots `indices` (m,), asked for the returns `targets` (m,).
+
+        Where goals are to be reached they are states (m, S).
+        """
         ...
 
     def act(
@@ -71,7 +74,7 @@ class ActingPolicy(Protocol):
 class Episodes:
     """What came of a list of episodes, in the order of that list."""
 
-    returns: Float64Array  # (n,) undiscounted sums of the rewards
+    returns: Float64Array  # (n,) undiscounted sums of the rewards; of goals: reached, 0 or 1
     lengths: Int64Array  # (n,) steps
     terminated: BoolArray  # (n,) the environment ended the episode; False: a time limit did
     actions: tuple[npt.NDArray[Any], ...]  # (t, A) or (t,) of the first episodes, where kept
@@ -83,9 +86,15 @@ class Environments(Closing):
     The slots are dealt out to `processes` workers; 1: they step in this process, as do
     environments that only this process knows.  `slots` are (count,) records of what each is `todo`
     (RESET with `seed`, or STEP with `action`), and of what came of it; `groups` are their numbers.
+
+    With `goals` an episode is a `task` that the environment numbers, as OGBench's do:
+    ``reset(options={"task_id": 1})`` gives ``info["goal"]``, and each step ``info["success"]``,
+    which stands for the reward.
     """
 
-    def __init__(self, environment_id: str, count: int, *, processes: int = 1) -> None:
+    def __init__(
+        self, environment_id: str, count: int, *, processes: int = 1, goals: bool = False
+    ) -> None:
         known = known_of(environment_id)
         processes = min(processes, count) if known is not None else 1
         split = 2 if count >= SLOTS_FOR_GROUPS else 1
@@ -95,7 +104,7 @@ class Environments(Closing):
             local = count if processes == 1 else 1  # one to look at
             self._made = [_made(environment_id, stack) for _ in range(local)]
             self.facts = describe(self._made[0], environment_id)
-            record = _record(self.facts)
+            record = _record(self.facts, goals)
             if processes == 1:
                 self.slots = np.zeros(count, record)
             else:
@@ -108,7 +117,7 @@ class Environments(Closing):
                     worker = stack.enter_context(Worker())
                     own = [group[group % processes == first] for group in self.groups]
                     worker.start(
-                        f"{__name__}:step_in_worker", known, environment_id, path, count, own
+                        f"{__name__}:step_in_worker", known, environment_id, goals, path, count, own
                     )
                     self._workers.append(worker)
             self._stack = stack.pop_all()
@@ -141,7 +150,7 @@ def _made(environment_id: str, stack: ExitStack) -> Any:
     return stack.enter_context(closing(make_environment(environment_id)))
 
 
-def _record(facts: EnvironmentFacts) -> np.dtype[Any]:
+def _record(facts: EnvironmentFacts, goals: bool) -> np.dtype[Any]:
     # Frames stay bytes; all else is float64, as most simulators give it.
     seen = facts.observation_dtype if facts.frames else np.dtype(np.float64)
     action: Any = np.int64 if facts.discrete else (facts.action_dtype, facts.low.size)
@@ -154,6 +163,7 @@ def _record(facts: EnvironmentFacts) -> np.dtype[Any]:
             ("reward", np.float64),
             ("terminated", np.bool_),
             ("truncated", np.bool_),
+            *([("task", np.int64), ("goal", seen, facts.observation_shape)] if goals else []),
         ],
         align=True,
     )
@@ -167,20 +177,34 @@ def _work(
 ) -> None:
     """Do what slots are to do: environment i is that of the slot ``numbers[i]``."""
     todo, observations, actions = slots["todo"], slots["observation"], slots["action"]
+    goals = "goal" in (slots.dtype.names or ())
     for environment, slot in zip(environments, numbers, strict=True):
         if todo[slot] == RESET:
-            observations[slot], _ = environment.reset(seed=int(slots["seed"][slot]))
+            options = {"task_id": int(slots["task"][slot])} if goals else None
+            seed = int(slots["seed"][slot])
+            observations[slot], info = environment.reset(seed=seed, options=options)
+            if goals:
+                slots["goal"][slot] = _told(info, "goal", facts)
         elif todo[slot] == STEP:
             # a copy, since an environment may keep it
-            seen, reward, ended, cut, _ = environment.step(facts.shaped(actions[slot].copy()))
+            seen, reward, ended, cut, info = environment.step(facts.shaped(actions[slot].copy()))
+            reward = _told(info, "success", facts) if goals else reward
             observations[slot], slots["reward"][slot] = seen, reward
             slots["terminated"][slot], slots["truncated"][slot] = ended, cut
+
+
+def _told(info: Mapping[str, Any], name: str, facts: EnvironmentFacts) -> Any:
+    if name in info:
+        return info[name]
+    what, remedy = f"it gives no info[{name!r}]", "goals need an environment that OGBench's is like"
+    raise InputError("ENVIRONMENT", what, where=facts.environment_id, remedy=remedy)
 
 
 def step_in_worker(
     caller: Caller,
     known: Known,
     environment_id: str,
+    goals: bool,
     path: str,
     count: int,
     groups: Sequence[Int64Array],
@@ -191,7 +215,7 @@ def step_in_worker(
         made = [[_made(environment_id, stack) for _ in group] for group in groups]
         first = next(group[0] for group in made if group)
         facts = describe(first, environment_id)
-        slots = np.memmap(path, _record(facts), "r+", shape=(count,)).view(np.ndarray)
+        slots = np.memmap(path, _record(facts, goals), "r+", shape=(count,)).view(np.ndarray)
         while True:
             group = caller.receive()
             _work(made[group], slots, groups[group], facts)
@@ -216,6 +240,8 @@ def play_episodes(
 ) -> Episodes:
     """Play episode i with ``seeds[i]`` and ``targets[i]``, for every i, to its end.
 
+    Where the environments have goals, targets are numbers of tasks.
+
     Episodes are cut after `max_steps`; default: the environment's own limit, or 10,000.
     Of the first `keep_actions` episodes the actions are kept.  `on_episode` is told how many
     episodes have ended, whenever some have.
@@ -226,6 +252,7 @@ def play_episodes(
     terminated = np.zeros(len(seeds), np.bool_)
     asked = np.asarray(targets, np.float64)
     kept: list[list[npt.NDArray[Any]]] = [[] for _ in range(keep_actions)]
+    goals = "goal" in (slots.dtype.names or ())
     slots["todo"] = IDLE
     playing = np.full(slots.size, -1, np.int64)  # slot -> episode; -1: none
     waiting = iter(range(len(seeds)))
@@ -235,13 +262,15 @@ def play_episodes(
             environments.receive(group)
         begun = numbers[slots["todo"][numbers] == RESET]
         if begun.size:
-            policy.reset(begun, asked[playing[begun]])
+            policy.reset(begun, slots["goal"][begun] if goals else asked[playing[begun]])
         stepped = numbers[slots["todo"][numbers] == STEP]
         if stepped.size:
             result, episodes = slots[stepped], playing[stepped]
             if not np.isfinite(result["reward"]).all():
                 raise _broken("a reward", facts)
             policy.observe_reward(result["reward"], stepped)
+            if goals:
+                returns[episodes] = 0.0  # the last step's success counts, as OGBench has it
             returns[episodes] += result["reward"]
             lengths[episodes] += 1
             terminated[episodes] = result["terminated"]
@@ -260,6 +289,8 @@ def play_episodes(
         for slot, episode in zip(numbers[playing[numbers] < 0], waiting, strict=False):
             playing[slot] = episode
             slots["seed"][slot], slots["todo"][slot] = seeds[episode], RESET
+            if goals:
+                slots["task"][slot] = targets[episode]
         if slots["todo"][numbers].any():
             environments.send(group)
         elif not slots["todo"].any():

@@ -119,7 +119,8 @@ def _played(
 
     facts, actions, total = describe(environment, task.environment), target.actions, 0.0
     assert actions is not None, "the evaluation was asked to keep them"
-    environment.reset(seed=task.seed)
+    options = {"task_id": int(target.target)} if task.goals else None
+    environment.reset(seed=task.seed, options=options)
     for step in range(len(actions) + 1):
         if step % every == 0:
             frame = _frame(environment, task.environment)
@@ -128,10 +129,13 @@ def _played(
             image.paste(Image.fromarray(frame), (0, CAPTION_HEIGHT))
             font = ImageFont.load_default(max(8, min(16, width // 14)))  # 28 letters half as wide
             text = f"asked {target.target:,.6g}   achieved {total:,.1f}"
+            if task.goals:
+                text = f"task {target.target:g}   step {step:,}"
             ImageDraw.Draw(image).text((4, 2), text, font=font)
             yield image
         if step < len(actions):
-            total += float(environment.step(facts.shaped(actions[step].copy()))[1])
+            _, reward, _, _, info = environment.step(facts.shaped(actions[step].copy()))
+            total = float(info["success"]) if task.goals else total + float(reward)
     if total != target.returns[0]:
         what = f"the same seed and actions gave {total:,.6g} and not {target.returns[0]:,.6g}"
         remedy = "an environment that does not repeat itself cannot be shown: seed its random "

@@ -70,10 +70,10 @@ def _check_collect(settings: CollectSettings, where: str, *, made: bool) -> None
     _check_environment(settings.environment, "data.collect.environment", where)
     policy = settings.policy
     library, _, algorithm = policy.partition(":")
-    known = ["random", "ars", *(f"{name}:ALGORITHM" for name in LIBRARIES)]
+    known = ["random", "ars", "play", *(f"{name}:ALGORITHM" for name in LIBRARIES)]
     of_library = library in LIBRARIES and algorithm.isidentifier() and algorithm.isupper()
-    if not (policy in known[:2] or of_library or made or Path(policy).is_file()):
-        guess = nearest(policy, known[:2], cutoff=0.6)
+    if not (policy in known[:3] or of_library or made or Path(policy).is_file()):
+        guess = nearest(policy, known[:3], cutoff=0.6)
         known.append("a file made with ars")
         what = f"data.collect.policy must be one of {', '.join(known)}, got {policy!r}"
         remedy = f"did you mean {guess!r}?" if guess else "write an algorithm like sb3:PPO"

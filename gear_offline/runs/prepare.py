@@ -215,12 +215,16 @@ def _model_task(task: Part, sizes: ModelSizes, *, normalized: bool) -> ModelTask
 
 
 def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Recipe, ModelSizes]:
-    if "rewards" not in dataset.spec:
+    goals = recipe.loader.goals is not None
+    if goals and is_image(dataset.spec[STATES]):
+        what, remedy = "goals are vectors, and the data are frames", "use loader.goals=null"
+        raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
+    if "rewards" not in dataset.spec and not goals:
         what = "the data have no rewards, and the Decision Transformer is asked for returns"
-        remedy = "add a column rewards to the source, and convert it again"
+        remedy = "give it goals (loader.goals={future: 1.0}), or add a column rewards to the source"
         raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
     sizes, environment = _sizes(dataset), recipe.evaluate.environment or dataset.environment_id
-    longest = int(dataset.episodes.lengths.max())
+    longest, facts = int(dataset.episodes.lengths.max()), None
     if recipe.evaluate.episodes > 0:
         _check_evaluation_device(recipe.evaluate.device)
         facts = _probe_environment(recipe, dataset, quiet=quiet)
@@ -237,7 +241,12 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         "evaluate.environment": environment,
         "evaluate.reference": recipe.evaluate.reference or known,
     }
-    if recipe.evaluate.targets is None:
+    if recipe.evaluate.targets is None and goals:
+        if facts is not None and not facts.tasks:
+            what, remedy = "it has no tasks with goals (task_infos)", "use evaluate.episodes=0"
+            raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
+        changes["evaluate.targets"] = list(range(1, facts.tasks + 1)) if facts else None
+    elif recipe.evaluate.targets is None:
         alike = isclose(returns.max, returns.mean, rel_tol=1e-9)  # of one and the same return
         changes["evaluate.targets"] = [returns.max] if alike else [returns.max, returns.mean]
     if recipe.train.init is not None:
@@ -317,6 +326,8 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
         frame_stack=loader.frame_stack,
     )
     for column in ("observations", "actions", "rewards"):
+        if column not in dataset.statistics:
+            continue
         values, where = dataset.statistics[column], f"column {column} of {path}"
         if values.nonfinite:
             what = f"{count_text(values.nonfinite, 'value')} NaN or infinite"

@@ -117,10 +117,11 @@ def _section(
     """Draw what a task achieved and its data's returns."""
     suffix, prefix = (f"-{task}", f"{task}: ") if task else ("", "")
     levels, pictures = dict[str, float](), dict[str, str]()
-    if data is not None and data.manifest.returns.count:
+    goals = result is not None and result.goals
+    if data is not None and data.manifest.returns.count and not goals:
         returns = data.manifest.returns
         levels = {"mean of the data": returns.mean, "best of the data": returns.max}
-    if final is not None and result is not None and result.targets:
+    if final is not None and result is not None and result.targets and not goals:
         place = f" at step {final.step:,}" if final.step is not None else ""
         file = f"plots/asked_vs_achieved{suffix}.png"
         name = f"{run.name}{place} in {result.environment}"

@@ -57,6 +57,8 @@ def why_not_captured(
         reason = "blocks are computed twice (train.recompute)"
     elif loader.engine is None:
         reason = "batches are not made by the GPU (loader.engine)"
+    elif recipe.loader.goals is not None:
+        reason = "goals: not captured, the host draws them (loader.goals)"
     elif learns and not loader.engine.draws:
         reason = "the host draws when it has heard of the losses"
     if reason and train.graph == "on":

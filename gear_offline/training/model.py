@@ -68,6 +68,7 @@ def recipe_model(recipe: Recipe, sizes: ModelSizes) -> DecisionTransformer:
         frame_shape=sizes.frame_shape,
         frame_stack=recipe.loader.frame_stack,
         tasks=sizes.tasks,
+        goals=recipe.loader.goals is not None,
         **recipe.model.model_dump(),
     )
 

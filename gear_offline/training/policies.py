@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +69,7 @@ class TrainedModel:
             "environment": recipe.evaluate.environment,
             "targets": recipe.evaluate.targets or (),
             "reference": recipe.evaluate.reference,
+            "goals": recipe.loader.goals,
             "data": next((name for name in names if name and ":" in name), None),
         }
         return Policy(
@@ -171,7 +173,11 @@ def find_trained(
         what, remedy = f"{path} is one policy", "leave the choice of a checkpoint out"
         raise InputError("USAGE", what, where="checkpoint", remedy=remedy)
     model, file = read_policy(path)
-    loader = {"context_length": file.context_length, "returns_scale": file.returns_scale}
+    loader: dict[str, Any] = {
+        "context_length": file.context_length,
+        "returns_scale": file.returns_scale,
+        "goals": file.goals and file.goals.model_dump(),
+    }
     evaluate = {
         "environment": file.environment,
         "reference": file.reference,

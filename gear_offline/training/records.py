@@ -47,6 +47,7 @@ class TaskRecord(_Record):
     scale: str | None = None
     reference: ReferenceScores | None = None
     seed: int | None = None
+    goals: bool = False
     targets: tuple[TargetRecord, ...] = ()
 
 

@@ -58,6 +58,8 @@ def check_stackable(
         reason = "windows are padded on the left (loader.padding)"
     elif recipe.model.policy == "gaussian":
         reason = "the policy is stochastic (model.policy)"
+    elif recipe.loader.goals is not None:
+        reason = "the host draws goals (loader.goals)"
     elif learns:
         reason = "their selection learns from losses"
     elif sizes is not None and sizes.tasks:
