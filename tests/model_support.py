@@ -38,6 +38,8 @@ def released_model(model: DecisionTransformer) -> DecisionTransformerModel:
     """The released class with the same weights, in evaluation mode."""
     config = DecisionTransformerConfig.from_dict(model.config.to_dict())
     released = DecisionTransformerModel(config)
+    if model.goals:  # what docs/how-to/goals.md says of other tools
+        released.embed_return = torch.nn.Linear(config.state_dim, config.hidden_size)
     released.load_state_dict(model.state_dict(), strict=True)
     released.eval()
     return released

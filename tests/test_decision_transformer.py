@@ -77,10 +77,17 @@ def test_a_released_file_loads_in_ours_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["none", "full", "right", "left", "holes"])
-def test_outputs_equal_the_released_class_on_valid_steps(kind: str, attention: Attention) -> None:
-    ours = make().eval()
+@pytest.mark.parametrize("goals", [False, True])
+def test_outputs_equal_the_released_class_on_valid_steps(
+    kind: str, attention: Attention, goals: bool
+) -> None:
+    """Of goals: the class with a wider map of its first token, which is told the goal each step."""
+    ours = make(goals=goals).eval()
     ours.attention = attention
     batch = inputs()
+    if goals:
+        batch["goals"] = batch["states"].flip(0)[:, :1]
+        batch["returns_to_go"] = batch["goals"].expand(-1, STEPS, -1)
     batch["attention_mask"] = mask(kind)
     valid = batch["attention_mask"].bool()
     given_batch = {k: v for k, v in batch.items() if kind != "none" or k != "attention_mask"}

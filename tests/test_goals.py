@@ -1,33 +1,44 @@
-"""Goals of segments: their law against one written out by hand, their states, who may ask."""
+"""Goals: their law against one written out by hand, their states, who may ask; a maze of them."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections import Counter, defaultdict
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.utils.env_checker import check_env
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gear_offline as go
+from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.distributed.world import World
+from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
+from gear_offline.evaluation.maze import WALLS, cell_of, way_to
+from gear_offline.loaders.batch import split_steps
+from gear_offline.loaders.goals import with_goals
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.loaders.options import check_options
+from gear_offline.runs.loop import TrainingInterrupted, train
+from gear_offline.runs.prepare import resolve
+from tests.gpu_support import same
 from tests.image_support import image_columns
+from tests.kernels_on_cpu import compile_kernels, gpu_gather, on_cpu
 from tests.sampling_support import p_value
 from tests.support import hopper_columns, make_dataset, one_error
+from tests.test_resume import interrupted_in
+from tests.training_support import learnt
 
 LENGTHS = [6, 1, 9, 3]
 SPAN = 3
 OPTIONS: dict[str, Any] = {"batch_size": 8, "context_length": SPAN, "device": "cpu"}
-LEFT: dict[str, Any] = {  # what GearLoader gives to `check_options` besides
-    **dict.fromkeys(("placement", "sharding", "exchange"), "auto"),
-    **{"context_length": 3, "padding": "right", "hbm_budget": None, "host_budget": None},
-}
 MIXED = {"current": 0.2, "future": 0.5, "final": 0.1, "random": 0.2, "discount": 0.75}
 
 
@@ -114,7 +125,7 @@ def test_goals_are_states_of_the_dataset(dataset: Dataset, tmp_path: Path, frame
             assert torch.equal(batch.goals[slot, 0], states[name])
         assert torch.equal(loader.batch_at(step)["goals"], batch.goals)
         assert torch.equal(torch.cat([next(rank)["goals"] for rank in ranks]), batch.goals)
-    assert "goals" not in batch.model_inputs()
+    assert batch.model_inputs()["goals"] is batch.goals
 
 
 def test_who_may_ask_for_goals(dataset: Dataset, tmp_path: Path) -> None:
@@ -130,8 +141,6 @@ def test_who_may_ask_for_goals(dataset: Dataset, tmp_path: Path) -> None:
         more: dict[str, Any] = {name: value}
         with one_error("LOADER_OPTION", "goals"):
             GearLoader(dataset, goals=MIXED, **OPTIONS, **more)
-    with one_error("LOADER_OPTION", "engine='auto' with goals"):
-        check_options(torch.device("cuda"), **LEFT, batch_size=8, engine="on", goals=MIXED)
     loader, plain = (GearLoader(dataset, goals=g, **OPTIONS) for g in (MIXED, None))
     with one_error("LOADER_STATE", "goals is"):
         plain.load_state_dict(loader.state_dict())
@@ -140,3 +149,132 @@ def test_who_may_ask_for_goals(dataset: Dataset, tmp_path: Path) -> None:
     with one_error("LOADER_OPTION", "goals=None"):
         plain.goals_at(0)
     assert next(plain).goals is None
+
+
+@pytest.mark.parametrize("frames", [False, True])
+def test_kernels_of_the_gpu_gather_the_same(
+    dataset: Dataset, tmp_path: Path, library: Any, frames: bool
+) -> None:
+    """On the CPU; on a GPU: tests/test_loader_gpu.py."""
+    options: dict[str, Any] = {**OPTIONS, "goals": MIXED, "normalize_states": not frames}
+    if frames:
+        dataset = make_dataset(tmp_path, LENGTHS, columns=image_columns(sum(LENGTHS), (4, 5)))
+        options["frame_stack"] = 2
+    loader = GearLoader(dataset, **options)
+    segments, goals = loader.segments_at(3)[None], loader.goals_at(3)[None]
+    with on_cpu(library):
+        engines = [gpu_gather(loader.table, rank_batch=8, context_length=k) for k in (SPAN, 1)]
+        windows = with_goals(engines[0].gather(segments), engines[1].gather(goals))
+    same(split_steps(windows, "right")[0], loader.batch_at(3))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return compile_kernels(tmp_path_factory.mktemp("kernels"))
+
+
+# the maze -------------------------------------------------------------------------------------
+
+
+def test_the_maze_is_an_environment_with_tasks_as_those_of_ogbench() -> None:
+    made = gymnasium.make("gear_offline/Maze-v0", render_mode="rgb_array")
+    check_env(made.unwrapped)
+    for task, _ in enumerate(made.unwrapped.task_infos, start=1):  # type: ignore[attr-defined]
+        (seen, told), (again, _) = (made.reset(seed=task, options={"task_id": task}) for _ in "ab")
+        assert (seen == again).all() and seen in made.observation_space
+        way, success, steps = way_to(cell_of(told["goal"])), False, 0
+        while not success:
+            seen, reward, success, cut, facts = made.step(np.array(way[cell_of(seen)]) - seen)
+            assert reward == facts["success"] == float(success) and not cut
+            steps += 1
+        assert np.linalg.norm(seen - told["goal"]) <= 0.5 and steps > 10
+    (seen, told), ended = made.reset(seed=0), False
+    assert told == {}, "without a task there is no goal"
+    while not ended:  # walls hold, and only the limit of steps ends it
+        seen, reward, over, ended, _ = made.step(made.action_space.sample())
+        assert WALLS[cell_of(seen)[0]][cell_of(seen)[1]] == "." and not (reward or over)
+    assert np.asarray(made.render()).shape == (216, 216, 3)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe, shorter."""
+    folder = tmp_path_factory.mktemp("maze")
+    return train(recipe_in(folder), out=folder / "run", quiet=True)
+
+
+def recipe_in(folder: Path, *more: str) -> Recipe:
+    short = ["data.collect.steps=30000", "train.steps=400", "train.checkpoint_every=200"]
+    short += ["loader.batch_size=64", "train.evaluate_every=400", "evaluate.background=off", "evaluate.episodes=8"]
+    return load_recipe("maze-goals", [f"data.path={folder / 'play'}", *short, *more])
+
+
+@pytest.mark.slow
+def test_a_trained_policy_reaches_goals_and_a_run_is_resumed_bit_for_bit(
+    run: Path, tmp_path: Path
+) -> None:
+    """Far more often than actions at random, from the folder of the policy alone too."""
+    found = go.evaluate(run, quiet=True, device="cpu")
+    (task,) = found.tasks
+    assert [target.target for target in task.targets] == [1, 2, 3, 4, 5]
+    chance = evaluate_tasks(
+        lambda _: Random(), [EvaluationTask(**{**TASK, "episodes": 8})]
+    ).mean_return
+    assert found.mean_return is not None and chance is not None
+    assert found.mean_return >= chance + 0.15 and chance <= 0.1
+    document = json.loads((run / "evaluation.json").read_text())
+    assert document["goals"] and document["return"] == found.mean_return
+    assert "| policy, task 5 |" in (run / "report.md").read_text()
+
+    folder = go.load_policy(run, device="cpu").save(tmp_path / "policy")
+    shutil.rmtree(run / "plots")
+    again = go.evaluate(folder, episodes=8, quiet=True, device="cpu")
+    assert again.tasks[0].to_json() == task.to_json()
+    policy = go.load_policy(folder, device="cpu")
+    with one_error("USAGE", "no goal"):
+        policy.reset()
+    with one_error("MODEL", "2 elements"):
+        policy.reset(np.zeros(3))
+    policy.reset(np.array([1.0, 7.0]))
+    assert policy.act(np.ones((1, 2))).shape == (1, 2) and policy.targets.tolist() == [[1.0, 7.0]]
+
+    recipe = recipe_in(run.parent)
+    with interrupted_in(250), pytest.raises(TrainingInterrupted):
+        train(recipe, out=tmp_path / "run", quiet=True)
+    train(recipe, out=tmp_path / "run", resume=True, quiet=True)
+    assert learnt(tmp_path / "run") == learnt(run)
+
+
+def test_recipes_of_goals(dataset: Dataset, tmp_path: Path) -> None:
+    recipe = recipe_in(tmp_path, f"data.path={dataset.path}", "data.collect=null")
+    _, sizes = resolve(recipe.replace("evaluate.episodes=0"), dataset, quiet=True)
+    assert sizes.state_dim == 11, "data without rewards"
+    with one_error("ENVIRONMENT", "no tasks with goals"):
+        resolve(recipe.replace("evaluate.environment=Hopper-v5"), dataset, quiet=True)
+    with one_error("RECIPE", "loader.goals and data.tasks exclude"):
+        load_recipe("multitask-smoke", {"loader.goals": {"future": 1.0}})
+    images = make_dataset(tmp_path, LENGTHS, columns=image_columns(sum(LENGTHS), (36, 36)))
+    with one_error("COLUMN", "goals are vectors"):
+        resolve(recipe, images, quiet=True)
+    task = EvaluationTask(**{**TASK, "environment": "Pendulum-v1"})
+    with one_error("ENVIRONMENT", r"info\['goal'\]"):
+        evaluate_tasks(lambda _: Random(), [task])
+
+
+TASK: dict[str, Any] = {
+    "environment": "gear_offline/Maze-v0",
+    "targets": (1, 2, 3, 4, 5),
+    "goals": True,
+}
+
+
+class Random:
+    """Acts at random, whatever the goal."""
+
+    def reset(self, indices: Any, targets: Any) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def act(self, observations: Any, indices: Any = None) -> Any:
+        return self.generator.uniform(-1, 1, (len(observations), 2))
+
+    def observe_reward(self, rewards: Any, indices: Any = None) -> None: ...

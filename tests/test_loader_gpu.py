@@ -74,6 +74,25 @@ def test_batches_are_those_of_the_cpu(
             same(batches.batch, cpu.batch_at(step))
 
 
+@pytest.mark.parametrize("tier", ["hbm", "host", "both"])
+@pytest.mark.parametrize("selection", ["uniform_steps", "prioritized"])
+def test_goals(dataset: Any, tier: str, selection: str) -> None:
+    """Drawn by the host and gathered by the GPU, with the segments of a loader without."""
+    where = {"hbm_budget": half_of(dataset)} if tier == "both" else {"placement": tier}
+    goals = {"current": 0.1, "future": 0.5, "final": 0.1, "random": 0.3, "discount": 0.9}
+    options: dict[str, Any] = {"selection": selection, "normalize_states": True}
+    gpu, cpu = loaders(dataset, **options, **where, goals=goals)
+    (plain, _), device = loaders(dataset, **options, **where), torch.device("cuda")
+    for _ in range(3 if selection == "prioritized" else 700):
+        batch = next(gpu)
+        assert batch.goals is not None and batch.goals.device.type == device.type
+        same(batch, next(cpu))
+        assert torch.equal(batch.segments, next(plain).segments)
+    assert gpu.state_dict() == cpu.state_dict()
+    with pytest.raises(UnavailableError, match="the host draws goals"):
+        gpu.static_batch()
+
+
 @pytest.mark.parametrize("padding", ["right", "left"])
 @pytest.mark.parametrize("tier", ["hbm", "host", "both"])
 @pytest.mark.parametrize("stack", [2, 4])

@@ -21,6 +21,7 @@ STEPS, COUNT, FRAME, STACK = 60, 3, (36, 36), 2  # the model knows timesteps up 
 MODELS: dict[str, dict[str, Any]] = {
     "normalised": {},
     "one step": {"discrete": True},
+    "goals": {"goals": True},
     "frames": {
         "discrete": True,
         "state_dim": FRAME[0] * FRAME[1],
@@ -31,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def policy_of(name: str) -> Policy:
-    normalised = name == "normalised"
+    normalised = name in ("normalised", "goals")
     return Policy(
         make(**MODELS[name]),
         state_mean=np.linspace(-1.0, 1.0, STATES) if normalised else None,
@@ -48,11 +49,12 @@ def test_actions_equal_those_of_the_policy(name: str, tmp_path: Path) -> None:
     session = onnxruntime.InferenceSession(file)
     length = int(session.get_modelmeta().custom_metadata_map["context_length"])
     assert length == policy.context_length
-    asked = np.linspace(5.0, 50.0, COUNT)
+    asked: Any = np.linspace(5.0, 50.0, COUNT)
+    if name == "goals":
+        asked = generator.normal(size=(COUNT, STATES)).astype(np.float32)
     policy.reset(np.arange(COUNT), asked)
-    columns: dict[str, list[Any]] = {
-        name: [] for name in ("observations", "actions", "returns_to_go", "timesteps")
-    }
+    inputs = [each.name for each in session.get_inputs()]
+    columns: dict[str, list[Any]] = {name: [] for name in inputs}
     stack = np.zeros((COUNT, STACK, *FRAME), np.uint8)
     for step in range(STEPS):
         seen: Any = generator.normal(size=(COUNT, STATES)).astype(np.float32)
@@ -64,7 +66,7 @@ def test_actions_equal_those_of_the_policy(name: str, tmp_path: Path) -> None:
             expected = policy.act(seen)
         columns["observations"].append(seen)
         columns["actions"].append(generator.integers(0, 2, expected.shape).astype(expected.dtype))
-        columns["returns_to_go"].append(asked.astype(np.float32))
+        columns["goals" if name == "goals" else "returns_to_go"].append(asked.astype(np.float32))
         columns["timesteps"].append(np.full(COUNT, step))
         window = {key: np.stack(rows[-length:], axis=1) for key, rows in columns.items()}
         (action,) = session.run(["action"], window)
@@ -73,7 +75,7 @@ def test_actions_equal_those_of_the_policy(name: str, tmp_path: Path) -> None:
         columns["actions"][-1] = expected
         rewards = generator.normal(size=COUNT)
         policy.observe_reward(rewards)
-        asked = asked - rewards
+        asked = asked if name == "goals" else asked - rewards
     assert expected.shape == ((COUNT,) if policy.discrete else (COUNT, ACTIONS))
 
 

@@ -34,8 +34,9 @@ def make_policy(model: DecisionTransformer | None = None, **changes: Any) -> Pol
 class PlainActor:
     """One environment, the released class, history in lists, no padding: the paper's loop."""
 
-    def __init__(self, model: DecisionTransformer, target: float, *, scale: float = 10.0) -> None:
-        self.model, self.scale, self.returns = released_model(model), scale, [target / scale]
+    def __init__(self, model: DecisionTransformer, target: Any, *, scale: float = 10.0) -> None:
+        self.model, self.scale, self.goals = released_model(model), scale, model.goals
+        self.asked = [(target - MEAN) / (STD + 1e-6) if self.goals else [target / scale]]
         self.limit = int(model.config.max_ep_len)
         self.states: list[Any] = []
         self.actions: list[Any] = []
@@ -52,30 +53,34 @@ class PlainActor:
             output = self.model(
                 states=window(self.states),
                 actions=window([*self.actions, np.zeros(ACTIONS)]),
-                returns_to_go=window(self.returns)[:, :, None],
+                returns_to_go=window(self.asked),
                 timesteps=torch.tensor([[min(step, self.limit - 1) for step in steps]]),
             )
         self.actions.append(output.action_preds[0, -1].numpy())
         return self.actions[-1]
 
     def observe_reward(self, reward: float) -> None:
-        self.returns.append(self.returns[-1] - reward / self.scale)
+        left = self.asked[-1]
+        self.asked.append(left if self.goals else [left[0] - reward / self.scale])
 
 
-@given(seed=st.integers(0, 100), resets=st.lists(st.integers(0, 8), max_size=3))
+@given(
+    seed=st.integers(0, 100), resets=st.lists(st.integers(0, 8), max_size=3), goals=st.booleans()
+)
 @settings(max_examples=10, deadline=None)
-def test_lock_step_equals_single_environments(seed: int, resets: list[int]) -> None:
+def test_lock_step_equals_single_environments(seed: int, resets: list[int], goals: bool) -> None:
     """Environments with their own targets and resets at any step act as if they were alone."""
     rng = np.random.default_rng(seed)
-    model = make()
-    targets = np.array([30.0, 10.0, -5.0])
+    model = make(goals=goals)
+    targets: Any = rng.normal(size=(3, STATES)) if goals else np.array([30.0, 10.0, -5.0])
     policy = make_policy(model)
     policy.reset(np.arange(3), targets)
-    alone = [PlainActor(model, float(target)) for target in targets]
+    alone = [PlainActor(model, target) for target in targets]
     for step in range(9):
         if step in resets:
-            policy.reset([step % 3], 7.0)
-            alone[step % 3] = PlainActor(model, 7.0)
+            target = targets[0] + 7.0
+            policy.reset([step % 3], target)
+            alone[step % 3] = PlainActor(model, target)
         observations, rewards = rng.normal(size=(3, STATES)), rng.normal(size=3)
         found = policy.act(observations)
         expected = [actor.act(o) for actor, o in zip(alone, observations, strict=True)]

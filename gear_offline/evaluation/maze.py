@@ -20,25 +20,25 @@ from gear_offline.core.types import Array, Float64Array
 WALLS = (
     "#########",
     "#.......#",
-    "#.###.#.#",
-    "#.#...#.#",
-    "#.#.###.#",
+    "###.###.#",
     "#...#...#",
-    "###.#.#.#",
-    "#.....#.#",
+    "#.#.#.###",
+    "#.#.#...#",
+    "#.#.###.#",
+    "#.#.#...#",
     "#########",
 )
 # rows and columns of start and goal
 TASKS = (
     ((7, 1), (1, 7)),
-    ((1, 1), (7, 7)),
-    ((7, 7), (3, 3)),
-    ((3, 5), (7, 1)),
-    ((1, 4), (5, 7)),
+    ((5, 7), (1, 1)),
+    ((7, 5), (7, 1)),
+    ((7, 3), (5, 5)),
+    ((1, 1), (3, 5)),
 )
 SPEED = 0.4  # of an action of 1, in cells a step
 NEAR = 0.5  # cells from the goal that count as there
-SPREAD = 0.25  # of starts and goals about the middle of their cells
+SPREAD = 0.1  # of starts and goals about the middle of their cells
 PIXELS = 24  # of a cell
 WALL, FLOOR, GOAL, POINT = (90, 90, 90), (245, 245, 245), (46, 160, 67), (9, 105, 218)
 
@@ -116,9 +116,9 @@ class Maze(gymnasium.Env[npt.NDArray[np.float32], npt.NDArray[np.float32]]):
 
 
 class PlayPolicy:
-    """Walks to a random cell by a shortest way, then to another, until the episode ends."""
+    """Walks to a random far cell by a shortest way, then to another, until the episode ends."""
 
-    algorithm = "walks to random cells"
+    algorithm = "walks to random far cells"
 
     def __init__(self) -> None:
         self._episode: np.random.Generator | None = None
@@ -129,7 +129,8 @@ class PlayPolicy:
         cell = cell_of(observation)
         if generator is not self._episode or cell == self._aim:
             self._episode = generator
-            self._aim = CELLS[generator.integers(len(CELLS))]
+            cells = list(way_to(cell))  # from the nearest to the farthest
+            self._aim = cells[generator.integers(len(cells) // 2, len(cells))]
         ahead = np.array(way_to(self._aim)[cell]) - observation
         return ahead / max(float(np.linalg.norm(ahead)), SPEED)
 
@@ -142,7 +143,7 @@ def cell_of(point: Array) -> Cell:
 
 @cache
 def way_to(aim: Cell) -> dict[Cell, Cell]:
-    """Return the next cell of a shortest way to `aim`, from every cell."""
+    """Return the next cell of a shortest way to `aim` from every cell, the nearest ones first."""
     following, reached = {aim: aim}, [aim]
     for row, column in reached:  # which grows
         for cell in ((row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)):

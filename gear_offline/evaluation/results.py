@@ -260,7 +260,7 @@ def summary_text(document: Mapping[str, Any]) -> tuple[str, str]:
         parts = [f"{name} {task['return']:,.4g}" for name, task in document["tasks"].items()]
         return text, f"{'; '.join(parts)}; {text}"
     targets, score = document["targets"], document["normalized_score"]
-    if document["goals"]:
+    if document.get("goals"):
         text = f"success {document['return']:.2f}"
         parts = [f"task {t['target']:g} {t['return']:.2f}" for t in targets]
         return text, f"{text}: {', '.join(parts)}"

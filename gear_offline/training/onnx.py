@@ -21,7 +21,6 @@ __all__ = ["export_policy"]
 
 OPSET = 20
 LARGEST = (2 << 30) - 4096  # bytes of a protobuf message, less what is added
-INPUTS = ("observations", "actions", "returns_to_go", "timesteps")
 
 
 def export_policy(
@@ -54,7 +53,8 @@ def export_policy(
         - ``observations`` (B, L, S) float32 as the environment gives them; of frames
           (B, L, stack, *frame) uint8, zeros before an episode's first frame
         - ``actions`` (B, L, A) float32, or (B, L) int64 for discrete ones; the last has no effect
-        - ``returns_to_go`` (B, L) float32, still asked at each step, in units of the rewards
+        - ``returns_to_go`` (B, L) float32, still asked at each step, in units of the rewards; of a
+          policy of goals ``goals`` (B, L, S) float32 in their place, alike at each step
         - ``timesteps`` (B, L) int64, step within the episode
 
         and gives ``action``, (B, A) float32 or (B,) int64, of the last step.
@@ -91,14 +91,15 @@ def export_policy(
     length = max(2, policy.context_length)  # a size of 1 would become a constant of the graph
     steps = torch.export.Dim("L", min=1, max=length)
     batch = torch.export.Dim("B", min=1)
-    shapes = {name: {0: batch, 1: steps} for name in INPUTS}
+    inputs = ["observations", "actions", graph.asked, "timesteps"]
+    shapes = tuple({0: batch, 1: steps} for _ in inputs)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses packages not needed here
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
             graph,
             graph.example(length),
-            input_names=list(INPUTS),
+            input_names=inputs,
             output_names=["action"],
             dynamic_shapes=shapes,
             opset_version=OPSET,
@@ -123,6 +124,7 @@ class _ActingModel(nn.Module):
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.model, self.discrete = policy.model, policy.discrete
+        self.asked = "goals" if policy.goals else "returns_to_go"
         self._scale, self._last = policy.returns_scale, policy.max_timestep - 1
         self._frames = policy.frame_stack, policy.frame_shape
         self._sizes = policy.state_dim, policy.action_dim
@@ -131,21 +133,27 @@ class _ActingModel(nn.Module):
             self._statistics = [torch.from_numpy(values) for values in policy.statistics]
 
     def forward(
-        self, observations: Tensor, actions: Tensor, returns_to_go: Tensor, timesteps: Tensor
+        self, observations: Tensor, actions: Tensor, asked: Tensor, timesteps: Tensor
     ) -> Tensor:
-        states = observations
-        if self._statistics is not None:
-            mean, scale = self._statistics
-            states = ((states.double() - mean) / scale).float()
+        if self.model.goals:
+            asked = self._normalized(asked)
+        else:
+            asked = (asked.double() / self._scale).float()[..., None]
         found: Tensor = self.model(
-            states=states,
+            states=self._normalized(observations),
             actions=actions,
-            returns_to_go=(returns_to_go.double() / self._scale).float()[..., None],
             timesteps=timesteps.clamp(0, self._last),
             padding="right",
             only_actions=not self.model.stochastic,  # then not the means
+            **{self.asked: asked},
         ).action_preds[:, -1]
         return found.argmax(-1) if self.discrete else found
+
+    def _normalized(self, states: Tensor) -> Tensor:
+        if self._statistics is None:
+            return states
+        mean, scale = self._statistics
+        return ((states.double() - mean) / scale).float()
 
     def example(self, length: int) -> tuple[Tensor, ...]:
         """Return inputs of two environments, zeros."""
@@ -154,4 +162,5 @@ class _ActingModel(nn.Module):
         observations = torch.zeros((*shape, *seen), dtype=kind)
         whole = torch.zeros(shape, dtype=torch.int64)
         actions = whole if self.discrete else torch.zeros((*shape, width))
-        return observations, actions, torch.zeros(shape), whole.clone()
+        asked = torch.zeros((*shape, states) if self.model.goals else shape)
+        return observations, actions, asked, whole.clone()
