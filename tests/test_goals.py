@@ -205,8 +205,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe_in(folder: Path, *more: str) -> Recipe:
     short = ["data.collect.steps=30000", "train.steps=400", "train.checkpoint_every=200"]
-    short += ["loader.batch_size=64", "train.evaluate_every=400", "evaluate.background=off", "evaluate.episodes=8"]
-    return load_recipe("maze-goals", [f"data.path={folder / 'play'}", *short, *more])
+    short += ["train.evaluate_every=400", "evaluate.background=off", "evaluate.episodes=8"]
+    short += ["loader.batch_size=64", f"data.path={folder / 'play'}"]
+    return load_recipe("maze-goals", [*short, *more])
 
 
 @pytest.mark.slow
