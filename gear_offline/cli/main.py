@@ -189,7 +189,7 @@ def audit(
 def collect(
     environment: str = Argument(help="Gymnasium id, e.g. Hopper-v5."),
     out: Path = Argument(help="HDF5 file to write, in D4RL's layout."),
-    policy: str = Option("random", help="random; ars; sb3:PPO or sbx:TQC; a file made with ars."),
+    policy: str = Option("random", help="random; ars; play; sb3:PPO or sbx:TQC; a file made with ars."),
     quality: str | None = Option(None, help="expert, medium, replay, medium-expert or mixed."),
     mix: Any = Shares(None, help="Instead of a quality: replay=1,level:0.5=1,expert=2."),
     steps: int = Count("100000", help="Record at least so many steps."),
