@@ -44,7 +44,7 @@ from gear_offline.distributed import is_first_process
 from gear_offline.errors import InputError
 
 RECIPE_GROUPS = {
-    "First runs": ("smoke", "cartpole", "demo"),
+    "First runs": ("smoke", "cartpole", "demo", "maze-goals"),
     "Your own data": ("paper",),
     "The paper's tasks (D4RL)": tuple(
         f"{body}-medium{rest}"
@@ -189,7 +189,7 @@ def audit(
 def collect(
     environment: str = Argument(help="Gymnasium id, e.g. Hopper-v5."),
     out: Path = Argument(help="HDF5 file to write, in D4RL's layout."),
-    policy: str = Option("random", help="random; ars; play; sb3:PPO or sbx:TQC; a file made with ars."),
+    policy: str = Option("random", help="random; ars; play; sb3:PPO, sbx:TQC; a file of ars."),
     quality: str | None = Option(None, help="expert, medium, replay, medium-expert or mixed."),
     mix: Any = Shares(None, help="Instead of a quality: replay=1,level:0.5=1,expert=2."),
     steps: int = Count("100000", help="Record at least so many steps."),
