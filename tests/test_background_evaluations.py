@@ -5,6 +5,7 @@ Real workers take seconds to start, so most tests use one that plays in this pro
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -86,6 +87,26 @@ def test_real_workers_find_the_same_returns(data: Path, in_process: Path, tmp_pa
     summary = json.loads((run / "summary.json").read_text())
     assert summary["evaluation"]["background"]
     assert summary["evaluation_best"]["step"] == best["step"]
+
+
+def test_a_checkpoint_that_a_full_disk_does_not_take_is_not_played(
+    data: Path, in_process: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two checkpoints, of steps 5 and 7, are given up; the run is as without that."""
+    rename, left = os.rename, 2
+
+    def full(source: Any, target: Any) -> None:
+        nonlocal left
+        if left and "checkpoints" in str(target):
+            left -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", full)
+    recipe = tiny_recipe(data, "evaluate.background=on", "evaluate.workers=1")
+    run = train(recipe, out=tmp_path / "run", quiet=True)
+    assert played(run) == played(in_process)[1:]
+    assert learnt(run)["model"] == learnt(in_process)["model"]
 
 
 @pytest.mark.long
