@@ -103,6 +103,15 @@ def test_processes_share_the_same_pages_until_the_last_is_gone() -> None:
         assert caught.value.code == "MEMORY" and str(handle.process) in str(caught.value)
 
 
+def test_nothing_else_is_attached_and_the_size_is_sealed() -> None:
+    memory = SharedMemory.create(4096)
+    handle = memory.handle()
+    with pytest.raises(OSError):
+        os.ftruncate(handle.descriptor, 0)
+    other = replace(handle, inode=handle.inode + 1)
+    assert failing_code(lambda: SharedMemory.attach(other)) == "MEMORY"
+
+
 def test_too_much_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < available_bytes() < 1 << 46
     with pytest.raises(GearError, match=r"1.0 PiB .* available") as caught:
