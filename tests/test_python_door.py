@@ -50,7 +50,6 @@ MISTAKES: list[tuple[Callable[[Path], object], str]] = [
     (lambda d: next(loader(d))["obs"], "a batch has states, actions"),
     (lambda d: DOOR.open_dataset("minari:mujoco/hopper/medium-v0"), "gear-offline convert minari:"),
     (lambda d: DOOR.open_dataset("hopper-medium-v2"), "gear-offline convert d4rl:hopper-medium-v2"),
-    (lambda d: DOOR.normalized_score("hopper-medium-v2", 1.0), "normalized_score(1.0, "),
     (lambda d: set_steps(), "recipe.replace("),
     (lambda d: DOOR.from_episodes([{"obs": np.zeros((3, 2))}]), "no column is named observations"),
     (lambda d: DOOR.load_recipe(d), "is a dataset, not a recipe"),
