@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from gear_offline.tables.fields import standard_fields
 from gear_offline.tables.returns import sum_returns
 from gear_offline.tables.table import Table, TableOptions, build_table, table_bytes
 from tests.segment_oracle import MemoryTable, same_bits
-from tests.support import ArraySource, failing_code, make_dataset, one_error
+from tests.support import ArraySource, failing_code
 
 LENGTHS = [3, 1, 7, 2]
 MANY = [30, 1, 7, 55, 20, 3, 40, 12]
