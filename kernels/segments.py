@@ -23,12 +23,17 @@ class Segments:
     lengths
         int64, ``S``: steps of the window at most, at least 1, of samplers that cut windows short;
         None for all others.
+    times_sampled, table_size
+        int64, ``S``: how often the episode was drawn, this time included, and how many episodes
+        there were to draw from; where draws are counted, else None.
     """
 
     episodes: Int64Array
     starts: Int64Array
     probability: Float64Array
     lengths: Int64Array | None = None
+    times_sampled: Int64Array | None = None
+    table_size: Int64Array | None = None
 
     def __post_init__(self) -> None:
         shapes = {self.episodes.shape, self.starts.shape, self.probability.shape}
@@ -43,9 +48,5 @@ class Segments:
 
     def __getitem__(self, item: Any) -> Segments:
         """Return some of them, as NumPy indexes arrays."""
-        return Segments(
-            episodes=self.episodes[item],
-            starts=self.starts[item],
-            probability=self.probability[item],
-            lengths=None if self.lengths is None else self.lengths[item],
-        )
+        parts: dict[str, Any] = {k: v if v is None else v[item] for k, v in vars(self).items()}
+        return Segments(**parts)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gear_offline.core.types import Array
 from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.static_batch import StaticBatch
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from gear_offline.loaders.loader import GearLoader
 
 __all__ = ["DeviceFeedback", "LossFeedback", "SegmentFeedback"]
-
-PREFIX = "selection/"  # of the sampler's tensors in a checkpoint
 
 
 class SegmentFeedback(ABC):
@@ -139,14 +138,12 @@ def _learning(loader: GearLoader) -> Prioritized:
     return loader.loss_sampler
 
 
-def selection_tensors(sampler: Prioritized | None) -> dict[str, Tensor]:
-    """Return what a checkpoint keeps of a sampler that learns, by name."""
-    state = {} if sampler is None else sampler.state()
-    return {PREFIX + key: torch.from_numpy(value) for key, value in state.items()}
+def as_tensors(name: str, state: Mapping[str, Array]) -> dict[str, Tensor]:
+    """Return what a checkpoint keeps of a state of arrays."""
+    return {f"{name}/{key}": torch.from_numpy(value) for key, value in state.items()}
 
 
-def load_selection(sampler: Prioritized | None, tensors: Mapping[str, Tensor]) -> None:
-    """Give a sampler that learns what `selection_tensors` kept."""
-    if sampler is not None:
-        kept = {k[len(PREFIX) :]: v for k, v in tensors.items() if k.startswith(PREFIX)}
-        sampler.load_state({key: value.cpu().numpy() for key, value in kept.items()})
+def as_arrays(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Array]:
+    """Return the state that `as_tensors` kept."""
+    kept = {k.partition("/")[2]: t for k, t in tensors.items() if k.startswith(f"{name}/")}
+    return {key: tensor.cpu().numpy() for key, tensor in kept.items()}

@@ -334,7 +334,10 @@ class GearLoader(Closing, Iterator[Batch]):
         return self._batches(step, 1, ahead=False)[0]
 
     def segments_at(self, step: int) -> Segments:
-        """Return the segments of any step, (B,), with the probability of each; of all ranks."""
+        """Return the segments of any step, (B,), of all ranks, with the probability of each.
+
+        Also with `times_sampled` and `table_size` where ``data.max_times_sampled`` counts draws.
+        """
         return self.selection.sample(self.seed, step, 1, self.batch_size)[0]
 
     def goals_at(self, step: int) -> Segments:
@@ -375,7 +378,7 @@ class GearLoader(Closing, Iterator[Batch]):
             engine,
             padding=self.padding,
             step=self._step,
-            ahead=ahead,
+            ahead=ahead and self.selection.ahead,
             learns=learns,
             task_bounds=self._task_bounds,
             windows=windows,

@@ -51,24 +51,23 @@ def recipe_sampler(
     settings: SelectionSettings | None = None,
     *,
     items: Items | None = None,
+    step: int = 0,
 ) -> Sampler:
     """Return the sampler of a recipe's batches; of several tasks, the mixture of theirs.
 
     `settings` are for every task; by default each has its own, or else the recipe's.  `items` go on
-    with the episodes that they have not got yet; by default they begin with the first one.
+    with the episodes that they have not got yet, and with `step`; by default they begin anew.
     """
     span = recipe.loader.context_length
     if settings == recipe.selection:
         settings = None
     if not isinstance(dataset, JointDataset):
-        chosen, items = settings or recipe.selection, items or Items(recipe.data, recipe.seed)
-        return make_sampler(
-            chosen.strategy,
-            dataset,
-            context_length=span,
-            kept=items.follow(dataset),
-            **chosen.options,
+        chosen, items = settings or recipe.selection, items or Items(recipe)
+        kept = items.follow(dataset)
+        sampler = make_sampler(
+            chosen.strategy, dataset, context_length=span, kept=kept, **chosen.options
         )
+        return items.counted(sampler, step)
     parts = []
     for task in dataset.tasks:
         own = tasks_in(recipe)[task.name]

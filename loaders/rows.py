@@ -213,7 +213,7 @@ class RowOpener:
                 )
         if reason is None:
             return None
-        unfit = sampler.loss_sampler is not None or sampler.cuts_windows
+        unfit = not sampler.ahead or sampler.cuts_windows
         engine = self.device.type == "cuda" and options.engine == "on"
         if unfit or engine or self.goals is not None:
             what = f"strategy {sampler.name!r}" if unfit else "engine='on'" if engine else "goals"
@@ -251,8 +251,8 @@ class RowOpener:
 
     def _block_steps(self, window: int, segments: int = 1 << 62, nbytes: int = 1 << 62) -> int:
         """Return the steps of a block of at most so many segments and bytes, at least one."""
-        if self.stream.selection.loss_sampler is not None:
-            return 1  # the next step depends on the losses of this one
+        if not self.stream.selection.ahead:
+            return 1
         fits = min(nbytes, BLOCK_BYTES) // max(self.stream.rank_batch * window, 1)
         return max(1, min(min(segments, BLOCK_SEGMENTS) // self.stream.global_batch, fits))
 

@@ -113,8 +113,8 @@ class ShardedSegments:
 
     The methods are those of `OwnSegments`; rows that landed stay until the block has been released
     and two more taken.  All ranks make the same calls in the same order.  A thread of its own uses
-    the exchange: it prepares the block that follows while one is trained on.  A sampler that learns
-    from losses draws only when its step has come: then nothing is prepared.
+    the exchange: it prepares the block that follows while one is trained on.  A sampler that
+    draws only when its step has come has nothing prepared.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ShardedSegments:
         self._stream, self._world, self._share = stream, world, ring.share
         self._exchange, self._ring, self._padding = exchange, ring, padding
         self._first_row = first_row
-        self._blocks_ahead = 1 if stream.selection.loss_sampler is None else 0
+        self._blocks_ahead = 1 if stream.selection.ahead else 0
         self._assigner = Assigner(world.nodes, stream.global_batch)
         nodes = np.array(world.nodes)
         self._members = [np.flatnonzero(nodes == node) for node in range(world.node_count)]

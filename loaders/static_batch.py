@@ -64,7 +64,7 @@ class StaticBatch:
         self._names, ring = names, 0 if names is None else names.ring
         fill = StaticFill(engine, chances=learns, windows=windows, ring=ring, live=live)
         batch_bytes = sum(buffer.nbytes for buffer in fill.windows.buffers)
-        self.ahead = ahead and not learns and engine.reads_host and batch_bytes >= AHEAD_BYTES
+        self.ahead = ahead and engine.reads_host and batch_bytes >= AHEAD_BYTES
         self._windows = fill.windows
         if self.ahead:
             if windows is None:

@@ -47,6 +47,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [  # every strategy is here
     ("stratified_return", {"strata": 2, "unit": "episodes"}),
     ("recent", {"steps": 9}),
     ("recent", {"steps": 1}),
+    ("heap", {}),
+    ("heap", {"of": "min", "column": "rewards"}),
     ("weighted", {"column": "rewards"}),
     ("weighted", {"column": "rewards", "unit": "episodes"}),
     ("shuffled_epochs", {}),
@@ -181,6 +183,13 @@ def exact_law(name: str, data: Facts, **options: Any) -> dict[Key, float]:
             for e in order[a:b]:
                 weights_[e] = unit[e] / whole / strata
         return by_episode(weights_, lengths)
+    if name == "heap":
+        if "column" in options:
+            assert data.column is not None
+            firsts = data.episodes.offsets.tolist()
+            returns = [float(-data.column("")[first]) for first in firsts[:-1]]
+        first_best = best(returns)[0]
+        return by_episode([Fraction(e == first_best) for e in range(count)], lengths)
     if name == "weighted":
         assert data.column is not None
         values, firsts = data.column(options["column"]).tolist(), data.episodes.offsets.tolist()

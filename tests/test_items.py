@@ -14,14 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gear_offline.config.sections import DataSettings
+from gear_offline.config.recipe import load_recipe
 from gear_offline.kernels.draws import CumulativeWeights
 from gear_offline.sampling import make_sampler
 from gear_offline.sampling.items import Items
 from tests.sampling_support import CASES, CONTEXT, IDS, facts, p_value
+from tests.support import one_error
 from tests.test_sampling import LENGTHS, same
 
-RECORDED = json.loads((Path(__file__).parent / "fixtures/reverb_removers.json").read_text())
+RECORDED = [  # from dm-reverb 0.14.0, removers alone and everything together
+    json.loads((Path(__file__).parent / f"fixtures/reverb_{name}.json").read_text())
+    for name in ("removers", "operations")
+]
+HEAPS = {f"{of}_heap": ("heap", {"of": of}) for of in ("max", "min")}
 
 
 class Episodes:
@@ -40,17 +45,43 @@ def kept(items: Items, returns: list[float]) -> list[int]:
     return np.flatnonzero(found).tolist()
 
 
-def table(remover: Any, max_size: int, seed: int = 0) -> Items:
+def table(remover: Any, max_size: int | None, seed: int = 0, **more: Any) -> Items:
     settings = {"path": "x", "admit_every": 1, "max_size": max_size, "remover": remover}
-    return Items(DataSettings.model_validate(settings), seed)
+    return Items(
+        load_recipe("smoke").replace(
+            {"data": settings | more, "seed": seed, "loader.batch_size": 1}
+        )
+    )
 
 
-@pytest.mark.parametrize("case", RECORDED, ids=lambda c: f"{c['remover']}-{c['max_size']}")
+@pytest.mark.parametrize("case", RECORDED[0], ids=lambda c: f"{c['remover']}-{c['max_size']}")
 def test_removers_keep_what_reverb_keeps(case: dict[str, Any]) -> None:
-    """Recorded from dm-reverb 0.14.0, which was asked after every insertion; many are equal."""
+    """Asked after every insertion; many priorities are equal."""
     items, priorities = table(case["remover"], case["max_size"]), case["priorities"]
     found = [kept(items, priorities[: n + 1]) for n in range(len(priorities))]
     assert found == case["kept"]
+
+
+@pytest.mark.parametrize("case", RECORDED[1], ids=lambda c: f"{c['sampler']}-{c['remover']}")
+def test_operations_in_any_order_do_what_they_do_in_reverb(case: dict[str, Any]) -> None:
+    """What may be done, what is drawn, how often it was, and how many are there; also a queue."""
+    name, options = HEAPS.get(case["sampler"], (case["sampler"], {}))
+    limits = {"max_times_sampled": case["most"] or 1000, "limiter": case["limiter"]}
+    items, priorities, step = table(case["remover"], case["max_size"], **limits), [], 0
+    for (may_insert, may_sample), done in case["operations"]:
+        items.advance(step, ahead=1)
+        assert items.may_insert(1) == may_insert
+        assert (items.lacks() == "") == may_sample
+        if isinstance(done, float):
+            items.insert(Episodes([done]))  # type: ignore[arg-type]
+            priorities.append(done)
+            continue
+        data = facts([1] * len(priorities), priorities)
+        sampler = make_sampler(name, data, kept=items.kept, **options)
+        drawn = items.counted(sampler, step).sample(0, step, 1, 1)
+        names = ("episodes", "probability", "table_size", "times_sampled")
+        assert [getattr(drawn, name).item() for name in names] == done
+        step += 1
 
 
 @pytest.mark.parametrize("remover", ["uniform", "prioritized"])
@@ -77,6 +108,64 @@ def test_chance_removes_by_weight_alone(remover: str) -> None:
     assert set(drawn) <= set(exact)
     counts = np.array([drawn[end] for end in exact])
     assert p_value(counts, 4000 * np.array(list(exact.values()))) > 1e-4
+
+
+def test_draws_are_counted_and_their_probabilities_exact() -> None:
+    """Of every order of three draws, each of what is left then, in proportion to its weight."""
+    lengths, most = [3, 1, 2], 2
+    data = Episodes([0.0] * 3)
+    counts, law = Counter[tuple[int, ...]](), dict[tuple[int, ...], float]()
+    for seed in range(3000):
+        items = table("fifo", None, seed, max_times_sampled=most)
+        items.slots = 3
+        sampler = make_sampler("uniform_steps", facts(lengths), kept=items.follow(data))  # type: ignore[arg-type]
+        counted = items.counted(sampler, 0)
+        drawn = counted.sample(seed, 0, 1, 3)[0]
+        left, chance = Counter(dict.fromkeys(range(3), most)), 1.0
+        for at, episode in enumerate(drawn.episodes.tolist()):
+            assert drawn.table_size is not None and drawn.times_sampled is not None
+            there = [e for e in left if left[e]]
+            share = lengths[episode] / sum(lengths[e] for e in there)
+            assert drawn.probability[at] == pytest.approx(share / lengths[episode], rel=1e-15)
+            left[episode] -= 1
+            assert drawn.times_sampled[at] == most - left[episode]
+            assert drawn.table_size[at] == len(there)
+            chance *= share
+        order = tuple(drawn.episodes.tolist())
+        counts[order], law[order] = counts[order] + 1, chance
+        if seed == 0:
+            block = counted.sample(seed, 0, 2, 3)  # all six
+            assert same(block[1], counted.sample(seed, 1, 1, 3)[0])
+            assert same(block[0], drawn)
+            with one_error("SELECTION", "every episode was drawn 2 times"):
+                counted.sample(seed, 2, 1, 3)
+            assert counted.sample(seed, 1, 0, 3).shape == (0, 3)
+    assert sum(law.values()) == pytest.approx(1)
+    found = np.array([counts[order] for order in law])
+    assert p_value(found, 3000 * np.array(list(law.values()))) > 1e-4
+
+
+def test_what_draws_no_episodes_is_not_counted() -> None:
+    with one_error("SELECTION", "prioritized draws no episodes by weight or in an order"):
+        table("fifo", None, max_times_sampled=1).counted(make_sampler("prioritized", facts([3])), 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_size": 3}, "need admit_every"),
+        ({"admit_every": 2, "max_size": 3, "limiter.min_size": 4}, "min_size is above max_size"),
+        ({"admit_every": 2, "limiter.error_buffer": 4.0}, "need each other"),
+        (
+            {"admit_every": 2, "limiter.error_buffer": 31.0, "limiter.samples_per_insert": 1.0},
+            "must span 64, twice .* got 62: raise it to 32",
+        ),
+    ],
+)
+def test_options_that_would_wait_for_ever_are_refused(options: dict[str, Any], said: str) -> None:
+    changes = {f"data.{name}": value for name, value in options.items()}
+    with one_error("RECIPE", said):
+        load_recipe("smoke", {"data.path": "x", "data.collect": None} | changes)
 
 
 @given(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gear_offline.kernels.philox import draws
 from gear_offline.kernels.priorities import DevicePriorities
-from gear_offline.sampling.prioritized import HostPriorities, Prioritized, importance_weights
+from gear_offline.sampling.prioritized import HostPriorities, Prioritized
 from tests.kernels_on_cpu import compile_kernels, on_cpu
 from tests.sampling_support import p_value, prioritized
 from tests.support import one_error
@@ -149,8 +149,7 @@ def test_masses_are_the_documented_formula() -> None:
 
 def test_importance_weights() -> None:
     p = np.array([0.1, 0.2, 0.4])
-    np.testing.assert_allclose(importance_weights(p, segments=10), [1.0, 0.5, 0.25])
-    np.testing.assert_allclose(importance_weights(p, segments=10, beta=0.0), 1.0)
+    np.testing.assert_allclose(make(beta=0.0).importance(p, step=0), 1.0)
     law = make(beta=0.5, beta_steps=100)
     np.testing.assert_allclose(law.importance(p, step=0), [1.0, 0.5**0.5, 0.5])
     np.testing.assert_allclose(law.importance(p, step=100), [1.0, 0.5, 0.25])

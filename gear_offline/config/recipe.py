@@ -92,11 +92,15 @@ class Recipe(Section):
         if self.data.tasks and (train.init is not None or model.policy == "gaussian"):
             yield "train.init and model.policy=gaussian are for one task, data.tasks for several"
         every = self.data.admit_every
-        if every is not None and self.data.admit_least and every % train.checkpoint_every:
-            yield (
-                f"train.checkpoint_every must divide data.admit_every ({every}) where the learner "
-                f"waits for actors, who play its checkpoints, got {train.checkpoint_every}"
-            )
+        limiter = self.data.limiter
+        if every is not None and limiter and limiter.samples_per_insert:
+            low, high = limiter.allowed(0)
+            least = max(every * loader.batch_size, limiter.samples_per_insert)
+            if high - low < 2 * least:
+                yield (
+                    f"data.limiter.error_buffer must span {2 * least:g}, twice the segments "
+                    f"between two looks or of one insert, got {high - low:g}: raise it to {least:g}"
+                )
         if loader.goals is not None and self.data.tasks:
             yield "loader.goals and data.tasks exclude each other: goals are states of one dataset"
         for leaf in ("environment", "reference", "targets") if self.data.tasks else ():

@@ -7,6 +7,7 @@ is checked in `gear_offline.config.recipe`.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -164,6 +165,31 @@ def without_nulls(value: Any) -> Any:
 Tasks = Annotated[dict[Name, TaskSettings], Field(min_length=1), BeforeValidator(without_nulls)]
 
 
+class LimiterSettings(Section):
+    """How often data are drawn for each episode that comes, as Reverb's rate limiters."""
+
+    min_size: Positive | None = None
+    """Episodes that are there before any is drawn; null: as many as at first."""
+    samples_per_insert: PositiveFloat | None = None
+    """Segments that are drawn for each episode that is inserted."""
+    error_buffer: PositiveFloat | Annotated[tuple[float, float], Field(strict=False)] | None = None
+    """Segments that may be drawn too few or too many; or the least and most of
+    inserts * samples_per_insert - draws."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.samples_per_insert is None) != (self.error_buffer is None):
+            raise ValueError("samples_per_insert and error_buffer need each other")
+        return self
+
+    def allowed(self, least: int) -> tuple[float, float]:
+        """Return the least and most of that error; of one number it counts from `least` inserts."""
+        if isinstance(self.error_buffer, tuple):
+            return self.error_buffer
+        middle, buffer = least * (self.samples_per_insert or 0.0), self.error_buffer or math.inf
+        return middle - buffer, middle + buffer
+
+
 Remover = Literal["fifo", "lifo", "uniform", "prioritized", "max_heap", "min_heap"]
 
 
@@ -184,22 +210,27 @@ class DataSettings(Section):
     """In place of the tasks' weights: weights that change over the steps."""
     admit_every: Positive | None = None
     """Steps between two looks at what actors have appended to `path`; null: it does not grow."""
-    admit_least: Count = 0
-    """New steps to wait for at each look but the first, for nine tenths of train.timeout."""
     max_size: Positive | None = None
     """Episodes to draw from at most: beyond it, each that is admitted removes one."""
     remover: Remover = "fifo"
     """The one that is removed: oldest, newest, any, by priority, of highest or lowest priority."""
     priority: Text | None = None
     """Column whose value at an episode's first step is its priority; null: its return."""
+    max_times_sampled: Positive | None = None
+    """Draws after which an episode is removed."""
+    limiter: LimiterSettings | None = None
+    """What the run waits for at each look, for nine tenths of train.timeout, and lets in."""
     replay: bool = False
     """Admit what was admitted before, at the same steps, and nothing new."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         single = [name for name in ("path", "source", "collect") if getattr(self, name) is not None]
-        if (self.replay or self.admit_least or self.max_size) and self.admit_every is None:
-            raise ValueError("replay, admit_least and max_size need admit_every")
+        growing = ("replay", "max_size", "max_times_sampled", "limiter")
+        if self.admit_every is None and any(getattr(self, name) for name in growing):
+            raise ValueError(f"{', '.join(growing)} need admit_every")
+        if self.limiter and (self.limiter.min_size or 1) > (self.max_size or math.inf):
+            raise ValueError("limiter.min_size is above max_size")
         if self.admit_every is not None and self.path is None:
             raise ValueError("admit_every needs path: data of several tasks do not grow")
         if self.tasks is None:

@@ -49,6 +49,8 @@ class GrowingDataset(Closing):
     ----------
     dataset
         As it is at present; at first as it was converted.
+    admissions
+        How many it has.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class GrowingDataset(Closing):
         self._path, self._check, self._quiet = self.dataset.path, check, quiet
         self._log = self._hold() if admits else -1
         self._lines, self._seal = read_admissions(self._path)
-        self._admitted = 0  # lines
+        self.admissions = 0
         if admits:
             self._finish_last()
 
@@ -95,11 +97,6 @@ class GrowingDataset(Closing):
             if (self._path / INCOMING).is_dir():
                 remove_leftovers(self._path / INCOMING)
 
-    @property
-    def admissions(self) -> int:
-        """How many admissions `dataset` has."""
-        return self._admitted
-
     def go_to(self, step: int) -> Dataset:
         """Return the dataset as it was before anything was admitted at `step` or later."""
         return self.follow(sum(line.step < step for line in self._lines))
@@ -108,41 +105,40 @@ class GrowingDataset(Closing):
         self,
         step: int,
         *,
-        least: int = 0,
+        takes: Callable[[Dataset], bool] = lambda piece: True,
+        lacks: Callable[[Dataset], str] = lambda dataset: "",
         timeout: float = 0.0,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> Dataset:
         """Admit what is to be admitted before the learner's `step`; return the dataset.
 
-        Beyond the last line that is every piece that is there, and then what comes until there are
-        at least so many steps, for `timeout` seconds (``WORKER_LOST``) or until `is_stopped`.  A
-        piece that is damaged or does not fit goes to the folder ``refused``, and stderr says why.
-        On a full disk nothing is admitted, nor waited for.
+        Beyond the last line those are the pieces that are there, up to one that the learner does
+        not take now, and then those that come until it lacks nothing ("3 episodes (why)"), for
+        `timeout` seconds (``WORKER_LOST``) or until `is_stopped`.  A piece that is damaged or does
+        not fit goes to the folder ``refused``, and stderr says why.  On a full disk nothing is
+        admitted, nor waited for.
         """
         self.follow(sum(line.step <= step for line in self._lines))
-        if self._log < 0 or self._admitted < len(self._lines):
+        if self._log < 0 or self.admissions < len(self._lines):
             return self.dataset
-        deadline, is_told = time.monotonic() + timeout, False
-        wanted, returns = self.dataset.spec.steps + least, list[float]()
+        deadline, is_told, returns = time.monotonic() + timeout, False, list[float]()
         while True:
             with writing(self._path):
                 try:
-                    returns += self._admit(self._pieces(), step)
+                    returns += self._admit(self._pieces(), step, takes)
                 except OSError as error:
                     if error.errno not in NO_SPACE:
                         raise
                     what = f"step {step:,}: the disk of {self._path} is full, nothing is admitted"
                     say(what, quiet=self._quiet)
                     break
-            missing = wanted - self.follow(len(self._lines)).spec.steps
-            if missing <= 0 or is_stopped():
+            if not (missing := lacks(self.follow(len(self._lines)))) or is_stopped():
                 break
             if not is_told:
                 is_told = True
-                steps = count_text(missing, "step")
-                say(f"step {step:,}: waiting for {steps} that actors append", quiet=self._quiet)
+                say(f"step {step:,}: waiting for {missing}", quiet=self._quiet)
             if time.monotonic() > deadline:
-                what = f"no actor has appended {count_text(missing, 'step')} within {timeout:g} s"
+                what = f"step {step:,} has waited {timeout:g} s for {missing}"
                 remedy = "start actors: gear-offline act RUN; then go on with --resume"
                 raise GearError("WORKER_LOST", what, str(self._path), remedy)
             time.sleep(POLL_SECONDS)
@@ -155,10 +151,10 @@ class GrowingDataset(Closing):
         """Return the dataset with so many admissions, which another process may have written."""
         if len(self._lines) < admissions:
             self._lines, self._seal = read_admissions(self._path)
-        if admissions > self._admitted:
-            larger = grow_dataset(self.dataset, self._lines[self._admitted : admissions])
+        if admissions > self.admissions:
+            larger = grow_dataset(self.dataset, self._lines[self.admissions : admissions])
             self.dataset = larger.verify() if self.dataset.verified else larger  # the new shards
-            self._admitted = admissions
+            self.admissions = admissions
         return self.dataset
 
     def _pieces(self) -> list[Path]:
@@ -167,7 +163,9 @@ class GrowingDataset(Closing):
         names = sorted(os.listdir(folder)) if folder.is_dir() else []
         return [folder / name for name in names if not name.startswith(".")]
 
-    def _admit(self, pieces: Sequence[Path], step: int) -> list[float]:
+    def _admit(
+        self, pieces: Sequence[Path], step: int, takes: Callable[[Dataset], bool]
+    ) -> list[float]:
         """Admit pieces behind the last line; return their episodes' returns.
 
         All together are durable before one is removed.
@@ -178,6 +176,8 @@ class GrowingDataset(Closing):
             piece = self._fitting(path)
             if piece is None:
                 continue
+            if not takes(piece):
+                break
             name = self._path / shard_name(number)
             name.unlink(missing_ok=True)  # of an admission that a kill broke off
             os.link(path, name)

@@ -22,7 +22,7 @@ from gear_offline.sampling.episodes import WeightedEpisodes
 from gear_offline.sampling.epochs import ShuffledEpochs
 from gear_offline.sampling.mixture import Mixture, Schedule, TaskPart, mix_tasks
 from gear_offline.sampling.presets import D3rlpy, MinDecisionTransformer
-from gear_offline.sampling.prioritized import Prioritized, importance_weights
+from gear_offline.sampling.prioritized import Prioritized
 
 __all__ = [
     "D3rlpy",
@@ -37,7 +37,6 @@ __all__ = [
     "TaskPart",
     "WeightedEpisodes",
     "check_range",
-    "importance_weights",
     "make_sampler",
     "mix_tasks",
     "parse_options",

@@ -70,11 +70,9 @@ class Facts:
         """Return a fact that the strategy cannot do without."""
         value = getattr(self, name)
         if value is None:
-            raise InputError(
-                "SELECTION",
-                f"the strategy needs {name.replace('_', ' ')}",
-                remedy="pass a dataset, and context_length=K where the strategy depends on it",
-            )
+            what = f"the strategy needs {name.replace('_', ' ')}"
+            remedy = "pass a dataset, and context_length=K where the strategy depends on it"
+            raise InputError("SELECTION", what, remedy=remedy)
         return value
 
     def of_kept(self) -> Facts:
@@ -124,6 +122,8 @@ class Sampler:
         What builds the same sampler again, with the name and the data; JSON-able by `asdict`.
     context_length
         K, of samplers that depend on it.
+    episode_order
+        (E,) the order in which episodes are drawn that are removed once they were; None: by chance.
     """
 
     name: str = ""
@@ -136,6 +136,7 @@ class Sampler:
         self.index = facts.episodes
         self.options = self.Options() if options is None else options
         self.context_length: int | None = None
+        self.episode_order: Int64Array | None = None
 
     def __init_subclass__(cls) -> None:
         """Forget what the parent class says about its draws if this class draws in its own way."""
@@ -170,6 +171,11 @@ class Sampler:
         return None
 
     @property
+    def ahead(self) -> bool:
+        """Whether steps may be drawn before they come."""
+        return self.loss_sampler is None
+
+    @property
     def gpu(self) -> Draw | None:
         """How the GPU draws the same segments; None: the host draws ahead of use."""
         return None
@@ -183,6 +189,8 @@ class Members(Sampler):
         self._own, self._members = sampler, members
         self.name, self.padding = sampler.name, sampler.padding
         self.cuts_windows, self.context_length = sampler.cuts_windows, sampler.context_length
+        if sampler.episode_order is not None:
+            self.episode_order = members[sampler.episode_order]
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
         drawn = self._own.sample(seed, first_step, steps, count)
@@ -253,12 +261,9 @@ def sampler_class(name: object) -> type[Sampler]:
         return _SAMPLERS[name]
     near = difflib.get_close_matches(str(name), _SAMPLERS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise InputError(
-        "SELECTION",
-        f"no selection strategy {name!r}",
-        remedy=f"{hint}strategies: {', '.join(strategy_names())}; one of your own is known where "
-        "its file starts the command: docs/how-to/own-strategy.md",
-    )
+    remedy = f"{hint}strategies: {', '.join(strategy_names())}; one of your own is known where "
+    remedy += "its file starts the command: docs/how-to/own-strategy.md"
+    raise InputError("SELECTION", f"no selection strategy {name!r}", remedy=remedy)
 
 
 def parse_options(name: object, options: Mapping[str, Any]) -> Any:
@@ -276,11 +281,9 @@ def parse_options(name: object, options: Mapping[str, Any]) -> Any:
             else option.name
             for option in fields(takes)
         ]
-        raise InputError(
-            "SELECTION",
-            f"options {sorted(options)} do not fit strategy {name!r}: {what}",
-            remedy=f"it takes {', '.join(names) or 'no options'}; see docs/reference/strategies.md",
-        ) from error
+        what = f"options {sorted(options)} do not fit strategy {name!r}: {what}"
+        remedy = f"it takes {', '.join(names) or 'no options'}; see docs/reference/strategies.md"
+        raise InputError("SELECTION", what, remedy=remedy) from error
 
 
 def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
@@ -394,11 +397,8 @@ def check_range(seed: int, first_step: int, steps: int, count: int) -> None:
         ("batch size", count, 1, (1 << 32) + 1),
     ):
         if not (hasattr(value, "__index__") and low <= operator.index(value) < high):
-            raise InputError(
-                "SELECTION",
-                f"{what} {value} is out of range",
-                remedy=f"use an integer in [{low}, {high})",
-            )
+            remedy = f"use an integer in [{low}, {high})"
+            raise InputError("SELECTION", f"{what} {value} is out of range", remedy=remedy)
 
 
 def slot_draws(

@@ -19,7 +19,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from gear_offline.config.sections import Positive, PositiveFloat, Text, Whole
-from gear_offline.core.types import Float64Array, Int64Array, UInt64Array
+from gear_offline.core.types import Array, Float64Array, Int64Array, UInt64Array
 from gear_offline.errors import InputError
 from gear_offline.kernels.draws import CumulativeWeights, GuidedSearch
 from gear_offline.kernels.philox import bounded, draws
@@ -119,11 +119,9 @@ def masses_of(weights: npt.ArrayLike, where: str = "") -> UInt64Array:
     positive, wrong = np.flatnonzero(given), np.flatnonzero(~((given >= 0) & (given < np.inf)))
     if positive.size == 0 or wrong.size:
         found = f": number {wrong[0]} is {given[wrong[0]]:g}" if wrong.size else ""
+        what = f"weights must be finite, not negative and not all 0{found}"
         raise InputError(
-            "SELECTION",
-            f"weights must be finite, not negative and not all 0{found}",
-            where,
-            "look for such values with `gear-offline inspect`",
+            "SELECTION", what, where, "look for such values with `gear-offline inspect`"
         )
     result = np.zeros(given.size, dtype=np.uint64)
     if positive.size == 1:
@@ -275,6 +273,33 @@ class Recent(WeightedEpisodes):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class HeapOptions:
+    """Options of `heap`."""
+
+    of: Literal["max", "min"] = "max"
+    column: Text | None = None
+
+
+@register("heap")
+class Heap(WeightedEpisodes):
+    """Any start of the episode of highest or lowest return, or value of a column at its first step.
+
+    Among equals of the oldest.
+    """
+
+    Options = HeapOptions
+
+    def weights(self, facts: Facts) -> Float64Array:
+        column, sign = self.options.column, 1.0 if self.options.of == "max" else -1.0
+        if column is None:
+            values = finite_returns(facts)
+        else:
+            values = column_of(facts, column)[self.index.offsets[:-1]]
+        self.episode_order = best_first(sign * values)
+        return np.where(np.arange(self.index.episodes) == self.episode_order[0], 1.0, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ColumnOptions(UnitOptions):
     """Options of `weighted`."""
 
@@ -289,14 +314,11 @@ class Weighted(ChosenEpisodes):
 
     def __init__(self, facts: Facts, options: ColumnOptions) -> None:
         super().__init__(facts, options)
-        values, first = np.asarray(facts.need("column")(options.column)), self.index.offsets[:-1]
-        where = f"column {options.column}"
-        if values.size != self.index.steps or values.dtype.kind == "c":
-            what = f"{values.dtype} {values.shape[1:]} a step is not one number"
-            raise InputError("SELECTION", what, where, "name another column, or uniform_steps")
+        values, first = column_of(facts, options.column), self.index.offsets[:-1]
         self._by_steps = options.unit == "steps"
-        weights = values.reshape(-1)[slice(None) if self._by_steps else first]
-        choice = WeightedChoice(weights, where)
+        choice = WeightedChoice(
+            values if self._by_steps else values[first], f"column {options.column}"
+        )
         self._search, self._chance = choice.search, choice.probability
         self._locate = StepLocator(self.index)
         self.chances = np.add.reduceat(self._chance, first) if self._by_steps else self._chance
@@ -376,12 +398,19 @@ def finite_returns(facts: Facts) -> Float64Array:
     """Return (E,) returns, of which none may be NaN or infinite."""
     returns = np.asarray(facts.need("returns"), dtype=np.float64)
     if returns.shape != (facts.episodes.episodes,) or not np.isfinite(returns).all():
-        raise InputError(
-            "SELECTION",
-            f"returns of {facts.episodes.episodes} episodes are needed, and all must be finite",
-            remedy="look for NaN or infinite rewards with `gear-offline inspect`",
-        )
+        what = f"returns of {facts.episodes.episodes} episodes are needed, and all must be finite"
+        remedy = "look for NaN or infinite rewards with `gear-offline inspect`"
+        raise InputError("SELECTION", what, remedy=remedy)
     return returns
+
+
+def column_of(facts: Facts, name: str) -> Array:
+    """Return (N,) values of a column of one number a step."""
+    values = np.asarray(facts.need("column")(name))
+    if values.size != facts.episodes.steps or values.dtype.kind == "c":
+        what = f"{values.dtype} {values.shape[1:]} a step is not one number"
+        raise InputError("SELECTION", what, f"column {name}", "name another one, or uniform_steps")
+    return values.reshape(-1)
 
 
 def best_first(returns: Float64Array) -> Int64Array:

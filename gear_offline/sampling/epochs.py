@@ -35,11 +35,12 @@ class FirstInFirstOut(Sampler):
     Nothing is random: what a slot takes has probability 1, whatever the seed.
     """
 
-    chance = 1.0
+    chance, direction = 1.0, 1
 
     def __init__(self, facts: Facts, options: object = None) -> None:
         super().__init__(facts, options)
         self._locate = StepLocator(self.index)
+        self.episode_order = np.arange(self.index.episodes)[:: self.direction]
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
         check_range(seed, first_step, steps, count)
@@ -56,6 +57,8 @@ class FirstInFirstOut(Sampler):
 class LastInFirstOut(FirstInFirstOut):
     """Starts against the order of the table, newest first, then again."""
 
+    direction = -1
+
     def _rows(self, seed: int, first_epoch: int, epochs: Int64Array, at: Int64Array) -> Int64Array:
         return self.index.steps - 1 - at
 
@@ -69,7 +72,7 @@ class ShuffledEpochs(FirstInFirstOut):
 
     def __init__(self, facts: Facts, options: object = None) -> None:
         super().__init__(facts, options)
-        self.chance = 1.0 / self.index.steps
+        self.chance, self.episode_order = 1.0 / self.index.steps, None
 
     def _rows(self, seed: int, first_epoch: int, epochs: Int64Array, at: Int64Array) -> Int64Array:
         return KeyedOrder(self.index.steps)(seed, first_epoch, epochs, at)

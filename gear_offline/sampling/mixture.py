@@ -221,22 +221,15 @@ def mix_tasks(tasks: Sequence[TaskPart], schedule: Schedule | None = None) -> Sa
     """
     weights = schedule or Schedule([0], [[task.weight for task in tasks]])
     if not all(sum(row) > 0 for row in weights.weights):
-        raise InputError(
-            "SELECTION",
-            "the weights of the tasks are all zero",
-            where="data.tasks",
-            remedy="give at least one task a positive weight",
-        )
+        what, remedy = "the weights of the tasks are all zero", "give one task a positive weight"
+        raise InputError("SELECTION", what, "data.tasks", remedy)
     if len(tasks) == 1:
         return tasks[0].sampler
     for task in tasks:
         if task.sampler.loss_sampler is not None or not has_density(type(task.sampler)):
-            raise InputError(
-                "SELECTION",
-                f"strategy {task.sampler.name!r} cannot be mixed with those of other tasks",
-                where=f"data.tasks.{task.name}.selection",
-                remedy="use one that treats slots and steps alike, such as uniform_steps",
-            )
+            what = f"strategy {task.sampler.name!r} cannot be mixed with those of other tasks"
+            remedy = "use one that treats slots and steps alike, such as uniform_steps"
+            raise InputError("SELECTION", what, f"data.tasks.{task.name}.selection", remedy)
     return TaskMixture(tasks, weights, scheduled=schedule is not None)
 
 

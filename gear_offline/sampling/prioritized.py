@@ -114,9 +114,12 @@ class Prioritized(Sampler):
 
     def on_device(self, device: torch.device) -> DevicePriorities:
         """Move the masses to a GPU, where draws and updates are done from then on; return them."""
+        import torch
+
         from gear_offline.kernels.priorities import DevicePriorities
 
-        device = numbered(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         if self._on_gpu is None:
             moved = DevicePriorities(
                 self.index.offsets, self.mass_of_code, device=device, first=self.first_mass
@@ -126,11 +129,8 @@ class Prioritized(Sampler):
                 del self._on_host
             self._on_gpu = moved
         if self._on_gpu.device != device:
-            raise UnavailableError(
-                "SELECTION",
-                f"the priorities are in the memory of {self._on_gpu.device}, not of {device}",
-                remedy="make a sampler for each device",
-            )
+            what = f"the priorities are in the memory of {self._on_gpu.device}, not of {device}"
+            raise UnavailableError("SELECTION", what, remedy="make a sampler for each device")
         return self._on_gpu
 
     @property
@@ -184,9 +184,8 @@ class Prioritized(Sampler):
         if not good or (starts >= self.index.lengths[episodes]).any():
             raise InputError("SELECTION", "priorities are for segments (B, 2) of the table")
         if losses.shape != starts.shape or not (np.isfinite(losses) & (losses >= 0)).all():
-            raise InputError(
-                "SELECTION", "priorities are one finite loss of at least 0 for each segment"
-            )
+            what = "priorities are one finite loss of at least 0 for each segment"
+            raise InputError("SELECTION", what)
         self._priorities.update_from_host(segments, losses)
 
     def importance(self, probability: Float64Array, *, step: int) -> Float64Array:
@@ -197,7 +196,8 @@ class Prioritized(Sampler):
         beta, rise = self.options.beta, self.options.beta_steps
         if rise is not None:
             beta += (1.0 - beta) * min(step / rise, 1.0)
-        return importance_weights(probability, segments=self.index.steps, beta=beta)
+        weights = (1.0 / (self.index.steps * probability)) ** beta
+        return np.asarray(weights / weights.max())
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
         """Return masses (N,) int64 and the number of updates (1,) int64."""
@@ -227,11 +227,9 @@ class Prioritized(Sampler):
             or masses.max() > largest_mass(self.index.steps)
             or updates[0] < 0
         ):
-            raise InputError(
-                "LOADER_STATE",
-                f"not the state of priorities over {self.index.steps} steps",
-                remedy="load what state() of the same strategy over the same data returned",
-            )
+            what = f"not the state of priorities over {self.index.steps} steps"
+            remedy = "load what state() of the same strategy over the same data returned"
+            raise InputError("LOADER_STATE", what, remedy=remedy)
         self._priorities.load_state(masses.copy(), int(updates[0]))
 
 
@@ -336,24 +334,6 @@ def _padded(masses: UInt64Array, multiple: int) -> UInt64Array:
     return np.concatenate([masses, np.zeros(missing, dtype=np.uint64)])
 
 
-def importance_weights(
-    probability: Float64Array, *, segments: int, beta: float = 1.0
-) -> Float64Array:
-    """Return ``(1 / (segments * probability)) ** beta``, divided by the largest.
-
-    Parameters
-    ----------
-    probability
-        (B,) float64, as samplers return it.
-    segments
-        How many a uniform sampler would choose from: the steps of the table.
-    beta
-        1 undoes the preference wholly, 0 not at all.
-    """
-    weights = (1.0 / (segments * probability)) ** beta
-    return np.asarray(weights / weights.max())
-
-
 @lru_cache(maxsize=2)  # a table that grows has the same most of the time, and it takes 10 ms
 def _masses(options: PriorityOptions, most: int) -> tuple[UInt64Array, int]:
     """Return (CODES,) the mass of each code of a loss, and of a step that has had none."""
@@ -375,13 +355,3 @@ def code_of(losses: Float32Array) -> Int64Array:
 def largest_mass(steps: int) -> int:
     """Return M for a table of N steps: a power of two, exact in float64."""
     return 1 << ((MAX_TOTAL // steps).bit_length() - 1)
-
-
-def numbered(device: torch.device | str) -> torch.device:
-    """Return a torch device with its number: ``cuda`` is the current one."""
-    import torch
-
-    chosen = torch.device(device)
-    if chosen.type == "cuda" and chosen.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return chosen

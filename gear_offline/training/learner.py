@@ -27,8 +27,8 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import (
     DeviceFeedback,
     LossFeedback,
-    load_selection,
-    selection_tensors,
+    as_arrays,
+    as_tensors,
 )
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.recipes import loader_options, recipe_sampler
@@ -78,7 +78,7 @@ class Learner:
         self.model, self.working, self.parallel = made.model, made.working, made.parallel
         self.precision, self.precision_reason = made.autocast, made.remark
         self._growing, self._table = growing, GrowingTable()
-        self._items = Items(recipe.data, recipe.seed)
+        self._items = Items(recipe)
         self.state_mean: Float64Array | None = None
         self.state_std: Float64Array | None = None
         if start is not None:
@@ -149,7 +149,7 @@ class Learner:
         return GearLoader.from_recipe(
             self.recipe,
             dataset=dataset,
-            selection=recipe_sampler(self.recipe, dataset, items=self._items),
+            selection=recipe_sampler(self.recipe, dataset, items=self._items, step=step),
             table=table,
             start_step=step,
             device=self.device,
@@ -163,19 +163,26 @@ class Learner:
             return
         before = growing.admissions
         timeout = 0.9 * self.recipe.train.timeout  # the other ranks wait as long for this one
-        least = data.admit_least if self.step else 0  # there is no policy to play before
+        step, items, ahead = self.loader.step, self._items, self.recipe.train.steps - self.step
+        items.advance(step, ahead=min(data.admit_every, ahead))
         self.world.lead(
-            lambda: growing.admit(self.step, least=least, timeout=timeout, is_stopped=is_stopped)
+            lambda: growing.admit(
+                self.step,
+                takes=items.takes,
+                lacks=items.lacks,
+                timeout=timeout,
+                is_stopped=is_stopped,
+            )
         )
-        count: int = self.world.gather(growing.admissions)[0]
-        if count > before:
-            self._grow(growing.follow(count))
+        admissions: int = self.world.gather(growing.admissions)[0]
+        if admissions > before:
+            self._grow(growing.follow(admissions), step)
 
-    def _grow(self, dataset: Dataset) -> None:
+    def _grow(self, dataset: Dataset, step: int) -> None:
         """Go on with batches of a dataset that has become larger."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # masses of the table before this one fit no larger one
-        before, self.loader = self.loader, self._open_loader(dataset, step=self.loader.step)
+        before, self.loader = self.loader, self._open_loader(dataset, step=step)
         sampler = self.loader.loss_sampler
         if sampler is not None and before.loss_sampler is not None:
             sampler.take_over(before.loss_sampler)
@@ -404,7 +411,10 @@ class Learner:
         self.check()
         tensors = self.optimizer.state() | random_states(self.world, self.device)
         tensors["window"] = self._global_window()
-        return tensors | selection_tensors(self.loader.loss_sampler)
+        tensors |= as_tensors("items", self._items.state(self.loader.step))
+        if self.loader.loss_sampler is not None:
+            tensors |= as_tensors("selection", self.loader.loss_sampler.state())
+        return tensors
 
     def weights(self) -> dict[str, Tensor]:
         """Return the parameters by name; ranks call this together.
@@ -429,9 +439,12 @@ class Learner:
             load_model_tensors(self.model, model)
         self.optimizer.refresh()
         self.optimizer.load_state(tensors)
+        if items := as_arrays("items", tensors):
+            self._items.load_state(items)
         if self._growing is not None:
-            self._grow(self._growing.go_to(step))
-        load_selection(self.loader.loss_sampler, tensors)
+            self._grow(self._growing.go_to(step), loader["step"])
+        if self.loader.loss_sampler is not None:
+            self.loader.loss_sampler.load_state(as_arrays("selection", tensors))
         self.loader.load_state_dict(dict(loader))
         self._batches = iter(self.loader)
         restore_random(tensors, self.world, self.device)
