@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gear_offline.config.recipe import load_recipe
+from gear_offline.config.sections import DataSettings
 from gear_offline.kernels.draws import CumulativeWeights
 from gear_offline.sampling import make_sampler
 from gear_offline.sampling.items import Items
@@ -47,11 +49,8 @@ def kept(items: Items, returns: list[float]) -> list[int]:
 
 def table(remover: Any, max_size: int | None, seed: int = 0, **more: Any) -> Items:
     settings = {"path": "x", "admit_every": 1, "max_size": max_size, "remover": remover}
-    return Items(
-        load_recipe("smoke").replace(
-            {"data": settings | more, "seed": seed, "loader.batch_size": 1}
-        )
-    )
+    data, loader = DataSettings.model_validate(settings | more), SimpleNamespace(batch_size=1)
+    return Items(SimpleNamespace(data=data, seed=seed, loader=loader))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("case", RECORDED[0], ids=lambda c: f"{c['remover']}-{c['max_size']}")
