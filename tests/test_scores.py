@@ -102,3 +102,5 @@ def test_normalized_score_by_name() -> None:
     assert normalized_score(3234.3, "hopper-medium-v2") == pytest.approx(100.0)
     with pytest.raises(InputError, match="no reference scores"):
         normalized_score(1.0, "no-such-thing")
+    with pytest.raises(InputError, match="give the return first"):
+        normalized_score("hopper-medium-v2", 3234.3)  # type: ignore[arg-type]

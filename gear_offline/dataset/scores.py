@@ -152,7 +152,7 @@ def normalized_score(value: float, refs: ReferenceScores | str) -> float:
     Raises
     ------
     InputError
-        ``USAGE`` for a name without scores.
+        ``USAGE`` for a name without scores, and for arguments in d4rl's order.
 
     Examples
     --------
@@ -163,6 +163,8 @@ def normalized_score(value: float, refs: ReferenceScores | str) -> float:
     >>> round(go.normalized_score(1500.0, "hopper-medium-v2"), 2)
     46.71
     """
+    if isinstance(value, str):
+        raise InputError("USAGE", "a name is given as the return", remedy="give the return first")
     scores = known_scores(refs) if isinstance(refs, str) else refs
     return 100.0 * (value - scores.minimum) / (scores.maximum - scores.minimum)
 
