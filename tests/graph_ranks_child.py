@@ -45,7 +45,7 @@ def make(data: Path, world: World, device: torch.device, *options: str) -> Learn
 def run(some: Learner, steps: int, world: World) -> Any:
     for _ in range(steps):
         some.advance()
-    window = some._window[: some._filled].clone()
+    window = some.window.rows[: some.window.filled].clone()
     world.sum_into(window)
     return window.cpu().numpy() / world.size
 

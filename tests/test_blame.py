@@ -113,7 +113,7 @@ def test_a_captured_step_is_told_to_skip(data: Path) -> None:
         batches=SimpleNamespace(set_step=lambda s: counter.__setitem__(0, s))
     )
     captured: Any = SimpleNamespace(replay=replay)
-    learner._gradients, learner._part, learner._captured = None, part, captured
+    learner.is_captured, learner._part, learner._captured = True, part, captured
     for _ in range(5):
         learner.advance()
     assert filled == [0, 1, 5, 7, 8] and (learner.step, learner.loader.step) == (5, 9)

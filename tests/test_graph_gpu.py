@@ -54,7 +54,7 @@ def learner(path: Path, *overrides: str, model: tuple[str, ...] = SMALL) -> Lear
 def losses(some: Learner, steps: int = STEPS) -> Any:
     for _ in range(steps):
         some.advance()
-    return some._window[: some._filled].cpu().numpy().copy()
+    return some.window.rows[: some.window.filled].cpu().numpy().copy()
 
 
 EXACT = ("model.dropout=0.0", "train.precision=fp32")

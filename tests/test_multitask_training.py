@@ -138,7 +138,7 @@ def test_discrete_tasks_of_different_sizes_learn(tmp_path: Path) -> None:
     assert not learner.recipe.model.action_tanh
     for _ in range(30):
         learner.advance()
-    losses = learner._window[:30, 0]
+    losses = learner.window.rows[:30, 0]
     assert float(losses[-5:].mean()) < float(losses[:5].mean())
 
 
@@ -306,7 +306,7 @@ def test_micro_batches_know_their_tasks(tmp_path: Path) -> None:
     for _ in range(6):
         whole.advance()
         parts.advance()
-    torch.testing.assert_close(parts._window[:6], whole._window[:6], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(parts.window.rows[:6], whole.window.rows[:6], rtol=1e-4, atol=1e-6)
 
 
 def test_a_plan_counts_the_joint_table(tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_tasks_of_frames_share_an_encoder(tmp_path: Path) -> None:
     assert policy.act(np.zeros((1, 36, 36), np.uint8)).shape == (1,)
     learner.resume_training()
     learner.advance()
-    assert torch.isfinite(learner._window[:2]).all()
+    assert torch.isfinite(learner.window.rows[:2]).all()
     with one_error("LOADER_OPTION", r"loader\.normalize_states=false"):
         prepare_dataset(recipe.replace({"loader.normalize_states": True}))
 

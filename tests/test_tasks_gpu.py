@@ -98,7 +98,7 @@ def test_batches_are_the_cpus(
 def losses(some: Learner) -> Any:
     for _ in range(STEPS):
         some.advance()
-    return some._window[: some._filled].cpu().numpy().copy()
+    return some.window.rows[: some.window.filled].cpu().numpy().copy()
 
 
 @pytest.mark.parametrize("discrete", [False, True])

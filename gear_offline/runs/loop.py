@@ -187,7 +187,9 @@ class LiveRun(Closing):
 
     def _log(self) -> None:
         step = self.learner.step
-        if self.learner.unreported and (self.is_complete or step % self._settings.log_every == 0):
+        if self.learner.window.filled and (
+            self.is_complete or step % self._settings.log_every == 0
+        ):
             values = self.learner.report()
             if self.writer is not None:
                 self.writer.log(step, values)

@@ -162,7 +162,7 @@ class RunWriter:
             text = f"{name}: {end} after {self.seconds:,.0f} s"
             if steps:
                 text += (
-                    f", {learner.meter.text()} while stepping; {learner.data_wait_share:.1%} of "
+                    f", {learner.meter.text()} while stepping; {learner.window.wait_share:.1%} of "
                     f"the steps' time waited for batches, {summary['save_wait_share']:.1%} for "
                     "checkpoints"
                 )
@@ -190,7 +190,7 @@ class RunWriter:
             "steps": learner.step,
             "seconds": round(self.seconds, 3),
             "steps_per_second": steps / timed if steps > 0 else 0.0,
-            "data_wait_share": learner.data_wait_share,
+            "data_wait_share": learner.window.wait_share,
             "save_wait_share": self._stalled / logged if logged > 0 else 0.0,
             "throughput": learner.meter.summary(),
             "evaluation": self.evaluations.summary(),

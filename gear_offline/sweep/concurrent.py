@@ -212,8 +212,7 @@ class _Group:
         """Whether the next step is captured as a CUDA graph before it is replayed."""
         if self._stack is not None:
             return self._stack.will_capture
-        learner = self._learners[0]
-        return not learner.graph_reason and not learner.is_captured
+        return self._learners[0].will_capture
 
     def leave(self, member: _Member) -> None:
         """Go on without a run; its place in a stack stays, what is computed there is not used."""
@@ -298,7 +297,8 @@ class _Group:
             return False
         if member.window_began is not None and member.run.learner.device.type == "cuda":
             whole = time.perf_counter() - member.window_began
-            member.run.learner.count_busy(max(0.0, whole - member.launched_seconds))
+            window = member.run.learner.window
+            window.busy_seconds += max(0.0, whole - member.launched_seconds)
         member.window_began = None
         return True
 

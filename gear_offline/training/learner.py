@@ -2,13 +2,10 @@
 
 Everything a step depends on is in `Learner.tensors`, the model's parameters and the loader's
 state, so that a learner that takes them over goes on bit for bit.
-
-Shape legend: n steps since the last report.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -46,6 +43,7 @@ from gear_offline.training.optimizer import Optimizer
 from gear_offline.training.parallel import load_model_tensors, model_tensors
 from gear_offline.training.policies import TrainedModel, copy_model, find_trained
 from gear_offline.training.seeding import random_states, restore_random, seed_rank
+from gear_offline.training.window import ReportWindow
 
 
 class Learner:
@@ -93,18 +91,19 @@ class Learner:
         self._batches = iter(self.loader)
         sharded, compiled = self.parallel.sharded, is_compiled(recipe.train)
         self.graph_reason = why_not_captured(recipe, device, world, self.loader, sharded=sharded)
-        if compiled and not self.graph_reason:
+        self.is_captured = not self.graph_reason  # else steps are launched one by one
+        if compiled and self.is_captured:
             start_compilers()
         self.optimizer = Optimizer(
             self.model,
             recipe.optimizer,
             steps=recipe.train.steps,
-            captured=not self.graph_reason,
+            captured=self.is_captured,
             device=device,
             working=None if self.working is self.model else self.working,
         )
-        self._gradients: GradientPass | None = None  # of steps that are launched one by one
-        if self.graph_reason:
+        self._gradients: GradientPass | None = None
+        if not self.is_captured:
             learns = self.loader.loss_sampler is not None
             self._gradients = GradientPass(
                 self.working,
@@ -130,11 +129,7 @@ class Learner:
         seed_rank(recipe.seed, world)
         self.meter = Meter(recipe, self.loader.rank_batch, device, half=made.half)
         self.step = 0
-        self._window = torch.zeros(recipe.train.log_every, 2, device=device)  # loss, norm
-        self._filled = 0  # rows of it
-        self._timed = 0  # steps of it that this process did
-        self._busy_seconds = self._wait_seconds = self._began = 0.0  # of these
-        self._all_busy_seconds = self._all_wait_seconds = 0.0  # of what was reported
+        self.window = ReportWindow(recipe.train.log_every, device)
 
     def _open_loader(
         self, dataset: TableData, *, step: int = 0, table: Table | None = None
@@ -188,7 +183,7 @@ class Learner:
             sampler.take_over(before.loss_sampler)
             if self._gradients is not None:
                 self._gradients.feedback = LossFeedback(self.loader)
-        if self._gradients is None and self.loader.engine is None:
+        if self.is_captured and self.loader.engine is None:
             what = "the data have grown beyond what the GPU gathers, which captured steps need"
             raise GearError("MEMORY", what, self.recipe.name, "go on with train.graph=off")
         part = self._part
@@ -204,20 +199,10 @@ class Learner:
         """How steps are run on a GPU, and why, as a clause to print."""
         if self.device.type != "cuda":
             return ""
-        if self.graph_reason:
+        if not self.is_captured:
             return f", steps launched one by one: {self.graph_reason}"
         engine = self.loader.engine
         return f", one CUDA graph a step, {engine.reason if engine else ''}"
-
-    @property
-    def data_wait_share(self) -> float:
-        """Share of the time of all steps of this process that waited for batches."""
-        return self._all_wait_seconds / self._all_busy_seconds if self._all_busy_seconds else 0.0
-
-    @property
-    def unreported(self) -> int:
-        """Steps since the last report."""
-        return self._filled
 
     def advance(self) -> None:
         """Do one optimiser step.
@@ -226,75 +211,71 @@ class Learner:
         are touched, on a GPU, which is not waited for at each step, at the next `report` or
         `check`.  A collective that fails, whoever calls it, is ``RANK_LOST``.
         """
-        if self._gradients is None:
+        if self.is_captured:
             self._replay()
             return
         batch = self.take()
+        assert self._gradients is not None, "steps are launched"
         with self.world.guard("training"):
             self.apply(self._gradients(batch))
 
     def take(self) -> Batch:
         """Begin a step that is launched by itself: return its batch."""
-        self._began = time.perf_counter()
+        self.window.start()
         self._pass_skipped()
         batch = next(self._batches)
-        self._wait_seconds += time.perf_counter() - self._began
+        self.window.note_wait()
         self.optimizer.zero_gradients()
         return batch
 
     def apply(self, loss: Tensor) -> None:
         """End it: update the weights by the gradients that they have."""
         if self.optimizer.on_device is not None:
-            self.optimizer.finish(self.step, loss, self._window, self._filled)
-            self._filled += 1
+            self.optimizer.finish(self.step, loss, self.window.rows, self.window.filled)
+            self.window.count()
         else:
-            norm = self.optimizer.clip()
-            row = self._window[self._filled]
-            row[0], row[1] = loss, norm
-            self._filled += 1
+            self.window.count(loss, self.optimizer.clip())
             if self.device.type == "cpu":
-                self._check()
+                self.window.check(self.step + 1, self.recipe.name, newest=True)
             self.optimizer.update(self.step)
         self.step += 1
-        self._timed += 1
-        self._busy_seconds += time.perf_counter() - self._began
+        self.window.stop()
 
-    def _pass_skipped(self) -> bool:
-        """Move the loader past the batches that `train.skip` leaves out here, if there are any."""
+    def _pass_skipped(self) -> None:
+        """Move the batches past those that `train.skip` leaves out here, if there are any."""
         ahead = self.recipe.train.batch_of(self.step) - self.loader.step
         if ahead:
             self.loader.skip(ahead)
-        return ahead > 0
+            if self._part is not None:  # it stands behind the step that was launched last
+                self._part.batches.set_step(self.loader.step)
 
     def _replay(self) -> None:
-        began = time.perf_counter()
-        if self._pass_skipped() and self._part is not None:
-            self._part.batches.set_step(self.loader.step)  # behind the step that was launched last
-        if self._part is None:
-            feedback = None
-            part = self.join(None)
-            if self.loader.loss_sampler is not None:
-                feedback = DeviceFeedback(self.loader, part.batches)
-            self._captured = CapturedStep(
-                part,
-                self.working,
-                precision=self.precision,
-                compiled=is_compiled(self.recipe.train),
-                feedback=feedback,
-                world=self.world,
-            )
-            began = time.perf_counter()  # not a part of this step
+        self.window.start()
+        self._pass_skipped()
+        if self.will_capture:
+            self._capture()
+            self.window.start()  # that was no part of this step
         assert self._captured is not None, "others launch the steps of one that joined"
         self._captured.replay()
         self.count_replay()
-        self._busy_seconds += time.perf_counter() - began
+        self.window.stop()
+
+    def _capture(self) -> None:
+        part, learns = self.join(None), self.loader.loss_sampler is not None
+        self._captured = CapturedStep(
+            part,
+            self.working,
+            precision=self.precision,
+            compiled=is_compiled(self.recipe.train),
+            feedback=DeviceFeedback(self.loader, part.batches) if learns else None,
+            world=self.world,
+        )
 
     def count_replay(self) -> None:
         """Count a captured step that was launched."""
         self.loader.skip()
         self.step += 1
-        self._filled += 1
-        self._timed += 1
+        self.window.count()
 
     def join(self, windows: Windows | None) -> RunPart:
         """Return this learner's part of a captured step, whose batches lie in `windows` if given.
@@ -305,88 +286,57 @@ class Learner:
         self._part = RunPart(
             self.optimizer,
             self.loader.static_batch(ahead=True, windows=windows, live=self._growing is not None),
-            self._window,
+            self.window.rows,
             step=self.step,
             batch=self.loader.step,
-            filled=self._filled,
+            filled=self.window.filled,
         )
         return self._part
 
-    def count_busy(self, seconds: float) -> None:
-        """Count time in which the GPU did steps while the host looked after something else."""
-        self._busy_seconds += seconds
-
     @property
-    def is_captured(self) -> bool:
-        """Whether a step is one replay of a graph that is there."""
-        return self._part is not None
+    def will_capture(self) -> bool:
+        """Whether the next step is captured as a CUDA graph before it is replayed."""
+        return self.is_captured and self._part is None
 
     def check(self) -> None:
         """Raise `GearError` (``LOSS_NONFINITE``) if a loss or gradient since the last report is
         not finite."""
-        began = time.perf_counter()
-        self._check()
-        self._busy_seconds += time.perf_counter() - began  # a GPU's steps are done only now
-
-    def _check(self) -> None:
+        self.window.start()
         if self._captured is not None and self.world.size > 1:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             self.world.wait_for_gpu(event)
-        rows = self._window[: self._filled]
-        if self.device.type == "cpu":
-            rows = rows[-1:]  # those before were checked in their own step
-        wrong = (~torch.isfinite(rows)).nonzero()
-        if wrong.numel() == 0:
-            return
-        row, column = (int(v) for v in wrong[0])
-        # The window ends with the last step; on the CPU that one is not counted in `step` yet.
-        last = self.step + 1 if self.device.type == "cpu" else self.step
-        step = last - (rows.shape[0] - 1 - row)
-        raise GearError(
-            "LOSS_NONFINITE",
-            f"the {'gradient norm' if column else 'loss'} of step {step} is "
-            f"{float(rows[row, column])}",
-            where=self.recipe.name,
-            remedy="checkpoints before it are kept: lower optimizer.learning_rate, or look for "
-            "outliers with `gear-offline inspect`",
-        )
+        self.window.check(self.step, self.recipe.name)
+        self.window.stop()  # a GPU's steps are done only now
 
     def report(self) -> dict[str, float]:
         """Return means over the steps since the last report, and begin anew.
 
         Without rates where another process did all of them, before the run was resumed.
         """
-        began = time.perf_counter()
-        self._check()
-        loss, norm = (float(value) for value in self._global_window().cpu().double().mean(0))
-        busy = self._busy_seconds + time.perf_counter() - began
-        if self._part is not None and self._timed:
-            self._wait_seconds = self._timed * self._part.wait_seconds()
+        self.check()
+        window = self.window
+        window.start()
+        loss, norm = (float(value) for value in window.of_all(self.world).cpu().double().mean(0))
+        window.stop()
+        steps, busy = window.timed, window.busy_seconds
+        if self._part is not None and steps:
+            window.wait_seconds = steps * self._part.wait_seconds()
         rate = self.optimizer.rate(self.step - 1)
         values = {"loss": loss, "gradient_norm": norm, "learning_rate": rate}
         if self.model.stochastic:
             values["temperature"] = float(self.model.log_temperature.detach().exp())
-        if steps := self._timed:  # fewer than the window has when the run was resumed in it
+        if steps:  # fewer than the window has when the run was resumed in it
             values |= {
                 "step_seconds": busy / steps,
-                "data_wait_share": self._wait_seconds / busy,
+                "data_wait_share": window.wait_seconds / busy,
                 "samples_per_second": steps * self.recipe.loader.batch_size / busy,
                 **self.meter.add(steps, busy),
             }
-        self._all_busy_seconds += busy
-        self._all_wait_seconds += self._wait_seconds
-        self._filled = self._timed = 0
-        self._busy_seconds = self._wait_seconds = 0.0
+        window.begin()
         if self._part is not None:
             self._part.begin_window()
         return values
-
-    def _global_window(self) -> Tensor:
-        """Return (n, 2), losses and norms of the global batches: a rank's loss is its part."""
-        window = self._window[: self._filled].clone()
-        self.world.sum_into(window)
-        return window / self.world.size
 
     def prepare_policy(self) -> None:
         """Collect a sharded model on the first rank, for `acting`; all ranks together."""
@@ -410,7 +360,7 @@ class Learner:
         """Return what a checkpoint needs besides parameters and loader; moments as they lie."""
         self.check()
         tensors = self.optimizer.state() | random_states(self.world, self.device)
-        tensors["window"] = self._global_window()
+        tensors["window"] = self.window.of_all(self.world)
         tensors |= as_tensors("items", self._items.state(self.loader.step))
         if self.loader.loss_sampler is not None:
             tensors |= as_tensors("selection", self.loader.loss_sampler.state())
@@ -448,9 +398,7 @@ class Learner:
         self.loader.load_state_dict(dict(loader))
         self._batches = iter(self.loader)
         restore_random(tensors, self.world, self.device)
-        window = tensors["window"]
-        self._filled = window.shape[0]
-        self._window[: self._filled] = window
+        self.window.load(tensors["window"])
         self.step = step
 
     def close(self) -> None:

@@ -90,7 +90,7 @@ class Stack:
             self._losses = torch.compile(self._models.losses, dynamic=False, options=COMPILE)
         if first.device.type == "cuda":  # each was made on a stream of its own
             torch.cuda.synchronize(first.device)
-        self._is_captured = not first.graph_reason
+        self._is_captured = first.is_captured
         self._captured: CapturedStack | None = None
 
     @property
