@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.tasks import environments_of
-from gear_offline.core.interruption import Aborted, StopRequest
+from gear_offline.core.interruption import Aborted
 from gear_offline.core.text import count_text
 from gear_offline.evaluation.background import (
     BackgroundEvaluations,
@@ -31,11 +31,11 @@ from gear_offline.evaluation.evaluate import tasks_of
 from gear_offline.evaluation.results import summary_text
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.progress import Progress
-from gear_offline.runs.callbacks import Callbacks
 from gear_offline.training.checkpoint_folder import list_checkpoints
-from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import Metrics
-from gear_offline.training.saving import Saver
+
+if TYPE_CHECKING:
+    from gear_offline.runs.loop import LiveRun
 
 
 def plays(recipe: Recipe) -> bool:
@@ -50,18 +50,10 @@ class RunEvaluations:
     """
 
     def __init__(
-        self,
-        learner: Learner,
-        *,
-        saver: Saver,
-        metrics: Metrics,
-        progress: Progress,
-        stop: StopRequest,
-        callbacks: Callbacks,
-        concurrent_runs: int = 1,
+        self, run: LiveRun, metrics: Metrics, progress: Progress, *, concurrent_runs: int = 1
     ) -> None:
-        self._folder, self._learner, self._callbacks = callbacks.run.path, learner, callbacks
-        self._saver, self._metrics, self._progress, self._stop = saver, metrics, progress, stop
+        self._run, self._metrics, self._progress = run, metrics, progress
+        self._learner = learner = run.learner
         plays_any = learner.recipe.evaluate.episodes > 0
         model_tasks = tasks_of_config(learner.model.config)
         self._tasks = tasks_of(learner.recipe, model_tasks) if plays_any else ()
@@ -95,10 +87,10 @@ class RunEvaluations:
         """Whether `evaluate` will play the learner's own weights."""
         return not self.plan.workers and self._is_new(step)
 
-    def begin(self, was_due: Callable[[int], bool]) -> None:
+    def begin(self) -> None:
         """Take up what a killed run left: checkpoints of steps that were due, without a result."""
-        for step, _ in list_checkpoints(self._folder / "checkpoints"):
-            if not was_due(step) or self._metrics.evaluated(step):
+        for step, _ in list_checkpoints(self._run.path / "checkpoints"):
+            if not self._run.evaluates_at(step) or self._metrics.evaluated(step):
                 continue
             request = self._request(step)
             if self.plan.workers:
@@ -129,9 +121,9 @@ class RunEvaluations:
 
     def _make_room(self) -> None:
         began = time.perf_counter()
-        while self._background.is_full and self._stop.signal_name is None:
+        while self._background.is_full and self._run.stop.signal_name is None:
             self._background.wait()
-            self._saver.check()
+            self._run.saver.check()
             self.collect()
         self._held_seconds += time.perf_counter() - began
 
@@ -139,7 +131,7 @@ class RunEvaluations:
         """Play in this process; Ctrl-C leaves it to a resumed run."""
         began, random = time.monotonic(), torch.random.fork_rng(devices=[])
         try:
-            with self._progress.paused("evaluating"), self._stop.abortable(), random:
+            with self._progress.paused("evaluating"), self._run.stop.abortable(), random:
                 document = played()
         except Aborted:
             return
@@ -151,8 +143,8 @@ class RunEvaluations:
 
     def _request(self, step: int) -> PlayRequest:
         return PlayRequest(
-            checkpoint=str(self._saver.path(step).absolute()),
-            run=self._folder.name,
+            checkpoint=str(self._run.saver.path(step).absolute()),
+            run=self._run.path.name,
             step=step,
             tasks=self._tasks,
             known=tuple(known_of(task.environment) for task in self._tasks),
@@ -183,7 +175,7 @@ class RunEvaluations:
             return
         self._progress.say(f"waiting for {count_text(len(self.outstanding), 'evaluation')}")
         try:
-            with self._stop.abortable():
+            with self._run.stop.abortable():
                 while self.outstanding:
                     self._background.wait()
                     self.collect()
@@ -203,7 +195,7 @@ class RunEvaluations:
         late = f" ({seconds:,.0f} s and {now - step:,} steps ago)" if now > step else ""
         self._progress.update(now, last=short)
         self._progress.say(f"step {step:,}{late}: {whole}")
-        self._callbacks.tell("on_evaluation", step, dict(self._metrics.evaluations[-1]))
+        self._run.callbacks.tell("on_evaluation", step, dict(self._metrics.evaluations[-1]))
 
     def summary(self) -> dict[str, Any]:
         """Return how evaluations were played, for ``summary.json``; how late, their lines say."""

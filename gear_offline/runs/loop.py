@@ -91,7 +91,7 @@ def train(
                 world.lead(lambda: directory and directory.branch(resolved, start))
             with (
                 StopRequest() as stop,
-                LiveRun(directory, learner, stop, quiet, listeners) as run,
+                LiveRun(directory, learner, stop, listeners, quiet=quiet) as run,
             ):
                 run.catch_up()  # a killed run may have left something to do
                 while not (run.is_complete or run.is_stopped):
@@ -120,35 +120,22 @@ class LiveRun(Closing):
         directory: RunDirectory | None,
         learner: Learner,
         stop: StopRequest,
-        quiet: bool,
         callbacks: Callbacks,
+        *,
+        quiet: bool,
         concurrent_runs: int = 1,
     ) -> None:
-        self.path, self.learner, self.stop = callbacks.run.path, learner, stop
-        self.is_stopped, self._callbacks = False, callbacks
+        self.learner, self.stop, self.callbacks = learner, stop, callbacks
+        self.path, self.is_stopped = callbacks.run.path, False
         self._world, self._settings = learner.world, learner.recipe.train
         folder = self.path / "checkpoints"
         seconds = restore(learner, folder, partial(say, quiet=quiet))
+        self.saver = Saver(learner, folder, before=self._sync)
+        self.writer: RunWriter | None = None
         if directory is not None:
             directory.begin(learner.recipe, step=learner.step)
             callbacks.tell("on_begin")
-        self.writer: RunWriter | None = None
-        self.saver = Saver(learner, folder, before=self._sync)
-        if directory is not None:
-            self.writer = RunWriter(
-                learner,
-                self.saver,
-                stop,
-                callbacks,
-                seconds=seconds,
-                quiet=quiet,
-                concurrent_runs=concurrent_runs,
-            )
-            try:
-                self.writer.evaluations.begin(self.evaluates_at)
-            except BaseException:
-                self.close()
-                raise
+            self.writer = RunWriter(self, seconds, quiet=quiet, concurrent_runs=concurrent_runs)
 
     def _sync(self) -> None:
         if self.writer is not None:
@@ -176,7 +163,7 @@ class LiveRun(Closing):
             return True
         if self._world.size > 1:
             return step % STOP_EVERY == 0
-        return self.stop.signal_name is not None or self._callbacks.stop
+        return self.stop.signal_name is not None or self.callbacks.stop
 
     def catch_up(self) -> None:
         """Log, evaluate, save and stop, each of it if it is due after the steps so far."""
@@ -214,7 +201,7 @@ class LiveRun(Closing):
         """Save if the first rank needs a checkpoint or if any rank was told to stop; then stop."""
         step = self.learner.step
         saves = is_needed or self.is_complete or step % self._settings.checkpoint_every == 0
-        answer = {"saves": saves, "signal": self.stop.signal_name, "stops": self._callbacks.stop}
+        answer = {"saves": saves, "signal": self.stop.signal_name, "stops": self.callbacks.stop}
         answers = self._world.gather(answer)
         signal = next((answer["signal"] for answer in answers if answer["signal"]), None)
         self.is_stopped = answers[0]["stops"]

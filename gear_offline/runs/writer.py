@@ -7,22 +7,21 @@ import platform
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from gear_offline.core.files import write_file
-from gear_offline.core.interruption import StopRequest
 from gear_offline.core.text import count_text
 from gear_offline.progress import Progress, say
-from gear_offline.runs.callbacks import Callbacks
 from gear_offline.runs.evaluations import RunEvaluations, plays
 from gear_offline.training.checkpoint_folder import Keep
-from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import Metrics, finite
 from gear_offline.training.records import read_summary
-from gear_offline.training.saving import Saver
+
+if TYPE_CHECKING:
+    from gear_offline.runs.loop import LiveRun
 
 
 class RunWriter:
@@ -32,36 +31,27 @@ class RunWriter:
     """
 
     def __init__(
-        self,
-        learner: Learner,
-        saver: Saver,
-        stop: StopRequest,
-        callbacks: Callbacks,
-        *,
-        seconds: float,
-        quiet: bool,
-        concurrent_runs: int = 1,
+        self, run: LiveRun, seconds: float, *, quiet: bool, concurrent_runs: int = 1
     ) -> None:
-        self._path, self._learner = callbacks.run.path, learner
-        self._saver, self._callbacks = saver, callbacks
-        self._recipe, self._quiet, self._first_step = learner.recipe, quiet, learner.step
-        self._parameters = sum(parameter.numel() for parameter in learner.model.parameters())
+        self._run, self._path, self._saver = run, run.path, run.saver
+        self._learner, self._recipe, self._quiet = run.learner, run.learner.recipe, quiet
+        self._first_step, steps = run.learner.step, self._recipe.train.steps
+        self._parameters = sum(parameter.numel() for parameter in run.learner.model.parameters())
         self._began = time.monotonic() - seconds
         self._stepped_from = self._stepped_to = self._logged = time.perf_counter()
         self._stalled = 0.0
-        self.metrics, steps = Metrics(self._path), self._recipe.train.steps
-        self.progress = Progress(self._recipe.name, total=steps, done=learner.step, quiet=quiet)
+        self.metrics = Metrics(run.path)
+        self.progress = Progress(self._recipe.name, total=steps, done=self._first_step, quiet=quiet)
         self.evaluations = RunEvaluations(
-            learner,
-            saver=saver,
-            metrics=self.metrics,
-            progress=self.progress,
-            stop=stop,
-            callbacks=callbacks,
-            concurrent_runs=concurrent_runs,
+            run, self.metrics, self.progress, concurrent_runs=concurrent_runs
         )
         self._announce()
         self.progress.__enter__()
+        try:
+            self.evaluations.begin()
+        except BaseException:
+            self.close()
+            raise
 
     def _announce(self) -> None:
         learner, spec = self._learner, self._learner.loader.dataset.spec
@@ -113,7 +103,7 @@ class RunWriter:
         while self._saver.written:
             step = self._saver.written.popleft()
             if self._saver.path(step).is_dir():
-                self._callbacks.tell("on_checkpoint", step, self._saver.path(step))
+                self._run.callbacks.tell("on_checkpoint", step, self._saver.path(step))
 
     def collect(self) -> None:
         """Record the evaluations that have come in."""
@@ -129,7 +119,7 @@ class RunWriter:
         self._logged, self._stalled = now, stalled
         self.metrics.log(step, values)
         self.progress.update(step, loss=f"{values['loss']:.4g}")
-        self._callbacks.tell("on_log", step, dict(values))
+        self._run.callbacks.tell("on_log", step, dict(values))
 
     def finish(self) -> None:
         """Wait for the evaluations that are under way."""

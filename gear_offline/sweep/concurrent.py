@@ -406,14 +406,9 @@ class _Scheduler:
             with rng.use(), torch_threads(threads), deterministic(kernels):
                 torch.manual_seed(recipe.seed)
                 learner = Learner(recipe, sizes, dataset, self._device, tables=self._tables)
-                run = LiveRun(
-                    directory,
-                    learner,
-                    self.stop,
-                    quiet=True,
-                    callbacks=stack.enter_context(Callbacks(Run(path), trackings(recipe.train))),
-                    concurrent_runs=self._job.parallel,
-                )
+                told = stack.enter_context(Callbacks(Run(path), trackings(recipe.train)))
+                runs = self._job.parallel
+                run = LiveRun(directory, learner, self.stop, told, quiet=True, concurrent_runs=runs)
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)  # a table may be on its way for others
             return _Member(trial, run, stack.pop_all(), rng, first_step=learner.step)
