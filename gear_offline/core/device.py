@@ -7,8 +7,8 @@ import torch
 from gear_offline.errors import InputError, UnavailableError
 
 
-def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the torch device; ``"auto"`` is CUDA where there is one."""
+def resolve_device(device: str | torch.device, *, where: str = "") -> torch.device:
+    """Return the torch device; ``"auto"`` is CUDA where there is one; `where` the user said it."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -20,6 +20,6 @@ def resolve_device(device: str | torch.device) -> torch.device:
         raise InputError("LOADER_OPTION", f"{device=} is not usable", remedy=remedy) from error
     if resolved.type == "cuda" and not torch.cuda.is_available():
         what = f"device {str(device)!r} was asked for and no CUDA device is available"
-        remedy = "use device='auto' or 'cpu', or run gear-offline doctor"
-        raise UnavailableError("DEVICE", what, remedy=remedy)
+        remedy = f"use {where or 'device'}=auto or cpu, or run gear-offline doctor"
+        raise UnavailableError("DEVICE", what, where, remedy)
     return resolved

@@ -66,7 +66,7 @@ def train(
     runs of one process share.
     """
     path = default_run_path(recipe) if out is None else Path(out)
-    device = rank_device(resolve_device(recipe.train.device))
+    device = rank_device(resolve_device(recipe.train.device, where="train.device"))
     with open_world(device, timeout=recipe.train.timeout) as world, ExitStack() as stack:
         check_micro_batches(world.rank_batch(recipe.loader.batch_size), recipe.train.accumulate)
         world.lead(lambda: check_recipe(recipe, where=f"recipe {recipe.name}"))

@@ -226,11 +226,10 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
     sizes, environment = _sizes(dataset), recipe.evaluate.environment or dataset.environment_id
     longest, facts = int(dataset.episodes.lengths.max()), None
     if recipe.evaluate.episodes > 0:
-        _check_evaluation_device(recipe.evaluate.device)
+        resolve_device(recipe.evaluate.device, where="evaluate.device")
         facts = _probe_environment(recipe, dataset, quiet=quiet)
-        if facts is None:
-            environment = None
-        else:
+        environment = environment if facts else None
+        if facts is not None:
             if sizes.discrete and facts.discrete:  # some actions may never occur in the data
                 sizes = replace(sizes, action_dim=max(sizes.action_dim, facts.action_size))
             check_sizes(facts, sizes, whose="the data")
@@ -262,14 +261,6 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
     resolved = recipe.replace(changes)
     _check(resolved, dataset, sizes)
     return resolved, sizes
-
-
-def _check_evaluation_device(device: str) -> None:
-    try:
-        resolve_device(device)
-    except UnavailableError as error:
-        remedy = "use evaluate.device=auto"
-        raise UnavailableError(error.code, error.what, "evaluate.device", remedy) from error
 
 
 def _probe_environment(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> EnvironmentFacts | None:
@@ -361,13 +352,10 @@ def _check_memory(recipe: Recipe, sizes: ModelSizes) -> None:
     state = sizes.state_dim // 4 if sizes.frame_shape else sizes.state_dim
     batch = loader.batch_size * loader.context_length * (state + sizes.action_dim + 3 * size)
     needed, available = 4 * max(weights, batch), available_bytes()
-    if needed <= available:
-        return
-    what = f"the weights take {size_text(needed)} with model.hidden_size={size}, "
-    what += f"model.layers={model.layers}, model.max_timestep={model.max_timestep}"
-    if batch > weights:
-        what = f"a batch and its tokens take {size_text(needed)} with loader.batch_size="
-        what += f"{loader.batch_size}, loader.context_length={loader.context_length}"
-    what += f", {size_text(available)} of memory are available"
-    remedy = "make them smaller, or train on a machine with more memory"
-    raise InputError("MEMORY", what, where=recipe.name, remedy=remedy)
+    if needed > available:
+        options = "model.hidden_size, model.layers or model.max_timestep"
+        if batch > weights:
+            options = "loader.batch_size or loader.context_length"
+        what = f"{size_text(needed)} of memory needed, {size_text(available)} available"
+        remedy = f"lower {options}, or train on a machine with more memory"
+        raise InputError("MEMORY", what, where=recipe.name, remedy=remedy)

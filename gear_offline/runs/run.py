@@ -8,8 +8,9 @@ from __future__ import annotations
 import base64
 import html
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.errors import InputError, given_path
@@ -22,6 +23,21 @@ if TYPE_CHECKING:  # these load torch
     from gear_offline.models.policy import Policy
 
 __all__ = ["Run", "open_run"]
+
+
+class EvaluateOptions(TypedDict, total=False):
+    """The options of `gear_offline.evaluate`."""
+
+    targets: Sequence[float] | float | None
+    episodes: int | None
+    environment: str | None
+    checkpoint: str | int | None
+    seed: int | None
+    device: str
+    out: str | Path | None
+    video: str | Path | None
+    ray: str | None
+    quiet: bool
 
 
 class Run(os.PathLike[str]):
@@ -99,11 +115,8 @@ class Run(os.PathLike[str]):
 
         return load_policy(self.path, task, checkpoint=checkpoint, device=device)
 
-    def evaluate(self, **options: Any) -> EvaluationReport:
-        """Play episodes, score them and keep the result, with options of `gear_offline.evaluate`.
-
-        They are ``targets``, ``episodes``, ``environment``, ``checkpoint`` and others.
-        """
+    def evaluate(self, **options: Unpack[EvaluateOptions]) -> EvaluationReport:
+        """Play episodes, score them and keep the result; options as of `gear_offline.evaluate`."""
         from gear_offline.runs.evaluate import evaluate
 
         return evaluate(self.path, **options)

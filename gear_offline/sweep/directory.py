@@ -21,8 +21,9 @@ from pydantic import BaseModel, Field, field_validator
 
 from gear_offline.config.files import flat
 from gear_offline.core.files import read_regular, write_file
+from gear_offline.core.held import LOCK, HeldDirectory
 from gear_offline.errors import InputError
-from gear_offline.runs.directory import LOCK, RESUMABLE, HeldDirectory
+from gear_offline.runs.directory import RESUMABLE
 from gear_offline.sweep.trials import Trial
 from gear_offline.training.metrics import finite
 
