@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from gear_offline.models.decision_transformer import build_model as build_model
     from gear_offline.runs.callbacks import Callback as Callback
     from gear_offline.runs.evaluate import evaluate as evaluate
-    from gear_offline.runs.listing import list_runs as list_runs
     from gear_offline.runs.run import Run as Run
+    from gear_offline.runs.run import list_runs as list_runs
     from gear_offline.runs.run import open_run as open_run
     from gear_offline.runs.trackers import sync as sync
     from gear_offline.runs.train import train as train
@@ -81,8 +81,7 @@ _MODULES = {
     "models.decision_transformer": "DecisionTransformer build_model",
     "runs.evaluate": "evaluate",
     "runs.callbacks": "Callback",
-    "runs.listing": "list_runs",
-    "runs.run": "Run open_run",
+    "runs.run": "Run list_runs open_run",
     "runs.trackers": "sync",
     "runs.train": "train",
     "sampling": "make_sampler",

@@ -17,8 +17,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.core.text import short
 from gear_offline.plots import new_figure, titles
-from gear_offline.runs.plots import plot_data_returns, plot_learning_curve
-from gear_offline.runs.report import write_report
+from gear_offline.runs.report import plot_data_returns, plot_learning_curve, write_report
 from gear_offline.sources import from_arrays
 from tests.support import failing_code, one_error
 
@@ -93,7 +92,7 @@ def test_ticks_of_steps_end_where_the_run_ends(tmp_path: Path, last: int) -> Non
     shown: list[list[float]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "gear_offline.runs.plots.save_figure",
+            "gear_offline.runs.report.save_figure",
             lambda figure, path: shown.append(list(figure.axes[-1].get_xticks())),
         )
         steps, losses = np.linspace(1, last, 5), np.geomspace(3.0, 0.1, 5)

@@ -17,7 +17,7 @@ from typing import Any
 import typer
 from typer import Argument, Option
 
-import gear_offline
+import gear_offline as go
 from gear_offline.cli.errors import tell
 from gear_offline.cli.values import (
     Axes,
@@ -76,7 +76,7 @@ def command(panel: str, *lines: str) -> Callable[[Callable[..., None]], Callable
 
 def _version(asked: bool) -> None:
     if asked:
-        print(f"gear-offline {gear_offline.__version__}")
+        print(f"gear-offline {go.__version__}")
         raise typer.Exit
 
 
@@ -122,11 +122,10 @@ def convert(
     quiet: Quiet = False,
 ) -> None:
     """Convert a dataset to GEAR shards."""
-    from gear_offline.convert.conversion import convert as run
     from gear_offline.evaluation.environments import unregistered
     from gear_offline.progress import say
 
-    run(
+    go.convert(
         source,
         out,
         rule=rule,
@@ -158,10 +157,9 @@ def inspect(
     quiet: Quiet = False,
 ) -> None:
     """Show columns, statistics and digests of a dataset."""
-    from gear_offline.dataset.inspect import inspect as run
     from gear_offline.dataset.inspect import print_inspection
 
-    document = run(dataset, verify=verify, quiet=quiet or as_json)
+    document = go.inspect(dataset, verify=verify, quiet=quiet or as_json)
     show(document, as_json, lambda: print_inspection(document, full=full))
 
 
@@ -175,9 +173,7 @@ def audit(
     quiet: Quiet = False,
 ) -> None:
     """Look for what is wrong in a dataset: boundaries, endings, outliers, repeated episodes."""
-    from gear_offline.analysis.audit import audit as run
-
-    page = run(dataset, against=against, quiet=quiet or as_json)
+    page = go.audit(dataset, against=against, quiet=quiet or as_json)
     show(page.to_json(), as_json, page.print)
 
 
@@ -203,9 +199,7 @@ def collect(
     quiet: Quiet = False,
 ) -> None:
     """Make a dataset with Gymnasium: real episodes in D4RL's layout."""
-    from gear_offline.collect.collection import collect as run
-
-    report = run(
+    report = go.collect(
         environment,
         out,
         policy=policy,
@@ -232,9 +226,7 @@ def export(
     quiet: Quiet = False,
 ) -> None:
     """Write a dataset as one HDF5 file in D4RL's layout."""
-    from gear_offline.export import export_hdf5
-
-    print(export_hdf5(dataset, out, columns=columns, overwrite=overwrite, quiet=quiet))
+    print(go.export_hdf5(dataset, out, columns=columns, overwrite=overwrite, quiet=quiet))
 
 
 @command(
@@ -253,9 +245,9 @@ def push(
 
     pushed: Any
     if is_dataset(what):
-        pushed = gear_offline.open_dataset(what, verify=False)
+        pushed = go.open_dataset(what, verify=False)
     else:
-        pushed = gear_offline.load_policy(what, task, device="cpu")
+        pushed = go.load_policy(what, task, device="cpu")
     print(pushed.push_to_hub(name, private=private))
 
 
@@ -303,9 +295,7 @@ def recipes_cp(
 @recipes_app.command("validate", epilog=examples("recipes validate mine.yaml train.steps=1e4"))
 def recipes_validate(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Check a recipe and print it with every default filled in."""
-    from gear_offline.config.recipe import load_recipe
-
-    whole = load_recipe(recipe, overrides or ())
+    whole = go.load_recipe(recipe, overrides or ())
     from gear_offline.runs.checks import check_recipe
 
     check_recipe(whole, where=recipe)
@@ -328,10 +318,8 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train a Decision Transformer from a recipe."""
-    from gear_offline.runs.train import train as run
-
     options = overrides or ()
-    trained = run(recipe, options, out=out, resume=resume, checkpoint=checkpoint, quiet=quiet)
+    trained = go.train(recipe, options, out=out, resume=resume, checkpoint=checkpoint, quiet=quiet)
     if is_first_process():  # torchrun starts several of us
         print(trained.path)
 
@@ -360,9 +348,7 @@ def evaluate(
     from gear_offline.training.checkpoint_folder import check_trained
 
     check_trained(run, checkpoint)  # before torch is loaded
-    from gear_offline.runs.evaluate import evaluate as play
-
-    report = play(
+    report = go.evaluate(
         run,
         targets=targets,
         episodes=episodes,
@@ -399,9 +385,7 @@ def act(
     quiet: Quiet = False,
 ) -> None:
     """Play while a run trains, and append what is seen to its dataset."""
-    from gear_offline.collect.act import act as go_act
-
-    report = go_act(
+    report = go.act(
         run,
         environment=environment,
         actors=actors,
@@ -424,9 +408,7 @@ def sync(
     project: str | None = Option(None, help="Where it is shown; default the recipe's."),
 ) -> None:
     """Send what a run has logged to a tracker, as far as it is not there yet."""
-    from gear_offline.runs.trackers import sync as send
-
-    send(run, tracker, project=project)
+    go.sync(run, tracker, project=project)
     print(run)
 
 
@@ -442,9 +424,7 @@ def export_policy(
     overwrite: Overwrite = False,
 ) -> None:
     """Write a policy as a folder that acts without its run, or as an ONNX file, without torch."""
-    from gear_offline.training.onnx import export_policy as export
-
-    print(export(run, out, task, overwrite=overwrite))
+    print(go.export_policy(run, out, task, overwrite=overwrite))
 
 
 @command("Compare", "sweep smoke --seeds 3", "sweep smoke optimizer.learning_rate=1e-4,3e-4")
@@ -467,9 +447,8 @@ def sweep(
     make_trials(recipe, options, numbers)  # a typo is told before torch is loaded
 
     from gear_offline.sweep.report import print_sweep
-    from gear_offline.sweep.run import sweep as run_sweep
 
-    result = run_sweep(
+    result = go.sweep(
         recipe,
         options,
         seeds=numbers,
@@ -495,20 +474,15 @@ def runs_ls(
     as_json: Json = False,
 ) -> None:
     """List runs, the newest first: steps, best and last return, score, data, age."""
-    from gear_offline.runs.listing import list_runs
-
-    found = list_runs(folder)
+    found = go.list_runs(folder)
     show(found.to_json(), as_json, found.print)
 
 
 @runs_app.command("show", epilog=examples("runs show runs/smoke-s0"))
 def runs_show(run: Path = Run(help="Run directory."), as_json: Json = False) -> None:
     """Show one run: its recipe, data, steps, checkpoints and evaluations."""
-    from gear_offline.runs.listing import describe_run, print_run
-    from gear_offline.runs.run import open_run
-
-    opened = open_run(run)
-    show(describe_run(opened), as_json, lambda: print_run(opened))
+    opened = go.open_run(run)
+    show(opened.to_json(), as_json, opened.print)
 
 
 @runs_app.command("compare", epilog=examples("runs compare runs/a-s0 runs/b-s0 --out ab.svg"))
@@ -519,9 +493,8 @@ def runs_compare(
     as_json: Json = False,
 ) -> None:
     """Put runs side by side: a table, and their curves in one picture."""
-    from gear_offline.sweep.compare import compare_runs
-
-    comparison = compare_runs(runs, out=out or "comparison.png", overwrite=overwrite or not out)
+    picture = out or "comparison.png"
+    comparison = go.compare_runs(runs, out=picture, overwrite=overwrite or not out)
     if not as_json:
         comparison.print()
     show(comparison.to_json(), as_json, lambda: print(comparison.plot))
@@ -539,15 +512,12 @@ def blame(
     quiet: Quiet = False,
 ) -> None:
     """Tell which data were in the batches of a spike of the loss; alone: where it spikes."""
-    from gear_offline.analysis.blame import blame as run_blame
-    from gear_offline.analysis.blame import find_spikes
-
     if batches is None:
-        spikes = find_spikes(run)
+        spikes = go.find_spikes(run)
         texts = [str(one) for one in spikes[:20]] or ["the logged loss has no spike"]
         show([asdict(one) for one in spikes], as_json, lambda: print("\n".join(texts)))
         return
-    page = run_blame(run, *batches, device=device, quiet=quiet or as_json)
+    page = go.blame(run, *batches, device=device, quiet=quiet or as_json)
     show(page.to_json(), as_json, page.print)
     from gear_offline.progress import say
 
@@ -578,17 +548,14 @@ def strategies(
     if not train and (seeds is not None or parallel is not None or exact or ray):
         what = "--seeds, --parallel, --exact and --ray are for --train"
         raise InputError("USAGE", what, remedy="add --train")
-    from gear_offline.config.recipe import load_recipe
-
-    whole = load_recipe(recipe, overrides or ())
+    whole = go.load_recipe(recipe, overrides or ())
     from gear_offline.analysis.candidates import parse_candidates
 
     parse_candidates(strategies, whole)  # before torch is loaded
     from gear_offline.analysis.page import print_comparison
-    from gear_offline.analysis.strategies import compare_strategies
 
     folder = out or Path("runs") / f"{whole.name}-strategies"
-    comparison = compare_strategies(
+    comparison = go.compare_strategies(
         whole,
         strategies,
         train=train,
@@ -634,9 +601,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Predict memory, tiers, traffic and times of a recipe on a cluster."""
-    from gear_offline.config.recipe import load_recipe
-
-    whole = load_recipe(recipe, overrides or ())
+    whole = go.load_recipe(recipe, overrides or ())
     if episode_length is not None and columns is None:
         what = "--episode-length is for --columns; a dataset has its own episodes"
         raise InputError("USAGE", what, remedy="add --columns, or leave it out")

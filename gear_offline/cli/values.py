@@ -62,9 +62,9 @@ def parse_list(text: str) -> list[str]:
 def parse_pairs(text: str) -> dict[str, str]:
     """Return the pairs of ``"act=actions,obs=observations"``."""
     parts = parse_list(text)
-    pairs = {old.strip(): new.strip() for old, _, new in (part.partition("=") for part in parts)}
-    if len(pairs) < len(parts) or not all(pairs.values()):
-        raise BadParameter(f"{text!r} does not give names once each, as in act=actions")
+    pairs = {old.strip(): new.strip() for old, _, new in (part.rpartition("=") for part in parts)}
+    if len(pairs) < len(parts) or not all(map(all, pairs.items())):
+        raise BadParameter(f"{text!r} does not give names once each, as in a=b,c=d")
     return pairs
 
 
@@ -78,44 +78,24 @@ def parse_numbers(text: str) -> list[float]:
 
 def parse_shares(text: str) -> dict[str, float]:
     """Return the shares of ``"replay=1,expert=2"``."""
-    parts = parse_list(text)
     try:
-        shares = {name.strip(): float(share) for name, share in (p.rsplit("=", 1) for p in parts)}
+        return {name: float(share) for name, share in parse_pairs(text).items()}
     except ValueError:
-        shares = {}
-    if len(shares) < len(parts):
-        raise BadParameter(f"{text!r} does not name parts once each, as in replay=1,expert=2")
-    return shares
+        raise BadParameter(f"{text!r} does not name shares, as in replay=1,expert=2") from None
 
 
-RecipeName = Annotated[
-    str,
-    Argument(
-        metavar="RECIPE",
-        help="Name of a recipe, a YAML file or a run directory.",
-        autocompletion=complete_recipe,
-    ),
-]
-Overrides = Annotated[
+Run = partial(Argument, metavar="RUN", autocompletion=complete_run)
+Recipe = partial(Argument, metavar="RECIPE", autocompletion=complete_recipe)
+Changes = partial(Argument, metavar="KEY=VALUE", autocompletion=complete_option)
+RecipeName = Annotated[str, Recipe(help="Name of a recipe, a YAML file or a run directory.")]
+Overrides = Annotated[list[str] | None, Changes(help="Options to change, e.g. train.steps=1000.")]
+Axes = Annotated[
     list[str] | None,
-    Argument(
-        metavar="KEY=VALUE",
-        help="Options to change, e.g. train.steps=1000.",
-        autocompletion=complete_option,
-    ),
+    Changes(help="Options to change; key=a,b,c: every combination is a run."),
 ]
 Json = Annotated[bool, Option("--json", help="Print one JSON document on stdout.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="No progress, no messages.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace an existing target.")]
-Axes = Annotated[
-    list[str] | None,
-    Argument(
-        metavar="KEY=VALUE",
-        help="Options to change; key=a,b,c: every combination is a run.",
-        autocompletion=complete_option,
-    ),
-]
-Run = partial(Argument, metavar="RUN", autocompletion=complete_run)
 Exact = Annotated[bool, Option("--exact", help="On a GPU, give each run the bits of one alone.")]
 Ray = Annotated[
     str | None,

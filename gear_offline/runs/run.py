@@ -1,4 +1,4 @@
-"""A run as its user sees it: `open_run` opens one, `Run` is what is there.
+"""Runs as their user sees them: `open_run` opens one, `list_runs` lists those below a folder.
 
 What a `Run` says is read from its directory each time, so one that still trains can be watched.
 """
@@ -8,12 +8,20 @@ from __future__ import annotations
 import base64
 import html
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.core.text import printable
 from gear_offline.errors import InputError, given_path
+from gear_offline.progress import Printed, print_table
 from gear_offline.training.checkpoint_folder import list_checkpoints, no_run
 from gear_offline.training.metrics import read_records
 from gear_offline.training.records import EvaluationRecord, read_lines
@@ -22,7 +30,11 @@ if TYPE_CHECKING:  # these load torch
     from gear_offline.evaluation.results import EvaluationReport
     from gear_offline.models.policy import Policy
 
-__all__ = ["Run", "open_run"]
+__all__ = ["Run", "RunList", "list_runs", "open_run"]
+
+DEPTH = 4  # folders below the one that was named: sweeps lie in runs/, their runs two below
+WRITTEN = ("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "summary.json")
+AGES = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
 class EvaluateOptions(TypedDict, total=False):
@@ -139,6 +151,36 @@ class Run(os.PathLike[str]):
             facts["best"], facts["last"] = (_achieved(one) for one in (best, last))
         return facts
 
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``runs show --json`` prints; ``RUN_DAMAGED`` if that cannot be read."""
+        row = _row(self.path, self.path)
+        if row.error is not None:
+            raise InputError("RUN_DAMAGED", row.error, where=row.path)
+        evaluations = [
+            {"step": one.step, "return": one.mean_return, "normalized_score": one.normalized_score}
+            for one in self.played()
+        ]
+        saved = [step for step, _ in list_checkpoints(self.path / "checkpoints")]
+        return {**asdict(row), "checkpoints": saved, "evaluations": evaluations}
+
+    def print(self, *, console: Console | None = None) -> None:
+        """Print what there is to say, and a line an evaluation."""
+        console, document = console or Console(), self.to_json()
+        facts = {"run": str(self.path), **self.facts()}
+        facts["checkpoints"] = ", ".join(f"{n:,}" for n in document["checkpoints"]) or "none"
+        facts["age"] = age_text(document["age_seconds"])
+        table = Table(box=None, show_header=False, pad_edge=False)
+        for name, text in facts.items():
+            table.add_row(name, Text(printable(text)))
+        console.print(table, highlight=False)
+        rows = [
+            [f"{one['step'] or 0:,}", _number(one["return"]), _score(one["normalized_score"])]
+            for one in document["evaluations"]
+        ]
+        if rows:
+            console.print()
+            print_table(console, ["step", "return", "score"], rows)
+
     def __repr__(self) -> str:
         try:
             facts = "; ".join(f"{name} {text}" for name, text in self.facts().items())
@@ -188,7 +230,129 @@ def _frame(records: list[dict[str, Any]]) -> Any:
 
 
 def _achieved(record: EvaluationRecord) -> str:
-    score = record.normalized_score
-    parts = [] if record.mean_return is None else [f"return {record.mean_return:,.4g}"]
-    parts += [] if score is None else [f"score {score:.1f}"]
+    score, value = record.normalized_score, record.mean_return
+    parts = [] if value is None else [f"return {_number(value)}"]
+    parts += [] if score is None else [f"score {_score(score)}"]
     return f"{', '.join(parts)} at step {record.step or 0:,}"
+
+
+# the runs below a folder ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRow:
+    """One run; returns and scores are None before any evaluation and of several tasks."""
+
+    name: str  # the path below the folder
+    path: str
+    steps: int = 0  # done
+    asked: int = 0
+    best_return: float | None = None
+    last_return: float | None = None
+    normalized_score: float | None = None  # of the best evaluation
+    data: str = ""
+    age_seconds: float  # since something was last written
+    error: str | None = None  # of a damaged one, which has no more than name, path and age
+
+
+@dataclass(frozen=True, repr=False)
+class RunList(Printed):
+    """The runs below a folder, the newest first; prints as a table.
+
+    Attributes
+    ----------
+    rows
+        One a run: ``name``, ``path``, ``steps`` done of ``asked``, ``best_return``,
+        ``last_return``, ``normalized_score`` of the best evaluation, ``data``, ``age_seconds``,
+        and ``error`` of one that is damaged.
+    """
+
+    rows: tuple[RunRow, ...]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return what ``--json`` prints."""
+        return [asdict(row) for row in self.rows]
+
+    def print(self, *, console: Console | None = None) -> None:
+        """Print a row a run."""
+        headings = ["run", "steps", "best", "last", "score", "age", "data"]
+        rows = []
+        for row in self.rows:
+            cells = [f"{row.steps:,}/{row.asked:,}"] if row.error is None else ["damaged"]
+            cells += [_number(row.best_return), _number(row.last_return)]
+            cells += [_score(row.normalized_score), age_text(row.age_seconds)]
+            rows.append([row.name, *cells, row.data])
+        console = console or Console()
+        widest = max(sum(map(len, cells)) for cells in rows)
+        shown = len(headings) - (widest + 2 * len(headings) > console.width)  # names stay whole
+        print_table(console, headings[:shown], [cells[:shown] for cells in rows])
+
+
+def list_runs(folder: str | os.PathLike[str] = "runs") -> RunList:
+    """Return the runs below a folder, those of sweeps too.
+
+    Raises
+    ------
+    InputError
+        ``RUN_NOT_FOUND`` where no run is.
+
+    Examples
+    --------
+    `runs/tiny` is what the example of `gear_offline.train` makes.
+
+    >>> import gear_offline as go
+    >>> [(row.name, row.steps, row.asked) for row in go.list_runs("runs/tiny").rows]
+    [('tiny', 4, 4)]
+    """
+    top = given_path(folder, "RUN_NOT_FOUND", where="folder")
+    rows = [_row(path, top) for path in _runs_below(top, DEPTH)]
+    if not rows:
+        what = "no run is there" if top.is_dir() else "there is no such folder"
+        remedy = "`gear-offline train smoke` makes a run in runs/"
+        raise InputError("RUN_NOT_FOUND", what, where=str(top), remedy=remedy)
+    return RunList(tuple(sorted(rows, key=lambda row: row.age_seconds)))
+
+
+def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
+    if (folder / "recipe.yaml").is_file():
+        if any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
+            yield folder
+    elif depth and os.access(folder, os.R_OK | os.X_OK) and folder.is_dir():
+        for below in sorted(folder.iterdir()):
+            if below.is_dir() and not below.name.startswith("."):
+                yield from _runs_below(below, depth - 1)
+
+
+def _row(path: Path, top: Path) -> RunRow:
+    run, name = Run(path), path.name if path == top else str(path.relative_to(top))
+    known: Any = {"name": name, "path": str(path), "age_seconds": run_age(path)}
+    try:
+        recipe, best, last = run.recipe, run.best, run.last
+        if best is not None and last is not None:
+            known |= {"best_return": best.mean_return, "last_return": last.mean_return}
+            known["normalized_score"] = best.normalized_score
+        data = ", ".join(recipe.data.tasks or ()) or recipe.data.path or ""
+        return RunRow(**known, steps=run.steps, asked=recipe.train.steps, data=data)
+    except InputError as error:  # the others are listed
+        return RunRow(**known, error=error.message)
+
+
+def run_age(path: Path) -> float:
+    """Return the seconds since something was written into a run directory."""
+    files = [path / name for name in WRITTEN]
+    newest = max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
+    return max(0.0, time.time() - newest)
+
+
+def age_text(seconds: float) -> str:
+    """Return a time in its largest unit, e.g. ``"3 h"``."""
+    size, unit = next(((s, u) for s, u in AGES if seconds >= s), AGES[-1])
+    return f"{int(seconds // size)} {unit}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.4g}"
+
+
+def _score(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"

@@ -24,9 +24,8 @@ from gear_offline.evaluation.background import MOST_WORKERS
 from gear_offline.progress import Progress, say
 from gear_offline.runs import report
 from gear_offline.runs.checks import check_recipe
-from gear_offline.runs.loop import TrainingInterrupted
+from gear_offline.runs.loop import TrainingInterrupted, check_resumed
 from gear_offline.runs.prepare import prepare_dataset, resolve
-from gear_offline.runs.resume import check_resumed
 from gear_offline.sweep.directory import SweepDirectory, SweepFile
 from gear_offline.sweep.jobs import (
     LOCK_SECONDS,
