@@ -24,7 +24,7 @@ from gear_offline.analysis.compare import (
 from gear_offline.config.recipe import load_recipe
 from gear_offline.sweep.results import TrialResult
 from gear_offline.sweep.trials import Trial
-from gear_offline.training.records import EvaluationRecord
+from gear_offline.training.metrics import EvaluationRecord
 
 
 def enumerated(differences: Sequence[float]) -> float:

@@ -18,8 +18,7 @@ from torch import Tensor
 from gear_offline.config.recipe import load_recipe
 from gear_offline.distributed.world import World
 from gear_offline.loaders.batch import Batch
-from gear_offline.training.graph import why_not_captured
-from gear_offline.training.graph_ranks import LINE, RankGradients
+from gear_offline.training.graph import LINE, RankGradients, why_not_captured
 from tests.gpu_support import NEEDS_CUPY
 from tests.ranks_support import launch
 from tests.support import make_dataset, one_error

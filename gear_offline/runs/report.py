@@ -44,7 +44,7 @@ from gear_offline.plots import (
     ticks_to,
     titles,
 )
-from gear_offline.training.records import (
+from gear_offline.training.metrics import (
     EvaluationRecord,
     MetricsRecord,
     TargetRecord,
@@ -235,9 +235,12 @@ def plot_learning_curve(
         panels[0].set_ylim(0, 1.05 * float(y.max()) if y.max() > 0 else None)
     title = f"Loss {short(y[0])} to {short(y[-1])} in {count_text(int(x[-1]), 'step')}"
     if points:
-        _plot_returns(panels[1], points)
+        goals = any(row.goals for row in evaluations)
+        _plot_returns(
+            panels[1], points, *(("task", "success") if goals else ("asked", "mean return"))
+        )
         best = max(target.mean_return for _, target in points)
-        title = f"{title}; best mean return {short(best)}"
+        title = f"{title}; best {'success' if goals else 'mean return'} {short(best)}"
     panels[-1].set_xlabel("optimizer step")
     ticks_to(panels[-1], float(x[-1]))
     titles(figure, title, f"{name}: mean loss of the logged steps")
@@ -245,17 +248,19 @@ def plot_learning_curve(
     return save_figure(figure, path)
 
 
-def _plot_returns(axes: Axes, points: Sequence[tuple[int, TargetRecord]]) -> None:
+def _plot_returns(
+    axes: Axes, points: Sequence[tuple[int, TargetRecord]], asked_as: str, named: str
+) -> None:
     """Draw a line a target, and its 95 % interval, through what was played at steps."""
     for index, asked in enumerate(sorted({t.target for _, t in points}, reverse=True)):
         steps, targets = zip(*(one for one in points if one[1].target == asked), strict=True)
         means = [target.mean_return for target in targets]
         intervals = np.array([t.ci95 for t in targets], np.float64).T  # None becomes NaN
-        style = {"color": SERIES[index % len(SERIES)], "label": f"asked {short(asked)}"}
+        style = {"color": SERIES[index % len(SERIES)], "label": f"{asked_as} {short(asked)}"}
         draw_mean(axes, steps, means, intervals, **style)
     lowest, highest = min(0.0, axes.get_ylim()[0]), axes.get_ylim()[1]
     axes.set_ylim(lowest, highest + 0.04 * (highest - lowest))  # room for the marker
-    dress(axes, y="mean return")
+    dress(axes, y=named)
     thousands(axes.yaxis)
     legend(axes)
 

@@ -23,8 +23,7 @@ from gear_offline.core.text import printable
 from gear_offline.errors import InputError, given_path
 from gear_offline.progress import Printed, print_table
 from gear_offline.training.checkpoint_folder import list_checkpoints, no_run
-from gear_offline.training.metrics import read_records
-from gear_offline.training.records import EvaluationRecord, read_lines
+from gear_offline.training.metrics import EvaluationRecord, read_lines, read_records
 
 if TYPE_CHECKING:  # these load torch
     from gear_offline.evaluation.results import EvaluationReport

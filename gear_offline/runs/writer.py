@@ -17,8 +17,7 @@ from gear_offline.core.text import count_text
 from gear_offline.progress import Progress, say
 from gear_offline.runs.evaluations import RunEvaluations, plays
 from gear_offline.training.checkpoint_folder import Keep
-from gear_offline.training.metrics import Metrics, finite
-from gear_offline.training.records import read_summary
+from gear_offline.training.metrics import Metrics, finite, read_summary
 
 if TYPE_CHECKING:
     from gear_offline.runs.loop import LiveRun

@@ -20,7 +20,7 @@ from gear_offline.core.text import short
 from gear_offline.evaluation.results import mean_interval
 from gear_offline.runs.run import Run
 from gear_offline.sweep.trials import Trial
-from gear_offline.training.records import (
+from gear_offline.training.metrics import (
     EvaluationRecord,
     MetricsRecord,
     RunSummary,

@@ -77,13 +77,12 @@ class Learner:
         self.precision, self.precision_reason = made.autocast, made.remark
         self._growing, self._table = growing, GrowingTable()
         self._items = Items(recipe)
-        self.state_mean: Float64Array | None = None
-        self.state_std: Float64Array | None = None
+        self.statistics: tuple[Float64Array | None, Float64Array | None] = None, None
         if start is not None:
-            self.state_mean, self.state_std = start.state_mean, start.state_std
+            self.statistics = start.state_mean, start.state_std
         elif recipe.loader.normalize_states and isinstance(dataset, Dataset):
-            statistics = dataset.statistics["observations"]
-            self.state_mean, self.state_std = statistics.mean.ravel(), statistics.std.ravel()
+            moments = dataset.statistics["observations"]
+            self.statistics = moments.mean.ravel(), moments.std.ravel()
         options = loader_options(recipe, dataset)
         shares = tables is not None and start is None  # whose rows are normalised alike
         table = tables.table(dataset, options) if tables is not None and shares else None
@@ -134,7 +133,7 @@ class Learner:
     def _open_loader(
         self, dataset: TableData, *, step: int = 0, table: Table | None = None
     ) -> GearLoader:
-        mean, std = self.state_mean, self.state_std
+        mean, std = self.statistics
         if self.recipe.train.init is not None and mean is not None and std is not None:
             assert isinstance(dataset, Dataset), "a start is of one task"
             dataset = _normalized_by(dataset, mean, std)
@@ -349,7 +348,7 @@ class Learner:
     def acting(self) -> TrainedModel:
         """The model as it stands, ready to act; call `resume_training` afterwards."""
         model = self.model if self._acting is None else self._acting
-        return TrainedModel(model, self.recipe, self.state_mean, self.state_std)
+        return TrainedModel(model, self.recipe, *self.statistics)
 
     def resume_training(self) -> None:
         """Undo what acting changed: dropout is on again."""

@@ -1,7 +1,7 @@
 """How the ranks of a run share the model: replicas (DDP), or shards of it (FSDP2).
 
 Both are torch's.  With replicas every rank has all weights, gradients and moments, and gradients
-are averaged while they are computed; captured steps do that themselves (`training.graph_ranks`).
+are averaged while they are computed; captured steps do that themselves (`training.graph`).
 With shards a rank has its part of each, and the weights of a block are collected when it runs.  A
 checkpoint says the same, tensors by the model's names, whole or in shards, so that a run goes on
 with another number of ranks, or in the other way.

@@ -127,16 +127,16 @@ class Saver:
         self._begin_work(partial(self._write, place, ready, state, config, keep))
 
     def _state(self, seconds: float) -> SavedState:
-        learner, statistics = self._learner, None
-        if learner.state_mean is not None and learner.state_std is not None:
-            mean, std = learner.state_mean.tolist(), learner.state_std.tolist()
-            statistics = Normalisation(mean=tuple(mean), std=tuple(std))
+        learner, (mean, std) = self._learner, self._learner.statistics
+        normalisation = None
+        if mean is not None and std is not None:
+            normalisation = Normalisation(mean=tuple(mean.tolist()), std=tuple(std.tolist()))
         return SavedState(
             step=learner.step,
             seconds=seconds,
             recipe=learner.recipe.to_dict(),
             loader=learner.loader.state_dict(),
-            normalisation=statistics,
+            normalisation=normalisation,
         )
 
     def _write(
@@ -222,8 +222,8 @@ def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float
     facts: Any = None
     if checkpoint is not None:
         state = checkpoint.state
-        facts = {"name": checkpoint.path.name, "step": state.step, "loader": state.loader}
-        facts |= {"seconds": state.seconds, "shards": state.shards}
+        facts = state.model_dump(include={"step", "seconds", "loader"})
+        facts |= {"name": checkpoint.path.name, "shards": state.shards}
     facts = world.gather(facts)[0]
     if facts is None:
         return 0.0
