@@ -1,4 +1,4 @@
-"""Evaluations of checkpoints in worker processes while training goes on.
+"""Evaluations of checkpoints, in worker processes while training goes on; sets on a cluster.
 
 Every evaluation that is due is played, by one worker from beginning to end, so its returns are
 those of playing it in the training process with the same device and number of threads.  Results are
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,16 @@ from gear_offline.core.closing import Closing
 from gear_offline.core.system import usable_cores
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
-from gear_offline.evaluation.environments import Known, known_of
-from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
+from gear_offline.evaluation.environments import Known, known_of, probe
+from gear_offline.evaluation.evaluate import EvaluationTask, check_sizes, evaluate_tasks, sets_of
+from gear_offline.evaluation.results import EvaluationReport, joined
 from gear_offline.models.policy import Policy
+from gear_offline.progress import Progress
 from gear_offline.training.checkpoint import read_checkpoint
-from gear_offline.training.policies import TrainedModel, trained_model
+from gear_offline.training.model import sizes_of
+from gear_offline.training.policies import TrainedModel, find_trained, trained_model
 from gear_offline.training.seeding import torch_threads
-from gear_offline.workers import Caller, WorkerPool
+from gear_offline.workers import Caller, RayPool, WorkerPool
 
 POLL_SECONDS = 0.05
 SPARE = 2  # evaluations that may wait while all workers play
@@ -95,17 +98,34 @@ class PlayRequest:
     threads: int  # of torch on the CPU; sums over more differ in last bits
 
 
+def play_tasks(
+    trained: TrainedModel,
+    tasks: Sequence[EvaluationTask],
+    device: str,
+    *,
+    processes: int | None = None,
+    keep_actions: bool = False,
+    quiet: bool = True,
+) -> EvaluationReport:
+    """Play tasks with a trained policy; options are those of `evaluate_tasks`."""
+
+    def policy_of(task: EvaluationTask) -> Policy:
+        policy = trained.policy(task.name or None, device)
+        check_sizes(probe(task.environment), sizes_of(policy.model), whose="the model")
+        return policy
+
+    report = evaluate_tasks(
+        policy_of, tasks, processes=processes, keep_actions=keep_actions, quiet=quiet
+    )
+    return replace(report, run=trained.facts.name, step=trained.facts.step, device=device)
+
+
 def play(
     trained: TrainedModel, request: PlayRequest, *, processes: int | None = 1
 ) -> dict[str, Any]:
     """Play as `request` says; return the document for ``evaluations.jsonl``."""
-
-    def policy_of(task: EvaluationTask) -> Policy:
-        return trained.policy(task.name or None, request.device)
-
-    report = evaluate_tasks(policy_of, request.tasks, processes=processes)
-    report = replace(report, run=request.run, step=request.step, device=request.device)
-    return report.to_json()
+    report = play_tasks(trained, request.tasks, request.device, processes=processes)
+    return replace(report, run=request.run, step=request.step).to_json()
 
 
 def play_checkpoint(request: PlayRequest) -> dict[str, Any]:
@@ -206,3 +226,46 @@ class BackgroundEvaluations(Closing):
     def close(self) -> None:
         """End the processes; what is outstanding is left to a resumed run."""
         self._pool.close()
+
+
+def play_sets(
+    pool: RayPool,
+    run: Path,
+    trained: TrainedModel,
+    tasks: Sequence[EvaluationTask],
+    device: str,
+    *,
+    keep_actions: bool = False,
+    quiet: bool = True,
+) -> EvaluationReport:
+    """Play sets of episodes as jobs of a pool, and put them together."""
+    began, device = time.perf_counter(), pool.device(device)
+    pool.share(pool.gpus if device == "cuda" else pool.cpus, device=device)
+    pool.check(run)
+    step = trained.facts.step if (run / "checkpoints").is_dir() else None  # a newer one may come
+    parts = [part for task in tasks for part in sets_of(task)]
+    known = [known_of(part.environment) or Known() for part in parts]
+    jobs = [(run, step, *one, device, keep_actions) for one in zip(parts, known, strict=True)]
+    total = sum(part.episodes * len(part.targets) for part in parts)
+    reports: list[EvaluationReport] = []
+    with Progress("evaluate", total=total, unit="episodes", quiet=quiet) as progress:
+        for part, report in zip(parts, pool.run(f"{__name__}:play_set", jobs), strict=True):
+            reports.append(report)
+            progress.advance(part.episodes * len(part.targets))
+    return joined(reports, seconds=time.perf_counter() - began)
+
+
+def play_set(
+    caller: Caller,
+    run: Path,
+    checkpoint: int | None,
+    task: EvaluationTask,
+    known: Known,
+    device: str,
+    keep_actions: bool,
+) -> EvaluationReport:
+    """Play some episodes of a task in a worker."""
+    known.learn()
+    trained = find_trained(run, checkpoint)
+    with torch_threads(trained.recipe.train.threads):
+        return play_tasks(trained, [task], device, processes=1, keep_actions=keep_actions)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,31 +13,24 @@ from rich.console import Console
 from gear_offline.core.device import resolve_device
 from gear_offline.core.files import check_new_file, write_error
 from gear_offline.errors import GearError, InputError, given_path
+from gear_offline.evaluation.background import play_sets, play_tasks
 from gear_offline.evaluation.environments import (
-    Known,
     import_module_of,
-    known_of,
-    probe,
     say_version,
 )
 from gear_offline.evaluation.evaluate import (
     EvaluationTask,
     asked_returns,
-    check_sizes,
-    evaluate_tasks,
-    sets_of,
     tasks_of,
 )
-from gear_offline.evaluation.results import EvaluationReport, joined, keep_earlier
+from gear_offline.evaluation.results import EvaluationReport, keep_earlier
 from gear_offline.evaluation.video import check_video, write_videos
 from gear_offline.models.multitask import tasks_of_config
-from gear_offline.models.policy import Policy
-from gear_offline.progress import Progress, say
+from gear_offline.progress import say
 from gear_offline.runs.report import write_report
-from gear_offline.training.model import sizes_of
 from gear_offline.training.policies import TrainedModel, find_trained
 from gear_offline.training.seeding import torch_threads
-from gear_offline.workers import Caller, RayPool
+from gear_offline.workers import RayPool
 
 EPISODES = 10  # where the recipe has 0, which means none while training
 
@@ -116,11 +108,14 @@ def evaluate(
     if video is not None:
         video = given_path(video, "OUTPUT_WRITE", where="video")
         check_video(video, tasks)
+    films, threads = video is not None, trained.recipe.train.threads
     if ray is None:
-        report = _play(trained, tasks, str(resolve_device(device)), video is not None, quiet=quiet)
+        where = str(resolve_device(device))
+        with torch_threads(threads):
+            report = play_tasks(trained, tasks, where, keep_actions=films, quiet=quiet)
     else:
         with RayPool(ray) as pool:
-            report = _play_sets(pool, run, trained, tasks, device, video is not None, quiet)
+            report = play_sets(pool, run, trained, tasks, device, keep_actions=films, quiet=quiet)
     try:
         if video is not None:
             videos = write_videos(video, report, quiet=quiet)
@@ -131,79 +126,14 @@ def evaluate(
             report = replace(report, videos=seen)
     finally:  # what was played must not be lost
         if out is not None:
-            _write(report, Path(out))
+            try:
+                report.write(Path(out))
+            except OSError as error:
+                report.print(console=Console(stderr=True))
+                raise write_error(error, str(out)) from error
         elif home is not None:
             _keep(report, home, run if (run / "checkpoints").is_dir() else home, quiet)
     return report
-
-
-def _play(
-    trained: TrainedModel,
-    tasks: Sequence[EvaluationTask],
-    device: str,
-    keep_actions: bool,
-    *,
-    processes: int | None = None,
-    quiet: bool = True,
-) -> EvaluationReport:
-    def policy_of(task: EvaluationTask) -> Policy:
-        policy = trained.policy(task.name or None, device)
-        check_sizes(probe(task.environment), sizes_of(policy.model), whose="the model")
-        return policy
-
-    with torch_threads(trained.recipe.train.threads):
-        report = evaluate_tasks(
-            policy_of, tasks, processes=processes, keep_actions=keep_actions, quiet=quiet
-        )
-    return replace(report, run=trained.facts.name, step=trained.facts.step, device=device)
-
-
-def _play_sets(
-    pool: RayPool,
-    run: Path,
-    trained: TrainedModel,
-    tasks: Sequence[EvaluationTask],
-    device: str,
-    keep_actions: bool,
-    quiet: bool,
-) -> EvaluationReport:
-    """Play sets of episodes as jobs of a pool, and put them together."""
-    began, device = time.perf_counter(), pool.device(device)
-    pool.share(pool.gpus if device == "cuda" else pool.cpus, device=device)
-    pool.check(run)
-    step = trained.facts.step if (run / "checkpoints").is_dir() else None  # a newer one may come
-    parts = [part for task in tasks for part in sets_of(task)]
-    known = [known_of(part.environment) or Known() for part in parts]
-    jobs = [(run, step, *one, device, keep_actions) for one in zip(parts, known, strict=True)]
-    total = sum(part.episodes * len(part.targets) for part in parts)
-    reports: list[EvaluationReport] = []
-    with Progress("evaluate", total=total, unit="episodes", quiet=quiet) as progress:
-        for part, report in zip(parts, pool.run(f"{__name__}:play_set", jobs), strict=True):
-            reports.append(report)
-            progress.advance(part.episodes * len(part.targets))
-    return joined(reports, seconds=time.perf_counter() - began)
-
-
-def play_set(
-    caller: Caller,
-    run: Path,
-    checkpoint: int | None,
-    task: EvaluationTask,
-    known: Known,
-    device: str,
-    keep_actions: bool,
-) -> EvaluationReport:
-    """Play some episodes of a task in a worker."""
-    known.learn()
-    return _play(find_trained(run, checkpoint), [task], device, keep_actions, processes=1)
-
-
-def _write(report: EvaluationReport, out: Path) -> None:
-    try:
-        report.write(out)
-    except OSError as error:
-        report.print(console=Console(stderr=True))
-        raise write_error(error, str(out)) from error
 
 
 def _chosen_tasks(
