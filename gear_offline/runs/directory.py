@@ -40,27 +40,12 @@ OWN_FOLDERS = ("tensorboard", "wandb", "checkpoints", "plots")
 # what may differ when a run is resumed: none of it changes a step that was done
 RESUMABLE = (
     "description",
-    "loader.engine",
-    "loader.placement",
-    "loader.hbm_budget",
-    "loader.host_budget",
-    "loader.sharding",
-    "loader.exchange",
-    "train.steps",
-    "train.device",
-    "train.parallel",
-    "train.reshard",
-    "train.accumulate",
-    "train.recompute",
-    "train.threads",
-    "train.timeout",
-    "train.checkpoint_every",
-    "train.keep_checkpoints",
-    "train.trackers",
-    "train.project",
-    "evaluate.background",
-    "evaluate.device",
-    "evaluate.workers",
+    *(f"loader.{n}" for n in ("engine", "placement", "hbm_budget", "host_budget")),
+    *(f"loader.{n}" for n in ("sharding", "exchange")),
+    *(f"train.{n}" for n in ("steps", "device", "parallel", "reshard", "accumulate", "recompute")),
+    *(f"train.{n}" for n in ("threads", "timeout", "checkpoint_every", "keep_checkpoints")),
+    *(f"train.{n}" for n in ("trackers", "project")),
+    *(f"evaluate.{n}" for n in ("background", "device", "workers")),
 )
 
 

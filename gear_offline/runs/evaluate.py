@@ -120,9 +120,8 @@ def evaluate(
         if video is not None:
             videos = write_videos(video, report, quiet=quiet)
             say(f"written: {', '.join(map(str, videos))}", quiet=quiet)
-            seen = tuple(
-                os.path.relpath(path.resolve(), (home or run).resolve()) for path in videos
-            )
+            here = (home or run).resolve()
+            seen = tuple(os.path.relpath(path.resolve(), here) for path in videos)
             report = replace(report, videos=seen)
     finally:  # what was played must not be lost
         if out is not None:
@@ -145,8 +144,7 @@ def _chosen_tasks(
     recipe = trained.recipe
     if not recipe.data.tasks and environment not in (None, recipe.evaluate.environment):
         # another environment is normalised by its own scores
-        changes = {"environment": environment, "reference": None}
-        recipe = recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update=changes)})
+        recipe = recipe.replace({"evaluate.environment": environment, "evaluate.reference": None})
     known = tasks_of(recipe, tasks_of_config(trained.model.config))
     tasks = [task for task in known if environment in (None, task.name, task.environment)]
     places = ", ".join(f"{task.name} ({task.environment})" for task in known)

@@ -131,8 +131,8 @@ class LiveRun(Closing):
         self._world, self._settings = learner.world, learner.recipe.train
         folder = self.path / "checkpoints"
         seconds = restore(learner, folder, partial(say, quiet=quiet))
-        self.saver = Saver(learner, folder, before=self._sync)
         self.writer: RunWriter | None = None
+        self.saver = Saver(learner, folder, before=self._sync)
         if directory is not None:
             directory.begin(learner.recipe, step=learner.step)
             callbacks.tell("on_begin")
@@ -156,15 +156,11 @@ class LiveRun(Closing):
     def is_due(self) -> bool:
         """Whether there may be something to do after the steps so far, on all ranks alike."""
         step, settings = self.learner.step, self._settings
-        if step == 0:
-            return False
-        if self.is_complete or self.evaluates_at(step):
-            return True
-        if step % settings.log_every == 0 or step % settings.checkpoint_every == 0:
-            return True
-        if self._world.size > 1:
-            return step % STOP_EVERY == 0
-        return self.stop.signal_name is not None or self.callbacks.stop
+        several = self._world.size > 1
+        periods = [settings.log_every, settings.checkpoint_every, *[STOP_EVERY] * several]
+        if self.is_complete or self.evaluates_at(step) or any(step % n == 0 for n in periods):
+            return step > 0
+        return not several and (self.stop.signal_name is not None or self.callbacks.stop)
 
     def catch_up(self) -> None:
         """Log, evaluate, save and stop, each of it if it is due after the steps so far."""
@@ -265,8 +261,12 @@ def check_resumed(
     A run without a checkpoint is not refused.  What goes on is `start`, a checkpoint of any run, or
     by default the run at `path`.  A recipe that is not resolved yet leaves options to the data.
     """
-    saved = [path for _, path in list_checkpoints(path / "checkpoints")]
-    state = _begun_with([start] if start else saved)
+    state = None  # without a whole checkpoint nothing is resumed
+    for place in (
+        [start] if start else [place for _, place in list_checkpoints(path / "checkpoints")]
+    ):
+        with suppress(InputError):  # a damaged one is passed over
+            state = read_state(place)  # of the newest one: recipe.yaml may be edited
     if state is not None:
         check_same_run(state, recipe, path, is_resolved=is_resolved)
     if state is None or state.step <= recipe.train.steps:
@@ -277,14 +277,6 @@ def check_resumed(
         what = f"train.steps is {recipe.train.steps}, but {done} steps are done"
         remedy = "ask for at least as many steps, or train into another directory"
         raise InputError("RUN_MISMATCH", what, where=str(path), remedy=remedy)
-
-
-def _begun_with(checkpoints: list[Path]) -> SavedState | None:
-    """Return the state of a run's newest checkpoint, since recipe.yaml may be edited."""
-    for place in reversed(checkpoints):
-        with suppress(InputError):  # a damaged one is passed over
-            return read_state(place)
-    return None  # without a whole checkpoint nothing is resumed
 
 
 def check_same_run(state: SavedState, now: Recipe, path: Path, *, is_resolved: bool = True) -> None:
@@ -301,12 +293,8 @@ def check_same_run(state: SavedState, now: Recipe, path: Path, *, is_resolved: b
         free |= {key for key in {*old, *new} if new.get(key) is None} | {"model.action_tanh"}
     for key in sorted({*old, *new} - free):
         if old.get(key) != new.get(key):
-            raise InputError(
-                "RUN_MISMATCH",
-                f"{key} was {old.get(key)!r} when the run began and is {new.get(key)!r} now",
-                where=str(path),
-                remedy="it may change with optimizer.schedule=constant; "
-                * (key == "train.steps")
-                + f"undo that (here, or in {path / 'recipe.yaml'} if it was edited), or train "
-                "into another directory",
-            )
+            what = f"{key} was {old.get(key)!r} when the run began and is {new.get(key)!r} now"
+            remedy = "it may change with optimizer.schedule=constant; " * (key == "train.steps")
+            remedy += f"undo that (here, or in {path / 'recipe.yaml'} if it was edited), or train "
+            remedy += "into another directory"
+            raise InputError("RUN_MISMATCH", what, str(path), remedy)

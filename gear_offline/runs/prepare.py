@@ -126,13 +126,10 @@ def _check_collected(settings: CollectSettings, recorded: Any, what: str, path: 
 
 
 def _mismatch(what: str, path: Path, wanted: str, actual: str) -> InputError:
-    return InputError(
-        "DATA_MISMATCH",
-        f"the {what} that is there was made of {actual}, the recipe says {wanted}",
-        where=str(path),
-        remedy=f"give another data.path, or remove that {what} to have it made again, or take it "
-        "as it is: data.source=null data.collect=null",
-    )
+    remedy = f"give another data.path, or remove that {what} to have it made again, or take it as "
+    remedy += "it is: data.source=null data.collect=null"
+    what = f"the {what} that is there was made of {actual}, the recipe says {wanted}"
+    return InputError("DATA_MISMATCH", what, str(path), remedy)
 
 
 def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:
@@ -292,13 +289,10 @@ def _sizes(dataset: Dataset) -> ModelSizes:
     discrete = actions.dtype.kind in "iub"
     lowest = float(dataset.statistics["actions"].min.min())
     if discrete and (prod(actions.shape) != 1 or lowest < 0):
-        raise InputError(
-            "COLUMN",
-            f"integer actions of per-step shape {actions.shape} from {lowest:g} on are not the "
-            "numbers of one discrete choice",
-            where=str(dataset.path),
-            remedy="store one number from 0 a step, or store continuous actions as float32",
-        )
+        what = f"integer actions of per-step shape {actions.shape} from {lowest:g} on are not the "
+        what += "numbers of one discrete choice"
+        remedy = "store one number from 0 a step, or store continuous actions as float32"
+        raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
     highest = int(dataset.statistics["actions"].max.max()) + 1 if discrete else 0
     return ModelSizes(
         state_dim=prod(observations.shape),
@@ -322,10 +316,8 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
         values, where = dataset.statistics[column], f"column {column} of {path}"
         if values.nonfinite:
             what = f"{count_text(values.nonfinite, 'value')} NaN or infinite"
-            remedy = (
-                "repair the source and convert it again without --allow-nonfinite, or leave such "
-                "episodes out with pick_episodes (docs/how-to/convert.md)"
-            )
+            remedy = "repair the source and convert it again without --allow-nonfinite, or leave "
+            remedy += "such episodes out with pick_episodes (docs/how-to/convert.md)"
             raise InputError("COLUMN", what, where=where, remedy=remedy)
         if not np.isfinite(values.std).all():
             what = "values so large that they have no standard deviation in float64"

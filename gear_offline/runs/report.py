@@ -61,7 +61,9 @@ def write_report(run: str | Path) -> Path:
     metrics = read_lines(run / "metrics.jsonl", MetricsRecord)
     evaluations = read_lines(run / "evaluations.jsonl", EvaluationRecord)
     evaluations = [evaluation for evaluation in evaluations if evaluation.error is None]
-    final = _final_evaluation(run, evaluations)
+    written = read_document(run / "evaluation.json", EvaluationRecord)
+    known = [one for one in (written, *evaluations) if one is not None]
+    final = max(known, key=lambda one: one.step or 0, default=None)  # of equals what was written
     if recipe is None and not metrics and final is None:
         what, remedy = "nothing here to report on", "give the directory of a run"
         raise InputError("RUN_NOT_FOUND", what, where=str(run), remedy=remedy)
@@ -95,17 +97,6 @@ def write_report(run: str | Path) -> Path:
     path = run / "report.md"
     write_file(path, text.encode())
     return path
-
-
-def _final_evaluation(
-    run: Path, evaluations: Sequence[EvaluationRecord]
-) -> EvaluationRecord | None:
-    """Return what `evaluate` wrote, unless the training has evaluated later weights since."""
-    written = read_document(run / "evaluation.json", EvaluationRecord)
-    last = evaluations[-1] if evaluations else None
-    if written is not None and (last is None or (written.step or 0) >= (last.step or 0)):
-        return written
-    return last
 
 
 def _dataset(recipe: Recipe | None) -> Dataset | None:

@@ -261,9 +261,7 @@ class RunList(Printed):
     Attributes
     ----------
     rows
-        One a run: ``name``, ``path``, ``steps`` done of ``asked``, ``best_return``,
-        ``last_return``, ``normalized_score`` of the best evaluation, ``data``, ``age_seconds``,
-        and ``error`` of one that is damaged.
+        One `RunRow` a run.
     """
 
     rows: tuple[RunRow, ...]

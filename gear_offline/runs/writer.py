@@ -136,19 +136,17 @@ class RunWriter:
         """Write ``summary.json``, the plots and the report."""
         from gear_offline.runs.report import write_report  # matplotlib takes half a second
 
-        learner, name = self._learner, self._recipe.name
-        text = f"{name}: was complete already, {count_text(learner.step, 'step')}"
-        steps, before = learner.step - self._first_step, read_summary(self._path)
-        did_nothing = not steps and not self.evaluations.count
-        is_summed_up = did_nothing and before is not None and before.steps == learner.step
-        if not is_summed_up:  # else its figures are of the process that did the steps
+        learner, before = self._learner, read_summary(self._path)
+        text = f"{self._recipe.name}: was complete already, {count_text(learner.step, 'step')}"
+        steps = learner.step - self._first_step
+        is_new = steps or self.evaluations.count or before is None or before.steps != learner.step
+        if is_new:  # else its figures are of the process that did the steps
             summary = self._summary()
-            text = json.dumps(finite(summary), indent=2, allow_nan=False) + "\n"
-            write_file(self._path / "summary.json", text.encode())
-            end = "complete"
-            if learner.step < self._recipe.train.steps:
-                end = f"stopped by a callback at step {learner.step:,},"
-            text = f"{name}: {end} after {self.seconds:,.0f} s"
+            content = json.dumps(finite(summary), indent=2, allow_nan=False) + "\n"
+            write_file(self._path / "summary.json", content.encode())
+            stopped = learner.step < self._recipe.train.steps
+            end = f"stopped by a callback at step {learner.step:,}," if stopped else "complete"
+            text = f"{self._recipe.name}: {end} after {self.seconds:,.0f} s"
             if steps:
                 text += (
                     f", {learner.meter.text()} while stepping; {learner.window.wait_share:.1%} of "
@@ -156,7 +154,7 @@ class RunWriter:
                     "checkpoints"
                 )
         report = self._path / "report.md"
-        if not is_summed_up or not report.exists():
+        if is_new or not report.exists():
             try:
                 write_report(self._path)
             except Exception as error:  # the run is complete, whatever becomes of its report
