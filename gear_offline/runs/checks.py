@@ -8,12 +8,11 @@ from pathlib import Path
 
 from gear_offline.collect.makers import requested_mix
 from gear_offline.collect.policies import LIBRARIES
-from gear_offline.config.problems import nearest, no_data
+from gear_offline.config.problems import nearest
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.sections import CollectSettings, DataSettings
+from gear_offline.config.sections import CollectSettings
 from gear_offline.config.tasks import task_recipe
 from gear_offline.core.environment_id import check_environment_id
-from gear_offline.core.hub import is_there
 from gear_offline.dataset.scores import dataset_names, reference_scores
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.environments import unregistered
@@ -48,12 +47,6 @@ def check_trackers(names: Iterable[str]) -> None:
         if find_spec(name) is None:
             what, remedy = f"{name} is not installed", "pip install 'gear-offline[trackers]'"
             raise UnavailableError("PACKAGE_MISSING", what, "train.trackers", remedy)
-
-
-def check_data(data: DataSettings) -> None:
-    """Refuse data that are neither there nor to be made (``DATASET_NOT_FOUND``)."""
-    if not (data.tasks or data.source or data.collect or (data.path and is_there(data.path))):
-        raise no_data(data)
 
 
 def check_selection(recipe: Recipe, where: str) -> None:

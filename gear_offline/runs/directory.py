@@ -123,9 +123,8 @@ def check_place(path: Path, *, resume: bool) -> None:
 def _is_false_start(path: Path) -> bool:
     """Whether this is a run that ended before its first checkpoint: nothing can go on there."""
     content = set(os.listdir(path)) if path.is_dir() else set()
-    is_known = content <= {*NEGLIGIBLE, *OWN_FILES, *OWN_FOLDERS}
-    has_checkpoint = bool(list_checkpoints(path / "checkpoints"))
-    return is_known and "recipe.yaml" in content and not has_checkpoint
+    is_known = content <= {*NEGLIGIBLE, *OWN_FILES, *OWN_FOLDERS} and "recipe.yaml" in content
+    return is_known and not list_checkpoints(path / "checkpoints")
 
 
 class RunDirectory(HeldDirectory):

@@ -50,13 +50,12 @@ class RunEvaluations:
     """
 
     def __init__(
-        self, run: LiveRun, metrics: Metrics, progress: Progress, *, concurrent_runs: int = 1
+        self, run: LiveRun, metrics: Metrics, progress: Progress, concurrent_runs: int
     ) -> None:
         self._run, self._metrics, self._progress = run, metrics, progress
         self._learner = learner = run.learner
-        plays_any = learner.recipe.evaluate.episodes > 0
-        model_tasks = tasks_of_config(learner.model.config)
-        self._tasks = tasks_of(learner.recipe, model_tasks) if plays_any else ()
+        tasks = tasks_of(learner.recipe, tasks_of_config(learner.model.config))
+        self._tasks = tasks if learner.recipe.evaluate.episodes > 0 else ()
         self.plan = plan_evaluations(
             learner.recipe,
             self._tasks,

@@ -136,7 +136,7 @@ class LiveRun(Closing):
         if directory is not None:
             directory.begin(learner.recipe, step=learner.step)
             callbacks.tell("on_begin")
-            self.writer = RunWriter(self, seconds, quiet=quiet, concurrent_runs=concurrent_runs)
+            self.writer = RunWriter(self, seconds, concurrent_runs, quiet=quiet)
 
     def _sync(self) -> None:
         if self.writer is not None:
@@ -207,12 +207,9 @@ class LiveRun(Closing):
             self.saver.save(seconds=seconds, keep=self._keep)
         if signal and not self.is_complete:
             self.saver.wait()
-            raise TrainingInterrupted(
-                "INTERRUPTED",
-                f"stopped by {signal} after step {step:,}, a checkpoint is saved",
-                where=str(self.path),
-                remedy=f"go on with `gear-offline train {self.path} --resume`",
-            )
+            what = f"stopped by {signal} after step {step:,}, a checkpoint is saved"
+            remedy = f"go on with `gear-offline train {self.path} --resume`"
+            raise TrainingInterrupted("INTERRUPTED", what, str(self.path), remedy)
 
     @property
     def _keep(self) -> Keep:

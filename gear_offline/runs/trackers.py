@@ -35,16 +35,13 @@ FILES = {"train": "metrics.jsonl", "evaluate": "evaluations.jsonl"}  # kind of a
 
 
 class Tracker(Protocol):
-    """What shows the values of a run; `TRACKERS` has one class a name of ``train.trackers``.
+    """What shows the values of a run: of a class in `TRACKERS`, made with the run and a project.
 
-    `told` is the last step that it holds of each kind when it is opened: only later ones are sent,
-    each once, and the steps of a kind in their order.
+    It goes on with a run that it has, and shows the recipe.  `told` is the last step that it holds
+    of each kind when it is opened: only later ones are sent, each once, in the order of a kind.
     """
 
     told: dict[str, int]
-
-    def __init__(self, run: Run, project: str) -> None:
-        """Open the run in it, which goes on if it is there; its recipe goes along."""
 
     def send(self, step: int, values: dict[str, float]) -> None:
         """Show values of one kind by name: ``train/loss``, ``evaluate/return_3600``."""
@@ -145,7 +142,7 @@ class WandB:
         self._run.finish()
 
 
-TRACKERS: dict[str, type[Tracker]]
+TRACKERS: dict[str, Callable[[Run, str], Tracker]]
 TRACKERS = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": WandB}
 
 

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Never
 
 from gear_offline.config.files import Overrides, apply_overrides, flat
-from gear_offline.config.problems import guess_option
+from gear_offline.config.problems import guess_option, no_data
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.tasks import named_environments
+from gear_offline.core.hub import is_there
 from gear_offline.distributed import is_first_process
 from gear_offline.errors import InputError
 
@@ -102,7 +103,6 @@ def train(
     say(f"{whole.name}: {whole.train.steps:,} steps{warmup}; seed {whole.seed}", quiet=quiet)
     from gear_offline.evaluation.environments import import_module_of
     from gear_offline.runs.callbacks import check_callbacks
-    from gear_offline.runs.checks import check_data
     from gear_offline.runs.directory import check_place, places
     from gear_offline.runs.run import Run
 
@@ -110,7 +110,9 @@ def train(
     path, start = places(recipe, whole, out, resume=resume, checkpoint=checkpoint)
     if is_first_process():
         check_place(path, resume=resume)
-        check_data(whole.data)
+        data = whole.data
+        if not (data.tasks or data.source or data.collect or (data.path and is_there(data.path))):
+            raise no_data(data)
     names = named_environments(whole)
     if resume or start:  # a run's own recipe imports no module, what is typed here does
         typed = flat(apply_overrides({}, overrides))

@@ -29,9 +29,7 @@ class RunWriter:
     The learner stands where the run goes on after `seconds`; the run's directory has begun.
     """
 
-    def __init__(
-        self, run: LiveRun, seconds: float, *, quiet: bool, concurrent_runs: int = 1
-    ) -> None:
+    def __init__(self, run: LiveRun, seconds: float, concurrent_runs: int, *, quiet: bool) -> None:
         self._run, self._path, self._saver = run, run.path, run.saver
         self._learner, self._recipe, self._quiet = run.learner, run.learner.recipe, quiet
         self._first_step, steps = run.learner.step, self._recipe.train.steps
@@ -41,9 +39,7 @@ class RunWriter:
         self._stalled = 0.0
         self.metrics = Metrics(run.path)
         self.progress = Progress(self._recipe.name, total=steps, done=self._first_step, quiet=quiet)
-        self.evaluations = RunEvaluations(
-            run, self.metrics, self.progress, concurrent_runs=concurrent_runs
-        )
+        self.evaluations = RunEvaluations(run, self.metrics, self.progress, concurrent_runs)
         self._announce()
         self.progress.__enter__()
         try:
