@@ -156,12 +156,12 @@ class RunEvaluations:
 
         A checkpoint that the saver has given up is not played.
         """
-        while self._saver.given_up:
-            step = self._saver.given_up.popleft()
+        while self._run.saver.given_up:
+            step = self._run.saver.given_up.popleft()
             self._background.drop(step)
-            saved = list_checkpoints(self._folder / "checkpoints")
+            saved = list_checkpoints(self._run.path / "checkpoints")
             since = f"step {saved[-1][0]:,}" if saved else "the beginning"
-            what = f"the disk of {self._folder} is full, nothing is saved since {since}"
+            what = f"the disk of {self._run.path} is full, nothing is saved since {since}"
             self._progress.say(f"step {step:,}: {what}; training goes on")
         done = self._background.poll()
         for step, document, seconds in done:

@@ -242,9 +242,7 @@ def read_lines(path: Path, kind: type[R]) -> list[R]:
     try:
         return [kind.model_validate(line) for line in read_records(path)]
     except ValidationError as error:
-        raise _damaged(
-            f"the file is damaged: {first_line(error)}", str(path), "the file"
-        ) from error
+        raise _unlike(path, error) from error
 
 
 def read_document(path: Path, kind: type[R]) -> R | None:
@@ -254,9 +252,7 @@ def read_document(path: Path, kind: type[R]) -> R | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
-        raise _damaged(
-            f"the file is damaged: {first_line(error)}", str(path), "the file"
-        ) from error
+        raise _unlike(path, error) from error
 
 
 def read_summary(run: Path) -> RunSummary | None:
