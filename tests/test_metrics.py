@@ -35,12 +35,6 @@ def test_records_are_read_back(tmp_path: Path) -> None:
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def test_missing_is_empty(tmp_path: Path) -> None:
-    assert read_records(tmp_path / "none.jsonl") == []
-    truncate_records(tmp_path, last_step=3)
-    assert not list(tmp_path.iterdir())
-
-
 @settings(
     deadline=None,
     max_examples=60,

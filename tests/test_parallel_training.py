@@ -12,12 +12,11 @@ import torch
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.distributed.world import World, peers
+from gear_offline.distributed.world import peers
 from gear_offline.errors import GearError, InputError
-from gear_offline.loaders.loader import GearLoader
 from gear_offline.runs.loop import train
 from tests.ranks_support import environment, launch, ranks_recipe
-from tests.support import make_dataset, one_error, write_hdf5
+from tests.support import make_dataset, write_hdf5
 from tests.training_support import measured
 
 
@@ -25,11 +24,6 @@ from tests.training_support import measured
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     path = make_dataset(tmp_path_factory.mktemp("ranks"), [9, 30, 4, 17, 25]).path
     return open_dataset(path)
-
-
-def test_unequal_shares_are_refused(dataset: Dataset) -> None:
-    with one_error("LOADER_OPTION", "multiple of 5"):
-        GearLoader(dataset, batch_size=12, device="cpu", world=World(nodes=(0,) * 5))
 
 
 @pytest.mark.parametrize("error", [RuntimeError, torch.distributed.DistNetworkError])

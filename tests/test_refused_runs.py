@@ -88,17 +88,6 @@ def test_a_run_whose_records_are_damaged_is_left_as_it_was(
     assert not (run / "checkpoints" / ".partial-step-00000009").exists()
 
 
-def test_a_run_without_a_whole_checkpoint_is_left_as_it_was(data: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    train(tiny_recipe(data, "train.steps=5"), out=run, quiet=True)
-    (run / "checkpoints" / ".removed-step-00000001").mkdir()
-    for place in (run / "checkpoints").glob("step-*"):
-        (place / "state.json").write_text("{}")
-    before = content(run)
-    assert refusal(data, run, "train.steps=9", resume=True) == "RUN_DAMAGED"
-    assert content(run) == before
-
-
 def test_a_false_start_stays_until_another_run_begins(data: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(tiny_recipe(data, "train.steps=5"), out=run, quiet=True)

@@ -15,9 +15,8 @@ from PIL import Image
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.convert.conversion import convert
-from gear_offline.core.text import short
 from gear_offline.plots import new_figure, titles
-from gear_offline.runs.report import plot_data_returns, plot_learning_curve, write_report
+from gear_offline.runs.report import plot_data_returns, write_report
 from gear_offline.sources import from_arrays
 from tests.support import failing_code, one_error
 
@@ -87,19 +86,6 @@ def test_picture_of_the_datas_returns(
     check_picture(tmp_path / "data.png", GREEN)
 
 
-@pytest.mark.parametrize("last", [7, 40, 100_000, 2_500_000])
-def test_ticks_of_steps_end_where_the_run_ends(tmp_path: Path, last: int) -> None:
-    shown: list[list[float]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "gear_offline.runs.report.save_figure",
-            lambda figure, path: shown.append(list(figure.axes[-1].get_xticks())),
-        )
-        steps, losses = np.linspace(1, last, 5), np.geomspace(3.0, 0.1, 5)
-        plot_learning_curve(tmp_path / "a.png", steps=steps, losses=losses, name="tiny")
-    assert shown[0][-1] == last and sorted(shown[0]) == shown[0]
-
-
 @pytest.mark.parametrize("letters", [10, 90, 400])
 def test_titles_fit_the_width(letters: int) -> None:
     figure = new_figure()
@@ -109,11 +95,6 @@ def test_titles_fit_the_width(letters: int) -> None:
     for text in (figure._suptitle, axes.title, axes._left_title):  # type: ignore[attr-defined]
         assert text.get_window_extent().x1 <= figure.bbox.width
     assert axes._left_title.get_text().endswith(": 3 runs")  # type: ignore[attr-defined]
-
-
-def test_short_numbers() -> None:
-    texts = [short(value) for value in (0.0, 1234.56, -1234.5, 0.12345, 99.95, 3.0)]
-    assert texts == ["0", "1,235", "-1,234", "0.123", "100", "3"]
 
 
 def write_data(folder: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from gear_offline.config.recipe import load_recipe
-from gear_offline.core.files import write_file
 from gear_offline.errors import InputError
 from gear_offline.runs.directory import RunDirectory
 from tests.support import run_python
@@ -121,23 +119,6 @@ def test_a_lock_whose_file_has_gone_is_not_held(
         patched.setattr(fcntl, "flock", late)
         assert code_of(path, resume=False) == "RUN_LOCKED"
     assert code_of(path, resume=False) == ""
-
-
-def test_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "f.json"
-    write_file(path, b"old")
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.EIO, "power loss")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", fail)
-        with pytest.raises(OSError, match="power loss"):
-            write_file(path, b"new")
-    assert path.read_bytes() == b"old"
-    write_file(path, b"new")
-    assert path.read_bytes() == b"new"
-    assert os.listdir(tmp_path) == ["f.json"]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations.jsonl", "summary.json", ".lock"])
