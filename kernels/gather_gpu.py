@@ -331,8 +331,9 @@ class StaticFill:
     def name(self, first_step: int, segments: Segments, landing: Int64Array | None = None) -> None:
         """Name the (steps, B) segments of consecutive steps; no fill may still read their entries.
 
-        `landing` is that of `gear_offline.kernels.gather.CpuGather.gather`.
+        `landing` is that of `gear_offline.kernels.gather.CpuGather.gather`, and so are the errors.
         """
+        real_steps(segments, self._engine.lengths, self._engine.context_length)
         entries = (first_step + np.arange(segments.shape[0])) % self.ring
         named = np.empty((*segments.shape, 4), np.int64)
         write_names(named.reshape(-1, 4), segments, landing, span=self._engine.context_length)

@@ -17,12 +17,11 @@ from gear_offline.kernels.columns import Field
 from gear_offline.kernels.gather import Windows, real_steps
 from gear_offline.kernels.philox import bounded, draws
 from gear_offline.kernels.segments import Segments
-from gear_offline.sampling.base import StepLocator, Stream
+from gear_offline.sampling.base import GOAL_STREAM, StepLocator, Stream
 from gear_offline.sampling.episodes import WeightedChoice
 from gear_offline.tables.fields import EXTRA
 
 GOALS = "goals"
-GOAL_STREAM = 4  # of random numbers of one seed; those below are the samplers'
 CURRENT, FUTURE, FINAL, RANDOM = range(4)
 
 

@@ -241,6 +241,8 @@ class GearLoader(Closing, Iterator[Batch]):
     ) -> Self:
         """Return the loader that training a recipe has: the same batches.
 
+        Of data that grow, those before the first admission.
+
         Parameters
         ----------
         recipe, overrides

@@ -54,7 +54,7 @@ def action_loss(
 
     Squared error for continuous actions (mean over steps and elements, as in the authors' code
     of the Decision Transformer), cross-entropy for discrete ones.  Needs no host
-    synchronisation: padded positions are multiplied by zero, not indexed away.
+    synchronisation: padded positions are replaced by zero, not indexed away.
 
     Parameters
     ----------

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Mapping
@@ -313,11 +314,36 @@ def test_pieces_that_do_not_fit_are_put_aside(
     assert refused == {damaged.name, foreign.name, other.name}
 
 
-def test_episodes_longer_than_the_model_knows_are_put_aside(path: Path, tmp_path: Path) -> None:
-    go.Appender(path).append(episodes([60], 1))
-    recipe = recipe_of(path, "model.max_timestep=20")
+def test_episodes_that_no_run_could_train_on_are_put_aside(path: Path, tmp_path: Path) -> None:
+    """One is longer than the model knows, one has a priority that is none."""
+    appender, (worse,) = go.Appender(path), episodes([6], 1)
+    appender.append(episodes([60], 1))
+    worse["rewards"] = -np.ones_like(worse["rewards"])
+    appender.append([worse])
+    limits = ("data.max_size=2", "data.remover=prioritized")
+    recipe = recipe_of(path, "model.max_timestep=20", *limits)
     go.train(recipe, out=tmp_path / "run", quiet=True)
-    assert len(go.open_dataset(path)) == 3 and len(list((path / "refused").iterdir())) == 1
+    assert len(go.open_dataset(path)) == 3 and len(list((path / "refused").iterdir())) == 2
+
+
+def test_ctrl_c_while_a_run_waits_keeps_its_steps(
+    played: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGINT))
+    recipe = tiny_recipe(played, "evaluate.episodes=0", "data.admit_every=4", *WAITS)
+    with pytest.raises(TrainingInterrupted, match="after step 4"):
+        go.train(recipe, out=tmp_path / "run", quiet=True)
+    assert (tmp_path / "run/checkpoints/step-00000004").is_dir()
+
+
+def test_a_damaged_log_locks_nothing(path: Path) -> None:
+    grow(path, 0)
+    log = path / "admissions.jsonl"
+    log.write_bytes(b"{}\n")
+    with pytest.raises(InputError, match="DATASET_DAMAGED"):
+        GrowingDataset(path)
+    log.write_bytes(b"")
+    grow(path, 0)
 
 
 def test_a_full_disk_stops_actors_and_not_the_learner(

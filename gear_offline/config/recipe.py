@@ -103,6 +103,8 @@ class Recipe(Section):
                 )
         if loader.goals is not None and self.data.tasks:
             yield "loader.goals and data.tasks exclude each other: goals are states of one dataset"
+        if loader.goals is not None and every is not None:
+            yield "loader.goals and data.admit_every exclude each other: goals need fixed data"
         for leaf in ("environment", "reference", "targets") if self.data.tasks else ():
             if getattr(self.evaluate, leaf) is not None:
                 yield (

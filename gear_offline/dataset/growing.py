@@ -6,7 +6,7 @@ piece behind the shards that are there, adds a line to ``admissions.jsonl``, and
 Killed at any instant, it has admitted a piece wholly or not at all.
 
 As far as the lines go they decide what is admitted when, so that a resumed or repeated run sees the
-same data at every step.  Only beyond the last line new pieces are admitted.
+same data at every step.  Only from the last line on new pieces are admitted.
 """
 
 from __future__ import annotations
@@ -65,11 +65,14 @@ class GrowingDataset(Closing):
             path = open_dataset(path, verify=False, admissions=0)
         self.dataset = path
         self._path, self._check, self._quiet = self.dataset.path, check, quiet
-        self._log = self._hold() if admits else -1
-        self._lines, self._seal = read_admissions(self._path)
-        self.admissions = 0
-        if admits:
-            self._finish_last()
+        self.admissions, self._log = 0, self._hold() if admits else -1
+        try:
+            self._lines, self._seal = read_admissions(self._path)
+            if admits:
+                self._finish_last()
+        except BaseException:
+            self.close()
+            raise
 
     def _hold(self) -> int:
         """Open the lines for writing, which no other process may; return the descriptor."""

@@ -96,10 +96,11 @@ def train(
             ):
                 run.catch_up()  # a killed run may have left something to do
                 while not (run.is_complete or run.is_stopped):
-                    learner.admit(lambda: stop.signal_name is not None)
-                    learner.advance()
-                    run.note_step()
-                    run.catch_up()
+                    is_ready = learner.admit(lambda: stop.signal_name is not None)
+                    if is_ready:
+                        learner.advance()
+                        run.note_step()
+                    run.catch_up(stops=not is_ready)
                 run.finish()
             run.sum_up()
         except OSError as error:  # of the run's own files: the data's errors have codes
@@ -162,9 +163,9 @@ class LiveRun(Closing):
             return step > 0
         return not several and (self.stop.signal_name is not None or self.callbacks.stop)
 
-    def catch_up(self) -> None:
+    def catch_up(self, *, stops: bool = False) -> None:
         """Log, evaluate, save and stop, each of it if it is due after the steps so far."""
-        if self.is_due():
+        if stops or self.is_due():
             self._log()
             is_needed = self._evaluate()
             self._save_and_stop(is_needed)

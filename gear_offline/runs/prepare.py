@@ -34,12 +34,15 @@ from gear_offline.loaders.recipes import open_one, open_tasks
 from gear_offline.models.decision_transformer import beyond_tanh
 from gear_offline.models.multitask import ModelTask
 from gear_offline.progress import say
+from gear_offline.sampling.items import Items
 from gear_offline.sources import open_source
 from gear_offline.sources.uri import was_read_from
 from gear_offline.tables.fields import STATES, is_image, standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData
 from gear_offline.training.model import ModelSizes
 from gear_offline.training.policies import find_trained
+
+MOST = float(np.finfo(np.float32).max)
 
 # the data -------------------------------------------------------------------------------------
 
@@ -76,7 +79,10 @@ def open_growing(
 
     def opened(*, admits: bool) -> GrowingDataset:
         return GrowingDataset(
-            dataset, admits=admits, check=lambda piece: _check(recipe, piece, sizes), quiet=quiet
+            dataset,
+            admits=admits,
+            check=lambda piece: _check_piece(recipe, piece, sizes),
+            quiet=quiet,
         )
 
     return world.lead(lambda: opened(admits=not recipe.data.replay)) or opened(admits=False)
@@ -333,6 +339,21 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
         what = f"actions reach {actions.min.min():g} .. {actions.max.max():g}, but "
         what += "model.action_tanh bounds what the model can predict to -1 .. 1"
         raise InputError("MODEL", what, where=path, remedy="set model.action_tanh=false")
+
+
+def _check_piece(recipe: Recipe, piece: Dataset, sizes: ModelSizes) -> None:
+    """Refuse a piece that would end every run which has admitted it."""
+    _check(recipe, piece, sizes)
+    Items(recipe).insert(piece)  # asks for priorities
+    for name in ("observations", "actions", "rewards"):
+        if name not in piece.statistics:
+            continue
+        low, high = piece.statistics[name].min.min(), piece.statistics[name].max.max()
+        is_choice = sizes.discrete and name == "actions"
+        least, most = (0, sizes.action_dim - 1) if is_choice else (-MOST, MOST)
+        if low < least or high > most:
+            what = f"{name} reach {low:g} .. {high:g}, from {least:g} to {most:g} are usable"
+            raise InputError("COLUMN", what, str(piece.path), "leave such an episode out")
 
 
 def _check_memory(recipe: Recipe, sizes: ModelSizes) -> None:

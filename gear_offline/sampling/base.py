@@ -39,7 +39,8 @@ SELECTION_STREAM = 0  # the segment of a slot
 PART_STREAM = 1  # which part of a mixture a slot takes
 ROTATION_STREAM = 2  # which stratum a step begins with
 EPOCH_STREAM = 3  # keys of an epoch's order
-REMOVER_STREAM = 4  # when an episode's turn comes to be removed
+GOAL_STREAM = 4  # of goals by hindsight
+REMOVER_STREAM = 5  # when an episode's turn comes to be removed
 
 
 class EpisodeData(Protocol):
@@ -117,7 +118,7 @@ class Sampler:
     cuts_windows
         Whether segments have `lengths`.
     index
-        The episodes that are drawn from.
+        The table's episodes, which the numbers in segments refer to.
     options
         What builds the same sampler again, with the name and the data; JSON-able by `asdict`.
     context_length

@@ -137,7 +137,7 @@ class Items:
 
     @property
     def _rule(self) -> tuple[int, float, float, float]:
-        """Items that are needed; draws for each insert, and how many may be open."""
+        """Items that are needed, draws for each insert, how few and how many may be open."""
         rule = self.settings.limiter or LimiterSettings(min_size=1)
         least = rule.min_size or max(1, self._first or 0)
         return least, rule.samples_per_insert or 1.0, *rule.allowed(least)
@@ -259,7 +259,7 @@ class Counted(Members):
             if not self._there:
                 self._rewind()
                 what = f"every episode was drawn {self._most} times, and none has come since"
-                raise InputError("SELECTION", what, "data.max_times_sampled", "raise it")
+                raise InputError("SELECTION", what, "data.max_times_sampled", "start actors")
             picks, chances = self._pick(numbers[len(found) :])
             for pick, chance in zip(picks.tolist(), chances.tolist(), strict=True):
                 self._times[pick] += 1

@@ -150,11 +150,14 @@ class Learner:
             world=self.world,
         )
 
-    def admit(self, is_stopped: Callable[[], bool] = lambda: False) -> None:
-        """Admit, before the next step, what actors have appended; all ranks together."""
+    def admit(self, is_stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Admit, before the next step, what actors have appended; all ranks together.
+
+        Returns False if it was stopped while the step has to wait for more.
+        """
         growing, data = self._growing, self.recipe.data
         if growing is None or data.admit_every is None or self.step % data.admit_every:
-            return
+            return True
         before = growing.admissions
         timeout = 0.9 * self.recipe.train.timeout  # the other ranks wait as long for this one
         step, items, ahead = self.loader.step, self._items, self.recipe.train.steps - self.step
@@ -168,9 +171,11 @@ class Learner:
                 is_stopped=is_stopped,
             )
         )
-        admissions: int = self.world.gather(growing.admissions)[0]
+        is_ready = not (is_stopped() and items.lacks())
+        admissions, answer = self.world.gather((growing.admissions, is_ready))[0]
         if admissions > before:
             self._grow(growing.follow(admissions), step)
+        return bool(answer)
 
     def _grow(self, dataset: Dataset, step: int) -> None:
         """Go on with batches of a dataset that has become larger."""
@@ -184,7 +189,7 @@ class Learner:
                 self._gradients.feedback = LossFeedback(self.loader)
         if self.is_captured and self.loader.engine is None:
             what = "the data have grown beyond what the GPU gathers, which captured steps need"
-            raise GearError("MEMORY", what, self.recipe.name, "go on with train.graph=off")
+            raise GearError("MEMORY", what, self.recipe.name, "train it with train.graph=off")
         part = self._part
         kept = part is not None and self.loader.hand_over(part.batches)
         if not all(self.world.gather(kept)):

@@ -186,7 +186,7 @@ class Optimizer:
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `state` returned; other names in `tensors` are ignored.
 
-        A tensor that is missing or too many is KeyError.
+        A tensor of a parameter that is missing or too many is KeyError.
         """
         state: dict[int, dict[str, Tensor]] = {}
         numbers = {name: number for number, name in enumerate(self._names)}
