@@ -289,6 +289,18 @@ def test_episodes_that_do_not_fit_are_not_appended(change: Any, said: str, path:
     assert not list(path.glob("incoming/*"))
 
 
+def test_flags_of_gymnasium_are_those_of_the_dataset(path: Path) -> None:
+    for end in (True, False):
+        (episode,) = episodes([4], 1)
+        flags = {"terminated": end, "truncated": not end}
+        rest = {n: v for n, v in episode.items() if n not in ("terminals", "timeouts")}
+        go.Appender(path).append([rest | flags])
+    grow(path, 0)
+    dataset = go.open_dataset(path)
+    assert dataset.terminated[-2:].tolist() == [True, False] == dataset.truncated[:-3:-1].tolist()
+    assert dataset[-2]["terminals"].tolist() == [0, 0, 0, 1]
+
+
 def test_pieces_that_do_not_fit_are_put_aside(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

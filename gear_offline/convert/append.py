@@ -14,7 +14,7 @@ from gear_offline.dataset.pieces import INCOMING, write_piece
 from gear_offline.dataset.schema import ColumnSpec
 from gear_offline.errors import InputError
 from gear_offline.sources.arrays import read_episode
-from gear_offline.sources.episode_ends import FLAGS
+from gear_offline.sources.episode_ends import FLAGS, TERMINAL_FLAGS, TIME_FLAGS
 
 
 class Appender:
@@ -55,7 +55,8 @@ class Appender:
         """Append `episodes`, as `gear_offline.from_episodes` takes them, as one piece.
 
         They are there, whole and written to the disk, when this returns.  Columns that the dataset
-        does not have are left out; numbers take its dtypes where none is changed by that.
+        does not have are left out; numbers take its dtypes where none is changed by that; how an
+        episode ended may be said by flags of other names.
 
         Returns
         -------
@@ -75,9 +76,18 @@ class Appender:
             raise InputError("SOURCE_LAYOUT", "there are no episodes", remedy="give at least one")
         return write_piece(self._folder, self._manifest.spec.columns, read)
 
-    def _cast(self, episode: Mapping[str, Any]) -> dict[str, Any]:
+    def _cast(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the dataset's columns in its dtypes, and how the episode ended."""
-        columns = {column.name: _rows(episode, column) for column in self._manifest.columns}
+        wanted, episode = self._manifest.columns, dict(given)
+        rows = len(next((given[column.name] for column in wanted if column.name in given), ()))
+        for names in (TERMINAL_FLAGS, TIME_FLAGS):  # a flag has any of these names
+            flag = next((np.reshape(given[name], -1) for name in names if name in given), None)
+            for name in {column.name for column in wanted} & {*names} - {*given}:
+                if flag is not None:
+                    episode[name] = (
+                        np.arange(rows) == rows - 1 if flag[-1] else np.zeros(rows, bool)
+                    )
+        columns = {column.name: _rows(episode, column) for column in wanted}
         ends = [name for name in FLAGS if name in episode and name not in columns]
         return columns | {name: bool(np.reshape(episode[name], -1)[-1]) for name in ends}
 
