@@ -1,5 +1,5 @@
 # Two commands do everything on a fresh machine with Python >= 3.11:
-#   make demo   real simulator data -> shards -> trained, scored Decision Transformer (4 minutes)
+#   make demo   real simulator data -> shards -> trained, scored Decision Transformer (2 to 5 minutes)
 #   make test   the CPU test suite
 VENV ?= .venv
 export VENV

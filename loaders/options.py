@@ -60,8 +60,7 @@ def check_options(device: torch.device, **given: Any) -> LoaderOptions:
     try:
         options = LoaderOptions(**plain)
     except ValidationError as error:
-        what = f"not an option: {problem_text(error.errors()[0])}"
-        raise InputError("LOADER_OPTION", what) from error
+        raise InputError("LOADER_OPTION", problem_text(error.errors()[0])) from error
     if options.engine == "on" and device.type != "cuda":
         raise no_engine(f"engine='on' needs a CUDA device, batches go to {device}")
     if options.placement == "disk" and options.engine == "on":

@@ -286,6 +286,8 @@ def test_episodes_that_do_not_fit_are_not_appended(change: Any, said: str, path:
     change(episode)
     with pytest.raises(InputError, match=said):
         go.Appender(path).append([episode])
+    with pytest.raises(InputError, match="give a list"):
+        go.Appender(path).append(episode)  # type: ignore[arg-type]
     assert not list(path.glob("incoming/*"))
 
 

@@ -337,6 +337,12 @@ def test_options_stand_next_to_their_strategy_and_go_with_it(
     assert load_recipe(child).selection.options == {}, "another strategy starts without options"
 
 
+def test_another_environment_starts_without_reference_scores() -> None:
+    for name, reference in {"Hopper-v4": "hopper-medium-v2", "Pendulum-v1": None}.items():
+        recipe = load_recipe("hopper-medium", {"evaluate.environment": name})
+        assert recipe.evaluate.reference == reference
+
+
 def test_tasks_are_sections_by_name(tmp_path: Path) -> None:
     path = write(tmp_path / "several.yaml", TASKS)
     recipe = validate_recipe(path, "data.tasks.two.weight=3")

@@ -348,6 +348,10 @@ def evaluate(
     from gear_offline.training.checkpoint_folder import check_trained
 
     check_trained(run, checkpoint)  # before torch is loaded
+    if video is not None:
+        from gear_offline.evaluation.video import check_video_name
+
+        check_video_name(video)
     report = go.evaluate(
         run,
         targets=targets,
@@ -385,6 +389,10 @@ def act(
     quiet: Quiet = False,
 ) -> None:
     """Play while a run trains, and append what is seen to its dataset."""
+    from gear_offline.training.checkpoint_folder import no_run
+
+    if not (run / "recipe.yaml").is_file():  # before torch is loaded
+        raise no_run(run)
     report = go.act(
         run,
         environment=environment,
@@ -424,6 +432,9 @@ def export_policy(
     overwrite: Overwrite = False,
 ) -> None:
     """Write a policy as a folder that acts without its run, or as an ONNX file, without torch."""
+    from gear_offline.training.checkpoint_folder import check_trained
+
+    check_trained(run, None)  # before torch is loaded
     print(go.export_policy(run, out, task, overwrite=overwrite))
 
 

@@ -54,8 +54,12 @@ def read_merged(name_or_path: str | Path, overrides: Overrides = ()) -> dict[str
 
 def apply_overrides(options: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
     """Return nested `options` with dotted ones set: ``{"a.b": 1}``, or ``"a.b=1"``, one or many."""
+    pairs, before = list(_pairs(overrides)), (options.get("evaluate") or {}).get("environment")
+    given = {"evaluate.environment": before} | dict(pairs)
+    if given["evaluate.environment"] != before and "evaluate.reference" not in given:
+        pairs.append(("evaluate.reference", None))  # the scores are those of another environment
     # another strategy drops the options of the one before, so it comes first
-    for key, value in sorted(_pairs(overrides), key=lambda pair: pair[0] != "selection.strategy"):
+    for key, value in sorted(pairs, key=lambda pair: pair[0] != "selection.strategy"):
         for part in reversed(key.split(".")):
             value = {part: value}
         options = _merge(options, value)

@@ -32,6 +32,8 @@ ALIASES = {
     for alias in aliases.split()
 }
 _WORDS = {
+    "Extra inputs are not permitted": "no such option",
+    "Unexpected keyword argument": "no such option",
     "a valid integer": "a whole number",
     "a valid tuple": "a list, as in [1, 2]",
     "a valid dictionary": "a section of `key: value` lines",

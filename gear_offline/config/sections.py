@@ -427,7 +427,7 @@ class EvaluateSettings(Section):
     environment: Text | None = None
     """Gymnasium id; null: the one that the dataset names, no evaluation if it names none."""
     reference: Text | None = None
-    """D4RL name whose reference scores normalise returns; null: the dataset's own."""
+    """D4RL name whose scores normalise returns; null (also by another environment): the data's."""
     targets: Targets = None
     """Returns to ask for; null: the best and the mean of the data.  Of goals: numbers of tasks."""
     episodes: Count = 100

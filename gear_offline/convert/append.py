@@ -71,6 +71,8 @@ class Appender:
         GearError
             ``OUTPUT_WRITE``.
         """
+        if isinstance(episodes, Mapping):
+            raise InputError("SOURCE_LAYOUT", "one episode is given", remedy="give a list of them")
         read = [read_episode(number, self._cast(one)) for number, one in enumerate(episodes)]
         if not read:
             raise InputError("SOURCE_LAYOUT", "there are no episodes", remedy="give at least one")

@@ -38,11 +38,16 @@ GIF_WIDTH = 320  # pixels at most: GIF compresses little
 CAPTION_HEIGHT = 24
 
 
-def check_video(path: Path, tasks: Sequence[EvaluationTask]) -> None:
-    """Refuse early what could not be drawn or written; draws one frame of each environment."""
+def check_video_name(path: Path) -> None:
+    """Refuse a file of another format (``USAGE``)."""
     if path.suffix.lower() not in FORMATS:
         what, remedy = "a video is a .gif or .mp4 file", f"write it like {path.stem or 'video'}.gif"
         raise InputError("USAGE", what, where=str(path), remedy=remedy)
+
+
+def check_video(path: Path, tasks: Sequence[EvaluationTask]) -> None:
+    """Refuse early what could not be drawn or written; draws one frame of each environment."""
+    check_video_name(path)
     for own in _paths(path, [task.name for task in tasks]):
         check_new_file(own)
     try:

@@ -230,7 +230,7 @@ def plot_learning_curve(
         _plot_returns(
             panels[1], points, *(("task", "success") if goals else ("asked", "mean return"))
         )
-        best = max(target.mean_return for _, target in points)
+        best = max(row.mean_return for row in evaluations if row.mean_return is not None)
         title = f"{title}; best {'success' if goals else 'mean return'} {short(best)}"
     panels[-1].set_xlabel("optimizer step")
     ticks_to(panels[-1], float(x[-1]))
