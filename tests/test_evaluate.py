@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binomtest
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.errors import InputError
@@ -18,7 +21,7 @@ from gear_offline.evaluation.evaluate import (
     EvaluationTask,
     evaluate_tasks,
 )
-from gear_offline.evaluation.results import EvaluationReport, summary_text
+from gear_offline.evaluation.results import EvaluationReport, share_interval, summary_text
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.training.checkpoint import chosen_checkpoint
 from gear_offline.training.checkpoint_folder import find_checkpoint
@@ -232,3 +235,11 @@ def test_the_best_is_said_to_be_that_of_the_targets() -> None:
         "return 7, score 50.0",
         "asked 9, got 7; asked 5, got 4; best of 2 targets: return 7, score 50.0",
     )
+
+
+@given(n=st.integers(1, 60), data=st.data())
+def test_intervals_of_shares_are_wilsons(n: int, data: st.DataObject) -> None:
+    count = data.draw(st.integers(0, n))
+    expected = binomtest(count, n).proportion_ci(method="wilson")
+    found = share_interval((np.arange(n) < count).astype(np.float64))
+    assert found == pytest.approx((expected.low, expected.high), abs=1e-7)

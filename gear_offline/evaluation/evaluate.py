@@ -111,6 +111,7 @@ def evaluate_tasks(
                 lengths=played.lengths[index::count],
                 terminated=played.terminated[index::count],
                 actions=played.actions[index] if keep_actions else None,
+                goals=task.goals,
             )
             for index, target in enumerate(task.targets)
         )

@@ -31,6 +31,7 @@ from gear_offline.progress import Printed, print_table
 from gear_offline.training.metrics import finite
 
 CONFIDENCE = "two-sided 95 % Student t interval of the mean over episodes"
+CONFIDENCE_OF_SHARES = "two-sided 95 % interval of the share of episodes (Wilson 1927)"
 HEADINGS = ("95 % interval", "std", "score", "length", "n")  # behind what is asked and achieved
 BY_REFERENCE, BY_DATA = "reference scores", "returns of its data"
 
@@ -44,6 +45,7 @@ class TargetResult:
     lengths: Int64Array  # (n,) steps of each episode
     terminated: BoolArray  # (n,) False where a time limit ended the episode
     actions: npt.NDArray[Any] | None = None  # (t, A) or (t,) of the first episode, for a video
+    goals: bool = False  # returns are 1 where the goal was reached, else 0
 
     @property
     def mean_return(self) -> float:
@@ -57,7 +59,7 @@ class TargetResult:
     @property
     def ci95(self) -> tuple[float, float]:
         """Lower and upper end of the 95 % interval of the mean; NaN for a single episode."""
-        return mean_interval(self.returns)
+        return share_interval(self.returns) if self.goals else mean_interval(self.returns)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,7 +128,7 @@ class TaskResult:
             "episodes": int(self.targets[0].returns.size),
             "environments": self.environments,
             "goals": self.goals,
-            "confidence": CONFIDENCE,
+            "confidence": CONFIDENCE_OF_SHARES if self.goals else CONFIDENCE,
             "targets": [self._target(target) for target in self.targets],
         }
 
@@ -282,6 +284,14 @@ def mean_interval(values: Float64Array) -> tuple[float, float]:
     quantile = float(stdtrit(values.size - 1, 0.975))
     half = quantile * float(values.std(ddof=1)) / math.sqrt(values.size)
     return float(np.mean(values)) - half, float(np.mean(values)) + half
+
+
+def share_interval(values: Float64Array) -> tuple[float, float]:
+    """Return Wilson's 95 % interval of the share of ones in `values` (n,), of zeros and ones."""
+    share, z2 = float(values.mean()), 1.959964**2 / values.size
+    half = math.sqrt(z2 * share * (1 - share) + z2 * z2 / 4)
+    low, high = ((share + z2 / 2 + side * half) / (1 + z2) for side in (-1, 1))
+    return max(low, 0.0), min(high, 1.0)
 
 
 def keep_earlier(path: Path) -> Path | None:
