@@ -42,7 +42,7 @@ from gear_offline.tables.joint import JointDataset, Part, TableData
 from gear_offline.training.model import ModelSizes
 from gear_offline.training.policies import find_trained
 
-MOST = float(np.finfo(np.float32).max)
+MOST_FLOAT32 = float(np.finfo(np.float32).max)
 
 # the data -------------------------------------------------------------------------------------
 
@@ -344,13 +344,13 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
 def _check_piece(recipe: Recipe, piece: Dataset, sizes: ModelSizes) -> None:
     """Refuse a piece that would end every run which has admitted it."""
     _check(recipe, piece, sizes)
-    Items(recipe).insert(piece)  # asks for priorities
+    Items(recipe).insert(piece)  # refuses what has no priority
     for name in ("observations", "actions", "rewards"):
         if name not in piece.statistics:
             continue
         low, high = piece.statistics[name].min.min(), piece.statistics[name].max.max()
         is_choice = sizes.discrete and name == "actions"
-        least, most = (0, sizes.action_dim - 1) if is_choice else (-MOST, MOST)
+        least, most = (0, sizes.action_dim - 1) if is_choice else (-MOST_FLOAT32, MOST_FLOAT32)
         if low < least or high > most:
             what = f"{name} reach {low:g} .. {high:g}, from {least:g} to {most:g} are usable"
             raise InputError("COLUMN", what, str(piece.path), "leave such an episode out")
