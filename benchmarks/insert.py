@@ -1,9 +1,11 @@
-"""Episodes a second that an actor appends, against `np.save` with fsync and TorchRL's buffers.
+"""Episodes a second that an actor appends, against `np.save` with fsync, Reverb and TorchRL.
 
 - *append*, *save*: pieces of so many Hopper episodes of 400 steps, as `go.Appender` and as one new
   ``.npy`` file each, both on the disk when they return.
 - *torchrl_memory*, *torchrl_memmap*: `ReplayBuffer.extend` of the same episodes, one call each,
   into `LazyTensorStorage` and `LazyMemmapStorage`; nothing of it is on the disk then.
+- *reverb*: the same steps by Reverb's fastest writer into a server on this machine's memory; REVERB
+  names a Python that has dm-reverb.
 - *admit*: milliseconds from a look of the learner until a new piece is in its dataset.
 - *batches*: of B = 64, K = 20 a second, alone and while four actors append without a pause.
 """
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,6 +51,9 @@ def run(*, quick: bool = False) -> dict[str, Any]:
                 "save": partial(save, plain, piece),
             }
             calls |= torchrl(piece)
+            if (child := reverb()) is not None:
+                calls["reverb"] = partial(ask, child, size)
+                calls["reverb"]()  # the first time the server starts
             times: dict[str, list[float]] = {key: [] for key in calls}
             for _ in range(repeats):  # in turn
                 for key, call in calls.items():
@@ -114,6 +119,23 @@ def torchrl(piece: list[dict[str, Any]]) -> dict[str, Call]:
     for buffer in buffers.values():
         extend(buffer)  # which makes the memory
     return {key: partial(extend, buffer) for key, buffer in buffers.items()}
+
+
+@cache
+def reverb() -> subprocess.Popen[str] | None:
+    """Start what inserts into Reverb, if an interpreter that has it is named."""
+    if "REVERB" not in os.environ:
+        print("no Reverb: REVERB names no Python that has it", file=sys.stderr)
+        return None
+    command = [os.environ["REVERB"], "-m", "benchmarks.reverb_writer", str(STEPS)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def ask(child: subprocess.Popen[str], size: int) -> None:
+    """Have so many episodes inserted."""
+    assert child.stdin is not None and child.stdout is not None
+    print(size, file=child.stdin, flush=True)
+    float(child.stdout.readline())
 
 
 def save(path: Path, piece: list[dict[str, Any]]) -> None:
