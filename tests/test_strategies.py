@@ -36,7 +36,7 @@ from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.sampling import make_sampler, sampler_class, strategy_names
 from gear_offline.sampling.base import _SAMPLERS
-from gear_offline.sweep import jobs as sweep_jobs
+from gear_offline.sweep import run as sweep_run
 from tests.sampling_support import keys
 from tests.support import ArraySource, failing_code, hopper_columns, make_dataset, one_error
 from tests.training_support import tiny_recipe
@@ -184,31 +184,21 @@ def test_returns_that_are_equal_but_for_rounding(tmp_path: Path) -> None:
     assert sum(found.data.returns) == pytest.approx(1)
 
 
-def test_candidates(tmp_path: Path) -> None:
+def test_candidates() -> None:
     recipe = load_recipe("paper", ["selection={strategy: top_k, k: 3}"])
     named = "top_k:k=3, return_weighted:rule=rank:temperature=2,top_k:k=3"
     found = parse_candidates(named, recipe)
     assert [c.label for c in found] == ["top_k k=3", "return_weighted rule=rank temperature=2"]
     assert found[1].options == {"rule": "rank", "temperature": 2}
     assert len(parse_candidates(None, recipe)) == 9
-    file = tmp_path / "list.yaml"
-    file.write_text(
-        "- uniform_episodes\n- {strategy: top_percent, percent: 5, label: best 5 %}\n"
-        "- {strategy: top_k, k: 3, label: mine}\n"
-    )
-    found = parse_candidates(str(file), recipe)
-    assert [c.label for c in found] == ["mine", "uniform_episodes", "best 5 %"]
-    assert parse_candidates(["uniform_steps", {"strategy": "top_k", "k": 9}], recipe)[
-        2
-    ].options == {"k": 9}
-    for content in ("strategy: top_k", "[]", "- 3", "- {percent: 5}", "- {strategy: a, label: ''}"):
-        file.write_text(content)
-        assert failing_code(lambda: parse_candidates(str(file), recipe)) == "USAGE"
-    file.write_text("- {strategy: top_k, k: 2, label: a}\n- {strategy: top_k, k: 4, label: a}")
-    assert failing_code(lambda: parse_candidates(str(file), recipe)) == "USAGE"
-    for text in (" ,", "", str(tmp_path / "no.yaml")):
-        assert failing_code(partial(parse_candidates, text, recipe)) == "USAGE"
-    for text in ("uniform", "top_kk:k=3", "top_k:q=1", "top_k:k=5:k=6", "top_k:50"):
+    best = {"strategy": "top_percent", "percent": 5, "label": "best 5 %"}
+    found = parse_candidates(["fifo", best, {"strategy": "top_k", "k": 3, "label": "mine"}], recipe)
+    assert [c.label for c in found] == ["mine", "fifo", "best 5 %"]
+    assert found[2].options == {"percent": 5}
+    twice = [{"strategy": "top_k", "k": k, "label": "a"} for k in (2, 4)]
+    for wrong in (twice, [], [3], [{"percent": 5}], " ,", ""):
+        assert failing_code(partial(parse_candidates, wrong, recipe)) == "USAGE"
+    for text in ("uniform", "top_kk:k=3", "top_k:q=1", "top_k:k=5:k=6", "top_k:50", "a.yaml"):
         assert failing_code(partial(parse_candidates, text, recipe)) == "SELECTION"
 
 
@@ -253,7 +243,7 @@ def test_running_again_trains_nothing_again(
     data: Path, trained: tuple[Comparison, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, out = trained
-    monkeypatch.setattr(sweep_jobs, "train", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr(sweep_run, "_train", lambda *_, **__: pytest.fail("trained"))
     recipe = tiny_recipe(data, "evaluate.targets=[3,1]", "evaluate.background=off")
     again = partial(compare_strategies, recipe, "top_k:k=2,corl", out=out, quiet=True)
     assert again(train=True, seeds=3).to_json()["outcomes"] == found.to_json()["outcomes"]
@@ -267,7 +257,7 @@ def test_what_there_is_after_a_stop_is_shown(
     def stop(*_: Any, **__: Any) -> None:
         raise TrainingInterrupted("INTERRUPTED", "stopped")
 
-    monkeypatch.setattr(sweep_jobs, "train", stop)
+    monkeypatch.setattr(sweep_run, "_train", stop)
     recipe = tiny_recipe(data, "evaluate.targets=[3,1]")
     with pytest.raises(TrainingInterrupted):
         compare_strategies(recipe, "corl", train=True, out=tmp_path, parallel=1, quiet=True)
@@ -308,7 +298,7 @@ def test_the_page_stands_alone(trained: tuple[Comparison, Path]) -> None:
     parsed = Page()
     parsed.feed(text)
     assert parsed.open == [] and parsed.tags["script"] == parsed.tags["b"] == 0
-    assert parsed.tags["img"] == 1 + 3, "returns, and a card for each strategy"
+    assert parsed.tags["img"] == 1, "of what is drawn"
     assert all(source.startswith("data:image/svg+xml;base64,") for source in parsed.loads)
     assert "prefers-color-scheme: dark" in text and "width=device-width" in text
     assert text.index(found.verdict[:20]) < text.index("<table>"), "the verdict comes first"

@@ -175,8 +175,6 @@ def children() -> set[int]:
 def test_on_a_gpu_all_trials_share_it(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gear_offline.sweep import concurrent
-
     asked: list[Job] = []
 
     def together(job: Job) -> None:
@@ -185,7 +183,7 @@ def test_on_a_gpu_all_trials_share_it(
             job.moved(trial, 20)
             job.end(trial, GearError("MEMORY", "none") if trial.recipe.seed else None)
 
-    monkeypatch.setattr(concurrent, "train_concurrently", together)
+    monkeypatch.setattr(sweep_run, "train_concurrently", together)
     monkeypatch.setattr(sweep_run, "resolve_device", lambda _: torch.device("cuda"))
     for exact in (False, True, False):
         result = sweep(recipe, seeds=3, out=tmp_path / "s", exact=exact, quiet=True)

@@ -15,8 +15,7 @@ from rich.console import Console
 from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
 from gear_offline.sweep.directory import SweepDirectory
-from gear_offline.sweep.report import print_sweep, read_sweep, write_sweep_report
-from gear_offline.sweep.results import make_curves
+from gear_offline.sweep.report import read_sweep
 from gear_offline.sweep.trials import Trial, make_trials
 
 STEPS = 30
@@ -83,21 +82,9 @@ def test_the_table_is_the_mean_over_seeds_with_students_interval(sweep: Path) ->
     json.dumps(result.to_json(), allow_nan=False)
 
 
-def test_curves_keep_the_steps_that_all_trials_have(sweep: Path) -> None:
-    (sweep / "runs" / "layers=1,s1" / "metrics.jsonl").write_text(
-        '{"step": 10, "loss": 4.0}\n{"step": 20, "loss": 3.0}\n{"step": 30, "loss": null}\n{"st'
-    )
-    curves = make_curves(read_sweep(sweep).trials, "loss")
-    assert curves["layers=1"].steps == (10, 20)
-    assert [one.mean for one in curves["layers=1"].estimates()] == [4.5, 3.5]
-    half = T_95[4] * statistics.stdev([3.0, 4.0, 5.0, 6.0]) / 2
-    assert curves["layers=1"].estimates()[0].half == pytest.approx(half)
-    assert make_curves(read_sweep(sweep).trials, "return")["layers=2"].steps == (15, 30)
-
-
 def test_the_report_names_settings_runs_and_failures(sweep: Path) -> None:
     result = read_sweep(sweep)
-    text = write_sweep_report(result).read_text()
+    text = result.write().read_text()
     assert text.index("layers=2 | 2") < text.index("layers=1 | 4")
     assert "6 complete, 2 failed" in text and "out of memory \\| (layers=2,s1)" in text
     assert "<model>" not in text and "a smaller" in text
@@ -105,7 +92,7 @@ def test_the_report_names_settings_runs_and_failures(sweep: Path) -> None:
     assert "plots/learning_curves.png" in text
     assert (sweep / "plots" / "learning_curves.png").read_bytes().startswith(b"\x89PNG")
     console = Console(record=True, width=80)
-    print_sweep(result, console=console)
+    result.print(console=console)
     printed = console.export_text()
     half = T_95[4] * math.sqrt(5 / 3) / 2
     assert f"41.5 ± {half:.3g}" in printed and "layers=2,s1 failed: MEMORY" in printed
@@ -121,7 +108,7 @@ def test_several_tasks_are_ranked_by_their_normalized_score(sweep: Path) -> None
     assert table.metric == "normalized_score"
     assert [row.label for row in table.rows] == ["layers=1", "layers=2"]
     assert "return" not in table.rows[0].estimates
-    assert write_sweep_report(read_sweep(sweep)).exists()
+    assert read_sweep(sweep).write().exists()
 
 
 @pytest.mark.parametrize("name", ["sweep.json", "summary.json"])

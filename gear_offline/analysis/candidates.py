@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from gear_offline.analysis.sampling import Strategy
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.strict_yaml import MAX_BYTES, parse_yaml
-from gear_offline.core.files import read_regular
 from gear_offline.errors import InputError
 from gear_offline.sampling import parse_options, parse_strategy
 
@@ -17,8 +14,7 @@ DEFAULT = (
     *("uniform_steps", "uniform_episodes", "return_weighted", "top_percent"),
     *("stratified_return", "shuffled_epochs", "min_dt", "d3rlpy"),
 )
-MOST_LABEL = 80
-FORM = "a list of names or of mappings such as {strategy: top_k, k: 50}; a mapping may have a label"
+MOST_TEXT = 24  # characters of an option in a label
 
 
 def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[Strategy]:
@@ -27,65 +23,41 @@ def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[
     Parameters
     ----------
     asked
-        ``"uniform_steps,top_k:k=50,return_weighted:rule=rank:temperature=2"``, the name of a YAML
-        file, or a list as in that file: such names, or mappings with ``strategy``, its options and,
-        if wanted, a ``label``.
+        ``"uniform_steps,top_k:k=50,return_weighted:rule=rank:temperature=2"``, or a list of such
+        names, or of mappings with ``strategy``, its options and, if wanted, a ``label``.
     """
-    where, items = "--strategies", DEFAULT if asked is None else asked
-    if isinstance(items, str) and items.strip().endswith((".yaml", ".yml")):
-        where = items.strip()
-        items = _read(Path(where))
-    elif isinstance(items, str):
+    items = DEFAULT if asked is None else asked
+    if isinstance(items, str):
         items = [part for part in items.split(",") if part.strip()]
     if not items:
-        raise _unusable("no strategy is named", where, "leave it out for the usual ones")
-    own = {"strategy": recipe.selection.strategy, **recipe.selection.options}
-    found: dict[str, Strategy] = {}
-    for item in (own, *items):
-        one, has_label = _strategy(item, where)
-        key = f"{one.strategy} {sorted(one.options.items())}"
-        if key not in found or has_label:
-            found[key] = one  # the recipe's own one too, by the label that it is given
+        raise _unusable("no strategy is named", "leave it out for the usual ones")
+    found: dict[tuple[str, str], Strategy] = {}
+    for item in ({"strategy": recipe.selection.strategy, **recipe.selection.options}, *items):
+        if isinstance(item, str):
+            name, options = parse_strategy(item)
+        elif isinstance(item, Mapping) and isinstance(item.get("strategy"), str):
+            options = dict(item)
+            name = options.pop("strategy")
+        else:
+            what = f"{str(item)[:60]!r} is neither a name nor a mapping with a strategy"
+            raise _unusable(what, "write it like {'strategy': 'top_k', 'k': 50}")
+        label = options.pop("label", None)
+        parse_options(name, options)
+        key = name, str(sorted(options.items()))
+        if key not in found or label:  # the recipe's own one may be given a label, too
+            label = str(label or _label(name, options))
+            found[key] = Strategy(label=label, strategy=name, options=options)
     labels = [one.label for one in found.values()]
     if twice := [label for label in labels if labels.count(label) > 1]:
-        remedy = "give each a label of its own: - {label: ..., strategy: ...}"
-        raise _unusable(f"two strategies are called {twice[0]!r}", where, remedy)
+        raise _unusable(f"two strategies are called {twice[0]!r}", "give each a label of its own")
     return list(found.values())
 
 
-def _strategy(item: Any, where: str) -> tuple[Strategy, bool]:
-    """Return a strategy as tables call it, and whether it has a label of its own."""
-    if isinstance(item, str):
-        name, options = parse_strategy(item)
-    elif isinstance(item, Mapping) and isinstance(item.get("strategy"), str):
-        name = item["strategy"]
-        options = {key: value for key, value in item.items() if key not in ("strategy", "label")}
-    else:
-        what = f"{str(item)[:60]!r} is neither a name nor a mapping with a strategy"
-        raise _unusable(what, where, f"write {FORM}")
+def _label(name: str, options: Mapping[str, Any]) -> str:
     texts = [f"{key}={value}" for key, value in options.items()]
-    label = " ".join([name, *(text if len(text) <= 24 else f"{text[:21]}..." for text in texts)])
-    has_label = isinstance(item, Mapping) and "label" in item
-    if has_label:
-        label = item["label"]
-        if not (isinstance(label, str) and 0 < len(label.strip()) <= MOST_LABEL):
-            what = f"a label is not a text of 1 to {MOST_LABEL} characters"
-            raise _unusable(what, where, f"write {FORM}")
-    parse_options(name, options)
-    return Strategy(label=label.strip(), strategy=name, options=dict(options)), has_label
+    short = [t if len(t) <= MOST_TEXT else f"{t[: MOST_TEXT - 3]}..." for t in texts]
+    return " ".join([name, *short])
 
 
-def _read(path: Path) -> list[Any]:
-    try:
-        text = read_regular(path, most=MAX_BYTES).decode()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise _unusable(f"cannot be read: {reason}", str(path), f"give {FORM}") from error
-    content = parse_yaml(text, where=str(path))
-    if not isinstance(content, list):
-        raise _unusable("not a list of strategies", str(path), f"write {FORM}")
-    return content
-
-
-def _unusable(what: str, where: str, remedy: str) -> InputError:
-    return InputError("USAGE", what, where, remedy)
+def _unusable(what: str, remedy: str) -> InputError:
+    return InputError("USAGE", what, "--strategies", remedy)

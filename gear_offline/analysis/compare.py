@@ -16,18 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from scipy import stats
 
 from gear_offline.analysis.sampling import Data, Strategy
+from gear_offline.core.text import count_text
 from gear_offline.core.types import Float64Array
 from gear_offline.sweep.results import RANKING, Estimate, TrialResult, by_label, estimate
 from gear_offline.training.metrics import finite
 
-Verdict = Literal["higher", "lower", "no difference", "too few seeds"]
-
+VERDICTS = ("higher", "lower", "no difference", "too few seeds")
 LEVEL = 0.05  # of significance
 LEAST_PAIRS = 3  # for a verdict: the spread of two is one difference, which is small by chance
 MOST_FLIPS = 1 << 16  # up to 16 pairs every assignment of signs is looked at
@@ -49,15 +49,16 @@ class Difference:
     t_p: float | None = None  # two-sided p of the paired t test
     holm_p: float | None = None  # ... after Holm's correction
     permutation_p: float | None = None  # two-sided p of the sign-flip test, not corrected
+    verdict: str = "too few seeds"  # one of `VERDICTS`, after correction
 
-    @property
-    def verdict(self) -> Verdict:
-        """What the comparison shows, after correction."""
+    def corrected(self, p: float | None) -> Difference:
+        """Return it with the corrected `p` of its t test, and what that says."""
+        verdict = "higher" if self.mean > 0 else "lower"
         if self.pairs < LEAST_PAIRS:
-            return "too few seeds"
-        if self.holm_p is None or self.holm_p >= LEVEL:
-            return "no difference"
-        return "higher" if self.mean > 0 else "lower"
+            verdict = "too few seeds"
+        elif p is None or p >= LEVEL:
+            verdict = "no difference"
+        return replace(self, holm_p=p, verdict=verdict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class Outcome:
 
     label: str
     seeds: tuple[int, ...]
-    final: Estimate | None  # return
+    final: Estimate | None  # return, or mean normalized score of several tasks
     score: Estimate | None  # on D4RL's scale
     iqm: float | None  # interquartile mean over seeds and tasks, with its 95 % bootstrap interval
     iqm_low: float | None
@@ -94,9 +95,6 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """Return the document that ``strategies.json`` holds."""
         document: dict[str, Any] = finite(asdict(self))
-        for row, outcome in zip(document["outcomes"], self.outcomes, strict=True):
-            if outcome.versus is not None:
-                row["versus"]["verdict"] = outcome.versus.verdict
         return document
 
 
@@ -105,21 +103,23 @@ def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
 
     The metric is the return of the last evaluation, or the mean normalized score of several tasks.
     """
-    settings = by_label(trials)
-    lasts = [one.last for one in trials if one.last is not None]
-    metric = RANKING[0] if any(last.mean_return is not None for last in lasts) else RANKING[1]
-    finals = {label: _finals(members) for label, members in settings.items()}
-    baseline = next(iter(finals.values()))
+    has_returns = any(RANKING[0] in one.metrics() for one in trials)
+    metric = RANKING[0] if has_returns else RANKING[1]
+    baseline: dict[int, float] = {}
     outcomes: list[Outcome] = []
-    for label, members in settings.items():
-        values, versus = finals[label], None
-        pairs = [seed for seed in values if seed in baseline]
-        if outcomes and pairs:
-            versus = difference([values[s] for s in pairs], [baseline[s] for s in pairs])
-        complete = [one for one in members if one.trial.recipe.seed in values]
-        scores = [one.last.normalized_score for one in complete if one.last]
+    for label, members in by_label(trials).items():
+        done = {one.trial.recipe.seed: one for one in members if one.status == "complete"}
+        found = {seed: one.metrics() for seed, one in done.items()}
+        values = {seed: one[metric] for seed, one in found.items() if metric in one}
+        scores = [found[seed].get("normalized_score") for seed in values]
         known = [score for score in scores if score is not None]
-        middle = iqm_interval(_by_task(complete)) if values else (None, None, None)
+        middle = iqm_interval(_by_task(done, values)) if values else (None, None, None)
+        pairs = [seed for seed in values if seed in baseline]
+        versus = None
+        if pairs:
+            versus = difference([values[s] for s in pairs], [baseline[s] for s in pairs])
+        if not outcomes:
+            baseline = values
         outcomes.append(
             Outcome(
                 label=label,
@@ -135,29 +135,18 @@ def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
         )
     adjusted = holm([None if one.versus is None else one.versus.t_p for one in outcomes])
     return metric, [
-        replace(one, versus=one.versus and replace(one.versus, holm_p=p))
+        replace(one, versus=one.versus and one.versus.corrected(p))
         for one, p in zip(outcomes, adjusted, strict=True)
     ]
 
 
-def _finals(members: Sequence[TrialResult]) -> dict[int, float]:
-    """Return by seed what the complete trials' last evaluations came to."""
-    return {
-        one.trial.recipe.seed: one.last.ranking
-        for one in members
-        if one.status == "complete" and one.last is not None and one.last.ranking is not None
-    }
-
-
-def _by_task(trials: Sequence[TrialResult]) -> Float64Array:
-    """Return (n, T) scores: of one task what is compared, of several their normalized scores."""
+def _by_task(trials: dict[int, TrialResult], values: dict[int, float]) -> Float64Array:
+    """Return (n, T) scores: of one task `values`, of several their normalized scores."""
     rows = []
-    for one in trials:
-        assert one.last is not None, "a trial with a final value"
-        scores = [task.normalized_score for task in one.last.tasks.values()]
-        known = [score for score in scores if score is not None]
-        assert one.last.ranking is not None, "it is one of those that count"
-        rows.append(known or [one.last.ranking])
+    for seed, value in values.items():
+        tasks = trials[seed].evaluations[-1].tasks.values()
+        scores = [task.normalized_score for task in tasks]
+        rows.append([score for score in scores if score is not None] or [value])
     return np.array(rows, np.float64)
 
 
@@ -205,8 +194,7 @@ def iqm_interval(scores: Float64Array) -> tuple[float, float | None, float | Non
     seeds, tasks = scores.shape
     if seeds < LEAST_PAIRS:
         return middle, None, None
-    rng = np.random.default_rng(SEED)
-    drawn = rng.integers(seeds, size=(BOOTSTRAPS, seeds, tasks))
+    drawn = np.random.default_rng(SEED).integers(seeds, size=(BOOTSTRAPS, seeds, tasks))
     samples = scores[drawn, np.arange(tasks)].reshape(BOOTSTRAPS, seeds * tasks)
     low, high = np.percentile(stats.trim_mean(samples, 0.25, axis=1), [2.5, 97.5])
     return middle, float(low), float(high)
@@ -214,35 +202,21 @@ def iqm_interval(scores: Float64Array) -> tuple[float, float | None, float | Non
 
 def verdict_text(outcomes: Sequence[Outcome]) -> str:
     """Return in a sentence or two what a comparison shows."""
-    baseline, *others = outcomes
-    compared = [(one.label, one.versus) for one in others if one.versus is not None]
+    compared = [(one.label, one.versus) for one in outcomes if one.versus is not None]
     if not compared:
         return "Nothing is compared: no seed is complete with the baseline and another strategy."
     pairs = max(versus.pairs for _, versus in compared)
-    seeds = f"{pairs} seed{'s' if pairs > 1 else ''}"
+    seeds = count_text(pairs, "seed")
     if pairs < LEAST_PAIRS:
         return f"{seeds} cannot tell strategies apart: that takes {LEAST_PAIRS}, better more."
-    groups: dict[Verdict, list[str]] = {}
-    for label, versus in compared:
-        groups.setdefault(versus.verdict, []).append(label)
-    words = [
-        f"{', '.join(groups[word])} {'is' if len(groups[word]) == 1 else 'are'} {word}"
-        for word in ("higher", "lower")
-        if word in groups
-    ]
-    same = groups.get("no difference", [])
-    if same:
-        who = ", ".join(same)
-        if len(same) > 3:
-            who = f"the other {len(same)}" if words else f"any of the {len(same)}"
-        words.append(f"no significant difference for {who}")
-    if "too few seeds" in groups:
-        words.append(f"too few seeds of {', '.join(groups['too few seeds'])}")
-    text = f"Against {baseline.label}: {'; '.join(words)} ({seeds}, paired t test, Holm)."
-    least = 2.0 / 2**pairs * len(compared)
-    if least >= LEVEL:
+    parts = []
+    for verdict in VERDICTS:
+        if labels := [label for label, versus in compared if versus.verdict == verdict]:
+            parts.append(f"{verdict}: {', '.join(labels)}")
+    text = f"Against {outcomes[0].label}, {'; '.join(parts)} ({seeds}, paired t test, Holm)."
+    if 2.0 / 2**pairs * len(compared) >= LEVEL:
         text += (
-            f" The permutation test, which does not take differences for normal, cannot reach "
+            " The permutation test, which does not take differences for normal, cannot reach "
             f"p < {LEVEL} with so few."
         )
     return text

@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 
 from gear_offline.config.recipe import Recipe
+from gear_offline.core.text import count_text
 from gear_offline.core.types import Float64Array, Int64Array
+from gear_offline.errors import InputError
 from gear_offline.plots import histogram_edges
 from gear_offline.sampling import Sampler
-from gear_offline.tables.joint import TableData
+from gear_offline.tables.joint import TableData, data_name
 
 MOST_DRAWS = 1_000_000  # of a strategy
 DRAWS_AT_ONCE = 65_536
@@ -70,6 +72,24 @@ class Strategy:
     options: dict[str, Any]
     draws: Draws | None = None
     error: str | None = None
+
+
+def describe(dataset: TableData) -> Data:
+    """Return what there is to draw from; returns that are not finite are refused (``COLUMN``)."""
+    returns, lengths = dataset.returns, dataset.episodes.lengths
+    if bad := int((~np.isfinite(returns)).sum()):
+        what = f"{count_text(bad, 'episode')} with a return that is NaN or infinite"
+        remedy = "convert the source again without --allow-nonfinite, or leave them out"
+        raise InputError("COLUMN", what, data_name(dataset), remedy)
+    return Data(
+        path=data_name(dataset),
+        episodes=dataset.spec.episodes,
+        steps=dataset.spec.steps,
+        mean_return=float(np.average(returns, weights=lengths)),
+        best_return=float(returns.max()),
+        edges=tuple(histogram_edges(returns, BINS).tolist()),
+        returns=_return_shares(returns, lengths),
+    )
 
 
 def measure(
@@ -122,7 +142,7 @@ def measure(
         duplicate_episodes=_repeats(chosen) / draws,
         padding=1.0 - int(shown.sum()) / (draws * span),
         mean_return=float(np.average(returns, weights=per_episode)),
-        returns=return_shares(returns, per_episode.astype(np.float64)),
+        returns=_return_shares(returns, per_episode),
         median_age=1.0 - (float(middle) + 0.5) / steps,
         coverage=tuple(coverage),
         segments_per_second=draws / seconds,
@@ -144,7 +164,7 @@ def _repeats(values: Int64Array) -> int:
     return int((ordered[:, 1:] == ordered[:, :-1]).sum())
 
 
-def return_shares(returns: Float64Array, weights: Float64Array) -> tuple[float, ...]:
+def _return_shares(returns: Float64Array, weights: Int64Array) -> tuple[float, ...]:
     """Return the share of `weights` (E,) in each bin of `returns` (E,)."""
     counts, _ = np.histogram(returns, bins=histogram_edges(returns, BINS), weights=weights)
     return tuple((counts / weights.sum()).tolist())

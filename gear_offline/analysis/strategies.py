@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gear_offline.analysis.candidates import parse_candidates
 from gear_offline.analysis.compare import Comparison, compare, verdict_text
 from gear_offline.analysis.page import write_comparison
-from gear_offline.analysis.sampling import (
-    BINS,
-    MOST_DRAWS,
-    Data,
-    Strategy,
-    measure,
-    return_shares,
-)
+from gear_offline.analysis.sampling import MOST_DRAWS, Strategy, describe, measure
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.sections import SelectionSettings
 from gear_offline.core.files import check_folder
@@ -27,7 +19,6 @@ from gear_offline.core.system import machine
 from gear_offline.core.text import count_text, short
 from gear_offline.errors import GearError, InputError
 from gear_offline.loaders.recipes import recipe_sampler
-from gear_offline.plots import histogram_edges
 from gear_offline.progress import Progress, say
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.runs.prepare import prepare_dataset
@@ -35,9 +26,7 @@ from gear_offline.sampling import sampler_class
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.run import run_trials
 from gear_offline.sweep.trials import Trial, trial_name
-from gear_offline.tables.joint import TableData, data_name
-
-MOST_SEEDS = 64
+from gear_offline.tables.joint import TableData
 
 
 def compare_strategies(
@@ -59,8 +48,8 @@ def compare_strategies(
     recipe
         Names the data, the batch size, the window, the seed and the steps.
     strategies
-        What to compare the recipe's own strategy with: ``"top_k:k=50,return_weighted"``, a YAML
-        file, or a list of names and of mappings such as ``{"strategy": "top_k", "k": 50}``; by
+        What to compare the recipe's own strategy with: ``"top_k:k=50,return_weighted"``, or a list
+        of names and of mappings such as ``{"strategy": "top_k", "k": 50, "label": "best"}``; by
         default the usual ones.
     train
         Train every strategy with every seed, too, as a sweep in ``OUT/training``; called again it
@@ -86,18 +75,17 @@ def compare_strategies(
     folder = Path(out) if out is not None else Path("runs") / f"{whole.name}-strategies"
     candidates = parse_candidates(strategies, whole)
     check_folder(folder, output=folder)  # before anything is drawn
-    if train and not 1 <= seeds <= MOST_SEEDS:
-        remedy = f"give 1 to {MOST_SEEDS}; a verdict takes 3 or more"
-        raise InputError("USAGE", f"{seeds} seeds", remedy=remedy)
+    if train and seeds < 1:
+        raise InputError("USAGE", f"{seeds} seeds", remedy="give 1 or more; a verdict takes 3")
     if train and whole.evaluate.episodes == 0:
         what = "strategies are compared by their returns, but evaluate.episodes is 0"
         raise InputError("USAGE", what, remedy="leave out --train to see what strategies draw")
     dataset = prepare_dataset(whole, quiet=quiet)
     comparison = _drawn(whole, candidates, dataset, quiet=quiet)
     if train:
-        usable = {one.label for one in comparison.strategies if one.draws is not None}
-        trained = [one for one in candidates if one.label in usable]
-        trials = _trials(whole, trained, range(whole.seed, whole.seed + seeds))
+        pairs = zip(candidates, comparison.strategies, strict=True)
+        usable = [candidate for candidate, row in pairs if row.draws is not None]
+        trials = _trials(whole, usable, range(whole.seed, whole.seed + seeds))
         place = folder / "training"
         try:
             sweep = run_trials(trials, place, parallel=parallel, exact=exact, ray=ray, quiet=quiet)
@@ -109,17 +97,16 @@ def compare_strategies(
     return comparison
 
 
+def _with_outcomes(comparison: Comparison, sweep: SweepResult) -> Comparison:
+    metric, found = compare(sweep.trials)
+    return replace(comparison, metric=metric, outcomes=tuple(found), verdict=verdict_text(found))
+
+
 def _drawn(
     recipe: Recipe, candidates: Sequence[Strategy], dataset: TableData, *, quiet: bool
 ) -> Comparison:
     """Measure what candidates draw; one that cannot run on the data is named with the reason."""
-    returns, lengths = dataset.returns, dataset.episodes.lengths
-    bad = int((~np.isfinite(returns)).sum())
-    if bad:
-        what = f"{count_text(bad, 'episode')} with a return that is NaN or infinite"
-        remedy = "convert the source again without --allow-nonfinite, or leave them out"
-        raise InputError("COLUMN", what, data_name(dataset), remedy)
-    size = recipe.loader.batch_size
+    data, size = describe(dataset), recipe.loader.batch_size
     batches = max(1, min(recipe.train.steps, MOST_DRAWS // size))
     rows = []
     title, total = count_text(len(candidates), "strategy", "strategies"), len(candidates) * batches
@@ -129,21 +116,16 @@ def _drawn(
             try:
                 sampler = recipe_sampler(recipe, dataset, settings)
                 draws = measure(dataset, recipe, sampler, batches, progress.advance)
+                rows.append(replace(candidate, options=asdict(sampler.options), draws=draws))
             except GearError as error:
                 say(f"{candidate.label}: {error.message}", quiet=quiet)
                 rows.append(replace(candidate, error=error.message))
                 progress.update((place + 1) * batches)
-            else:
-                rows.append(replace(candidate, options=asdict(sampler.options), draws=draws))
-    data = Data(
-        path=recipe.data.path or data_name(dataset),
-        episodes=dataset.spec.episodes,
-        steps=dataset.spec.steps,
-        mean_return=float(np.average(returns, weights=lengths)),
-        best_return=float(returns.max()),
-        edges=tuple(histogram_edges(returns, BINS).tolist()),
-        returns=return_shares(returns, lengths.astype(np.float64)),
-    )
+    verdict = "None of the strategies can run on these data."
+    if drawn := sorted((row.draws.mean_return, row.label) for row in rows if row.draws):
+        low, high = (f"{short(value)} ({label})" for value, label in (drawn[0], drawn[-1]))
+        verdict = f"Mean return of the episodes drawn: {low} to {high}; of the data, weighted by "
+        verdict += f"length, {short(data.mean_return)}."
     return Comparison(
         recipe=recipe.name,
         seed=recipe.seed,
@@ -153,46 +135,22 @@ def _drawn(
         data=data,
         machine=machine(),
         strategies=tuple(rows),
-        verdict=_drawn_text(rows, data),
-    )
-
-
-def _drawn_text(rows: Sequence[Strategy], data: Data) -> str:
-    drawn = sorted((row.draws.mean_return, row.label) for row in rows if row.draws is not None)
-    if not drawn:
-        return "None of the strategies can run on these data."
-    low, high = (f"{short(value)} ({label})" for value, label in (drawn[0], drawn[-1]))
-    return (
-        f"Mean return of the episodes drawn: {low} to {high}; of the data, weighted by length, "
-        f"{short(data.mean_return)}."
+        verdict=verdict,
     )
 
 
 def _trials(recipe: Recipe, candidates: Sequence[Strategy], seeds: Sequence[int]) -> list[Trial]:
     """Return the trials, seed by seed, so that one that is cut short has whole seeds."""
     trials = []
-    for seed in seeds:
-        for candidate in candidates:
-            selection = {"strategy": candidate.strategy, **candidate.options}
-            # the side of the padding is a part of some implementations' strategies
-            side = sampler_class(candidate.strategy).padding or recipe.loader.padding
-            settings: dict[str, Any] = {"selection": selection, "loader.padding": side}
-            if candidate is not candidates[0]:
-                for name in recipe.data.tasks or ():
-                    settings[f"data.tasks.{name}.selection"] = None
-            trials.append(
-                Trial(
-                    name=trial_name(candidate.label, seed),
-                    label=candidate.label,
-                    recipe=recipe.replace({**settings, "seed": seed}),
-                    settings=settings,
-                )
-            )
+    for seed, candidate in itertools.product(seeds, candidates):
+        selection = {"strategy": candidate.strategy, **candidate.options}
+        # the side of the padding is a part of some implementations' strategies
+        side = sampler_class(candidate.strategy).padding or recipe.loader.padding
+        settings: dict[str, Any] = {"selection": selection, "loader.padding": side}
+        if candidate is not candidates[0]:
+            for task in recipe.data.tasks or ():
+                settings[f"data.tasks.{task}.selection"] = None
+        whole = recipe.replace({**settings, "seed": seed})
+        name, label = trial_name(candidate.label, seed), candidate.label
+        trials.append(Trial(name=name, label=label, recipe=whole, settings=settings))
     return trials
-
-
-def _with_outcomes(comparison: Comparison, sweep: SweepResult) -> Comparison:
-    metric, outcomes = compare(sweep.trials)
-    return replace(
-        comparison, metric=metric, outcomes=tuple(outcomes), verdict=verdict_text(outcomes)
-    )

@@ -457,8 +457,6 @@ def sweep(
     numbers = None if seeds is None else parse_seeds(seeds)
     make_trials(recipe, options, numbers)  # a typo is told before torch is loaded
 
-    from gear_offline.sweep.report import print_sweep
-
     result = go.sweep(
         recipe,
         options,
@@ -470,7 +468,7 @@ def sweep(
         quiet=quiet,
     )
     if not (quiet or as_json):
-        print_sweep(result)
+        result.print()
     show(result.to_json(), as_json, lambda: print(result.path))
     if not result.is_complete:
         raise typer.Exit(1)
@@ -545,7 +543,7 @@ def blame(
 def strategies(
     recipe: RecipeName,
     overrides: Overrides = None,
-    strategies: str | None = Option(None, help="uniform_steps,top_k:k=50 or such; or a YAML file."),
+    strategies: str | None = Option(None, help="uniform_steps,top_k:k=50 or such."),
     train: bool = Option(False, "--train", help="Train each as well, and compare the returns."),
     seeds: int | None = Option(None, help="Runs of each strategy, with --train; default 3."),
     parallel: int | None = Option(None, min=1, help="Runs at a time, with --train."),

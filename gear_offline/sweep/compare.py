@@ -18,7 +18,7 @@ from gear_offline.core.files import check_new_file, writing
 from gear_offline.errors import InputError
 from gear_offline.progress import Printed
 from gear_offline.runs.run import Run, open_run
-from gear_offline.sweep.report import plot_results, print_settings
+from gear_offline.sweep.report import plot_curves, print_settings
 from gear_offline.sweep.results import Table, make_table, read_result
 from gear_offline.sweep.trials import Trial, settings_label, trial_name
 
@@ -26,7 +26,6 @@ __all__ = ["RunComparison", "compare_runs"]
 
 LONGEST_LABEL = 80  # characters; beyond that the directory's name tells more
 NO_SETTINGS = ("name", "description", "seed")
-FORMATS = (".png", ".svg")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -89,7 +88,7 @@ def compare_runs(
         raise InputError("USAGE", "there is nothing to compare", remedy=remedy)
     plot = None if out is None else Path(out)
     if plot is not None:
-        if plot.suffix not in FORMATS:
+        if plot.suffix not in (".png", ".svg"):
             remedy = "let its name end with .png or .svg"
             raise InputError("USAGE", "a picture of this format is not made", str(plot), remedy)
         check_new_file(plot, overwrite=overwrite)
@@ -105,27 +104,26 @@ def compare_runs(
     table = make_table(results)
     if plot is not None:
         with writing(plot):
-            plot_results(plot, results, table)
+            plot_curves(plot, results, table)
     labels = {str(one.path): one.trial.label for one in results}
     return RunComparison(table=table, runs=labels, plot=plot)
 
 
 def _trials(runs: Sequence[Run]) -> list[Trial]:
-    """Return what each run is among the others; its seed is not part of the label."""
+    """Return what each run is among the others: the options in which its recipe differs."""
     recipes = [run.recipe for run in runs]
     options = [flat(recipe.to_dict()) for recipe in recipes]
-    differing = [
-        key
-        for key in dict.fromkeys(key for one in options for key in one)
-        if key not in NO_SETTINGS and any(one.get(key) != options[0].get(key) for one in options)
+    keys = [
+        key for key in dict.fromkeys(k for one in options for k in one) if key not in NO_SETTINGS
     ]
+    differing = [key for key in keys if any(one.get(key) != options[0].get(key) for one in options)]
     settings = [{key: one[key] for key in differing if key in one} for one in options]
-    labels = [settings_label(one) for one in settings]
-    seeds = [recipe.seed for recipe in recipes]
-    if not differing:
-        labels = [trial_name("", seed) for seed in seeds]
-    is_unique = len(set(zip(labels, seeds, strict=True))) == len(runs)
-    if not is_unique or max(map(len, labels)) > LONGEST_LABEL:
+    labels = [
+        settings_label(one) or trial_name("", r.seed)
+        for one, r in zip(settings, recipes, strict=True)
+    ]
+    named = {(label, recipe.seed) for label, recipe in zip(labels, recipes, strict=True)}
+    if len(named) < len(runs) or max(map(len, labels)) > LONGEST_LABEL:
         names = [run.name for run in runs]
         labels = names if len(set(names)) == len(runs) else [str(run.path) for run in runs]
     return [

@@ -1,4 +1,4 @@
-"""The trials of a sweep as jobs of a pool, in processes on a CPU or as tasks of Ray, or one by one.
+"""The trials of a sweep as jobs of a pool: in processes on a CPU, or as tasks of Ray.
 
 Processes of one machine read one table in shared memory; tasks of Ray have tables of their own.
 What ends one of several runs is its own error, so that the others go on.
@@ -60,21 +60,6 @@ class Job:
         if error is not None and error.code == "DEVICE":
             raise error
         self.ended(trial, error)
-
-
-def train_one_by_one(job: Job, *, quiet: bool) -> None:
-    """Train here, each trial with the display of a run alone."""
-    tables = SharedTables()
-    for trial in job.trials:
-        path, failure = job.folder / trial.name, None
-        try:
-            with run_errors(trial.name, path, job.device):
-                train(trial.recipe, out=path, resume=True, quiet=quiet, tables=tables)
-        except TrainingInterrupted:
-            raise
-        except GearError as error:
-            failure = error
-        job.end(trial, failure)
 
 
 def train_in_processes(job: Job) -> None:
@@ -165,12 +150,9 @@ def run_errors(name: str, path: Path, device: torch.device) -> Iterator[None]:
     except Exception as error:
         first = first_line(error)
         if _is_lost(device):
-            kind, remedy = (
-                type(error).__name__,
-                "the same command goes on from the newest checkpoints",
-            )
-            what = f"the GPU does nothing more for this process after {kind}: {first}"
-            raise GearError("DEVICE", what, name, remedy) from error
+            what = f"the GPU does nothing more for this process after {type(error).__name__}"
+            remedy = "the same command goes on from the newest checkpoints"
+            raise GearError("DEVICE", f"{what}: {first}", name, remedy) from error
         if any(is_out_of_memory(cause) for cause in _with_contexts(error)):
             remedy = "fewer runs at a time (sweep --parallel), or a smaller model or batch"
             raise GearError("MEMORY", f"out of memory: {first}", name, remedy) from error
@@ -180,10 +162,9 @@ def run_errors(name: str, path: Path, device: torch.device) -> Iterator[None]:
 
 def _is_lost(device: torch.device) -> bool:
     """Return whether a GPU does nothing more for this process; asked after an error."""
-    if device.type != "cuda":
-        return False
     try:
-        torch.cuda.synchronize(device)  # such errors come again with each call, others do not
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # such errors come again with each call, others do not
     except RuntimeError:
         return True
     return False

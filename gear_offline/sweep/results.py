@@ -1,4 +1,4 @@
-"""What the runs of a sweep came to, read from their directories, and the table over seeds.
+"""What the trials of a sweep came to, read from their run directories, and the table over seeds.
 
 The interval of a mean is the two-sided Student t interval over seeds: it says how well the mean
 over all seeds is known from these, not how far a single run may lie from it.
@@ -29,8 +29,13 @@ from gear_offline.training.metrics import (
 )
 
 INTERVAL = "two-sided 95 % Student t interval of the mean over seeds"
+METRICS = {  # by name, with the heading of a table
+    "return": "return",
+    "best_return": "best return",
+    "normalized_score": "score",
+    "loss": "loss",
+}
 RANKING = ("return", "normalized_score", "loss")  # of several tasks there is no common return
-METRICS = ("return", "best_return", "normalized_score", "loss")
 LEAST_SEEDS = 3  # for an interval: that of two is 9 times as wide as they lie apart
 TAIL_BYTES = 4096  # holds the last line of a run's metrics
 
@@ -51,23 +56,20 @@ class TrialResult:
         """The last evaluation."""
         return self.evaluations[-1] if self.evaluations else None
 
-    def metrics(self) -> dict[str, float | None]:
-        """Return what the table has of it, by `METRICS`."""
-        best = max(self.evaluations, key=lambda e: (e.ranking, e.step), default=None)
-        return {
-            "return": self.last.mean_return if self.last else None,
-            "best_return": best.mean_return if best else None,
-            "normalized_score": self.last.normalized_score if self.last else None,
-            "loss": self.losses[max(self.losses)] if self.losses else None,
-        }
-
     def curve(self, metric: str) -> dict[int, float]:
-        """Return values of one of `RANKING` by step."""
+        """Return the values of one of `RANKING` by step."""
         if metric == "loss":
             return self.losses
         field = "mean_return" if metric == "return" else metric
         points = ((one.step, getattr(one, field)) for one in self.evaluations)
         return {step: value for step, value in points if step is not None and value is not None}
+
+    def metrics(self) -> dict[str, float]:
+        """Return the `METRICS` that it has; the last ones, and the best return."""
+        found = {name: self.curve(name) for name in RANKING}
+        last = {name: curve[max(curve)] for name, curve in found.items() if curve}
+        returns = found["return"].values()
+        return last | ({"best_return": max(returns)} if returns else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,18 +108,6 @@ class Table:
         return {"interval": INTERVAL, "metric": self.metric, "rows": [asdict(r) for r in self.rows]}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """(n, M) values of n seeds at the (M,) optimizer steps that every complete trial has."""
-
-    steps: tuple[int, ...]
-    values: np.ndarray[Any, np.dtype[np.float64]]
-
-    def estimates(self) -> list[Estimate]:
-        """Return the mean over seeds and its interval at each step."""
-        return [estimate(column) for column in self.values.T.tolist()]
-
-
 def read_result(trial: Trial, path: Path, error: str | None = None) -> TrialResult:
     """Return what a run directory says; `error` if the trial has failed."""
     metrics, done = read_lines(path / "metrics.jsonl", MetricsRecord), is_complete(trial, path)
@@ -152,10 +142,8 @@ def steps_done(path: Path) -> int:
 def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of `values`, of one seed each, with its interval."""
     array = np.asarray(values, np.float64)
-    half = None
-    if array.size >= LEAST_SEEDS:
-        low, high = mean_interval(array)
-        half = (high - low) / 2
+    low, high = mean_interval(array) if array.size >= LEAST_SEEDS else (0.0, 0.0)
+    half = (high - low) / 2 if array.size >= LEAST_SEEDS else None
     return Estimate(mean=float(array.mean()), half=half, values=tuple(array.tolist()))
 
 
@@ -167,23 +155,24 @@ def by_label(results: Sequence[TrialResult]) -> dict[str, list[TrialResult]]:
     return groups
 
 
+def make_row(members: Sequence[TrialResult]) -> Row:
+    """Return the row of the trials of one setting."""
+    complete = [result for result in members if result.status == "complete"]
+    found = [result.metrics() for result in complete]
+    values = {name: [one[name] for one in found if name in one] for name in METRICS}
+    return Row(
+        label=members[0].trial.label,
+        settings=members[0].trial.settings,
+        trials=len(members),
+        seeds=tuple(result.trial.recipe.seed for result in complete),
+        failed=tuple(result.trial.name for result in members if result.status == "failed"),
+        estimates={name: estimate(known) for name, known in values.items() if known},
+    )
+
+
 def make_table(results: Sequence[TrialResult]) -> Table:
     """Return the table of trials; equal settings stay in the order of the trials."""
-    rows = []
-    for label, members in by_label(results).items():
-        complete = [result for result in members if result.status == "complete"]
-        found = [result.metrics() for result in complete]
-        values = {m: [one[m] for one in found if one[m] is not None] for m in METRICS}
-        rows.append(
-            Row(
-                label=label,
-                settings=members[0].trial.settings,
-                trials=len(members),
-                seeds=tuple(result.trial.recipe.seed for result in complete),
-                failed=tuple(r.trial.name for r in members if r.status == "failed"),
-                estimates={m: estimate(known) for m, known in values.items() if known},  # type: ignore[arg-type]
-            )
-        )
+    rows = [make_row(members) for members in by_label(results).values()]
     metric = next((m for m in RANKING if any(m in row.estimates for row in rows)), "loss")
     sign = 1.0 if metric == "loss" else -1.0
 
@@ -191,15 +180,3 @@ def make_table(results: Sequence[TrialResult]) -> Table:
         return sign * row.estimates[metric].mean if metric in row.estimates else np.inf
 
     return Table(rows=tuple(sorted(rows, key=rank)), metric=metric)
-
-
-def make_curves(results: Sequence[TrialResult], metric: str) -> dict[str, Curve]:
-    """Return the curve of each setting with complete trials, by label; `metric` as in `RANKING`."""
-    curves = {}
-    for label, members in by_label(results).items():
-        runs = [one.curve(metric) for one in members if one.status == "complete"]
-        steps = sorted(set.intersection(*map(set, runs))) if runs else []
-        if steps:
-            values = np.array([[run[step] for step in steps] for run in runs], np.float64)
-            curves[label] = Curve(steps=tuple(steps), values=values)
-    return curves

@@ -26,15 +26,10 @@ from gear_offline.runs import report
 from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.loop import TrainingInterrupted, check_resumed
 from gear_offline.runs.prepare import prepare_dataset, resolve
+from gear_offline.sweep.concurrent import train_concurrently
 from gear_offline.sweep.directory import SweepDirectory, SweepFile
-from gear_offline.sweep.jobs import (
-    LOCK_SECONDS,
-    Job,
-    train_in_pool,
-    train_in_processes,
-    train_one_by_one,
-)
-from gear_offline.sweep.report import SweepResult, read_sweep, write_sweep_report
+from gear_offline.sweep.jobs import LOCK_SECONDS, Job, train_in_pool, train_in_processes
+from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.results import is_complete, steps_done
 from gear_offline.sweep.trials import Trial, make_trials
 from gear_offline.tables.joint import TableData
@@ -124,28 +119,24 @@ def run_trials(
         what, remedy = "a sweep runs in one process", "start it without torchrun"
         raise InputError("USAGE", what, remedy=remedy)
     _check_trials(trials, parallel)
-    asked = trials[0].recipe.train.device
     with ExitStack() as stack:
-        if ray is None:
-            pool, device, cores, each = None, resolve_device(asked), usable_cores(), usable_cores()
-            most = MOST_ON_A_GPU if device.type == "cuda" else cores
-            if device.type == "cuda":
-                os.environ.setdefault(*QUEUES)  # without effect where the GPU is in use already
-        else:
-            pool = stack.enter_context(RayPool(ray))
-            device, cores, each = torch.device(pool.device(asked)), pool.cpus, pool.node_cpus
-            most = pool.gpus if device.type == "cuda" else cores
+        pool = None if ray is None else stack.enter_context(RayPool(ray))
+        asked, directory = trials[0].recipe.train.device, SweepDirectory(out)
+        device = resolve_device(asked) if pool is None else torch.device(pool.device(asked))
+        cores, node_cores = (pool.cpus, pool.node_cpus) if pool else (usable_cores(),) * 2
+        most = cores
+        if device.type == "cuda":
+            os.environ.setdefault(*QUEUES)  # without effect where the GPU is in use already
+            most = pool.gpus if pool else MOST_ON_A_GPU
         parallel = min(len(trials), parallel or most)
         datasets, resolved = _prepared(trials, quiet=quiet)
-        directory = SweepDirectory(out)
         stack.enter_context(directory.hold())
         file = directory.merge(trials)
         file.exact = file.exact or exact
-        has_share = pool is not None or (device.type != "cuda" and parallel > 1)
-        if has_share and file.threads is None:
-            file.threads = max(1, min(each, cores // parallel))
         # Every trial gets its share of the cores; none of it changes what the trial computes.
-        threads = file.threads if has_share else None
+        threads = None
+        if pool is not None or (device.type != "cuda" and parallel > 1):
+            threads = file.threads = file.threads or max(1, min(node_cores, cores // parallel))
         left = [one for one in trials if not is_complete(one, directory.run_path(one))]
         for trial in left:
             check_resumed(directory.run_path(trial), resolved[trial.name])
@@ -158,8 +149,7 @@ def run_trials(
             complete = f", {done} complete already" if done else ""
             where = f"{parallel} at a time; sweep directory {directory.path}"
             say(f"{count} on {device}{complete}, {where}", quiet=quiet)
-            alone = parallel == 1 and pool is None
-            display = _Display(trials, done, directory.path, file, quiet=quiet or alone)
+            display = _Display(trials, done, directory, file, quiet=quiet)
             job = Job(
                 trials=[_with_share(trial, parallel, threads, pool) for trial in left],
                 folder=directory.path / "runs",
@@ -173,7 +163,10 @@ def run_trials(
             )
             try:
                 with display.progress:
-                    _train(job, directory, pool, quiet=quiet)
+                    _train(job, pool)
+            except TrainingInterrupted as error:
+                what, remedy = "stopped; what is done is saved", "the same command goes on"
+                raise TrainingInterrupted(error.code, what, str(out), remedy) from error
             finally:
                 directory.write(file)  # what has failed
         return _concluded(directory, file)
@@ -181,13 +174,12 @@ def run_trials(
 
 def _check_trials(trials: Sequence[Trial], parallel: int | None) -> None:
     names = [trial.name for trial in trials]
-    devices = {trial.recipe.train.device for trial in trials}
-    what, remedy = "", "name each value and seed once"
+    what, remedy = "", "give at least one value and seed, each once"
     if not trials:
-        what, remedy = "no trials", "give at least one value and seed"
+        what = "no trials"
     elif len(set(names)) < len(names):
         what = f"two trials are called {next(n for n in names if names.count(n) > 1)}"
-    elif len(devices) > 1:
+    elif len(devices := {trial.recipe.train.device for trial in trials}) > 1:
         what, remedy = f"trials on {' and '.join(sorted(devices))}", "give all one train.device"
     elif parallel is not None and parallel < 1:
         what, remedy = f"{parallel} trials at a time", "give a number from 1"
@@ -218,25 +210,17 @@ def _concluded(directory: SweepDirectory, file: SweepFile) -> SweepResult:
             report.write_report(one.path)
     file.table = result.table.to_json()
     directory.write(file)
-    write_sweep_report(result)
+    result.write()
     return result
 
 
-def _train(job: Job, directory: SweepDirectory, pool: RayPool | None, *, quiet: bool) -> None:
-    try:
-        if pool is not None:
-            train_in_pool(job, pool, patience=LOCK_SECONDS)
-        elif job.parallel == 1:
-            train_one_by_one(job, quiet=quiet)
-        elif job.device.type == "cuda":
-            from gear_offline.sweep.concurrent import train_concurrently
-
-            train_concurrently(job)
-        else:
-            train_in_processes(job)
-    except TrainingInterrupted as error:
-        what, remedy = "stopped; what the trials have done is saved", "the same command goes on"
-        raise TrainingInterrupted("INTERRUPTED", what, str(directory.path), remedy) from error
+def _train(job: Job, pool: RayPool | None) -> None:
+    if pool is not None:
+        train_in_pool(job, pool, patience=LOCK_SECONDS)
+    elif job.parallel == 1 or job.device.type == "cuda":
+        train_concurrently(job)
+    else:
+        train_in_processes(job)
 
 
 def _with_share(trial: Trial, parallel: int, threads: int | None, pool: RayPool | None) -> Trial:
@@ -256,18 +240,24 @@ class _Display:
     """How the trials stand: the progress of all together, and what failed."""
 
     def __init__(
-        self, trials: Sequence[Trial], complete: int, place: Path, file: SweepFile, *, quiet: bool
+        self,
+        trials: Sequence[Trial],
+        complete: int,
+        directory: SweepDirectory,
+        file: SweepFile,
+        *,
+        quiet: bool,
     ) -> None:
-        self._failures, self._trials, self._ended = file.failures, len(trials), complete
-        self._done = {trial.name: steps_done(place / "runs" / trial.name) for trial in trials}
-        wanted, done = sum(trial.recipe.train.steps for trial in trials), sum(self._done.values())
-        self.progress = Progress(place.name, total=wanted, done=done, quiet=quiet)
+        self._failures, self._ended = file.failures, complete
+        self._steps = {trial.name: steps_done(directory.run_path(trial)) for trial in trials}
+        wanted, done = sum(t.recipe.train.steps for t in trials), sum(self._steps.values())
+        self.progress = Progress(directory.path.name, total=wanted, done=done, quiet=quiet)
 
     def move(self, trial: Trial, steps: int) -> None:
         """Note where a trial stands; cheap enough for every few steps."""
-        self._done[trial.name] = steps
-        done = f"{self._ended} of {self._trials}"
-        self.progress.update(sum(self._done.values()), runs=done)
+        self._steps[trial.name] = steps
+        runs = f"{self._ended} of {len(self._steps)}"
+        self.progress.update(sum(self._steps.values()), runs=runs)
 
     def end(self, trial: Trial, error: GearError | None) -> None:
         """Note that a trial has ended, and say how."""
@@ -275,5 +265,5 @@ class _Display:
         how = "complete"
         if error is not None:
             how = self._failures[trial.name] = f"{error.code}: {error.message}"
-        self.progress.say(f"{trial.name}: {how} ({self._ended} of {self._trials})")
+        self.progress.say(f"{trial.name}: {how} ({self._ended} of {len(self._steps)})")
         self.move(trial, trial.recipe.train.steps)
