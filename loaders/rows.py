@@ -19,15 +19,17 @@ from gear_offline.core.types import BoolArray
 from gear_offline.distributed.sharding import NodeShare, shard_weights, share_shards, take_share
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
-from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
+from gear_offline.kernels.columns import ColumnGroup, Field, GroupAddresses
 from gear_offline.kernels.draws import PriorityTree
 from gear_offline.kernels.gather import CpuGather, Windows
+from gear_offline.kernels.segments import Segments
 from gear_offline.loaders.goals import GoalSampler, with_goals
 from gear_offline.loaders.options import LoaderOptions, Sharding
 from gear_offline.loaders.segments import OwnSegments, Ring, ShardedSegments
 from gear_offline.progress import say
 from gear_offline.sampling import Sampler
 from gear_offline.sampling.base import Stream
+from gear_offline.tables.fields import EXTRA
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import Handle, share_table
 from gear_offline.tables.table import Table, TableOptions, build_table, table_bytes
@@ -61,7 +63,7 @@ class CpuRows:
         `ahead`: as many steps that follow will be asked for next.
         """
         segments, landing = self.segments.take(first_step, steps)
-        windows = self.gather.gather(segments, landing)
+        windows = _with_counts(self.gather.gather(segments, landing), segments)
         self.segments.release()
         if self.goals is not None:
             sampler, states = self.goals
@@ -87,7 +89,7 @@ class GpuRows:
         if self.engine.draws:
             return self.engine.draw_and_gather(first_step, steps)
         segments, landing = self.segments.take(first_step, steps)
-        windows = self.engine.gather(segments, landing)
+        windows = _with_counts(self.engine.gather(segments, landing), segments)
         if self.goals is not None:
             sampler, states = self.goals
             windows = with_goals(windows, states.gather(sampler.draw(first_step, segments)))
@@ -122,6 +124,18 @@ class DiskRows:
 
 
 Rows = CpuRows | GpuRows | DiskRows
+
+
+def _with_counts(windows: Windows, segments: Segments) -> Windows:
+    """Return windows with what is known of draws that are counted, (T, B) each, as fields."""
+    if segments.times_sampled is None:
+        return windows
+    buffers, fields = list(windows.buffers), list(windows.fields)
+    for name in ("probability", "times_sampled", "table_size"):
+        values = np.ascontiguousarray(getattr(segments, name))
+        buffers.append(torch.from_numpy(values)[..., None].to(windows.segments.device))
+        fields.append((Field(name=EXTRA + name, dtype=values.dtype, shape=()),))
+    return replace(windows, buffers=tuple(buffers), fields=tuple(fields))
 
 
 def _moved(windows: Windows, device: torch.device) -> Windows:

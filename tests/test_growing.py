@@ -224,7 +224,10 @@ def test_a_learner_and_its_actors_wait_for_each_other(played: Path, tmp_path: Pa
     dataset = go.open_dataset(played)
     admitted = dataset.episodes.lengths[3:]
     assert (admitted == STEP_LIMIT).all() and 8 <= len(admitted) <= 10  # two for each look
-    assert report.episodes >= len(admitted) and report.steps == STEP_LIMIT * report.episodes
+    assert (
+        report.waiting == report.episodes - len(admitted) >= 0
+        and report.steps == STEP_LIMIT * report.episodes
+    )
     assert dataset.truncated.all() and np.abs(dataset.column("actions")).max() <= 1
     for episode in dataset[3:]:  # the state is what was done last, and so is the reward
         assert np.array_equal(episode["observations"][1:, 0], episode["actions"][:-1, 0])
@@ -366,7 +369,10 @@ def test_a_full_disk_stops_actors_and_not_the_learner(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Nothing is admitted or saved from step 7 to 15; what was appended before comes after that."""
+    """Nothing is admitted or saved from step 7 to 15; what was appended before comes after that.
+
+    By step 8 each of the four episodes was drawn eight times: they are drawn again.
+    """
     full, calls = False, {name: getattr(os, name) for name in ("write", "fsync")}
 
     def limited(name: str) -> Any:
@@ -391,7 +397,8 @@ def test_a_full_disk_stops_actors_and_not_the_learner(
 
     for name in calls:
         monkeypatch.setattr(os, name, limited(name))
-    recipe, out = recipe_of(path, "train.checkpoint_every=4"), tmp_path / "run"
+    counted = ("data.max_times_sampled=8", "selection.strategy=uniform_episodes")
+    recipe, out = recipe_of(path, "train.checkpoint_every=4", *counted), tmp_path / "run"
     run = go.train(recipe, out=out, callbacks=[Filling(path)])
     said = capsys.readouterr().err
     assert said.count("step 8: the disk of") == 2 and said.count(" is full") == 4
@@ -402,6 +409,16 @@ def test_a_full_disk_stops_actors_and_not_the_learner(
     replays = recipe.replace({"data.replay": True})
     replayed = go.train(replays, out=tmp_path / "replayed", quiet=True)
     assert learnt(replayed.path)["model"] == learnt(run.path)["model"]
+
+
+def test_batches_tell_of_draws_that_are_counted(path: Path) -> None:
+    counted = ("data.max_times_sampled=9", "selection.strategy=uniform_steps")
+    loader = DOOR.GearLoader.from_recipe(recipe_of(path, *counted), device="cpu")
+    for step in range(3):
+        batch, segments = next(loader), loader.segments_at(step)
+        for name in ("probability", "times_sampled", "table_size"):
+            assert np.array_equal(batch[name], getattr(segments, name)), name
+    assert batch["times_sampled"].max() > 1
 
 
 def test_one_run_at_a_time_admits(path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,15 @@ RECENT = 20  # episodes of a line's mean
 
 @dataclass(kw_only=True)
 class ActReport:
-    """What actors have appended; `mean_return` is None where no episode was played."""
+    """What actors have appended; `mean_return` is None where no episode was played.
+
+    `waiting`: episodes that the run has not admitted yet.
+    """
 
     episodes: int = 0
     steps: int = 0
     mean_return: float | None = None
+    waiting: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name, JSON-able."""
@@ -125,10 +129,6 @@ def act(
     if action_noise is None:
         action_noise = 0.0 if stochastic else 0.1
     base = time.time_ns() if seed is None else seed
-    shares = [
-        None if episodes is None else episodes // actors + (number < episodes % actors)
-        for number in range(actors)
-    ]
     part = _Part(
         run=path,
         data=Path(recipe.data.path),
@@ -138,33 +138,50 @@ def act(
         noise=action_noise,
         began=time.time(),
     )
-    jobs = [
-        (replace(part, seed=(base, number), episodes=share),)
-        for number, share in enumerate(shares)
-        if share != 0
-    ]
-    report, returns, told = ActReport(), list[float](), time.monotonic()
-
-    def add(message: tuple[float, int, int]) -> None:
-        nonlocal told
-        returns.append(message[0])
-        report.episodes, report.steps = len(returns), report.steps + message[1]
-        if time.monotonic() - told > REPORT_SECONDS:
-            told = time.monotonic()
-            say(
-                f"{count_text(report.episodes, 'episode')}, {count_text(report.steps, 'step')}; "
-                f"mean return of the last {len(returns[-RECENT:])}: "
-                f"{np.mean(returns[-RECENT:]):,.1f}, policy of step {message[2]:,}",
-                quiet=quiet,
-            )
-
+    jobs = []
+    for number in range(actors if episodes is None else min(actors, episodes)):
+        share = None if episodes is None else (episodes + actors - 1 - number) // actors
+        jobs.append((replace(part, seed=(base, number), episodes=share),))
+    played = _Played(quiet=quiet)
     try:
         with WorkerPool(actors) as pool:
-            list(pool.run(f"{__name__}:play_in_worker", jobs, on_message=add))
+            list(pool.run(f"{__name__}:play_in_worker", jobs, on_message=played.add))
     except KeyboardInterrupt:
         say("stopped: the episodes under way are lost, the others appended", quiet=quiet)
-    report.mean_return = float(np.mean(returns)) if returns else None
-    return report
+    return played.report()
+
+
+@dataclass(kw_only=True)
+class _Played:
+    """What actors told: of each episode return, steps, the policy's step, and its piece."""
+
+    quiet: bool
+    episodes: list[tuple[float, int, int, Path]] = field(default_factory=list)
+    told: float = field(default_factory=time.monotonic)
+
+    def add(self, episode: tuple[float, int, int, Path]) -> None:
+        self.episodes.append(episode)
+        if time.monotonic() - self.told < REPORT_SECONDS:
+            return
+        self.told = time.monotonic()
+        returns, steps, policies, _ = zip(*self.episodes, strict=True)
+        recent = returns[-RECENT:]
+        say(
+            f"{count_text(len(returns), 'episode')}, {count_text(sum(steps), 'step')}; mean return "
+            f"of the last {len(recent)}: {np.mean(recent):,.1f}, policy of step {policies[-1]:,}",
+            quiet=self.quiet,
+        )
+
+    def report(self) -> ActReport:
+        if not self.episodes:
+            return ActReport()
+        returns, steps, _, pieces = zip(*self.episodes, strict=True)
+        waiting = sum(piece.exists() for piece in pieces)
+        if waiting:
+            what = f"{waiting:,} of {count_text(len(returns), 'episode')} are not admitted yet"
+            say(f"{what}: the run does so at its next look", quiet=self.quiet)
+        mean = float(np.mean(returns))
+        return ActReport(episodes=len(returns), steps=sum(steps), mean_return=mean, waiting=waiting)
 
 
 def _with_checkpoint(path: Path, *, quiet: bool) -> Path:
@@ -216,6 +233,6 @@ def play_in_worker(caller: Caller, part: _Part) -> None:
             acting = _Acting(policy)
             plan = episode_plan(acting, (*part.seed, played), part.noise)
             columns = player.record(replace(plan, on_step=acting.observe)).columns
-            appender.append([columns])
+            piece, rewards = appender.append([columns]), columns["rewards"]
             played += 1
-            caller.send((float(columns["rewards"].sum()), len(columns["rewards"]), step))
+            caller.send((float(rewards.sum()), len(rewards), step, piece))

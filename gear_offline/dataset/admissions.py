@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from gear_offline.core.files import read_regular
 from gear_offline.dataset.manifest import Endings, Manifest, ShardRecord, shard_name
@@ -19,8 +19,6 @@ from gear_offline.dataset.statistics import Count, Model
 
 ADMISSIONS_NAME = "admissions.jsonl"
 MAX_ADMISSIONS_BYTES = 1 << 30
-_SEAL = b', "digest": "%s"}'
-_SEAL_BYTES = len(_SEAL % (b"0" * DIGEST_CHARS))
 
 
 class Admission(Model):
@@ -43,23 +41,24 @@ class Admission(Model):
     endings: Endings
     shards: Annotated[list[ShardRecord], Field(min_length=1)]
 
-    def encode(self, before: bytes) -> bytes:
-        """Return the line, with a digest of it and of the digest of the line `before`."""
-        body = self.model_dump_json().encode("ascii")[:-1]
-        return body + _SEAL % digest(before + body).encode("ascii") + b"\n"
 
-    @classmethod
-    def decode(cls, line: bytes, before: bytes) -> Self:
-        """Check a line, without its end, against its digest; ValueError."""
-        body = line[:-_SEAL_BYTES]
-        if line[-_SEAL_BYTES:] != _SEAL % digest(before + body).encode("ascii"):
-            raise ValueError("it does not match its digest")
-        return cls.model_validate_json(body + b"}")
+def _sealed(body: bytes, before: bytes) -> bytes:
+    """Return a line: a digest of it, and of the digest of the line `before`, behind its body."""
+    return body + b', "digest": "%s"}' % digest(before + body).encode("ascii")
 
 
-def seal_of(line: bytes) -> bytes:
-    """Return the digest at the end of a line."""
-    return line.rstrip(b"\n")[-_SEAL_BYTES:][-DIGEST_CHARS - 2 : -2]
+def _seal_of(line: bytes) -> bytes:
+    return line[-DIGEST_CHARS - 2 : -2]
+
+
+def encode_admissions(admissions: Iterable[Admission], before: bytes) -> tuple[bytes, bytes]:
+    """Return the lines behind one with the digest `before`, and the digest of the last one."""
+    lines = list[bytes]()
+    for admission in admissions:
+        body = admission.model_dump_json().encode("ascii").removesuffix(b"}")
+        lines.append(_sealed(body, before))
+        before = _seal_of(lines[-1])
+    return b"".join(line + b"\n" for line in lines), before
 
 
 def read_admissions(path: Path) -> tuple[list[Admission], bytes]:
@@ -67,20 +66,23 @@ def read_admissions(path: Path) -> tuple[list[Admission], bytes]:
 
     A line without an end is being written, or was when its writer was killed: it does not count.
     """
-    where, found, seal = path / ADMISSIONS_NAME, list[Admission](), b""
+    where, found, before = path / ADMISSIONS_NAME, list[Admission](), b""
     try:
         content = read_regular(where, most=MAX_ADMISSIONS_BYTES)
     except FileNotFoundError:
-        return [], seal
+        return [], before
     except (OSError, ValueError) as error:
         raise damaged(f"cannot be read: {error}", where) from error
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+        body = line.rpartition(b', "digest": ')[0]
         try:
-            found.append(Admission.decode(line, seal))
-        except (ValidationError, ValueError) as error:
+            if line != _sealed(body, before):
+                raise ValueError("it does not match its digest")
+            found.append(Admission.model_validate_json(body + b"}"))
+        except ValueError as error:  # pydantic's, too
             raise damaged(f"line {number}: {str(error)[:200]}", where) from error
-        seal = seal_of(line)
-    return found, seal
+        before = _seal_of(line)
+    return found, before
 
 
 def grown(manifest: Manifest, admissions: Iterable[Admission]) -> Manifest:

@@ -17,12 +17,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import remove_leftovers, sync_directory, writing
 from gear_offline.core.text import count_text
-from gear_offline.dataset.admissions import ADMISSIONS_NAME, Admission, read_admissions, seal_of
+from gear_offline.dataset.admissions import (
+    ADMISSIONS_NAME,
+    Admission,
+    encode_admissions,
+    read_admissions,
+)
 from gear_offline.dataset.dataset import Dataset, grow_dataset, open_dataset
 from gear_offline.dataset.manifest import shard_name
 from gear_offline.dataset.pieces import INCOMING, read_piece
@@ -63,8 +66,7 @@ class GrowingDataset(Closing):
     ) -> None:
         if not isinstance(path, Dataset):
             path = open_dataset(path, verify=False, admissions=0)
-        self.dataset = path
-        self._path, self._check, self._quiet = self.dataset.path, check, quiet
+        self.dataset, self._path, self._check, self._quiet = path, path.path, check, quiet
         self.admissions, self._log = 0, self._hold() if admits else -1
         try:
             self._lines, self._seal = read_admissions(self._path)
@@ -100,55 +102,15 @@ class GrowingDataset(Closing):
             if (self._path / INCOMING).is_dir():
                 remove_leftovers(self._path / INCOMING)
 
+    def _pieces(self) -> list[Path]:
+        """Return the pieces that are there, in the order of their names."""
+        folder = self._path / INCOMING
+        names = sorted(os.listdir(folder)) if folder.is_dir() else []
+        return [folder / name for name in names if not name.startswith(".")]
+
     def go_to(self, step: int) -> Dataset:
         """Return the dataset as it was before anything was admitted at `step` or later."""
         return self.follow(sum(line.step < step for line in self._lines))
-
-    def admit(
-        self,
-        step: int,
-        *,
-        takes: Callable[[Dataset], bool] = lambda piece: True,
-        lacks: Callable[[Dataset], str] = lambda dataset: "",
-        timeout: float = 0.0,
-        is_stopped: Callable[[], bool] = lambda: False,
-    ) -> Dataset:
-        """Admit what is to be admitted before the learner's `step`; return the dataset.
-
-        Beyond the last line those are the pieces that are there, up to one that the learner does
-        not take now, and then those that come until it lacks nothing ("3 episodes (why)"), for
-        `timeout` seconds (``WORKER_LOST``) or until `is_stopped`.  A piece that is damaged or does
-        not fit goes to the folder ``refused``, and stderr says why.  On a full disk nothing is
-        admitted, nor waited for.
-        """
-        self.follow(sum(line.step <= step for line in self._lines))
-        if self._log < 0 or self.admissions < len(self._lines):
-            return self.dataset
-        deadline, is_told, returns = time.monotonic() + timeout, False, list[float]()
-        while True:
-            with writing(self._path):
-                try:
-                    returns += self._admit(self._pieces(), step, takes)
-                except OSError as error:
-                    if error.errno not in NO_SPACE:
-                        raise
-                    what = f"step {step:,}: the disk of {self._path} is full, nothing is admitted"
-                    say(what, quiet=self._quiet)
-                    break
-            if not (missing := lacks(self.follow(len(self._lines)))) or is_stopped():
-                break
-            if not is_told:
-                is_told = True
-                say(f"step {step:,}: waiting for {missing}", quiet=self._quiet)
-            if time.monotonic() > deadline:
-                what = f"step {step:,} has waited {timeout:g} s for {missing}"
-                remedy = "start actors: gear-offline act RUN; then go on with --resume"
-                raise GearError("WORKER_LOST", what, str(self._path), remedy)
-            time.sleep(POLL_SECONDS)
-        if returns:
-            episodes, mean = count_text(len(returns), "episode"), np.mean(returns)
-            say(f"step {step:,}: {episodes} admitted, mean return {mean:,.1f}", quiet=self._quiet)
-        return self.dataset
 
     def follow(self, admissions: int) -> Dataset:
         """Return the dataset with so many admissions, which another process may have written."""
@@ -160,54 +122,66 @@ class GrowingDataset(Closing):
             self.admissions = admissions
         return self.dataset
 
-    def _pieces(self) -> list[Path]:
-        """Return the pieces that are there, in the order of their names."""
-        folder = self._path / INCOMING
-        names = sorted(os.listdir(folder)) if folder.is_dir() else []
-        return [folder / name for name in names if not name.startswith(".")]
+    def admit(
+        self,
+        step: int,
+        *,
+        may_admit: Callable[[int, int], bool] = lambda episodes, behind: True,
+        missing: Callable[[Dataset], str] = lambda dataset: "",
+        timeout: float = 0.0,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> Dataset:
+        """Admit what is to be admitted before the learner's `step`; return the dataset.
 
-    def _admit(
-        self, pieces: Sequence[Path], step: int, takes: Callable[[Dataset], bool]
-    ) -> list[float]:
-        """Admit pieces behind the last line; return their episodes' returns.
-
-        All together are durable before one is removed.
+        As far as there are lines, what they say.  Behind the last one, the pieces that are there,
+        up to the first whose episodes `may_admit` refuses behind so many others of this look; and
+        those that come as long as something is `missing` ("3 episodes (why)"), for `timeout`
+        seconds (``WORKER_LOST``) or until `is_stopped`.  On a full disk nothing is admitted, nor
+        waited for.
         """
-        lines, encoded, seal = list[Admission](), list[bytes](), self._seal
-        returns, number = list[float](), len(self.dataset.manifest.shards)
-        for path in pieces:
-            piece = self._fitting(path)
-            if piece is None:
-                continue
-            if not takes(piece):
-                break
-            name = self._path / shard_name(number)
-            name.unlink(missing_ok=True)  # of an admission that a kill broke off
-            os.link(path, name)
-            number += 1
-            records = [s.model_copy(update={"name": name.name}) for s in piece.manifest.shards]
-            endings = piece.manifest.endings
-            line = Admission(step=step, piece=path.name, endings=endings, shards=records)
-            encoded.append(line.encode(seal))
-            seal = seal_of(encoded[-1])
-            lines.append(line)
-            returns += piece.returns.tolist()
-        if not lines:
-            return []
-        sync_directory(self._path)
-        rest, before = memoryview(b"".join(encoded)), os.fstat(self._log).st_size
-        try:
-            while rest:  # of a full disk a call may write a part
-                rest = rest[os.write(self._log, rest) :]
-            os.fsync(self._log)
-        except OSError:
-            os.ftruncate(self._log, before)
-            raise
-        self._lines += lines
-        self._seal = seal
-        for line in lines:
-            (self._path / INCOMING / line.piece).unlink(missing_ok=True)
-        return returns
+        self.follow(sum(line.step <= step for line in self._lines))
+        if self._log < 0 or self.admissions < len(self._lines):
+            return self.dataset
+        deadline, waits, first = time.monotonic() + timeout, False, len(self.dataset)
+        while self._look(step, may_admit) and (what := missing(self.dataset)) and not is_stopped():
+            if not waits:
+                self._say(step, f"waiting for {what}")
+            if time.monotonic() > deadline:
+                what = f"step {step:,} has waited {timeout:g} s for {what}"
+                remedy = "start actors: gear-offline act RUN; then go on with --resume"
+                raise GearError("WORKER_LOST", what, str(self._path), remedy)
+            waits = True
+            time.sleep(POLL_SECONDS)
+        if (count := len(self.dataset) - first) > 0:
+            mean = self.dataset.returns[first:].mean()
+            self._say(step, f"{count_text(count, 'episode')} admitted, mean return {mean:,.1f}")
+        return self.dataset
+
+    def _say(self, step: int, what: str) -> None:
+        say(f"step {step:,}: {what}", quiet=self._quiet)
+
+    def _look(self, step: int, may_admit: Callable[[int, int], bool]) -> bool:
+        """Admit pieces that are there; return whether there is room on the disk."""
+        with writing(self._path):
+            try:
+                lines, number, behind = list[Admission](), len(self.dataset.manifest.shards), 0
+                for path in self._pieces():
+                    piece = self._fitting(path)
+                    if piece is None:
+                        continue
+                    if not may_admit(len(piece), behind):
+                        break
+                    lines.append(self._link(path, piece, step, number + len(lines)))
+                    behind += len(piece)
+                if lines:
+                    self._write(lines)
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    raise
+                self._say(step, f"the disk of {self._path} is full, nothing is admitted")
+                return False
+        self.follow(len(self._lines))
+        return True
 
     def _fitting(self, path: Path) -> Dataset | None:
         """Open a piece; put one aside that is damaged or does not fit."""
@@ -221,6 +195,31 @@ class GrowingDataset(Closing):
             path.rename(place / path.name)
             say(f"refused, and moved to {place / path.name}: {error}", quiet=self._quiet)
             return None
+
+    def _link(self, path: Path, piece: Dataset, step: int, number: int) -> Admission:
+        """Make a piece the shard of a number; return the line that admits it."""
+        name = shard_name(number)
+        (self._path / name).unlink(missing_ok=True)  # of an admission that a kill broke off
+        os.link(path, self._path / name)
+        shards = [shard.model_copy(update={"name": name}) for shard in piece.manifest.shards]
+        endings = piece.manifest.endings
+        return Admission(step=step, piece=path.name, endings=endings, shards=shards)
+
+    def _write(self, lines: Sequence[Admission]) -> None:
+        """Make links and lines durable, all or none, then remove the pieces."""
+        sync_directory(self._path)
+        encoded, seal = encode_admissions(lines, self._seal)
+        rest, before = memoryview(encoded), os.fstat(self._log).st_size
+        try:
+            while rest:  # of a full disk a call may write a part
+                rest = rest[os.write(self._log, rest) :]
+            os.fsync(self._log)
+        except OSError:
+            os.ftruncate(self._log, before)
+            raise
+        self._lines, self._seal = [*self._lines, *lines], seal
+        for line in lines:
+            (self._path / INCOMING / line.piece).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let another process grow the dataset."""

@@ -34,7 +34,7 @@ from gear_offline.loaders.recipes import open_one, open_tasks
 from gear_offline.models.decision_transformer import beyond_tanh
 from gear_offline.models.multitask import ModelTask
 from gear_offline.progress import say
-from gear_offline.sampling.items import Items
+from gear_offline.sampling.items import REMOVERS, episode_priorities
 from gear_offline.sources import open_source
 from gear_offline.sources.uri import was_read_from
 from gear_offline.tables.fields import STATES, is_image, standard_fields
@@ -344,7 +344,8 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
 def _check_piece(recipe: Recipe, piece: Dataset, sizes: ModelSizes) -> None:
     """Refuse a piece that would end every run which has admitted it."""
     _check(recipe, piece, sizes)
-    Items(recipe).insert(piece)  # refuses what has no priority
+    if REMOVERS[recipe.data.remover].has_priority:
+        episode_priorities(recipe.data, piece)  # refuses what has none
     for name in ("observations", "actions", "rewards"):
         if name not in piece.statistics:
             continue

@@ -4,39 +4,55 @@ As in Reverb (Cassirer et al. 2021, arXiv:2102.04736): an item is inserted first
 chooses among all, also the new one; an item that was drawn often enough is gone before the next
 draw.  What is there follows from the episodes, their order, the seed and the draws.
 
-Shape legend: E episodes of the dataset, n items, B slots of a batch.
+Shape legend: E episodes of the dataset, n of them that are new.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.sections import LimiterSettings
-from gear_offline.core.text import count_text
-from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array, UInt64Array
+from gear_offline.config.sections import DataSettings
+from gear_offline.core.types import Array, BoolArray, Float64Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
-from gear_offline.kernels.draws import CumulativeWeights
-from gear_offline.kernels.philox import bounded, draws
-from gear_offline.kernels.segments import Segments
-from gear_offline.sampling.base import REMOVER_STREAM, Members, Sampler, slot_draws
-from gear_offline.sampling.prioritized import HostPriorities
+from gear_offline.kernels.philox import draws
+from gear_offline.sampling.base import REMOVER_STREAM, Sampler
+from gear_offline.sampling.counted import Counted
+from gear_offline.sampling.limiter import Counts, Limiter
 
-CHANCE = ("uniform", "prioritized")  # removers
+
+class Remover(NamedTuple):
+    """Takes the item of the smallest key, among equals the oldest.
+
+    `key` makes keys of the items' numbers and priorities; by chance, it makes weights.  Then the
+    key is the time of a clock that rings once, exponentially distributed with the weight as its
+    rate, wound up when the item comes: the next to ring is each item with a probability in
+    proportion to its weight, whatever has rung before.
+    """
+
+    key: Callable[[Float64Array, Float64Array], Float64Array]
+    has_priority: bool = True
+    by_chance: bool = False
+
+
+REMOVERS = {
+    "fifo": Remover(lambda number, _: number, has_priority=False),
+    "lifo": Remover(lambda number, _: -number, has_priority=False),
+    "min_heap": Remover(lambda _, priority: priority),
+    "max_heap": Remover(lambda _, priority: -priority),
+    "uniform": Remover(lambda number, _: np.ones_like(number), has_priority=False, by_chance=True),
+    "prioritized": Remover(lambda _, priority: priority, by_chance=True),
+}
 
 
 class Items:
     """The items of a table, by the options of ``data``.
-
-    Each remover takes the item of the smallest key, among equals the oldest.  The key of one that
-    leaves it to chance is the time of a clock that rings once, exponentially distributed with the
-    item's weight as its rate, wound up when the item comes: the next to ring is each item with a
-    probability in proportion to its weight, whatever has rung before.
 
     Attributes
     ----------
@@ -47,129 +63,117 @@ class Items:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.settings, self.seed = recipe.data, recipe.seed
-        self.slots = recipe.loader.batch_size
+        self._data, self._seed, self._slots = recipe.data, recipe.seed, recipe.loader.batch_size
         self.kept, self.times = np.zeros(0, np.bool_), np.zeros(0, np.int64)
-        self._keys, self._heap = np.zeros(0), list[tuple[float, int]]()  # and of some that are gone
+        self._keys = np.zeros(0)  # (E,)
         self._clock = 0.0  # when one rang last
-        self._first: int | None = None  # items before anything was admitted
-        self._inserted = self._size = self._drawn = self._coming = self._pending = 0
+        self._inserted = self._drawn = self._coming = 0
+        self.limiter: Limiter | None = None  # since the first items came
         self._counted: Counted | None = None
-        limits = (self.settings.max_size, self.settings.max_times_sampled, self.settings.limiter)
-        self._is_limited = any(limits)
 
     def follow(self, dataset: Dataset) -> BoolArray | None:
         """Insert the episodes that have come since; return (E,) the items, None: all of them."""
-        if not self._is_limited:
+        data = self._data
+        if not (data.max_size or data.max_times_sampled or data.limiter):
             return None
-        self.insert(dataset, len(self.kept))
-        if self._first is None:
-            self._first = self._inserted = self._size
-        return self.kept if self._size else None
+        if len(dataset) > len(self.kept):
+            self._insert(self._new_keys(dataset))
+        if self.limiter is None:
+            self._inserted = int(self.kept.sum())
+            self.limiter = Limiter(data, self._inserted)
+        return self.kept
 
-    def insert(self, dataset: Dataset, begin: int = 0) -> None:
-        """Insert the episodes of a piece, or of a dataset from one on."""
-        first, keys = len(self.kept), self._new_keys(dataset, begin)
-        if not len(keys):
-            return
+    def _new_keys(self, dataset: Dataset) -> Float64Array:
+        """Return (n,) keys of the episodes that have come; of clocks, how long they run."""
+        first, count = len(self.kept), len(dataset) - len(self.kept)
+        remover = REMOVERS[self._data.remover]
+        numbers = np.arange(first, first + count, dtype=np.float64)
+        has_priority, data = remover.has_priority, self._data
+        priorities = episode_priorities(data, dataset, first) if has_priority else numbers
+        keys = remover.key(numbers, priorities)
+        if not remover.by_chance:
+            return keys
+        at, _ = draws(
+            seed=self._seed, stream=REMOVER_STREAM, first_step=first, steps=count, count=1
+        )
+        with np.errstate(divide="ignore"):  # of a weight of 0, whose clock never rings
+            return np.asarray(-np.log((at[:, 0] + 0.5) * 2.0**-64) / keys)
+
+    def _insert(self, keys: Float64Array) -> None:
+        """Insert items of these keys one after the other; beyond `max_size` each removes one."""
+        first, most = len(self.kept), self._data.max_size
         self.kept = np.append(self._there, np.ones(len(keys), np.bool_))
         self.times = np.append(self.times, np.zeros(len(keys), np.int64))
         self._keys = np.append(self._keys, keys)
+        self._inserted += len(keys)
+        if most is None:
+            return
+        heap = [(float(self._keys[n]), n) for n in np.flatnonzero(self.kept[:first]).tolist()]
+        heapq.heapify(heap)
         for number in range(first, len(self.kept)):
             self._keys[number] += self._clock
-            heapq.heappush(self._heap, (float(self._keys[number]), number))
-            self._size += 1
-            while self._size > (self.settings.max_size or math.inf):
-                ringing, out = heapq.heappop(self._heap)
-                if self.kept[out] and self.settings.remover in CHANCE and ringing < math.inf:
-                    self._clock = ringing
-                self._size -= int(self.kept[out])
-                self.kept[out] = False
-        self._inserted += len(keys)
-
-    def _new_keys(self, dataset: Dataset, begin: int) -> Float64Array:
-        """Return (n,) keys of the episodes from `begin` on; of clocks, how long they run."""
-        remover, first, count = self.settings.remover, len(self.kept), len(dataset) - begin
-        weights = np.arange(first, first + count, dtype=np.float64)
-        if remover not in ("fifo", "lifo"):
-            weights = np.ones(count) if remover == "uniform" else self._priorities(dataset, begin)
-        if remover not in CHANCE:
-            return weights if remover in ("fifo", "min_heap") else -weights
-        numbers, _ = draws(
-            seed=self.seed, stream=REMOVER_STREAM, first_step=first, steps=count, count=1
-        )
-        with np.errstate(divide="ignore"):  # of a weight of 0, whose clock never rings
-            return np.asarray(-np.log((numbers[:, 0] + 0.5) * 2.0**-64) / weights)
-
-    def _priorities(self, dataset: Dataset, begin: int) -> Float64Array:
-        name, values = self.settings.priority, dataset.returns[begin:]
-        if name is not None:
-            at = dataset.episodes.offsets[begin:]
-            rows = dataset.read(name, int(at[0]), dataset.spec.steps)
-            values = rows.reshape(len(rows), -1)[at[:-1] - at[0]].astype(np.float64)
-        positive = self.settings.remover == "prioritized"
-        good = np.isfinite(values) & (values >= 0 if positive else True)
-        if not good.all() or values.size != len(dataset) - begin:
-            what = f"{name or 'return'} is no priority of every episode from number {begin} on"
-            remedy = f"name a column of one finite number a step{', at least 0' * positive}"
-            raise InputError("SELECTION", what, "data.priority", remedy)
-        return values.reshape(-1)
+            heapq.heappush(heap, (float(self._keys[number]), number))
+            if len(heap) > most:
+                key, removed = heapq.heappop(heap)
+                self.kept[removed] = False
+                if REMOVERS[self._data.remover].by_chance and key < math.inf:
+                    self._clock = key
 
     def counted(self, sampler: Sampler, step: int) -> Sampler:
         """Return the sampler from `step` on, which draws no episode more often than it may."""
-        if self.settings.max_times_sampled is not None:
-            sampler = self._counted = Counted(sampler, self, step)
-        return sampler
+        most = self._data.max_times_sampled
+        if most is None:
+            return sampler
+        self._counted = Counted(
+            sampler,
+            self.kept,
+            self.times,
+            most=most,
+            step=step,
+            seed=self._seed,
+            slots=self._slots,
+        )
+        return self._counted
 
-    def advance(self, step: int, *, ahead: int = 0) -> None:
-        """Take out what was drawn often enough before `step`; so many steps `ahead` are to come."""
-        self._drawn, self._coming, self._pending = step * self.slots, ahead * self.slots, 0
+    def advance(self, step: int, *, coming: int = 0) -> None:
+        """Take out what was drawn often enough before `step`; so many steps are to come."""
+        self._drawn, self._coming = step * self._slots, coming * self._slots
         if self._counted is not None:
             times = self._counted.times_at(step)
             self.times = np.append(times, self.times[len(times) :])
-            self._size = int(self._there.sum())
 
     @property
     def _there(self) -> BoolArray:
-        """(E,), the items."""
-        most = self.settings.max_times_sampled
+        """(E,), the items that may still be drawn."""
+        most = self._data.max_times_sampled
         return self.kept if most is None else self.kept & (self.times < most)
 
     @property
-    def _rule(self) -> tuple[int, float, float, float]:
-        """Items that are needed, draws for each insert, how few and how many may be open."""
-        rule = self.settings.limiter or LimiterSettings(min_size=1)
-        least = rule.min_size or max(1, self._first or 0)
-        return least, rule.samples_per_insert or 1.0, *rule.allowed(least)
+    def counts(self) -> Counts:
+        """What the limiter looks at."""
+        there = self._there
+        return Counts(
+            size=int(there.sum()),
+            inserted=self._inserted,
+            drawn=self._drawn,
+            coming=self._coming,
+            used=int(self.times[there].sum()),
+        )
 
-    def takes(self, piece: Dataset) -> bool:
-        """Whether a piece may be admitted behind those before, or the run would wait for ever."""
-        takes = self.may_insert(self._pending + len(piece)) or bool(self.lacks())
-        self._pending += len(piece) * takes
-        return takes
+    def may_admit(self, episodes: int, behind: int) -> bool:
+        """Return whether so many episodes may come `behind` others that are admitted already.
 
-    def may_insert(self, count: int) -> bool:
-        """Whether the limiter admits so many more."""
-        least, ratio, _, most = self._rule
-        error = (self._inserted + count) * ratio - self._drawn
-        return self._size + count <= least or error <= most
+        Also beyond the limit where the run would wait for ever without them.
+        """
+        if self.limiter is None:
+            return True
+        counts = self.counts.after(behind)
+        return self.limiter.may_insert(counts, episodes) or bool(self.limiter.missing(counts))
 
-    def lacks(self, dataset: Dataset | None = None) -> str:
-        """Return what must come before the draws that are ahead, with a dataset as it is now."""
-        if dataset is not None:
-            self.follow(dataset)
-            self._pending = 0
-        size, inserted = self._size + self._pending, self._inserted + self._pending
-        most, (least, ratio, low, _) = self.settings.max_times_sampled, self._rule
-        lacking = self._coming + self._drawn + low - inserted * ratio
-        missing, why = math.ceil(max(lacking, 0.0) / ratio), f"samples_per_insert {ratio:g}"
-        if size < least:
-            missing, why = least - size, f"min_size {least}, {size} are there"
-        elif missing <= 0 and most is not None:
-            left = most * size - int(self.times[self._there].sum())
-            missing, why = math.ceil((self._coming - left) / most), f"max_times_sampled {most}"
-        is_open = missing <= 0 or not self._is_limited
-        return "" if is_open else f"{count_text(missing, 'episode')} ({why})"
+    def missing(self, dataset: Dataset) -> str:
+        """Return what must come before the draws that are coming, with a dataset as it is now."""
+        self.follow(dataset)
+        return "" if self.limiter is None else self.limiter.missing(self.counts)
 
     def state(self, step: int) -> dict[str, Array]:
         """Return what a run goes on with at `step`, where draws are counted."""
@@ -184,95 +188,18 @@ class Items:
         self.times, self._keys = state["times"], state["keys"]
         self.kept = ~np.isnan(self._keys)
         self._clock, self._inserted = float(state["clock"][0]), int(state["clock"][1])
-        self._size = int(self._there.sum())
-        self._heap = [(float(self._keys[n]), n) for n in np.flatnonzero(self.kept).tolist()]
-        heapq.heapify(self._heap)
 
 
-class Counted(Members):
-    """Draws one after the other: what was drawn ``max_times_sampled`` times is gone then.
-
-    Episodes by weight, or in an order, then any start.  From `step` on; what was drawn in earlier
-    steps depends on what was there then.
-    """
-
-    ahead = False
-
-    def __init__(self, sampler: Sampler, items: Items, step: int) -> None:
-        self._most = items.settings.max_times_sampled or 0
-        there = items.kept & (items.times < self._most)
-        super().__init__(sampler, np.arange(len(there)), sampler.index)
-        self._first_step, self._first_times = step, items.times
-        order, weights = sampler.episode_order, sampler.episode_weight
-        if order is None and not isinstance(sampler.gpu, CumulativeWeights):
-            what = f"{sampler.name} draws no episodes by weight or in an order"
-            remedy = "use uniform_episodes, uniform_steps, weighted, fifo, lifo or heap"
-            raise InputError("SELECTION", what, "data.max_times_sampled", remedy)
-        self._order = None if order is None else order[there[order]]
-        weights = np.zeros(len(there)) if weights is None else weights
-        masses = np.floor(weights * 2.0**62).astype(np.int64)
-        self._first_masses = np.maximum(masses, weights > 0) * there
-        self._masses = HostPriorities(np.arange(len(there) + 1), np.zeros(0, np.uint64), first=0)
-        self._size = int(there.sum())
-        self._of = (items.seed, items.slots)
-        self._rewind()
-
-    def _rewind(self) -> None:
-        self._at, self._times = self._first_step, self._first_times.copy()
-        self._there, self._place = self._size, 0
-        self._masses.load_state(self._first_masses.copy(), 0)
-
-    def times_at(self, step: int) -> Int64Array:
-        """Return (E,) how often each was drawn before `step`."""
-        if step < self._at:
-            self._rewind()
-        if step < self._at:
-            what = f"what was drawn in step {step} depends on what was there then"
-            raise InputError("SELECTION", what, remedy=f"ask for steps from {self._at} on")
-        if step > self._at:
-            seed, count = self._of
-            for numbers in slot_draws(seed, self._at, step - self._at, count)[0]:
-                self._draw(numbers)
-            self._at = step
-        return self._times.copy()
-
-    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        first, second = slot_draws(seed, first_step, steps, count)
-        assert (seed, count) == self._of, "draws are counted for the seed and batches of one run"
-        self.times_at(first_step)
-        found = np.array([self._draw(numbers) for numbers in first]).reshape(steps, 4, count)
-        self._at += steps
-        episodes, times, sizes = found[:, (0, 2, 3)].astype(np.int64).swapaxes(0, 1)
-        lengths = self.index.lengths[episodes]
-        return Segments(
-            episodes=episodes,
-            starts=bounded(second, lengths),
-            probability=found[:, 1] / lengths,
-            times_sampled=times,
-            table_size=sizes,
-        )
-
-    def _draw(self, numbers: UInt64Array) -> Float64Array:
-        """Return (4, B): episodes, their probabilities, times, and how many there were."""
-        found = list[tuple[int, float, int, int]]()
-        while len(found) < len(numbers):
-            if not self._there:
-                self._rewind()
-                what = f"every episode was drawn {self._most} times, and none has come since"
-                raise InputError("SELECTION", what, "data.max_times_sampled", "start actors")
-            picks, chances = self._pick(numbers[len(found) :])
-            for pick, chance in zip(picks.tolist(), chances.tolist(), strict=True):
-                self._times[pick] += 1
-                found.append((pick, chance, int(self._times[pick]), self._there))
-                if self._times[pick] >= self._most:
-                    self._there, self._place = self._there - 1, self._place + 1
-                    self._masses.set(np.array([pick]), np.zeros(1, np.uint64))
-                    break
-        return np.array(found, np.float64).T
-
-    def _pick(self, numbers: UInt64Array) -> tuple[Int64Array, Float64Array]:
-        if self._order is not None:
-            return np.full(len(numbers), self._order[self._place]), np.ones(len(numbers))
-        total = self._masses.total
-        picks = self._masses.find(bounded(numbers, total).astype(np.uint64))
-        return picks, self._masses.masses_of(picks) / np.float64(total)
+def episode_priorities(data: DataSettings, dataset: Dataset, first: int = 0) -> Float64Array:
+    """Return (n,) priorities of the episodes from `first` on: returns, or what a column has."""
+    name, values = data.priority, dataset.returns[first:]
+    if name is not None:
+        at = dataset.episodes.offsets[first:]
+        rows = dataset.read(name, int(at[0]), dataset.spec.steps)
+        values = rows.reshape(len(rows), -1)[at[:-1] - at[0]].astype(np.float64)
+    least = 0.0 if data.remover == "prioritized" else -math.inf
+    if values.size != len(dataset) - first or not (np.isfinite(values) & (values >= least)).all():
+        what = f"{name or 'return'} is no priority of every episode from number {first} on"
+        remedy = f"name a column of one finite number a step{', at least 0' * (least == 0)}"
+        raise InputError("SELECTION", what, "data.priority", remedy)
+    return values.reshape(-1)

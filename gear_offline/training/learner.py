@@ -161,17 +161,17 @@ class Learner:
         before = growing.admissions
         timeout = 0.9 * self.recipe.train.timeout  # the other ranks wait as long for this one
         step, items, ahead = self.loader.step, self._items, self.recipe.train.steps - self.step
-        items.advance(step, ahead=min(data.admit_every, ahead))
+        items.advance(step, coming=min(data.admit_every, ahead))
         self.world.lead(
             lambda: growing.admit(
                 self.step,
-                takes=items.takes,
-                lacks=items.lacks,
+                may_admit=items.may_admit,
+                missing=items.missing,
                 timeout=timeout,
                 is_stopped=is_stopped,
             )
         )
-        is_ready = not (is_stopped() and items.lacks())
+        is_ready = not (is_stopped() and items.missing(growing.dataset))
         admissions, answer = self.world.gather((growing.admissions, is_ready))[0]
         if admissions > before:
             self._grow(growing.follow(admissions), step)
