@@ -232,7 +232,7 @@ def play_in_worker(caller: Caller, part: _Part) -> None:
             policy.reset(part.target)
             acting = _Acting(policy)
             plan = episode_plan(acting, (*part.seed, played), part.noise)
-            columns = player.record(replace(plan, on_step=acting.observe)).columns
-            piece, rewards = appender.append([columns]), columns["rewards"]
+            episode = player.play(replace(plan, on_step=acting.observe))
+            piece = appender.append([episode.columns(player.facts)])
             played += 1
-            caller.send((float(rewards.sum()), len(rewards), step, piece))
+            caller.send((episode.total, episode.steps, step, piece))

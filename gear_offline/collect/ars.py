@@ -19,22 +19,22 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from gear_offline.collect.policies import MIN_STD, LinearPolicy
+from gear_offline.collect.policies import LinearPolicy
 from gear_offline.collect.record import (
     EVALUATE,
     TRAIN,
     Crew,
     EpisodePlan,
-    EpisodeScore,
     episode_plan,
     reset_seed,
     stream,
 )
 from gear_offline.core.text import count_text
-from gear_offline.core.types import Float64Array, Int64Array
+from gear_offline.core.types import Array, Float64Array, Int64Array
 from gear_offline.progress import Progress, say
 
 ALGORITHM = "ARS-V2t linear"
+MIN_STD = 1e-8  # features that never move are divided by 1, as in the authors' code
 EVALUATE_EVERY = 10  # iterations
 EVALUATION_EPISODES = 5
 CONFIRMATION_EPISODES = 15  # five lucky episodes do not end the training
@@ -83,20 +83,22 @@ def options_for(environment_id: str, *, train_steps: int | None = None) -> ArsOp
     return replace(options, train_steps=train_steps or options.train_steps)
 
 
-@dataclass(eq=False)
 class RunningMoments:
     """Mean and variance of all observations so far, merged rollout by rollout."""
 
-    count: int
-    mean: Float64Array  # (S,)
-    squares: Float64Array  # (S,) summed squared deviation from the mean
+    def __init__(self, size: int) -> None:
+        self.count = 0
+        self.mean = np.zeros(size)
+        self.squares = np.zeros(size)  # summed squared deviation from the mean
 
-    def merge(self, score: EpisodeScore) -> None:
-        """Add a rollout's observations (Chan et al.'s pairwise formula)."""
-        total, difference = self.count + score.steps, score.mean - self.mean
-        self.mean = self.mean + difference * (score.steps / total)
-        between = difference**2 * (self.count * score.steps / total)
-        self.squares = self.squares + score.squares + between
+    def merge(self, observations: Array) -> None:
+        """Add a rollout's observations (T, S) (Chan et al.'s pairwise formula)."""
+        rows = np.asarray(observations, np.float64).reshape(len(observations), -1)
+        mean = rows.mean(axis=0)
+        total, difference = self.count + len(rows), mean - self.mean
+        self.mean = self.mean + difference * (len(rows) / total)
+        between = difference**2 * (self.count * len(rows) / total)
+        self.squares = self.squares + ((rows - mean) ** 2).sum(axis=0) + between
         self.count = total
 
     def std(self) -> Float64Array:
@@ -166,47 +168,47 @@ class Training:
     @property
     def is_over(self) -> bool:
         """Whether the steps are used, or the target is reached."""
-        options, last = self.options, self.snapshots[-1:]
-        if options.target is not None and last and last[0].mean_return >= options.target:
-            return True
-        return self.steps >= options.train_steps
+        target, last = self.options.target, self.snapshots[-1:]
+        reached = target is not None and bool(last) and last[0].mean_return >= target
+        return reached or self.steps >= self.options.train_steps
 
     @property
     def best(self) -> Snapshot:
         """The snapshot with the highest mean return."""
         return max(self.snapshots, key=lambda s: s.mean_return)
 
-    def near(self, mean_return: float) -> Snapshot:
-        """The snapshot of the best attempt, before its best one, nearest to `mean_return`."""
-        best = self.best
-        own = [snapshot for snapshot in self.snapshots if snapshot.attempt == best.attempt]
-        earlier = [snapshot for snapshot in own if snapshot.iteration <= best.iteration]
-        return min(earlier, key=lambda s: abs(s.mean_return - mean_return))
-
-    def rollout_plans(self, iteration: Iteration) -> list[EpisodePlan]:
-        """Return the plans of an iteration's 2N rollouts: forwards, backwards, next direction."""
-        plans: list[EpisodePlan] = []
-        base, returns = iteration.base, iteration.returns
-        for d, direction in enumerate(self.directions(iteration)):
-            for side, sign in enumerate((1.0, -1.0)):
-                path = (self.seed, TRAIN, iteration.attempt, iteration.number, d, side)
-                weight = base.weight + sign * self.options.noise * direction
-                plans.append(
-                    EpisodePlan(
-                        policy=replace(base, weight=weight),
-                        # Both ways start from the same state: their difference is the policy's.
-                        reset_seed=reset_seed(*path[:-1]),
-                        noise_path=path,
-                        expected_return=float(returns[len(plans)]) if returns.size else None,
-                    )
-                )
-        return plans
+    def at_level(self, level: float) -> Snapshot:
+        """The snapshot on the way to the best one whose return was nearest to a share of its."""
+        # from 0, as returns mostly begin there; from the worst snapshot where returns are negative
+        best, low = self.best, min(0.0, *(snapshot.mean_return for snapshot in self.snapshots))
+        way = [s for s in self.snapshots if s.attempt == best.attempt]
+        way = [s for s in way if s.iteration <= best.iteration]
+        wanted = low + level * (best.mean_return - low)
+        return min(way, key=lambda s: abs(s.mean_return - wanted))
 
     def directions(self, at: Iteration) -> Float64Array:
         """Return the (N, A, S) directions that an iteration tries."""
         paths = [(TRAIN, at.attempt, at.number, d) for d in range(self.options.directions)]
         shape = at.base.weight.shape
         return np.stack([stream(self.seed, *path).standard_normal(shape) for path in paths])
+
+    def rollout_plans(self, at: Iteration) -> list[EpisodePlan]:
+        """Return the plans of an iteration's 2N rollouts: forwards, backwards, next direction."""
+        plans: list[EpisodePlan] = []
+        for d, direction in enumerate(self.directions(at)):
+            for side, sign in enumerate((1.0, -1.0)):
+                path = (self.seed, TRAIN, at.attempt, at.number, d, side)
+                weight = at.base.weight + sign * self.options.noise * direction
+                plans.append(
+                    EpisodePlan(
+                        policy=replace(at.base, weight=weight),
+                        # Both ways start from the same state: their difference is the policy's.
+                        reset_seed=reset_seed(*path[:-1]),
+                        noise_path=path,
+                        expected_return=float(at.returns[len(plans)]) if at.returns.size else None,
+                    )
+                )
+        return plans
 
 
 def train(
@@ -228,12 +230,9 @@ def train(
     with Progress(what, total=options.train_steps, unit="steps", quiet=quiet) as progress:
         while not training.is_over:
             _attempt(crew, training, progress)
-    say(
-        f"trained {count_text(training.steps, 'step')} in "
-        f"{count_text(training.attempts, 'attempt')}: best mean return "
-        f"{training.best.mean_return:.0f}",
-        quiet=quiet,
-    )
+    steps, attempts = count_text(training.steps, "step"), count_text(training.attempts, "attempt")
+    best = f"best mean return {training.best.mean_return:.0f}"
+    say(f"trained {steps} in {attempts}: {best}", quiet=quiet)
     return training
 
 
@@ -241,22 +240,22 @@ def _attempt(crew: Crew, training: Training, progress: Progress) -> None:
     """Search from weights of zero until the attempt has used its steps, or training is over."""
     facts, options, attempt = crew.facts, training.options, training.attempts
     training.attempts += 1
-    size = facts.state_size
-    moments = RunningMoments(0, np.zeros(size), np.zeros(size))
-    weight = np.zeros((facts.action_size, size))
+    moments = RunningMoments(facts.state_size)
+    weight = np.zeros((facts.action_size, facts.state_size))
     policy = LinearPolicy(weight, moments.mean, moments.std(), facts.discrete, ALGORITHM)
-    number = 0
-    end = min(options.train_steps, training.steps + options.attempt_steps)
-    extended = min(options.train_steps, training.steps + 3 * options.attempt_steps)
-    while training.steps < end and not training.is_over:
+    number, began, allowed = 0, training.steps, options.attempt_steps
+    while training.steps < began + allowed and not training.is_over:
         at = Iteration(base=policy, attempt=attempt, number=number)
-        scores = crew.score(training.rollout_plans(at))
-        returns = np.array([s.total_reward for s in scores])
-        lengths = np.array([s.steps for s in scores], dtype=np.int64)
-        training.iterations.append(replace(at, returns=returns, lengths=lengths))
-        training.steps += int(lengths.sum())
+        returns, lengths = [], []
+        for episode in crew.play(training.rollout_plans(at)):
+            returns.append(episode.total)
+            lengths.append(episode.steps)
+            moments.merge(episode.observations[:-1])
+        at = replace(at, returns=np.array(returns), lengths=np.array(lengths, np.int64))
+        training.iterations.append(at)
+        training.steps += sum(lengths)
         progress.update(training.steps)
-        shifted = returns - options.alive_bonus * lengths
+        shifted = at.returns - options.alive_bonus * at.lengths
         weight = update(
             policy.weight,
             training.directions(at),
@@ -265,15 +264,14 @@ def _attempt(crew: Crew, training: Training, progress: Progress) -> None:
             top=options.top,
             step_size=options.step_size,
         )
-        for score in scores:
-            moments.merge(score)
-        number += 1
         policy = replace(policy, weight=weight, mean=moments.mean, std=moments.std())
-        if number % EVALUATE_EVERY == 0 or training.steps >= end:
+        number += 1
+        used = training.steps >= min(began + allowed, options.train_steps)
+        if used or number % EVALUATE_EVERY == 0:
             snapshot = _evaluated(crew, training, policy, number)
             training.snapshots.append(snapshot)
             if options.promising is not None and snapshot.mean_return >= options.promising:
-                end = extended
+                allowed = 3 * options.attempt_steps
 
 
 def _evaluated(crew: Crew, training: Training, policy: LinearPolicy, iteration: int) -> Snapshot:
@@ -283,13 +281,14 @@ def _evaluated(crew: Crew, training: Training, policy: LinearPolicy, iteration: 
         episode_plan(policy, (training.seed, EVALUATE, episode), training.action_noise)
         for episode in range(EVALUATION_EPISODES + CONFIRMATION_EPISODES)
     ]
-    scores, target = crew.score(plans[:EVALUATION_EPISODES]), training.options.target
-    if target is not None and np.mean([score.total_reward for score in scores]) >= target:
-        scores += crew.score(plans[EVALUATION_EPISODES:])
+    returns = [episode.total for episode in crew.play(plans[:EVALUATION_EPISODES])]
+    target = training.options.target
+    if target is not None and np.mean(returns) >= target:
+        returns += [episode.total for episode in crew.play(plans[EVALUATION_EPISODES:])]
     return Snapshot(
         policy=policy,
         attempt=training.attempts - 1,
         iteration=iteration,
-        mean_return=float(np.mean([score.total_reward for score in scores])),
-        episodes=len(scores),
+        mean_return=float(np.mean(returns)),
+        episodes=len(returns),
     )

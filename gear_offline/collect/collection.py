@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gear_offline.collect import ars
-from gear_offline.collect.makers import Maker, Recorded, mix_makers, requested_mix
+from gear_offline.collect.makers import Maker, mix_makers, requested_mix
 from gear_offline.collect.policies import (
+    LIBRARIES,
+    WEIGHTS,
     LinearPolicy,
-    is_of_library,
     play_policy,
     recorded_policy,
     train_with_library,
@@ -150,50 +152,51 @@ def collect(
     shares = requested_mix(policy, quality, mix)
     numbers = {"steps": steps, "processes": processes, "action_noise": action_noise, "seed": seed}
     _check_numbers({**numbers, "train_steps": train_steps, "gate": gate})
-    if is_of_library(policy) or (processes is None and policy != "ars" and steps < PARALLEL_STEPS):
+    of_library = policy.partition(":")[0] in LIBRARIES
+    if of_library or (processes is None and policy != "ars" and steps < PARALLEL_STEPS):
         processes = 1  # a library's model stays in the process that trained it
     with Hdf5Writer(out, overwrite=overwrite) as writer:
         import_module_of(environment)
         with Crew(environment, processes=processes or min(usable_cores(), MAX_PROCESSES)) as crew:
             say_version(environment, quiet=quiet)
-            training: ars.Training | None = None
-            best: Policy | None = None
+            source: ars.Training | Policy | None = None
             used = 0
             if policy == "ars" and set(shares) != {"random"}:
                 options = ars.options_for(environment, train_steps=train_steps)
-                training = ars.train(crew, options, seed, action_noise=action_noise, quiet=quiet)
-                best, used = training.best.policy, training.steps
-                _check_gate(gate, training.best.mean_return, environment)
-            elif is_of_library(policy):
+                source = ars.train(crew, options, seed, action_noise=action_noise, quiet=quiet)
+                used = source.steps
+                _check_gate(gate, source.best.mean_return, environment)
+            elif of_library:
                 used = train_steps or LIBRARY_STEPS
                 say(f"train {policy} for {count_text(used, 'step')}", quiet=quiet)
-                best = train_with_library(policy, environment, steps=used, seed=seed)
+                source = train_with_library(policy, environment, steps=used, seed=seed)
             elif policy == "play":
-                best = play_policy(environment)
+                source = play_policy(environment)
             elif policy not in ("random", "ars"):
-                best = recorded_policy(Path(policy), crew.facts)
-            makers = mix_makers(shares, crew.facts, training or best, steps, seed, action_noise)
+                source = recorded_policy(Path(policy), crew.facts)
+            makers = mix_makers(shares, crew.facts, source, steps, seed, action_noise)
             with Progress(f"record {out.name}", total=steps, unit="steps", quiet=quiet) as progress:
-                _record(crew, writer, makers, steps, progress, exact=exact_steps)
+                recorded = _record(crew, writer, makers, steps, progress, exact=exact_steps)
         parts = tuple(
             MakerReport(
-                name=one.name,
-                algorithm=one.algorithm,
-                action_noise=one.action_noise,
-                **_summary(one.episodes),
+                name=maker.name,
+                algorithm=maker.algorithm,
+                action_noise=maker.action_noise,
+                **_summary(episodes),
             )
-            for one in makers
-            if one.episodes
+            for maker, episodes in zip(makers, recorded, strict=True)
+            if episodes
         )
         _check_gate(gate, max(part.mean_return for part in parts), environment)
         report = CollectReport(
             path=out,
             environment_id=crew.facts.environment_id,
-            **_summary([episode for maker in makers for episode in maker.episodes]),
+            **_summary(list(chain(*recorded))),
             makers=parts,
             train_steps=used,
         )
-        writer.publish(_attributes(report, seed), _metadata(makers, best))
+        best = source.best.policy if isinstance(source, ars.Training) else source
+        writer.publish(_attributes(report, seed), _metadata(makers, recorded, best))
     if report.steps < steps:  # only rollouts of a training come to an end
         say(
             f"warning: {count_text(report.steps, 'step')} in place of {steps:,}: training "
@@ -206,7 +209,6 @@ def collect(
 
 
 def _check_numbers(numbers: Mapping[str, float | None]) -> None:
-    """Refuse what makes no sense before any work."""
     for name, value in numbers.items():
         least, below = RANGES.get(name, (-math.inf, math.inf))
         if value is not None and not least <= value < below:
@@ -221,6 +223,14 @@ def _check_gate(gate: float | None, reached: float, environment: str) -> None:
         raise GearError("USAGE", f"{what}; no file was written", environment, remedy)
 
 
+class _Recorded(NamedTuple):
+    """An episode in the file."""
+
+    reset_seed: int
+    steps: int
+    total: float  # of the stored rewards
+
+
 def _record(
     crew: Crew,
     writer: Hdf5Writer,
@@ -229,27 +239,28 @@ def _record(
     progress: Progress,
     *,
     exact: bool,
-) -> None:
+) -> list[list[_Recorded]]:
     """Write every maker's episodes; the last one makes up what the others fell short of."""
-    done = 0
+    done, recorded = 0, list[list[_Recorded]]()
     for maker in makers:
-        if done >= steps:
-            break  # earlier makers' last episodes have used this one's share
         wanted = steps if maker is makers[-1] else min(steps, done + maker.steps)
-        for episode in crew.record(maker.plans):
+        recorded.append([])
+        # an earlier maker's last episode may have used this one's share
+        for episode in crew.play(maker.plans) if done < steps else ():
             rows = min(steps - done, episode.steps) if exact else episode.steps
             # where it is cut its last row bears no flag
-            part = {name: column[:rows] for name, column in episode.columns.items()}
+            part = {name: column[:rows] for name, column in episode.columns(crew.facts).items()}
             writer.write(part)
             total = float(part["rewards"].sum(dtype=np.float64))
-            maker.episodes.append(Recorded(episode.reset_seed, rows, total))
+            recorded[-1].append(_Recorded(episode.reset_seed, rows, total))
             progress.advance(rows)
             done += rows
             if done >= wanted:
                 break
+    return recorded
 
 
-def _summary(episodes: Sequence[Recorded]) -> dict[str, Any]:
+def _summary(episodes: Sequence[_Recorded]) -> dict[str, Any]:
     """Return what both reports say of episodes."""
     returns = [episode.total for episode in episodes]
     return {
@@ -281,21 +292,21 @@ def _attributes(report: CollectReport, seed: int) -> dict[str, Any]:
     }
 
 
-def _metadata(makers: Sequence[Maker], best: Policy | None) -> dict[str, Array | str]:
+def _metadata(
+    makers: Sequence[Maker], recorded: Sequence[Sequence[_Recorded]], best: Policy | None
+) -> dict[str, Array | str]:
     """Return what stands beside the steps: who made each episode, and the weights."""
-    episodes = [episode for maker in makers for episode in maker.episodes]
-    numbers = np.repeat(np.arange(len(makers)), [len(maker.episodes) for maker in makers])
+    numbers = np.repeat(np.arange(len(makers), dtype=np.int32), [len(own) for own in recorded])
     content: dict[str, Array | str] = {
-        "episode_maker": numbers.astype(np.int32),
-        "episode_reset_seed": np.array([one.reset_seed for one in episodes], dtype=np.int64),
+        "episode_maker": numbers,
+        "episode_reset_seed": np.array([one.reset_seed for one in chain(*recorded)], np.int64),
         "algorithm": _algorithms(makers),
     }
     named = [("policy", best)] + [(f"makers/{maker.name}", maker.policy) for maker in makers]
     for prefix, policy in named:
         if isinstance(policy, LinearPolicy):
-            content[f"{prefix}/weight"] = policy.weight
-            content[f"{prefix}/observation_mean"] = policy.mean
-            content[f"{prefix}/observation_std"] = policy.std
+            weights = zip(WEIGHTS, (policy.weight, policy.mean, policy.std), strict=True)
+            content |= {f"{prefix}/{name}": array for name, array in weights}
     return {f"metadata/{name}": value for name, value in content.items()}
 
 

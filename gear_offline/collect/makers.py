@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from gear_offline.collect.record import RECORD, EpisodePlan, Policy, episode_pla
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import EnvironmentFacts
 
-MEDIUM_LEVEL = 1 / 3
+LEVELS = {"expert": 1.0, "medium": 1 / 3}  # shares of the best return
 QUALITIES: dict[str, dict[str, float]] = {
     "random": {"random": 1.0},
     "medium": {"medium": 1.0},
@@ -30,14 +29,6 @@ QUALITIES: dict[str, dict[str, float]] = {
     "medium-expert": {"medium": 0.5, "expert": 0.5},
     "mixed": {"replay": 0.4, "level:0.25": 0.15, "level:0.5": 0.15, "expert": 0.3},
 }
-
-
-class Recorded(NamedTuple):
-    """An episode in the file; `total` is its return."""
-
-    reset_seed: int
-    steps: int
-    total: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +41,6 @@ class Maker:
     action_noise: float
     policy: Policy | None  # None for replay, whose every episode has another one
     plans: Iterator[EpisodePlan]  # endless, except for replay
-    episodes: list[Recorded] = field(default_factory=list)  # that it has given
 
 
 def requested_mix(
@@ -70,27 +60,28 @@ def requested_mix(
     if mix is None:
         remedy = f"use one of {', '.join(QUALITIES)}"
         raise InputError("USAGE", f"no quality {quality!r}", where="quality", remedy=remedy)
-    remedy = "parts are random, replay, medium, expert and level:X with 0 < X <= 1; "
-    remedy += "shares are positive"
-    for part, share in mix.items():
-        known = part in {"random", "replay", "expert"} or _level(part) is not None
-        if not known or not (math.isfinite(share) and share > 0):
-            what = f"part {part!r} with share {share!r} is not usable"
-            raise InputError("USAGE", what, where="mix", remedy=remedy)
-    if not mix:
-        raise InputError("USAGE", "the mix has no parts", where="mix", remedy=remedy)
-    total = math.fsum(mix.values())
-    return {part: share / total for part, share in mix.items()}
+    usable = {
+        part: share
+        for part, share in mix.items()
+        if (part in ("random", "replay") or _level(part)) and 0 < share < math.inf
+    }
+    if len(usable) < max(1, len(mix)):
+        what = f"the mix {dict(mix)} is not usable"
+        remedy = "parts are random, replay, medium, expert and level:X with 0 < X <= 1; "
+        remedy += "shares are positive"
+        raise InputError("USAGE", what, where="mix", remedy=remedy)
+    total = math.fsum(usable.values())
+    return {part: share / total for part, share in usable.items()}
 
 
 def _level(part: str) -> float | None:
     """Return the share of the best return that the policy of a part has; None of other parts."""
     kind, _, text = part.partition(":")
     try:
-        level = MEDIUM_LEVEL if part == "medium" else float(text)
+        level = float(text) if kind == "level" else LEVELS.get(part, 0.0)
     except ValueError:
         return None
-    return level if (part == "medium" or kind == "level") and 0 < level <= 1 else None
+    return level if 0 < level <= 1 else None
 
 
 def mix_makers(
@@ -108,42 +99,31 @@ def mix_makers(
     """
     makers = []
     for number, (part, share) in enumerate(mix.items()):
-        wanted, noise = max(1, round(share * steps)), action_noise
-        policy: Policy | None = None
+        wanted, noise, policy = max(1, round(share * steps)), action_noise, source
         if part == "replay":
             assert isinstance(source, Training), "only random data need no training"
             algorithm = f"{source.best.policy.algorithm}, training rollouts"
-            plans, noise = _replayed_plans(source, wanted), 0.0
-        else:
-            if part == "random":
-                policy, noise = RandomPolicy(facts.low, facts.high, facts.choices), 0.0
-            else:
-                policy = _trained(source, part) if isinstance(source, Training) else source
-            assert policy is not None, "only random data need no policy"
-            algorithm, plans = policy.algorithm, _endless_plans(policy, seed, number, noise)
-        makers.append(Maker(part, algorithm, wanted, noise, policy, plans))
+            makers.append(Maker(part, algorithm, wanted, 0.0, None, _replayed(source, wanted)))
+            continue
+        if part == "random":
+            policy, noise = RandomPolicy(facts.low, facts.high, facts.choices), 0.0
+        elif isinstance(source, Training):
+            policy = source.at_level(_level(part) or 1.0).policy
+        assert policy is not None and not isinstance(policy, Training)
+        plans = _endless(policy, (seed, RECORD, number), noise)
+        makers.append(Maker(part, policy.algorithm, wanted, noise, policy, plans))
     return makers
 
 
-def _trained(training: Training, part: str) -> Policy:
-    if part == "expert":
-        return training.best.policy
-    level = _level(part)
-    assert level is not None, "the mix has been checked"
-    # from 0, as returns mostly begin there; from the worst snapshot where returns are negative
-    low = min(0.0, *(snapshot.mean_return for snapshot in training.snapshots))
-    return training.near(low + level * (training.best.mean_return - low)).policy
-
-
-def _endless_plans(policy: Policy, seed: int, maker: int, noise: float) -> Iterator[EpisodePlan]:
+def _endless(policy: Policy, path: tuple[int, ...], noise: float) -> Iterator[EpisodePlan]:
     for episode in itertools.count():
-        yield episode_plan(policy, (seed, RECORD, maker, episode), noise)
+        yield episode_plan(policy, (*path, episode), noise)
 
 
-def _replayed_plans(training: Training, steps: int) -> Iterator[EpisodePlan]:
+def _replayed(training: Training, steps: int) -> Iterator[EpisodePlan]:
     for iteration, rollouts in choose_rollouts(training, steps):
-        played = training.rollout_plans(iteration)
-        yield from (played[rollout] for rollout in rollouts)
+        plans = training.rollout_plans(iteration)
+        yield from (plans[rollout] for rollout in rollouts)
 
 
 def choose_rollouts(training: Training, steps: int) -> list[tuple[Iteration, list[int]]]:
@@ -168,5 +148,5 @@ def choose_rollouts(training: Training, steps: int) -> list[tuple[Iteration, lis
             break
         fraction = min(1.0, fraction * 1.02)
     parts = np.split(taken, np.cumsum([len(i.lengths) for i in pool])[:-1])
-    chosen = [(i, np.flatnonzero(part).tolist()) for i, part in zip(pool, parts, strict=True)]
-    return [(iteration, rollouts) for iteration, rollouts in chosen if rollouts]
+    chosen = zip(pool, parts, strict=True)
+    return [(i, np.flatnonzero(part).tolist()) for i, part in chosen if part.any()]

@@ -24,7 +24,7 @@ from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.evaluation.environments import EnvironmentFacts, make_environment
 from gear_offline.sources.hdf5 import Hdf5File
 
-MIN_STD = 1e-8  # features that never move are divided by 1, as in ARS's own code
+WEIGHTS = ("weight", "observation_mean", "observation_std")  # of a linear policy in a file
 # Name before the colon: module and what pip calls it.
 LIBRARIES = {"sb3": ("stable_baselines3", "stable-baselines3"), "sbx": ("sbx", "sbx-rl")}
 
@@ -79,8 +79,7 @@ def recorded_policy(path: Path, facts: EnvironmentFacts) -> LinearPolicy:
     try:
         with Hdf5File(path) as file:
             made_in, algorithm = (file.attribute("/", name) for name in ("env_id", "algorithm"))
-            names = ("weight", "observation_mean", "observation_std")
-            columns = [file.column(f"metadata/policy/{name}") for name in names]
+            columns = [file.column(f"metadata/policy/{name}") for name in WEIGHTS]
         weight, mean, std = (column.read(0, column.shape[0]) for column in columns)
     except GearError as error:
         what = f"it holds no trained policy: {error.what}"
@@ -90,7 +89,7 @@ def recorded_policy(path: Path, facts: EnvironmentFacts) -> LinearPolicy:
         what = f"it was trained in {made_in}, not in {facts.environment_id}"
     elif (weight.shape, mean.shape, std.shape) != ((facts.action_size, size), (size,), (size,)):
         what = "its weights do not fit the environment"
-    elif not all(np.isfinite(part).all() for part in (weight, mean, std)) or not (std > 0).all():
+    elif not np.isfinite([*weight.flat, *mean, *std]).all() or not (std > 0).all():
         what = "its weights are not finite, or a deviation is not positive"
     if what:
         raise InputError("MODEL", what, str(path), remedy)
@@ -118,11 +117,6 @@ def play_policy(environment_id: str) -> Policy:
             raise InputError("MODEL", what, where=environment_id, remedy=remedy)
         policy: Policy = made()
         return policy
-
-
-def is_of_library(policy: str) -> bool:
-    """Return whether an RL library trains the policy of this name."""
-    return policy.partition(":")[0] in LIBRARIES
 
 
 def train_with_library(policy: str, environment_id: str, *, steps: int, seed: int) -> Policy:

@@ -1,9 +1,10 @@
-"""Play planned episodes and record every transition of each.
+"""Play planned episodes and keep every transition of each.
 
 A plan fixes an episode: its policy, its reset seed, its random stream.  The same plan gives the
 same episode in every process, so the data do not depend on their number.  Episodes are handed out
 in the order of the plans: taking them as they finish, up to a number of steps, would favour short
-ones.
+ones.  Evaluation (`gear_offline.evaluation.rollout`) batches one policy over environments; here
+every episode may have a policy of its own, which acts beside its environment.
 
 Shape legend: T steps of an episode, S observation, A action.
 """
@@ -12,8 +13,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -23,9 +24,9 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import (
     EnvironmentFacts,
     Known,
+    describe,
     known_of,
     make_environment,
-    probe,
     simulator_data,
 )
 from gear_offline.workers import Caller, WorkerPool
@@ -72,7 +73,7 @@ class EpisodePlan:
     noise_path: tuple[int, ...]  # of the episode's own stream: random actions, action noise
     # Deviation of Gaussian noise in half ranges of the action; of choices: share of random ones.
     action_noise: float = 0.0
-    expected_return: float | None = None  # when it was played before; recording checks it
+    expected_return: float | None = None  # when it was played before: it must be that again
     on_step: Callable[[float, Array], None] | None = None  # told the reward and the action
 
 
@@ -85,110 +86,96 @@ def episode_plan(policy: Policy, path: tuple[int, ...], action_noise: float) -> 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Episode:
-    """One recorded episode.
+    """An episode as it was played."""
 
-    Its columns, in the dtypes of the file: ``observations`` (T, S), or frames (T, h, w) uint8;
-    ``next_observations`` likewise, but not for frames; ``actions`` (T, A) float32 or (T,) int64;
-    ``rewards`` (T,) float32; ``terminals``, ``timeouts`` (T,) bool, never both true on a row;
-    ``infos/qpos``, ``infos/qvel`` float32, before the step, for MuJoCo.
-    """
-
-    columns: dict[str, Array]
     reset_seed: int
+    observations: Array  # (T + 1, S), or frames (T + 1, h, w): the last one is not acted on
+    actions: Array  # (T, A) float32 or (T,) int64, as they were applied
+    rewards: Float64Array  # (T,)
+    terminated: bool  # the environment ended it; False: a time limit did
+    infos: dict[str, Array]  # MuJoCo's ``qpos`` and ``qvel`` before each step, (T, ...) float32
 
     @property
     def steps(self) -> int:
-        return len(self.columns["rewards"])
+        return len(self.rewards)
 
+    @property
+    def total(self) -> float:
+        """The undiscounted return."""
+        return float(self.rewards.sum())
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class EpisodeScore:
-    """What training needs of an episode."""
+    def columns(self, facts: EnvironmentFacts) -> dict[str, Array]:
+        """Return the rows (T, ...) of a file in D4RL's layout, in the dtypes it has there.
 
-    total_reward: float
-    steps: int
-    mean: Float64Array  # (S,) of the observations acted on
-    squares: Float64Array  # (S,) summed squared deviation from it
-
-
-@dataclass(kw_only=True, eq=False)
-class _Played:
-    """An episode as it was played; observations are one more than steps."""
-
-    seen: list[Array]
-    actions: list[Array] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    positions: list[Array] = field(default_factory=list)
-    velocities: list[Array] = field(default_factory=list)
-    terminated: bool = False
+        Of frames no ``next_observations``, which would double the file; ``terminals`` and
+        ``timeouts`` are never both true on a row.
+        """
+        seen, last = self.observations, np.arange(self.steps) == self.steps - 1
+        if seen.dtype.kind == "f":
+            seen = seen.astype(np.float32)
+        return {
+            "observations": seen[:-1],
+            **({} if facts.frames else {"next_observations": seen[1:]}),
+            "actions": self.actions,
+            "rewards": self.rewards.astype(np.float32),
+            "terminals": last & self.terminated,
+            "timeouts": last & (not self.terminated),
+            **{f"infos/{name}": rows for name, rows in self.infos.items()},
+        }
 
 
 class Player(Closing):
     """One environment of this process that plays plans."""
 
     def __init__(self, environment_id: str) -> None:
-        self.facts = probe(environment_id)
-        _check_recordable(self.facts)
         self._environment = make_environment(environment_id)
+        self.facts = facts = describe(self._environment, environment_id)
         self._data = simulator_data(self._environment)
+        if not np.isfinite([facts.low, facts.high]).all():
+            what, remedy = "its actions have no bounds", "wrap it with RescaleAction"
+            raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
+        if not facts.step_limit:
+            what = "it has no step limit, so an episode might never end"
+            remedy = "register it with max_episode_steps"
+            raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
 
-    def record(self, plan: EpisodePlan) -> Episode:
-        """Play a plan and return every transition."""
-        played, facts = self._play(plan), self.facts
-        total = float(np.sum(played.rewards))
-        if plan.expected_return is not None and total != plan.expected_return:
-            returns = f"{plan.expected_return} in training and {total} when it was recorded"
-            remedy = "the environment does not depend on its seed alone: leave replay out"
-            what = f"an episode returned {returns}"
-            raise GearError("ENVIRONMENT", what, facts.environment_id, remedy)
-        floats = facts.observation_dtype.kind == "f"
-        seen = np.asarray(played.seen, dtype=np.float32 if floats else facts.observation_dtype)
-        last = np.arange(len(played.rewards)) == len(played.rewards) - 1
-        columns: dict[str, Array] = {
-            "observations": seen[:-1],
-            **({} if facts.frames else {"next_observations": seen[1:]}),  # frames once, not twice
-            "actions": np.asarray(played.actions, np.int64 if facts.discrete else np.float32),
-            "rewards": np.asarray(played.rewards, dtype=np.float32),
-            "terminals": last & played.terminated,
-            "timeouts": last & (not played.terminated),
-        }
-        if self._data is not None:
-            columns["infos/qpos"] = np.asarray(played.positions, dtype=np.float32)
-            columns["infos/qvel"] = np.asarray(played.velocities, dtype=np.float32)
-        return Episode(columns=columns, reset_seed=plan.reset_seed)
-
-    def score(self, plan: EpisodePlan) -> EpisodeScore:
-        """Play a plan and return what training needs."""
-        played = self._play(plan)
-        acted_on = np.asarray(played.seen[:-1], np.float64).reshape(len(played.rewards), -1)
-        mean = acted_on.mean(axis=0)
-        return EpisodeScore(
-            total_reward=float(np.sum(played.rewards)),
-            steps=len(played.rewards),
-            mean=mean,
-            squares=((acted_on - mean) ** 2).sum(axis=0),
-        )
-
-    def _play(self, plan: EpisodePlan) -> _Played:
-        environment, generator = self._environment, stream(*plan.noise_path)
-        observation, _ = environment.reset(seed=plan.reset_seed)
-        played, over = _Played(seen=[np.array(observation)]), False
-        while not over:
-            chosen = plan.policy.act(played.seen[-1], generator)
-            action = noisy(self.facts, chosen, plan.action_noise, generator)
-            if self._data is not None:
-                played.positions.append(self._data.qpos.copy())
-                played.velocities.append(self._data.qvel.copy())
+    def play(self, plan: EpisodePlan) -> Episode:
+        """Play a plan; ``ENVIRONMENT`` where it does not return what it did before."""
+        facts, generator = self.facts, stream(*plan.noise_path)
+        observation, _ = self._environment.reset(seed=plan.reset_seed)
+        seen = [np.array(observation)]
+        actions: list[Array] = []
+        rewards: list[float] = []
+        infos: dict[str, list[Array]] = {} if self._data is None else {"qpos": [], "qvel": []}
+        terminated = truncated = False
+        while not (terminated or truncated):
+            chosen = plan.policy.act(seen[-1], generator)
             # What is stored is what was applied: the environment gets the value after the cast.
-            applied = self.facts.shaped(action)
-            observation, reward, terminated, truncated, _ = environment.step(applied)
-            played.seen.append(np.array(observation))  # it may write to its array again
-            played.actions.append(action)
-            played.rewards.append(float(reward))
+            actions.append(noisy(facts, chosen, plan.action_noise, generator))
+            for name, rows in infos.items():
+                rows.append(getattr(self._data, name).copy())
+            stepped = self._environment.step(facts.shaped(actions[-1]))
+            observation, reward, terminated, truncated, _ = stepped
+            seen.append(np.array(observation))  # it may write to its array again
+            rewards.append(float(reward))
             if plan.on_step is not None:
-                plan.on_step(played.rewards[-1], action)
-            played.terminated, over = bool(terminated), bool(terminated or truncated)
-        return played
+                plan.on_step(rewards[-1], actions[-1])
+        episode = Episode(
+            reset_seed=plan.reset_seed,
+            observations=np.asarray(
+                seen, None if facts.observation_dtype.kind == "f" else facts.observation_dtype
+            ),
+            actions=np.asarray(actions),
+            rewards=np.asarray(rewards),
+            terminated=bool(terminated),
+            infos={name: np.asarray(rows, np.float32) for name, rows in infos.items()},
+        )
+        if plan.expected_return not in (None, episode.total):
+            what = f"an episode returned {plan.expected_return} in training and {episode.total} "
+            what += "when it was recorded"
+            remedy = "the environment does not depend on its seed alone: leave replay out"
+            raise GearError("ENVIRONMENT", what, facts.environment_id, remedy)
+        return episode
 
     def close(self) -> None:
         self._environment.close()
@@ -199,8 +186,7 @@ def noisy(
 ) -> Array:
     """Add noise as of `EpisodePlan` to an action, clip it, and cast it to what will be stored."""
     if not np.isfinite(action).all():
-        what = "the policy returned an action that is NaN or infinite"
-        remedy = "train it with smaller steps"
+        what, remedy = "the policy returned an action that is NaN or infinite", "take smaller steps"
         raise GearError("MODEL", what, facts.environment_id, remedy)
     if facts.discrete:
         if noise and generator.random() < noise:
@@ -210,17 +196,6 @@ def noisy(
         half = 0.5 * (facts.high - facts.low)
         action = action + noise * half * generator.standard_normal(facts.low.size)
     return np.minimum(np.maximum(action, facts.low), facts.high).astype(np.float32)
-
-
-def _check_recordable(facts: EnvironmentFacts) -> None:
-    if not np.isfinite([facts.low, facts.high]).all():
-        what, remedy = "its actions have no bounds", "wrap it with RescaleAction"
-    elif not facts.step_limit:
-        what = "it has no step limit, so an episode might never end"
-        remedy = "register it with max_episode_steps"
-    else:
-        return
-    raise InputError("ENVIRONMENT", what, where=facts.environment_id, remedy=remedy)
 
 
 class Crew(Closing):
@@ -233,20 +208,12 @@ class Crew(Closing):
         several = processes > 1 and self._known is not None
         self._pool = WorkerPool(processes) if several else None
 
-    def record(self, plans: Iterable[EpisodePlan]) -> Iterator[Episode]:
+    def play(self, plans: Iterable[EpisodePlan]) -> Iterator[Episode]:
         """Yield the episodes of `plans` (maybe endless) in order; stop reading when enough."""
-        return self._play("record", plans)
-
-    def score(self, plans: Iterable[EpisodePlan]) -> list[EpisodeScore]:
-        """Return the scores of `plans` in order."""
-        return list(self._play("score", plans))
-
-    def _play(self, method: str, plans: Iterable[EpisodePlan]) -> Iterator[Any]:
         if self._pool is None:
-            yield from map(getattr(self._player, method), plans)
-            return
-        jobs = ((self._id, self._known, method, plan) for plan in plans)
-        yield from self._pool.run(f"{__name__}:play_in_worker", jobs)
+            return map(self._player.play, plans)
+        jobs = ((self._id, self._known, plan) for plan in plans)
+        return self._pool.run(f"{__name__}:play_in_worker", jobs)
 
     def close(self) -> None:
         """End the workers."""
@@ -261,10 +228,6 @@ def _player(environment_id: str, known: Known) -> Player:
     return Player(environment_id)
 
 
-def play_in_worker(
-    caller: Caller, environment_id: str, known: Known, method: str, plan: EpisodePlan
-) -> Episode | EpisodeScore:
-    """Do one job of `Crew` in a worker; a method of `Player`."""
-    play = getattr(_player(environment_id, known), method)
-    result: Episode | EpisodeScore = play(plan)
-    return result
+def play_in_worker(caller: Caller, environment_id: str, known: Known, plan: EpisodePlan) -> Episode:
+    """Do one job of `Crew` in a worker."""
+    return _player(environment_id, known).play(plan)
