@@ -17,7 +17,7 @@ from gear_offline.collect.ars import (
     update,
 )
 from gear_offline.collect.makers import choose_rollouts
-from gear_offline.collect.record import Crew, EpisodeScore
+from gear_offline.collect.record import Crew
 from gear_offline.errors import GearError
 from tests.collect_environments import PUSH
 
@@ -64,12 +64,10 @@ def test_update_is_the_papers(seed: int, count: int, data: st.DataObject) -> Non
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 2**32))
 def test_moments_are_those_of_all_observations(lengths: list[int], seed: int) -> None:
     rng = np.random.default_rng(seed)
-    moments = RunningMoments(0, np.zeros(3), np.zeros(3))
+    moments = RunningMoments(3)
     parts = [rng.normal(3.0, 2.0, size=(n, 3)) * [1.0, 10.0, 0.0] for n in lengths]
     for part in parts:
-        mean = part.mean(axis=0)
-        squares = ((part - mean) ** 2).sum(axis=0)
-        moments.merge(EpisodeScore(total_reward=0.0, steps=len(part), mean=mean, squares=squares))
+        moments.merge(part)
     seen = np.concatenate(parts)
     np.testing.assert_allclose(moments.mean, seen.mean(axis=0), atol=1e-9)
     expected = seen.std(axis=0, ddof=1) if len(seen) > 1 else np.ones(3)
@@ -128,11 +126,11 @@ def test_the_alive_bonus_is_taken_off_by_step() -> None:
 def test_training_rollouts_can_be_recorded_later(training: Training) -> None:
     iteration = training.iterations[7]
     with Crew(PUSH, processes=1) as crew:
-        episodes = list(crew.record(training.rollout_plans(iteration)))
+        episodes = list(crew.play(training.rollout_plans(iteration)))
         np.testing.assert_array_equal([e.steps for e in episodes], iteration.lengths)
         wrong = replace(iteration, returns=iteration.returns + 1e-9)
         with pytest.raises(GearError) as caught:
-            list(crew.record(training.rollout_plans(wrong)))
+            list(crew.play(training.rollout_plans(wrong)))
     assert caught.value.code == "ENVIRONMENT"
 
 
