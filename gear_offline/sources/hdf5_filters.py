@@ -1,4 +1,4 @@
-"""Decoders of HDF5's built-in filters, each bounded in what it may produce.
+"""Decoders of HDF5's filters, each bounded in what it may produce.
 
 HDF5's own pipeline hands a chunk that decodes to fewer bytes than its size on with whatever the
 memory held before, and lets one that decodes to more grow without limit.
@@ -14,9 +14,6 @@ from h5py import h5z
 
 Bytes = bytes | bytearray
 
-_CHECKSUM_BYTES = 4
-_BLOCK_WORDS = 1 << 20
-
 
 def decode_chunk(
     raw: Bytes, filters: Sequence[int], skipped: int, *, chunk_bytes: int, itemsize: int
@@ -25,10 +22,9 @@ def decode_chunk(
 
     Bit i of `skipped` is set where filter i was not applied, as for data that do not compress.
     """
-    most = chunk_bytes + _CHECKSUM_BYTES
     for index in reversed(range(len(filters))):
         if not skipped >> index & 1:
-            raw = FILTERS[filters[index]][1](raw, most, itemsize)
+            raw = FILTERS[filters[index]][1](raw, chunk_bytes, itemsize)
     if len(raw) != chunk_bytes:
         raise ValueError(f"a chunk of {chunk_bytes} bytes holds {len(raw)}")
     return raw
@@ -52,54 +48,33 @@ def _unshuffle(raw: Bytes, _: int, itemsize: int) -> Bytes:
     return planes.T.tobytes() + raw[whole:]
 
 
-def _check_fletcher32(raw: Bytes, _most: int, _itemsize: int) -> Bytes:
-    """Compare and drop the checksum at the end: Fletcher's of big-endian 16-bit words."""
-    data, stored = raw[:-_CHECKSUM_BYTES], raw[-_CHECKSUM_BYTES:]
-    words = np.frombuffer(data + b"\0" * (len(data) % 2), ">u2")
-    low = high = 0
-    for start in range(0, words.size, _BLOCK_WORDS):
-        block = words[start : start + _BLOCK_WORDS].astype(np.int64)
-        high = (high + low * block.size + int(block @ np.arange(block.size, 0, -1))) % 65535
-        low = (low + int(block.sum())) % 65535
-    # Sums of 0 and 65,535 are one and the same modulo 65,535.
-    wanted = (int.from_bytes(stored[:2], "little"), int.from_bytes(stored[2:], "little"))
-    if tuple(part % 65535 for part in wanted) != (low, high):
-        raise ValueError("the checksum of a chunk does not fit its bytes")
-    return data
-
-
 def _expand_lzf(raw: Bytes, most: int, _: int) -> Bytes:
     """Decode LZF: runs of literal bytes, and references to bytes up to 8 KiB back."""
-    plain, at, end = bytearray(), 0, len(raw)
+    plain, at = bytearray(), 0
     try:
-        while at < end:
-            control = raw[at]
+        while at < len(raw) and len(plain) <= most:
+            control, at = raw[at], at + 1
             if control < 32:
-                plain += raw[at + 1 : at + control + 2]
-                at += control + 2
+                plain += raw[at : at + control + 1]
+                at += control + 1
                 continue
-            length, at = control >> 5, at + 1
+            length = control >> 5
             if length == 7:
                 length, at = length + raw[at], at + 1
-            length += 2
             begin = len(plain) - ((control & 31) << 8 | raw[at]) - 1
-            at += 1
+            length, at = length + 2, at + 1
             if begin < 0:
                 raise ValueError("an LZF chunk refers to bytes before its own")
             piece = plain[begin : begin + length]
-            while len(piece) < length:  # the reference overlaps what it makes
-                piece += piece[: length - len(piece)]
-            plain += piece
-            if len(plain) > most:
-                break
+            # A reference that overlaps what it makes repeats it.
+            plain += (piece * -(-length // len(piece)))[:length]
     except IndexError:
         raise ValueError("an LZF chunk ends early") from None
-    return bytes(plain)
+    return plain
 
 
 FILTERS: dict[int, tuple[str, Callable[[Bytes, int, int], Bytes]]] = {
     h5z.FILTER_DEFLATE: ("gzip", _inflate),
     h5z.FILTER_SHUFFLE: ("shuffle", _unshuffle),
-    h5z.FILTER_FLETCHER32: ("fletcher32", _check_fletcher32),
     h5z.FILTER_LZF: ("lzf", _expand_lzf),
 }
