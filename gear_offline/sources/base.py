@@ -31,7 +31,7 @@ from gear_offline.core.files import FileIdentity, file_identity, open_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec, is_column_name
-from gear_offline.errors import InputError, UnavailableError
+from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.sources.episode_ends import SCALARS
 
 READ_BYTES = 8 << 20  # a read of about this size amortises the call
@@ -92,7 +92,7 @@ def damage_told(
     """Turn the `errors` that a library raises of a damaged file into one (``SOURCE_READ``)."""
     try:
         yield
-    except InputError:
+    except GearError:
         raise
     except errors as error:
         what = f"not a readable {kind} file: {' '.join(str(error).split())[:200]}"

@@ -14,6 +14,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import numpy as np
 from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import InputError
 from gear_offline.sources.arrays import kinds_of_arrays
 from gear_offline.sources.base import (
     InputFile,
@@ -32,6 +33,7 @@ from gear_offline.sources.base import (
     Source,
     SourceInfo,
     common_columns,
+    damage_told,
     files_in,
     package_needed,
 )
@@ -80,23 +82,29 @@ def open_minari(path: Path, *, uri: str) -> Source:
     metadata = _read_metadata(data)
     files, total = _data_files(data, metadata), int(metadata["total_episodes"])
     reader = _Reader(data)
-    lengths, terminated, columns = reader.scan(total)
-    steps = sum(lengths)
-    if not steps or steps != int(metadata.get("total_steps", steps)):
-        says = f"metadata.json says {metadata.get('total_steps')}"
-        raise _damaged("SOURCE_LAYOUT", f"the data hold {count_text(steps, 'step')}, {says}", data)
-    notes: list[str] = []
-    if total > len(lengths):
-        notes.append(f"{count_text(total - len(lengths), 'episode')} without steps left out")
-    left_out = reader.left_out.items()
-    notes += [f"{n} is left out: {why}" for n, why in left_out if not n.startswith("infos/")]
+    for number, episode in reader.decode(range(total)):
+        if len(episode["rewards"]):
+            reader.keep(number, episode)
+            terminated = bool(episode["terminations"][-1].any())
+            reader.found[number] = len(episode["rewards"]), terminated, kinds_of_arrays(episode)
+    lengths = [length for length, _, _ in reader.found.values()]
+    steps, said = sum(lengths), metadata.get("total_steps")
+    if not steps or (said is not None and steps != int(said)):
+        what = f"the data hold {count_text(steps, 'step')}, metadata.json says {said}"
+        raise InputError("SOURCE_LAYOUT", what, str(data), REMEDY)
+    kinds = [(f"episode {number}", kinds) for number, (_, _, kinds) in reader.found.items()]
+    columns, others = common_columns(kinds, COLUMNS, where=data, remedy=REMEDY)
+    left_out = reader.left_out | others
+    empty = total - len(lengths)
+    notes = [f"{count_text(empty, 'episode')} without steps left out"] if empty else []
+    notes += [f"{n} is left out: {y}" for n, y in left_out.items() if not n.startswith("infos/")]
     if not uri.startswith("minari:") and metadata.get("dataset_id"):
         uri = f"minari:{metadata['dataset_id']}"
     return Source(
-        [Piece(read=partial(reader.read, i), steps=length) for i, length in enumerate(lengths)],
+        [Piece(read=partial(reader.read, n), steps=part[0]) for n, part in reader.found.items()],
         columns,
         lengths=lengths,
-        terminated=terminated,
+        terminated=[terminated for _, terminated, _ in reader.found.values()],
         info=SourceInfo(
             uri=uri,
             format="minari",
@@ -105,7 +113,7 @@ def open_minari(path: Path, *, uri: str) -> Source:
             files=files,
             attributes={
                 "metadata": {k: metadata[k] for k in sorted(metadata) if k not in LONG},
-                "left_out": reader.left_out,
+                "left_out": left_out,
                 "unfinished_tail_steps": 0,
                 "warnings": notes,
             },
@@ -117,85 +125,61 @@ class _Reader:
     """Decodes episodes by the minari package, and keeps those that were decoded last."""
 
     def __init__(self, data: Path) -> None:
+        with package_needed("Minari datasets are read by the minari package", "minari"):
+            from minari.dataset.minari_storage import MinariStorage
+        with _told(data):
+            self._storage = MinariStorage.read(data)
+        self._data = data
         self.left_out: dict[str, str] = {}  # what is stored and no column: why
-        self._numbers: list[int] = []  # Minari's, of each episode that has steps
-        self._data, self._storage = data, _open_storage(data)
+        # by Minari's number of each episode that has steps: T, how it ended, its columns
+        self.found: dict[int, tuple[int, bool, Kinds]] = {}
         self._kept: dict[int, Episode] = {}
         self._kept_bytes = 0
 
-    def scan(self, total: int) -> tuple[list[int], list[bool], Kinds]:
-        """Decode all episodes; return lengths, how they ended, and the columns that all have."""
-        lengths: list[int] = []
-        terminated: list[bool] = []
-        kinds: list[tuple[str, Kinds]] = []
-        for number, episode in self._decode(range(total)):
-            if not len(episode["rewards"]):
-                continue
-            self._keep(number, episode)
-            self._numbers.append(number)
-            lengths.append(len(episode["rewards"]))
-            terminated.append(bool(episode["terminations"][-1].any()))
-            kinds.append((f"episode {number}", kinds_of_arrays(episode)))
-        if not kinds:
-            return lengths, terminated, {}
-        columns, left_out = common_columns(kinds, COLUMNS, where=self._data, remedy=REMEDY)
-        self.left_out |= left_out
-        return lengths, terminated, columns
-
-    def read(self, index: int, column: str, start: int, stop: int) -> Array:
+    def read(self, number: int, column: str, start: int, stop: int) -> Array:
         """Return rows of an episode; with one that is not kept the next ones are decoded."""
-        number = self._numbers[index]
         if number not in self._kept:
             self._kept, self._kept_bytes = {}, 0
-            for other, episode in self._decode(self._numbers[index:]):
-                self._keep(other, episode)
+            for other, episode in self.decode([n for n in self.found if n >= number]):
+                self.keep(other, episode)
                 if self._kept_bytes > KEPT_BYTES:
                     break
         return self._kept[number][column][start:stop]
 
-    def _keep(self, number: int, episode: Episode) -> None:
+    def keep(self, number: int, episode: Episode) -> None:
         """Keep an episode as long as there is room; next observations take none."""
         if self._kept_bytes <= KEPT_BYTES:
             self._kept[number] = episode
             own = (rows for name, rows in episode.items() if not name.startswith("next_"))
             self._kept_bytes += sum(rows.nbytes for rows in own)
 
-    def _decode(self, numbers: Sequence[int]) -> Iterator[tuple[int, Episode]]:
+    def decode(self, numbers: Sequence[int]) -> Iterator[tuple[int, Episode]]:
         """Yield episodes as columns."""
         # Of arrow files minari takes several only if all have the same infos.
         one_file = (self._data / MAIN_FILE).exists()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                for run in [numbers] if one_file else [[number] for number in numbers]:
-                    for number, raw in zip(run, self._storage.get_episodes(run), strict=True):
-                        yield number, self._columns(raw, number)
-        except (GearError, MemoryError):
-            raise
-        except Exception as error:  # what the package raises of damaged files is not told
-            what = f"the minari package cannot read it: {type(error).__name__}: {error}"
-            raise _damaged("SOURCE_READ", what, self._data) from error
+        with _told(self._data):
+            for run in [numbers] if one_file else [[number] for number in numbers]:
+                for number, raw in zip(run, self._storage.get_episodes(run), strict=True):
+                    yield number, self._columns(raw, number)
 
     def _columns(self, raw: Mapping[str, Any], number: int) -> Episode:
         """Return the columns of an episode, (T, *shape) each, in the order of the table."""
         rewards = np.asarray(raw["rewards"])
-        steps = len(rewards)
+        steps = count_text(len(rewards), "step")
         observations = self._leaves("observations", raw["observations"])
         columns = {name: rows[:-1] for name, rows in observations.items()}
-        columns |= self._leaves("actions", raw["actions"])
-        columns["rewards"] = rewards
+        columns |= self._leaves("actions", raw["actions"]) | {"rewards": rewards}
         columns |= {f"next_{name}": rows[1:] for name, rows in observations.items()}
         columns |= {flag: np.asarray(raw[flag]) for flag in ("terminations", "truncations")}
-        for name, rows in self._leaves("infos", raw["infos"] or {}).items():
-            if len(rows) in (steps, steps + 1):
-                columns[name] = rows[:steps]
-            else:
-                has = count_text(len(rows), "row")
-                self.left_out[name] = f"{has} for {count_text(steps, 'step')}"
         for name, rows in columns.items():
-            if len(rows) != steps:
-                what = f"{count_text(len(rows), 'row')} of {name} for {count_text(steps, 'step')}"
-                raise _damaged("SOURCE_LAYOUT", what, self._data, number)
+            if len(rows) != len(rewards):
+                what = f"{count_text(len(rows), 'row')} of {name} for {steps}"
+                raise InputError("SOURCE_LAYOUT", what, f"{self._data}: episode {number}", REMEDY)
+        for name, rows in self._leaves("infos", raw["infos"] or {}).items():
+            if len(rows) - len(rewards) in (0, 1):
+                columns[name] = rows[: len(rewards)]
+            else:
+                self.left_out[name] = f"{count_text(len(rows), 'row')} for {steps}"
         return columns
 
     def _leaves(self, name: str, value: Any) -> Episode:
@@ -213,37 +197,26 @@ class _Reader:
         return {}
 
 
-def _open_storage(data: Path) -> Any:
-    """Return minari's reader of a data directory."""
-    with package_needed("Minari datasets are read by the minari package", "minari"):
-        from minari.dataset.minari_storage import MinariStorage
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return MinariStorage.read(data)
-    except Exception as error:
-        what = f"not usable: {type(error).__name__}: {error}"
-        raise _damaged("SOURCE_LAYOUT", what, data) from error
+@contextmanager
+def _told(where: Path) -> Iterator[None]:
+    """Whatever the package raises of damaged files is one error; its warnings are not shown."""
+    with damage_told("Minari", where, (Exception,)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _read_metadata(data: Path) -> dict[str, Any]:
-    """Return what metadata.json says."""
     path = data / METADATA_FILE
     if not path.exists():
         what = "the dataset has no metadata.json, as those of Minari before 0.5"
-        raise _damaged("SOURCE_READ", what, data)
-    try:
+        raise InputError("SOURCE_READ", what, str(data), REMEDY)
+    with damage_told("metadata.json", path, (Exception,)):
         metadata = json.loads(read_regular(path, most=MAX_METADATA_BYTES))
         # Without spaces minari would make the environment, whose module a stranger may have named.
-        if not isinstance(metadata, dict) or not all(
-            isinstance(metadata.get(space), str) for space in ("observation_space", "action_space")
-        ):
+        if not all(isinstance(metadata[f"{of}_space"], str) for of in ("observation", "action")):
             raise ValueError("no metadata of Minari")
         int(metadata["total_episodes"]), int(metadata.get("total_steps", 0))
-        return metadata
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        what = f"not usable: {type(error).__name__}: {error}"
-        raise _damaged("SOURCE_READ", what, path) from error
+        return dict(metadata)
 
 
 def _data_files(data: Path, metadata: Mapping[str, Any]) -> tuple[InputFile, ...]:
@@ -253,8 +226,8 @@ def _data_files(data: Path, metadata: Mapping[str, Any]) -> tuple[InputFile, ...
             file.check_all()
             return (file.file,)
     folders = [data / str(number) for number in range(int(metadata["total_episodes"]))]
-    found = [InputFile.find(path) for folder in folders for path in sorted(folder.glob("*"))]
-    return tuple(file for file in found if file.path.name != METADATA_FILE)
+    paths = [path for folder in folders for path in sorted(folder.glob("*"))]
+    return tuple(InputFile.find(path) for path in paths if path.name != METADATA_FILE)
 
 
 def _environment(metadata: Mapping[str, Any]) -> str | None:
@@ -263,8 +236,3 @@ def _environment(metadata: Mapping[str, Any]) -> str | None:
     except (KeyError, TypeError, ValueError):
         return None
     return name if isinstance(name, str) and name else None
-
-
-def _damaged(code: str, what: str, path: Path, episode: int | None = None) -> InputError:
-    where = str(path) if episode is None else f"{path}: episode {episode}"
-    return InputError(code, what, where=where, remedy=REMEDY)
