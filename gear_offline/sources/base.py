@@ -147,6 +147,10 @@ class SourceInfo:
     files: tuple[InputFile, ...] = ()
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
+    def with_facts(self, **facts: Any) -> SourceInfo:
+        """Return it with more, or other, attributes."""
+        return replace(self, attributes={**self.attributes, **facts})
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Piece:
@@ -232,6 +236,19 @@ class Source(Closing):
         if renamed:
             self.warn(*renamed, first=True)
 
+    def derived(
+        self, pieces: Sequence[Piece], columns: Kinds, chosen: Any = slice(None), **options: Any
+    ) -> Source:
+        """Return a source of other rows or columns of the `chosen` of its episodes."""
+        return Source(
+            pieces,
+            columns,
+            lengths=self.episodes.lengths[chosen],
+            terminated=self.terminated[chosen],
+            truncated=self.truncated[chosen],
+            **{"info": self.info, **options},
+        )
+
     def warn(self, *notes: str, first: bool = False) -> None:
         """Put warnings behind those that there are, or before them."""
         before = self.info.attributes.get("warnings", ())
@@ -239,7 +256,7 @@ class Source(Closing):
 
     def add_facts(self, **facts: Any) -> None:
         """Put facts among the attributes of `info`."""
-        self.info = replace(self.info, attributes={**self.info.attributes, **facts})
+        self.info = self.info.with_facts(**facts)
 
     def read(self, column: str, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""

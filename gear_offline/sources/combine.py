@@ -8,10 +8,8 @@ Shape legend: N rows, E episodes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,21 +55,17 @@ def pick_episodes(source: Source, which: npt.ArrayLike) -> Source:
     _check_open(source)
     chosen = chosen_episodes(which, source.episodes.episodes)
     offsets = source.episodes.offsets
-    # Episodes that follow each other are one piece: fewer and longer reads.
-    breaks = np.flatnonzero(np.diff(chosen) != 1) + 1
     pieces = []
-    for run in np.split(chosen, breaks):
+    # Episodes that follow each other are one piece: fewer and longer reads.
+    for run in np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1):
         first, last = int(offsets[run[0]]), int(offsets[run[-1] + 1])
         pieces.append(Piece(read=source.read, first=first, steps=last - first))
     picked = f"{chosen.size:,} of {count_text(source.episodes.episodes, 'episode')}"
-    attributes = {**source.info.attributes, "picked": picked}
-    return Source(
+    return source.derived(
         pieces,
         kinds_of(source),
-        lengths=source.episodes.lengths[chosen],
-        terminated=source.terminated[chosen],
-        truncated=source.truncated[chosen],
-        info=replace(source.info, attributes=attributes),
+        chosen,
+        info=source.info.with_facts(picked=picked),
         preferred={c.name: source.preferred_rows(c.name) for c in source.spec},
     )
 
@@ -108,6 +102,16 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
         remedy="take the columns that they share: --columns",
     )
     infos = [source.info for source in sources]
+    notes = [f"{i.uri}: {text}" for i in infos for text in i.attributes.get("warnings", ())]
+    shared: dict[str, str | None] = {}
+    for fact in ("format", "rule", "environment_id", "reference_name"):
+        values = {getattr(info, fact) for info in infos}
+        shared[fact] = values.pop() if len(values) == 1 else None
+        if values and fact in ("environment_id", "reference_name"):
+            what = fact.replace("_", " ")
+            notes.append(f"the parts differ in {what}: {', '.join(sorted(map(str, values)))}")
+    for info in infos:
+        left_out = {**info.attributes.get("left_out", {}), **left_out}
     return Source(
         [Piece(read=source.read, steps=source.spec.steps) for source in sources],
         columns,
@@ -116,12 +120,17 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
         truncated=np.concatenate([source.truncated for source in sources]),
         info=SourceInfo(
             uri=uri or " + ".join(info.uri for info in infos[:3]) + " + ..." * (len(infos) > 3),
-            format=_same([info.format for info in infos]) or "joined",
-            rule=_same([info.rule for info in infos]) or "that of each part",
-            environment_id=_same([info.environment_id for info in infos]),
-            reference_name=_same([info.reference_name for info in infos]),
+            format=shared["format"] or "joined",
+            rule=shared["rule"] or "that of each part",
+            environment_id=shared["environment_id"],
+            reference_name=shared["reference_name"],
             files=tuple(file for info in infos for file in info.files),
-            attributes=_joint_attributes(sources, left_out),
+            attributes={
+                "parts": len(sources),
+                "part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]],
+                "left_out": left_out,
+                "warnings": notes,
+            },
         ),
         preferred={name: max(s.preferred_rows(name) for s in sources) for name in columns},
     )
@@ -132,28 +141,6 @@ def _check_open(source: object) -> None:
         what = f"a {type(source).__name__} is not an open source"
         remedy = "give what gear_offline.open_source(PATH) returns"
         raise InputError("SOURCE_READ", what, remedy=remedy)
-
-
-def _joint_attributes(sources: Sequence[Source], left_out: dict[str, str]) -> dict[str, Any]:
-    infos = [source.info for source in sources]
-    notes = [f"{i.uri}: {text}" for i in infos for text in i.attributes.get("warnings", ())]
-    for fact in ("environment_id", "reference_name"):
-        names = {str(getattr(info, fact)) for info in infos}
-        if len(names) > 1:
-            what = fact.replace("_", " ")
-            notes.append(f"the parts differ in {what}: {', '.join(sorted(names))}")
-    for info in infos:
-        left_out = {**info.attributes.get("left_out", {}), **left_out}
-    return {
-        "parts": len(sources),
-        "part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]],
-        "left_out": left_out,
-        "warnings": notes,
-    }
-
-
-def _same(values: Sequence[str | None]) -> str | None:
-    return values[0] if len(set(values)) == 1 else None
 
 
 def with_columns(
@@ -187,14 +174,10 @@ def with_columns(
 
     facts = source.info.attributes
     made_of = {new: " + ".join(olds) for new, olds in asked.items()}
-    made_of = {**facts.get("columns_from", {}), **made_of}
-    return Source(
+    return source.derived(
         [Piece(read=read, steps=source.spec.steps)],
         kinds,
-        lengths=source.episodes.lengths,
-        terminated=source.terminated,
-        truncated=source.truncated,
-        info=replace(source.info, attributes={**facts, "columns_from": made_of}),
+        info=source.info.with_facts(columns_from={**facts.get("columns_from", {}), **made_of}),
         preferred={new: min(source.preferred_rows(o.name) for o in p) for new, p in parts.items()},
     )
 
