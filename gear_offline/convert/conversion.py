@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -45,7 +46,7 @@ from gear_offline.dataset.manifest import (
     is_only_dataset,
 )
 from gear_offline.dataset.schema import ColumnSpec, TableSpec
-from gear_offline.dataset.scores import ReferenceScores, known_scores, reference_scores
+from gear_offline.dataset.scores import known_scores, reference_scores
 from gear_offline.dataset.shard import RESERVED_NAMES, digest
 from gear_offline.dataset.statistics import distribution
 from gear_offline.errors import InputError
@@ -163,7 +164,7 @@ def convert(
     given = None if isinstance(source, Source) else source
     local = given is None or not isinstance(map, str | None)
     several = workers > 1 or ray is not None
-    _check_options(shard_bytes, block_bytes, workers, local=local and several)
+    _check_options(shard_bytes, block_bytes, workers, local=several and local)
     columns, names = _split_names(columns, rename or {})
     given_scores = None if reference is None else known_scores(reference)
     with ExitStack() as stack:
@@ -175,7 +176,7 @@ def convert(
         info = source.info
         settings = Settings(
             spec=source.spec,
-            columns=_make_discrete(_pick_columns(source, columns), discrete),
+            columns=_pick_columns(source, columns, discrete),
             block_bytes=block_bytes,
             allow_nonfinite=allow_nonfinite,
         )
@@ -186,33 +187,27 @@ def convert(
         stack.callback(stopped.set)
         digests = [pool.submit(_digest, file, stopped) for file in info.files]
         total = source.spec.steps * sum(c.step_bytes for c in settings.columns)
-        what = f"convert {info.uri}"
-        progress = Progress(what, total=total, unit="bytes", quiet=quiet)
+        progress = Progress(f"convert {info.uri}", total=total, unit="bytes", quiet=quiet)
         advance = stack.enter_context(progress).advance
         if given is not None and several and len(jobs) > 1:
-            opening = Opening(
-                uri=given,
-                rule=rule,
-                names=tuple(names.items()),
-                map=str(map) if map else None,
-                kept=kept,
-            )
+            function = str(map) if map else None
+            opening = Opening(given, rule, tuple(names.items()), function, kept)
             written = write_in_processes(opening, jobs, settings, folder, workers, ray, advance)
         else:
             written = write_shards(source, jobs, settings, folder, advance)
-        names_of_scores = (info.reference_name, environment, info.environment_id)
-        known = (reference_scores(name) for name in names_of_scores if name)
-        scores = given_scores or next((one for one in known if one is not None), None)
         files = [future.result() for future in digests]
         for one in info.files:
             one.open().close()  # refuses one that has changed
-        manifest = _manifest(source, settings, written, files, environment, scores)
-        choices = _choices(source, manifest)
+        names_of_scores = (info.reference_name, environment, info.environment_id)
+        known = (reference_scores(name) for name in names_of_scores if name)
+        scores = given_scores or next((one for one in known if one is not None), None)
+        recorded = Environment(id=environment or info.environment_id, reference_scores=scores)
+        manifest = _manifest(source, settings, written, files, recorded)
+        lines = [*summary(manifest), *_looks_discrete(source, manifest)]
         with open(folder / MANIFEST_NAME, "xb") as file:
             file.write(manifest.encode())
             file.flush()
             os.fsync(file.fileno())
-    lines = [*summary(manifest), *([choices] if choices else [])]
     for line in lines:
         say(line, quiet=quiet)
     return manifest
@@ -226,23 +221,23 @@ def _digest(file: InputFile, stop: Event) -> SourceFile:
             while not stop.is_set() and (count := opened.readinto(buffer)):
                 xxh3.update(buffer[:count])
     except OSError as error:
-        what, remedy = f"cannot read the source: {error.strerror or error}", "check the file"
-        raise InputError("SOURCE_READ", what, where=file.path.name, remedy=remedy) from error
+        what = f"cannot read the source: {error.strerror or error}"
+        raise InputError("SOURCE_READ", what, file.path.name, "check the file") from error
     return SourceFile(name=file.path.name, bytes=file.identity[2], digest=str(xxh3.hexdigest()))
 
 
-def _choices(source: Source, manifest: Manifest) -> str:
+def _looks_discrete(source: Source, manifest: Manifest) -> list[str]:
     """Return a note if actions look like numbers of choices that are stored as floats."""
-    action = next((c for c in manifest.spec if c.name == "actions"), None)
-    if action is None or action.dtype.kind != "f" or math.prod(action.shape) != 1:
-        return ""
-    statistics = manifest.statistics["actions"]
+    statistics = manifest.statistics.get("actions")
+    if statistics is None or statistics.mean.size != 1:
+        return []
     low, high = statistics.min.item(), statistics.max.item()
     rows = source.read("actions", 0, min(manifest.steps, 1000))
-    if not (low >= 0 and high < MOST_CHOICES and (rows == np.rint(rows)).all()):
-        return ""
+    is_float = manifest.spec["actions"].dtype.kind == "f"
+    if not (is_float and low >= 0 and high < MOST_CHOICES and (rows == np.rint(rows)).all()):
+        return []
     note = f"note: actions look like whole numbers from 0 to {high:.0f}"
-    return f"{note}; if they are numbers of choices, convert with --discrete actions"
+    return [f"{note}; if they are numbers of choices, convert with --discrete actions"]
 
 
 # options -------------------------------------------------------------------------------------
@@ -266,17 +261,15 @@ def _split_names(
     columns: Sequence[str] | None, rename: Mapping[str, str]
 ) -> tuple[list[str] | None, dict[str, str]]:
     """Return the columns to keep, and those that get new names: the old by the new one."""
+    parted = [name.partition("=") for name in columns or ()]
     pairs = [(new, old) for old, new in rename.items()]
-    if columns is not None:
-        pairs += [
-            (name, old) for name, equals, old in (c.partition("=") for c in columns) if equals
-        ]
+    pairs += [(new, old) for new, equals, old in parted if equals]
     names = {new.strip(): old.strip() for new, old in pairs}
     parts = [part.strip() for text in (*names, *names.values()) for part in text.split("+")]
     if (columns is not None and not columns) or len(names) < len(pairs) or not all(parts):
         what = f"{', '.join(columns or map('='.join, pairs))} gives a name twice, or none"
         raise InputError("USAGE", what, remedy="write it like observations=obs,actions=act")
-    return None if columns is None else [name.partition("=")[0].strip() for name in columns], names
+    return None if columns is None else [name.strip() for name, _, _ in parted], names
 
 
 def _edited(
@@ -298,41 +291,35 @@ def _edited(
     return source, None if kept is None else np.packbits(kept).tobytes()
 
 
-def _pick_columns(source: Source, names: Sequence[str] | None) -> tuple[ColumnSpec, ...]:
+def _pick_columns(
+    source: Source, names: Sequence[str] | None, discrete: Sequence[str]
+) -> tuple[ColumnSpec, ...]:
+    """Return the columns to keep as they are stored: of `discrete` ones int32."""
     spec, uri = source.spec, source.info.uri
     if spec.episodes < 1 or spec.steps < 1:
         raise InputError("SOURCE_LAYOUT", "the source has no episodes", where=uri)
-    rewards = [column for column in spec if column.name == REWARDS]  # or none
-    if any(math.prod(column.shape) != 1 or column.dtype.kind == "c" for column in rewards):
-        what = f"rewards are {rewards[0].dtype} of per-step shape {rewards[0].shape}"
-        raise InputError("COLUMN", what, where=uri, remedy="store one real number per step")
     # A name that no column has stands for those below it: observations for observations/camera.
-    parts = {n: [c.name for c in spec if c.name.startswith(f"{n}/")] for n in names or ()}
-    kept = [[spec[n].name] if n in spec or not below else below for n, below in parts.items()]
-    wanted = {REWARDS, *(name for group in kept for name in group)}
+    below = {n: [c.name for c in spec if c.name.startswith(f"{n}/")] for n in names or ()}
+    kept = [[spec[n].name] if n in spec or not parts else parts for n, parts in below.items()]
+    wanted = {REWARDS, *chain(*kept)}
     picked = tuple(c for c in spec if names is None or c.name in wanted)
-    widths = {c.name: math.prod(c.shape) for c in picked}
-    if sum(widths.values()) > MAX_WIDTH:
-        widest = max(picked, key=lambda c: widths[c.name]).name
-        what = f"{sum(widths.values()):,} numbers a step, of which the manifest holds statistics"
-        where, remedy = f"column {widest}", f"leave out wide columns: at most {MAX_WIDTH:,}"
-        raise InputError("COLUMN", what, where=where, remedy=remedy)
     for column in picked:
         if column.name.casefold() in RESERVED_NAMES:
             what = f"the name {column.name!r} is reserved for the shards' own tensors"
             remedy = "rename the column, or leave it out with --columns"
-            raise InputError("COLUMN", what, where=uri, remedy=remedy)
-    return picked
-
-
-def _make_discrete(
-    columns: tuple[ColumnSpec, ...], discrete: Sequence[str]
-) -> tuple[ColumnSpec, ...]:
-    """Return the columns as they are stored: of `discrete` ones int32."""
-    spec = TableSpec(columns=columns, steps=1, episodes=1)
-    floats = [name for name in discrete if spec[name].dtype.kind == "f"]
-    int32 = np.dtype(np.int32)
-    return tuple(replace(c, dtype=int32) if c.name in floats else c for c in columns)
+            raise InputError("COLUMN", what, uri, remedy)
+        if column.name == REWARDS and (math.prod(column.shape) != 1 or column.dtype.kind == "c"):
+            what = f"rewards are {column.dtype} of per-step shape {column.shape}"
+            raise InputError("COLUMN", what, uri, "store one real number per step")
+    width = sum(math.prod(c.shape) for c in picked)
+    if width > MAX_WIDTH:
+        widest = max(picked, key=lambda c: math.prod(c.shape)).name
+        what = f"{width:,} numbers a step, of which the manifest holds statistics"
+        remedy = f"leave out wide columns: at most {MAX_WIDTH:,}"
+        raise InputError("COLUMN", what, f"column {widest}", remedy)
+    table, int32 = TableSpec(columns=picked, steps=1, episodes=1), np.dtype(np.int32)
+    floats = [name for name in discrete if table[name].dtype.kind == "f"]
+    return tuple(replace(c, dtype=int32) if c.name in floats else c for c in picked)
 
 
 # the manifest --------------------------------------------------------------------------------
@@ -343,25 +330,23 @@ def _manifest(
     settings: Settings,
     written: Sequence[Written],
     files: list[SourceFile],
-    environment: str | None,
-    scores: ReferenceScores | None,
+    environment: Environment,
 ) -> Manifest:
-    info = source.info
-    first, *others = [statistics for _, statistics in written]
-    for other in others:
-        for name, moments in other.moments.items():
-            first.moments[name].merge(moments)
+    info, moments = source.info, written[0].moments
+    for part in written[1:]:
+        for name, more in part.moments.items():
+            moments[name].merge(more)
     terminated, truncated = int(source.terminated.sum()), int(source.truncated.sum())
     return Manifest(
         episodes=source.spec.episodes,
         steps=source.spec.steps,
         block_bytes=settings.block_bytes,
         columns=list(settings.columns),
-        statistics={c.name: first.moments[c.name].result() for c in settings.columns},
-        returns=distribution(np.concatenate([part.returns for _, part in written])),
+        statistics={c.name: moments[c.name].result() for c in settings.columns},
+        returns=distribution(np.concatenate([part.returns for part in written])),
         lengths=distribution(source.episodes.lengths, whole=True),
         endings=Endings(terminated=terminated, truncated=truncated),
-        environment=Environment(id=environment or info.environment_id, reference_scores=scores),
+        environment=environment,
         source=SourceRecord(
             uri=info.uri,
             format=info.format,
@@ -370,7 +355,7 @@ def _manifest(
             digest=digest("".join(file.digest for file in files).encode()) if files else None,
             attributes={str(k): _small_fact(value) for k, value in info.attributes.items()},
         ),
-        shards=[record for record, _ in written],
+        shards=[part.record for part in written],
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,7 +44,7 @@ REWARDS = "rewards"
 Advance = Callable[[int], None]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ShardJob:
     """Which episodes go into which shard: ``[first_episode, last_episode)`` into `index`."""
 
@@ -63,6 +63,14 @@ class Settings:
     allow_nonfinite: bool
 
 
+class Written(NamedTuple):
+    """A shard that is on the disk, and what its columns and episodes add up to."""
+
+    record: ShardRecord
+    moments: dict[str, Moments]
+    returns: Float64Array
+
+
 def plan_shards(
     episodes: EpisodeIndex, columns: Sequence[ColumnSpec], *, shard_bytes: int
 ) -> list[ShardJob]:
@@ -74,9 +82,8 @@ def plan_shards(
     first = 0
     while first < episodes.episodes:
         last = int(np.searchsorted(ends, ends[first] + shard_bytes, side="right")) - 1
-        last = max(last, first + 1)
-        jobs.append(ShardJob(index=len(jobs), first_episode=first, last_episode=last))
-        first = last
+        jobs.append(ShardJob(len(jobs), first, max(last, first + 1)))
+        first = jobs[-1].last_episode
     return jobs
 
 
@@ -98,7 +105,7 @@ def write_shards(
                 rows = _read_rows(source, column, start, stop)
                 _wait(under_way)
                 under_way = [
-                    pool.submit(shard.statistics.add, column, rows, start),
+                    pool.submit(shard.count, column, rows, start),
                     pool.submit(shard.append, column.name, rows),
                 ]
                 advance((stop - start) * column.step_bytes)
@@ -116,23 +123,42 @@ class ShardWriter(Closing):
 
     def __init__(self, source: Source, job: ShardJob, settings: Settings, folder: Path) -> None:
         episodes = slice(job.first_episode, job.last_episode)
+        self._first_episode, self._allow_nonfinite = job.first_episode, settings.allow_nonfinite
+        self._offsets = source.episodes.offsets[job.first_episode : job.last_episode + 1]
         self._lengths = source.episodes.lengths[episodes]
         self._flags = source.terminated[episodes], source.truncated[episodes]
-        steps, count = int(self._lengths.sum()), self._lengths.size
-        tensors = plan_tensors(settings.columns, steps=steps, episodes=count)
+        self._moments = {c.name: Moments(stored_form(c)[1]) for c in settings.columns}
+        unknown = 0.0 if REWARDS in self._moments else np.nan
+        self._returns: Float64Array = np.full(self._lengths.size, unknown)
+        self._steps = int(self._lengths.sum())
+        tensors = plan_tensors(settings.columns, steps=self._steps, episodes=self._lengths.size)
         self._header = encode_header(tensors)
         self._bytes = len(self._header) + tensors[-1].stop
         # where the next bytes of each tensor go
         self._places = {t.name: len(self._header) + t.start for t in tensors}
         self._digests = {t.name: BlockDigests(settings.block_bytes) for t in tensors}
-        self.statistics = ShardStatistics(source, job, settings)
         self._name = shard_name(job.index)
         self._file = open(folder / self._name, "wb", buffering=0)  # noqa: SIM115 - closed by `close`
 
-    def _write(self, data: memoryview, place: int) -> None:
-        while len(data):
-            count = os.pwrite(self._file.fileno(), data, place)
-            data, place = data[count:], place + count
+    def count(self, column: ColumnSpec, rows: Array, start: int) -> None:
+        """Add `rows`, the first of which is step `start` of the source, to the statistics."""
+        moments = self._moments[column.name]
+        bad = moments.update(rows)
+        if bad is not None and not self._allow_nonfinite:
+            step = start + bad
+            episode = int(np.searchsorted(self._offsets, step, side="right")) - 1
+            inside, number = step - int(self._offsets[episode]), self._first_episode + episode
+            where = f"column {column.name}, step {step}: step {inside} of episode {number}"
+            remedy = "repair the source, or accept such values (--allow-nonfinite)"
+            raise InputError("COLUMN", "NaN or infinity in the data", where, remedy)
+        if column.dtype == np.bool_ and moments.high.max() > 1:
+            what = "a bool column holds bytes other than 0 and 1"
+            where = f"column {column.name}, steps {start} to {start + len(rows) - 1}"
+            raise InputError("COLUMN", what, where, "store the column as uint8")
+        if column.name == REWARDS:
+            rewards = rows.reshape(-1).astype(np.float64)
+            with np.errstate(all="ignore"):
+                fold_episodes(np.add, self._returns, self._offsets, rewards, start)
 
     def append(self, name: str, rows: Array) -> None:
         """Write the next `rows` of tensor `name`, C-contiguous and in stored form."""
@@ -144,9 +170,14 @@ class ShardWriter(Closing):
         self._digests[name].update(data)
         self._places[name] += len(data)
 
+    def _write(self, data: memoryview, place: int) -> None:
+        while len(data):
+            count = os.pwrite(self._file.fileno(), data, place)
+            data, place = data[count:], place + count
+
     def finish(self) -> Written:
         """Write the per-episode tensors and the header, make the file durable and close it."""
-        parts = (self._lengths, self.statistics.returns, *self._flags)
+        parts = (self._lengths, self._returns, *self._flags)
         for column, values in zip(EPISODE_COLUMNS, parts, strict=True):
             self.append(column.name, np.ascontiguousarray(values))
         self._write(memoryview(self._header), 0)
@@ -155,13 +186,13 @@ class ShardWriter(Closing):
         record = ShardRecord(
             name=self._name,
             episodes=self._lengths.size,
-            steps=int(self._lengths.sum()),
+            steps=self._steps,
             bytes=self._bytes,
             header_bytes=len(self._header),
             header_digest=digest(self._header),
             digests={name: blocks.finish() for name, blocks in self._digests.items()},
         )
-        return record, self.statistics
+        return Written(record, self._moments, self._returns)
 
     def close(self) -> None:
         self._file.close()
@@ -197,55 +228,9 @@ def _read_rows(source: Source, stored: ColumnSpec, start: int, stop: int) -> Arr
     return np.ascontiguousarray(rows).view(dtype).reshape(stop - start, *step_shape)
 
 
-class ShardStatistics:
-    """Statistics of one shard, fed in step order.
-
-    Attributes
-    ----------
-    moments
-        Of each column.
-    returns
-        (E,) float64, of its episodes.
-    """
-
-    def __init__(self, source: Source, job: ShardJob, settings: Settings) -> None:
-        self._offsets = source.episodes.offsets[job.first_episode : job.last_episode + 1]
-        self._first_episode = job.first_episode
-        self._allow_nonfinite = settings.allow_nonfinite
-        self.moments = {c.name: Moments(stored_form(c)[1]) for c in settings.columns}
-        known = any(c.name == REWARDS for c in settings.columns)
-        self.returns: Float64Array = np.full(self._offsets.size - 1, 0.0 if known else np.nan)
-
-    def add(self, column: ColumnSpec, rows: Array, start: int) -> None:
-        """Add `rows` of `column` whose first is step `start` of the source."""
-        moments = self.moments[column.name]
-        bad = moments.update(rows)
-        if bad is not None and not self._allow_nonfinite:
-            raise self._nonfinite(column, start + bad)
-        if column.dtype == np.bool_ and moments.high.max() > 1:
-            what = "a bool column holds bytes other than 0 and 1"
-            where = f"column {column.name}, steps {start} to {start + len(rows) - 1}"
-            raise InputError("COLUMN", what, where=where, remedy="store the column as uint8")
-        if column.name == REWARDS:
-            rewards = rows.reshape(-1).astype(np.float64)
-            with np.errstate(all="ignore"):
-                fold_episodes(np.add, self.returns, self._offsets, rewards, start)
-
-    def _nonfinite(self, column: ColumnSpec, step: int) -> InputError:
-        episode = int(np.searchsorted(self._offsets, step, side="right")) - 1
-        inside = step - int(self._offsets[episode])
-        number = self._first_episode + episode
-        where = f"column {column.name}, step {step}: step {inside} of episode {number}"
-        remedy = "repair the source, or accept such values (--allow-nonfinite)"
-        return InputError("COLUMN", "NaN or infinity in the data", where=where, remedy=remedy)
-
-
-Written = tuple[ShardRecord, ShardStatistics]
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Opening:
-    """How a worker opens the source: what the user gave, and what was found to be done to it."""
+    """How a source is opened, here and in workers: what the user gave, and which episodes stay."""
 
     uri: str | Path
     rule: str | None
