@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +76,10 @@ def print_inspection(
     document: Mapping[str, Any], *, full: bool = False, console: Console | None = None
 ) -> None:
     """Print a `document` that `inspect` returned, on a screen of 24 lines unless `full`."""
-    console = console or Console()
-    spreads = {"return": document["returns"], "length": document["lengths"]}
-    parts = [_facts(document, full), Text(), _columns(document, full), _endings(document, spreads)]
+    parts = [_facts(document, full), Text(), _columns(document, full), _endings(document)]
     if not full:
         parts.append(Text("--full shows all columns and what the source says of itself", "dim"))
-    console.print(Group(*parts))
+    (console or Console()).print(Group(*parts))
 
 
 def summary(manifest: Manifest) -> list[str]:
@@ -116,36 +114,30 @@ def _facts(document: Mapping[str, Any], full: bool) -> RenderableType:
     counts = ", ".join(count_text(document[f"{what}s"], what) for what in ("episode", "step"))
     shards = count_text(len(document["shards"]), "shard")
     blocks = count_text(document["digests"]["blocks"], "block")
-    checked = f"{blocks} checked, all match"
-    if not document["verified"]:
-        checked = f"manifest, headers and episodes match; {blocks} unread"
-    scores = environment["reference_scores"]
-    shown = "no reference scores"
+    checked = f"manifest, headers and episodes match; {blocks} unread"
+    scores, shown = environment["reference_scores"], "no reference scores"
     if scores is not None:
         shown = f"reference scores {scores['minimum']:g} to {scores['maximum']:g}"
         shown += f" ({scores['name']}{', indicative only' if scores['indicative'] else ''})"
-    rows = [
-        ("dataset", document["path"]),
-        ("size", f"{counts}, {size_text(document['bytes'])} in {shards}"),
-        ("digests", checked),
-        ("environment", f"{environment['id'] or 'unknown'}; {shown}"),
-        ("source", f"{source['uri']} ({source['format']}; rule: {source['rule']})"),
-    ]
+    rows = {
+        "dataset": document["path"],
+        "size": f"{counts}, {size_text(document['bytes'])} in {shards}",
+        "digests": f"{blocks} checked, all match" if document["verified"] else checked,
+        "environment": f"{environment['id'] or 'unknown'}; {shown}",
+        "source": f"{source['uri']} ({source['format']}; rule: {source['rule']})",
+    }
     if full:
-        if scores is not None and scores["note"]:
-            rows.append(("scores", scores["note"]))
-        rows.append(("format", f"version {document['format_version']}"))
-        rows.append(
-            ("source digest", f"xxh3-128:{source['digest']}" if source["digest"] else "none")
-        )
+        rows |= {"scores": scores["note"]} if scores is not None and scores["note"] else {}
+        rows["format"] = f"version {document['format_version']}"
+        rows["source digest"] = f"xxh3-128:{source['digest']}" if source["digest"] else "none"
         for key, value in source["attributes"].items():
             if value not in (None, [], {}, ""):
                 text = value if isinstance(value, str) else json.dumps(value)
-                rows.append((f"  {key}", text[:LONGEST_TEXT] + " …" * (len(text) > LONGEST_TEXT)))
+                rows[f"  {key}"] = text[:LONGEST_TEXT] + " …" * (len(text) > LONGEST_TEXT)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", overflow="fold", max_width=30)
     table.add_column(overflow="fold")
-    for name, value in rows:
+    for name, value in rows.items():
         table.add_row(escape(printable(name)), escape(printable(value)))
     return table
 
@@ -153,59 +145,55 @@ def _facts(document: Mapping[str, Any], full: bool) -> RenderableType:
 def _columns(document: Mapping[str, Any], full: bool) -> RenderableType:
     columns, statistics = document["columns"], document["statistics"]
     shown = columns if full else columns[:MOST_COLUMNS]
-    rows: list[Sequence[str]] = [("column", "dtype", "shape", "min", "mean", "max")]
-    more: list[Sequence[str]] = [("column", "bytes", "std", "NaN or Inf")]
+    main = _table("column", "dtype", "shape", "min", "mean", "max")
+    more = _table("column", "bytes", "std", "NaN or Inf")
     for column in shown:
         name, facts = column["name"], statistics[column["name"]]
         shape = " x ".join(map(str, column["shape"])) or "scalar"
-        rows.append((name, column["dtype"], shape, *_spread(facts, "min", "mean", "max")))
-        size = size_text(column["bytes"])
-        more.append((name, size, *_spread(facts, "std"), f"{facts['nonfinite']:,}"))
-    parts: list[RenderableType] = [_table(rows)]
+        spread = {key: _spread(key, facts[key]) for key in ("min", "mean", "max", "std")}
+        main.add_row(escape(name), column["dtype"], shape, *list(spread.values())[:3])
+        nonfinite = f"{facts['nonfinite']:,}"
+        more.add_row(escape(name), size_text(column["bytes"]), spread["std"], nonfinite)
+    parts: list[RenderableType] = [main]
     if rest := len(columns) - len(shown):
         parts.append(Text(f"and {count_text(rest, 'column')} more", "dim"))
     if full or any(statistics[column["name"]]["nonfinite"] for column in columns):
-        parts.append(_table(more))
+        parts.append(more)
     return Group(*parts)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> RenderableType:
-    """Return a table of `rows`, headings first; in a narrow terminal cells are folded."""
+def _table(*headings: str) -> Table:
+    """Return a table without rows; in a narrow terminal cells are folded."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for number, heading in enumerate(rows[0]):
+    for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number else "left", overflow="fold")
-    for cells in rows[1:]:
-        table.add_row(*map(escape, cells))
     return table
 
 
-def _spread(statistics: Mapping[str, Any], *names: str) -> Iterable[str]:
-    """Yield statistics of a column; of a wide one, lowest to highest of its elements."""
-    for name in names:
-        values = np.asarray(statistics[name], np.float64)  # JSON null becomes NaN
-        finite = values[np.isfinite(values)]
-        if not finite.size:
-            yield "-"
-            continue
-        low, high = number_text(float(finite.min())), number_text(float(finite.max()))
-        if name == "min" or low == high:
-            yield low
-        else:
-            yield high if name == "max" else f"{low} to {high}"
+def _spread(key: str, statistic: Any) -> str:
+    """Return a statistic of a column; of a wide one, lowest to highest of its elements."""
+    values = np.asarray(statistic, np.float64)  # JSON null becomes NaN
+    finite = values[np.isfinite(values)]
+    if not finite.size:
+        return "-"
+    low, high = number_text(float(finite.min())), number_text(float(finite.max()))
+    if low == high or key in ("min", "max"):
+        return high if key == "max" else low
+    return f"{low} to {high}"
 
 
-def _endings(document: Mapping[str, Any], spreads: Mapping[str, Any]) -> RenderableType:
+def _endings(document: Mapping[str, Any]) -> RenderableType:
     """Return how episodes end, and a line about returns and one about lengths."""
     table = Table(box=None, show_header=False, pad_edge=False)
     names = {"terminated": "terminated", "truncated": "truncated", "neither": "unmarked"}
-    endings = [
-        f"{name} {document['endings'][key]:,} "
-        f"({100 * document['endings'][key] / document['episodes']:.1f} %)"
+    shares = [
+        f"{name} {count:,} ({100 * count / document['episodes']:.1f} %)"
         for key, name in names.items()
-        if document["endings"][key]
+        if (count := document["endings"][key])
     ]
-    table.add_row("[bold]episodes end[/]", ", ".join(endings))
-    for what, spread in spreads.items():
+    table.add_row("[bold]episodes end[/]", ", ".join(shares))
+    for what in ("return", "length"):
+        spread = document[f"{what}s"]
         facts = [f"{name} {number_text(spread[name])}" for name in ("mean", "std", "min", "max")]
         counts = spread["histogram"]["counts"]
         most = max(counts, default=0) or 1
