@@ -1,4 +1,4 @@
-"""What tests on a GPU share: their marks, and how near products of bfloat16 numbers come."""
+"""What tests on a GPU share: marks, captured batches, losses, and how near bfloat16 comes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ NEEDS_GPU = pytest.mark.skipif(
 )
 ON_GPU = [pytest.mark.gpu, NEEDS_GPU]
 NEEDS_CUPY = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy")
+STEPS = 60  # of runs that are compared
 INDUCTOR = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 # products of bfloat16 numbers, and their sums over some hundred: two or three of its last bits
 BF16: Any = {"rtol": 3e-2, "atol": 3e-2}
@@ -28,3 +29,20 @@ def same(one: Batch, other: Batch) -> None:
         left, right = tensor.cpu().contiguous(), theirs[name].cpu().contiguous()
         assert left.dtype == right.dtype and left.shape == right.shape, name
         assert left.numpy().tobytes() == right.numpy().tobytes(), name
+
+
+def capture(batches: Any) -> torch.cuda.CUDAGraph:
+    """Return the graph that fills a static batch with that of a step."""
+    batches.prepare()
+    batches.enqueue()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        batches.enqueue()
+    return graph
+
+
+def losses(some: Any, steps: int = STEPS) -> Any:
+    """Take steps of a learner; return the losses and norms of its window of metrics, (steps, 2)."""
+    for _ in range(steps):
+        some.advance()
+    return some.window.rows[: some.window.filled].cpu().numpy().copy()

@@ -17,12 +17,12 @@ from gear_offline.kernels.relu_linear import relu_linear
 from gear_offline.loaders import static_batch
 from gear_offline.training.learner import Learner
 from gear_offline.training.model import ModelSizes
-from tests.gpu_support import INDUCTOR, NEEDS_CUPY, ON_GPU
+from tests.gpu_support import INDUCTOR, NEEDS_CUPY, ON_GPU, STEPS, losses
 from tests.image_support import image_columns
 from tests.support import make_dataset
+from tests.task_support import make_discrete, make_learner, make_parts, tasks_recipe
 
 pytestmark = [*ON_GPU, NEEDS_CUPY]
-STEPS = 60
 # Kernels of the optimiser differ (capturable or not): last bits, which 60 steps spread.
 TOLERANCE: Any = {"rtol": 2e-4, "atol": 1e-6}
 
@@ -51,12 +51,6 @@ def learner(path: Path, *overrides: str, model: tuple[str, ...] = SMALL) -> Lear
     return Learner(recipe, sizes, dataset, torch.device("cuda"))
 
 
-def losses(some: Learner, steps: int = STEPS) -> Any:
-    for _ in range(steps):
-        some.advance()
-    return some.window.rows[: some.window.filled].cpu().numpy().copy()
-
-
 EXACT = ("model.dropout=0.0", "train.precision=fp32")
 
 
@@ -73,7 +67,7 @@ def test_losses_are_those_of_single_launches(path: Path) -> None:
     assert graph.report()["learning_rate"] == single.report()["learning_rate"]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of inductor
+@INDUCTOR
 def test_compiled_and_half_precision_learn_the_same(path: Path) -> None:
     plain = losses(learner(path, "train.graph=on", "train.compile=off", *EXACT))
     compiled = losses(learner(path, "train.graph=on", "train.compile=on", *EXACT))
@@ -83,23 +77,31 @@ def test_compiled_and_half_precision_learn_the_same(path: Path) -> None:
     np.testing.assert_allclose(half[:, 0], plain[:, 0], rtol=3e-2)
 
 
-def test_resuming_goes_on(path: Path) -> None:
-    whole = learner(path, "train.graph=on", "train.precision=fp32")  # with dropout
-    expected = losses(whole)
-    first = learner(path, "train.graph=on", "train.precision=fp32")
+def resumed(first: Learner, path: Path, *options: str) -> Learner:
+    """Return another learner that goes on from a copy of the state of the first."""
+    second = learner(path, *options)
+    second.load(
+        step=first.step,
+        model={name: t.clone() for name, t in first.model.state_dict().items()},
+        tensors={name: t.clone() for name, t in first.tensors().items()},
+        loader=first.loader.state_dict(),
+    )
+    return second
+
+
+@pytest.mark.parametrize("selection", ["uniform_steps", "prioritized"])
+def test_resuming_goes_on(path: Path, selection: str) -> None:
+    """With dropout, and with priorities that were learned before."""
+    options = ("train.graph=on", "train.precision=fp32", f"selection.strategy={selection}")
+    expected, first = losses(learner(path, *options)), learner(path, *options)
     losses(first, 25)
-    state = {
-        "step": first.step,
-        "model": {name: t.clone() for name, t in first.model.state_dict().items()},
-        "tensors": {name: t.clone() for name, t in first.tensors().items()},
-        "loader": first.loader.state_dict(),
-    }
-    second = learner(path, "train.graph=on", "train.precision=fp32")
-    second.load(**state)  # type: ignore[arg-type]
+    second = resumed(first, path, *options)
     np.testing.assert_allclose(losses(second, STEPS - 25), expected, **TOLERANCE)
+    if second.loader.loss_sampler is not None:
+        assert second.loader.loss_sampler.updates == STEPS
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of inductor
+@INDUCTOR
 @pytest.mark.parametrize("encoder", ["cnn", "patch"])
 @pytest.mark.parametrize("placement", ["hbm", "host"])
 def test_frames_are_trained_on(
@@ -148,27 +150,39 @@ def test_reports_begin_a_new_window(path: Path) -> None:
 
 
 def test_priorities_are_learned_in_the_graph(path: Path) -> None:
-    """One graph a step with `prioritized`, as launched one by one; and after resuming."""
+    """One graph a step with `prioritized`, as launched one by one."""
     options = ("selection.strategy=prioritized", "selection.beta_steps=30", *EXACT)
     graph, single = (learner(path, f"train.graph={mode}", *options) for mode in ("on", "off"))
-    assert not graph.graph_reason and graph.loader.loss_sampler is not None
-    expected = losses(graph, 30)
-    np.testing.assert_allclose(expected[:15], losses(single, 15), **TOLERANCE)
-    assert single.loader.loss_sampler is not None
-    assert (graph.loader.loss_sampler.updates, single.loader.loss_sampler.updates) == (30, 15)
-    first = learner(path, "train.graph=on", *options)
-    losses(first, 12)
-    state: dict[str, Any] = {
-        "step": first.step,
-        "model": {name: t.clone() for name, t in first.model.state_dict().items()},
-        "tensors": {name: t.clone() for name, t in first.tensors().items()},
-        "loader": first.loader.state_dict(),
-    }
-    second = learner(path, "train.graph=on", *options)
-    second.load(**state)
-    np.testing.assert_allclose(losses(second, 18), expected, **TOLERANCE)
-    mine, theirs = (some.loader.loss_sampler.state() for some in (graph, second))  # type: ignore[union-attr]
-    assert mine["updates"] == theirs["updates"] == 30
+    assert not graph.graph_reason
+    np.testing.assert_allclose(losses(graph, 15), losses(single, 15), **TOLERANCE)
+    for some in (graph, single):
+        assert some.loader.loss_sampler is not None and some.loader.loss_sampler.updates == 15
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+def test_several_tasks(tmp_path: Path, discrete: bool) -> None:
+    """Captured steps are single ones, and those of the CPU."""
+    parts = make_discrete(tmp_path, {"few": 2, "more": 5}) if discrete else make_parts(tmp_path)
+    recipe = tasks_recipe(
+        parts, *EXACT, "train.device=cuda", "train.log_every=100", "train.steps=40"
+    )
+    graph, single = (
+        make_learner(recipe.replace({"train.graph": g}), "cuda") for g in ("on", "off")
+    )
+    assert not graph.graph_reason and single.graph_reason
+    mine = losses(graph, 40)
+    assert mine[-1, 0] < mine[0, 0]
+    np.testing.assert_allclose(mine, losses(single, 40), **TOLERANCE)
+    on_cpu = make_learner(recipe.replace({"train.device": "cpu"}))
+    np.testing.assert_allclose(mine[:10], losses(on_cpu, 10), rtol=2e-3, atol=1e-5)
+
+
+@INDUCTOR
+def test_compiled_steps_of_several_tasks_learn_the_same(tmp_path: Path) -> None:
+    recipe = tasks_recipe(make_parts(tmp_path), *EXACT, "train.device=cuda", "train.log_every=100")
+    ways = [recipe.replace({"train.graph": "on", "train.compile": way}) for way in ("off", "on")]
+    plain, compiled = (losses(make_learner(way, "cuda"), 20) for way in ways)
+    np.testing.assert_allclose(compiled, plain, rtol=1e-3, atol=1e-5)
 
 
 def with_gradient(function: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:

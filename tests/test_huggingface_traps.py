@@ -43,7 +43,9 @@ def make_loader(dataset: Dataset, **options: Any) -> GearLoader:
 
 
 def make_model(**changes: Any) -> DecisionTransformer:
-    return make(state_dim=STATES, context_length=CONTEXT, **changes).eval()
+    model = make(state_dim=STATES, context_length=CONTEXT, **changes)
+    model.eval()
+    return model
 
 
 @pytest.mark.parametrize("episode", range(len(LENGTHS)))

@@ -1,4 +1,4 @@
-"""The loader on a GPU: the bits of the CPU's batches, for every tier, side and sampler."""
+"""The loader on a GPU: the bits of the CPU's batches, for every sampler, tier, side and task."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,18 +15,25 @@ from gear_offline.kernels.gather import Padding
 from gear_offline.loaders import static_batch
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
-from tests.gpu_support import NEEDS_CUPY, ON_GPU, same
+from gear_offline.sampling import Schedule, TaskPart, make_sampler, mix_tasks
+from tests.gpu_support import NEEDS_CUPY, ON_GPU, capture, same
 from tests.image_support import image_columns
-from tests.support import make_dataset
+from tests.sampling_support import CASES, IDS
+from tests.support import hopper_columns, make_dataset
+from tests.task_support import join, make_parts
 from tests.test_elastic import open_ranks
 
 pytestmark = [*ON_GPU, NEEDS_CUPY]
 LENGTHS = [4, 1, 30, 7, 19, 2, 60]
+SIDES = pytest.mark.parametrize("padding", ["right", "left"])
+TIERS = pytest.mark.parametrize("tier", ["hbm", "host", "both"])
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_dataset(tmp_path_factory.mktemp("gpu"), LENGTHS)
+    columns = hopper_columns(sum(LENGTHS))
+    columns["rewards"] = np.abs(columns["rewards"])  # `weighted` draws by them
+    return make_dataset(tmp_path_factory.mktemp("gpu"), LENGTHS, columns=columns)
 
 
 @pytest.fixture(scope="module")
@@ -34,76 +42,97 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_dataset(tmp_path_factory.mktemp("frames"), LENGTHS, columns=columns)
 
 
-def loaders(dataset: Any, **options: Any) -> tuple[GearLoader, GearLoader]:
-    special = {name: options.pop(name) for name in ("placement", "hbm_budget") if name in options}
+def loaders(dataset: Any, tier: str = "auto", **options: Any) -> tuple[GearLoader, GearLoader]:
+    """Return the loader under test, whose rows are in that tier, and one on the CPU."""
     options = {"batch_size": 33, "context_length": 8, "seed": 2**63 + 5, **options}
-    gpu = GearLoader(dataset, device="cuda", engine="on", **special, **options)
-    return gpu, GearLoader(dataset, device="cpu", **options)
+    cpu = GearLoader(dataset, device="cpu", **options)
+    half = cpu.table.row_bytes * dataset.episodes.steps // 2
+    where: dict[str, Any] = {"hbm_budget": half} if tier == "both" else {"placement": tier}
+    return GearLoader(dataset, device="cuda", engine="on", **where, **options), cpu
 
 
-def half_of(dataset: Any) -> int:
-    table = GearLoader(dataset, batch_size=1, device="cpu").table
-    return table.row_bytes * sum(LENGTHS) // 2
-
-
-@pytest.mark.parametrize(
-    "selection", ["uniform_steps", "return_weighted", "shuffled_epochs", "fifo"]
-)
-@pytest.mark.parametrize("padding", ["right", "left"])
-@pytest.mark.parametrize("tier", ["hbm", "host", "both"])
-def test_batches_are_those_of_the_cpu(
-    dataset: Any, selection: str, padding: Padding, tier: str
-) -> None:
-    """Blocks of steps, any step, and batches of captured graphs, drawn by the GPU or the host."""
-    where = {"hbm_budget": half_of(dataset)} if tier == "both" else {"placement": tier}
-    options: dict[str, Any] = {"selection": selection, "padding": padding, "normalize_states": True}
-    gpu, cpu = loaders(dataset, **options, **where)
-    for _ in range(700):  # more than one block of steps
+def check(gpu: GearLoader, cpu: GearLoader, *, blocks: int, captured: int = 0) -> None:
+    """Compare steps one after another, any step, and those that a captured graph takes."""
+    for _ in range(blocks):
         same(next(gpu), next(cpu))
     same(gpu.batch_at(2**40), cpu.batch_at(2**40))
     assert gpu.state_dict() == cpu.state_dict()
-    batches = gpu.static_batch()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        batches.enqueue()
-    batches.set_step(2**33 - 2)  # the step's high word changes on the way
-    for step in range(2**33 - 2, 2**33 + 1100):
-        batches.prepare()
-        graph.replay()
-        if step % 100 < 3:
-            same(batches.batch, cpu.batch_at(step))
+    if captured:
+        batches, first = gpu.static_batch(), 2**33 - 2  # the step's high word changes on the way
+        graph = capture(batches)
+        batches.set_step(first)
+        for step in range(first, first + captured):
+            batches.prepare()
+            graph.replay()
+            if step < first + 4 or step % 100 < 3:
+                same(batches.batch, cpu.batch_at(step))
 
 
-@pytest.mark.parametrize("tier", ["hbm", "host", "both"])
+@TIERS
+@SIDES
+@pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
+def test_batches_are_those_of_the_cpu(
+    dataset: Any, name: str, options: dict[str, Any], padding: Padding, tier: str
+) -> None:
+    """Drawn by the GPU or the host, many steps in a block, and many segments in a step."""
+    for size in (5,) if name == "min_dt" else (33, 70_000):
+        shape: dict[str, Any] = {"batch_size": size, "normalize_states": True}
+        one, other = (make_sampler(name, dataset, context_length=8, **options) for _ in "ab")
+        shape["padding"] = one.padding or padding
+        (gpu, _), (_, cpu) = (loaders(dataset, tier, selection=s, **shape) for s in (one, other))
+        long = name in ("uniform_steps", "fifo") and size == 33  # more than one block of steps
+        static = not one.cuts_windows and (one.gpu is not None or name == "fifo")
+        blocks = 700 if long else 60 if size < 70_000 else 1
+        check(gpu, cpu, blocks=blocks, captured=static * (1100 if long else 4))
+
+
+@TIERS
 @pytest.mark.parametrize("selection", ["uniform_steps", "prioritized"])
 def test_goals(dataset: Any, tier: str, selection: str) -> None:
     """Drawn by the host and gathered by the GPU, with the segments of a loader without."""
-    where = {"hbm_budget": half_of(dataset)} if tier == "both" else {"placement": tier}
     goals = {"current": 0.1, "future": 0.5, "final": 0.1, "random": 0.3, "discount": 0.9}
     options: dict[str, Any] = {"selection": selection, "normalize_states": True}
-    gpu, cpu = loaders(dataset, **options, **where, goals=goals)
-    (plain, _), device = loaders(dataset, **options, **where), torch.device("cuda")
-    for _ in range(3 if selection == "prioritized" else 700):
-        batch = next(gpu)
-        assert batch.goals is not None and batch.goals.device.type == device.type
-        same(batch, next(cpu))
-        assert torch.equal(batch.segments, next(plain).segments)
-    assert gpu.state_dict() == cpu.state_dict()
+    gpu, cpu = loaders(dataset, tier, **options, goals=goals)
+    plain, _ = loaders(dataset, tier, **options)
+    batch = gpu.batch_at(0)
+    assert batch.goals is not None and batch.goals.device.type == "cuda"
+    for step in range(5):
+        assert torch.equal(gpu.batch_at(step).segments, plain.batch_at(step).segments)
+    check(gpu, cpu, blocks=3 if selection == "prioritized" else 700)
     with pytest.raises(UnavailableError, match="the host draws goals"):
         gpu.static_batch()
 
 
-@pytest.mark.parametrize("padding", ["right", "left"])
-@pytest.mark.parametrize("tier", ["hbm", "host", "both"])
+@TIERS
+@SIDES
 @pytest.mark.parametrize("stack", [2, 4])
 def test_stacks_of_frames(images: Any, padding: Padding, tier: str, stack: int) -> None:
-    where = {"hbm_budget": half_of(images)} if tier == "both" else {"placement": tier}
-    gpu, cpu = loaders(images, padding=padding, frame_stack=stack, **where)
-    for _ in range(60):
-        same(next(gpu), next(cpu))
+    gpu, cpu = loaders(images, tier, padding=padding, frame_stack=stack)
+    check(gpu, cpu, blocks=60)
     off = GearLoader(images, batch_size=33, context_length=8, seed=2**63 + 5, padding=padding,
                      frame_stack=stack, device="cuda", engine="off")  # fmt: skip
     same(next(off), cpu.batch_at(0))
+
+
+@pytest.mark.parametrize("tier", ["hbm", "host"])
+@pytest.mark.parametrize("weights", [None, (1.0, 5.0, 0.5)])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_several_tasks(
+    tmp_path: Path, tier: str, weights: tuple[float, ...] | None, scheduled: bool
+) -> None:
+    joint = join(make_parts(tmp_path))
+    selection: Any = "uniform_steps"
+    if weights is not None:
+        names = ("uniform_steps", "return_weighted", "uniform_episodes")
+        parts = [
+            TaskPart(name=task.name, sampler=make_sampler(name, task.dataset), weight=weight)
+            for task, name, weight in zip(joint.tasks, names, weights, strict=True)
+        ]
+        points = Schedule([0, 9], [[1.0, 0.0, 0.5], [0.2, 1.0, 0.0]])
+        selection = mix_tasks(parts, points if scheduled else None)
+    gpu, cpu = loaders(joint, tier, selection=selection)
+    assert "tasks" in gpu.batch_at(0).model_inputs()
+    check(gpu, cpu, blocks=20, captured=4)
 
 
 @pytest.mark.parametrize("selection", ["uniform_steps", "fifo"])
@@ -112,7 +141,7 @@ def test_a_graph_takes_the_next_step_at_each_replay(
     dataset: Any, ahead: bool, selection: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(static_batch, "AHEAD_BYTES", 0)
-    gpu, cpu = loaders(dataset, placement="host", selection=selection)
+    gpu, cpu = loaders(dataset, "host", selection=selection)
     batches = gpu.static_batch(ahead=ahead)
     assert batches.ahead is ahead
     for _ in range(3):
@@ -139,18 +168,14 @@ def test_a_graph_goes_on_with_data_that_have_grown(
     tmp_path: Path, ahead: bool, selection: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(static_batch, "AHEAD_BYTES", 0)
-    where = {"placement": "host" if ahead else "hbm", "selection": selection}
+    tier = "host" if ahead else "hbm"
     small, large = (make_dataset(tmp_path / n, LENGTHS[: int(n)]) for n in ("5", "7"))
-    gpu, _ = loaders(small, **where)
+    gpu, _ = loaders(small, tier, selection=selection)
     batches = gpu.static_batch(ahead=ahead, live=True)
-    for _ in range(3):
-        batches.enqueue()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        batches.enqueue()
+    graph = capture(batches)
     batches.set_step(0)
     for dataset, steps in ((small, range(40)), (large, range(40, 1200))):
-        loader, cpu = loaders(dataset, start_step=steps[0], **where)
+        loader, cpu = loaders(dataset, tier, selection=selection, start_step=steps[0])
         assert loader.hand_over(batches)
         for step in steps:
             batches.prepare()
@@ -160,7 +185,7 @@ def test_a_graph_goes_on_with_data_that_have_grown(
     assert not gpu.hand_over(gpu.static_batch()), "not a live one"
 
 
-@pytest.mark.parametrize("padding", ["right", "left"])
+@SIDES
 @pytest.mark.parametrize("span", [1, 8, 40])
 def test_many_short_windows(dataset: Any, padding: Padding, span: int) -> None:
     for count in (70_001, 300_000):
@@ -181,9 +206,9 @@ def test_without_an_engine_batches_are_copied_and_a_static_one_is_refused(datase
 
 def test_rows_that_the_gpu_holds_are_given_back(dataset: Any) -> None:
     """The host's table was kept for life."""
-    gpu, cpu = loaders(dataset, placement="hbm")
+    gpu, cpu = loaders(dataset, "hbm")
     assert gpu.table.owned_bytes == 0 < cpu.table.owned_bytes
-    both, _ = loaders(dataset, hbm_budget=half_of(dataset))
+    both, _ = loaders(dataset, "both")
     assert both.table.owned_bytes == cpu.table.owned_bytes
 
 
@@ -198,7 +223,7 @@ def test_threads_that_have_not_used_the_gpu_before(dataset: Any) -> None:
 
 
 @pytest.mark.parametrize("placement", ["hbm", "host"])
-@pytest.mark.parametrize("padding", ["right", "left"])
+@SIDES
 def test_rows_of_other_nodes_are_read_where_they_landed(
     tmp_path: Path, placement: str, padding: Padding
 ) -> None:

@@ -14,7 +14,7 @@ from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling import Facts, WeightedEpisodes, make_sampler
 from tests.gpu_support import NEEDS_CUPY, ON_GPU, same
-from tests.sampling_support import CASES, IDS, facts, prioritized
+from tests.sampling_support import facts, prioritized
 from tests.support import hopper_columns, make_dataset
 
 pytestmark = [*ON_GPU, NEEDS_CUPY]
@@ -43,33 +43,6 @@ def test_segments(name: str, count: int) -> None:
         expected = reference.sample(2**63 + 9, step, 3, count)
         assert np.array_equal(names[..., 0].cpu().numpy(), expected.episodes)
         assert np.array_equal(names[..., 1].cpu().numpy(), expected.starts)
-
-
-@pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
-@pytest.mark.parametrize("placement", ["hbm", "host"])
-def test_batches(dataset: Any, name: str, options: dict[str, Any], placement: Any) -> None:
-    """Of several steps in a launch, of one, and step by step out of a CUDA graph."""
-    for size in (5, 70_000) if name != "min_dt" else (5,):
-        shape: dict[str, Any] = {"batch_size": size, "context_length": 8, "seed": 7}
-        samplers = [make_sampler(name, dataset, context_length=8, **options) for _ in range(2)]
-        shape["padding"] = samplers[0].padding or "right"
-        gpu = GearLoader(dataset, device="cuda", engine="on", placement=placement,
-                         selection=samplers[0], **shape)  # fmt: skip
-        cpu = GearLoader(dataset, device="cpu", selection=samplers[1], **shape)
-        for _ in range(60 if size == 5 else 1):
-            same(next(gpu), next(cpu))
-        same(gpu.batch_at(2**40), cpu.batch_at(2**40))
-        if samplers[0].gpu is None:
-            continue
-        batches = gpu.static_batch()
-        batches.enqueue()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            batches.enqueue()
-        batches.set_step(2**33 - 2)
-        for step in range(2**33 - 2, 2**33 + 2):
-            graph.replay()
-            same(batches.batch, cpu.batch_at(step))
 
 
 @pytest.mark.parametrize("count", [1, 64, 8192, 8193, 200_000])
@@ -107,20 +80,6 @@ def test_updates(count: int, episodes: int) -> None:
     again.load_state(sampler.state())
     sampler.load_state(again.state())
     assert again.updates == sampler.updates == 4 and tree.total == int(again.masses.sum())
-
-
-@pytest.mark.parametrize("count", [1, 64, 5000])
-def test_importance(count: int) -> None:
-    sampler = prioritized([50] * 100, beta=0.4, beta_steps=1000)
-    tree, generator = sampler.on_device(CUDA), np.random.default_rng(1)
-    chances = np.exp(generator.uniform(-25, 0, size=count))
-    for step in (0, 500, 5000):
-        out = torch.empty(count, device=CUDA)
-        counter = torch.tensor([step + 1], device=CUDA)
-        tree.importance(torch.from_numpy(chances).to(CUDA), counter=counter, beta=0.4,
-                        beta_steps=1000, out=out)  # fmt: skip
-        expected = sampler.importance(chances, step=step).astype(np.float32)
-        np.testing.assert_array_max_ulp(out.cpu().numpy(), expected, maxulp=1)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
