@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -160,15 +161,15 @@ def test_exact_runs_have_the_bits_of_runs_alone(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: tuple[str, ...]
 ) -> None:
     """With dropout and evaluations; of three runs two share the process at a time."""
-    placed, place = list[Any](), placement.place_table
+    place = Mock(side_effect=placement.place_table)
     trials = trials_of(data, *changes, rates=[1e-2], seeds=3)
     with monkeypatch.context() as patch:
-        patch.setattr(placement, "place_table", lambda *a, **o: placed.append(a) or place(*a, **o))
+        patch.setattr(placement, "place_table", place)
         before = torch.get_rng_state()
         errors = concurrently(trials, tmp_path / "all", exact=True, parallel=2)
     assert torch.equal(torch.get_rng_state(), before), "the caller's random numbers stay"
     assert errors == {"t0": None, "t1": None, "t2": None}
-    assert len(placed) == ("train.device=cuda" in changes), "one table for all runs"
+    assert place.call_count == ("train.device=cuda" in changes), "one table for all runs"
     runs = [learnt(tmp_path / "all" / trial.name) for trial in trials]
     for trial, run in zip(trials, runs, strict=True):
         assert run == learnt(train(trial.recipe, out=tmp_path / trial.name, quiet=True))
