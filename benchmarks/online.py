@@ -24,7 +24,7 @@ import gear_offline as go
 from gear_offline.core.files import write_file
 
 COLUMNS = ["observations", "actions", "rewards", "terminals", "timeouts"]
-RECIPE, TARGET, ENVIRONMENTS, PORTIONS = "online-hopper", 3600.0, 32, 10
+RECIPE, TARGET, ENVIRONMENTS, PORTIONS = "online-hopper", 3600.0, 16, 10
 # offline updates, updates and environment steps of a portion, episodes that are compared
 SCALES = {"full": (5_000, 2_000, 10_000, 50), "small": (400, 50, 2_500, 20)}
 SMALL = ("model.hidden_size=32", "model.layers=1", "loader.batch_size=64")
@@ -34,7 +34,7 @@ class Explorer(go.Callback):
     """Plays whole episodes with the newest weights, and appends them, before each portion."""
 
     def __init__(self, data: Path, steps: int, seed: int) -> None:
-        self.appender, self.steps = go.Appender(data), steps
+        self.appender, self.steps, self.seed = go.Appender(data), steps, seed
         self.generator, self.played = np.random.default_rng(seed), 0
         self.name = go.open_dataset(data).environment_id or "Hopper-v5"
 
@@ -47,6 +47,8 @@ class Explorer(go.Callback):
         while self.played < wanted:
             self.appender.append(episodes := self.play(policy))
             self.played += sum(len(episode["rewards"]) for episode in episodes)
+            mean = np.mean([episode["rewards"].sum() for episode in episodes])
+            print(f"seed {self.seed}: {self.played} steps played, mean {mean:.0f}", flush=True)
 
     def play(self, policy: Any) -> list[dict[str, Any]]:
         worlds = [gymnasium.make(self.name) for _ in range(ENVIRONMENTS)]
