@@ -79,13 +79,11 @@ def test_compiled_and_half_precision_learn_the_same(path: Path) -> None:
 
 def resumed(first: Learner, path: Path, *options: str) -> Learner:
     """Return another learner that goes on from a copy of the state of the first."""
-    second = learner(path, *options)
-    second.load(
-        step=first.step,
-        model={name: t.clone() for name, t in first.model.state_dict().items()},
-        tensors={name: t.clone() for name, t in first.tensors().items()},
-        loader=first.loader.state_dict(),
-    )
+    state: dict[str, Any] = {"step": first.step, "loader": first.loader.state_dict()}
+    for name, tensors in (("model", first.model.state_dict()), ("tensors", first.tensors())):
+        state[name] = {key: tensor.clone() for key, tensor in tensors.items()}
+    second = learner(path, *options)  # draws random numbers, which are part of the state
+    second.load(**state)
     return second
 
 

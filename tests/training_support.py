@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -95,12 +96,12 @@ class FakePool:
         self.closed = True
 
 
-def tiny_data(folder: Path) -> Path:
+def tiny_data(folder: Path, lengths: Sequence[int] = EPISODE_LENGTHS) -> Path:
     """Make data that fit the tiny environment, and register it."""
     register_environment()
     return make_dataset(
         folder,
-        EPISODE_LENGTHS,
+        lengths,
         state_dim=STATE_DIM,
         action_dim=ACTION_DIM,
         environment_id=ENVIRONMENT,
