@@ -160,7 +160,6 @@ class _Trained:
             parallel=SimpleNamespace(sharded=False),
             device=next(self.model.parameters()).device,
             tensors=lambda: moments,
-            weights=self.model.state_dict,
         )
         saver = Saver(learner, folder)
         self._savers.append(saver)

@@ -43,24 +43,10 @@ def attend(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """Causal attention without materialised weights where a fused kernel exists.
+    """Causal attention without materialised weights where a fused kernel exists: (B, N, T, D).
 
-    Parameters
-    ----------
-    query, key, value
-        (B, N, T, D) floating.
-    mask
-        (B or 1, 1, T, T) bool, True where a query may look; None means causal only, which lets
-        the fused kernels run.
-    scale
-        Factor on the dot products.
-    dropout
-        Probability of dropping an attention weight; 0 outside training.
-
-    Returns
-    -------
-    Tensor
-        (B, N, T, D), dtype of `value`.
+    `mask`, (B or 1, 1, T, T) bool, is True where a query may look; None means causal only, which
+    lets the fused kernels run.  `dropout` of attention weights is 0 outside training.
     """
     if dropout > 0.0 and mask is None and has_fast_dropout(query):
         return _attend_on_cpu(query, key, value, slice(None), scale=scale, dropout=dropout)
@@ -153,23 +139,13 @@ def causal_mask(tokens: int, *, device: torch.device) -> Tensor:
     return torch.ones((1, 1, tokens, tokens), dtype=torch.bool, device=device).tril()
 
 
-def dense_mask(attention_mask: Tensor, *, tokens_per_step: int = 3) -> Tensor:
-    """Causal mask that also hides padded steps, for padding at any place.
+def dense_mask(attention_mask: Tensor) -> Tensor:
+    """Return a causal mask, (B, 1, 3K, 3K) bool, that also hides padded steps at any place.
 
-    A padded query may look at itself, so that no row is empty and nothing becomes NaN; what the
-    model says at padded steps has no meaning.
-
-    Parameters
-    ----------
-    attention_mask
-        (B, K) of any dtype, non-zero where a step is real.
-
-    Returns
-    -------
-    Tensor
-        (B, 1, T, T) bool with T = `tokens_per_step` * K.
+    `attention_mask`, (B, K), is non-zero where a step is real.  A padded query may look at itself,
+    so that no row is empty and nothing becomes NaN; what the model says there has no meaning.
     """
-    valid = (attention_mask != 0).repeat_interleave(tokens_per_step, dim=1)
+    valid = (attention_mask != 0).repeat_interleave(3, dim=1)
     tokens = valid.shape[1]
     own = torch.eye(tokens, dtype=torch.bool, device=valid.device)
     return (causal_mask(tokens, device=valid.device) & valid[:, None, None, :]) | own
@@ -198,19 +174,10 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
         eager: bool = False,
         keep: Keep | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the block's output and, if `eager`, its attention weights.
+        """Return the block's output, (B, T', H), and, if `eager`, its attention weights.
 
-        Parameters
-        ----------
-        hidden
-            (B, T, H) floating.
-        mask
-            (B or 1, 1, T, T) bool, or None for causal only.
-        eager
-            Compute the attention weights in the open and return them.
-        keep
-            Tokens that go on after attention; the output is (B, T', H).  All tokens serve as
-            keys and values, but only the kept ones pass the projection and the MLP.
+        `mask` is that of `attend`.  `keep` are the tokens that go on after attention: all serve as
+        keys and values, but only the kept ones pass the projection and the MLP.
         """
         mixed, weights = self._attend(hidden, mask, eager, keep)
         residual = self.attn.resid_dropout.p if self.training else 0.0

@@ -115,12 +115,8 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         if config.add_cross_attention:
             raise InputError("MODEL", "add_cross_attention is not part of this model")
         if discrete and config.action_tanh:
-            raise InputError(
-                "MODEL",
-                "discrete actions need logits, but a tanh would bound them",
-                where="action_tanh",
-                remedy="set action_tanh to false",
-            )
+            what = "discrete actions need logits, but a tanh would bound them"
+            raise InputError("MODEL", what, "action_tanh", "set action_tanh to false")
         super().__init__(config)
         for block in self.encoder.h:
             Block.adopt(block)
@@ -264,15 +260,24 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
     def loss(self, batch: TrainingBatch, *, valid_steps: Tensor | float | None = None) -> Tensor:
         """Return the scalar loss of a batch.
 
-        `valid_steps` is as in `gear_offline.models.loss.action_loss`.
-
-        Under DistributedDataParallel call the wrapper with ``only_actions=True`` and
-        `action_loss` instead, for gradients are only exchanged when its forward ran.
+        `valid_steps` is as in `gear_offline.models.loss.action_loss`.  Under
+        DistributedDataParallel call the wrapper with ``only_actions=True`` and `prediction_loss`
+        instead, for gradients are only exchanged when its forward ran.
         """
-        check_actions(batch.actions, discrete=self.discrete)
+        actions = batch.actions
+        if self.discrete and (actions.is_floating_point() or actions.ndim != 2):
+            what = f"actions are {actions.dtype} {tuple(actions.shape)}, the model's are discrete"
+            remedy = "give integers (B, K), or build the model with discrete=False"
+            raise InputError("MODEL", what, where="actions", remedy=remedy)
         output = self(**batch.model_inputs(), padding=batch.padding, only_actions=True)
+        return self.prediction_loss(output.action_preds, batch, valid_steps=valid_steps)
+
+    def prediction_loss(
+        self, predictions: Tensor, batch: TrainingBatch, *, valid_steps: Tensor | float | None
+    ) -> Tensor:
+        """Return the scalar loss of predictions of ``only_actions=True``; as `loss`."""
         return action_loss(
-            output.action_preds,
+            predictions,
             batch.actions,
             batch.attention_mask,
             valid_steps=valid_steps,
@@ -297,23 +302,11 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         last_step: Tensor,
         noise: Tensor | float = 0.0,
     ) -> Tensor:
-        """Predict one action a window, at its last real step; windows are padded on the right.
+        """Return one action a window, (B, A), at its last real step; of discrete ones logits.
 
-        Parameters
-        ----------
-        states, actions, timesteps
-            As in `forward`.  The action at the last real step is not looked at.
-        asked
-            `returns_to_go`, or of a model of goals `goals`, as in `forward`.
-        last_step
-            (B,) int64, place of the last real step in its window.
-        noise
-            (B, A) standard normal, by which a stochastic policy draws; 0.0: its means.
-
-        Returns
-        -------
-        Tensor
-            (B, A): actions, or logits for discrete actions.
+        Inputs are as in `forward`, `asked` returns-to-go or goals, (B, K, ...), windows are padded
+        on the right, and `last_step`, (B,) int64, is the place of the last real step.  By `noise`,
+        (B, A) standard normal, a stochastic policy draws; 0.0: its means.
         """
         tokens = self._embed(states, actions, asked, timesteps)
         hidden = self._encode(tokens, None, keep=3 * last_step + 1)
@@ -334,12 +327,9 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         if self.goals:
             asked = self.features(asked).expand(-1, actions.shape[1], -1)
         if self.embed_task is not None and tasks is None:
-            raise InputError(
-                "MODEL",
-                "a model of several tasks needs the task of each window",
-                where="tasks",
-                remedy="give tasks, or take one out: gear_offline.models.multitask.single_task",
-            )
+            what = "a model of several tasks needs the task of each window"
+            remedy = "give tasks, or take one out: gear_offline.models.multitask.single_task"
+            raise InputError("MODEL", what, where="tasks", remedy=remedy)
         if timesteps.device.type == "cpu" and not torch.compiler.is_compiling():
             check_timesteps(timesteps, self.config.max_ep_len)
         parts = self._parts(asked, self.features(states), actions)
@@ -391,12 +381,9 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         if actions.is_floating_point():
             return cast(Tensor, layer(actions.to(layer.weight.dtype)))
         if not self.discrete:
-            raise InputError(
-                "MODEL",
-                f"actions are {actions.dtype} but the model's actions are continuous",
-                where="actions",
-                remedy="build the model with discrete=True, or give floating-point actions",
-            )
+            what = f"actions are {actions.dtype} but the model's actions are continuous"
+            remedy = "build the model with discrete=True, or give floating-point actions"
+            raise InputError("MODEL", what, where="actions", remedy=remedy)
         return F.embedding(actions, layer.weight.t()) + layer.bias
 
     def _mask(self, attention_mask: Tensor | None, padding: Padding | None) -> Tensor | None:
@@ -555,21 +542,15 @@ def build_model(
         if size < 1:
             raise InputError("MODEL", f"{size} is less than 1", where=f"model.{name}")
     if hidden_size % heads:
-        raise InputError(
-            "MODEL",
-            f"{heads} heads do not divide a hidden size of {hidden_size}",
-            where="model.heads",
-        )
+        what = f"{heads} heads do not divide a hidden size of {hidden_size}"
+        raise InputError("MODEL", what, where="model.heads")
     if not 0.0 <= dropout < 1.0:
         raise InputError("MODEL", f"{dropout} is not in [0, 1)", where="model.dropout")
     kind = resolve_encoder(encoder, frame_shape)
     if frame_shape and (len(frame_shape) not in (2, 3) or prod(frame_shape) != state_dim):
-        raise InputError(
-            "MODEL",
-            f"{state_dim} pixels do not make frames of shape {tuple(frame_shape)}",
-            where="model.frame_shape",
-            remedy="use frames (height, width) or (height, width, colours)",
-        )
+        what = f"{state_dim} pixels do not make frames of shape {tuple(frame_shape)}"
+        remedy = "use frames (height, width) or (height, width, colours)"
+        raise InputError("MODEL", what, "model.frame_shape", remedy)
     config = DecisionTransformerConfig(
         # The transformer sees an encoder's features in place of the state.
         state_dim=hidden_size if kind != "none" else state_dim * frame_stack,
@@ -621,23 +602,9 @@ def check_timesteps(timesteps: Tensor | int, max_timestep: int) -> None:
     else:
         low, high = (int(value) for value in torch.aminmax(timesteps))
     if low < 0 or high >= max_timestep:
-        raise InputError(
-            "MODEL",
-            f"timestep {low if low < 0 else high} has no embedding among {max_timestep}",
-            where="model.max_timestep",
-            remedy="set max_timestep to at least the longest episode",
-        )
-
-
-def check_actions(actions: Tensor, *, discrete: bool) -> None:
-    """Refuse actions that are no targets of logits, integers and one a step (``MODEL``)."""
-    if discrete and (actions.is_floating_point() or actions.ndim != 2):
-        raise InputError(
-            "MODEL",
-            f"actions are {actions.dtype} {tuple(actions.shape)}, the model's are discrete",
-            where="actions",
-            remedy="give integers (B, K), or build the model with discrete=False",
-        )
+        what = f"timestep {low if low < 0 else high} has no embedding among {max_timestep}"
+        remedy = "set max_timestep to at least the longest episode"
+        raise InputError("MODEL", what, "model.max_timestep", remedy)
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -646,13 +613,10 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     Frozen they are still saved, so the file stays complete for the released class, and
     DistributedDataParallel does not wait for gradients that never come.
     """
-    kept: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if name.removeprefix("module.").startswith(UNUSED):
             parameter.requires_grad_(False)
-        else:
-            kept.append(parameter)
-    return kept
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def beyond_tanh(minimum: npt.ArrayLike, maximum: npt.ArrayLike) -> list[int]:

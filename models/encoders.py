@@ -25,24 +25,14 @@ LARGEST_PATCH = 16
 
 
 class FrameEncoder(nn.Module):
-    """Frames of each step to features: convolutions, linear layers, tanh.
+    """Frames of each step to H features: convolutions, linear layers, tanh.
 
     Pixels are uint8 and count as ``pixel / 255``; the factor is applied to the first layer's
     weights, which are few.  The frames of a stack are the input channels, so that neighbouring
     steps share no work: each of the B * K stacks is encoded once.
 
-    Parameters
-    ----------
-    convolutions
-        The first one takes S * C channels.
-    positions
-        What the last convolution leaves of a frame, in pixels.
-    mixed
-        Channels of a further linear layer at each position; 0 for none.
-    features
-        H.
-    frame_shape
-        (h, w) or (h, w, C) of a frame.
+    The convolutions take S * C channels and leave `positions` pixels of a frame; `mixed` are the
+    channels of a further linear layer at each of them, 0 for none.
     """
 
     def __init__(
@@ -62,18 +52,7 @@ class FrameEncoder(nn.Module):
         self.frame_shape = tuple(frame_shape)
 
     def forward(self, frames: Tensor) -> Tensor:
-        """Encode frames.
-
-        Parameters
-        ----------
-        frames
-            (B, K, *frame) or (B, K, S, *frame) uint8, a strided view or not.
-
-        Returns
-        -------
-        Tensor
-            (B, K, H) floating, in (-1, 1).
-        """
+        """Encode uint8 frames, (B, K, *frame) or (B, K, S, *frame): (B, K, H) in (-1, 1)."""
         if frames.dim() == 2 + len(self.frame_shape):
             frames = frames.unsqueeze(2)
         if len(self.frame_shape) == 2:
@@ -106,54 +85,36 @@ class FrameEncoder(nn.Module):
 def resolve_encoder(encoder: str, frame_shape: Sequence[int]) -> str:
     """Return ``none``, ``cnn`` or ``patch``; ``auto`` is ``cnn`` for frames.
 
-    Raises
-    ------
-    InputError
-        ``MODEL`` for an unknown name, or an encoder of states that are not frames.
+    An unknown name, or an encoder of states that are not frames, is `InputError` (``MODEL``).
     """
     if encoder not in ("auto", "none", "cnn", "patch"):
         raise InputError("MODEL", f"no encoder {encoder!r}", where="model.encoder")
     if encoder == "auto":
         return "cnn" if frame_shape else "none"
     if encoder != "none" and not frame_shape:
-        raise InputError(
-            "MODEL",
-            f"the {encoder} encoder needs frames, the states are vectors",
-            where="model.encoder",
-            remedy="use model.encoder=auto",
-        )
+        what = f"the {encoder} encoder needs frames, the states are vectors"
+        raise InputError("MODEL", what, "model.encoder", "use model.encoder=auto")
     return encoder
 
 
 def build_encoder(
     kind: str, *, frame_shape: Sequence[int], frame_stack: int, features: int
 ) -> FrameEncoder:
-    """Build an encoder of stacks of frames.
+    """Build an encoder of stacks of frames, (h, w) or (h, w, C) each.
 
-    Parameters
-    ----------
-    kind
-        ``"cnn"``: the three convolutions of the DQN, which the Decision Transformer paper uses for
-        Atari.  ``"patch"``: one linear map of each square patch and one of its features, with
-        patches of the largest size up to 16 that divides the frame.
-    frame_shape
-        (h, w) or (h, w, C).
-    frame_stack
-        S.
-    features
-        H.
-
-    Raises
-    ------
-    InputError
-        ``MODEL`` for another kind or frames that it cannot take.
+    ``cnn``: the three convolutions of the DQN, which the Decision Transformer paper uses for
+    Atari.  ``patch``: one linear map of each square patch and one of its features, with patches of
+    the largest size up to 16 that divides the frame.  Another kind, or frames that it cannot take,
+    is `InputError` (``MODEL``).
     """
     height, width, *colours = frame_shape
     channels = frame_stack * prod(colours)
-    if kind not in ("cnn", "patch"):
+    if kind == "cnn":
+        layers, positions = _nature(channels, height, width)
+    elif kind == "patch":
+        layers, positions = _patches(channels, height, width)
+    else:
         raise InputError("MODEL", f"no encoder {kind!r}", where="model.encoder")
-    make = _nature if kind == "cnn" else _patches
-    layers, positions = make(channels, height, width)
     return FrameEncoder(
         layers,
         positions=positions,
@@ -168,26 +129,19 @@ def _nature(channels: int, height: int, width: int) -> tuple[list[nn.Conv2d], in
     for out, kernel, stride in NATURE_LAYERS:
         layers.append(nn.Conv2d(channels, out, kernel, stride))
         channels, sizes = out, [(size - kernel) // stride + 1 for size in sizes]
-        if min(sizes) < 1:
-            raise InputError(
-                "MODEL",
-                f"frames of {height} x {width} pixels are too small for the cnn encoder",
-                where="model.encoder",
-                remedy="use frames (height, width) or (height, width, colours) from 36 x 36 on, "
-                "or model.encoder=patch",
-            )
+    if min(sizes) < 1:
+        what = f"frames of {height} x {width} pixels are too small for the cnn encoder"
+        remedy = "use frames (height, width) or (height, width, colours) from 36 x 36 on, or "
+        raise InputError("MODEL", what, "model.encoder", remedy + "model.encoder=patch")
     return layers, prod(sizes)
 
 
 def _patches(channels: int, height: int, width: int) -> tuple[list[nn.Conv2d], int]:
     fitting = [s for s in range(2, LARGEST_PATCH + 1) if height % s == 0 and width % s == 0]
     if not fitting:
-        raise InputError(
-            "MODEL",
-            f"frames of {height} x {width} pixels have no patches of up to {LARGEST_PATCH} pixels",
-            where="model.encoder",
-            remedy="use frames whose sides have a common divisor, or model.encoder=cnn",
-        )
+        what = f"frames of {height} x {width} pixels have no patches of up to {LARGEST_PATCH} "
+        remedy = "use frames whose sides have a common divisor, or model.encoder=cnn"
+        raise InputError("MODEL", what + "pixels", "model.encoder", remedy)
     size = fitting[-1]
     layer = nn.Conv2d(channels, PATCH_CHANNELS, size, size)
     return [layer], (height // size) * (width // size)

@@ -26,19 +26,11 @@ HALF_LOG_TAU = 0.5 * math.log(2.0 * math.pi)
 
 @dataclass(frozen=True, eq=False)
 class Gaussian:
-    """Independent Gaussians of the elements of an action, before they are squashed.
+    """Independent Gaussians of the elements of an action, before they are squashed."""
 
-    Attributes
-    ----------
-    mean, log_std
-        (..., A) float32.
-    squashed
-        Whether a tanh follows.
-    """
-
-    mean: Tensor
+    mean: Tensor  # (..., A) float32
     log_std: Tensor
-    squashed: bool
+    squashed: bool  # whether a tanh follows
 
     @classmethod
     def of(cls, predictions: Tensor, *, squashed: bool) -> Gaussian:
@@ -78,14 +70,7 @@ def gaussian_losses(predictions: Tensor, actions: Tensor, *, squashed: bool) -> 
     Its gradient of the log-temperature is temperature * (entropy + A), which Adam takes to an
     entropy of -A; the policy sees the temperature as a constant.
 
-    Parameters
-    ----------
-    predictions
-        (..., 2 A + 1), as `Gaussian.of` takes them, and the log-temperature behind.
-    actions
-        (..., A) floating.
-    squashed
-        As `Gaussian`.
+    Predictions, (..., 2 A + 1), are as `Gaussian.of` takes them, and the log-temperature behind.
     """
     policy = Gaussian.of(predictions[..., :-1], squashed=squashed)
     temperature = predictions[..., -1].float().exp()

@@ -78,39 +78,13 @@ def action_loss(
     Tensor
         Scalar float32; 0 if no step is real.
     """
-    each = step_losses if losses is None else losses
-    error = each(predictions, actions, valid_actions)
+    error = (losses or step_losses)(predictions, actions, valid_actions)
     if attention_mask is None:
         return error.mean() if valid_steps is None else error.sum() / valid_steps
     real = attention_mask != 0
     # where, not a product: a padded prediction of Inf or NaN must not reach the sum.
     total = error.where(real, 0.0).sum()
     return total / (real.sum().clamp(min=1) if valid_steps is None else valid_steps)
-
-
-def step_losses(
-    predictions: Tensor, actions: Tensor, valid_actions: Tensor | None = None
-) -> Tensor:
-    """Return (B, K) float32, the loss of each step; of padded ones too.
-
-    Parameters
-    ----------
-    predictions, actions
-        As `action_loss`.
-    valid_actions
-        (B, A) bool, the action elements, or discrete actions, that the window's task has, the
-        first one always; None: all.  The others neither count nor get a gradient, and the mean is
-        over those that are there, so a step weighs the same in every task.
-    """
-    predictions = predictions.float()
-    if actions.is_floating_point():
-        error = F.mse_loss(predictions, actions.float(), reduction="none")
-        if valid_actions is None:
-            return error.mean(-1)
-        return error.where(valid_actions[:, None], 0.0).sum(-1) / valid_actions.sum(-1)[:, None]
-    if valid_actions is not None:
-        predictions = predictions.where(valid_actions[:, None], -torch.inf)
-    return F.cross_entropy(predictions.transpose(1, 2), actions.long(), reduction="none")
 
 
 def segment_losses(
@@ -121,15 +95,27 @@ def segment_losses(
     valid_actions: Tensor | None = None,
     losses: StepLosses | None = None,
 ) -> Tensor:
-    """Return (B,) float32, the mean loss over the real steps of each window.
-
-    Parameters
-    ----------
-    predictions, actions, attention_mask, valid_actions, losses
-        As `action_loss`.
-    """
+    """Return (B,) float32, the mean loss over the real steps of each window; as `action_loss`."""
     real = attention_mask != 0
-    own = step_losses if losses is None else losses
-    each = own(predictions, actions, valid_actions)
-    total = each.where(real, 0.0).sum(1)
-    return total / real.sum(1).clamp(min=1)
+    each = (losses or step_losses)(predictions, actions, valid_actions)
+    return each.where(real, 0.0).sum(1) / real.sum(1).clamp(min=1)
+
+
+def step_losses(
+    predictions: Tensor, actions: Tensor, valid_actions: Tensor | None = None
+) -> Tensor:
+    """Return (B, K) float32, the loss of each step; of padded ones too.
+
+    `valid_actions`, (B, A) bool, are the action elements, or discrete actions, that the window's
+    task has, the first one always; None: all.  The others neither count nor get a gradient, and
+    the mean is over those that are there, so a step weighs the same in every task.
+    """
+    predictions = predictions.float()
+    if actions.is_floating_point():
+        error = F.mse_loss(predictions, actions.float(), reduction="none")
+        if valid_actions is None:
+            return error.mean(-1)
+        return error.where(valid_actions[:, None], 0.0).sum(-1) / valid_actions.sum(-1)[:, None]
+    if valid_actions is not None:
+        predictions = predictions.where(valid_actions[:, None], -torch.inf)
+    return F.cross_entropy(predictions.transpose(1, 2), actions.long(), reduction="none")

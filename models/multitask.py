@@ -36,30 +36,17 @@ Statistics = tuple[Annotated[float, Field(strict=True)], ...]
 
 
 class ModelTask(BaseModel):
-    """What a model knows of one of its tasks; written into its configuration.
-
-    Attributes
-    ----------
-    name
-        In the recipe.
-    state_dim, action_dim
-        Elements of its states and actions, or how many discrete actions it has.
-    returns_scale
-        Its returns-to-go were divided by this.
-    state_mean, state_std
-        Of its states, S numbers each, what they were normalised with; None if they were not.
-    return_worst, return_best
-        Of the episodes it was learnt from.
-    """
+    """What a model knows of one of its tasks, named as in the recipe; its configuration has it."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
     name: str
     state_dim: Annotated[int, Field(ge=1)]
-    action_dim: Annotated[int, Field(ge=1)]
-    returns_scale: Annotated[float, Field(gt=0.0)]
+    action_dim: Annotated[int, Field(ge=1)]  # or how many discrete actions it has
+    returns_scale: Annotated[float, Field(gt=0.0)]  # its returns-to-go were divided by this
+    # of its states, S numbers each, what they were normalised with
     state_mean: Annotated[Statistics, Field(strict=False)] | None = None
     state_std: Annotated[Statistics, Field(strict=False)] | None = None
-    return_worst: float = 0.0
+    return_worst: float = 0.0  # of the episodes it was learnt from
     return_best: float = 0.0
 
     @model_validator(mode="after")
@@ -71,13 +58,7 @@ class ModelTask(BaseModel):
 
 
 def tasks_of_config(config: DecisionTransformerConfig) -> tuple[ModelTask, ...]:
-    """Return the tasks in a configuration; none where it has none.
-
-    Raises
-    ------
-    InputError
-        ``MODEL`` for tasks that do not fit the model.
-    """
+    """Return the tasks in a configuration; those that do not fit it are ``MODEL``."""
     frames = bool(getattr(config, "frame_shape", ()))
     try:
         tasks = tuple(map(ModelTask.model_validate, getattr(config, "tasks", None) or ()))
@@ -95,21 +76,7 @@ def tasks_of_config(config: DecisionTransformerConfig) -> tuple[ModelTask, ...]:
 class TaskEmbedding(nn.Module):
     """Adds what is a task's own to tokens, and knows which action elements it has.
 
-    Parameters
-    ----------
-    action_dims
-        Of each task.
-    width
-        Of the widest task's actions.
-    hidden_size
-        H.
-
-    Attributes
-    ----------
-    weight
-        (T, H)
-    action_dims
-        (T,) int64
+    `action_dims` are those of each task, `width` that of the widest.
     """
 
     action_dims: Tensor
@@ -147,14 +114,10 @@ def task_number(model: DecisionTransformer, name: str | None) -> int:
     """Return the number of a model's task; raises `InputError` (``RECIPE``)."""
     names = [task.name for task in tasks_of_config(model.config)]
     if name not in names:
-        raise InputError(
-            "RECIPE",
-            "the model has several tasks, and none was named"
-            if name is None
-            else f"no task {name!r}",
-            where="model",
-            remedy=f"tasks: {', '.join(names)}" if names else "the model was made for one dataset",
-        )
+        several = "the model has several tasks, and none was named"
+        what = several if name is None else f"no task {name!r}"
+        remedy = f"tasks: {', '.join(names)}" if names else "the model was made for one dataset"
+        raise InputError("RECIPE", what, where="model", remedy=remedy)
     return names.index(name)
 
 
@@ -164,11 +127,6 @@ def single_task(model: DecisionTransformer, name: str) -> DecisionTransformer:
 
     Blocks and what else all tasks share are the same tensors as the model's, not copies; the
     embeddings are copies.  The released class loads what ``save_pretrained`` writes of it.
-
-    Raises
-    ------
-    InputError
-        ``RECIPE``
     """
     number = task_number(model, name)
     task = tasks_of_config(model.config)[number]

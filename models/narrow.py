@@ -34,17 +34,8 @@ def joint_maps(
     Its matrix has zeros where an input does not belong to a map, and a row for the biases, whose
     gradients then come of the product too.  These are two rows, so that they keep 16 bits and more.
 
-    Parameters
-    ----------
-    inputs
-        (N, R, width) floating, each of its own width.
-    maps
-        Weight (N, H, width), as linear layers store it, and bias (N, H) of each.
-
-    Returns
-    -------
-    Tensor
-        (N, R, maps, H), dtype `kind`.
+    Inputs are (N, R, width), each of its own width; maps are weight (N, H, width), as linear layers
+    store it, and bias (N, H).  The result is (N, R, maps, H).
     """
     biases = torch.stack([bias for _, bias in maps], dim=-2)  # (N, maps, H)
     rest = lower_half(biases)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gear_offline.errors import UnavailableError
 from gear_offline.kernels.short_attention import packed_attention, supports_packed
 from gear_offline.models.blocks import add_dropped, attend, drop
 from gear_offline.models.decision_transformer import (
@@ -29,41 +28,18 @@ from gear_offline.models.decision_transformer import (
 from gear_offline.models.loss import TrainingBatch, step_losses
 from gear_offline.models.narrow import LOADED, joint_maps
 
-__all__ = ["StackedModels", "refuse_stack", "why_not_stacked"]
+__all__ = ["StackedModels"]
 
 INPUTS = ("returns_to_go", "states", "actions", "timesteps", "attention_mask")
 EMBED_EPSILON = 1e-5  # of the released class, whatever its configuration says of the other norms
-
-
-def why_not_stacked(models: Sequence[DecisionTransformer]) -> str:
-    """Return why models cannot be stacked, as a clause, or nothing if they can."""
-    shapes = [[(name, p.shape) for name, p in model.named_parameters()] for model in models]
-    if any(shape != shapes[0] for shape in shapes):
-        return "the models have different shapes"
-    for model in models:
-        if model.frame_encoder is not None:
-            return "frames have an encoder"
-        if model.embed_task is not None:
-            return "the model has several tasks"
-        if model.stochastic:
-            return "the policy is stochastic"
-        if model.discrete:
-            return "actions are discrete"
-    return ""
 
 
 def _has_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def refuse_stack(reason: str) -> None:
-    """Raise `UnavailableError` (``UNAVAILABLE``) if there is a reason, a clause."""
-    if reason:
-        raise UnavailableError(
-            "UNAVAILABLE",
-            f"these runs cannot be stacked: {reason}",
-            remedy="use --exact",
-        )
+def _shapes(model: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
+    return tuple((name, parameter.shape) for name, parameter in model.named_parameters())
 
 
 class _InRow(torch.autograd.Function):
@@ -87,21 +63,17 @@ class StackedModels(nn.Module):
     Parameters
     ----------
     models
-        On one device, with float32 weights.
+        On one device, of one shape, with float32 weights; of vectors, continuous actions and one
+        task (`gear_offline.training.stack.why_not_stacked`).
     precision
         Type of the products; None for float32.
-
-    Raises
-    ------
-    UnavailableError
-        ``UNAVAILABLE``, see `why_not_stacked`.
     """
 
     def __init__(
         self, models: Sequence[DecisionTransformer], *, precision: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        refuse_stack(why_not_stacked(models))
+        assert len({_shapes(model) for model in models}) == 1, "models of one shape"
         first: Any = models[0]
         self.count, self.layers = len(models), len(first.encoder.h)
         self._heads = int(first.encoder.h[0].attn.num_heads)

@@ -71,7 +71,6 @@ class StandIn(SimpleNamespace):
             statistics=(None, None),
             parallel=SimpleNamespace(sharded=False),
             tensors=lambda: dict(training),
-            weights=model.state_dict,
         )
 
     @property

@@ -28,6 +28,7 @@ from gear_offline.training.checkpoint_folder import checkpoint_name, list_checkp
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import read_records
 from gear_offline.training.sharded import ShardWriter, read_into
+from tests.support import one_error
 
 # what FSDP2 collects weights with; older torch does not have the first
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -45,7 +46,6 @@ def whole_tensors() -> dict[str, torch.Tensor]:
         "rows": torch.randn(7, 5, generator=generator),
         "columns": torch.randn(3, 8, generator=generator).to(torch.bfloat16),
         "short": torch.arange(2),
-        "whole": torch.randn(4, generator=generator),
         "plain": torch.tensor(3.5),
     }
 
@@ -70,7 +70,7 @@ def sharded_training() -> dict[str, Any]:
 def check_pieces(world: World, folder: Path) -> None:
     """Spread tensors; two ranks save them, three read, compare and save what they have read."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     rank, size = world.rank, world.size
     mesh = init_device_mesh("cpu", (size,))
@@ -78,7 +78,6 @@ def check_pieces(world: World, folder: Path) -> None:
         "rows": Shard(0),
         "columns": Shard(1),
         "short": Shard(0),
-        "whole": Replicate(),
     }
     expected = whole_tensors()
     trained = sharded_training()
@@ -99,7 +98,7 @@ def check_pieces(world: World, folder: Path) -> None:
         whole = {name: tensor.full_tensor() for name, tensor in trained.items()}
         if rank == 0:
             save_file(whole, folder / "whole.safetensors")
-    writer = ShardWriter(world)
+    writer = ShardWriter(world, folder)
     writer.write(folder / str(size), writer.pieces(tensors))
 
 
@@ -194,19 +193,21 @@ def in_half(recipe: str, out: Path) -> None:
 
 
 def three(world: World, recipe: str, out: Path) -> None:
-    """Go on from two ranks' shards, first as if ranks did not see one folder."""
+    """Go on from two ranks' shards; refuse folders that one rank cannot write into, or is full."""
+    train(recipe, out, "train.steps=10")
+    train(recipe, out, "train.steps=12")
+    few, place = load_recipe(recipe, [*FSDP, "train.steps=2"]), out.with_name("full")
     with pytest.MonkeyPatch.context() as patched:
         if world.rank == 2:
             patched.setattr("gear_offline.training.sharded.os.access", lambda *_: False)
-        train(recipe, out, "train.steps=10")
-    assert not (out / "checkpoints" / checkpoint_name(10) / "sharded").exists()
-    train(recipe, out, "train.steps=12")
-    place = out.with_name("full")
+        with one_error("OUTPUT_WRITE", "rank 2 does not see it"):
+            loop.train(few, out=out.with_name("unseen"), quiet=True)
+    dist.barrier()
     with pytest.MonkeyPatch.context() as patched:
         if world.rank == 2:
             patched.setattr("gear_offline.training.sharded.write_tensors", refuse)
         with pytest.raises(GearError) as caught:
-            loop.train(load_recipe(recipe, [*FSDP, "train.steps=2"]), out=place, quiet=True)
+            loop.train(few, out=place, quiet=True)
     assert caught.value.code == ("OUTPUT_WRITE" if world.rank == 2 else "RANK_FAILED")
     assert world.rank == 2 or "rank 2 could not save its shard: no space left" in str(caught.value)
     dist.barrier()

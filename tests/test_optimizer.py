@@ -77,7 +77,6 @@ def test_state_moves_to_another_optimizer_bit_for_bit() -> None:
     steps_of(whole, Optimizer(whole, chosen, steps=9), 0, 9)
     first = network()
     optimizer = Optimizer(first, chosen, steps=9)
-    assert optimizer.state() == {}
     steps_of(first, optimizer, 0, 4)
     saved = {name: tensor.clone() for name, tensor in optimizer.state().items()}
     assert "optimizer/exp_avg/0.weight" in saved
@@ -86,7 +85,7 @@ def test_state_moves_to_another_optimizer_bit_for_bit() -> None:
     second.load_state_dict(first.state_dict())
     resumed = Optimizer(second, chosen, steps=9)
     some = {name: saved[name] for name in saved if "1.bias" not in name}
-    with pytest.raises(KeyError, match="of some parameters"):
+    with pytest.raises(KeyError, match=r"1\.bias is None"):
         resumed.load_state(some)
     resumed.load_state({**saved, "random/cpu": torch.zeros(1)})
     steps_of(second, resumed, 4, 9)

@@ -82,7 +82,6 @@ def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
     for line in (
         "2 ranks (FSDP, as the recipe says; weights collected once a step, as the recipe says)",
         "2 ranks (FSDP, as the recipe says; weights collected for each pass: ranks in host memory)",
-        "checkpoints: a shard of each rank",
         "resuming after step 4",
         "passing over step-00000008: the checkpoint is damaged: sharded/shard-00002",
         "resuming after step 6",
@@ -94,9 +93,7 @@ def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
     )
     said = launched(3, *arguments)
     for line in (
-        "checkpoints: collected by the first rank",
         "resuming after step 8",
-        "checkpoints: a shard of each rank",
         "resuming after step 10",
     ):
         assert line in said

@@ -18,9 +18,8 @@ from gear_offline.models.decision_transformer import (
     build_model,
     trainable_parameters,
 )
-from gear_offline.models.stacked import StackedModels, why_not_stacked
+from gear_offline.models.stacked import StackedModels
 from tests.attention_support import stand_in
-from tests.support import one_error
 
 STEPS, STATES, ACTIONS, LONGEST = 5, 6, 2, 20
 
@@ -156,21 +155,3 @@ def test_timesteps_beyond_the_embedding_are_refused() -> None:
     batches[0].timesteps[1, 2] = LONGEST  # it would read the row of another model
     with pytest.raises(InputError, match=str(LONGEST)):
         StackedModels(models).losses(join_batches(batches))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ([{}, {"hidden_size": 16}], "the models have different shapes"),
-        ([{"discrete": True, "action_tanh": False}], "actions are discrete"),
-        (
-            [{"frame_shape": (36, 36), "state_dim": 36 * 36, "encoder": "cnn"}],
-            "frames have an encoder",
-        ),
-    ],
-)
-def test_models_that_cannot_be_stacked(options: list[dict[str, Any]], words: str) -> None:
-    models = [make_model(0, **each) for each in options]
-    assert why_not_stacked(models) == words and why_not_stacked([make_model(0)]) == ""
-    with one_error("UNAVAILABLE", words):
-        StackedModels(models)

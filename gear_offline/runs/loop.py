@@ -131,9 +131,9 @@ class LiveRun(Closing):
         self.path, self.is_stopped = callbacks.run.path, False
         self._world, self._settings = learner.world, learner.recipe.train
         folder = self.path / "checkpoints"
-        seconds = restore(learner, folder, partial(say, quiet=quiet))
         self.writer: RunWriter | None = None
         self.saver = Saver(learner, folder, before=self._sync)
+        seconds = restore(learner, folder, partial(say, quiet=quiet))
         if directory is not None:
             directory.begin(learner.recipe, step=learner.step)
             callbacks.tell("on_begin")

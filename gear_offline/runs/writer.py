@@ -61,8 +61,6 @@ class RunWriter:
         ]
         if learner.step:
             lines.append(f"resuming after step {learner.step:,}")
-        if self._saver.remark:
-            lines.append(f"checkpoints: {self._saver.remark}")
         if plays(self._recipe):
             plan = self.evaluations.plan
             count = count_text(plan.workers, "process", "processes")

@@ -35,7 +35,7 @@ from gear_offline.sweep.trials import Trial
 from gear_offline.tables.shared import SharedTables
 from gear_offline.training.learner import Learner
 from gear_offline.training.seeding import deterministic, torch_threads
-from gear_offline.training.stack import Stack, check_stackable, stack_key
+from gear_offline.training.stack import Stack, stack_key, why_not_stacked
 
 CHUNK = 8  # steps of a run that are launched in one turn
 DEEP = 4  # turns of a run on their way, at most
@@ -66,15 +66,15 @@ def _groups(job: Job) -> Iterator[list[Trial]]:
 
 
 def _can_stack(recipe: Recipe, job: Job) -> bool:
+    if why_not_stacked(recipe, learns=False):
+        return False
     try:
-        check_stackable(recipe)
         dataset = job.dataset(recipe)
         resolved, sizes = resolve(recipe, dataset, quiet=True)
         learns = recipe_sampler(resolved, dataset).loss_sampler is not None
-        check_stackable(resolved, sizes, learns=learns)
-    except GearError:  # it cannot be stacked, or its own run tells of what is wrong
+    except GearError:  # its own run tells of what is wrong
         return False
-    return True
+    return not why_not_stacked(resolved, sizes, learns=learns)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import SegmentFeedback
 from gear_offline.models.decision_transformer import DecisionTransformer
-from gear_offline.models.loss import action_loss, segment_losses
+from gear_offline.models.loss import segment_losses
 from gear_offline.training.parallel import ALONE, Parallel
 
 BLOCKWISE_FROM = 6  # blocks: compiled one by one they take seconds, as a whole a minute
@@ -51,13 +51,6 @@ class GradientPass:
         precision: torch.dtype | None = None,
         fixed_buckets: bool = False,
     ) -> None:
-        if feedback is not None and accumulate > 1:
-            raise InputError(
-                "LOADER_OPTION",
-                "a strategy that learns from losses needs them of the whole batch at once",
-                where="train.accumulate",
-                remedy="use train.accumulate=1, or another strategy",
-            )
         self._model, self._world, self._parallel = model, world, parallel
         self.feedback, self._accumulate = feedback, accumulate
         self._device = next(model.parameters()).device
@@ -135,14 +128,7 @@ class GradientPass:
         if self.feedback is not None:
             each = segment_losses(output.action_preds, batch.actions, batch.attention_mask)
             return self.feedback.loss(each, batch, valid_steps=valid_steps)
-        return action_loss(
-            output.action_preds,
-            batch.actions,
-            batch.attention_mask,
-            valid_steps=valid_steps,
-            valid_actions=self._model.valid_actions(batch),
-            losses=self._model.step_losses,
-        )
+        return self._model.prediction_loss(output.action_preds, batch, valid_steps=valid_steps)
 
 
 def global_steps(batch: Batch, world: World) -> Tensor:

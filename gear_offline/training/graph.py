@@ -44,32 +44,24 @@ def why_not_captured(
 
     If the recipe insists, `UnavailableError` (``UNAVAILABLE``).
     """
-    train, learns = recipe.train, loader.loss_sampler is not None
+    train, engine, several = recipe.train, loader.engine, world.size > 1
+    learns, draws = loader.loss_sampler is not None, engine is not None and engine.draws
     if train.graph == "off":
         return "train.graph=off"
-    reason = ""
-    if device.type != "cuda":
-        reason = "CUDA graphs need a GPU"
-    elif world.size > 1 and sharded:
-        reason = "graphs of several ranks need replicas"
-    elif world.size > 1 and learns:
-        reason = "the ranks tell each other the losses of segments"
-    elif train.accumulate > 1:
-        reason = "a batch is computed in micro-batches (train.accumulate)"
-    elif train.recompute:
-        reason = "blocks are computed twice (train.recompute)"
-    elif loader.engine is None:
-        reason = "batches are not made by the GPU (loader.engine)"
-    elif recipe.loader.goals is not None:
-        reason = "goals: not captured, the host draws them (loader.goals)"
-    elif learns and not loader.engine.draws:
-        reason = "the host draws when it has heard of the losses"
+    reasons = {
+        "CUDA graphs need a GPU": device.type != "cuda",
+        "graphs of several ranks need replicas": several and sharded,
+        "the ranks tell each other the losses of segments": several and learns,
+        "a batch is computed in micro-batches (train.accumulate)": train.accumulate > 1,
+        "blocks are computed twice (train.recompute)": train.recompute,
+        "batches are not made by the GPU (loader.engine)": engine is None,
+        "goals: not captured, the host draws them (loader.goals)": recipe.loader.goals is not None,
+        "the host draws when it has heard of the losses": learns and not draws,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), "")
     if reason and train.graph == "on":
-        raise UnavailableError(
-            "UNAVAILABLE",
-            f"train.graph=on is not possible: {reason}",
-            remedy="use train.graph=auto, or see gear-offline doctor",
-        )
+        what, remedy = f"train.graph=on is not possible: {reason}", "use train.graph=auto, or see "
+        raise UnavailableError("UNAVAILABLE", what, remedy=remedy + "gear-offline doctor")
     return reason
 
 

@@ -34,16 +34,17 @@ from gear_offline.sampling.items import Items
 from gear_offline.tables.growing import GrowingTable
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
-from gear_offline.tables.table import Table
 from gear_offline.training.cost import Meter, is_compiled
 from gear_offline.training.gradients import GradientPass
 from gear_offline.training.graph import CapturedStep, RunPart, start_compilers, why_not_captured
 from gear_offline.training.model import ModelSizes, make_training_model
 from gear_offline.training.optimizer import Optimizer
-from gear_offline.training.parallel import load_model_tensors, model_tensors
+from gear_offline.training.parallel import collect, take_over
 from gear_offline.training.policies import TrainedModel, copy_model, find_trained
 from gear_offline.training.seeding import random_states, restore_random, seed_rank
 from gear_offline.training.window import ReportWindow
+
+Statistics = tuple[Float64Array | None, Float64Array | None]
 
 
 class Learner:
@@ -71,27 +72,18 @@ class Learner:
         self.recipe, self.device, self.tasks = recipe, device, sizes.tasks
         self.world = world = World() if world is None else world
         start = None if recipe.train.init is None else find_trained(recipe.train.init)
+        self.statistics = _statistics(recipe, dataset, start)
         weights = None if start is None else start.model.state_dict()
         made = make_training_model(recipe, sizes, device, world, weights)
         self.model, self.working, self.parallel = made.model, made.working, made.parallel
         self.precision, self.precision_reason = made.autocast, made.remark
-        self._growing, self._table = growing, GrowingTable()
-        self._items = Items(recipe)
-        self.statistics: tuple[Float64Array | None, Float64Array | None] = None, None
-        if start is not None:
-            self.statistics = start.state_mean, start.state_std
-        elif recipe.loader.normalize_states and isinstance(dataset, Dataset):
-            moments = dataset.statistics["observations"]
-            self.statistics = moments.mean.ravel(), moments.std.ravel()
-        options = loader_options(recipe, dataset)
-        shares = tables is not None and start is None  # whose rows are normalised alike
-        table = tables.table(dataset, options) if tables is not None and shares else None
-        self.loader = self._open_loader(dataset, table=table)
+        self._growing, self._table, self._items = growing, GrowingTable(), Items(recipe)
+        self.loader = self._open_loader(dataset, tables=tables)
         self._batches = iter(self.loader)
-        sharded, compiled = self.parallel.sharded, is_compiled(recipe.train)
+        sharded = self.parallel.sharded
         self.graph_reason = why_not_captured(recipe, device, world, self.loader, sharded=sharded)
         self.is_captured = not self.graph_reason  # else steps are launched one by one
-        if compiled and self.is_captured:
+        if is_compiled(recipe.train) and self.is_captured:
             start_compilers()
         self.optimizer = Optimizer(
             self.model,
@@ -101,53 +93,51 @@ class Learner:
             device=device,
             working=None if self.working is self.model else self.working,
         )
-        self._gradients: GradientPass | None = None
-        if not self.is_captured:
-            learns = self.loader.loss_sampler is not None
-            self._gradients = GradientPass(
-                self.working,
-                world,
-                parallel=self.parallel,
-                compiled=compiled and device.type == "cuda",
-                feedback=LossFeedback(self.loader) if learns else None,
-                accumulate=recipe.train.accumulate,
-                precision=self.precision,
-                fixed_buckets=recipe.train.deterministic,
-            )
+        self._gradients = None if self.is_captured else self._launched_pass()
         self._part: RunPart | None = None  # of a captured step, made by the first one or `join`
         self._captured: CapturedStep | None = None  # unless others launch it
         self._acting: DecisionTransformer | None = None  # a sharded model's copy that acts
-        if self.model.stochastic and self.loader.loss_sampler is not None:
-            what = f"{self.loader.selection.name} weighs segments by losses, a likelihood's may be "
-            remedy = "use another selection.strategy, or model.policy=deterministic"
-            raise InputError("SELECTION", what + "negative", "model.policy", remedy)
-        if recipe.train.skip and self.loader.loss_sampler is not None:
-            what = f"what {self.loader.selection.name} draws depends on the losses before, so the "
-            what += "episodes of a range that is left out come again"
-            raise InputError("SELECTION", what, "train.skip", "use train.skip=[]")
         seed_rank(recipe.seed, world)
         self.meter = Meter(recipe, self.loader.rank_batch, device, half=made.half)
         self.step = 0
         self.window = ReportWindow(recipe.train.log_every, device)
 
     def _open_loader(
-        self, dataset: TableData, *, step: int = 0, table: Table | None = None
+        self, dataset: TableData, *, step: int = 0, tables: SharedTables | None = None
     ) -> GearLoader:
-        mean, std = self.statistics
-        if self.recipe.train.init is not None and mean is not None and std is not None:
+        recipe, table = self.recipe, None
+        sampler = recipe_sampler(recipe, dataset, items=self._items, step=step)
+        if sampler.loss_sampler is not None:
+            _check_learns(recipe, sampler.name)
+        if recipe.train.init is not None:  # normalised by what it goes on from
             assert isinstance(dataset, Dataset), "a start is of one task"
-            dataset = _normalized_by(dataset, mean, std)
+            dataset = _normalized_by(dataset, *self.statistics)
+        elif tables is not None:
+            table = tables.table(dataset, loader_options(recipe, dataset))
         if self._growing is not None and self.world.size == 1:
             assert isinstance(dataset, Dataset), "data of several tasks do not grow"
-            table = self._table.table(dataset, loader_options(self.recipe, dataset))
+            table = self._table.table(dataset, loader_options(recipe, dataset))
         return GearLoader.from_recipe(
-            self.recipe,
+            recipe,
             dataset=dataset,
-            selection=recipe_sampler(self.recipe, dataset, items=self._items, step=step),
+            selection=sampler,
             table=table,
             start_step=step,
             device=self.device,
             world=self.world,
+        )
+
+    def _launched_pass(self) -> GradientPass:
+        learns, train = self.loader.loss_sampler is not None, self.recipe.train
+        return GradientPass(
+            self.working,
+            self.world,
+            parallel=self.parallel,
+            compiled=is_compiled(train) and self.device.type == "cuda",
+            feedback=LossFeedback(self.loader) if learns else None,
+            accumulate=train.accumulate,
+            precision=self.precision,
+            fixed_buckets=train.deterministic,
         )
 
     def admit(self, is_stopped: Callable[[], bool] = lambda: False) -> bool:
@@ -345,7 +335,7 @@ class Learner:
     def prepare_policy(self) -> None:
         """Collect a sharded model on the first rank, for `acting`; all ranks together."""
         if self.parallel.sharded:
-            weights = self.weights()
+            weights = collect(self.model.state_dict(), wanted=self.world.is_first)
             if self.world.is_first:
                 self._acting = copy_model(self.model, weights)
 
@@ -370,27 +360,19 @@ class Learner:
             tensors |= as_tensors("selection", self.loader.loss_sampler.state())
         return tensors
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the parameters by name; ranks call this together.
-
-        Of a sharded model the first one gets them, the others nothing.
-        """
-        return model_tensors(self.model, wanted=self.world.is_first)
-
     def load(
         self,
         *,
         step: int,
-        model: Mapping[str, Tensor] | None,
+        model: Mapping[str, Tensor],
         tensors: Mapping[str, Tensor],
         loader: Mapping[str, Any],
     ) -> None:
-        """Take over the state of another learner of the same recipe; None: weights are there.
+        """Take over the state of another learner of the same recipe.
 
         Tensors that are not those of such a learner are KeyError or RuntimeError.
         """
-        if model is not None:
-            load_model_tensors(self.model, model)
+        take_over(self.model.state_dict(), model)
         self.optimizer.refresh()
         self.optimizer.load_state(tensors)
         if items := as_arrays("items", tensors):
@@ -415,8 +397,38 @@ class Learner:
             self._captured.close()
 
 
-def _normalized_by(dataset: Dataset, mean: Float64Array, std: Float64Array) -> Dataset:
+def _check_learns(recipe: Recipe, strategy: str) -> None:
+    """Refuse what a selection that learns from losses cannot be trained with."""
+    whole = "a strategy that learns from losses needs them of the whole batch at once"
+    negative = f"{strategy} weighs segments by losses, a likelihood's may be negative"
+    again = f"what {strategy} draws depends on the losses before, so the episodes of a range that "
+    again += "is left out come again"
+    if recipe.train.accumulate > 1:
+        remedy = "use train.accumulate=1, or another strategy"
+        raise InputError("LOADER_OPTION", whole, "train.accumulate", remedy)
+    if recipe.model.policy == "gaussian":
+        remedy = "use another selection.strategy, or model.policy=deterministic"
+        raise InputError("SELECTION", negative, "model.policy", remedy)
+    if recipe.train.skip:
+        raise InputError("SELECTION", again, "train.skip", "use train.skip=[]")
+
+
+def _statistics(recipe: Recipe, dataset: TableData, start: TrainedModel | None) -> Statistics:
+    """Return mean and deviation, (S,), that states are normalised by, of one task."""
+    if start is not None:
+        return start.state_mean, start.state_std
+    if not recipe.loader.normalize_states or not isinstance(dataset, Dataset):
+        return None, None
+    moments = dataset.statistics["observations"]
+    return moments.mean.ravel(), moments.std.ravel()
+
+
+def _normalized_by(
+    dataset: Dataset, mean: Float64Array | None, std: Float64Array | None
+) -> Dataset:
     """Return the dataset as if these, (S,), were the moments of its observations."""
+    if mean is None or std is None:
+        return dataset
     statistics = dict(dataset.statistics)
     own = statistics["observations"]
     given = {"mean": mean.reshape(own.mean.shape), "std": std.reshape(own.std.shape)}

@@ -12,17 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gear_offline.config.recipe import Recipe
@@ -143,48 +138,31 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def collect(tensors: Mapping[str, Tensor], *, wanted: bool) -> dict[str, Tensor]:
-    """Return named tensors as `whole` does, those that were spread in host memory.
-
-    Ranks by which they are not `wanted` get nothing and keep no copy.
-    """
+    """Return named tensors as `whole` does, in host memory; nothing unless they are `wanted`."""
     found = {}
     for name, tensor in tensors.items():
         full = whole(tensor)
         if wanted:
-            found[name] = full if full is tensor else full.cpu()
+            found[name] = full.cpu()
     return found
 
 
-def spread(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's view of a whole tensor that every rank has, laid out as `like`.
+@torch.no_grad()
+def take_over(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Copy whole tensors, which every rank has, into `own`, spread over the ranks or not.
 
-    One that is spread already stays as it is.
+    Other names or shapes than those of `own` are KeyError.
     """
+    shapes, others = ({n: tuple(t.shape) for n, t in some.items()} for some in (own, given))
+    for name in sorted({n for n, _ in shapes.items() ^ others.items()}):
+        raise KeyError(f"{name} is {others.get(name)}, not {shapes.get(name)}")
+    for name, tensor in own.items():
+        tensor.copy_(_spread(given[name], tensor))
+
+
+def _spread(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's view of a whole tensor, laid out as `like`; what is spread stays so."""
     if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
         return tensor
     mesh = like.device_mesh
     return distribute_tensor(tensor.to(mesh.device_type), mesh, like.placements, src_data_rank=None)
-
-
-def model_tensors(model: nn.Module, *, wanted: bool = True) -> dict[str, Tensor]:
-    """Return the parameters by name, whole; ranks call this together.
-
-    Shards are collected in host memory on the ranks that want them; the others get nothing.
-    Parameters of a model that is not sharded are not copied.
-    """
-    if not isinstance(model, FSDPModule):
-        return model.state_dict() if wanted else {}
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    with peers("collecting the weights"):
-        found = get_model_state_dict(model, options=options)
-    return cast(dict[str, Tensor], found) if wanted else {}
-
-
-def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Take over whole parameters, which every rank has."""
-    if not isinstance(model, FSDPModule):
-        model.load_state_dict(dict(tensors))
-        return
-    options = StateDictOptions(full_state_dict=True, strict=True)
-    with peers("spreading the weights"):
-        set_model_state_dict(model, dict(tensors), options=options)

@@ -5,8 +5,7 @@ checkpoint at a time is written: the next one waits for it, and that wait counts
 training was held up.  What cannot be written raises at the next step, but of a full disk: then the
 checkpoint is given up, and the last one raises.
 
-A model that is spread over ranks is saved in shards, a file of each rank, where all ranks see the
-run directory; elsewhere it is collected on the first rank.
+Of a model that is spread over ranks each rank writes its own part.
 """
 
 from __future__ import annotations
@@ -42,12 +41,11 @@ from gear_offline.training.checkpoint import (
 )
 from gear_offline.training.checkpoint_folder import Keep, checkpoint_name, prune
 from gear_offline.training.learner import Learner
-from gear_offline.training.parallel import collect
 
 if TYPE_CHECKING:
     from gear_offline.training.sharded import ShardWriter
 
-Kinds = Mapping[str, Mapping[str, Tensor]]  # named tensors by kind: "model", "training", "shard"
+SHARD_PREFIX = "shard/"  # of what each rank writes for itself
 ROOM_SHARE = 0.5  # of the free GPU memory that a copy may take
 STAGED_BYTES = 64 << 20  # of GPU memory that go to the host at once
 
@@ -57,6 +55,13 @@ class Saver:
 
     `before` is called before a checkpoint takes its name, in the writer's thread: it makes metrics
     durable.
+
+    Attributes
+    ----------
+    written, given_up
+        Steps whose checkpoints became whole, or did not; readers take them out.
+    stalled_seconds
+        How long `save` has held up training so far.
     """
 
     def __init__(
@@ -64,21 +69,17 @@ class Saver:
     ) -> None:
         self._learner, self._folder, self._before = learner, folder, before
         self._world = learner.world
+        self.written, self.given_up = deque[int](), deque[int]()
+        self.stalled_seconds = 0.0
         self._thread: threading.Thread | None = None  # that does what was begun last
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # of what was begun
         self._writing: int | None = None  # the step that is written, or was last
-        self.written = deque[int]()  # steps whose checkpoints became whole; readers take them out
-        self.given_up = deque[int]()  # or did not
-        self._full: BaseException | None = None  # why the last one was
+        self._full: BaseException | None = None  # why the last checkpoint was given up
         self._shards: ShardWriter | None = None
-        self.stalled_seconds = 0.0  # how long `save` has held up training so far
-        self.remark = ""  # how a model that is spread over ranks is saved
         if learner.parallel.sharded:
-            from gear_offline.training import sharded  # 1 s, for torch.distributed
+            from gear_offline.training.sharded import ShardWriter  # 1 s, for torch's readers
 
-            self.remark = "collected by the first rank, as not all ranks see one run directory"
-            if sharded.all_see(self._world, folder):
-                self._shards, self.remark = sharded.ShardWriter(self._world), "a shard of each rank"
+            self._shards = ShardWriter(self._world, folder)
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint of `step` is, or will be."""
@@ -94,7 +95,7 @@ class Saver:
         `seconds` is the wall time of the run so far; both arguments are the first rank's.
         """
         began = time.perf_counter()
-        step = self._learner.step
+        learner, step = self._learner, self._learner.step
         name = f".partial-{checkpoint_name(step)}-{secrets.token_hex(4)}"
         name = self._world.gather(None if self.has(step) else name)[0]
         if name is None:
@@ -103,59 +104,46 @@ class Saver:
             self.close()  # first the one before
             self.check()
             self._writing = step
-            self._begin(self._folder / name, seconds, keep)
+            tensors = self._tensors()
+            if tensors:
+                copies = _snapshot(tensors, learner.device)
+                state, config = _state(learner, seconds), config_text(learner.model)
+                self._begin(partial(self._write, self._folder / name, copies, state, config, keep))
         self.stalled_seconds += time.perf_counter() - began
 
-    def _begin(self, place: Path, seconds: float, keep: Keep) -> None:
-        learner = self._learner
-        training, kinds = learner.tensors(), {}
-        if self._shards is None:
-            training = collect(training, wanted=self._world.is_first)
-            kinds["model"] = learner.weights()
-        else:
-            moments = {n: t for n, t in training.items() if isinstance(t, DTensor)}
-            training = {n: t for n, t in training.items() if n not in moments}
-            everything = named(MODEL_PREFIX, learner.model.state_dict())
-            everything |= named(TRAINING_PREFIX, moments)
-            kinds["shard"] = self._shards.pieces(everything)
-        if self._world.is_first:
-            kinds["training"] = training
-        elif self._shards is None:
-            return
-        ready = _snapshot(kinds, learner.device)
-        state, config = self._state(seconds), config_text(learner.model)
-        self._begin_work(partial(self._write, place, ready, state, config, keep))
-
-    def _state(self, seconds: float) -> SavedState:
-        learner, (mean, std) = self._learner, self._learner.statistics
-        normalisation = None
-        if mean is not None and std is not None:
-            normalisation = Normalisation(mean=tuple(mean.tolist()), std=tuple(std.tolist()))
-        return SavedState(
-            step=learner.step,
-            seconds=seconds,
-            recipe=learner.recipe.to_dict(),
-            loader=learner.loader.state_dict(),
-            normalisation=normalisation,
-        )
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return what this rank writes, named by where it goes."""
+        model, training = self._learner.model.state_dict(), self._learner.tensors()
+        everything = named(MODEL_PREFIX, model) | named(TRAINING_PREFIX, training)
+        mine: dict[str, Tensor] = {}
+        if self._shards is not None:
+            spread = {n: t for n, t in everything.items() if isinstance(t, DTensor)}
+            spread |= named(MODEL_PREFIX, model)  # with buffers, which every rank has
+            everything = {n: t for n, t in everything.items() if n not in spread}
+            mine = named(SHARD_PREFIX, self._shards.pieces(spread))
+        return everything | mine if self._world.is_first else mine
 
     def _write(
-        self, place: Path, ready: Callable[[], Kinds], state: SavedState, config: str, keep: Keep
+        self,
+        place: Path,
+        copies: Callable[[], dict[str, Tensor]],
+        state: SavedState,
+        config: str,
+        keep: Keep,
     ) -> None:
-        kinds = ready()
+        tensors = copies()
+        model = part(tensors, MODEL_PREFIX)
         try:
-            model = kinds.get("model", {})
             if self._shards is not None:
                 from gear_offline.training.sharded import read_whole
 
-                files = self._shards.write(place / SHARDED, kinds["shard"])
-                files = {f"{SHARDED}/{name}": facts for name, facts in files.items()}
-                state = state.model_copy(update={"files": files})
+                files = self._shards.write(place / SHARDED, part(tensors, SHARD_PREFIX))
+                state = state.model_copy(update={"files": named(f"{SHARDED}/", files)})
                 if self._world.is_first:
                     model = part(read_whole(place / SHARDED, MODEL_PREFIX), MODEL_PREFIX)
             if self._world.is_first:
                 self._before()
-                write_checkpoint(place, state, config, model, kinds["training"])
+                write_checkpoint(place, state, config, model, part(tensors, TRAINING_PREFIX))
                 self._full = None
                 self.written.append(state.step)
                 prune(self._folder, keep)
@@ -172,9 +160,9 @@ class Saver:
     def prune(self, keep: Keep) -> None:
         """Remove what need not stay, after what is being written; does not wait."""
         if self._world.is_first:
-            self._begin_work(partial(prune, self._folder, keep))
+            self._begin(partial(prune, self._folder, keep))
 
-    def _begin_work(self, work: Callable[[], None]) -> None:
+    def _begin(self, work: Callable[[], None]) -> None:
         """Have a thread do `work` after what was begun before; the first error ends it all."""
         before = self._thread
 
@@ -211,6 +199,20 @@ class Saver:
             self._thread = None
 
 
+def _state(learner: Learner, seconds: float) -> SavedState:
+    mean, std = learner.statistics
+    normalisation = None
+    if mean is not None and std is not None:
+        normalisation = Normalisation(mean=tuple(mean.tolist()), std=tuple(std.tolist()))
+    return SavedState(
+        step=learner.step,
+        seconds=seconds,
+        recipe=learner.recipe.to_dict(),
+        loader=learner.loader.state_dict(),
+        normalisation=normalisation,
+    )
+
+
 def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float:
     """Take over the newest whole checkpoint in `folder`, if there is one; all ranks together.
 
@@ -223,28 +225,23 @@ def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float
     if checkpoint is not None:
         state = checkpoint.state
         facts = state.model_dump(include={"step", "seconds", "loader"})
-        facts |= {"name": checkpoint.path.name, "shards": state.shards}
+        facts |= {"name": checkpoint.path.name, "shards": bool(state.shards)}
     facts = world.gather(facts)[0]
     if facts is None:
         return 0.0
     path = folder / facts["name"]
-    in_parts = False  # whether each rank reads what it holds
-    if facts["shards"] and learner.parallel.sharded:
-        in_parts = all(world.gather(all((path / name).is_file() for name in facts["shards"])))
-    tensors = world.lead(lambda: _tensors_of(checkpoint, whole=not in_parts))
-    if world.size > 1 or tensors is None:
-        tensors = world.send_tensors(tensors)
-    training = part(tensors, TRAINING_PREFIX)
-    model: Mapping[str, Tensor] | None = part(tensors, MODEL_PREFIX)
+    in_parts = facts["shards"] and learner.parallel.sharded  # each rank reads what it holds
+    tensors = world.send_tensors(world.lead(lambda: _tensors_of(checkpoint, whole=not in_parts)))
     try:
         if in_parts:
-            from gear_offline.training.sharded import names_in, read_into
+            from gear_offline.training.sharded import read_into
 
-            names = part(dict.fromkeys(names_in(path / SHARDED), 0), TRAINING_PREFIX)
-            moments = learner.optimizer.room(names)
+            moments = {n: t for n, t in learner.optimizer.state().items() if isinstance(t, DTensor)}
             held = named(MODEL_PREFIX, learner.model.state_dict())
-            read_into(path / SHARDED, held | named(TRAINING_PREFIX, moments))
-            training, model = training | moments, None
+            held |= named(TRAINING_PREFIX, moments)
+            read_into(path / SHARDED, held)
+            tensors |= held
+        model, training = part(tensors, MODEL_PREFIX), part(tensors, TRAINING_PREFIX)
         learner.load(step=facts["step"], model=model, tensors=training, loader=facts["loader"])
     except (KeyError, RuntimeError) as error:
         raise damaged(path, f"it does not fit the recipe ({error})") from error
@@ -257,35 +254,31 @@ def _tensors_of(checkpoint: Checkpoint | None, *, whole: bool) -> dict[str, Tens
     return tensors | named(MODEL_PREFIX, checkpoint.weights()) if whole else tensors
 
 
-def _snapshot(kinds: Kinds, device: torch.device) -> Callable[[], Kinds]:
+def _snapshot(
+    tensors: Mapping[str, Tensor], device: torch.device
+) -> Callable[[], dict[str, Tensor]]:
     """Copy tensors as they are; return what gives the copies in host memory, for another thread.
 
     On the CPU they are cloned.  On a GPU the copies are enqueued behind the steps so far, and the
     host goes on: to GPU memory where there is room, else to page-locked host memory.
     """
-    event: Any = None
-    has_room = True
-    if device.type == "cuda":
-        has_room = _has_room(device, [t for kind in kinds.values() for t in kind.values()])
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copies = {
-        kind: {name: _copy(tensor.detach(), has_room) for name, tensor in content.items()}
-        for kind, content in kinds.items()
-    }
-    if event is not None:
-        event.record(torch.cuda.current_stream(device))
+    has_room = device.type == "cpu" or _has_room(device, tensors)
+    copies = {name: _copy(tensor.detach(), has_room) for name, tensor in tensors.items()}
+    if device.type == "cpu":
+        return lambda: copies
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
 
-    def ready() -> Kinds:
-        if event is not None:
-            event.synchronize()
-        return {kind: _on_host(copies.pop(kind)) for kind in kinds}
+    def on_host() -> dict[str, Tensor]:
+        event.synchronize()
+        return _on_host(copies, device)
 
-    return ready
+    return on_host
 
 
-def _has_room(device: torch.device, tensors: list[Tensor]) -> bool:
+def _has_room(device: torch.device, tensors: Mapping[str, Tensor]) -> bool:
     """Return whether copies leave half of the memory that is free on `device`."""
-    wanted = sum(t.numel() * t.element_size() for t in tensors if t.is_cuda)
+    wanted = sum(t.numel() * t.element_size() for t in tensors.values() if t.is_cuda)
     free = torch.cuda.mem_get_info(device)[0]
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return wanted <= ROOM_SHARE * (free + kept)
@@ -298,26 +291,24 @@ def _copy(tensor: Tensor, has_room: bool) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors in host memory, those of a GPU fetched without its other streams."""
-    device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
-    if device is None:
-        return tensors
+def _on_host(copies: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Take all out of `copies`, those of a GPU fetched without its other streams."""
     # On the default stream each fetch would wait for all the steps launched by then.  Streams of
     # high priority are others than those that training and captures get from torch.
     stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     staged = torch.empty(STAGED_BYTES, dtype=torch.uint8, pin_memory=True)
-    on_host = {}
+    found = {}
     with torch.cuda.stream(stream):
-        for name, tensor in tensors.items():
-            host = torch.empty(tensor.shape, dtype=tensor.dtype)
-            pieces = [torch.split(_bytes(one), STAGED_BYTES) for one in (tensor, host)]
-            for there, here in zip(*pieces, strict=True):
-                staged[: len(there)].copy_(there, non_blocking=True)
-                stream.synchronize()
-                here.copy_(staged[: len(there)])
-            on_host[name] = host
-    return on_host
+        for name in list(copies):
+            tensor = found[name] = copies.pop(name)
+            if tensor.is_cuda:
+                host = found[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+                pieces = [torch.split(_bytes(one), STAGED_BYTES) for one in (tensor, host)]
+                for there, here in zip(*pieces, strict=True):
+                    staged[: len(there)].copy_(there, non_blocking=True)
+                    stream.synchronize()
+                    here.copy_(staged[: len(there)])
+    return found
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from gear_offline.core.files import write_error
 from gear_offline.distributed.world import World, peers
-from gear_offline.errors import GearError
+from gear_offline.errors import GearError, InputError
 from gear_offline.models.tensor_file import FileFacts, write_tensors
 
 
@@ -36,10 +36,11 @@ class ShardWriter:
     """Writes a rank's part of tensors, while each other rank writes its own.
 
     The ranks make it, and call `write`, together: in threads of theirs, which tell each other of
-    files and failures over a group of their own.
+    files and failures over a group of their own.  `run` is the folder that all write into.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, run: Path) -> None:
+        _check_all_see(world, run)
         with peers("connecting the ranks that save"):
             limit = timedelta(seconds=world.timeout)
             group = dist.new_group(backend="gloo", timeout=limit)
@@ -47,26 +48,18 @@ class ShardWriter:
         self._places: dict[str, dict[str, list[int]]] = {}  # stay as they are in a run
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what this rank writes of `tensors`: all ranks together write each part once.
-
-        Of tensors that every rank has whole the first rank writes all.
-        """
+        """Return what this rank writes of `tensors`: its shards; the first one what all have."""
         pieces: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            offsets = [0] * tensor.ndim
-            if isinstance(tensor, DTensor):
-                mesh, ways = tensor.device_mesh, tensor.placements
-                at = zip(mesh.get_coordinate() or (), ways, strict=True)
-                is_writer = all(n == 0 or not isinstance(way, Replicate) for n, way in at)
-                shape = tuple(tensor.shape)
+            offsets, piece = [0] * tensor.ndim, tensor.detach()
+            if isinstance(piece, DTensor):
+                shape, mesh, ways = tuple(piece.shape), piece.device_mesh, piece.placements
                 offsets = [*compute_local_shape_and_global_offset(shape, mesh, ways)[1]]
-                spread: Any = tensor.detach()
-                piece: Tensor = spread.to_local()
-            else:
-                is_writer, piece = self._world.is_first, tensor.detach()
-            if is_writer and piece.numel():
-                pieces[name] = piece
-                self._places[name] = {"saved_offsets": offsets}
+                piece = piece.to_local()
+            elif not self._world.is_first:
+                continue
+            if piece.numel():
+                pieces[name], self._places[name] = piece, {"saved_offsets": offsets}
         return pieces
 
     def write(self, folder: Path, pieces: Mapping[str, Tensor]) -> dict[str, FileFacts]:
@@ -80,32 +73,29 @@ class ShardWriter:
             facts = write_tensors(folder / name, pieces, metadata)
         except OSError as caught:
             error = write_error(caught, str(folder))
-        answers = self._world.gather(
-            {"name": name, "facts": facts and facts.model_dump(), "error": error and error.what}
-        )
+        answer = [name, facts and facts.model_dump(), error and error.what]
+        answers = self._world.gather(answer)
         if error is not None:
             raise error
-        for rank, answer in enumerate(answers):
-            if answer["error"] is not None:
-                what = f"rank {rank} could not save its shard: {answer['error']}"
+        for rank, (_, _, failure) in enumerate(answers):
+            if failure is not None:
+                what = f"rank {rank} could not save its shard: {failure}"
                 raise GearError("RANK_FAILED", what, str(folder), "see its own message")
-        return {answer["name"]: FileFacts(**answer["facts"]) for answer in answers}
+        return {name: FileFacts(**facts) for name, facts, _ in answers}
 
 
-def all_see(world: World, folder: Path) -> bool:
-    """Return whether all ranks can write into one folder, which is made."""
+def _check_all_see(world: World, folder: Path) -> None:
+    """Refuse a folder that not all ranks can write into; it is made."""
     probe = folder / f".partial-{secrets.token_hex(8)}"
     world.lead(lambda: probe.mkdir(parents=True))
     probe = folder / world.gather(probe.name)[0]
-    all_may_write = all(world.gather(os.access(probe, os.W_OK | os.X_OK)))
+    able = world.gather(os.access(probe, os.W_OK | os.X_OK))
     if world.is_first:
         probe.rmdir()
-    return all_may_write
-
-
-def names_in(folder: Path) -> list[str]:
-    """Return the names of the tensors in `folder`."""
-    return [*HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata]
+    if not all(able):
+        what = f"rank {able.index(False)} does not see it, and each rank saves its own shards"
+        remedy = "put the run where every node sees it, or use train.parallel=ddp"
+        raise InputError("OUTPUT_WRITE", what, str(folder), remedy)
 
 
 def read_into(folder: Path, tensors: dict[str, Tensor]) -> None:

@@ -21,7 +21,7 @@ from gear_offline.kernels.adamw import Update, enqueue_together
 from gear_offline.loaders.batch import Batch, join_batches
 from gear_offline.loaders.static_batch import side_by_side
 from gear_offline.models.loss import TrainingBatch
-from gear_offline.models.stacked import StackedModels, refuse_stack
+from gear_offline.models.stacked import StackedModels
 from gear_offline.training.cost import is_compiled
 from gear_offline.training.gradients import COMPILE
 from gear_offline.training.graph import capture, warm_up
@@ -36,39 +36,30 @@ def stack_key(recipe: Recipe) -> str:
     return json.dumps(shared, sort_keys=True)
 
 
-def check_stackable(
-    recipe: Recipe, sizes: ModelSizes | None = None, *, learns: bool = False
-) -> None:
-    """Refuse a recipe whose steps need more than one pass of plain models (``UNAVAILABLE``).
+def why_not_stacked(recipe: Recipe, sizes: ModelSizes | None = None, *, learns: bool) -> str:
+    """Return why runs of a recipe cannot be stacked, as a clause, or nothing if they can.
 
-    `sizes` are those of the model, where they are known already; `learns`: the selection does, from
-    losses.
+    A stack is one pass of plain models.  `sizes` are those of the model, where they are known
+    already; `learns`: the selection does, from losses.
     """
-    train = recipe.train
-    reason = ""
-    if train.accumulate > 1:
-        reason = "batches are computed in micro-batches (train.accumulate)"
-    elif train.recompute:
-        reason = "blocks are computed twice (train.recompute)"
-    elif train.skip:
-        reason = "batches are left out (train.skip)"
-    elif train.weights != "fp32":
-        reason = "steps run on a bfloat16 copy of the weights (train.weights)"
-    elif recipe.loader.padding != "right":
-        reason = "windows are padded on the left (loader.padding)"
-    elif recipe.model.policy == "gaussian":
-        reason = "the policy is stochastic (model.policy)"
-    elif recipe.loader.goals is not None:
-        reason = "the host draws goals (loader.goals)"
-    elif learns:
-        reason = "their selection learns from losses"
-    elif sizes is not None and sizes.tasks:
-        reason = "the model has several tasks"
-    elif sizes is not None and sizes.discrete:
-        reason = "actions are discrete"
-    elif sizes is not None and sizes.frame_shape and recipe.model.encoder != "none":
-        reason = "frames have an encoder"
-    refuse_stack(reason)
+    train, loader = recipe.train, recipe.loader
+    reasons = {
+        "batches are computed in micro-batches (train.accumulate)": train.accumulate > 1,
+        "blocks are computed twice (train.recompute)": train.recompute,
+        "batches are left out (train.skip)": train.skip,
+        "steps run on a bfloat16 copy of the weights (train.weights)": train.weights != "fp32",
+        "windows are padded on the left (loader.padding)": loader.padding != "right",
+        "the policy is stochastic (model.policy)": recipe.model.policy == "gaussian",
+        "the host draws goals (loader.goals)": loader.goals is not None,
+        "their selection learns from losses": learns,
+    }
+    if sizes is not None:
+        reasons |= {
+            "the model has several tasks": sizes.tasks,
+            "actions are discrete": sizes.discrete,
+            "frames have an encoder": sizes.frame_shape and recipe.model.encoder != "none",
+        }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 class Stack:
