@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.distributed.world import World, open_world
@@ -27,7 +27,6 @@ from gear_offline.runs import loop
 from gear_offline.training.checkpoint_folder import checkpoint_name, list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import read_records
-from gear_offline.training.sharded import ShardWriter, read_into
 from tests.support import one_error
 
 # what FSDP2 collects weights with; older torch does not have the first
@@ -37,69 +36,6 @@ REDUCE = (
 )
 SECOND_SHARD = "sharded/shard-00002-model-00001-of-00001.safetensors"
 FSDP = ("train.parallel=fsdp", "train.accumulate=2", "train.recompute=true")
-
-
-def whole_tensors() -> dict[str, torch.Tensor]:
-    """Of odd sizes, so that shares are unequal and some ranks have nothing."""
-    generator = torch.Generator().manual_seed(5)
-    return {
-        "rows": torch.randn(7, 5, generator=generator),
-        "columns": torch.randn(3, 8, generator=generator).to(torch.bfloat16),
-        "short": torch.arange(2),
-        "plain": torch.tensor(3.5),
-    }
-
-
-def sharded_training() -> dict[str, Any]:
-    """Do a step of a model that FSDP2 has sharded; return its weights and moments."""
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))
-    for part in (model[0], model[2], model):
-        fully_shard(part)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(4, 5)).square().sum().backward()
-    optimizer.step()
-    found: dict[str, Any] = {f"model/{name}": p for name, p in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        found[f"optimizer/exp_avg/{name}"] = optimizer.state[parameter]["exp_avg"]
-    return found
-
-
-def check_pieces(world: World, folder: Path) -> None:
-    """Spread tensors; two ranks save them, three read, compare and save what they have read."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    rank, size = world.rank, world.size
-    mesh = init_device_mesh("cpu", (size,))
-    ways: dict[str, Any] = {
-        "rows": Shard(0),
-        "columns": Shard(1),
-        "short": Shard(0),
-    }
-    expected = whole_tensors()
-    trained = sharded_training()
-    tensors = {
-        name: distribute_tensor(tensor.clone(), mesh, [ways[name]]) if name in ways else tensor
-        for name, tensor in expected.items()
-    }
-    tensors |= trained
-    if size == 3:
-        expected |= load_file(folder / "whole.safetensors")
-        empty = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-        read_into(folder / "2", empty)
-        for name, tensor in empty.items():
-            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            assert torch.equal(full, expected[name]), name
-        tensors = empty
-    else:
-        whole = {name: tensor.full_tensor() for name, tensor in trained.items()}
-        if rank == 0:
-            save_file(whole, folder / "whole.safetensors")
-    writer = ShardWriter(world, folder)
-    writer.write(folder / str(size), writer.pieces(tensors))
 
 
 def train(recipe: str, out: Path, *options: str) -> None:
@@ -218,10 +154,9 @@ def refuse(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def main(recipe: str, out: str, folder: str) -> None:
+def main(recipe: str, out: str) -> None:
     with open_world(torch.device("cpu")) as world, pytest.MonkeyPatch.context() as patched:
         patched.setattr("gear_offline.runs.loop.open_world", lambda *_, **__: nullcontext(world))
-        check_pieces(world, Path(folder))
         (two if world.size == 2 else three)(world, recipe, Path(out))
 
 

@@ -210,17 +210,6 @@ def test_discrete_actions_are_one_hot_vectors_for_the_released_class() -> None:
     assert float((as_vectors - expected).abs().max()) <= TOLERANCE
 
 
-def test_discrete_action_embedding_learns() -> None:
-    model = make(discrete=True)
-    numbers = torch.zeros((WINDOWS, STEPS), dtype=torch.long)
-    logits = model(**(inputs() | {"actions": numbers}), only_actions=True).action_preds
-    action_loss(logits, numbers, None).backward()
-    gradient = model.embed_action.weight.grad
-    assert gradient is not None
-    assert float(gradient[:, 0].abs().max()) > 0.0
-    assert float(gradient[:, 1:].abs().max()) == 0.0
-
-
 def test_floating_actions_are_no_targets_of_a_discrete_model() -> None:
     def batch_of(actions: Tensor) -> Any:
         given = {"attention_mask": torch.ones((WINDOWS, STEPS)), "padding": "right"}
@@ -311,23 +300,6 @@ def test_gradients_equal_those_of_the_released_class(kind: str, padding: str) ->
             assert largest_difference(one.grad, other.grad, ...) <= TOLERANCE, name
 
 
-def test_blocks_run_as_modules() -> None:
-    model = make()
-    seen: list[object] = []
-    for block in model.encoder.h:
-        block.register_forward_hook(lambda module, args, output: seen.append(module))
-    model(**inputs(), only_actions=True)
-    assert seen == list(model.encoder.h)
-
-
-def test_autocast_to_bfloat16_stays_near() -> None:
-    model = make().eval()
-    expected = model(**inputs()).action_preds
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = model(**inputs(), padding="right").action_preds
-    assert torch.allclose(found.float(), expected, rtol=0, atol=0.05)
-
-
 @pytest.mark.parametrize("probability", [0.1, 0.5])
 @pytest.mark.parametrize("via", ["drop", "add_dropped"])
 def test_dropout_keeps_the_share_and_the_mean(probability: float, via: str) -> None:
@@ -350,16 +322,6 @@ def test_dropped_places_are_independent_of_their_neighbours() -> None:
     for lag in (1, 2, 3, 4, 8, 128):
         correlation = float((kept[lag:] * kept[:-lag]).mean()) * 4
         assert abs(correlation) < 5 / 400_000**0.5, lag
-
-
-def test_dropout_follows_the_generator_of_torch() -> None:
-    model = make(dropout=0.3).train()
-    results = []
-    for seed in (7, 7, 8):
-        torch.manual_seed(seed)
-        results.append(model(**inputs()).action_preds)
-    assert torch.equal(results[0], results[1])
-    assert not torch.equal(results[0], results[2])
 
 
 def test_dropout_gradient_uses_the_mask_of_the_forward() -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -193,16 +192,6 @@ def test_a_collective_that_fails_in_a_step_is_a_lost_rank(
     some.world = World(nodes=(0, 0))
     with one_error("RANK_LOST", r"another rank is gone .* Connection reset"):
         some.advance()
-
-
-def test_filters_of_warnings_are_put_back() -> None:
-    model, batch, before = trained(), make_batch(), list(warnings.filters)
-    run = GradientPass(model, World(), fixed_buckets=True)
-    seen = []
-    monitor = model.register_forward_hook(lambda *_: seen.append(list(warnings.filters)))
-    run(batch)
-    monitor.remove()
-    assert warnings.filters == before and seen != [before]
 
 
 @pytest.mark.parametrize("dropout", [0.9999999999999999, 0.99999])

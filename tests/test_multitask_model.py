@@ -17,7 +17,7 @@ from transformers import DecisionTransformerModel
 
 from gear_offline.loaders.batch import Batch
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
-from gear_offline.models.loss import action_loss, segment_losses
+from gear_offline.models.loss import action_loss
 from gear_offline.models.multitask import ModelTask, single_task, tasks_of_config
 from tests.model_support import assert_same_state
 from tests.support import failing_code
@@ -150,17 +150,6 @@ def test_padded_elements_get_no_gradient(discrete: bool) -> None:
     assert not model.embed_task.weight.grad[1].any() and model.embed_task.weight.grad[2].any()
 
 
-def test_losses_of_segments_are_over_their_own_elements() -> None:
-    model, batch = make_model(), make_batch([0, 1, 2])
-    predictions = torch.randn(3, K, 4)
-    valid = model.valid_actions(batch)
-    found = segment_losses(predictions, batch.actions, batch.attention_mask, valid_actions=valid)
-    for row, (_, width) in enumerate(WIDTHS.values()):
-        real = int(batch.attention_mask[row].sum())
-        error = (predictions[row, :real, :width] - batch.actions[row, :real, :width]) ** 2
-        assert float(found[row]) == pytest.approx(float(error.mean()), rel=1e-5)
-
-
 @pytest.mark.parametrize("discrete", [False, True])
 def test_a_task_cut_out_loads_in_the_released_class(tmp_path: Path, discrete: bool) -> None:
     model = make_model(discrete=discrete)
@@ -212,19 +201,6 @@ def test_the_shared_part_is_the_released_classs(tmp_path: Path) -> None:
     assert set(model.state_dict()) - set(plain.state_dict()) == own
     for name, tensor in plain.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), f"{name} was drawn differently"
-
-
-def test_a_model_of_one_task_is_the_plain_one() -> None:
-    torch.manual_seed(0)
-    plain = build_model(state_dim=3, action_dim=1, hidden_size=16, layers=1, max_timestep=30)
-    torch.manual_seed(0)
-    tasks = model_tasks()[:1]
-    one = build_model(
-        state_dim=3, action_dim=1, hidden_size=16, layers=1, max_timestep=30, tasks=tasks
-    )
-    assert_same_state(one, plain)
-    alone = single_task(one, "narrow")
-    assert torch.equal(alone.embed_state.weight, plain.embed_state.weight)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -15,7 +15,6 @@ import torch
 from gear_offline.analysis.strategies import compare_strategies
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.tasks import data_key, environments_of
-from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import GearError
 from gear_offline.evaluation.background import PlayRequest, play_checkpoint
 from gear_offline.evaluation.environments import known_of
@@ -29,12 +28,11 @@ from gear_offline.runs.prepare import prepare_dataset, resolve
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables.joint import JointDataset
 from gear_offline.training.checkpoint import chosen_checkpoint
-from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import read_records
 from gear_offline.training.policies import load_policy, trained_model
 from tests.image_support import image_columns
-from tests.support import failing_code, hopper_columns, make_dataset, one_error
-from tests.task_support import make_discrete, make_learner, make_parts, tasks_recipe
+from tests.support import failing_code, make_dataset, one_error
+from tests.task_support import make_learner, make_parts, tasks_recipe
 from tests.test_parallel_training import trained
 from tests.training_support import (
     ENVIRONMENT,
@@ -79,67 +77,6 @@ def tiny_tasks(folder: Path, *overrides: str) -> Recipe:
         },
     }
     return Recipe.parse(changed)
-
-
-def learnable(folder: Path) -> dict[str, Dataset]:
-    """Return data whose actions are a function of the state, another one in each task."""
-    parts = {}
-    for seed, (name, states, actions) in enumerate((("one", 3, 1), ("two", 6, 4))):
-        columns = hopper_columns(600, seed=seed, state_dim=states, action_dim=actions)
-        weights = np.random.default_rng(seed).normal(size=(states, actions))
-        columns["actions"] = np.tanh(columns["observations"] @ weights).astype(np.float32)
-        columns["terminals"][19::20] = True
-        parts[name] = make_dataset(folder / name, [20] * 30, columns=columns, environment_id=None)
-    return parts
-
-
-def losses_by_task(learner: Learner) -> list[float]:
-    """Return the loss of each task's segments in 8 batches, without dropout."""
-    learner.model.train(False)
-    found = []
-    with torch.no_grad():
-        for task in range(len(learner.tasks)):
-            total = steps = 0.0
-            for step in range(8):
-                batch = learner.loader.batch_at(step)
-                assert batch.tasks is not None
-                rows = batch.tasks == task
-                inputs = {key: value[rows] for key, value in batch.model_inputs().items()}
-                output = learner.model(**inputs, padding="right").action_preds
-                width = learner.tasks[task].action_dim
-                error = (output - batch.actions[rows])[..., :width] ** 2
-                mask = batch.attention_mask[rows]
-                total += float((error.mean(-1) * mask).sum())
-                steps += float(mask.sum())
-            found.append(total / steps)
-    learner.model.train()
-    return found
-
-
-def test_every_task_learns(tmp_path: Path) -> None:
-    recipe = tasks_recipe(
-        learnable(tmp_path),
-        *("train.steps=150", "train.log_every=200", "model.hidden_size=32"),
-        *("loader.batch_size=32", "model.dropout=0.0", "optimizer.learning_rate=5e-3"),
-    )
-    learner = make_learner(recipe)
-    before = losses_by_task(learner)
-    for _ in range(150):
-        learner.advance()
-    after = losses_by_task(learner)
-    for first, last in zip(before, after, strict=True):
-        assert last < 0.35 * first, (before, after)
-
-
-def test_discrete_tasks_of_different_sizes_learn(tmp_path: Path) -> None:
-    parts = make_discrete(tmp_path, {"few": 2, "more": 5})
-    learner = make_learner(tasks_recipe(parts, "train.steps=30", "train.log_every=50"))
-    assert learner.model.discrete and learner.model.config.act_dim == 5
-    assert not learner.recipe.model.action_tanh
-    for _ in range(30):
-        learner.advance()
-    losses = learner.window.rows[:30, 0]
-    assert float(losses[-5:].mean()) < float(losses[:5].mean())
 
 
 @pytest.fixture(scope="module")

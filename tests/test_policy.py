@@ -107,14 +107,6 @@ def test_a_subset_acts_as_if_all_did() -> None:
     assert some.targets[1] == 5.0
 
 
-def test_targets_fall_by_the_rewards_in_reward_units() -> None:
-    policy = make_policy(returns_scale=1000.0)
-    policy.reset([0, 1], [3600.0, 1800.0])
-    policy.act(np.zeros((2, STATES)))
-    policy.observe_reward([3.0, -2.0])
-    np.testing.assert_allclose(policy.targets, [3597.0, 1802.0])
-
-
 def test_model_is_left_in_evaluation_mode_and_acts_alike_each_time() -> None:
     model = make(dropout=0.5).train()
     policies = [make_policy(model) for _ in range(2)]

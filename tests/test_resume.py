@@ -32,7 +32,6 @@ from tests.training_support import (
     EPISODE_LENGTHS,
     STATE_DIM,
     learnt,
-    tiny_data,
     tiny_recipe,
 )
 
@@ -240,25 +239,6 @@ def test_torch_is_set_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch_settings() == before
     finally:
         torch.set_float32_matmul_precision("highest")
-
-
-def test_one_rank_resumes_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
-    recipe = tiny_recipe(tiny_data(tmp_path), "train.deterministic=true")
-    whole = train(recipe, out=tmp_path / "whole", quiet=True)
-    for stop in (4, 12):
-        with interrupted_in(stop), pytest.raises(TrainingInterrupted):
-            train(recipe, out=tmp_path / "run", resume=stop > 4, quiet=True)
-    train(recipe, out=tmp_path / "run", resume=True, quiet=True)
-    assert learnt(tmp_path / "run") == learnt(whole)
-    assert not torch.are_deterministic_algorithms_enabled()
-    with pytest.raises(InputError, match=r"train\.deterministic was True"):
-        train(
-            recipe.replace({"train.deterministic": False}),
-            out=tmp_path / "run",
-            resume=True,
-            quiet=True,
-        )
 
 
 def test_compiled_kernels_are_refused() -> None:

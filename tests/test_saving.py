@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import resource
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from gear_offline.models import tensor_file
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.runs.loop import train
 from gear_offline.training import saving
-from gear_offline.training.checkpoint import read_checkpoint, write_checkpoint
+from gear_offline.training.checkpoint import read_checkpoint
 from gear_offline.training.checkpoint_folder import Keep, list_checkpoints
 from gear_offline.training.saving import Saver
 from tests.checkpoint_support import StandIn
@@ -55,16 +53,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(tensor_file, "save_file", held)
     return event
-
-
-def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    write = write_checkpoint
-
-    def slowly(*arguments: Any, **options: Any) -> Path:
-        time.sleep(seconds)
-        return write(*arguments, **options)
-
-    monkeypatch.setattr(saving, "write_checkpoint", slowly)
 
 
 def test_the_state_of_the_call_is_written(
@@ -141,17 +129,6 @@ def test_an_error_of_the_writer_ends_the_training(
     monkeypatch.setattr(tensor_file, "save_file", write)
     train(recipe, out=run, resume=True, quiet=True)
     assert list_checkpoints(run / "checkpoints")[-1][0] == 20
-
-
-def test_the_end_of_a_run_waits_for_the_writer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow(monkeypatch, 0.3)
-    recipe = tiny_recipe(tiny_data(tmp_path), "evaluate.episodes=0", "train.steps=5")
-    run = train(recipe, out=tmp_path / "run", quiet=True)
-    assert read_checkpoint(run / "checkpoints" / "step-00000005").state.step == 5
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["save_wait_share"] == 0, "the last save holds up no step"
 
 
 def test_an_error_of_the_last_save_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,11 +97,7 @@ class GradientPass:
         with _without_warnings() if self._without_warnings else nullcontext():
             for number, part in enumerate(micro_batches(batch, self._accumulate), start=1):
                 with self._exchange(last=number == self._accumulate):
-                    with torch.autocast(
-                        self._device.type,
-                        dtype=self._precision,
-                        enabled=self._precision is not None,
-                    ):
+                    with self._autocast():
                         loss = self._loss(part, valid_steps=valid)
                     factor = None if weight is None else weight()
                     loss.backward(factor)  # type: ignore[no-untyped-call]
@@ -109,6 +105,10 @@ class GradientPass:
                 total = loss if total is None else total + loss
         assert total is not None, "a batch has at least one part"
         return total
+
+    def _autocast(self) -> torch.autocast:
+        kind = self._precision
+        return torch.autocast(self._device.type, dtype=kind, enabled=kind is not None)
 
     def _exchange(self, *, last: bool) -> AbstractContextManager[None]:
         """Gradients of replicas travel once a step; shards add up theirs as they come.
@@ -144,23 +144,17 @@ def global_steps(batch: Batch, world: World) -> Tensor:
 
 def micro_batches(batch: Batch, count: int) -> Iterator[Batch]:
     """Yield consecutive parts of a batch of equal size; views."""
-    if count == 1:
-        yield batch
-        return
     size = len(batch) // count
     for first in range(0, len(batch), size):
-        yield batch.part(slice(first, first + size))
+        yield batch if count == 1 else batch.part(slice(first, first + size))
 
 
 def check_micro_batches(share: int, accumulate: int, *, whose: str = "a rank's") -> None:
     """Raise `InputError` (``LOADER_OPTION``) unless a share has that many equal parts."""
     if share % accumulate:
-        raise InputError(
-            "LOADER_OPTION",
-            f"{whose} {share} segments cannot be cut into {accumulate} equal micro-batches",
-            where="train.accumulate",
-            remedy=f"use a divisor of {share}, or another loader.batch_size",
-        )
+        what = f"{whose} {share} segments cannot be cut into {accumulate} equal micro-batches"
+        remedy = f"use a divisor of {share}, or another loader.batch_size"
+        raise InputError("LOADER_OPTION", what, "train.accumulate", remedy)
 
 
 def compile_parts(model: DecisionTransformer, *, sharded: bool = False) -> None:

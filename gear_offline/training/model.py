@@ -21,7 +21,7 @@ from gear_offline.models.decision_transformer import (
 )
 from gear_offline.models.multitask import ModelTask
 from gear_offline.training.cost import has_half_gradients
-from gear_offline.training.parallel import Parallel, choose_parallel, shard_model
+from gear_offline.training.parallel import Parallel, choose_parallel, shard_model, take_over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,17 +114,11 @@ def make_training_model(
 
 
 def _take_weights(model: DecisionTransformer, weights: Mapping[str, Tensor]) -> None:
-    shapes = [
-        {name: (*w.shape,) for name, w in some.items()} for some in (model.state_dict(), weights)
-    ]
-    mine, theirs = shapes
-    for name in sorted({*mine, *theirs}):
-        if mine.get(name) != theirs.get(name):
-            what = f"{name} is {theirs.get(name, 'missing')} there, the recipe's model has "
-            what += f"{mine.get(name, 'none')}"
-            remedy = "give the recipe the model.* options of that run"
-            raise InputError("MODEL", what, "train.init", remedy)
-    model.load_state_dict(dict(weights))
+    try:
+        take_over(model.state_dict(), weights)
+    except KeyError as error:
+        what, remedy = str(error.args[0]), "give the recipe the model.* options of that run"
+        raise InputError("MODEL", what, "train.init", remedy) from error
 
 
 def resolve_precision(precision: str, device: torch.device) -> tuple[torch.dtype | None, str]:

@@ -64,16 +64,10 @@ def choose_parallel(
     train = recipe.train
     if train.parallel == "ddp":
         return Parallel("ddp", "DDP, as the recipe says")
-    on_gpu = device.type == "cuda"
+    on_gpu, reason = device.type == "cuda", "FSDP, as the recipe says"
     free = min(world.gather(int(torch.cuda.mem_get_info(device)[0]))) if on_gpu else 0
-    memory = partial(
-        memory_bytes,
-        recipe,
-        parameters,
-        segments=recipe.loader.batch_size // world.size,
-        half=half,
-    )
-    reason = "FSDP, as the recipe says"
+    share = recipe.loader.batch_size // world.size
+    memory = partial(memory_bytes, recipe, parameters, segments=share, half=half)
     if train.parallel == "auto":
         if not on_gpu:
             return Parallel("ddp", "DDP: ranks in host memory")
@@ -86,18 +80,18 @@ def choose_parallel(
         remedy = "use train.parallel=ddp, and a smaller model if that does not fit"
         raise InputError("MODEL", what, "train.parallel", remedy)
     needed = memory(shards=world.size, reshard=False) + CONTEXT_BYTES
-    fits = f"{_text(needed)} a rank fit in {_text(free)} free"
-    reshard, remark = True, f"collected for each pass: once a step needs {_text(needed)} a rank, "
-    remark += f"{_text(free)} are free"
-    if train.reshard == "on":
-        remark = "collected for each pass, as the recipe says"
-    elif train.reshard == "off":
-        reshard, remark = False, "collected once a step, as the recipe says"
+    fits = on_gpu and needed <= USABLE * free
+    reshard = not fits if train.reshard == "auto" else train.reshard == "on"
+    if train.reshard != "auto":
+        why = ", as the recipe says"
     elif not on_gpu:
-        remark = "collected for each pass: ranks in host memory"
-    elif needed <= USABLE * free:
-        reshard, remark = False, f"collected once a step: {fits}"
-    return Parallel("fsdp", f"{reason}; weights {remark}", reshard)
+        why = ": ranks in host memory"
+    elif fits:
+        why = f": {_text(needed)} a rank fit in {_text(free)} free"
+    else:
+        why = f": once a step needs {_text(needed)} a rank, {_text(free)} are free"
+    how = "for each pass" if reshard else "once a step"
+    return Parallel("fsdp", f"{reason}; weights collected {how}{why}", reshard)
 
 
 def shard_model(

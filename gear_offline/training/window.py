@@ -15,22 +15,14 @@ from gear_offline.errors import GearError
 
 
 class ReportWindow:
-    """The steps since the last report.
-
-    Attributes
-    ----------
-    rows
-        On the device, loss and gradient norm of each step; the first `filled` are in use.
-    timed
-        Of these, the steps that this process did: fewer where a run was resumed.
-    busy_seconds, wait_seconds
-        Time of these steps, and what of it went by waiting for batches.
-    """
+    """The steps since the last report: loss and gradient norm of each, and their time."""
 
     def __init__(self, most: int, device: torch.device) -> None:
-        self.rows = torch.zeros(most, 2, device=device)
-        self.filled = self.timed = 0
-        self.busy_seconds = self.wait_seconds = self._began = 0.0
+        self.rows = torch.zeros(most, 2, device=device)  # the first `filled` are in use
+        self.filled = 0
+        self.timed = 0  # of these, done by this process: fewer where a run was resumed
+        self.busy_seconds = self._began = 0.0
+        self.wait_seconds = 0.0  # of the busy ones: for batches
         self._all_busy_seconds = self._all_wait_seconds = 0.0  # of what was reported
 
     def start(self) -> None:
@@ -58,14 +50,11 @@ class ReportWindow:
         if wrong.numel() == 0:
             return
         row, column = (int(v) for v in wrong[0])
-        raise GearError(
-            "LOSS_NONFINITE",
-            f"the {'gradient norm' if column else 'loss'} of step {last - (len(rows) - 1 - row)} "
-            f"is {float(rows[row, column])}",
-            where=name,
-            remedy="checkpoints before it are kept: lower optimizer.learning_rate, or look for "
-            "outliers with `gear-offline inspect`",
-        )
+        step, kind = last - (len(rows) - 1 - row), "gradient norm" if column else "loss"
+        what = f"the {kind} of step {step} is {float(rows[row, column])}"
+        remedy = "checkpoints before it are kept: lower optimizer.learning_rate, or look for "
+        remedy += "outliers with `gear-offline inspect`"
+        raise GearError("LOSS_NONFINITE", what, name, remedy)
 
     def of_all(self, world: World) -> Tensor:
         """Return (n, 2), losses and norms of the global batches: a rank's loss is its part."""
