@@ -14,17 +14,23 @@ from __future__ import annotations
 
 import gzip
 import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.errors import InputError
-from gear_offline.sources.base import InputFile, Piece, Source, SourceInfo, files_in
+from gear_offline.sources.base import (
+    InputFile,
+    Kinds,
+    Piece,
+    Source,
+    SourceInfo,
+    files_in,
+    kinds_of,
+)
 from gear_offline.sources.npz import Member
 
 _FRAMES = re.compile(r"\$store\$_observation_ckpt\.([0-9]{1,9})\.gz")
@@ -36,7 +42,6 @@ PADDING = 3  # rows before an episode: dopamine's stacks of 4 frames, less one
 STEP_LIMIT = 27_000  # of dopamine's episodes: 108,000 frames of the emulator
 CLIPPED = "rewards are the game's points clipped to -1, 0 and 1, as dopamine stores them"
 Checkpoint = dict[str, Member]  # by column
-Run = tuple[Checkpoint, int, int]  # rows that follow each other: first, stop
 
 
 def replay_folder(path: Path) -> Path | None:
@@ -50,7 +55,53 @@ def replay_folder(path: Path) -> Path | None:
 def open_dqn_replay(folder: Path) -> Source:
     """Open one run's checkpoints, or the folder above; reads rewards, actions and terminals."""
     folder = replay_folder(folder.absolute()) or folder
-    runs, gaps, fresh = _runs(folder)
+    log, gaps, fresh = _open_log(folder)
+    rows, notes = log.spec.steps, [CLIPPED]
+    if gaps:
+        places = count_text(len(gaps), "place")
+        notes.append(f"checkpoints are missing in {places}: an episode is cut on both sides")
+    terminals, actions, rewards = (
+        log.read(name, 0, rows) != 0 for name in ("terminals", "actions", "rewards")
+    )
+    firsts = np.unique([0, *gaps, *(np.flatnonzero(terminals) + 1)])
+    firsts = firsts[firsts < rows]
+    stops = np.append(firsts[1:], rows)
+    # Padding may be only where an episode begins; rows behind a gap are somewhere inside one.
+    begins = np.where(firsts == 0, fresh, terminals[firsts - 1]) & ~np.isin(firsts, gaps)
+    known = firsts[begins & (firsts + PADDING <= rows)]
+    quiet = ~(terminals | actions | rewards)
+    padded = known.size and all(quiet[known + n].all() for n in range(PADDING))
+    if padded and not log.read("observations", int(known[0]), int(known[0]) + PADDING).any():
+        firsts = firsts + PADDING * begins
+    kept = firsts < stops
+    firsts, stops = firsts[kept], stops[kept]
+    lengths = stops - firsts
+    bounds = zip(firsts.tolist(), lengths.tolist(), strict=True)
+    game = folder.parent.parent.name if folder.name == "replay_logs" else ""
+    return Source(
+        [Piece(read=log.read, first=first, steps=steps) for first, steps in bounds],
+        kinds_of(log),
+        lengths=lengths,
+        terminated=terminals[stops - 1] & (lengths != STEP_LIMIT),
+        info=SourceInfo(
+            uri=f"{game}/{folder.parent.name}" if game else folder.name,
+            format="dqn-replay",
+            rule="terminals",
+            environment_id=f"ALE/{game}-v5" if _GAME.fullmatch(game) else None,
+            files=tuple(InputFile.find(path) for path in files_in(folder, (".gz",))),
+            attributes={"padding_rows": int(rows - lengths.sum()), "warnings": notes},
+        ),
+    )
+
+
+def _open_log(folder: Path) -> tuple[Source, list[int], bool]:
+    """Return all rows in the order of time, where some are missing, and if it is the beginning."""
+    numbers = sorted(int(m[1]) for p in folder.iterdir() if (m := _FRAMES.fullmatch(p.name)))
+    pieces: list[Piece] = []
+    gaps: list[int] = []
+    kinds: list[Kinds] = []
+    known = steps = 0  # rows ever added, and those here
+    fresh = True
     opened: dict[str, Member] = {}
 
     def read(checkpoint: Checkpoint, column: str, start: int, stop: int) -> Array:
@@ -60,62 +111,6 @@ def open_dqn_replay(folder: Path) -> Source:
             opened[column] = member
         return member.read(start, stop)
 
-    offsets = np.cumsum([0, *(stop - first for _, first, stop in runs)])
-
-    def pieces(start: int, stop: int) -> Iterator[Piece]:
-        """Yield the rows ``[start, stop)`` of all."""
-        while start < stop:
-            run = int(np.searchsorted(offsets, start, side="right")) - 1
-            checkpoint, first, _ = runs[run]
-            end = min(stop, int(offsets[run + 1]))
-            first += start - int(offsets[run])
-            yield Piece(read=partial(read, checkpoint), first=first, steps=end - start)
-            start = end
-
-    ends = np.concatenate([read(c, "terminals", a, b) != 0 for c, a, b in runs])
-    quiet = [(read(c, "actions", a, b) == 0) & (read(c, "rewards", a, b) == 0) for c, a, b in runs]
-    still = np.concatenate(quiet) & ~ends
-    firsts = np.unique([0, *gaps, *(np.flatnonzero(ends) + 1)])
-    firsts = firsts[firsts < ends.size]
-    begins = np.where(firsts == 0, fresh, ends[firsts - 1]) & ~np.isin(firsts, gaps)
-    known = firsts[begins & (firsts + PADDING <= ends.size)]
-    padded = known.size and all(still[known + n].all() for n in range(PADDING))
-    head = pieces(int(known[0]), int(known[0]) + PADDING) if padded else ()
-    blank = not any(p.read("observations", p.first, p.first + p.steps).any() for p in head)
-    starts = firsts + np.where(begins & bool(padded and blank), PADDING, 0)
-    stops = np.array([*firsts[1:], ends.size])
-    kept = starts < stops
-    starts, stops = starts[kept], stops[kept]
-    notes = [CLIPPED]
-    if gaps:
-        places = count_text(len(gaps), "place")
-        notes.append(f"checkpoints are missing in {places}: an episode is cut on both sides")
-    lengths = stops - starts
-    game = folder.parent.parent.name if folder.name == "replay_logs" else ""
-    return Source(
-        [p for rows in zip(starts.tolist(), stops.tolist(), strict=True) for p in pieces(*rows)],
-        {name: (m.dtype.newbyteorder("="), m.shape[1:]) for name, m in runs[0][0].items()},
-        lengths=lengths,
-        terminated=ends[stops - 1] & (lengths != STEP_LIMIT),
-        info=SourceInfo(
-            uri=f"{game}/{folder.parent.name}" if game else folder.name,
-            format="dqn-replay",
-            rule="terminals",
-            environment_id=f"ALE/{game}-v5" if _GAME.fullmatch(game) else None,
-            files=tuple(InputFile.find(path) for path in files_in(folder, (".gz",))),
-            attributes={"padding_rows": int(ends.size - lengths.sum()), "warnings": notes},
-        ),
-    )
-
-
-def _runs(folder: Path) -> tuple[list[Run], list[int], bool]:
-    """Return all rows in the order of time, where some are missing, and if it is the beginning."""
-    numbers = sorted(int(m[1]) for p in folder.iterdir() if (m := _FRAMES.fullmatch(p.name)))
-    runs: list[Run] = []
-    gaps: list[int] = []
-    kinds: list[Any] = []
-    known = steps = 0  # rows ever added, and those here
-    fresh = True
     for number in numbers:
         checkpoint = {
             name: _member(folder / f"$store$_{stored}_ckpt.{number}.gz")
@@ -126,17 +121,14 @@ def _runs(folder: Path) -> tuple[list[Run], list[int], bool]:
         if added.shape or added.dtype.kind not in "iu":
             raise _misfit(f"{added.dtype} of shape {list(added.shape)} is no count", path)
         count = int(added.read(0, 1)[0])
-        capacity = checkpoint["observations"].rows
-        shapes = [member.shape for member in checkpoint.values() if member.fits]
-        if (
-            count + known < 1
-            or capacity < 1
-            or shapes[1:] != [(capacity,)] * 3
-            or len(shapes[0]) != 3
-        ):
+        frames, *others = [member.shape for member in checkpoint.values() if member.fits] or [()]
+        capacity = frames[0] if len(frames) == 3 else 0
+        if capacity < 1 or count + known < 1 or others != [(capacity,)] * 3:
+            shapes = [frames, *others]
             raise _misfit(f"arrays of shapes {shapes}, {count_text(count, 'row')} added", path)
-        kinds.append([(member.dtype, member.shape[1:]) for member in checkpoint.values()])
-        if kinds[-1] != kinds[0]:
+        native = {n: (m.dtype.newbyteorder("="), m.shape[1:]) for n, m in checkpoint.items()}
+        kinds.append(native)
+        if native != kinds[0]:
             raise _misfit("another shape or dtype than in those before", path)
         if count < known:  # the buffer that is logged last counts from 0
             count -= (count - known) // capacity * capacity
@@ -146,11 +138,12 @@ def _runs(folder: Path) -> tuple[list[Run], list[int], bool]:
             fresh = fresh and steps > 0
         while first < count:
             row = first % capacity
-            stop = min(capacity, row + count - first)
-            runs.append((checkpoint, row, stop))
-            first, steps = first + stop - row, steps + stop - row
+            length = min(capacity - row, count - first)
+            pieces.append(Piece(read=partial(read, checkpoint), first=row, steps=length))
+            first, steps = first + length, steps + length
         known = count
-    return runs, gaps, fresh
+    info = SourceInfo(uri=folder.name, format="dqn-replay", rule="none")
+    return Source(pieces, kinds[0], lengths=[steps], terminated=[False], info=info), gaps, fresh
 
 
 def _member(path: Path) -> Member:
