@@ -16,11 +16,7 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.errors import InputError
 from gear_offline.sources.base import Kinds, Piece, Source, SourceInfo, common_columns
-from gear_offline.sources.episode_ends import (
-    FLAGS,
-    SCALARS,
-    TERMINAL_FLAGS,
-)
+from gear_offline.sources.episode_ends import FLAGS, SCALARS, TERMINAL_FLAGS
 from gear_offline.sources.flat import flat_source
 
 METADATA = "metadata"
@@ -91,26 +87,27 @@ def from_episodes(
     read = [read_episode(number, episode) for number, episode in enumerate(episodes)]
     if not read:
         raise _misfit("there are no episodes", "", "give at least one")
-    numbered = [
-        (f"episode {number}", kinds_of_arrays(columns)) for number, (columns, _) in enumerate(read)
-    ]
-    kinds, _ = common_columns(numbered, remedy=SAME)
-    notes: list[str] = []
+    named = ((f"episode {n}", kinds_of_arrays(columns)) for n, (columns, _) in enumerate(read))
+    kinds, _ = common_columns(named, remedy=SAME)
+    facts = dict(attributes or {})
     if not any(n.split("/")[0] == OBSERVATIONS for n in kinds):
-        notes.append(f"no column is named {OBSERVATIONS}, which training needs: {', '.join(kinds)}")
-        warnings.warn(notes[-1], stacklevel=2)
+        note = f"no column is named {OBSERVATIONS}, which training needs: {', '.join(kinds)}"
+        facts["warnings"] = [note]
+        warnings.warn(note, stacklevel=2)
+    pieces = [_piece(columns) for columns, _ in read]
+    terminated, truncated = zip(*(ending for _, ending in read), strict=True)
     return Source(
-        [_piece(columns) for columns, _ in read],
+        pieces,
         kinds,
-        lengths=[len(next(iter(columns.values()))) for columns, _ in read],
-        terminated=[terminated for _, (terminated, _) in read],
-        truncated=[truncated for _, (_, truncated) in read],
+        lengths=[piece.steps for piece in pieces],
+        terminated=terminated,
+        truncated=truncated,
         info=SourceInfo(
             uri=name,
             format="arrays",
             rule="episodes",
             environment_id=environment,
-            attributes={**(attributes or {}), **({"warnings": notes} if notes else {})},
+            attributes=facts,
         ),
     )
 
@@ -151,16 +148,17 @@ def from_arrays(
     if not isinstance(columns, Mapping):
         what = f"a {type(columns).__name__} is given"
         raise _misfit(what, "columns", "give a mapping of column names to arrays")
+    if environment is not None:
+        check_environment_id(environment, where="environment")
     named = _named(columns, "")
     metadata = {key: named.pop(key) for key in tuple(named) if key.split("/")[0] == METADATA}
     arrays = {key: as_rows(value, key, "") for key, value in named.items()}
-    steps = _steps(arrays, "")
-    if environment is not None:
-        check_environment_id(environment, where="environment")
+    _check_rows(arrays, "")
+    piece = _piece(arrays)
     return flat_source(
         kinds_of_arrays(arrays),
-        lambda column, start, stop: arrays[column][start:stop],
-        steps,
+        piece.read,
+        piece.steps,
         uri=name,
         format="arrays",
         rule=rule,
@@ -171,10 +169,8 @@ def from_arrays(
 
 
 def _piece(columns: Columns) -> Piece:
-    return Piece(
-        read=lambda column, start, stop: columns[column][start:stop],
-        steps=len(next(iter(columns.values()))),
-    )
+    steps = len(next(iter(columns.values())))
+    return Piece(read=lambda column, start, stop: columns[column][start:stop], steps=steps)
 
 
 def kinds_of_arrays(columns: Columns) -> Kinds:
@@ -190,7 +186,7 @@ def read_episode(number: int, given: Mapping[str, Any]) -> tuple[Columns, tuple[
     arrays = {key: as_rows(value, key, where) for key, value in _named(given, where).items()}
     flags = {key: arrays.pop(key) for key in FLAGS if key in arrays and not arrays[key].ndim}
     _split_observations(arrays, where)
-    _steps(arrays, where)
+    _check_rows(arrays, where)
     flags |= {key: arrays[key][-1] for key in FLAGS if key in arrays}
     terminated = any(flags.get(key, False) for key in TERMINAL_FLAGS)
     return arrays, (terminated, bool(flags) and not terminated)
@@ -233,7 +229,7 @@ def _split_observations(columns: Columns, where: str) -> None:
     if rewards is None or rewards.ndim < 1 or not names:
         return
     if any(columns[n].ndim < 1 or len(columns[n]) != len(rewards) + 1 for n in names):
-        return  # as many rows as steps, or an error that `_steps` tells
+        return  # as many rows as steps, or an error that `_check_rows` tells
     if any(n.split("/")[0] == NEXT_OBSERVATIONS for n in columns):
         what = f"observations have {len(rewards) + 1} rows beside next_observations"
         raise _misfit(what, where, "give T rows of each, or T + 1 observations alone")
@@ -243,21 +239,19 @@ def _split_observations(columns: Columns, where: str) -> None:
         columns[NEXT_OBSERVATIONS + name.removeprefix(OBSERVATIONS)] = rows[1:]
 
 
-def _steps(columns: Columns, where: str) -> int:
-    """Return T, the rows that all columns have."""
-    flat = next((name for name, rows in columns.items() if rows.ndim == 0), None)
-    if flat is not None:
-        raise _misfit("one number instead of rows", where, "give a row for each step", flat)
+def _check_rows(columns: Columns, where: str) -> None:
+    """Refuse columns that have no rows, or not as many as the rewards."""
     first = REWARDS if REWARDS in columns else next(iter(columns), "")
-    steps = len(columns[first]) if first else 0
-    if not steps:
+    for name, rows in columns.items():
+        if rows.ndim == 0:
+            raise _misfit("one number instead of rows", where, "give a row for each step", name)
+    if not first or not len(columns[first]):
         what = f"{first} has no rows" if first else "there are no columns"
         raise _misfit(what, where, "give at least one step of observations, actions and rewards")
     for name, rows in columns.items():
-        if len(rows) != steps:
-            what = f"{len(rows)} rows where {first} has {steps}"
+        if len(rows) != len(columns[first]):
+            what = f"{len(rows)} rows where {first} has {len(columns[first])}"
             raise _misfit(what, where, "give one row for each step", name)
-    return steps
 
 
 def _misfit(what: str, where: str, remedy: str, column: str = "") -> InputError:

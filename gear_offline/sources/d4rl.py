@@ -78,7 +78,7 @@ class D4rlFile:
         if foreign:
             known = "d4rl", f"a column {foreign}, which no file of D4RL has"
         else:
-            known = _family_named(name, env_id) or _family_of_content(datasets)
+            known = _family_told(name, env_id, datasets)
         family = _BY_NAME[known[0]]
         rule = family.rule if has_timeouts else family.rule_without_timeouts
         dataset = dataset_of_file(name)
@@ -111,8 +111,7 @@ class D4rlFile:
         if family == "mujoco" and limit and "timeouts" in source.spec:
             cut_short = source.truncated & (lengths < limit)
             cut_short[-1] &= not source.info.attributes["unfinished_tail_steps"]
-            cut = int(cut_short.sum())
-            if cut:
+            if cut := int(cut_short.sum()):
                 notes.append(
                     f"{count_text(cut, 'episode')} cut by a timeout before step {limit}: replay "
                     "data can be cut in mid-episode, and returns-to-go of such episodes are too "
@@ -122,16 +121,15 @@ class D4rlFile:
             return notes
         if not any(flag in source.spec for flag in TIME_FLAGS) or family == "kitchen":
             notes.append(_NOTES[family.split("-")[0]])
-        if family == "antmaze" and re.search(r"-v0(?:\D|$)", self.name):
-            notes.append(
-                "antmaze v0: timeouts are out of step with the resets in the released files, so "
-                "episodes can hold jumps of metres (D4RL#77, D4RL#146); v2 repairs this"
-            )
-        if re.match(r"hopper-.*-v1(?:\D|$)", self.name):
-            notes.append("hopper v1 files were published with errors (D4RL#76, D4RL#86); use v2")
-        return notes
+        return [*notes, *(note for name, note in _RELEASES.items() if re.match(name, self.name))]
 
 
+_RELEASES = {  # by the name of a dataset
+    r"antmaze-.*-v0(?:\D|$)": "antmaze v0: timeouts are out of step with the resets in the "
+    "released files, so episodes can hold jumps of metres (D4RL#77, D4RL#146); v2 repairs this",
+    r"hopper-.*-v1(?:\D|$)": "hopper v1 files were published with errors (D4RL#76, D4RL#86); "
+    "use v2",
+}
 _NOTES = {
     "kitchen": "terminals mark the end of each demonstration, not success: its episodes count as "
     "truncated",
@@ -155,28 +153,25 @@ def is_gymnasium_id(name: str) -> bool:
     return re.fullmatch(id_text, name) is not None
 
 
-def _family_named(name: str, env_id: str) -> tuple[str, str] | None:
-    """Return the family that the file's name or ``env_id`` tells, and which of them.
+def _family_told(name: str, env_id: str, datasets: Mapping[str, Hdf5Dataset]) -> tuple[str, str]:
+    """Return the family, and what told it: the file's name, ``env_id``, or else its content.
 
     A Gymnasium id says that the file was collected with today's flags, which need no repair: only
     D4RL's own files give terminals another meaning.
     """
+    today = is_gymnasium_id(env_id)
     for text, evidence in ((Path(name).stem, "name"), (env_id, "env_id")):
         for family in FAMILIES:
-            if text and re.search(family.pattern, text.lower()):
-                if is_gymnasium_id(env_id) and family.name != "mujoco":
-                    return "d4rl", "env_id"
+            if re.search(family.pattern, text.lower()) and (not today or family.name == "mujoco"):
                 return family.name, evidence
-    return ("d4rl", "env_id") if is_gymnasium_id(env_id) else None
-
-
-def _family_of_content(datasets: Mapping[str, Hdf5Dataset]) -> tuple[str, str]:
-    widths = tuple((datasets[n].shape or ())[1:] for n in ("observations", "actions"))
+    if today:
+        return "d4rl", "env_id"
+    widths = [(datasets[n].shape or ())[1:] for n in ("observations", "actions")]
     if "infos" in datasets and "timeouts" not in datasets:
         return "kitchen", "content: a flat infos column, no timeouts"
-    if widths == ((29,), (8,)):
+    if widths == [(29,), (8,)]:
         return "antmaze", "content: 29 observations, 8 actions"
-    if widths == ((4,), (2,)) and "infos/goal" in datasets:
+    if widths == [(4,), (2,)] and "infos/goal" in datasets:
         return "maze2d", "content: 4 observations, 2 actions, infos/goal"
     return "d4rl", "content: D4RL's column names"
 
@@ -198,6 +193,7 @@ def locate(name: str) -> Path:
 
 def _download(url: str, target: Path) -> None:
     """Fetch `url` to `target`, which appears when it is complete."""
+    remedy = "download it on a machine with network and put it there"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (
@@ -217,9 +213,6 @@ def _download(url: str, target: Path) -> None:
     except (OSError, ValueError, GearError) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()  # it holds the connection
-        raise UnavailableError(
-            "SOURCE_READ",
-            f"cannot fetch {url}: {error.__cause__ if isinstance(error, GearError) else error}",
-            where=str(target),
-            remedy="download it on a machine with network and put it there",
-        ) from error
+        said = error.__cause__ if isinstance(error, GearError) else error
+        what = f"cannot fetch {url}: {said}"
+        raise UnavailableError("SOURCE_READ", what, str(target), remedy) from error

@@ -5,16 +5,15 @@ So are HDF5 files in one of D4RL's layouts or the generic one, and ``.npz`` file
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gear_offline.core.text import count_text
-from gear_offline.core.types import Array
 from gear_offline.dataset.schema import is_step_shape
 from gear_offline.errors import InputError
 from gear_offline.sources.base import Kinds, Piece, Source, SourceInfo, renamed, some_names
 from gear_offline.sources.d4rl import D4rlFile
-from gear_offline.sources.episode_ends import FLAGS, default_rule, split_episodes
+from gear_offline.sources.episode_ends import FLAGS, Read, default_rule, split_episodes
 from gear_offline.sources.hdf5 import Hdf5File
 
 SUFFIXES = (".hdf5", ".h5")
@@ -55,7 +54,7 @@ def open_hdf5(file: Hdf5File, *, uri: str, rule: str | None, names: Mapping[str,
 
 def flat_source(
     columns: Kinds,
-    read: Callable[[str, int, int], Array],
+    read: Read,
     steps: int,
     *,
     rule: str | None,
@@ -70,7 +69,7 @@ def flat_source(
     if rule is None:
         rule, more = default_rule([flag for flag in FLAGS if flag in columns], where=where)
         warnings += more
-    ends = split_episodes(rule, list(columns), steps, read, where=where)
+    ends = split_episodes(rule, columns, steps, read, where=where)
     facts = {**facts, "unfinished_tail_steps": ends.tail_steps, "warnings": warnings}
     return Source(
         [Piece(read=read, steps=steps)],

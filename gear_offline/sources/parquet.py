@@ -41,48 +41,47 @@ def open_parquet(path: Path, *, uri: str, names: Mapping[str, str]) -> Source:
     types = {field.name: field.type for field in file.schema}
     lists = {name: name for name, kind in types.items() if is_list(kind) and is_numeric(kind)}
     stored = renamed(lists, names, path)
-    stored = {name: stored[name] for name in (*REQUIRED, *stored) if name in stored}
-    missing = next((name for name in REQUIRED if name not in stored), None)
-    if missing:
-        what = f"no column {missing!r} of one list an episode"
-        remedy = f"needed are lists over the steps of an episode; found: {some_names(stored)}; "
-        remedy += f"other names: --columns {missing}=NAME,..."
-        raise InputError("COLUMN", what, where=str(path), remedy=remedy)
-    steps = [_lengths(file.column(n, stored["rewards"])) for n in range(len(file.rows))]
-    groups = [(number, lengths) for number, lengths in enumerate(steps) if lengths.size]
-    if not groups or min(lengths.min() for _, lengths in groups) < 1:
-        what = "an episode without steps" if groups else "no episodes"
+    for name in REQUIRED:
+        if name not in stored:
+            remedy = f"needed are lists over the steps of an episode; found: {some_names(stored)}; "
+            remedy += f"other names: --columns {name}=NAME,..."
+            raise InputError(
+                "COLUMN", f"no column {name!r} of one list an episode", str(path), remedy
+            )
+    stored = {name: stored[name] for name in (*REQUIRED, *stored)}
+    numbers = [number for number, rows in enumerate(file.rows) if rows]
+    groups = {number: _lengths(file.column(number, stored["rewards"])) for number in numbers}
+    lengths = np.concatenate([np.zeros(0, np.int64), *groups.values()])
+    if not lengths.all() or not lengths.size:
+        what = "an episode without steps" if lengths.size else "no episodes"
         remedy = "give a file with one row an episode, which has one step at least"
-        raise InputError("SOURCE_LAYOUT", what, where=str(path), remedy=remedy)
+        raise InputError("SOURCE_LAYOUT", what, str(path), remedy)
     recent: dict[str, tuple[int, Array]] = {}  # of each column the group that was read last
 
-    def read(number: int, lengths: Int64Array, name: str, start: int, stop: int) -> Array:
-        if recent.get(name, (-1,))[0] != number:
-            values = file.column(number, stored[name])
-            if not np.array_equal(_lengths(values), lengths):
+    def read(group: int, name: str, start: int, stop: int) -> Array:
+        if recent.get(name, (-1,))[0] != group:
+            values = file.column(group, stored[name])
+            if not np.array_equal(_lengths(values), groups[group]):
                 what = "its lists are not as long as those of rewards"
-                where, remedy = f"{path}: {name}", "give every column one value a step"
-                raise InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
-            recent[name] = number, step_rows(values.flatten(), name, path)
+                remedy = "give every column one value a step"
+                raise InputError("SOURCE_LAYOUT", what, f"{path}: {name}", remedy)
+            recent[name] = group, step_rows(values.flatten(), name, path)
         return recent[name][1][start:stop]
 
-    first = {name: read(*groups[0], name, 0, 1) for name in stored}
-    kinds = {name: (rows.dtype, rows.shape[1:]) for name, rows in first.items()}
+    first = {name: read(numbers[0], name, 0, 1) for name in stored}
     flags = [flag for flag in FLAGS if flag in stored]
     terminal = next((name for name in flags if name in TERMINAL_FLAGS), None)
-    ends = [(group, np.cumsum(group[1])) for group in groups]
-    ended = (
-        [read(*g, terminal, 0, int(e[-1]))[e - 1].reshape(e.size, -1).any(1) for g, e in ends]
-        if terminal
-        else ()
-    )
-    lengths = np.concatenate([lengths for _, lengths in groups])
+    terminated = []
+    for group, steps in groups.items() if terminal else ():
+        rows = read(group, str(terminal), 0, int(steps.sum()))
+        terminated.append(rows[np.cumsum(steps) - 1].reshape(steps.size, -1).any(1))
+    left_out = {n: f"no list of numbers ({k})" for n, k in types.items() if n not in lists}
     folders = (path.stem, path.parent.name, path.parent.parent.name)  # hopper-medium-v2/train/
     return Source(
-        [Piece(read=partial(read, *group), steps=int(group[1].sum())) for group in groups],
-        kinds,
+        [Piece(read=partial(read, n), steps=int(steps.sum())) for n, steps in groups.items()],
+        {name: (rows.dtype, rows.shape[1:]) for name, rows in first.items()},
         lengths=lengths,
-        terminated=np.concatenate([*ended, np.zeros(0 if terminal else lengths.size, np.bool_)]),
+        terminated=np.concatenate(terminated) if terminal else np.zeros(lengths.size, np.bool_),
         info=SourceInfo(
             uri=uri,
             format="parquet",
@@ -90,9 +89,7 @@ def open_parquet(path: Path, *, uri: str, names: Mapping[str, str]) -> Source:
             reference_name=next((d for f in folders if (d := dataset_of_file(f))), None),
             files=(file.file,),
             attributes={
-                "left_out": {
-                    n: f"no list of numbers ({types[n]})" for n in types if n not in lists
-                },
+                "left_out": left_out,
                 "warnings": [] if flags else ["no flags: every episode counts as truncated"],
             },
         ),
@@ -133,19 +130,18 @@ class ParquetFile:
 def step_rows(values: Any, name: str, path: Path) -> Array:
     """Return (R, *step shape) of an Arrow array with a number, or a list of them, for each step."""
 
-    def misfit(what: str) -> InputError:
-        remedy = "give every step a number, or as many as the others"
-        return InputError("SOURCE_LAYOUT", what, where=f"{path}: {name}", remedy=remedy)
-
+    where, remedy = f"{path}: {name}", "give every step a number, or as many as the others"
     steps, shape = len(values), []
     while is_list(values.type):
         widths = _lengths(values)
         if values.null_count or (widths != widths[0]).any() or not widths[0]:
-            raise misfit("steps are missing, empty or of different widths")
+            what = "steps are missing, empty or of different widths"
+            raise InputError("SOURCE_LAYOUT", what, where, remedy)
         shape.append(int(widths[0]))
         values = values.flatten()
     if values.null_count:
-        raise misfit(f"{count_text(values.null_count, 'value')} missing (null)")
+        what = f"{count_text(values.null_count, 'value')} missing (null)"
+        raise InputError("SOURCE_LAYOUT", what, where, remedy)
     rows: Array = values.to_numpy(zero_copy_only=False).reshape(steps, *shape)
     return rows
 
@@ -162,7 +158,7 @@ def is_list(kind: Any) -> bool:
     from pyarrow import types
 
     kind = getattr(kind, "storage_type", kind)
-    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+    return any(f(kind) for f in (types.is_list, types.is_large_list, types.is_fixed_size_list))
 
 
 def is_numeric(kind: Any) -> bool:
@@ -171,4 +167,4 @@ def is_numeric(kind: Any) -> bool:
 
     while is_list(kind):
         kind = getattr(kind, "storage_type", kind).value_type
-    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+    return any(f(kind) for f in (types.is_integer, types.is_floating, types.is_boolean))

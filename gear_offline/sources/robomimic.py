@@ -33,7 +33,7 @@ from gear_offline.sources.combine import observation_vectors, with_columns
 from gear_offline.sources.d4rl import is_gymnasium_id
 from gear_offline.sources.hdf5 import Hdf5Column, Hdf5Dataset, Hdf5File
 
-_DEMO = re.compile(r"data/(demo_([0-9]+))/(.+)")
+_DEMO = re.compile(r"data/(demo_[0-9]+)/(.+)")
 GYM_TYPE = 2  # of robomimic's EnvType: the name is that of a gym environment
 DONES = (
     "dones mark a success or the end of a recording, and do not say which: every demonstration "
@@ -51,27 +51,26 @@ def open_robomimic(
     masks = [n.removeprefix("mask/") for n in file.datasets if n.startswith("mask/")]
     chosen = _chosen(file, key, masks, demos) if key else list(demos)
     demos = {name: renamed(demos[name], names, file.path) for name in chosen}
-    lengths = {name: _steps(file, name, demo) for name, demo in demos.items()}
-    needed = (*STEPWISE, *(new.split("/")[0] for new in names))
     left_out: dict[str, str] = {}
-    kinds = [
-        (name, _kinds(file, name, demo, lengths[name], left_out)) for name, demo in demos.items()
-    ]
-    columns, others = common_columns(kinds, needed, where=file.path, remedy=JOINED)
+    found = {name: _kinds(file, name, demo, left_out) for name, demo in demos.items()}
+    needed = (*STEPWISE, *(new.split("/")[0] for new in names))
+    columns, others = common_columns(
+        [(name, kinds) for name, (_, kinds) in found.items()],
+        needed,
+        where=file.path,
+        remedy=JOINED,
+    )
     columns = {name: columns[name] for name in sorted(columns, key=_order)}
-    notes = [*file.warnings, *([DONES] if "dones" in columns else [])]
+    pieces = []
+    for name, demo in demos.items():
+        opened = {column: file.column(demo[column].path) for column in columns}
+        pieces.append(Piece(read=partial(_read, opened), steps=found[name][0]))
     attributes, environment, reference = _environment(file)
     source = Source(
-        [
-            Piece(
-                read=partial(_read, {column: file.column(demo[column].path) for column in columns}),
-                steps=lengths[name],
-            )
-            for name, demo in demos.items()
-        ],
+        pieces,
         columns,
-        lengths=list(lengths.values()),
-        terminated=[False] * len(lengths),
+        lengths=[piece.steps for piece in pieces],
+        terminated=[False] * len(pieces),
         info=SourceInfo(
             uri=f"{uri}#{key}" if key else uri,
             format="robomimic",
@@ -83,7 +82,7 @@ def open_robomimic(
                 **attributes,
                 "filter_keys": sorted(masks),
                 "left_out": others | left_out,
-                "warnings": notes,
+                "warnings": [*file.warnings, *([DONES] if "dones" in columns else [])],
             },
         ),
     )
@@ -92,58 +91,49 @@ def open_robomimic(
 
 def demonstrations(file: Hdf5File) -> dict[str, Demo]:
     """Return the datasets of each ``data/demo_N`` by their names in it, ``demo_2`` before 10."""
-    demos: dict[str, tuple[int, Demo]] = {}
+    demos: dict[str, Demo] = {}
     others = []
     for name, dataset in file.datasets.items():
         if match := _DEMO.fullmatch(name):
-            demos.setdefault(match[1], (int(match[2]), {}))[1][match[3]] = dataset
+            demos.setdefault(match[1], {})[match[2]] = dataset
         elif name.startswith("data/"):
             others.append(name)
     if demos and others:
         what = f"{some_names(others, 3)} beside demonstrations"
         remedy = "robomimic's files have data/demo_0, data/demo_1 and so on; take others away"
-        raise InputError("SOURCE_LAYOUT", what, where=str(file.path), remedy=remedy)
-    ordered = sorted(demos.items(), key=lambda item: item[1][0])
-    return {name: demo for name, (_, demo) in ordered}
+        raise InputError("SOURCE_LAYOUT", what, str(file.path), remedy)
+    return dict(sorted(demos.items(), key=lambda demo: int(demo[0].removeprefix("demo_"))))
 
 
 def _chosen(file: Hdf5File, key: str, masks: list[str], demos: Mapping[str, Demo]) -> list[str]:
     """Return the demonstrations of a filter key, in the order of the file."""
     if key not in masks:
         what, remedy = f"no filter key {key!r}", f"keys here: {some_names(masks)}"
-        raise InputError("SOURCE_LAYOUT", what, where=str(file.path), remedy=remedy)
-    listed = file.texts(f"mask/{key}")
-    missing = sorted(set(listed) - set(demos))
+        raise InputError("SOURCE_LAYOUT", what, str(file.path), remedy)
+    listed = set(file.texts(f"mask/{key}"))
+    missing = listed - set(demos)
     if missing or not listed:
         what = f"it names {some_names(missing, 3)}" + (", which data lacks" if missing else "")
         remedy = "write the filter key again, with robomimic's create_hdf5_filter_key"
-        where = f"{file.path}: mask/{key}"
-        raise InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
-    return [name for name in demos if name in set(listed)]
+        raise InputError("SOURCE_LAYOUT", what, f"{file.path}: mask/{key}", remedy)
+    return [name for name in demos if name in listed]
 
 
-def _steps(file: Hdf5File, name: str, demo: Demo) -> int:
-    """Return T of a demonstration that has what training needs."""
+def _kinds(file: Hdf5File, name: str, demo: Demo, left_out: dict[str, str]) -> tuple[int, Kinds]:
+    """Return T of a demonstration, and its columns; what cannot be one comes into `left_out`."""
     where = f"{file.path}: data/{name}"
-    missing = next((c for c in ("actions", "rewards") if c not in demo), None)
-    if missing is None and not any(c.split("/")[0] in ("obs", "observations") for c in demo):
-        missing = "obs"
-    if missing:
+    groups = {column.split("/")[0] for column in demo}
+    missing = [column for column in ("actions", "rewards") if column not in demo]
+    if missing or not groups & {"obs", "observations"}:
         remedy = f"found: {some_names(demo)}; recorded states become observations and rewards "
         remedy += "with robomimic's dataset_states_to_obs.py"
-        raise InputError("COLUMN", f"no dataset or group {missing!r}", where=where, remedy=remedy)
-    steps = demo["actions"].rows
-    said = file.attribute(f"data/{name}", "num_samples")
+        raise InputError("COLUMN", f"no dataset or group {(*missing, 'obs')[0]!r}", where, remedy)
+    steps, said = demo["actions"].rows, file.attribute(f"data/{name}", "num_samples")
     if not steps or (isinstance(said, int) and said != steps):
         what = f"actions have {count_text(steps, 'row')}"
         what += "" if said is None else f", num_samples is {said}"
         remedy = "the file is damaged or was not written to its end: get it again"
-        raise InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
-    return steps
-
-
-def _kinds(file: Hdf5File, name: str, demo: Demo, steps: int, left_out: dict[str, str]) -> Kinds:
-    """Return what the columns of a demonstration are; what cannot be one comes into `left_out`."""
+        raise InputError("SOURCE_LAYOUT", what, where, remedy)
     kinds: dict[str, Any] = {}
     for column, found in demo.items():
         shape = (found.shape or ())[1:]
@@ -156,7 +146,7 @@ def _kinds(file: Hdf5File, name: str, demo: Demo, steps: int, left_out: dict[str
             if column.split("/")[0] in STEPWISE:
                 raise InputError("SOURCE_LAYOUT", rows, f"{file.path}: {column}", JOINED)
             left_out[column] = rows
-    return kinds
+    return steps, kinds
 
 
 def _order(column: str) -> tuple[int, str]:
