@@ -333,7 +333,7 @@ class RowOpener:
                 device=placed.device,
                 padding=options.padding,
                 rank_batch=self.stream.rank_batch,
-                reads_host=placed.host_bytes > 0 or local is not None,
+                reads_host=placed.reads_host or local is not None,
                 reason=placed.reason,
                 keep=placed,
             )

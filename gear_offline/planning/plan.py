@@ -22,7 +22,7 @@ from gear_offline.errors import InputError
 from gear_offline.planning.compute import StepCost, step_cost
 from gear_offline.planning.hardware import Cluster, Reads
 from gear_offline.planning.workload import Workload
-from gear_offline.tables.placement import HBM, HBM_SHARE, PEER, plan_episodes
+from gear_offline.tables.placement import HBM_SHARE, HOST, deal_out
 from gear_offline.training.cost import CONTEXT_BYTES
 from gear_offline.training.gradients import check_micro_batches
 
@@ -121,8 +121,8 @@ def lay_out(recipe: Recipe, workload: Workload, cluster: Cluster, free_bytes: fl
     budgets = {"host": 0, "disk": 0, "hbm": int(free_bytes)}
     budget = budgets.get(loader.placement, loader.hbm_budget or int(free_bytes * HBM_SHARE))
     whole = np.maximum(sizes.astype(np.int64), 1)
-    chosen = plan_episodes(whole, weights, budget, cluster.gpus).tiers
-    tiers = np.where(chosen == HBM, 0, np.where(chosen == PEER, 1, 2))
+    gpus = 1 if whole.sum() <= budget else cluster.gpus  # that share one table
+    tiers = np.where(deal_out(whole, weights, budget, gpus) == HOST, 2, min(gpus - 1, 1))
     too_large = loader.placement in ("auto", "host") and whole.sum() > memory
     if loader.placement == "disk" or too_large:
         tiers[:] = TIERS.index("disk")  # all of it
