@@ -181,7 +181,7 @@ def _budget(
     # Every rank hears of every budget, so that all of a node decide alike, and no rank waits in a
     # collective call for one of another node that decided otherwise.
     budgets = ranks.gather(own)
-    return min(budgets[rank] for rank in ranks.neighbours)
+    return min(int(budgets[rank]) for rank in ranks.neighbours)
 
 
 def deal_out(sizes: Int64Array, weights: Float64Array, budget_bytes: int, gpus: int) -> Int64Array:
