@@ -37,6 +37,7 @@ from gear_offline.cli.values import (
     Shares,
     Size,
     examples,
+    options,
     parse_range,
     show,
 )
@@ -102,14 +103,14 @@ def convert(
         help="File or folder, d4rl:NAME, minari:ID, robomimic:FILE#KEY, hub:USER/NAME."
     ),
     out: Path = Argument(help="Directory of GEAR shards to make."),
-    shard_size: int = Size("256MiB", help="Target bytes of a shard."),
+    shard_bytes: int = Size("256MiB", "--shard-size", help="Target bytes of a shard."),
     workers: int = Option(1, min=1, help="Processes that write shards."),
     ray: Ray = None,
     columns: Any = Names(None, help="Columns to keep, NEW=OLD renames; default all."),
     discrete: Any = Names(None, help="Float columns to store as integers, e.g. actions."),
     rename: Any = Pairs(None, help="New names of columns; all others stay."),
-    map_: str | None = Option(
-        None, "--map", metavar="FILE.py:FUNCTION", help="Changes columns of each episode."
+    map: str | None = Option(
+        None, metavar="FILE.py:FUNCTION", help="Changes columns of each episode."
     ),
     where: str | None = Option(
         None, metavar="EXPRESSION", help="Episodes to keep: return > 1000 and not truncated."
@@ -122,27 +123,10 @@ def convert(
     quiet: Quiet = False,
 ) -> None:
     """Convert a dataset to GEAR shards."""
+    go.convert(**locals() | {"discrete": discrete or ()})
     from gear_offline.evaluation.environments import unregistered
     from gear_offline.progress import say
 
-    go.convert(
-        source,
-        out,
-        rule=rule,
-        shard_bytes=shard_size,
-        workers=workers,
-        ray=ray,
-        columns=columns,
-        discrete=discrete or (),
-        rename=rename,
-        map=map_,
-        where=where,
-        allow_nonfinite=allow_nonfinite,
-        overwrite=overwrite,
-        environment=environment,
-        reference=reference,
-        quiet=quiet,
-    )
     if environment is not None and (problem := unregistered(environment)):
         say(f"warning: {problem}", quiet=quiet)
     print(out)
@@ -189,7 +173,9 @@ def collect(
     quality: str | None = Option(None, help="expert, medium, replay, medium-expert or mixed."),
     mix: Any = Shares(None, help="Instead of a quality: replay=1,level:0.5=1,expert=2."),
     steps: int = Count("100000", help="Record at least so many steps."),
-    exact: bool = Option(False, "--exact", help="Cut the last episode at --steps, as D4RL does."),
+    exact_steps: bool = Option(
+        False, "--exact", help="Cut the last episode at --steps, as D4RL does."
+    ),
     action_noise: float = Option(0.0, min=0, help="Gaussian noise, in half ranges of the action."),
     seed: int = Option(0, help="Random seed."),
     train_steps: int | None = Count(None, help="Environment steps of training the policy."),
@@ -199,21 +185,7 @@ def collect(
     quiet: Quiet = False,
 ) -> None:
     """Make a dataset with Gymnasium: real episodes in D4RL's layout."""
-    report = go.collect(
-        environment,
-        out,
-        policy=policy,
-        quality=quality,
-        mix=mix,
-        steps=steps,
-        exact_steps=exact,
-        action_noise=action_noise,
-        seed=seed,
-        train_steps=train_steps,
-        gate=gate,
-        overwrite=overwrite,
-        quiet=quiet,
-    )
+    report = go.collect(**options(locals()))
     show(report.to_json(), as_json, lambda: print(report.path))
 
 
@@ -293,9 +265,9 @@ def recipes_cp(
 
 
 @recipes_app.command("validate", epilog=examples("recipes validate mine.yaml train.steps=1e4"))
-def recipes_validate(recipe: RecipeName, overrides: Overrides = None) -> None:
+def recipes_validate(recipe: RecipeName, overrides: list[str] = Overrides()) -> None:
     """Check a recipe and print it with every default filled in."""
-    whole = go.load_recipe(recipe, overrides or ())
+    whole = go.load_recipe(recipe, overrides)
     from gear_offline.runs.checks import check_recipe
 
     check_recipe(whole, where=recipe)
@@ -311,15 +283,14 @@ def recipes_validate(recipe: RecipeName, overrides: Overrides = None) -> None:
 )
 def train(
     recipe: RecipeName,
-    overrides: Overrides = None,
+    overrides: list[str] = Overrides(),
     out: Path | None = Option(None, metavar="RUN", help="Run directory; default runs/NAME-sSEED."),
     resume: bool = Option(False, "--resume", help="Continue from the last checkpoint."),
     checkpoint: str | None = Option(None, help="Of a run, a step: begin another run with it."),
     quiet: Quiet = False,
 ) -> None:
     """Train a Decision Transformer from a recipe."""
-    options = overrides or ()
-    trained = go.train(recipe, options, out=out, resume=resume, checkpoint=checkpoint, quiet=quiet)
+    trained = go.train(**locals())
     if is_first_process():  # torchrun starts several of us
         print(trained.path)
 
@@ -345,6 +316,7 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Play episodes with a trained policy at several target returns, and score it."""
+    asked = options(locals())
     from gear_offline.training.checkpoint_folder import check_trained
 
     check_trained(run, checkpoint)  # before torch is loaded
@@ -352,19 +324,7 @@ def evaluate(
         from gear_offline.evaluation.video import check_video_name
 
         check_video_name(video)
-    report = go.evaluate(
-        run,
-        targets=targets,
-        episodes=episodes,
-        environment=environment,
-        checkpoint=checkpoint,
-        seed=seed,
-        device=device,
-        out=out,
-        video=video,
-        ray=ray,
-        quiet=quiet,
-    )
+    report = go.evaluate(**asked)
     show(report.to_json(), as_json, report.print)
 
 
@@ -389,20 +349,12 @@ def act(
     quiet: Quiet = False,
 ) -> None:
     """Play while a run trains, and append what is seen to its dataset."""
+    asked = options(locals())
     from gear_offline.training.checkpoint_folder import no_run
 
     if not (run / "recipe.yaml").is_file():  # before torch is loaded
         raise no_run(run)
-    report = go.act(
-        run,
-        environment=environment,
-        actors=actors,
-        episodes=episodes,
-        target=target,
-        action_noise=action_noise,
-        seed=seed,
-        quiet=quiet,
-    )
+    report = go.act(**asked)
     line = f"{report.episodes:,} episodes of {report.steps:,} steps appended"
     if report.mean_return is not None:
         line += f", mean return {report.mean_return:,.1f}"
@@ -441,7 +393,7 @@ def export_policy(
 @command("Compare", "sweep smoke --seeds 3", "sweep smoke optimizer.learning_rate=1e-4,3e-4")
 def sweep(
     recipe: RecipeName,
-    overrides: Axes = None,
+    overrides: list[str] = Axes(),
     seeds: str | None = Option(None, help="Number of seeds from 0 on (8), or a list (3,5,7)."),
     out: Path | None = Option(None, help="Sweep directory; default runs/NAME-sweep."),
     parallel: int | None = Option(None, min=1, help="Runs at a time; default: as many as pay off."),
@@ -453,20 +405,12 @@ def sweep(
     """Train a recipe with several seeds and settings; the same command again goes on."""
     from gear_offline.sweep.trials import make_trials, parse_options, parse_seeds
 
-    options = parse_options(overrides or ())
+    settings = parse_options(overrides)
     numbers = None if seeds is None else parse_seeds(seeds)
-    make_trials(recipe, options, numbers)  # a typo is told before torch is loaded
+    make_trials(recipe, settings, numbers)  # a typo is told before torch is loaded
 
-    result = go.sweep(
-        recipe,
-        options,
-        seeds=numbers,
-        out=out,
-        parallel=parallel,
-        exact=exact,
-        ray=ray,
-        quiet=quiet,
-    )
+    how: dict[str, Any] = {"parallel": parallel, "exact": exact, "ray": ray, "quiet": quiet}
+    result = go.sweep(recipe, settings, seeds=numbers, out=out, **how)
     if not (quiet or as_json):
         result.print()
     show(result.to_json(), as_json, lambda: print(result.path))
@@ -542,7 +486,7 @@ def blame(
 )
 def strategies(
     recipe: RecipeName,
-    overrides: Overrides = None,
+    overrides: list[str] = Overrides(),
     strategies: str | None = Option(None, help="uniform_steps,top_k:k=50 or such."),
     train: bool = Option(False, "--train", help="Train each as well, and compare the returns."),
     seeds: int | None = Option(None, help="Runs of each strategy, with --train; default 3."),
@@ -557,23 +501,17 @@ def strategies(
     if not train and (seeds is not None or parallel is not None or exact or ray):
         what = "--seeds, --parallel, --exact and --ray are for --train"
         raise InputError("USAGE", what, remedy="add --train")
-    whole = go.load_recipe(recipe, overrides or ())
+    whole = go.load_recipe(recipe, overrides)
     from gear_offline.analysis.candidates import parse_candidates
 
     parse_candidates(strategies, whole)  # before torch is loaded
     from gear_offline.analysis.page import print_comparison
 
     folder = out or Path("runs") / f"{whole.name}-strategies"
+    how: dict[str, Any] = {"parallel": parallel, "exact": exact, "ray": ray, "quiet": quiet}
+    number = 3 if seeds is None else seeds
     comparison = go.compare_strategies(
-        whole,
-        strategies,
-        train=train,
-        seeds=3 if seeds is None else seeds,
-        out=folder,
-        parallel=parallel,
-        exact=exact,
-        ray=ray,
-        quiet=quiet,
+        whole, strategies, train=train, seeds=number, out=folder, **how
     )
     if not as_json:
         print_comparison(comparison)
@@ -594,7 +532,7 @@ def doctor(as_json: Json = False) -> None:
 @command("Machines", "plan hopper-medium --gpus 4", "plan dt_1b --nodes 8 --gpus 8 --data 10TB")
 def plan(
     recipe: RecipeName,
-    overrides: Overrides = None,
+    overrides: list[str] = Overrides(),
     nodes: int = Option(1, min=1, max=65_536, help="Nodes."),
     gpus: int = Option(1, min=1, max=64, help="GPUs per node."),
     nic_gbps: float = Option(400.0, min=0.001, help="Gigabits/s of one network card."),
@@ -610,7 +548,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Predict memory, tiers, traffic and times of a recipe on a cluster."""
-    whole = go.load_recipe(recipe, overrides or ())
+    whole = go.load_recipe(recipe, overrides)
     if episode_length is not None and columns is None:
         what = "--episode-length is for --columns; a dataset has its own episodes"
         raise InputError("USAGE", what, remedy="add --columns, or leave it out")

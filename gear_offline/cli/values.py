@@ -6,13 +6,13 @@ Examples are lines of at most 76 columns, so that they can be copied.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from functools import partial
+from glob import escape, glob
 from typing import Annotated, Any
 
 from typer import Argument, BadParameter, Option
-
-from gear_offline.cli.completion import complete_option, complete_recipe, complete_run
 
 SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 SIZE_UNITS |= {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
@@ -84,15 +84,44 @@ def parse_shares(text: str) -> dict[str, float]:
         raise BadParameter(f"{text!r} does not name shares, as in replay=1,expert=2") from None
 
 
+# completion: called at each press of TAB, so nothing here loads torch
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Return names of recipes, recipe files and runs that begin so."""
+    from gear_offline.config.files import recipe_paths
+
+    names = [name for name in recipe_paths() if name.startswith(incomplete)]
+    return [*names, *sorted(glob(f"{escape(incomplete)}*.yaml")), *complete_run(incomplete)]
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """Return run directories that begin so, also those one folder further down."""
+    below = ("*/recipe.yaml", "*/*/recipe.yaml")
+    found = [path for end in below for path in glob(escape(incomplete) + end)]
+    return sorted(os.path.dirname(path) for path in found)
+
+
+def complete_option(incomplete: str) -> list[str]:
+    """Return the options of recipes that begin so, with their ``=``."""
+    from gear_offline.config.problems import dotted_fields
+    from gear_offline.config.recipe import Recipe
+
+    return [f"{name}=" for name in dotted_fields(Recipe) if f"{name}=".startswith(incomplete)]
+
+
 Run = partial(Argument, metavar="RUN", autocompletion=complete_run)
-Recipe = partial(Argument, metavar="RECIPE", autocompletion=complete_recipe)
-Changes = partial(Argument, metavar="KEY=VALUE", autocompletion=complete_option)
-RecipeName = Annotated[str, Recipe(help="Name of a recipe, a YAML file or a run directory.")]
-Overrides = Annotated[list[str] | None, Changes(help="Options to change, e.g. train.steps=1000.")]
-Axes = Annotated[
-    list[str] | None,
-    Changes(help="Options to change; key=a,b,c: every combination is a run."),
+RecipeName = Annotated[
+    str,
+    Argument(
+        metavar="RECIPE",
+        autocompletion=complete_recipe,
+        help="Name of a recipe, a YAML file or a run directory.",
+    ),
 ]
+Changes = partial(Argument, [], metavar="KEY=VALUE", autocompletion=complete_option)
+Overrides = partial(Changes, help="Options to change, e.g. train.steps=1000.")
+Axes = partial(Changes, help="Options to change; key=a,b,c: every combination is a run.")
 Json = Annotated[bool, Option("--json", help="Print one JSON document on stdout.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="No progress, no messages.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace an existing target.")]
@@ -113,6 +142,11 @@ Shares = partial(Option, parser=parse_shares, metavar="A=X,B=Y,...")
 def examples(*commands: str) -> str:
     """Return the last part of a command's help."""
     return "\n".join(["[bold]Examples[/]", *(f"  gear-offline {command}" for command in commands)])
+
+
+def options(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a command's ``locals()`` as arguments of its function, which prints no JSON."""
+    return {name: value for name, value in given.items() if name != "as_json"}
 
 
 def show(document: Any, as_json: bool, print_text: Callable[[], object]) -> None:
