@@ -66,5 +66,8 @@ def test_a_run_that_is_stopped_ends_with_130(
 ) -> None:
     run = tmp_path / "run"
     words = ["train", str(recipe), "--out", str(run), "--quiet"]
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     assert interrupted(words, number, run) == 130
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+    assert list((run / "checkpoints").glob("step-*"))
     assert "a checkpoint is saved" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from gear_offline.config.files import RECIPES, copy_recipe, recipe_descriptions, recipe_paths
+from gear_offline.config.files import RECIPES, copy_recipe
 from gear_offline.config.problems import ALIASES, dotted_fields, section_of
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.sections import SchedulePoint, TaskSettings
@@ -77,11 +77,6 @@ def test_each_shipped_recipe_is_sound(path: Path, tmp_path: Path) -> None:
     assert recipe == load_recipe(path) == load_recipe(write(tmp_path / "r.yaml", recipe.to_yaml()))
 
 
-def test_the_shipped_recipes_are_listed() -> None:
-    assert list(recipe_descriptions()) == list(recipe_paths()) == [path.stem for path in SHIPPED]
-    assert set(LOCOMOTION) | {"paper", "demo", "smoke"} <= set(recipe_paths())
-
-
 def test_paper_spells_out_the_defaults() -> None:
     paper = load_recipe("paper")
     assert paper == Recipe(name="paper", description=paper.description)
@@ -123,6 +118,8 @@ def test_a_short_run_has_a_short_warm_up() -> None:
         ("train.precision=bf61", "train.precision: Input should be 'auto', 'fp32' or 'bf16'"),
         ("model.heads=3", "multiple of model.heads (3), got 128: try 129"),
         ("model.max_timestep=5", "at least loader.context_length"),
+        ("train={deterministic: true, compile: on}", "exclude each other"),
+        ("evaluate.targets=[1e308]", "each below 1e+18 in size"),
         ("train.accumulate=7", "must divide loader.batch_size (64), got 7"),
         ("data.collect.environment=Hopper-v5", "exclude each other"),
         ("data.path=null", "no place"),
@@ -470,15 +467,6 @@ SCALARS = (
 def test_what_is_dumped_is_read_back_equal(document: dict[str, Any]) -> None:
     # as texts: equality is blind to 1 == 1.0 == True
     assert repr(parse_yaml(dump_yaml(document), where="test")) == repr(document)
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.text(max_size=60))
-def test_any_text_is_parsed_or_refused(text: str) -> None:
-    try:
-        parse_yaml(text, where="test")
-    except InputError as error:
-        assert error.code == "RECIPE"
 
 
 @pytest.mark.parametrize(("was", "now"), [(True, ("tensorboard",)), (False, ())])

@@ -17,7 +17,10 @@ pytestmark = pytest.mark.usefixtures("no_reports")
 # found after the directory was made: with the data, with the model, and before the first step
 REFUSED = [
     ("ENVIRONMENT", ("evaluate.environment=CartPole-v1",)),
+    ("ENVIRONMENT", ("evaluate.environment=NoSuch-v0",)),
     ("MODEL", ("model.max_timestep=4",)),
+    ("SELECTION", ("selection.strategy=uniform_step",)),
+    ("DATASET_NOT_FOUND", ("data.path=null",)),
 ]
 
 

@@ -9,18 +9,17 @@ from typing import Any
 
 import h5py
 import numpy as np
-import numpy.typing as npt
 import pytest
 from PIL import Image
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.plots import new_figure, titles
-from gear_offline.runs.report import plot_data_returns, write_report
+from gear_offline.runs.report import write_report
 from gear_offline.sources import from_arrays
 from tests.support import failing_code, one_error
 
-BLUE, GREEN = "#0072B2", "#009E73"
+BLUE = "#0072B2"
 
 
 def check_picture(path: Path, *colours: str) -> None:
@@ -69,23 +68,6 @@ def write_lines(path: Path, *records: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-@pytest.mark.parametrize(
-    ("returns", "lengths"),
-    [
-        (np.random.default_rng(0).gamma(1.0, 500.0, 300), np.arange(1, 301)),
-        (np.full(5, 3.0), np.ones(5)),  # all alike
-        (np.array([0.6, np.nextafter(0.6, 1)]), np.ones(2)),  # but for rounding
-        (np.full(5, 1e17), np.ones(5)),
-        (np.array([-3.0]), np.array([10])),
-    ],
-)
-def test_picture_of_the_datas_returns(
-    tmp_path: Path, returns: npt.NDArray[np.float64], lengths: npt.NDArray[np.int64]
-) -> None:
-    plot_data_returns(tmp_path / "data.png", returns, lengths, name="tiny")
-    check_picture(tmp_path / "data.png", GREEN)
-
-
 @pytest.mark.parametrize("letters", [10, 90, 400])
 def test_titles_fit_the_width(letters: int) -> None:
     figure = new_figure()
@@ -118,8 +100,8 @@ def test_report_of_a_whole_run(tmp_path: Path, run: Path) -> None:
     pair = {"name": "hopper-medium-v2", "minimum": 0.0, "maximum": 1000.0, "note": "only a hint"}
     (run / "evaluation.json").write_text(json.dumps(evaluation(reference=pair)))
     text = write_report(run).read_text()
-    for name in ("learning_curve", "data_returns", "asked_vs_achieved"):
-        check_picture(run / "plots" / f"{name}.png", BLUE if name != "data_returns" else GREEN)
+    for name in ("learning_curve", "asked_vs_achieved"):
+        check_picture(run / "plots" / f"{name}.png", BLUE)
         assert f"(plots/{name}.png)" in text
     assert "| mean of the data | 13 |  | 1.3 |" in text  # (6 + 20) / 2, of 1000
     assert "| best of the data | 20 |  | 2.0 |" in text

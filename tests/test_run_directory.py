@@ -121,7 +121,7 @@ def test_a_lock_whose_file_has_gone_is_not_held(
     assert code_of(path, resume=False) == ""
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations.jsonl", "summary.json", ".lock"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", ".lock"])
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_nothing_is_written_through_a_link(tmp_path: Path, name: str, kind: str) -> None:
     """A link to a file without a newline was cut to nothing, as if that were a torn line."""

@@ -12,6 +12,7 @@ import pytest
 
 import gear_offline as go
 from gear_offline.cli.main import main
+from gear_offline.training.metrics import read_records
 from tests.training_support import tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("no_plots")
@@ -79,6 +80,31 @@ def test_runs_are_compared_by_what_they_differ_in(runs: Path, tmp_path: Path) ->
     assert list(go.compare_runs([a0, a1]).runs.values()) == ["s0", "s1"]
     copy = Path(shutil.copytree(a0, tmp_path / "copy", symlinks=True))
     assert list(go.compare_runs([a0, copy]).runs.values()) == ["a-s0", "copy"]
+
+
+def test_only_what_has_one_unit_is_compared(runs: Path, tmp_path: Path) -> None:
+    for name, environment in (("a", "Here-v0"), ("b", "There-v0"), ("c", "There-v0")):
+        shutil.copytree(runs / "whole", tmp_path / name, symlinks=True)
+        lines = read_records(tmp_path / name / "evaluations.jsonl")
+        scored = [{**line, "environment": environment, "normalized_score": 5.0} for line in lines]
+        text = "".join(json.dumps(line) + "\n" for line in scored)
+        (tmp_path / name / "evaluations.jsonl").write_text(text)
+    there = go.compare_runs([tmp_path / "b", tmp_path / "c"], out=tmp_path / "one.svg")
+    assert there.table.metric == "return" and list(there.environments) == ["There-v0"]
+    mixed = go.compare_runs([tmp_path / name for name in "abc"], out=tmp_path / "mixed.svg")
+    assert mixed.environments == {"Here-v0": ("a",), "There-v0": ("b", "c")}
+    assert mixed.table.metric == "normalized_score"
+    assert "return" not in {name for row in mixed.table.rows for name in row.estimates}
+    assert "There-v0: b, c" in repr(mixed) and "There-v0" not in repr(there)
+    unscored = go.compare_runs([tmp_path / "a", runs / "whole"])
+    assert unscored.table.metric == "loss"
+
+
+def test_a_sweep_stands_for_its_trials(data: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(data, "train.steps=3", "evaluate.episodes=0")
+    go.sweep(recipe, {"model.hidden_size": [8, 16]}, out=tmp_path / "sweep", quiet=True)
+    comparison = go.compare_runs([tmp_path / "sweep"])
+    assert list(comparison.runs.values()) == ["hidden_size=8", "hidden_size=16"]
 
 
 def test_compare_writes_one_picture(

@@ -16,7 +16,6 @@ import torch
 from gear_offline.config.files import recipe_paths
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.dataset.dataset import open_dataset
-from gear_offline.errors import GearError
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.runs.evaluate import evaluate
@@ -162,22 +161,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     last = read_checkpoint(list_checkpoints(run / "checkpoints")[-1][1])
     assert last.state.step == 7
     assert all(bool(torch.isfinite(value).all()) for value in last.weights().values())
-
-
-def test_data_and_recipe_that_do_not_fit(data: Path, tmp_path: Path) -> None:
-    def code(recipe_data: Path | None, *overrides: str) -> str:
-        recipe = tiny_recipe(recipe_data or data, *overrides)
-        with pytest.raises(GearError) as caught:
-            train(recipe, out=tmp_path / "run", quiet=True)
-        assert not (tmp_path / "run" / "recipe.yaml").exists()
-        return caught.value.code
-
-    assert code(None, "model.max_timestep=5") == "MODEL"
-    assert code(None, "evaluate.environment=CartPole-v1") == "ENVIRONMENT"
-    assert code(None, "evaluate.environment=NoSuch-v0") == "ENVIRONMENT"
-    assert code(tmp_path / "missing") == "DATASET_NOT_FOUND"
-    assert code(None, "data.path=null") == "DATASET_NOT_FOUND"
-    assert code(None, "selection.strategy=uniform_step") == "SELECTION"
 
 
 def test_actions_that_a_tanh_cannot_reach_are_refused(tmp_path: Path) -> None:

@@ -440,7 +440,7 @@ def runs_show(run: Path = Run(help="Run directory."), as_json: Json = False) -> 
 
 @runs_app.command("compare", epilog=examples("runs compare runs/a-s0 runs/b-s0 --out ab.svg"))
 def runs_compare(
-    runs: list[Path] = Run(metavar="RUN RUN...", help="Run directories."),
+    runs: list[Path] = Run(metavar="RUN RUN...", help="Run directories, or a sweep's."),
     out: Path | None = Option(None, help="Curves, .png or .svg; default a new comparison.png."),
     overwrite: Overwrite = False,
     as_json: Json = False,

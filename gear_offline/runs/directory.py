@@ -42,9 +42,9 @@ RESUMABLE = (
     "description",
     *(f"loader.{n}" for n in ("engine", "placement", "hbm_budget", "host_budget")),
     *(f"loader.{n}" for n in ("sharding", "exchange")),
-    *(f"train.{n}" for n in ("steps", "device", "parallel", "reshard", "accumulate", "recompute")),
-    *(f"train.{n}" for n in ("threads", "timeout", "checkpoint_every", "keep_checkpoints")),
-    *(f"train.{n}" for n in ("trackers", "project")),
+    *(f"train.{n}" for n in ("steps", "device", "graph", "parallel", "reshard", "accumulate")),
+    *(f"train.{n}" for n in ("recompute", "threads", "timeout", "checkpoint_every")),
+    *(f"train.{n}" for n in ("keep_checkpoints", "trackers", "project")),
     *(f"evaluate.{n}" for n in ("background", "device", "workers")),
 )
 

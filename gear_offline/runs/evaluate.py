@@ -14,15 +14,8 @@ from gear_offline.core.device import resolve_device
 from gear_offline.core.files import check_new_file, write_error
 from gear_offline.errors import GearError, InputError, given_path
 from gear_offline.evaluation.background import play_sets, play_tasks
-from gear_offline.evaluation.environments import (
-    import_module_of,
-    say_version,
-)
-from gear_offline.evaluation.evaluate import (
-    EvaluationTask,
-    asked_returns,
-    tasks_of,
-)
+from gear_offline.evaluation.environments import import_module_of, say_version
+from gear_offline.evaluation.evaluate import EvaluationTask, asked_returns, tasks_of
 from gear_offline.evaluation.results import EvaluationReport, keep_earlier
 from gear_offline.evaluation.video import check_video, write_videos
 from gear_offline.models.multitask import tasks_of_config
@@ -92,30 +85,25 @@ def evaluate(
     if out is not None:
         check_new_file(Path(out))
     trained = find_trained(run, checkpoint, partial(say, quiet=quiet))
-    home = trained.run
     if environment is not None:
         import_module_of(environment)
-    tasks = [
-        replace(
-            task,
-            episodes=(task.episodes or EPISODES) if episodes is None else episodes,
-            seed=task.seed if seed is None else seed,
-        )
-        for task in _chosen_tasks(trained, environment, targets)
-    ]
-    for task in tasks:
+    tasks = _chosen_tasks(trained, environment, targets)
+    for index, task in enumerate(tasks):
+        count = (task.episodes or EPISODES) if episodes is None else episodes
+        tasks[index] = replace(task, episodes=count, seed=task.seed if seed is None else seed)
         say_version(task.environment, quiet=quiet)
     if video is not None:
         video = given_path(video, "OUTPUT_WRITE", where="video")
         check_video(video, tasks)
-    films, threads = video is not None, trained.recipe.train.threads
+    how = {"keep_actions": video is not None, "quiet": quiet}
     if ray is None:
         where = str(resolve_device(device))
-        with torch_threads(threads):
-            report = play_tasks(trained, tasks, where, keep_actions=films, quiet=quiet)
+        with torch_threads(trained.recipe.train.threads):
+            report = play_tasks(trained, tasks, where, **how)
     else:
         with RayPool(ray) as pool:
-            report = play_sets(pool, run, trained, tasks, device, keep_actions=films, quiet=quiet)
+            report = play_sets(pool, run, trained, tasks, device, **how)
+    home = trained.run
     try:
         if video is not None:
             videos = write_videos(video, report, quiet=quiet)

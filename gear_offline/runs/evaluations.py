@@ -43,6 +43,12 @@ def plays(recipe: Recipe) -> bool:
     return recipe.evaluate.episodes > 0 and bool(environments_of(recipe))
 
 
+def evaluates_at(recipe: Recipe, step: int) -> bool:
+    """Whether the policy is played after `step`."""
+    every, last = recipe.train.evaluate_every, step == recipe.train.steps
+    return plays(recipe) and (last or (every is not None and step % every == 0))
+
+
 class RunEvaluations:
     """What a run evaluates, by its `plan`, and where it stands: `count` results of this process.
 
@@ -89,7 +95,7 @@ class RunEvaluations:
     def begin(self) -> None:
         """Take up what a killed run left: checkpoints of steps that were due, without a result."""
         for step, _ in list_checkpoints(self._run.path / "checkpoints"):
-            if not self._run.evaluates_at(step) or self._metrics.evaluated(step):
+            if not evaluates_at(self._learner.recipe, step) or self._metrics.evaluated(step):
                 continue
             request = self._request(step)
             if self.plan.workers:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +28,7 @@ from gear_offline.progress import say
 from gear_offline.runs.callbacks import Callback, Callbacks
 from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.directory import RESUMABLE, RunDirectory, default_run_path
-from gear_offline.runs.evaluations import plays
+from gear_offline.runs.evaluations import evaluates_at
 from gear_offline.runs.prepare import open_growing, prepare_dataset, resolve
 from gear_offline.runs.run import Run
 from gear_offline.runs.trackers import trackings
@@ -68,28 +69,34 @@ def train(
     """
     path = default_run_path(recipe) if out is None else Path(out)
     device = rank_device(resolve_device(recipe.train.device, where="train.device"))
-    with open_world(device, timeout=recipe.train.timeout) as world, ExitStack() as stack:
+    with open_world(device, timeout=recipe.train.timeout) as world, ExitStack() as held:
+        quiet = quiet or not world.is_first
+
+        # what can be refused before the data are read, or made
         check_micro_batches(world.rank_batch(recipe.loader.batch_size), recipe.train.accumulate)
         world.lead(lambda: check_recipe(recipe, where=f"recipe {recipe.name}"))
-        directory = world.lead(lambda: stack.enter_context(RunDirectory(path, resume=resume)))
-        stack.enter_context(torch_settings(recipe, device))
-        quiet = quiet or not world.is_first
+        directory = world.lead(lambda: held.enter_context(RunDirectory(path, resume=resume)))
         world.lead(lambda: check_resumed(path, recipe, start, is_resolved=False))
+
+        # the data, and a recipe that says everything in numbers
+        held.enter_context(torch_settings(recipe, device))
         dataset = prepare_dataset(recipe, world=world, quiet=quiet)
-        resolved, sizes = resolve(recipe, dataset, quiet=quiet)
-        world.lead(lambda: check_resumed(path, resolved, start))
-        growing = open_growing(resolved, sizes, dataset, world=world, quiet=quiet)
+        recipe, sizes = resolve(recipe, dataset, quiet=quiet)
+        world.lead(lambda: check_resumed(path, recipe, start))
+        growing = open_growing(recipe, sizes, dataset, world=world, quiet=quiet)
         if growing is not None:
-            stack.enter_context(growing)
+            held.enter_context(growing)
+
+        # who learns from them, and who is told
         learner = Learner(
-            resolved, sizes, dataset, device, world=world, tables=tables, growing=growing
+            recipe, sizes, dataset, device, world=world, tables=tables, growing=growing
         )
-        stack.callback(learner.release)
-        told = [*trackings(resolved.train), *callbacks] if world.is_first else ()
-        listeners = stack.enter_context(Callbacks(Run(path), told))
+        held.callback(learner.release)
+        told = [*trackings(recipe.train), *callbacks] if world.is_first else ()
+        listeners = held.enter_context(Callbacks(Run(path), told))
         try:
             if start is not None:
-                world.lead(lambda: directory and directory.branch(resolved, start))
+                world.lead(lambda: directory and directory.branch(recipe, start))
             with (
                 StopRequest() as stop,
                 LiveRun(directory, learner, stop, listeners, quiet=quiet) as run,
@@ -108,6 +115,18 @@ def train(
                 remove_leftovers(directory.checkpoints_path)
             raise write_error(error, str(path)) from error
     return path
+
+
+class Due(NamedTuple):
+    """What there is to do after a step, on all ranks alike; true if there is anything."""
+
+    log: bool = False
+    evaluation: bool = False
+    save: bool = False
+    word: bool = False  # on whether to stop
+
+    def __bool__(self) -> bool:
+        return any(self)
 
 
 class LiveRun(Closing):
@@ -148,57 +167,48 @@ class LiveRun(Closing):
         """Whether all steps are done."""
         return self.learner.step == self._settings.steps
 
+    def due(self) -> Due:
+        """Return what there may be to do after the steps so far."""
+        step, settings = self.learner.step, self._settings
+        word = self.stop.signal_name is not None or self.callbacks.stop
+        if self._world.size > 1:
+            word = step % STOP_EVERY == 0
+        if step == 0:
+            return Due(word=word)
+        return Due(
+            log=self.is_complete or step % settings.log_every == 0,
+            evaluation=evaluates_at(self.learner.recipe, step),
+            save=self.is_complete or step % settings.checkpoint_every == 0,
+            word=word,
+        )
+
     def note_step(self) -> None:
         """Look after what goes on beside the steps, now that there is one more."""
         self.saver.check()
         if self.writer is not None:
             self.writer.step(self.learner.step)
 
-    def is_due(self) -> bool:
-        """Whether there may be something to do after the steps so far, on all ranks alike."""
-        step, settings = self.learner.step, self._settings
-        several = self._world.size > 1
-        periods = [settings.log_every, settings.checkpoint_every, *[STOP_EVERY] * several]
-        if self.is_complete or self.evaluates_at(step) or any(step % n == 0 for n in periods):
-            return step > 0
-        return not several and (self.stop.signal_name is not None or self.callbacks.stop)
-
     def catch_up(self, *, stops: bool = False) -> None:
         """Log, evaluate, save and stop, each of it if it is due after the steps so far."""
-        if stops or self.is_due():
-            self._log()
-            is_needed = self._evaluate()
-            self._save_and_stop(is_needed)
-
-    def _log(self) -> None:
-        step = self.learner.step
-        if self.learner.window.filled and (
-            self.is_complete or step % self._settings.log_every == 0
-        ):
+        due = self.due()
+        if due.log and self.learner.window.filled:
             values = self.learner.report()
             if self.writer is not None:
-                self.writer.log(step, values)
-
-    def evaluates_at(self, step: int) -> bool:
-        """Whether the policy is played after `step`."""
-        every, last = self._settings.evaluate_every, step == self._settings.steps
-        return plays(self.learner.recipe) and (last or (every is not None and step % every == 0))
+                self.writer.log(self.learner.step, values)
+        is_needed = due.evaluation and self._evaluate()
+        if due or stops:
+            self._save_and_stop(due.save or is_needed)
 
     def _evaluate(self) -> bool:
         """Play the policy, or have it played; return whether a checkpoint is needed now."""
-        step = self.learner.step
-        if not self.evaluates_at(step):
-            return False
-        evaluations = None if self.writer is None else self.writer.evaluations
-        plays_here = evaluations is not None and evaluations.plays_here(step)
+        step, first = self.learner.step, self.writer
+        plays_here = first is not None and first.evaluations.plays_here(step)
         if self._world.gather(plays_here)[0]:  # else the weights of the checkpoint are played
             self.learner.prepare_policy()
-        return evaluations is not None and evaluations.evaluate(step)
+        return first is not None and first.evaluations.evaluate(step)
 
-    def _save_and_stop(self, is_needed: bool) -> None:
+    def _save_and_stop(self, saves: bool) -> None:
         """Save if the first rank needs a checkpoint or if any rank was told to stop; then stop."""
-        step = self.learner.step
-        saves = is_needed or self.is_complete or step % self._settings.checkpoint_every == 0
         answer = {"saves": saves, "signal": self.stop.signal_name, "stops": self.callbacks.stop}
         answers = self._world.gather(answer)
         signal = next((answer["signal"] for answer in answers if answer["signal"]), None)
@@ -208,7 +218,7 @@ class LiveRun(Closing):
             self.saver.save(seconds=seconds, keep=self._keep)
         if signal and not self.is_complete:
             self.saver.wait()
-            what = f"stopped by {signal} after step {step:,}, a checkpoint is saved"
+            what = f"stopped by {signal} after step {self.learner.step:,}, a checkpoint is saved"
             remedy = f"go on with `gear-offline train {self.path} --resume`"
             raise TrainingInterrupted("INTERRUPTED", what, str(self.path), remedy)
 
@@ -259,30 +269,45 @@ def check_resumed(
     A run without a checkpoint is not refused.  What goes on is `start`, a checkpoint of any run, or
     by default the run at `path`.  A recipe that is not resolved yet leaves options to the data.
     """
-    state = None  # without a whole checkpoint nothing is resumed
-    for place in (
-        [start] if start else [place for _, place in list_checkpoints(path / "checkpoints")]
-    ):
-        with suppress(InputError):  # a damaged one is passed over
-            state = read_state(place)  # of the newest one: recipe.yaml may be edited
-    if state is not None:
-        check_same_run(state, recipe, path, is_resolved=is_resolved)
-    if state is None or state.step <= recipe.train.steps:
+    folder = path / "checkpoints"
+    places = [start] if start else [place for _, place in reversed(list_checkpoints(folder))]
+    state = next(_states(places), None)  # recipe.yaml may be edited, a checkpoint is not
+    if state is None:
         return
-    whole = None if start else newest_checkpoint(path / "checkpoints", lambda message: None)
-    done = whole.state.step if whole else state.step  # damaged ones after it are passed over
-    if done > recipe.train.steps:
-        what = f"train.steps is {recipe.train.steps}, but {done} steps are done"
+    before = Recipe.parse(state.recipe, where=str(path))
+    for key, was, now in _differences(before, recipe, state.step, is_resolved=is_resolved):
+        remedy = "it may change with optimizer.schedule=constant; " * (key == "train.steps")
+        remedy += f"undo that (here, or in {path / 'recipe.yaml'} if it was edited), or train "
+        remedy += "into another directory"
+        what = f"{key} was {was!r} when the run began and is {now!r} now"
+        raise InputError("RUN_MISMATCH", what, str(path), remedy)
+    done, steps = state.step, recipe.train.steps
+    if (
+        done > steps
+        and start is None
+        and (whole := newest_checkpoint(folder, lambda message: None))
+    ):
+        done = whole.state.step  # damaged ones after it are passed over
+    if done > steps:
+        what = f"train.steps is {steps}, but {done} steps are done"
         remedy = "ask for at least as many steps, or train into another directory"
         raise InputError("RUN_MISMATCH", what, where=str(path), remedy=remedy)
 
 
-def check_same_run(state: SavedState, now: Recipe, path: Path, *, is_resolved: bool = True) -> None:
-    """Refuse to resume a run with a recipe that would have made another run."""
-    before = Recipe.parse(state.recipe, where=str(path))
+def _states(places: Sequence[Path]) -> Iterator[SavedState]:
+    """Yield what those checkpoints say that can be read."""
+    for place in places:
+        with suppress(InputError):
+            yield read_state(place)
+
+
+def _differences(
+    before: Recipe, now: Recipe, step: int, *, is_resolved: bool
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each option that makes another run of `now` after so many steps, with both values."""
     old, new = flat(before.to_dict()), flat(now.to_dict())
+    past = before.train.batch_of(step - 1) if step else -1
     for options, recipe in ((old, before), (new, now)):  # what is skipped later is free
-        past = before.train.batch_of(state.step - 1) if state.step else -1
         options["train.skip"] = [list(one) for one in recipe.train.skip if one[0] <= past]
     free = set(RESUMABLE)
     if now.optimizer.schedule != "constant":
@@ -291,8 +316,4 @@ def check_same_run(state: SavedState, now: Recipe, path: Path, *, is_resolved: b
         free |= {key for key in {*old, *new} if new.get(key) is None} | {"model.action_tanh"}
     for key in sorted({*old, *new} - free):
         if old.get(key) != new.get(key):
-            what = f"{key} was {old.get(key)!r} when the run began and is {new.get(key)!r} now"
-            remedy = "it may change with optimizer.schedule=constant; " * (key == "train.steps")
-            remedy += f"undo that (here, or in {path / 'recipe.yaml'} if it was edited), or train "
-            remedy += "into another directory"
-            raise InputError("RUN_MISMATCH", what, str(path), remedy)
+            yield key, old.get(key), new.get(key)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from jinja2 import Environment, FileSystemLoader, Template
 from matplotlib.axes import Axes
 
@@ -30,13 +29,10 @@ from gear_offline.plots import (
     BLUE,
     GREEN,
     GREY,
-    INK,
     ORANGE,
     SERIES,
-    SKY,
     draw_mean,
     dress,
-    histogram_edges,
     legend,
     new_figure,
     save_figure,
@@ -54,6 +50,16 @@ from gear_offline.training.metrics import (
 )
 
 
+@dataclass(frozen=True)
+class _Section:
+    """What the report says of one task, or of a run of one, whose `task` is empty."""
+
+    task: str
+    result: TaskRecord | None
+    levels: dict[str, float]  # returns of the data to compare with, by what they are
+    picture: str | None  # of asked and achieved returns
+
+
 def write_report(run: str | Path) -> Path:
     """Write the plots and ``report.md`` of a run directory and return the report's path."""
     run = Path(run)
@@ -67,23 +73,19 @@ def write_report(run: str | Path) -> Path:
     if recipe is None and not metrics and final is None:
         what, remedy = "nothing here to report on", "give the directory of a run"
         raise InputError("RUN_NOT_FOUND", what, where=str(run), remedy=remedy)
-    tasks = {} if final is None else final.tasks
-    data = None if tasks else _dataset(recipe)
-    sections = [
-        _section(run, name, final, result, _dataset(recipe and task_recipe(recipe, name)))
-        for name, result in tasks.items()
-    ] or [_section(run, "", final, final, data)]
+    data, tasks = None, {} if final is None else final.tasks
+    if tasks:
+        sections = [
+            _section(run, final, name, result, _dataset(recipe and task_recipe(recipe, name)))
+            for name, result in tasks.items()
+        ]
+    else:
+        data = _dataset(recipe)
+        sections = [_section(run, final, "", final, data)]
     losses = {record.step: record.loss for record in metrics if record.loss is not None}
-    curve = None
-    if losses:
-        curve = "plots/learning_curve.png"
-        plot_learning_curve(
-            run / curve,
-            steps=list(losses),
-            losses=list(losses.values()),
-            evaluations=evaluations,
-            name=run.name,
-        )
+    curve = "plots/learning_curve.png" if losses else None
+    if curve is not None:
+        _plot_learning_curve(run / curve, losses, evaluations)
     text = _template().render(
         name=run.name,
         recipe=recipe,
@@ -106,42 +108,24 @@ def _dataset(recipe: Recipe | None) -> Dataset | None:
     return open_dataset(recipe.data.path, verify=False)
 
 
-@dataclass(frozen=True)
-class _Section:
-    """What the report says of one task, or of a run of one, whose `task` is empty."""
-
-    task: str
-    result: TaskRecord | None
-    levels: dict[str, float]  # returns to compare with, by what they are
-    pictures: dict[str, str]  # files by title
-
-
 def _section(
     run: Path,
-    task: str,
     final: EvaluationRecord | None,
+    task: str,
     result: TaskRecord | None,
     data: Dataset | None,
 ) -> _Section:
-    """Draw what a task achieved and its data's returns."""
-    suffix, prefix = (f"-{task}", f"{task}: ") if task else ("", "")
-    levels, pictures = dict[str, float](), dict[str, str]()
-    goals = result is not None and result.goals
-    if data is not None and data.manifest.returns.count and not goals:
+    """Draw what a task achieved, beside its data's returns; goals have none."""
+    levels, picture = dict[str, float](), None
+    if data is not None and data.manifest.returns.count and not (result and result.goals):
         returns = data.manifest.returns
         levels = {"mean of the data": returns.mean, "best of the data": returns.max}
-    if final is not None and result is not None and result.targets and not goals:
+    if final is not None and result is not None and result.targets and not result.goals:
+        picture = f"plots/asked_vs_achieved{f'-{task}' if task else ''}.png"
         place = f" at step {final.step:,}" if final.step is not None else ""
-        file = f"plots/asked_vs_achieved{suffix}.png"
         name = f"{run.name}{place} in {result.environment}"
-        plot_asked_vs_achieved(run / file, result.targets, name=name, levels=levels)
-        pictures[f"{prefix}Achieved against asked return"] = file
-    if data is not None and levels:
-        file = f"plots/data_returns{suffix}.png"
-        lengths = data.episodes.lengths
-        plot_data_returns(run / file, data.returns, lengths, name=Path(data.path).resolve().name)
-        pictures[f"{prefix}Returns of the data"] = file
-    return _Section(task, result, levels, pictures)
+        _plot_asked_vs_achieved(run / picture, result.targets, name, levels)
+    return _Section(task, result, levels, picture)
 
 
 def _template() -> Template:
@@ -174,69 +158,35 @@ def _quoted(text: str) -> str:
     return "`" + printable(text).replace("`", "'") + "`"
 
 
-# the plots: each one PNG of 1080 x 675 pixels; E episodes, n points of a curve -----------------
+# the plots: each one PNG of 1080 x 675 pixels ---------------------------------------------------
 
 
-def plot_data_returns(
-    path: Path, returns: npt.ArrayLike, lengths: npt.ArrayLike, *, name: str
-) -> Path:
-    """Draw how `returns` (E,) of the data's episodes of `lengths` (E,) steps are spread."""
-    values, steps = np.asarray(returns, np.float64), np.asarray(lengths, np.float64)
-    mean, best = float(values.mean()), float(values.max())
-    edges = histogram_edges(values, 40)
-    figure = new_figure()
-    axes = figure.add_subplot()
-    shares = np.histogram(values, edges)[0] * 100 / values.size
-    axes.bar(edges[:-1], shares, np.diff(edges), align="edge", color=SKY, label="of episodes")
-    shares = np.histogram(values, edges, weights=steps)[0] * 100 / steps.sum()
-    axes.stairs(shares, edges, color=INK, linewidth=1.5, label="of steps")
-    axes.axvline(mean, color=ORANGE, linewidth=1.8, label=f"mean {short(mean)}")
-    axes.axvline(best, color=GREEN, linewidth=1.8, label=f"best {short(best)}")
-    dress(axes, x="return of an episode", y="share (%)")
-    thousands(axes.xaxis)
-    legend(axes)
-    titles(
-        figure,
-        f"Half of the episodes return less than {short(float(np.median(values)))}, "
-        f"the best {short(best)}",
-        f"{name}: {count_text(values.size, 'episode')}, {count_text(int(steps.sum()), 'step')}",
-    )
-    return save_figure(figure, path)
-
-
-def plot_learning_curve(
-    path: Path,
-    *,
-    steps: npt.ArrayLike,
-    losses: npt.ArrayLike,
-    evaluations: Sequence[EvaluationRecord] = (),
-    name: str,
-) -> Path:
-    """Draw the training loss (n,) and the returns of evaluations over optimiser steps (n,)."""
-    x, y = np.asarray(steps, np.float64), np.asarray(losses, np.float64)
-    # of several tasks none is drawn: their units differ
+def _plot_learning_curve(
+    path: Path, losses: Mapping[int, float], evaluations: Sequence[EvaluationRecord]
+) -> None:
+    """Draw the training loss by step and, of a run of one task, the returns of evaluations."""
+    steps, y = list(losses), np.array(list(losses.values()))
     points = [(row.step or 0, target) for row in evaluations for target in row.targets]
     figure = new_figure()
     panels = figure.subplots(2 if points else 1, 1, sharex=True, squeeze=False)[:, 0]
-    panels[0].plot(x, y, color=BLUE, linewidth=1.8, marker="o" if x.size == 1 else None)
+    panels[0].plot(steps, y, color=BLUE, linewidth=1.8, marker="o" if y.size == 1 else None)
     dress(panels[0], y="training loss")
     if y.min() > 0 and y.max() / y.min() > 20:
         panels[0].set_yscale("log")
     else:
         panels[0].set_ylim(0, 1.05 * float(y.max()) if y.max() > 0 else None)
-    title = f"Loss {short(y[0])} to {short(y[-1])} in {count_text(int(x[-1]), 'step')}"
+    title = f"Loss {short(y[0])} to {short(y[-1])} in {count_text(steps[-1], 'step')}"
     if points:
         goals = any(row.goals for row in evaluations)
-        _plot_returns(
-            panels[1], points, *(("task", "success") if goals else ("asked", "mean return"))
-        )
+        words = ("task", "success") if goals else ("asked", "mean return")
+        _plot_returns(panels[1], points, *words)
         best = max(row.mean_return for row in evaluations if row.mean_return is not None)
-        title = f"{title}; best {'success' if goals else 'mean return'} {short(best)}"
+        title = f"{title}; best {words[1]} {short(best)}"
     panels[-1].set_xlabel("optimizer step")
-    ticks_to(panels[-1], float(x[-1]))
-    titles(figure, title, f"{name}: mean loss of the logged steps")
+    ticks_to(panels[-1], float(steps[-1]))
+    titles(figure, title, f"{path.parents[1].name}: mean loss of the logged steps")
     figure.align_ylabels(list(panels))
-    return save_figure(figure, path)
+    save_figure(figure, path)
 
 
 def _plot_returns(
@@ -256,13 +206,12 @@ def _plot_returns(
     legend(axes)
 
 
-def plot_asked_vs_achieved(
-    path: Path, targets: Sequence[TargetRecord], *, name: str, levels: Mapping[str, float]
-) -> Path:
+def _plot_asked_vs_achieved(
+    path: Path, targets: Sequence[TargetRecord], name: str, levels: Mapping[str, float]
+) -> None:
     """Draw achieved over asked returns, with every episode, 95 % intervals and named levels."""
     targets = sorted(targets, key=lambda target: target.target)
-    asked = np.array([target.target for target in targets])
-    means = np.array([target.mean_return for target in targets])
+    asked, means = np.array([(target.target, target.mean_return) for target in targets]).T
     figure = new_figure()
     axes = figure.add_subplot()
     for target in targets:
@@ -282,12 +231,9 @@ def plot_asked_vs_achieved(
     thousands(axes.yaxis)
     legend(axes)
     episodes = count_text(len(targets[0].returns), "episode")
-    titles(
-        figure,
-        f"Asked for {_span(asked)}, it achieves {_span(means)}",
-        f"{name}: mean and 95 % interval of {episodes} each",
-    )
-    return save_figure(figure, path)
+    finding = f"Asked for {_span(asked)}, it achieves {_span(means)}"
+    titles(figure, finding, f"{name}: mean and 95 % interval of {episodes} each")
+    save_figure(figure, path)
 
 
 def _span(values: Float64Array) -> str:

@@ -9,14 +9,12 @@ import base64
 import html
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.text import printable
@@ -34,21 +32,6 @@ __all__ = ["Run", "RunList", "list_runs", "open_run"]
 DEPTH = 4  # folders below the one that was named: sweeps lie in runs/, their runs two below
 WRITTEN = ("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "summary.json")
 AGES = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
-
-
-class EvaluateOptions(TypedDict, total=False):
-    """The options of `gear_offline.evaluate`."""
-
-    targets: Sequence[float] | float | None
-    episodes: int | None
-    environment: str | None
-    checkpoint: str | int | None
-    seed: int | None
-    device: str
-    out: str | Path | None
-    video: str | Path | None
-    ray: str | None
-    quiet: bool
 
 
 class Run(os.PathLike[str]):
@@ -126,7 +109,7 @@ class Run(os.PathLike[str]):
 
         return load_policy(self.path, task, checkpoint=checkpoint, device=device)
 
-    def evaluate(self, **options: Unpack[EvaluateOptions]) -> EvaluationReport:
+    def evaluate(self, **options: Any) -> EvaluationReport:
         """Play episodes, score them and keep the result; options as of `gear_offline.evaluate`."""
         from gear_offline.runs.evaluate import evaluate
 
@@ -165,13 +148,11 @@ class Run(os.PathLike[str]):
     def print(self, *, console: Console | None = None) -> None:
         """Print what there is to say, and a line an evaluation."""
         console, document = console or Console(), self.to_json()
-        facts = {"run": str(self.path), **self.facts()}
-        facts["checkpoints"] = ", ".join(f"{n:,}" for n in document["checkpoints"]) or "none"
+        saved = ", ".join(f"{step:,}" for step in document["checkpoints"])
+        facts = {"run": str(self.path), **self.facts(), "checkpoints": saved or "none"}
         facts["age"] = age_text(document["age_seconds"])
-        table = Table(box=None, show_header=False, pad_edge=False)
         for name, text in facts.items():
-            table.add_row(name, Text(printable(text)))
-        console.print(table, highlight=False)
+            console.print(f"{name:13}{printable(text)}", markup=False, highlight=False)
         rows = [
             [f"{one['step'] or 0:,}", _number(one["return"]), _score(one["normalized_score"])]
             for one in document["evaluations"]

@@ -18,9 +18,11 @@ from gear_offline.core.files import check_new_file, writing
 from gear_offline.errors import InputError
 from gear_offline.progress import Printed
 from gear_offline.runs.run import Run, open_run
+from gear_offline.sweep.directory import SweepDirectory
 from gear_offline.sweep.report import plot_curves, print_settings
-from gear_offline.sweep.results import Table, make_table, read_result
+from gear_offline.sweep.results import Table, TrialResult, make_table, read_result
 from gear_offline.sweep.trials import Trial, settings_label, trial_name
+from gear_offline.training.metrics import read_records
 
 __all__ = ["RunComparison", "compare_runs"]
 
@@ -34,16 +36,23 @@ class RunComparison(Printed):
 
     table: Table  # a row a setting, over its seeds, the best one first
     runs: dict[str, str]  # path of each run, and the setting that it is of
+    environments: dict[str, tuple[str, ...]]  # names of runs by where they were evaluated
     plot: Path | None  # the picture of the curves, if one was asked for
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
         plot = None if self.plot is None else str(self.plot)
-        return {"runs": self.runs, "plot": plot, "table": self.table.to_json()}
+        document = {"runs": self.runs, "environments": self.environments}
+        return {**document, "plot": plot, "table": self.table.to_json()}
 
     def print(self, *, console: Console | None = None) -> None:
-        """Print a row a setting."""
-        print_settings(self.table, console or Console())
+        """Print a row a setting, and which runs' returns may be compared."""
+        console = console or Console()
+        print_settings(self.table, console)
+        if len(self.environments) > 1:
+            console.print("Returns of one environment alone are comparable; they are left out:")
+            for environment, names in self.environments.items():
+                console.print(f"  {environment}: {', '.join(names)}", markup=False, highlight=False)
 
 
 def compare_runs(
@@ -55,12 +64,13 @@ def compare_runs(
     """Put runs side by side, complete or not: returns, scores and losses, and their curves.
 
     Runs whose recipes differ in nothing but the seed are one setting, with mean and interval; if
-    all are, each run is a row.
+    all are, each run is a row.  Of runs in different environments, whose returns have different
+    units, the normalized scores are compared, or the losses where one has no score.
 
     Parameters
     ----------
     runs
-        Two run directories or more.
+        Two run directories or more; a sweep directory stands for the runs of its trials.
     out
         File for the curves, ``.png`` or ``.svg``.
     overwrite
@@ -83,8 +93,10 @@ def compare_runs(
     >>> sorted(comparison.runs.values())
     ['hidden_size=16, steps=4', 'hidden_size=64, steps=8']
     """
-    if isinstance(runs, (str, os.PathLike)) or len({Path(run).resolve() for run in runs}) < 2:
-        remedy = "name two different runs or more; `gear-offline runs ls` lists them"
+    given = [runs] if isinstance(runs, (str, os.PathLike)) else runs
+    paths = {path.resolve(): path for one in given for path in _runs_in(Path(one))}
+    if len(paths) < 2:
+        remedy = "name two different runs or more, or a sweep; `gear-offline runs ls` lists them"
         raise InputError("USAGE", "there is nothing to compare", remedy=remedy)
     plot = None if out is None else Path(out)
     if plot is not None:
@@ -92,7 +104,7 @@ def compare_runs(
             remedy = "let its name end with .png or .svg"
             raise InputError("USAGE", "a picture of this format is not made", str(plot), remedy)
         check_new_file(plot, overwrite=overwrite)
-    opened = list({run.path.resolve(): run for run in map(open_run, runs)}.values())
+    opened = [open_run(path) for path in paths.values()]
     results = [
         replace(read_result(trial, run.path), status="complete")  # as far as it is
         for run, trial in zip(opened, _trials(opened), strict=True)
@@ -101,12 +113,45 @@ def compare_runs(
         if not (one.losses or one.evaluations):
             remedy = "wait for its first line of metrics, or leave it out"
             raise InputError("USAGE", "the run has logged nothing yet", str(one.path), remedy)
+    environments = dict[str, tuple[str, ...]]()
+    for one in results:
+        if one.last is not None:
+            tasks = one.last.tasks.values() or [one.last]
+            place = ", ".join(task.environment for task in tasks)
+            environments[place] = (*environments.get(place, ()), one.trial.name)
+    if len(environments) > 1:
+        results = _without_returns(results)
     table = make_table(results)
     if plot is not None:
         with writing(plot):
             plot_curves(plot, results, table)
     labels = {str(one.path): one.trial.label for one in results}
-    return RunComparison(table=table, runs=labels, plot=plot)
+    return RunComparison(table=table, runs=labels, environments=environments, plot=plot)
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """Return the runs of a sweep's trials that have begun; another path is a run's."""
+    sweep = SweepDirectory(path)
+    if not sweep.is_begun:
+        return [path]
+    places = [sweep.run_path(trial) for trial in sweep.read().trials if trial.asked]
+    return [place for place in places if read_records(place / "metrics.jsonl")]
+
+
+def _without_returns(results: Sequence[TrialResult]) -> list[TrialResult]:
+    """Leave normalized scores, where all have them, and losses."""
+    have_scores = all(e.normalized_score is not None for one in results for e in one.evaluations)
+    return [
+        replace(
+            one,
+            evaluations=tuple(
+                evaluation.model_copy(update={"mean_return": None})
+                for evaluation in one.evaluations
+                if have_scores
+            ),
+        )
+        for one in results
+    ]
 
 
 def _trials(runs: Sequence[Run]) -> list[Trial]:

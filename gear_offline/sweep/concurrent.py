@@ -256,7 +256,7 @@ class _Group:
         """Do what is left of a run; yield True before each step, False while it has to wait."""
         run = member.run
         while True:
-            while run.is_due() and not self._is_ready(member):
+            while run.due() and not self._is_ready(member):
                 yield False
             run.catch_up()
             if run.is_complete:
@@ -289,7 +289,7 @@ class _Group:
         self._mark()
         self._drop_passed()
         step = member.run.learner.step
-        if member.run.evaluates_at(step) and member.writer.evaluations.must_wait(step):
+        if member.run.due().evaluation and member.writer.evaluations.must_wait(step):
             member.writer.collect()
             return False
         if self._events:
