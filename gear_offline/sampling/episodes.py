@@ -189,41 +189,31 @@ class ReturnSampler(WeightedEpisodes):
         return weights
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class ReturnOptions(UnitOptions):
-    """Options of `return_weighted`."""
-
-    rule: Literal["softmax", "rank", "percentile"] = "softmax"
-    temperature: PositiveFloat | None = None
-
-    def __post_init__(self) -> None:
-        if self.temperature is None:
-            object.__setattr__(self, "temperature", DEFAULT_TEMPERATURE[self.rule])
-
-
 @register("return_weighted")
 class ReturnWeighted(ReturnSampler):
     """Episodes by their returns: softmax, rank or percentile, with a temperature."""
 
-    Options = ReturnOptions
+    @dataclass(frozen=True, kw_only=True, config=STRICT)
+    class Options(UnitOptions):
+        rule: Literal["softmax", "rank", "percentile"] = "softmax"
+        temperature: PositiveFloat | None = None
+
+        def __post_init__(self) -> None:
+            if self.temperature is None:
+                object.__setattr__(self, "temperature", DEFAULT_TEMPERATURE[self.rule])
 
     def weigh(self, returns: Float64Array) -> Float64Array:
         return return_weights(returns, self.options.rule, self.options.temperature)
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class PercentOptions(UnitOptions):
-    """Options of `top_percent`."""
-
-    percent: Annotated[float, Field(gt=0.0, le=100.0)] = 10.0
-    of: Unit = "steps"
 
 
 @register("top_percent")
 class TopPercent(ReturnSampler):
     """The best episodes only: as many as make up at most so many percent, at least one."""
 
-    Options = PercentOptions
+    @dataclass(frozen=True, kw_only=True, config=STRICT)
+    class Options(UnitOptions):
+        percent: Annotated[float, Field(gt=0.0, le=100.0)] = 10.0
+        of: Unit = "steps"
 
     def weigh(self, returns: Float64Array) -> Float64Array:
         order = best_first(returns)
@@ -236,48 +226,30 @@ class TopPercent(ReturnSampler):
         return self.alike(order[: max(kept, 1)])
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class TopOptions(UnitOptions):
-    """Options of `top_k`."""
-
-    k: Positive
-
-
 @register("top_k")
 class TopK(ReturnSampler):
     """The k episodes of highest return only; all of them where there are no more than k."""
 
-    Options = TopOptions
+    @dataclass(frozen=True, kw_only=True, config=STRICT)
+    class Options(UnitOptions):
+        k: Positive
 
     def weigh(self, returns: Float64Array) -> Float64Array:
         return self.alike(best_first(returns)[: self.options.k])
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class RecentOptions:
-    """Options of `recent`."""
-
-    steps: Positive
 
 
 @register("recent")
 class Recent(WeightedEpisodes):
     """Every start of the last episodes: as many as have at most so many steps, at least one."""
 
-    Options = RecentOptions
+    @dataclass(frozen=True, kw_only=True, config=STRICT)
+    class Options:
+        steps: Positive
 
     def weights(self, facts: Facts) -> Float64Array:
         first = self.index.steps - self.options.steps
         is_kept = self.index.offsets[:-1] >= min(first, int(self.index.offsets[-2]))
         return np.where(is_kept, self.index.lengths, 0.0)
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class HeapOptions:
-    """Options of `heap`."""
-
-    of: Literal["max", "min"] = "max"
-    column: Text | None = None
 
 
 @register("heap")
@@ -287,7 +259,10 @@ class Heap(WeightedEpisodes):
     Among equals of the oldest.
     """
 
-    Options = HeapOptions
+    @dataclass(frozen=True, kw_only=True, config=STRICT)
+    class Options:
+        of: Literal["max", "min"] = "max"
+        column: Text | None = None
 
     def weights(self, facts: Facts) -> Float64Array:
         column, sign = self.options.column, 1.0 if self.options.of == "max" else -1.0
@@ -299,20 +274,15 @@ class Heap(WeightedEpisodes):
         return np.where(np.arange(self.index.episodes) == self.episode_order[0], 1.0, 0.0)
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class ColumnOptions(UnitOptions):
-    """Options of `weighted`."""
-
-    column: Text
-
-
 @register("weighted")
 class Weighted(ChosenEpisodes):
     """Starts in proportion to a column; or episodes, to its value at their first step."""
 
-    Options = ColumnOptions
+    @dataclass(frozen=True, kw_only=True, config=STRICT)
+    class Options(UnitOptions):
+        column: Text
 
-    def __init__(self, facts: Facts, options: ColumnOptions) -> None:
+    def __init__(self, facts: Facts, options: Any) -> None:
         super().__init__(facts, options)
         values, first = column_of(facts, options.column), self.index.offsets[:-1]
         self._by_steps = options.unit == "steps"
@@ -348,13 +318,6 @@ class Weighted(ChosenEpisodes):
         return None if self._by_steps else CumulativeWeights(self._search)
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class StrataOptions(UnitOptions):
-    """Options of `stratified_return`."""
-
-    strata: Annotated[Whole, Field(ge=1, le=1024)] = 4
-
-
 @register("stratified_return")
 class StratifiedReturn(ChosenEpisodes):
     """Each batch takes equally from strata of episodes ordered by return.
@@ -363,9 +326,11 @@ class StratifiedReturn(ChosenEpisodes):
     equally likely in every slot whatever the batch size.
     """
 
-    Options = StrataOptions
+    @dataclass(frozen=True, kw_only=True, config=STRICT)
+    class Options(UnitOptions):
+        strata: Annotated[Whole, Field(ge=1, le=1024)] = 4
 
-    def __init__(self, facts: Facts, options: StrataOptions | None = None) -> None:
+    def __init__(self, facts: Facts, options: Any = None) -> None:
         super().__init__(facts, options)
         index = self.index
         order = best_first(finite_returns(facts))[::-1]

@@ -9,7 +9,8 @@ Shape legend: P parts, E episodes, B slots of a batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -56,40 +57,6 @@ class Point:
             raise ValueError("weights must not be all zero")
 
 
-@pydantic_dataclass(frozen=True, config=STRICT)
-class MixtureOptions:
-    """Options of `mixture`: strategies with their options and weights, or a schedule of weights."""
-
-    parts: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_PARTS)]
-    schedule: Annotated[list[Point], Field(min_length=1)] | None = None
-
-    def __post_init__(self) -> None:
-        for part in self.parts:
-            name = part.get("strategy")
-            if not has_density(sampler_class(name)):
-                raise ValueError(
-                    f"{name} cannot be a part: it does not treat slots and steps alike"
-                )
-            parse_options(name, _options_of(part))
-            if ("weight" in part) != (self.schedule is None):
-                raise ValueError("give each part a weight, or none where there is a schedule")
-        points = self.points
-        steps = [point.step for point in points]
-        if steps != sorted(set(steps)):
-            raise ValueError(f"the steps of schedule must rise, got {steps}")
-        if any(len(point.weights) != len(self.parts) for point in points):
-            raise ValueError(f"weights of schedule must be lists of {len(self.parts)} numbers")
-
-    @property
-    def points(self) -> list[Point]:
-        """The schedule; fixed weights are one of a single point."""
-        return self.schedule or [Point(step=0, weights=[part["weight"] for part in self.parts])]
-
-
-def _options_of(part: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in part.items() if key not in ("strategy", "weight")}
-
-
 @dataclass(frozen=True)
 class Schedule:
     """Weights of the parts over steps.
@@ -103,21 +70,17 @@ class Schedule:
     def cumulative(self, step: int) -> list[int]:
         """Return (P,) cumulative masses of the parts at a step; the last one is ``2**64``."""
         after = int(np.searchsorted(self.steps, step, side="right"))
-        if after in (0, len(self.steps)):
-            return _cumulative(self.weights[min(after, len(self.steps) - 1)])
-        begin, end = self.steps[after - 1], self.steps[after]
-        low, high = _cumulative(self.weights[after - 1]), _cumulative(self.weights[after])
-        return [
-            one + (other - one) * (step - begin) // (end - begin)
-            for one, other in zip(low, high, strict=True)
-        ]
+        low, high = max(after - 1, 0), min(after, len(self.steps) - 1)
+        begin, span = self.steps[low], max(self.steps[high] - self.steps[low], 1)
+        pairs = zip(*(_cumulative(self.weights[at]) for at in (low, high)), strict=True)
+        return [one + (other - one) * (step - begin) // span for one, other in pairs]
 
 
 def _cumulative(weights: Sequence[float]) -> list[int]:
     masses = [int(mass) for mass in masses_of(np.asarray(weights, dtype=np.float64))]
     if not any(masses):  # one part has everything
         masses[int(np.argmax(weights))] = WHOLE
-    return [sum(masses[: number + 1]) for number in range(len(masses))]
+    return list(accumulate(masses))
 
 
 @register("mixture")
@@ -127,14 +90,41 @@ class Mixture(Sampler):
     The probability of a segment is the weighted mean of what all parts say of it.
     """
 
-    Options = MixtureOptions
     leaves_out = True
 
-    def __init__(self, facts: Facts, options: MixtureOptions) -> None:
+    @pydantic_dataclass(frozen=True, config=STRICT)
+    class Options:
+        """Strategies with their options, each with a weight unless there is a schedule."""
+
+        parts: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_PARTS)]
+        schedule: Annotated[list[Point], Field(min_length=1)] | None = None
+
+        def __post_init__(self) -> None:
+            for part in self.parts:
+                name = part.get("strategy")
+                if not has_density(sampler_class(name)):
+                    what = f"{name} cannot be a part: it does not treat slots and steps alike"
+                    raise ValueError(what)
+                parse_options(name, _options_of(part))
+                if ("weight" in part) != (self.schedule is None):
+                    raise ValueError("give each part a weight, or none where there is a schedule")
+            steps = [point.step for point in self.points]
+            if steps != sorted(set(steps)):
+                raise ValueError(f"the steps of schedule must rise, got {steps}")
+            if any(len(point.weights) != len(self.parts) for point in self.points):
+                what = f"weights of schedule must be lists of {len(self.parts)} numbers"
+                raise ValueError(what)
+
+        @property
+        def points(self) -> list[Point]:
+            """The schedule; fixed weights are one of a single point."""
+            return self.schedule or [Point(step=0, weights=[part["weight"] for part in self.parts])]
+
+    def __init__(self, facts: Facts, options: Any) -> None:
         super().__init__(facts, options)
         parts = [build_sampler(p["strategy"], facts, _options_of(p)) for p in options.parts]
-        steps, weights = zip(*((p.step, p.weights) for p in options.points), strict=True)
-        self._mix(parts, Schedule(steps, weights))
+        points: list[Point] = options.points
+        self._mix(parts, Schedule([p.step for p in points], [p.weights for p in points]))
 
     def _mix(self, parts: Sequence[Sampler], schedule: Schedule) -> None:
         self.parts, self.schedule = tuple(parts), schedule
@@ -162,25 +152,23 @@ class Mixture(Sampler):
         rows = [self.schedule.cumulative(int(first_step) + row) for row in range(steps)]
         bounds = [np.array([b for b in row[:-1] if b < WHOLE], np.uint64) for row in rows]
         choice = np.stack([b.searchsorted(f, "right") for b, f in zip(bounds, first, strict=True)])
-        episodes = np.empty((steps, count), dtype=np.int64)
-        starts = np.empty_like(episodes)
+        drawn = Segments(
+            episodes=np.empty((steps, count), np.int64),
+            starts=np.empty((steps, count), np.int64),
+            probability=np.zeros((steps, count)),
+        )
         for number, part in enumerate(self.parts):
             slots = choice == number
             if slots.any():
-                drawn = part.sample(seed, first_step, steps, count)
-                episodes[slots], starts[slots] = drawn.episodes[slots], drawn.starts[slots]
-        drawn = Segments(episodes=episodes, starts=starts, probability=np.zeros((steps, count)))
-        return replace(drawn, probability=self._probability(drawn, rows))
-
-    def _probability(self, drawn: Segments, rows: Sequence[Sequence[int]]) -> Float64Array:
+                own = part.sample(seed, first_step, steps, count)
+                drawn.episodes[slots], drawn.starts[slots] = own.episodes[slots], own.starts[slots]
         shares = np.array([np.diff([0, *row]).astype(object) / WHOLE for row in rows], np.float64)
-        total = np.zeros(drawn.shape)
         for number, part in enumerate(self.parts):
             if shares[:, number].any():
                 density = part.density(drawn)
                 assert density is not None
-                total += shares[:, number, None] * density
-        return total
+                drawn.probability[:] += shares[:, number, None] * density
+        return drawn
 
     @property
     def episode_weight(self) -> Float64Array | None:
@@ -195,6 +183,10 @@ class Mixture(Sampler):
         return None if self._whole is None else self._whole.gpu
 
 
+def _options_of(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in part.items() if key not in ("strategy", "weight")}
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaskPart:
     """One task of a mixture over datasets: a sampler over the task's own episodes."""
@@ -202,14 +194,6 @@ class TaskPart:
     name: str
     sampler: Sampler
     weight: float = 1.0  # at least 0; not looked at where there is a schedule
-
-
-@dataclass(frozen=True)
-class TaskOptions:
-    """What identifies a mixture of tasks in a loader's state."""
-
-    parts: Sequence[Mapping[str, Any]]
-    schedule: Schedule | None
 
 
 def mix_tasks(tasks: Sequence[TaskPart], schedule: Schedule | None = None) -> Sampler:
@@ -238,15 +222,26 @@ class TaskMixture(Mixture):
 
     name = "tasks"
 
+    @dataclass(frozen=True)
+    class Options:  # type: ignore[assignment]
+        """What identifies the mixture in a loader's state."""
+
+        parts: Sequence[Mapping[str, Any]]
+        schedule: Schedule | None
+
     def __init__(self, tasks: Sequence[TaskPart], weights: Schedule, *, scheduled: bool) -> None:
-        index = EpisodeIndex(np.concatenate([task.sampler.index.lengths for task in tasks]))
-        parts, joint, first = [], [], 0
-        for task in tasks:
-            own = task.sampler
-            part = {"task": task.name, "strategy": own.name, "options": asdict(own.options)}
-            parts.append(part if scheduled else part | {"weight": task.weight})
-            joint.append(Members(own, first + np.arange(own.index.episodes), index))
-            first += own.index.episodes
-        options = TaskOptions(parts, weights if scheduled else None)
+        samplers = [task.sampler for task in tasks]
+        index = EpisodeIndex(np.concatenate([own.index.lengths for own in samplers]))
+        firsts = np.cumsum([0, *(own.index.episodes for own in samplers)])
+        parts = [
+            {"task": task.name, "strategy": own.name, "options": asdict(own.options)}
+            | ({} if scheduled else {"weight": task.weight})
+            for task, own in zip(tasks, samplers, strict=True)
+        ]
+        options = self.Options(parts, weights if scheduled else None)
         Sampler.__init__(self, Facts(episodes=index), options)
+        joint = [
+            Members(own, np.arange(first, end), index)
+            for own, (first, end) in zip(samplers, pairwise(firsts), strict=True)
+        ]
         self._mix(joint, weights)
