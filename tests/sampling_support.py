@@ -17,7 +17,6 @@ import torch
 
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.sampling import Facts, Prioritized, Segments
-from gear_offline.sampling.prioritized import PriorityOptions
 
 CONTEXT = 4
 MIXED: list[dict[str, Any]] = [
@@ -87,7 +86,7 @@ def facts(
 
 def prioritized(lengths: Any, **options: Any) -> Prioritized:
     index = EpisodeIndex(np.array(lengths, dtype=np.int64))
-    return Prioritized(Facts(episodes=index), PriorityOptions(**options))
+    return Prioritized(Facts(episodes=index), Prioritized.Options(**options))
 
 
 def keys(segments: Segments, lengths: Sequence[int], context: int = CONTEXT) -> list[Key]:

@@ -13,15 +13,15 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from ipaddress import IPv6Address
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,13 @@ CLOSING = (1 << 64) - 1  # the number of reads that ask whether a peer is done
 STATUS = {5: "flushed", 10: "remote access error", 12: "no answer after retries"}
 
 
+class Memory(NamedTuple):
+    """Registered memory: its address, and the key to read from it or to read into it."""
+
+    address: int
+    key: int
+
+
 class RdmaExchange:
     """An `Exchange` by RDMA reads; `endpoint` belongs to it from now on."""
 
@@ -68,26 +75,25 @@ class RdmaExchange:
         self._left: dict[int, int] = {}  # reads of a posted step that are not done
         self._broken = False
         # What peers read when they close, and where this rank reads theirs.
-        self._done = np.zeros(1, np.uint8)
-        self._others_done = np.zeros(world.size, np.uint8)
+        self._done, self._others_done = np.zeros(1, np.uint8), np.zeros(world.size, np.uint8)
         self._peers = [r for r, n in enumerate(world.nodes) if n != world.nodes[world.rank]]
         try:
             offers = _everywhere(world, self._offer)
-            self._regions = [regions for regions, _ in offers]
+            # Of each rank: its column groups, then its flag.
+            self._sources = [[Memory(*region) for region in regions] for regions, _ in offers]
             # Nobody reads before everybody answers.
             _everywhere(world, lambda: self._connect([pairs for _, pairs in offers]))
         except BaseException:
             endpoint.close()
             raise
 
-    def _offer(self) -> tuple[list[tuple[int, int]], dict[int, Any]]:
-        """Register memory; return what others read by, (address, key), and pairs for them."""
+    def _offer(self) -> tuple[list[Memory], dict[int, Any]]:
+        """Register memory; return what others may read, and pairs for them."""
         register = self._endpoint.register
         offered = [*(as_bytes(rows) for rows in self._node_rows.rows), self._done]
-        regions = [(r.ctypes.data, int(register(r, remote=True).rkey)) for r in offered]
-        self._local_keys = [int(register(rows).lkey) for rows in self._landing]
-        self._close_key = int(register(self._others_done).lkey)
-        return regions, {peer: self._endpoint.make_pair(peer) for peer in self._peers}
+        self._targets = [register(rows) for rows in (*self._landing, self._others_done)]
+        pairs = {peer: self._endpoint.make_pair(peer) for peer in self._peers}
+        return [register(rows, remote=True) for rows in offered], pairs
 
     def _connect(self, pairs: list[dict[str, Any]]) -> None:
         for peer in self._peers:
@@ -95,30 +101,24 @@ class RdmaExchange:
 
     def post(self, step: int, reads: Reads) -> None:
         assert step not in self._left, "each step is posted once"
-        own = reads.made_by(self._world.rank)
+        endpoint, own = self._endpoint, reads.made_by(self._world.rank)
         own.check(self._node_rows, len(self._landing[0]))
         self._left[step] = len(own) * len(self._landing)
         columns = (own.owners, self._first_rows[own.episodes] + own.starts, own.steps, own.rows)
         for owner, first, steps, row in zip(*(c.tolist() for c in columns), strict=True):
-            for landing, local_key, (base, key) in zip(
-                self._landing, self._local_keys, self._regions[owner], strict=False
-            ):
+            for group, landing in enumerate(self._landing):
                 width = landing.shape[1]
                 assert steps * width <= MOST_BYTES, "windows are shorter"
-                target = landing.ctypes.data + row * width
-                if self._endpoint.in_flight == self._endpoint.room:
-                    self._poll_until(lambda: self._endpoint.in_flight < self._endpoint.room)
+                (source, key), (target, own_key) = self._sources[owner][group], self._targets[group]
+                if endpoint.in_flight == endpoint.room:
+                    self._poll_until(lambda: endpoint.in_flight < endpoint.room)
                 try:
-                    self._endpoint.post(
-                        owner,
-                        number=step,
-                        source=base + first * width,
-                        key=key,
-                        target=target,
-                        size=steps * width,
-                        local_key=local_key,
+                    read = (
+                        Memory(source + first * width, key),
+                        Memory(target + row * width, own_key),
                     )
-                except self._endpoint.verbs.PyverbsError as error:
+                    endpoint.post(owner, step, *read, steps * width)
+                except endpoint.verbs.PyverbsError as error:
                     raise self._lost(owner, str(error)) from error
 
     def wait(self, step: int) -> None:
@@ -127,8 +127,7 @@ class RdmaExchange:
 
     def _poll_until(self, done: Callable[[], bool]) -> None:
         """Take completions until `done()`, or until time is up."""
-        deadline = time.monotonic() + self._world.timeout
-        idle = 0
+        deadline, idle = time.monotonic() + self._world.timeout, 0
         while not done():
             completions = self._endpoint.poll()
             for number, owner, status in completions:
@@ -144,13 +143,9 @@ class RdmaExchange:
 
     def _lost(self, owner: int | None, why: str) -> GearError:
         self._broken = True
-        who = "another rank" if owner is None else f"rank {owner}"
-        return GearError(
-            "RANK_LOST",
-            f"{who} cannot be read from: {why}",
-            where=self._endpoint.describe(),
-            remedy="see the messages of that rank, and the network to its node",
-        )
+        what = f"{'another rank' if owner is None else f'rank {owner}'} cannot be read from: {why}"
+        remedy = "see the messages of that rank, and the network to its node"
+        return GearError("RANK_LOST", what, self._endpoint.describe(), remedy)
 
     def close(self) -> None:
         if self._endpoint.closed:
@@ -168,22 +163,14 @@ class RdmaExchange:
         Peers' flags are read as rows are, without a collective: who closes after an error of its
         own does so while the others are in the middle of something else.
         """
-        endpoint, waiting = self._endpoint, set(self._peers)
-        asked: set[int] = set()
+        endpoint, waiting, asked = self._endpoint, set(self._peers), set[int]()
         deadline = time.monotonic() + min(CLOSE_SECONDS, self._world.timeout)
+        flags, key = self._targets[-1]
         while waiting and time.monotonic() < deadline:
             for peer in sorted(waiting - asked)[: max(endpoint.room - endpoint.in_flight, 0)]:
-                base, key = self._regions[peer][-1]
-                target = self._others_done.ctypes.data + peer
                 try:
                     endpoint.post(
-                        peer,
-                        number=CLOSING,
-                        source=base,
-                        key=key,
-                        target=target,
-                        size=1,
-                        local_key=self._close_key,
+                        peer, CLOSING, self._sources[peer][-1], Memory(flags + peer, key), 1
                     )
                     asked.add(peer)
                 except endpoint.verbs.PyverbsError:
@@ -207,13 +194,10 @@ def _everywhere(world: World, make: Callable[[], Any]) -> list[Any]:
     answers = world.gather([None if problem is None else problem.what, value])
     if problem is not None:
         raise problem
-    for rank, (what, _) in enumerate(answers):
-        if what is not None:
-            raise GearError(
-                "RANK_FAILED",
-                f"rank {rank} cannot open the exchange: {what}",
-                remedy="see its own message",
-            )
+    for rank, (why, _) in enumerate(answers):
+        if why is not None:
+            what = f"rank {rank} cannot open the exchange: {why}"
+            raise GearError("RANK_FAILED", what, remedy="see its own message")
     return [value for _, value in answers]
 
 
@@ -235,22 +219,20 @@ class Endpoint:
         self._timeout = retry_exponent(timeout)
         self._pairs: dict[int, Any] = {}
         self._owner_of: dict[int, int] = {}  # by number of the queue pair
-        self._memory: list[tuple[Any, Any]] = []
+        self._regions: list[tuple[Any, Any]] = []  # and the memory that each is over
         self._open: list[Any] = []  # in the order of making
         try:
-            context = verbs.Context(name=port.device)
-            self._open.append(context)
-            limits, facts = context.query_device(), context.query_port(port.number)
-            self._mtu, self._lid = int(facts.active_mtu), int(facts.lid)
-            self._reads = max(1, min(READS_AT_ONCE, int(limits.max_qp_rd_atom)))
-            self.room = min(IN_FLIGHT, int(limits.max_qp_wr), int(limits.max_cqe) - 1)
-            self._pd = verbs.PD(context)
-            self._open.append(self._pd)
-            self._cq = verbs.CQ(context, self.room + 1)
-            self._open.append(self._cq)
-        except verbs.PyverbsError as error:
+            with self._refusals():
+                context = self._opened(verbs.Context(name=port.device))
+                limits, facts = context.query_device(), context.query_port(port.number)
+                self._mtu, self._lid = int(facts.active_mtu), int(facts.lid)
+                self._reads = max(1, min(READS_AT_ONCE, int(limits.max_qp_rd_atom)))
+                self.room = min(IN_FLIGHT, int(limits.max_qp_wr), int(limits.max_cqe) - 1)
+                self._pd = self._opened(verbs.PD(context))
+                self._cq = self._opened(verbs.CQ(context, self.room + 1))
+        except UnavailableError:
             self.close()
-            raise self._refused(error) from error
+            raise
         # One request for all reads: posting copies it.  `sg_list` makes it refer to `_sge`, which
         # both would free if they were closed: neither is.  A new pair of objects costs 2 to 4 us.
         self._sge = verbs.SGE(0, 0, 0)
@@ -267,6 +249,21 @@ class Endpoint:
         """Open the device of this node's network interface."""
         return cls(load_verbs(), find_port(interface_gids()), timeout=timeout)
 
+    def _opened(self, thing: Any) -> Any:
+        self._open.append(thing)
+        return thing
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Turn what pyverbs raises into ``EXCHANGE``."""
+        try:
+            yield
+        except self.verbs.PyverbsError as error:
+            what = f"the RDMA device refuses: {error}"
+            remedy = "check `rdma link` and the rights on /dev/infiniband, or set "
+            remedy += "loader.exchange=off"
+            raise UnavailableError("EXCHANGE", what, self.describe(), remedy) from error
+
     def describe(self) -> str:
         return f"{self.port.device} port {self.port.number}, {self.port.gid}"
 
@@ -277,26 +274,23 @@ class Endpoint:
         plan = verbs.QPInitAttr(
             qp_type=verbs.IBV_QPT_RC, scq=self._cq, rcq=self._cq, cap=room, sq_sig_all=0
         )
-        try:
+        with self._refusals():
             pair = self._pairs[peer] = verbs.QP(self._pd, plan)
-        except verbs.PyverbsError as error:
-            raise self._refused(error) from error
         self._owner_of[int(pair.qp_num)] = peer
         facts = {"number": int(pair.qp_num), "gid": self.port.gid, "lid": self._lid}
         return facts | {"mtu": self._mtu, "reads": self._reads}
 
     def connect(self, peer: int, facts: dict[str, Any]) -> None:
         """Bring a queue pair up; the peer may read, and nothing else."""
-        verbs, pair = self.verbs, self._pairs[peer]
-        attributes = verbs.QPAttr(port_num=self.port.number)
+        verbs, pair, port = self.verbs, self._pairs[peer], self.port
+        attributes = verbs.QPAttr(port_num=port.number)
         attributes.qp_access_flags = verbs.IBV_ACCESS_REMOTE_READ
-        try:
+        with self._refusals():
             pair.to_init(attributes)
-            route = verbs.GlobalRoute(
-                dgid=verbs.GID(facts["gid"]), sgid_index=self.port.gid_index, hop_limit=64
-            )
+            gid = verbs.GID(facts["gid"])
+            route = verbs.GlobalRoute(dgid=gid, sgid_index=port.gid_index, hop_limit=64)
             attributes.ah_attr = verbs.AHAttr(
-                port_num=self.port.number, is_global=1, gr=route, dlid=facts["lid"]
+                port_num=port.number, is_global=1, gr=route, dlid=facts["lid"]
             )
             attributes.path_mtu = min(self._mtu, facts["mtu"])
             attributes.dest_qp_num, attributes.rq_psn = facts["number"], 0
@@ -306,42 +300,27 @@ class Endpoint:
             attributes.retry_cnt, attributes.rnr_retry = RETRIES, 7
             attributes.max_rd_atomic = min(self._reads, facts["reads"])
             pair.to_rts(attributes)
-        except verbs.PyverbsError as error:
-            raise self._refused(error) from error
 
-    def register(self, memory: npt.NDArray[np.uint8], *, remote: bool = False) -> Any:
+    def register(self, memory: npt.NDArray[np.uint8], *, remote: bool = False) -> Memory:
         """Register memory: for reads by peers, or as a place where this side's reads land."""
-        verbs = self.verbs
+        verbs, address = self.verbs, memory.ctypes.data
         access = verbs.IBV_ACCESS_REMOTE_READ if remote else verbs.IBV_ACCESS_LOCAL_WRITE
         try:
-            region = verbs.MR(self._pd, memory.nbytes, access, address=memory.ctypes.data)
+            region = verbs.MR(self._pd, memory.nbytes, access, address=address)
         except verbs.PyverbsError as error:
-            raise GearError(
-                "MEMORY",
-                f"{memory.nbytes} bytes cannot be registered for RDMA: {error}",
-                where=self.describe(),
-                remedy="raise the limit of locked memory (`ulimit -l unlimited`), or set "
-                "loader.exchange=off",
-            ) from error
-        self._memory.append((region, memory))
-        return region
+            what = f"{memory.nbytes} bytes cannot be registered for RDMA: {error}"
+            remedy = "raise the limit of locked memory (`ulimit -l unlimited`), or set "
+            remedy += "loader.exchange=off"
+            raise GearError("MEMORY", what, self.describe(), remedy) from error
+        self._regions.append((region, memory))
+        return Memory(address, int(region.rkey if remote else region.lkey))
 
-    def post(
-        self,
-        peer: int,
-        *,
-        number: int,
-        source: int,
-        key: int,
-        target: int,
-        size: int,
-        local_key: int,
-    ) -> None:
+    def post(self, peer: int, number: int, source: Memory, target: Memory, size: int) -> None:
         """Begin to read `size` bytes of a peer at `source` to `target`; `poll` tells `number`."""
         sge, request = self._sge, self._request
-        sge.addr, sge.length, sge.lkey = target, size, local_key
+        sge.addr, sge.length, sge.lkey = target.address, size, target.key
         request.wr_id = number
-        request.set_wr_rdma(key, source)
+        request.set_wr_rdma(source.key, source.address)
         self._pairs[peer].post_send(request)
         self.in_flight += 1
 
@@ -355,23 +334,13 @@ class Endpoint:
     def close(self) -> None:
         """Deregister all memory and close the device; nothing of it can be used afterwards."""
         self.closed = True
-        regions = [region for region, _ in self._memory]
+        regions = [region for region, _ in self._regions]
         # Queue pairs first: no read may reach memory that goes away.
         for thing in [*self._pairs.values(), *regions, *reversed(self._open)]:
             with suppress(self.verbs.PyverbsError):  # of a device that is gone
                 thing.close()
-        self._pairs.clear()
-        self._memory.clear()
-        self._open.clear()
-
-    def _refused(self, error: Exception) -> UnavailableError:
-        return UnavailableError(
-            "EXCHANGE",
-            f"the RDMA device refuses: {error}",
-            where=self.describe(),
-            remedy="check `rdma link` and the rights on /dev/infiniband, or set "
-            "loader.exchange=off",
-        )
+        for things in (self._pairs, self._regions, self._open):
+            things.clear()
 
 
 def retry_exponent(timeout: float) -> int:
@@ -420,14 +389,11 @@ def find_port(wanted: set[IPv6Address], root: Path = DEVICES) -> Port:
                 device, number = path.parent.parent.name, int(path.name)
                 return Port(device=device, number=number, gid_index=index, gid=gid)
     devices = ", ".join(sorted({path.parent.parent.name for path in paths}))
-    raise UnavailableError(
-        "EXCHANGE",
-        f"none of the RDMA devices {devices} is active on the network interface of this node"
-        if devices
-        else "this machine has no RDMA device",
-        remedy=f"name the interface in {INTERFACE_VARIABLE} (`rdma link` shows them), or set "
-        "loader.exchange=off",
-    )
+    what = "this machine has no RDMA device"
+    if devices:
+        what = f"none of the RDMA devices {devices} is active on this node's network interface"
+    remedy = f"name the interface in {INTERFACE_VARIABLE} (`rdma link` shows them), or set "
+    raise UnavailableError("EXCHANGE", what, remedy=remedy + "loader.exchange=off")
 
 
 def _text(path: Path) -> str:
@@ -453,12 +419,10 @@ def load_verbs() -> Any:
                 if isinstance(kind, type) and issubclass(kind, enum.Enum):
                     names |= {name: int(member.value) for name, member in kind.__members__.items()}
     except ImportError as error:
-        raise UnavailableError(
-            "PACKAGE_MISSING",
-            f"pyverbs cannot be loaded: {error}",
-            remedy="install the package of your distribution (Debian, Ubuntu: apt install "
-            "python3-pyverbs; versions 44 to 59), or set loader.exchange=off",
-        ) from error
+        remedy = "install the package of your distribution (Debian, Ubuntu: apt install "
+        remedy += "python3-pyverbs; versions 44 to 59), or set loader.exchange=off"
+        what = f"pyverbs cannot be loaded: {error}"
+        raise UnavailableError("PACKAGE_MISSING", what, remedy=remedy) from error
     finally:  # importing pyverbs configures the root logger of the program
         root.handlers[:] = handlers
         root.setLevel(level)

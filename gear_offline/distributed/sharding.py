@@ -11,10 +11,8 @@ B = N / W segments a rank.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -37,35 +35,26 @@ def share_shards(
     """
     drawn_from = np.asarray(weights, dtype=np.float64)
     if len(drawn_from) < nodes:
-        raise InputError(
-            "LOADER_OPTION",
-            f"{len(drawn_from)} shards cannot be shared by {nodes} nodes",
-            remedy="convert with a smaller --shard-size, or set loader.sharding=replicate",
-        )
+        what = f"{len(drawn_from)} shards cannot be shared by {nodes} nodes"
+        remedy = "convert with a smaller --shard-size, or set loader.sharding=replicate"
+        raise InputError("LOADER_OPTION", what, remedy=remedy)
     bulk = np.asarray(drawn_from if sizes is None else sizes, dtype=np.float64)
-    owners = np.zeros(len(drawn_from), np.int64)
-    drawn = np.argsort(-drawn_from, kind="stable")[: int((drawn_from > 0).sum())]
-    _give_out(drawn, drawn_from, np.zeros(nodes), owners)
-    totals = np.bincount(owners[drawn], weights=bulk[drawn], minlength=nodes).astype(np.float64)
-    totals[np.bincount(owners[drawn], minlength=nodes) == 0] = -1.0  # who has nothing comes first
-    never = np.flatnonzero(~(drawn_from > 0))
-    _give_out(never, bulk, totals, owners)
+    owners, drawn = np.zeros(len(drawn_from), np.int64), np.flatnonzero(drawn_from > 0)
+    heaviest = drawn[np.argsort(-drawn_from[drawn], kind="stable")]
+    _give_out(heaviest, drawn_from, np.zeros(nodes), owners)
+    held = np.bincount(owners[drawn], weights=bulk[drawn], minlength=nodes).astype(np.float64)
+    held[np.bincount(owners[drawn], minlength=nodes) == 0] = -1.0  # who has nothing comes first
+    _give_out(np.flatnonzero(~(drawn_from > 0)), bulk, held, owners)
     return owners
 
 
 def _give_out(
-    shards: Int64Array,
-    weights: Float64Array,
-    totals: Float64Array,
-    owners: Int64Array,
+    shards: Int64Array, weights: Float64Array, totals: Float64Array, owners: Int64Array
 ) -> None:
-    """Give each shard, in their order, to the node that holds least; `totals` is (D,)."""
-    lightest = [(total, node) for node, total in enumerate(totals.tolist())]
-    heapq.heapify(lightest)
+    """Give each shard, in their order, to the node of the least total, (D,)."""
     for shard in shards.tolist():
-        total, node = heapq.heappop(lightest)
-        owners[shard] = node
-        heapq.heappush(lightest, (max(total, 0.0) + max(weights[shard], 1e-12), node))
+        node = owners[shard] = np.argmin(totals)
+        totals[node] = max(totals[node], 0.0) + max(weights[shard], 1e-12)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,20 +74,16 @@ def shard_episodes(source: TableData) -> Int64Array:
 
 def shard_weights(source: TableData, episode_weight: npt.ArrayLike | None = None) -> Float64Array:
     """Return (S,) sums of episode weights; by default of steps."""
-    lengths = source.episodes.lengths
+    lengths, episodes = source.episodes.lengths, shard_episodes(source)
     weights = np.asarray(lengths if episode_weight is None else episode_weight, dtype=np.float64)
-    firsts = np.concatenate([[0], np.cumsum(shard_episodes(source))])
-    return np.array([weights[a:b].sum() for a, b in pairwise(firsts.tolist())])
+    firsts = np.cumsum(episodes) - episodes
+    return np.array([weights[a : a + n].sum() for a, n in zip(firsts, episodes, strict=True)])
 
 
 def take_share(source: TableData, owners: Int64Array, node: int) -> NodeShare:
     """Return what `node` holds when shards lie as `owners` (S,) says."""
-    nodes = np.repeat(owners, shard_episodes(source))
-    return NodeShare(
-        shards=np.flatnonzero(owners == node),
-        nodes=nodes,
-        lengths=source.episodes.lengths,
-    )
+    nodes, shards = np.repeat(owners, shard_episodes(source)), np.flatnonzero(owners == node)
+    return NodeShare(shards=shards, nodes=nodes, lengths=source.episodes.lengths)
 
 
 class Assigner:
@@ -127,12 +112,12 @@ class Assigner:
 
         `homes`, (T, N), are the nodes that hold the segments.
         """
-        steps, count = homes.shape
+        (steps, count), nodes = homes.shape, len(self._room)
         step = np.arange(steps)[:, None]
-        keys, counts = self._count(homes)
-        order = np.argsort(
-            keys.astype(np.uint16 if len(counts) <= NARROW else np.int64), kind="stable"
-        )
+        keys = (homes + nodes * step).reshape(-1)  # a step's node
+        counts = np.bincount(keys, minlength=nodes * steps)
+        narrow = np.uint16 if len(counts) <= NARROW else np.int64
+        order = np.argsort(keys.astype(narrow), kind="stable")
         place = np.arange(order.size) - np.repeat(np.cumsum(counts) - counts, counts)
         stays = place < np.repeat(np.tile(self._room, steps), counts)
         place += np.repeat((self._first + count * step).reshape(-1), counts)
@@ -143,15 +128,3 @@ class Assigner:
         shape, places = (steps, self._ranks, self._share), self._places.reshape(-1)
         slots, moves = slots.reshape(homes.shape) - count * step, moves.reshape(homes.shape)
         return slots[:, places].reshape(shape), moves[:, places].reshape(shape)
-
-    def moved(self, homes: Int64Array) -> Int64Array:
-        """Return (T,) how many segments of each step leave their node."""
-        counts = self._count(homes)[1].reshape(len(homes), -1)
-        moved: Int64Array = np.maximum(counts - self._room, 0).sum(1)
-        return moved
-
-    def _count(self, homes: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return (T N,) which step's node each segment is at, and (T D,) how many are there."""
-        nodes = len(self._room)
-        keys = (homes + nodes * np.arange(len(homes))[:, None]).reshape(-1)
-        return keys, np.bincount(keys, minlength=nodes * len(homes))

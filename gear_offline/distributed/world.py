@@ -41,6 +41,8 @@ TIMEOUT_SECONDS = 600.0  # longer than an evaluation between two steps
 JOIN_PAUSE_SECONDS = 0.002
 POLL_SECONDS = 100e-6
 SIGN_SECONDS = 5.0  # between two signs of life of a rank that the others wait for
+GONE = "another rank is gone or too slow"
+GO_ON = "torchrun --max-restarts goes on from the last checkpoint with --resume"
 DONE, WORKING = True, False  # how a rank stands that others may wait for; text: its error
 
 
@@ -101,12 +103,11 @@ class World:
     def rank_batch(self, global_batch: int) -> int:
         """Return B, this rank's segments of a global batch."""
         if global_batch % self.size:
-            raise InputError(
-                "LOADER_OPTION",
-                f"a batch of {global_batch} segments cannot be shared equally by {self.size} ranks",
-                where="loader.batch_size",
-                remedy=f"use a multiple of {self.size}; it is the size of the global batch",
+            what = (
+                f"a batch of {global_batch} segments cannot be shared equally by {self.size} ranks"
             )
+            remedy = f"use a multiple of {self.size}; it is the size of the global batch"
+            raise InputError("LOADER_OPTION", what, "loader.batch_size", remedy)
         return global_batch // self.size
 
     def gather(self, value: Any) -> list[Any]:
@@ -140,39 +141,34 @@ class World:
                 except Exception as caught:
                     error = caught
         try:
-            states = self.gather(DONE if error is None else str(error))
-            while WORKING in states:
-                states = self.gather(DONE if error is None else str(error))
+            state = WORKING
+            while state == WORKING:
+                state = self.gather(DONE if error is None else str(error))[leader]
         finally:
             if error is not None:  # whatever became of the others
                 raise error
-        if states[leader] != DONE:
-            raise GearError(
-                "RANK_FAILED",
-                f"rank {leader} failed: {states[leader]}",
-                remedy="see its own message",
-            )
+        if state != DONE:
+            what = f"rank {leader} failed: {state}"
+            raise GearError("RANK_FAILED", what, remedy="see its own message")
         return made
 
     @contextmanager
     def _signs_of_life(self) -> Iterator[None]:
         """Tell the ranks that wait for this one, time and again, that it still works."""
-        done = threading.Event()
+        done, pause = threading.Event(), min(SIGN_SECONDS, self.timeout / 4)
 
         def tell() -> None:
             with suppress(GearError):  # the main thread finds the same when it is done
-                while not done.wait(min(SIGN_SECONDS, self.timeout / 4)):
+                while self.size > 1 and not done.wait(pause):
                     self.gather(WORKING)
 
         thread = threading.Thread(target=tell, daemon=True)
-        if self.size > 1:
-            thread.start()
+        thread.start()
         try:
             yield
         finally:
             done.set()
-            if self.size > 1:
-                thread.join()
+            thread.join()
 
     def guard(self, doing: str) -> AbstractContextManager[None]:
         """Return `peers` for a collective call of this world's ranks."""
@@ -192,12 +188,8 @@ class World:
         deadline = time.monotonic() + self.timeout
         while not event.query():
             if time.monotonic() > deadline:
-                show_error(
-                    "RANK_LOST",
-                    "another rank is gone or too slow, while the GPU added up gradients: waited "
-                    f"{self.timeout:g} s; torchrun --max-restarts goes on from the last checkpoint "
-                    "with --resume",
-                )
+                doing, waited = "the GPU added up gradients", f"waited {self.timeout:g} s"
+                show_error("RANK_LOST", f"{GONE}, while {doing}: {waited}; {GO_ON}")
                 sys.stderr.flush()
                 os._exit(1)
             time.sleep(POLL_SECONDS)
@@ -257,12 +249,9 @@ def rank_lost(doing: str, error: object) -> GearError:
     """Return ``RANK_LOST`` for a collective that failed with `error`."""
     # Without where in its sources torch made the message, and without its advice.
     text = re.sub(r"\[[^]]*\.cc:\d+\] ", "", str(error).strip()).splitlines() or [repr(error)]
-    return GearError(
-        "RANK_LOST",
-        f"another rank is gone or too slow, while {doing}: {text[0].split('. ')[0]}",
-        remedy="see the messages of the other ranks; torchrun --max-restarts goes on from the last "
-        "checkpoint with --resume; train.timeout says how long to wait",
-    )
+    what = f"{GONE}, while {doing}: {text[0].split('. ')[0]}"
+    remedy = f"see the messages of the other ranks; {GO_ON}; train.timeout says how long to wait"
+    return GearError("RANK_LOST", what, remedy=remedy)
 
 
 @contextmanager
@@ -357,14 +346,11 @@ def joined_world(*, timeout: float = TIMEOUT_SECONDS) -> World:
     if not dist.is_available() or not dist.is_initialized():
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size > 1:
-            raise InputError(
-                "LOADER_OPTION",
-                f"this is one of {size} processes, and they have no process group yet",
-                where="WORLD_SIZE",
-                remedy="make the loader after torch.distributed.init_process_group, or after your "
-                "trainer has called it (Lightning: in train_dataloader); world=None reads the same "
-                "batches in every process",
-            )
+            what = f"this is one of {size} processes, and they have no process group yet"
+            remedy = "make the loader after torch.distributed.init_process_group, or after your "
+            remedy += "trainer has called it (Lightning: in train_dataloader); world=None reads "
+            remedy += "the same batches in every process"
+            raise InputError("LOADER_OPTION", what, "WORLD_SIZE", remedy)
         return World()
     default = dist.group.WORLD
     if default not in _JOINED:
@@ -406,19 +392,13 @@ def data_world(
     names = tuple(mesh.mesh_dim_names or ())
     wanted = (dims,) if isinstance(dims, str) else tuple(dims)
     if not wanted or not set(wanted) <= set(names):
-        raise InputError(
-            "LOADER_OPTION",
-            f"the mesh has no dimension {', '.join(map(repr, set(wanted) - set(names)))}",
-            where=f"dimensions {list(names)}",
-            remedy="name the data-parallel dimensions: data_world(mesh, dims=...)",
-        )
+        what = f"the mesh has no dimension {', '.join(map(repr, set(wanted) - set(names)))}"
+        remedy = "name the data-parallel dimensions: data_world(mesh, dims=...)"
+        raise InputError("LOADER_OPTION", what, f"dimensions {list(names)}", remedy)
     grid = mesh.mesh
     if grid.numel() != dist.get_world_size():
-        raise InputError(
-            "LOADER_OPTION",
-            f"the mesh has {grid.numel()} of {dist.get_world_size()} ranks",
-            remedy="use a mesh over all ranks",
-        )
+        what = f"the mesh has {grid.numel()} of {dist.get_world_size()} ranks"
+        raise InputError("LOADER_OPTION", what, remedy="use a mesh over all ranks")
     data = tuple(names.index(name) for name in wanted)
     others = tuple(dim for dim in range(len(names)) if dim not in data)
     replicas = math.prod(grid.shape[dim] for dim in data)
@@ -452,10 +432,7 @@ def rank_device(name: str | torch.device) -> torch.device:
         return device
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if local >= torch.cuda.device_count():
-        raise InputError(
-            "DEVICE",
-            f"rank {local} of this node has no GPU, there are {torch.cuda.device_count()}",
-            where="--nproc-per-node",
-            remedy="start at most one process for each GPU, or set train.device=cpu",
-        )
+        what = f"rank {local} of this node has no GPU, there are {torch.cuda.device_count()}"
+        remedy = "start at most one process for each GPU, or set train.device=cpu"
+        raise InputError("DEVICE", what, "--nproc-per-node", remedy)
     return torch.device("cuda", local)

@@ -2,46 +2,23 @@
 
 `base` has the interface and the registry, `episodes` the strategies that draw an episode by its
 weight, `epochs` those without replacement, `prioritized` the one that learns from losses, `mixture`
-mixtures and tasks, `presets` what public implementations draw.  docs/reference/strategies.md
-describes them.
+mixtures and tasks, `presets` what public implementations draw; `items` says which episodes there
+are, as in Reverb's tables.  docs/reference/strategies.md describes them.
 """
 
-from gear_offline.kernels.segments import Segments
-from gear_offline.sampling.base import (
-    Facts,
-    Sampler,
-    check_range,
-    make_sampler,
-    parse_options,
-    parse_strategy,
-    register,
-    sampler_class,
-    strategy_names,
-)
-from gear_offline.sampling.episodes import WeightedEpisodes
-from gear_offline.sampling.epochs import ShuffledEpochs
-from gear_offline.sampling.mixture import Mixture, Schedule, TaskPart, mix_tasks
-from gear_offline.sampling.presets import D3rlpy, MinDecisionTransformer
-from gear_offline.sampling.prioritized import Prioritized
-
-__all__ = [
-    "D3rlpy",
-    "Facts",
-    "MinDecisionTransformer",
-    "Mixture",
-    "Prioritized",
-    "Sampler",
-    "Schedule",
-    "Segments",
-    "ShuffledEpochs",
-    "TaskPart",
-    "WeightedEpisodes",
-    "check_range",
-    "make_sampler",
-    "mix_tasks",
-    "parse_options",
-    "parse_strategy",
-    "register",
-    "sampler_class",
-    "strategy_names",
-]
+from gear_offline.kernels.segments import Segments as Segments
+from gear_offline.sampling import presets as presets
+from gear_offline.sampling.base import Facts as Facts
+from gear_offline.sampling.base import Sampler as Sampler
+from gear_offline.sampling.base import check_range as check_range
+from gear_offline.sampling.base import make_sampler as make_sampler
+from gear_offline.sampling.base import parse_options as parse_options
+from gear_offline.sampling.base import parse_strategy as parse_strategy
+from gear_offline.sampling.base import register as register
+from gear_offline.sampling.base import sampler_class as sampler_class
+from gear_offline.sampling.base import strategy_names as strategy_names
+from gear_offline.sampling.episodes import WeightedEpisodes as WeightedEpisodes
+from gear_offline.sampling.mixture import Schedule as Schedule
+from gear_offline.sampling.mixture import TaskPart as TaskPart
+from gear_offline.sampling.mixture import mix_tasks as mix_tasks
+from gear_offline.sampling.prioritized import Prioritized as Prioritized

@@ -223,7 +223,7 @@ class TaskMixture(Mixture):
     name = "tasks"
 
     @dataclass(frozen=True)
-    class Options:  # type: ignore[assignment]
+    class Options:
         """What identifies the mixture in a loader's state."""
 
         parts: Sequence[Mapping[str, Any]]

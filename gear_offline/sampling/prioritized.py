@@ -48,22 +48,6 @@ TOP = 1 << 15  # sums whose cumulative sums are computed anew after a change, at
 AT_ONCE = 16384  # draws that go down the tree together
 
 
-@dataclass(frozen=True, config=STRICT)
-class PriorityOptions:
-    """Options of `prioritized`; docs/reference/strategies.md says what they mean."""
-
-    alpha: Annotated[float, Field(ge=0.0, le=16.0)] = 0.6
-    beta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.4
-    beta_steps: Positive | None = None
-    epsilon: NotNegative = 1e-6
-    initial: PositiveFloat = 1.0
-    largest: PositiveFloat = 100.0
-
-    def __post_init__(self) -> None:
-        if self.initial > self.largest:
-            raise ValueError(f"initial must be at most largest, {self.largest:g}")
-
-
 @register("prioritized")
 class Prioritized(Sampler):
     """Every start with probability mass / sum of masses; updated from the losses of segments.
@@ -73,10 +57,22 @@ class Prioritized(Sampler):
     two of which N make less than ``2**63``.
     """
 
-    Options = PriorityOptions
     leaves_out = True
 
-    def __init__(self, facts: Facts, options: PriorityOptions | None = None) -> None:
+    @dataclass(frozen=True, config=STRICT)
+    class Options:
+        alpha: Annotated[float, Field(ge=0.0, le=16.0)] = 0.6
+        beta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.4
+        beta_steps: Positive | None = None
+        epsilon: NotNegative = 1e-6
+        initial: PositiveFloat = 1.0
+        largest: PositiveFloat = 100.0
+
+        def __post_init__(self) -> None:
+            if self.initial > self.largest:
+                raise ValueError(f"initial must be at most largest, {self.largest:g}")
+
+    def __init__(self, facts: Facts, options: Any = None) -> None:
         super().__init__(facts, options)
         most = largest_mass(self.index.steps)
         self.mass_of_code, self.first_mass = _masses(self.options, most)
@@ -335,7 +331,7 @@ def _padded(masses: UInt64Array, multiple: int) -> UInt64Array:
 
 
 @lru_cache(maxsize=2)  # a table that grows has the same most of the time, and it takes 10 ms
-def _masses(options: PriorityOptions, most: int) -> tuple[UInt64Array, int]:
+def _masses(options: Prioritized.Options, most: int) -> tuple[UInt64Array, int]:
     """Return (CODES,) the mass of each code of a loss, and of a step that has had none."""
     codes = np.arange(CODES, dtype=np.uint32) << np.uint32(DROPPED_BITS)
     losses = codes.view(np.float32).astype(np.float64)
