@@ -277,9 +277,7 @@ def parse_options(name: object, options: Mapping[str, Any]) -> Any:
         if isinstance(error, ValidationError):
             what = "; ".join(problem_text(problem) for problem in error.errors())
         names = [
-            f"{option.name} (required)"
-            if option.default is MISSING and option.default_factory is MISSING
-            else option.name
+            option.name + " (required)" * (option.default is option.default_factory is MISSING)
             for option in fields(takes)
         ]
         what = f"options {sorted(options)} do not fit strategy {name!r}: {what}"
@@ -290,16 +288,11 @@ def parse_options(name: object, options: Mapping[str, Any]) -> Any:
 def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
     """Return the name and the options of ``"return_weighted:rule=rank:temperature=2"``."""
     name, *options = text.strip().split(":")
-    pairs = [option.partition("=") for option in options]
-    values = {
-        key.strip(): parse_yaml(value, where=f"option {key}")
-        for key, equals, value in pairs
-        if equals
-    }
-    if not name or len(values) < len(pairs):
+    values = dict(option.split("=", 1) for option in options if "=" in option)
+    if not name or len(values) < len(options):
         what = f"{text.strip()!r} is not a strategy with options"
         raise InputError("SELECTION", what, remedy="write it like top_k:k=50:unit=steps")
-    return name, values
+    return name, {k.strip(): parse_yaml(v, where=f"option {k}") for k, v in values.items()}
 
 
 def make_sampler(
@@ -367,14 +360,12 @@ def build_sampler(name: object, facts: Facts, options: Mapping[str, Any]) -> Sam
 
 def own_strategies() -> list[str]:
     """Return modules, or paths of main files, outside the package that register strategies."""
-    origins = []
-    for module in sorted({kind.__module__ for kind in _SAMPLERS.values()}):
-        file = getattr(sys.modules.get(module), "__file__", None)
-        if module == "__main__" and file is not None:
-            origins.append(str(Path(file).resolve()))
-        elif module != "__main__" and not module.startswith("gear_offline."):
-            origins.append(module)
-    return origins
+    modules = {kind.__module__ for kind in _SAMPLERS.values()}
+    origins = {name for name in modules if not name.startswith("gear_offline.")} - {"__main__"}
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    if "__main__" in modules and main is not None:
+        origins.add(str(Path(main).resolve()))
+    return sorted(origins)
 
 
 def register_own(origins: Sequence[str]) -> None:
@@ -403,13 +394,11 @@ def check_range(seed: int, first_step: int, steps: int, count: int) -> None:
 
 
 def slot_draws(
-    seed: int, first_step: int, steps: int, count: int
+    seed: int, first_step: int, steps: int, count: int, *, stream: int = SELECTION_STREAM
 ) -> tuple[UInt64Array, UInt64Array]:
     """Return the two numbers of each slot, both (steps, count) uint64."""
     check_range(seed, first_step, steps, count)
-    return draws(
-        seed=seed, stream=SELECTION_STREAM, first_step=first_step, steps=steps, count=count
-    )
+    return draws(seed=seed, stream=stream, first_step=first_step, steps=steps, count=count)
 
 
 class StepLocator:

@@ -22,7 +22,7 @@ from gear_offline.config.sections import Positive, PositiveFloat, Text, Whole
 from gear_offline.core.types import Array, Float64Array, Int64Array, UInt64Array
 from gear_offline.errors import InputError
 from gear_offline.kernels.draws import CumulativeWeights, GuidedSearch
-from gear_offline.kernels.philox import bounded, draws
+from gear_offline.kernels.philox import bounded
 from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import (
     ROTATION_STREAM,
@@ -347,9 +347,7 @@ class StratifiedReturn(ChosenEpisodes):
 
     def choose(self, seed: int, first_step: int, numbers: UInt64Array) -> Int64Array:
         steps, count = numbers.shape
-        begin, _ = draws(
-            seed=seed, stream=ROTATION_STREAM, first_step=first_step, steps=steps, count=1
-        )
+        begin, _ = slot_draws(seed, first_step, steps, 1, stream=ROTATION_STREAM)
         strata = len(self._members)
         stratum = (bounded(begin, strata) + np.arange(count, dtype=np.int64)) % strata
         episodes = np.empty(numbers.shape, dtype=np.int64)

@@ -21,8 +21,7 @@ from gear_offline.config.sections import DataSettings
 from gear_offline.core.types import Array, BoolArray, Float64Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
-from gear_offline.kernels.philox import draws
-from gear_offline.sampling.base import REMOVER_STREAM, Sampler
+from gear_offline.sampling.base import REMOVER_STREAM, Sampler, slot_draws
 from gear_offline.sampling.counted import Counted
 from gear_offline.sampling.limiter import Counts, Limiter
 
@@ -93,9 +92,7 @@ class Items:
         keys = remover.key(numbers, priorities)
         if not remover.by_chance:
             return keys
-        at, _ = draws(
-            seed=self._seed, stream=REMOVER_STREAM, first_step=first, steps=count, count=1
-        )
+        at, _ = slot_draws(self._seed, first, count, 1, stream=REMOVER_STREAM)
         with np.errstate(divide="ignore"):  # of a weight of 0, whose clock never rings
             return np.asarray(-np.log((at[:, 0] + 0.5) * 2.0**-64) / keys)
 

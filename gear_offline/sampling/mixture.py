@@ -22,7 +22,6 @@ from gear_offline.core.types import Float64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.draws import CumulativeWeights, Draw
-from gear_offline.kernels.philox import draws
 from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import (
     PART_STREAM,
@@ -31,11 +30,11 @@ from gear_offline.sampling.base import (
     Members,
     Sampler,
     build_sampler,
-    check_range,
     has_density,
     parse_options,
     register,
     sampler_class,
+    slot_draws,
 )
 from gear_offline.sampling.episodes import WHOLE, WeightedEpisodes, masses_of
 
@@ -145,10 +144,7 @@ class Mixture(Sampler):
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
         if self._whole is not None:
             return self._whole.sample(seed, first_step, steps, count)
-        check_range(seed, first_step, steps, count)
-        first, _ = draws(
-            seed=seed, stream=PART_STREAM, first_step=first_step, steps=steps, count=count
-        )
+        first, _ = slot_draws(seed, first_step, steps, count, stream=PART_STREAM)
         rows = [self.schedule.cumulative(int(first_step) + row) for row in range(steps)]
         bounds = [np.array([b for b in row[:-1] if b < WHOLE], np.uint64) for row in rows]
         choice = np.stack([b.searchsorted(f, "right") for b, f in zip(bounds, first, strict=True)])

@@ -43,12 +43,10 @@ class MinDecisionTransformer(Sampler):
         _, second = slot_draws(seed, first_step, steps, count)
         full = self.index.episodes // count  # batches of an epoch
         if full == 0:
-            raise InputError(
-                "SELECTION",
-                f"min_dt takes each episode once an epoch and full batches only, and "
-                f"{self.index.episodes} episodes make no batch of {count}",
-                remedy="lower the batch size, or use uniform_episodes",
-            )
+            what = "min_dt takes each episode once an epoch and full batches only, and "
+            what += f"{self.index.episodes} episodes make no batch of {count}"
+            remedy = "lower the batch size, or use uniform_episodes"
+            raise InputError("SELECTION", what, remedy=remedy)
         first_epoch, epochs, batches = places(first_step, steps, 1, size=full)
         at = batches * count + np.arange(count, dtype=np.int64)
         order = KeyedOrder(self.index.episodes)
@@ -78,10 +76,8 @@ class D3rlpy(Sampler):
         ends = self.index.lengths - ~np.asarray(facts.need("terminated"), dtype=bool)
         self._members = np.flatnonzero(ends)  # episodes that have transitions
         if self._members.size == 0:
-            raise InputError(
-                "SELECTION",
-                "no episode has a transition: all have one step and none was terminated",
-            )
+            what = "no episode has a transition: all have one step and none was terminated"
+            raise InputError("SELECTION", what)
         self._ends = EpisodeIndex(ends[self._members])
         self._locate = StepLocator(self._ends)
 
