@@ -46,60 +46,70 @@ def flagged(terminals: Any, timeouts: Any | None, **shapes: int) -> Columns:
     return columns
 
 
+EITHER, CUTS = "terminals|timeouts", "terminals-as-truncations"
+# by file: family, widths of observations and actions, rule, whether it has timeouts and whether
+# its terminals terminate, and what is said of it
+FAMILIES: dict[str, tuple[str, tuple[int, int], str, bool, bool, str]] = {
+    "hopper_medium-v2": ("mujoco", (11, 3), EITHER, True, True, ""),
+    "walker2d-medium-replay-v1": ("mujoco", (17, 6), EITHER, True, True, ""),
+    "ant_expert-v2": ("mujoco", (27, 8), EITHER, True, True, ""),
+    "pen-human-v1": ("adroit-pen", (45, 24), EITHER, True, True, ""),
+    "door-cloned-v1": ("adroit", (39, 28), EITHER, True, True, ""),
+    "Ant_maze_u-maze_noisy_multistart_False": ("antmaze", (29, 8), "timeouts", True, True, ""),
+    "unnamed-1": ("antmaze", (29, 8), "timeouts", True, True, "by its 29 observations"),
+    "mini_kitchen_microwave_kettle_light_slider-v0": (
+        *("kitchen", (60, 9), CUTS, False, False, "not success"),
+    ),
+    "unnamed-2": ("kitchen", (60, 9), CUTS, False, False, "infos column"),
+    "maze2d-umaze-sparse-v1": ("maze2d", (4, 2), "timeouts", True, True, ""),
+    "halfcheetah_medium": ("mujoco", (17, 6), "terminals|steps=1000", False, True, "no timeouts"),
+    "pen-v0_demos_clipped": (
+        *("adroit-pen", (45, 24), "terminals|steps=100", False, True, "human demonstrations"),
+    ),
+    "relocate-x": ("adroit", (39, 30), "terminals|steps=200", False, True, "D4RL's step limit"),
+    "maze2d-umaze-sparse": (
+        "maze2d",
+        (4, 2),
+        CUTS,
+        False,
+        False,
+        "one conti",
+    ),
+}
+
+
 @FILES
-@given(flags=flag_pairs(), compressed=st.booleans(), dtype=st.sampled_from(["?", "f4", "u1"]))
-@pytest.mark.parametrize("name", ["hopper_medium-v2", "walker2d-medium-replay-v1", "ant_expert-v2"])
-def test_mujoco_ends_at_either_flag(
-    tmp_path: Path, name: str, flags: tuple[Flags, Flags], compressed: bool, dtype: str
+@given(flags=flag_pairs(), repeats=st.sampled_from([1, 40]), dtype=st.sampled_from(["?", "f4"]))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_episodes_of_every_family(
+    tmp_path: Path, name: str, flags: tuple[Flags, Flags], repeats: int, dtype: str
 ) -> None:
-    terminals, timeouts = (f.astype(dtype) for f in flags)
-    columns = flagged(terminals, timeouts)
-    path = write(tmp_path / f"{name}.hdf5", columns, compression="gzip" if compressed else None)
-    naive = naive_episodes(columns, lambda row, _: bool(terminals[row]) or bool(timeouts[row]))
+    family, (observations, actions), rule, has_timeouts, terminal_counts, said = FAMILIES[name]
+    terminals, timeouts = (np.tile(f, repeats).astype(dtype) for f in flags)
+    widths = {"observations": observations, "actions": actions}
+    columns = flagged(terminals, timeouts if has_timeouts else None, **widths)
+    if family == "kitchen":
+        columns = {n: v for n, v in columns.items() if not n.startswith("infos")}
+        columns["infos"] = np.arange(terminals.size)
+    limit = int(rule.partition("steps=")[2] or 0)
+
+    def ends(row: int, step: int) -> bool:
+        at_limit = step + 1 == limit
+        return (
+            bool(timeouts[row] and has_timeouts)
+            or at_limit
+            or bool(terminals[row] and rule != "timeouts")
+        )
+
+    naive = naive_episodes(columns, ends, terminal_counts=terminal_counts)
+    path = write(tmp_path / f"{name}.hdf5", columns, compression="gzip" if repeats == 1 else None)
     with open_source(path) as source:
-        assert source.info.rule == "terminals|timeouts"
-        assert source.info.attributes["family"] == "mujoco"
+        assert (source.info.rule, source.info.attributes["family"]) == (rule, family)
+        assert said in warnings_of(source)
         assert_same(source, columns, naive)
-        tail = not (terminals[-1] or timeouts[-1])
-        last = naive[-1]
-        assert source.info.attributes["unfinished_tail_steps"] == (last.stop - last.start) * tail
-
-
-@FILES
-@given(ends=st.lists(st.integers(1, 2600), max_size=4), tail=st.integers(1, 2600))
-def test_mujoco_v0_without_timeouts_counts_steps(
-    tmp_path: Path, ends: list[int], tail: int
-) -> None:
-    terminals = np.zeros(sum(ends) + tail, dtype=bool)
-    terminals[np.cumsum(ends, dtype=np.int64) - 1] = True
-    columns = {
-        "observations": np.arange(terminals.size, dtype=np.float32)[:, None],
-        "actions": np.zeros((terminals.size, 1), dtype=np.float32),
-        "rewards": np.zeros(terminals.size, dtype=np.float32),
-        "terminals": terminals,
-    }
-    path = write(tmp_path / "halfcheetah_medium.hdf5", columns)
-    naive = naive_episodes(columns, lambda row, step: bool(terminals[row]) or step == 999)
-    with open_source(path) as source:
-        assert source.info.rule == "terminals|steps=1000"
-        assert source.info.reference_name == "halfcheetah-medium-v0"
-        assert "no timeouts column" in warnings_of(source)
-        assert_same(source, columns, naive)
-
-
-@FILES
-@given(flags=flag_pairs())
-def test_antmaze_ends_at_timeouts_only(tmp_path: Path, flags: tuple[Flags, Flags]) -> None:
-    terminals, timeouts = flags[0].astype(np.float32), flags[1]
-    columns = flagged(terminals, timeouts, observations=29, actions=8)
-    columns["infos/goal"] = np.zeros((terminals.size, 2), dtype=np.float32)
-    name = "Ant_maze_u-maze_noisy_multistart_False_multigoal_False_sparse_fixed.hdf5"
-    naive = naive_episodes(columns, lambda row, _: bool(timeouts[row]))
-    for file in (name, "unnamed.hdf5"):  # by its name, and by its content
-        with open_source(write(tmp_path / file, columns)) as source:
-            assert source.info.rule == "timeouts"
-            assert source.info.attributes["family"] == "antmaze"
-            assert_same(source, columns, naive)
+        tail = naive[-1].stop - naive[-1].start
+        finished = ends(naive[-1].stop - 1, tail - 1)
+        assert source.info.attributes["unfinished_tail_steps"] == (0 if finished else tail)
 
 
 @pytest.mark.parametrize(
@@ -120,62 +130,6 @@ def test_what_is_said_of_antmaze(
         assert source.episodes.offsets[1 : len(ends) + 1].tolist() == [end + 1 for end in ends]
         assert bool(source.info.attributes["warnings"]) == bool(said)
         assert all(text in warnings_of(source) for text in said)
-
-
-@FILES
-@given(flags=flag_pairs())
-def test_kitchen_terminals_are_cuts(tmp_path: Path, flags: tuple[Flags, Flags]) -> None:
-    terminals = flags[0].astype(np.float32)
-    columns = table(terminals.size, observations=60, actions=9)
-    columns = {k: v for k, v in columns.items() if k in ("observations", "actions", "rewards")}
-    columns |= {"terminals": terminals, "infos": np.arange(terminals.size, dtype=np.int64)}
-    naive = naive_episodes(columns, lambda row, _: bool(terminals[row]), terminal_counts=False)
-    for file in ("mini_kitchen_microwave_kettle_light_slider-v0.hdf5", "unnamed.hdf5"):
-        with open_source(write(tmp_path / file, columns)) as source:
-            assert_same(source, columns, naive)
-            assert not source.terminated.any()
-            assert "not success" in warnings_of(source)
-
-
-@FILES
-@given(flags=flag_pairs(), kind=st.sampled_from(["human", "cloned", "expert"]))
-def test_adroit(tmp_path: Path, flags: tuple[Flags, Flags], kind: str) -> None:
-    timeouts = flags[1]
-    terminals = np.zeros_like(timeouts) if kind == "human" else flags[0]
-    columns = flagged(terminals, timeouts, observations=45, actions=24)
-    naive = naive_episodes(columns, lambda row, _: bool(terminals[row] or timeouts[row]))
-    path = write(tmp_path / f"pen-{kind}-v1.hdf5", columns)
-    with open_source(path) as source:
-        assert source.info.attributes["family"] == "adroit-pen"
-        assert source.info.reference_name == f"pen-{kind}-v1"
-        assert_same(source, columns, naive)
-
-
-@pytest.mark.parametrize(("name", "limit"), [("pen-v0_demos_clipped", 100), ("door-x", 200)])
-def test_adroit_without_timeouts_uses_the_step_limit(tmp_path: Path, name: str, limit: int) -> None:
-    columns = flagged(np.zeros(450, bool), None, observations=45, actions=24)
-    with open_source(write(tmp_path / f"{name}.hdf5", columns)) as source:
-        naive = naive_episodes(columns, lambda row, step: step == limit - 1)
-        assert_same(source, columns, naive)
-        assert "human demonstrations" in warnings_of(source)
-
-
-def test_maze2d_with_and_without_timeouts(tmp_path: Path) -> None:
-    timeouts = np.zeros(900, bool)
-    timeouts[[10, 11, 500]] = True
-    columns = flagged(np.zeros(900, bool), timeouts, observations=4, actions=2)
-    with open_source(write(tmp_path / "maze2d-umaze-sparse-v1.hdf5", columns)) as source:
-        assert source.info.reference_name == "maze2d-umaze-v1"
-        assert source.episodes.lengths.tolist() == [11, 1, 489, 399]
-        assert source.truncated.all() and source.info.attributes["unfinished_tail_steps"] == 399
-    del columns["timeouts"]
-    path = write(tmp_path / "maze2d-umaze-sparse.hdf5", columns)
-    with open_source(path) as source:
-        assert source.episodes.lengths.tolist() == [900]
-        assert "one continuous trajectory" in warnings_of(source)
-    with open_source(path, rule="steps=300") as source:
-        assert source.episodes.lengths.tolist() == [300, 300, 300]
-        assert source.info.attributes["warnings"] == []
 
 
 @pytest.mark.parametrize("name", ["hopper-mine.hdf5", "kitchen.hdf5", "antmaze.hdf5", "x.hdf5"])

@@ -55,31 +55,19 @@ def test_matches_numpy(dtype: str, shape: tuple[int, ...]) -> None:
     check(values, feed(values, 7, 2_500, 2_501))
 
 
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e9, -1e12])
 @pytest.mark.parametrize("width", [1, 11, WIDE_ROW - 1, WIDE_ROW + 3])
-def test_more_rows_than_a_block_and_wider_rows_than_a_tile(width: int) -> None:
-    rows = 3 * BLOCK_ELEMENTS // width + 5
-    values = np.random.default_rng(2).normal(5, 2, size=(min(rows, 40_000), width)).astype("f4")
-    check(values, feed(values, len(values) // 3))
-
-
-@pytest.mark.parametrize("offset", [0.0, 1e3, 1e6, 1e9, -1e12])
-@pytest.mark.parametrize("width", [1, 3])
-def test_large_offsets_cost_no_accuracy(offset: float, width: int) -> None:
-    values = np.random.default_rng(3).normal(size=(50_000, width)) + offset
-    check(values, feed(values, 10_000))
-
-
-def test_offset_that_jumps_between_blocks() -> None:
-    values = np.random.default_rng(4).normal(size=(40_000, 2))
-    values[20_000:] += 1e8
-    check(values, feed(values, 100, 30_000))
+def test_blocks_tiles_and_large_offsets_cost_no_accuracy(width: int, offset: float) -> None:
+    rows = min(3 * BLOCK_ELEMENTS // width + 5, 40_000)
+    values = np.random.default_rng(2).normal(size=(rows, width)) + offset
+    values[rows // 2 :] += 1e6
+    check(values, feed(values, rows // 3))
 
 
 def test_constant_columns_have_no_spread() -> None:
-    for constant in (0.0, 1.0, -3.25, 1e15):
-        moments = feed(np.full((10_000, 3), constant), 17)
-        assert (moments.result().std == 0).all()
-        assert (moments.result().mean == constant).all()
+    for constant in (0.0, 1.0, -3.25, 1e15, 1e308):
+        found = feed(np.full((10_000, 3), constant), 17).result()
+        assert (found.std == 0).all() and (found.mean == constant).all()
 
 
 @settings(deadline=None, max_examples=150)
@@ -122,11 +110,6 @@ def test_nonfinite_values_are_counted_and_left_out(values: npt.NDArray[np.float3
         assert found.max[element] == kept.max()
 
 
-def test_values_near_the_largest_float_do_not_warn() -> None:
-    moments = feed(np.full((100, 2), 1e308))
-    assert (moments.result().max == 1e308).all()
-
-
 def test_merging_equals_streaming() -> None:
     values = np.random.default_rng(5).normal(100, 3, size=(5_000, 4)).astype("f4")
     first, second = feed(values[:1_234]), feed(values[1_234:])
@@ -147,22 +130,18 @@ def test_distribution_counts_every_value_once() -> None:
     assert found.std == pytest.approx(values.std())
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        [3.0],
-        [1e17, 1e17],
-        [1.0, np.nextafter(1.0, 2.0)],
-        [-1.7e308, 1.7e308],
-        [np.nan, 2.0, np.inf],
-        [0.0, 5e-324],
-    ],
-)
+AWKWARD = ([3.0], [1e17, 1e17], [1.0, np.nextafter(1.0, 2.0)], [-1.7e308, 1.7e308])
+
+
+@pytest.mark.parametrize("values", [*AWKWARD, [np.nan, 2.0, np.inf], [0.0, 5e-324], [np.nan]])
 def test_distribution_of_awkward_values(values: list[float]) -> None:
     found = distribution(values)
     finite = [v for v in values if math.isfinite(v)]
     assert found.count == sum(found.histogram.counts) == len(finite)
-    assert (found.min, found.max) == (min(finite), max(finite))
+    if finite:
+        assert (found.min, found.max) == (min(finite), max(finite))
+    else:
+        assert found.histogram.counts == [] and math.isnan(found.mean)
 
 
 @given(st.lists(st.integers(1, 5_000), min_size=1, max_size=30))
@@ -173,8 +152,3 @@ def test_distribution_of_whole_numbers_has_whole_bins(values: list[int]) -> None
     assert found.histogram.edges[0] == min(values) and len(found.histogram.counts) <= 20
     naive = [sum(a <= v < b for v in values) for a, b in pairwise(found.histogram.edges)]
     assert list(found.histogram.counts) == naive and sum(naive) == len(values)
-
-
-def test_distribution_of_nothing() -> None:
-    found = distribution([np.nan])
-    assert found.count == 0 and found.histogram.counts == [] and math.isnan(found.mean)
