@@ -65,11 +65,6 @@ def test_an_error_in_a_worker_arrives_whole(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["x.hdf5"]
 
 
-def test_chosen_columns_and_rewards(tmp_path: Path) -> None:
-    manifest = convert(source(), tmp_path / "d", columns=["actions"], quiet=True)
-    assert [c.name for c in manifest.spec] == ["actions", "rewards"]
-
-
 def test_an_environment_that_is_not_registered_is_a_warning(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,20 +76,16 @@ def test_an_environment_that_is_not_registered_is_a_warning(
 
 
 def test_environment_and_reference(tmp_path: Path) -> None:
-    def scores(name: str, **options: Any) -> tuple[str | None, float | None]:
-        given = {k: options.pop(k) for k in ("environment_id", "reference_name") if k in options}
-        manifest = convert(source(**given), tmp_path / name, quiet=True, **options)
-        found = open_dataset(manifest_path := tmp_path / name).reference_scores
-        assert manifest_path.is_dir()
-        return manifest.environment.id, None if found is None else found.maximum
+    def found(name: str, told: dict[str, Any], **options: Any) -> tuple[str | None, float | None]:
+        record = convert(source(**told), tmp_path / name, quiet=True, **options).environment
+        scores = record.reference_scores
+        return record.id, None if scores is None else scores.maximum
 
-    assert scores("a") == (None, None)
-    assert scores("b", environment_id="Hopper-v5") == ("Hopper-v5", 3234.3)
-    assert scores("c", environment_id="Hopper-v5", environment="Walker2d-v5") == (
-        "Walker2d-v5",
-        4592.3,
-    )
-    assert scores("d", reference_name="hopper-medium-v2", reference="ant-medium-v2")[1] == 3879.7
+    gym, d4rl = {"environment_id": "Hopper-v5"}, {"reference_name": "hopper-medium-v2"}
+    assert found("a", {}) == (None, None)
+    assert found("b", gym) == ("Hopper-v5", 3234.3)
+    assert found("c", gym, environment="Walker2d-v5") == ("Walker2d-v5", 4592.3)
+    assert found("d", d4rl, reference="ant-medium-v2") == (None, 3879.7)
 
 
 def test_nonfinite_values_are_refused_with_column_and_step(tmp_path: Path) -> None:
@@ -103,9 +94,8 @@ def test_nonfinite_values_are_refused_with_column_and_step(tmp_path: Path) -> No
     with pytest.raises(InputError, match="column rewards, step 9: step 2 of episode 2") as caught:
         convert(ArraySource(columns, LENGTHS), tmp_path / "d", quiet=True)
     assert caught.value.code == "COLUMN"
-    manifest = convert(
-        ArraySource(columns, LENGTHS), tmp_path / "d", allow_nonfinite=True, quiet=True
-    )
+    given = ArraySource(columns, LENGTHS)
+    manifest = convert(given, tmp_path / "d", allow_nonfinite=True, quiet=True)
     assert manifest.statistics["rewards"].nonfinite == 1
     assert manifest.returns.count == len(LENGTHS) - 1
     found = open_dataset(tmp_path / "d").column("rewards")
@@ -220,8 +210,7 @@ def test_discrete_actions_are_stored_as_integers(
     columns["actions"] = (np.arange(STEPS) % 7).astype(np.float32)
     convert(ArraySource(columns, LENGTHS), tmp_path / "a")
     assert "whole numbers from 0 to 6; if they" in capsys.readouterr().err
-    chosen = {"discrete": ["actions"]}
-    manifest = convert(ArraySource(columns, LENGTHS), tmp_path / "b", **chosen)  # type: ignore[arg-type]
+    manifest = convert(ArraySource(columns, LENGTHS), tmp_path / "b", discrete=["actions"])
     assert "whole numbers" not in capsys.readouterr().err
     assert manifest.spec["actions"].dtype == np.int32
     stored = open_dataset(tmp_path / "b").column("actions")

@@ -50,26 +50,26 @@ def test_a_round_trip_keeps_bytes_and_episodes(
         assert np.flatnonzero(file["terminals"][()]).tolist() == last[np.array(ENDS)].tolist()
 
 
-def test_episodes_of_a_step_limit_survive(tmp_path: Path) -> None:
-    columns = {k: v for k, v in hopper_columns(10).items() if k not in ("terminals", "timeouts")}
-    source = ArraySource(columns, [4, 4, 2], terminated=[True, False, False])
+def test_episodes_in_memory_become_a_file(tmp_path: Path) -> None:
+    columns = {k: hopper_columns(4)[k] for k in ("observations", "actions", "rewards")}
+    source = from_episodes([columns | {"terminated": True}, columns], environment="Hopper-v5")
     path = export_hdf5(source, tmp_path / "x.hdf5", quiet=True)
     with open_source(path) as again:
         assert again.info.rule == "terminals|timeouts"
-        assert again.episodes.lengths.tolist() == [4, 4, 2]
-        assert again.terminated.tolist() == [True, False, False]
+        assert again.info.environment_id == "Hopper-v5"
+        assert again.episodes.lengths.tolist() == [4, 4]
+        assert again.terminated.tolist() == [True, False]
 
 
-def test_timeouts_inside_episodes_go_and_terminals_stay(tmp_path: Path) -> None:
+def test_timeouts_inside_episodes_go_and_terminals_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     columns = hopper_columns(6)
     columns["timeouts"][:] = [False, True, True, False, False, True]
     columns["terminals"][:] = [True, False, True, False, False, False]
     source = ArraySource(columns, [3, 3], terminated=[True, False])
-    with pytest.MonkeyPatch.context() as patched:
-        said: list[str] = []
-        patched.setattr(gear_offline.export, "say", lambda text, *, quiet: said.append(text))
-        path = export_hdf5(source, tmp_path / "x.hdf5")
-    assert len(said) == 1 and "1 step inside episodes" in said[0]
+    path = export_hdf5(source, tmp_path / "x.hdf5")
+    assert "terminals marks 1 step inside episodes" in capsys.readouterr().err
     with h5py.File(path) as file:
         assert file["timeouts"][()].tolist() == [False, False, True, False, False, True]
         assert file["terminals"][()].tolist() == columns["terminals"].tolist()
@@ -123,14 +123,6 @@ def test_choices_and_paths(dataset: Dataset, tmp_path: Path) -> None:
         assert caught.value.code == code
     export_hdf5(dataset, tmp_path / "all.hdf5", overwrite=True, quiet=True)
     assert [p.name for p in tmp_path.glob(".*")] == []
-
-
-def test_episodes_in_memory_become_a_file(tmp_path: Path) -> None:
-    columns = {k: hopper_columns(5)[k] for k in ("observations", "actions", "rewards")}
-    source = from_episodes([columns, columns], environment="Hopper-v5")
-    with h5py.File(export_hdf5(source, tmp_path / "x.hdf5", quiet=True)) as file:
-        assert file.attrs["env_id"] == "Hopper-v5"
-        assert np.flatnonzero(file["timeouts"][()]).tolist() == [4, 9]
 
 
 def test_a_column_beside_parts_of_its_name_is_refused(tmp_path: Path) -> None:

@@ -101,23 +101,16 @@ def test_nonfinite_and_unknown_values_print_as_dashes(tmp_path: Path) -> None:
     assert "unknown" in text
 
 
-def test_markup_in_attributes_is_only_text(tmp_path: Path) -> None:
-    attributes: dict[str, Any] = {"note": "[red]x[/nonsense]", "nested": {"empty": {}, "deep": [1]}}
-    attributes |= {"speed [m/s]": 3, "[/b]": 4}
-    source = ArraySource(hopper_columns(3), [3], attributes=attributes)
-    convert(source, tmp_path / "d", quiet=True)
-    text = text_of(inspect(tmp_path / "d"))
-    assert "speed [m/s]" in text and "[/b]" in text
-    assert "[red]x[/nonsense]" in text and '"deep": [1]' in text
-
-
-def test_control_characters_of_a_file_do_not_reach_the_terminal(tmp_path: Path) -> None:
+def test_markup_and_control_characters_are_only_text(tmp_path: Path) -> None:
     odd = "a\x1b[2Jb"
-    attributes = {"note": odd, odd: 1, "left_out": {odd: odd}, "warnings": [odd]}
+    attributes: dict[str, Any] = {"note": "[red]x[/nonsense]", "nested": {"empty": {}, "deep": [1]}}
+    attributes |= {"speed [m/s]": 3, "[/b]": 4, odd: odd, "left_out": {odd: odd}, "warnings": [odd]}
     source = ArraySource(hopper_columns(3), [3], attributes=attributes, environment_id=odd)
     object.__setattr__(source.info, "rule", odd)
     manifest = convert(source, tmp_path / "d", quiet=True)
     text = text_of(inspect(tmp_path / "d")) + summary_of(manifest)
+    assert "speed [m/s]" in text and "[/b]" in text
+    assert "[red]x[/nonsense]" in text and '"deep": [1]' in text
     assert "\x1b" not in text and text.count("a\\x1b[2Jb") >= 7
 
 

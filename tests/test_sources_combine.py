@@ -136,22 +136,29 @@ def test_episodes_that_do_not_fit_are_named() -> None:
     assert code(from_episodes, [good], environment="my robot")[0] == "ENVIRONMENT"
 
 
-@pytest.mark.parametrize("wrong", [None, 3])
-def test_what_holds_no_episodes_is_refused(wrong: Any) -> None:
-    said = f"a {type(wrong).__name__} is given"
-    assert code(from_arrays, wrong) == ("SOURCE_LAYOUT", f"{said} (columns)")
-    assert code(from_episodes, wrong) == ("SOURCE_LAYOUT", f"{said} (episodes)")
-    assert code(join_sources, wrong) == ("SOURCE_LAYOUT", f"{said} (sources)")
+def test_what_holds_no_episodes_or_is_not_open_is_named() -> None:
+    for wrong in (None, 3):
+        said = f"a {type(wrong).__name__} is given"
+        for door, place in (from_arrays, "columns"), (from_episodes, "episodes"):
+            assert code(door, wrong) == ("SOURCE_LAYOUT", f"{said} ({place})")
+        assert code(join_sources, wrong) == ("SOURCE_LAYOUT", f"{said} (sources)")
+    source = ArraySource(hopper_columns(3), [3])
+    for other in ("data/a", Path("data/a"), None, [source]):
+        said = f"a {type(other).__name__} is not an open source ()"
+        assert code(pick_episodes, other, [0]) == ("SOURCE_READ", said)
+        assert code(join_sources, [source, other]) == ("SOURCE_READ", said)
     assert code(from_arrays, [episode(3)])[0] == "SOURCE_LAYOUT"
+    assert code(join_sources, "data/a")[0] == "SOURCE_READ"
+    assert join_sources(iter([source, source])).episodes.lengths.tolist() == [3, 3]
+    for names in (["observations=obs"], {"observations": 3}):
+        assert code(open_source, "x.hdf5", names=names)[0] == "COLUMN"
 
 
 def test_flat_arrays_need_something_that_ends_episodes() -> None:
-    assert code(from_arrays, episode(4))[0] == "COLUMN"
+    assert code(from_arrays, episode(4))[0] == code(from_arrays, episode(4), rule="dones")[0]
     assert from_arrays(episode(4), rule="steps=3").episodes.lengths.tolist() == [3, 1]
-    assert code(from_arrays, episode(4), rule="dones")[0] == "COLUMN"
-    assert code(from_arrays, {"1": [1] * 4, 1: [2] * 4}) == (
-        ("SOURCE_LAYOUT", "a column is given twice (column 1)")
-    )
+    twice = code(from_arrays, {"1": [1] * 4, 1: [2] * 4})
+    assert twice == ("SOURCE_LAYOUT", "a column is given twice (column 1)")
     warned = from_arrays(episode(4, dones=np.array([0, 1, 0, 1])))
     assert warned.terminated.tolist() == [True, True] and warned.info.attributes["warnings"]
 
@@ -192,23 +199,11 @@ def test_episodes_in_memory_become_a_dataset(tmp_path: Path) -> None:
     assert code(convert, parts, tmp_path / "e")[0] == "SOURCE_READ"
 
 
-@pytest.mark.parametrize("flag", [np.nan, np.array([0, np.nan, 1, 0]), np.zeros((4, 2), bool)])
-def test_flags_in_memory_are_true_or_false(flag: Any) -> None:
-    assert code(from_episodes, [episode(4, terminated=flag)])[0] == "SOURCE_LAYOUT"
-    if np.ndim(flag):
-        assert code(from_arrays, episode(4, terminated=flag))[0] == "SOURCE_LAYOUT"
-
-
-def test_what_is_not_an_open_source_is_named() -> None:
-    source = ArraySource(hopper_columns(3), [3])
-    for wrong in ("data/a", Path("data/a"), None, [source]):
-        said = ("SOURCE_READ", f"a {type(wrong).__name__} is not an open source ()")
-        assert code(pick_episodes, wrong, [0]) == said
-        assert code(join_sources, [source, wrong]) == said
-    assert code(join_sources, "data/a")[0] == "SOURCE_READ"
-    assert join_sources(iter([source, source])).episodes.lengths.tolist() == [3, 3]
-    for names in (["observations=obs"], {"observations": 3}):
-        assert code(open_source, "x.hdf5", names=names)[0] == "COLUMN"
+def test_flags_in_memory_are_true_or_false() -> None:
+    for flag in (np.nan, np.array([0, np.nan, 1, 0]), np.zeros((4, 2), bool)):
+        assert code(from_episodes, [episode(4, terminated=flag)])[0] == "SOURCE_LAYOUT"
+        if np.ndim(flag):
+            assert code(from_arrays, episode(4, terminated=flag))[0] == "SOURCE_LAYOUT"
 
 
 @FILES
@@ -228,10 +223,10 @@ def test_picked_episodes_are_those_of_the_source(which: list[int]) -> None:
     ]
 
 
-@pytest.mark.parametrize("which", [[], [6], [-1], [1, 1], [0.5], [True, False], [[0, 1]], "all"])
-def test_choices_of_episodes_that_are_none(which: Any) -> None:
+def test_choices_of_episodes_that_are_none() -> None:
     source = ArraySource(hopper_columns(12), [2] * 6)
-    assert code(pick_episodes, source, which)[0] == "SELECTION"
+    for which in ([], [6], [-1], [1, 1], [0.5], [True, False], [[0, 1]], "all"):
+        assert code(pick_episodes, source, which)[0] == "SELECTION"
 
 
 def test_joined_sources_follow_each_other(tmp_path: Path) -> None:
@@ -277,13 +272,6 @@ def test_a_folder_of_files_is_one_dataset(tmp_path: Path) -> None:
     for name in tables[1]:
         wanted = np.concatenate([columns[name] for columns in tables.values()])
         assert dataset.column(name).tobytes() == wanted.tobytes(), name
-
-
-def test_a_file_may_be_joined_with_itself(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.h5", flagged(4, 0))
-    with join_sources([open_source(file), open_source(file)]) as source:
-        manifest = convert(source, tmp_path / "d", quiet=True)
-    assert manifest.steps == 8 and len(manifest.source.files) == 2
 
 
 def test_a_folder_with_a_file_that_does_not_fit(tmp_path: Path) -> None:
@@ -426,10 +414,3 @@ def test_names_that_no_column_may_have_are_mapped(tmp_path: Path) -> None:
     wanted = ["observations=o p/x y", "actions"]
     convert(file, tmp_path / "d", columns=wanted, rule="none", quiet=True)
     assert np.array_equal(open_dataset(tmp_path / "d").column("observations"), rows)
-
-
-def test_episodes_without_observations_are_warned_of_at_once() -> None:
-    columns = {"obs": np.zeros((3, 2)), "actions": np.zeros((3, 1)), "rewards": np.zeros(3)}
-    with pytest.warns(UserWarning, match="observations, which training needs: obs, actions"):
-        source = from_episodes([columns])
-    assert source.info.attributes["warnings"]

@@ -101,33 +101,22 @@ def test_any_dtype_width_and_storage_has_exact_bytes(
             assert found.shape == wanted.shape and found.tobytes() == wanted.tobytes()
 
 
-def test_chunks_across_columns_and_in_single_rows(tmp_path: Path) -> None:
-    steps = 30_000
-    columns = {
-        "observations": np.arange(steps * 11, dtype="f4").reshape(steps, 11),
-        "actions": np.zeros((steps, 3), "f4"),
-        "rewards": np.arange(steps, dtype="f4"),
-        "terminals": np.arange(steps) % 1000 == 999,
-    }
-    storages: dict[str, dict[str, Any]] = {
-        "columns": {"compression": "gzip", "chunks": (3750, 1)},
-        "rows": {"chunks": (1, 11)},  # as h5py makes for data that are appended
-    }
-    for name, options in storages.items():
-        path = tmp_path / f"{name}.hdf5"
-        with h5py.File(path, "w") as file:
-            for key, values in columns.items():
-                own = options if key == "observations" else {}
-                growing = (None, *values.shape[1:]) if own else None
-                file.create_dataset(key, data=values, maxshape=growing, **own)
-        with open_source(path) as source:
-            chunk_rows = 3750 if name == "columns" else 1
-            assert source.preferred_rows("observations") % chunk_rows == 0
-            parts = [
-                source.read("observations", at, min(at + 7777, steps))
-                for at in range(0, steps, 7777)
-            ]
-            assert np.concatenate(parts).tobytes() == columns["observations"].tobytes()
+@pytest.mark.parametrize("chunks", [(3750, 1), (1, 11)])  # of rows, as h5py's appending makes them
+def test_chunks_across_columns_and_in_single_rows(tmp_path: Path, chunks: tuple[int, int]) -> None:
+    steps, path = 30_000, tmp_path / "x.hdf5"
+    columns = good_columns(steps) | {"observations": np.arange(steps * 11.0).reshape(steps, 11)}
+    rows = columns.pop("observations")
+    write(path, columns)
+    options = {"compression": "gzip"} if chunks[1] == 1 else {}
+    with h5py.File(path, "r+") as file:
+        file.create_dataset(
+            "observations", data=rows, maxshape=(None, 11), chunks=chunks, **options
+        )
+    with open_source(path) as source:
+        assert source.preferred_rows("observations") % chunks[0] == 0
+        ranges = [(at, min(at + 7777, steps)) for at in range(0, steps, 7777)]
+        parts = [source.read("observations", *one) for one in ranges]
+        assert np.concatenate(parts).tobytes() == rows.tobytes()
 
 
 def virtual(file: h5py.File) -> None:

@@ -121,20 +121,10 @@ def test_environments_of_gym_and_d4rl(tmp_path: Path) -> None:
             assert source.info.reference_name == (name if told[1] else None)
 
 
-def shorten(file: Any) -> None:
-    del file["data/demo_2/obs/object"]
-    file["data/demo_2/obs/object"] = np.zeros((4, 10))
-
-
-def widen(file: Any) -> None:
-    del file["data/demo_2/obs/object"]
-    file["data/demo_2/obs/object"] = np.zeros((5, 11))
-
-
-def mask(*names: str) -> Callable[[Any], None]:
+def put(name: str, values: Any) -> Callable[[Any], None]:
     def change(file: Any) -> None:
-        del file["mask/train"]
-        file["mask/train"] = np.array(names, dtype="S8")
+        del file[name]
+        file[name] = values
 
     return change
 
@@ -146,11 +136,20 @@ def only_images(file: Any) -> None:
             del demo[f"obs/{key}"]
 
 
+OBJECT, TRAIN = "data/demo_2/obs/object", "mask/train"
 BAD: dict[str, tuple[Callable[[Any], Any], str, str]] = {
-    "a column too short": (shorten, "SOURCE_LAYOUT", "4 rows for 5 steps in demo_2"),
-    "another width": (widen, "SOURCE_LAYOUT", "(11,) in demo_2"),
+    "a column too short": (
+        put(OBJECT, np.zeros((4, 10))),
+        "SOURCE_LAYOUT",
+        "4 rows for 5 steps",
+    ),
+    "another width": (
+        put(OBJECT, np.zeros((5, 11))),
+        "SOURCE_LAYOUT",
+        "(11,) in demo_2",
+    ),
     "a vector less": (
-        lambda f: f.pop("data/demo_2/obs/object"),
+        lambda f: f.pop(OBJECT),
         "SOURCE_LAYOUT",
         "missing in demo_2",
     ),
@@ -158,11 +157,15 @@ BAD: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "no rewards": (lambda f: f.pop("data/demo_0/rewards"), "COLUMN", "'rewards'"),
     "cut": (lambda f: f["data/demo_10"].attrs.modify("num_samples", 8), "SOURCE_LAYOUT", "is 8"),
     "a stranger": (lambda f: f.create_dataset("data/x", data=[1]), "SOURCE_LAYOUT", "data/x"),
-    "unknown demo in a key": (mask("demo_0", "demo_7"), "SOURCE_LAYOUT", "demo_7"),
-    "empty key": (mask(), "SOURCE_LAYOUT", "names nothing"),
-    "no key": (lambda f: f.pop("mask/train"), "SOURCE_LAYOUT", "keys here: valid"),
+    "strangers in a key": (
+        put(TRAIN, np.array([b"demo_0", b"demo_7"])),
+        "SOURCE_LAYOUT",
+        "demo_7",
+    ),
+    "empty key": (put(TRAIN, np.array([], "S8")), "SOURCE_LAYOUT", "names nothing"),
+    "no key": (lambda f: f.pop(TRAIN), "SOURCE_LAYOUT", "keys here: valid"),
     "a key of numbers": (
-        lambda f: (f.pop("mask/train"), f.create_dataset("mask/train", data=[1.0])),
+        put(TRAIN, [1.0]),
         "SOURCE_READ",
         "no short list of text",
     ),
