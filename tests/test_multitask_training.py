@@ -17,7 +17,6 @@ from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.tasks import data_key, environments_of
 from gear_offline.errors import GearError
 from gear_offline.evaluation.background import PlayRequest, play_checkpoint
-from gear_offline.evaluation.environments import known_of
 from gear_offline.evaluation.evaluate import tasks_of
 from gear_offline.loaders.recipes import recipe_sampler
 from gear_offline.models.multitask import tasks_of_config
@@ -127,7 +126,7 @@ def test_the_recipe_of_a_run_says_everything(run: Path) -> None:
 
 def test_a_run_is_evaluated_task_by_task(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = evaluate(run, episodes=2, device="cpu", quiet=True)
-    assert [task.name for task in report.tasks] == ["tiny", "wide"]
+    assert [task.task.name for task in report.tasks] == ["tiny", "wide"]
     played = json.loads((run / "evaluation.json").read_text())
     last = read_records(run / "evaluations.jsonl")[-1]
     for name in ("tiny", "wide"):
@@ -137,7 +136,7 @@ def test_a_run_is_evaluated_task_by_task(run: Path, capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out
     assert "mean score of 2 tasks" in said and "tiny: run at step 20" in said
     one = evaluate(run, environment=WIDE, targets=[1.0, 2.0], episodes=1, quiet=True)
-    assert [(task.name, len(task.targets)) for task in one.tasks] == [("wide", 2)]
+    assert [(task.task.name, len(task.targets)) for task in one.tasks] == [("wide", 2)]
     assert list(one.to_json()["tasks"]) == ["wide"]
     assert failing_code(lambda: evaluate(run, targets=[1.0])) == "USAGE"
     assert failing_code(lambda: evaluate(run, environment="No-v0")) == "USAGE"
@@ -274,7 +273,6 @@ def test_a_process_beside_training_plays_the_same(run: Path, tmp_path: Path) -> 
         run="run",
         step=20,
         tasks=tasks,
-        known=tuple(known_of(task.environment) for task in tasks),
         device="cpu",
         threads=1,
     )

@@ -123,8 +123,11 @@ def test_actions_are_given_in_the_environments_own_shape() -> None:
     assert flat.returns.tolist() == [2.5], "2.0 was clipped to 1.0"
 
 
-def test_episodes_without_a_limit_are_cut_and_not_called_terminated() -> None:
-    played = play(Constant(np.zeros(3)), "GearTest/Endless-v0", [0, 1], environments=2, max_steps=7)
+def test_episodes_without_a_limit_are_cut_and_not_called_terminated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rollout, "FALLBACK_MAX_STEPS", 7)
+    played = play(Constant(np.zeros(3)), "GearTest/Endless-v0", [0, 1], environments=2)
     assert played.lengths.tolist() == [7, 7]
     assert not played.terminated.any()
 

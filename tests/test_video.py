@@ -64,7 +64,7 @@ for made in (Drawn, Forgetful, FarHopper):
 def played(environment: str, **options: Any) -> EvaluationReport:
     task = EvaluationTask(environment=environment, **({"targets": (9.0, 8.0)} | options))
     policy = Constant(np.zeros(3))
-    return evaluate_tasks(lambda _: policy, [task], keep_actions=True)
+    return evaluate_tasks(lambda _: policy, [task])
 
 
 def decoded(path: Path) -> Any:
@@ -106,7 +106,7 @@ def test_simulators_are_drawn_as_they_were_played(tmp_path: Path, environment: s
     tasks = [EvaluationTask(environment=environment, targets=(1.0,), episodes=1, seed=3)]
     path = tmp_path / "a.gif"
     video.check_video(path, tasks)
-    report = evaluate_tasks(lambda _: policy, tasks, max_steps=12, keep_actions=True)
+    report = evaluate_tasks(lambda _: policy, tasks)
     video.write_videos(path, report)
     frames = imageio.imread(path, index=None)
     assert len(frames) > 2 and frames.std() > 5

@@ -71,7 +71,7 @@ class FakePool:
     def has_room(self) -> bool:
         return len(self.left) < self.workers
 
-    def submit(self, function: str, request: PlayRequest) -> int:
+    def submit(self, function: str, request: PlayRequest, known: Any) -> int:
         self.requests.append(request)
         self.left[len(self.requests)] = FakePool.delay
         self.most = max(self.most, len(self.left))

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,6 @@ class PlayRequest:
     run: str
     step: int
     tasks: tuple[EvaluationTask, ...]
-    known: tuple[Known | None, ...]  # what another process must learn of their environments
     device: str  # where the policy runs
     threads: int  # of torch on the CPU; sums over more differ in last bits
 
@@ -104,7 +104,6 @@ def play_tasks(
     device: str,
     *,
     processes: int | None = None,
-    keep_actions: bool = False,
     quiet: bool = True,
 ) -> EvaluationReport:
     """Play tasks with a trained policy; options are those of `evaluate_tasks`."""
@@ -114,9 +113,7 @@ def play_tasks(
         check_sizes(probe(task.environment), sizes_of(policy.model), whose="the model")
         return policy
 
-    report = evaluate_tasks(
-        policy_of, tasks, processes=processes, keep_actions=keep_actions, quiet=quiet
-    )
+    report = evaluate_tasks(policy_of, tasks, processes=processes, quiet=quiet)
     return replace(report, run=trained.facts.name, step=trained.facts.step, device=device)
 
 
@@ -135,12 +132,13 @@ def play_checkpoint(request: PlayRequest) -> dict[str, Any]:
         return play(trained_model(checkpoint), request)
 
 
-def play_in_worker(caller: Caller, request: PlayRequest) -> dict[str, Any]:
+def play_in_worker(
+    caller: Caller, request: PlayRequest, environments: Sequence[Known]
+) -> dict[str, Any]:
     """The job of `BackgroundEvaluations`."""
     os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
-    for known in request.known:
-        if known is not None:
-            known.learn()
+    for known in environments:
+        known.learn()
     return play_checkpoint(request)
 
 
@@ -148,14 +146,6 @@ def failure(error: Exception) -> dict[str, Any]:
     """Return the document of an evaluation that failed."""
     text = f"{error.code}: {error}" if isinstance(error, GearError) else repr(error)
     return {"error": text, "return": None, "normalized_score": None, "targets": []}
-
-
-@dataclass(kw_only=True, eq=False)
-class _Outstanding:
-    request: PlayRequest
-    began: float
-    job: int | None = None  # its number in the pool
-    document: Mapping[str, Any] | None = None
 
 
 class BackgroundEvaluations(Closing):
@@ -166,26 +156,29 @@ class BackgroundEvaluations(Closing):
 
     def __init__(self, *, workers: int, threads: int) -> None:
         self._pool = WorkerPool(workers, threads=threads)
-        self._outstanding: dict[int, _Outstanding] = {}
+        # by step, what was asked and when; then also who plays it, at last what it found
+        self._asked: dict[int, tuple[PlayRequest, float]] = {}
+        self._jobs: dict[int, int] = {}  # number in the pool -> step
+        self._found: dict[int, Mapping[str, Any]] = {}
         self._polled = 0.0
 
     @property
     def steps(self) -> tuple[int, ...]:
         """Steps whose evaluation is outstanding; their checkpoints must stay."""
-        return tuple(self._outstanding)
+        return tuple(self._asked)
 
     @property
     def is_full(self) -> bool:
         """Whether one more would have to wait."""
-        return len(self._outstanding) >= self._pool.workers + SPARE
+        return len(self._asked) >= self._pool.workers + SPARE
 
     def submit(self, request: PlayRequest) -> None:
         """Have a checkpoint played as soon as it is on the disk and a worker is free."""
-        self._outstanding[request.step] = _Outstanding(request=request, began=time.monotonic())
+        self._asked[request.step] = request, time.monotonic()
 
     def drop(self, step: int) -> None:
         """Forget a checkpoint that will not be there."""
-        self._outstanding.pop(step, None)
+        self._asked.pop(step, None)
 
     def poll(self) -> list[tuple[int, Mapping[str, Any], float]]:
         """Hand out what is done, in the order of steps: (step, document, seconds it took).
@@ -193,31 +186,28 @@ class BackgroundEvaluations(Closing):
         Cheap enough for every step; does not wait.
         """
         now = time.monotonic()
-        if not self._outstanding or now - self._polled < POLL_SECONDS:
+        if not self._asked or now - self._polled < POLL_SECONDS:
             return []
         self._polled = now
-        ended = dict(self._pool.wait(0))
-        for one in self._outstanding.values():
-            if one.job in ended:
-                value = ended[one.job]
-                one.document = failure(value) if isinstance(value, GearError) else value
-            elif one.job is None and one.document is None and self._pool.has_room:
-                self._begin(one)
-        done = []
-        for step in sorted(self._outstanding):
-            one = self._outstanding[step]
-            if one.document is None:
-                break
-            del self._outstanding[step]
-            done.append((step, one.document, now - one.began))
-        return done
-
-    def _begin(self, one: _Outstanding) -> None:
-        if Path(one.request.checkpoint).is_dir():  # else it is still being written
+        for job, value in self._pool.wait(0):
+            self._found[self._jobs.pop(job)] = (
+                failure(value) if isinstance(value, GearError) else value
+            )
+        for step, (request, _) in self._asked.items():
+            begun = step in self._found or step in self._jobs.values()
+            if begun or not self._pool.has_room or not Path(request.checkpoint).is_dir():
+                continue  # a checkpoint may still be being written
+            known = [known_of(task.environment) or Known() for task in request.tasks]
             try:
-                one.job = self._pool.submit(f"{__name__}:play_in_worker", one.request)
+                job = self._pool.submit(f"{__name__}:play_in_worker", request, known)
+                self._jobs[job] = step
             except GearError as error:
-                one.document = failure(error)
+                self._found[step] = failure(error)
+        done = []
+        for step in takewhile(self._found.__contains__, sorted(self._asked)):
+            _, began = self._asked.pop(step)
+            done.append((step, self._found.pop(step), now - began))
+        return done
 
     def wait(self) -> None:
         """Sleep a moment."""
@@ -235,7 +225,6 @@ def play_sets(
     tasks: Sequence[EvaluationTask],
     device: str,
     *,
-    keep_actions: bool = False,
     quiet: bool = True,
 ) -> EvaluationReport:
     """Play sets of episodes as jobs of a pool, and put them together."""
@@ -244,8 +233,7 @@ def play_sets(
     pool.check(run)
     step = trained.facts.step if (run / "checkpoints").is_dir() else None  # a newer one may come
     parts = [part for task in tasks for part in sets_of(task)]
-    known = [known_of(part.environment) or Known() for part in parts]
-    jobs = [(run, step, *one, device, keep_actions) for one in zip(parts, known, strict=True)]
+    jobs = [(run, step, part, known_of(part.environment) or Known(), device) for part in parts]
     total = sum(part.episodes * len(part.targets) for part in parts)
     reports: list[EvaluationReport] = []
     with Progress("evaluate", total=total, unit="episodes", quiet=quiet) as progress:
@@ -262,10 +250,9 @@ def play_set(
     task: EvaluationTask,
     known: Known,
     device: str,
-    keep_actions: bool,
 ) -> EvaluationReport:
     """Play some episodes of a task in a worker."""
     known.learn()
     trained = find_trained(run, checkpoint)
     with torch_threads(trained.recipe.train.threads):
-        return play_tasks(trained, [task], device, processes=1, keep_actions=keep_actions)
+        return play_tasks(trained, [task], device, processes=1)

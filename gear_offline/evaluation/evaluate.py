@@ -20,14 +20,9 @@ from gear_offline.core.system import versions
 from gear_offline.core.text import count_text
 from gear_offline.dataset.scores import ReferenceScores, reference_scores
 from gear_offline.errors import InputError
-from gear_offline.evaluation.environments import EnvironmentFacts, probe
+from gear_offline.evaluation.environments import EnvironmentFacts
 from gear_offline.evaluation.results import EvaluationReport, TargetResult, TaskResult
-from gear_offline.evaluation.rollout import (
-    ActingPolicy,
-    Environments,
-    play_episodes,
-    processes_for,
-)
+from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_episodes
 from gear_offline.progress import Progress
 
 if TYPE_CHECKING:
@@ -65,17 +60,13 @@ def evaluate_tasks(
     policy_of: Callable[[EvaluationTask], ActingPolicy],
     tasks: Sequence[EvaluationTask],
     *,
-    max_steps: int | None = None,
     processes: int | None = None,
-    keep_actions: bool = False,
     quiet: bool = True,
 ) -> EvaluationReport:
     """Play tasks one after the other; `policy_of` gives the batched policy of each.
 
-    It is given up to ``environments * len(targets)`` slots.  Episodes are cut after `max_steps`;
-    default: the environment's limit.  `processes` step environments, by default as many as pay off;
-    the results do not depend on it.  With `keep_actions` results hold those of each target's first
-    episode.
+    It is given up to ``environments * len(targets)`` slots.  `processes` step environments, by
+    default as many as pay off; the results do not depend on it.
     """
     for task in tasks:
         task.check()
@@ -85,23 +76,20 @@ def evaluate_tasks(
     for task, reference in zip(tasks, scores, strict=True):
         count = len(task.targets)
         total, slots = task.episodes * count, min(task.environments, task.episodes) * count
-        wanted = processes
-        if wanted is None:
-            wanted = processes_for(total, slots, probe(task.environment))
-        what = f"evaluate {task.environment}"
         with (
             Environments(
-                task.environment, slots, processes=wanted, goals=task.goals
+                task.environment, slots, episodes=total, processes=processes, goals=task.goals
             ) as environments,
-            Progress(what, total=total, unit="episodes", quiet=quiet) as progress,
+            Progress(
+                f"evaluate {task.environment}", total=total, unit="episodes", quiet=quiet
+            ) as progress,
         ):
             played = play_episodes(
                 policy_of(task),
                 environments,
                 seeds=[task.seed + e for e in range(task.episodes) for _ in range(count)],
                 targets=task.targets * task.episodes,
-                max_steps=max_steps,
-                keep_actions=count if keep_actions else 0,
+                keep_actions=count,
                 on_episode=progress.advance,
             )
         targets = tuple(
@@ -110,23 +98,11 @@ def evaluate_tasks(
                 returns=played.returns[index::count],
                 lengths=played.lengths[index::count],
                 terminated=played.terminated[index::count],
-                actions=played.actions[index] if keep_actions else None,
-                goals=task.goals,
+                actions=played.actions[index],
             )
             for index, target in enumerate(task.targets)
         )
-        results.append(
-            TaskResult(
-                name=task.name,
-                environment=task.environment,
-                targets=targets,
-                reference=reference,
-                data_returns=task.data_returns,
-                seed=task.seed,
-                environments=task.environments,
-                goals=task.goals,
-            )
-        )
+        results.append(TaskResult(task=task, targets=targets, reference=reference))
     seconds = time.perf_counter() - started
     known = versions("gymnasium", "mujoco", "torch", "numpy")
     return EvaluationReport(tasks=tuple(results), seconds=seconds, versions=known)

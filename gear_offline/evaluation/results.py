@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,9 @@ from gear_offline.dataset.scores import ReferenceScores
 from gear_offline.progress import Printed, print_table
 from gear_offline.training.metrics import finite
 
+if TYPE_CHECKING:
+    from gear_offline.evaluation.evaluate import EvaluationTask  # which makes these
+
 CONFIDENCE = "two-sided 95 % Student t interval of the mean over episodes"
 CONFIDENCE_OF_SHARES = "two-sided 95 % interval of the share of episodes (Wilson 1927)"
 HEADINGS = ("95 % interval", "std", "score", "length", "n")  # behind what is asked and achieved
@@ -41,51 +44,29 @@ class TargetResult:
     """What one asked return led to."""
 
     target: float  # the asked return, in the environment's units
-    returns: Float64Array  # (n,) achieved undiscounted returns
+    returns: Float64Array  # (n,) achieved undiscounted returns; of goals: reached, 0 or 1
     lengths: Int64Array  # (n,) steps of each episode
     terminated: BoolArray  # (n,) False where a time limit ended the episode
-    actions: npt.NDArray[Any] | None = None  # (t, A) or (t,) of the first episode, for a video
-    goals: bool = False  # returns are 1 where the goal was reached, else 0
+    actions: npt.NDArray[Any]  # (t, A) or (t,) of the first episode, for a video
 
     @property
     def mean_return(self) -> float:
         return float(self.returns.mean())
-
-    @property
-    def std(self) -> float:
-        """Sample standard deviation (n - 1); NaN for a single episode."""
-        return float(self.returns.std(ddof=1)) if self.returns.size > 1 else math.nan
-
-    @property
-    def ci95(self) -> tuple[float, float]:
-        """Lower and upper end of the 95 % interval of the mean; NaN for a single episode."""
-        return share_interval(self.returns) if self.goals else mean_interval(self.returns)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaskResult:
     """The results of all asked returns in one environment."""
 
-    name: str  # of the task; empty for a policy of one
-    environment: str  # Gymnasium id
+    task: EvaluationTask  # what was asked
     targets: tuple[TargetResult, ...]  # in the order asked
     reference: ReferenceScores | None  # returns that 0 and 100 stand for, where known
-    data_returns: tuple[float, float] | None  # of the worst and the best episode, where known
-    seed: int  # first reset seed
-    environments: int  # side by side for each target
-    goals: bool = False  # returns are 1 where the goal was reached, else 0
-
-    @property
-    def best(self) -> TargetResult:
-        """The target with the highest mean return.  Say that it was chosen so when citing it."""
-        return max(self.targets, key=lambda target: target.mean_return)
 
     @property
     def mean_return(self) -> float:
-        """Mean return of the best target; of goals, the mean over all tasks."""
-        if self.goals:
-            return float(np.mean([target.mean_return for target in self.targets]))
-        return self.best.mean_return
+        """Highest mean return of a target (say so when citing it); of goals, the mean of all."""
+        means = [target.mean_return for target in self.targets]
+        return float(np.mean(means)) if self.task.goals else max(means)
 
     @property
     def normalized_score(self) -> float | None:
@@ -97,8 +78,8 @@ class TaskResult:
         """The returns that 0 and 100 stand for, where known."""
         if self.reference is not None:
             return self.reference.minimum, self.reference.maximum
-        low, high = self.data_returns or (0.0, 0.0)
-        return self.data_returns if high > low else None
+        low, high = self.task.data_returns or (0.0, 0.0)
+        return (low, high) if high > low else None
 
     @property
     def scale(self) -> str | None:
@@ -115,52 +96,72 @@ class TaskResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able document."""
-        worst, best = self.data_returns or (None, None)
+        task = self.task
+        worst, best = task.data_returns or (None, None)
         return {
-            "environment": self.environment,
+            "environment": task.environment,
             "return": self.mean_return,
             "normalized_score": self.normalized_score,
             "scale": self.scale,
             "reference": None if self.reference is None else self.reference.model_dump(),
             "data_worst": worst,
             "data_best": best,
-            "seed": self.seed,
+            "seed": task.seed,
             "episodes": int(self.targets[0].returns.size),
-            "environments": self.environments,
-            "goals": self.goals,
-            "confidence": CONFIDENCE_OF_SHARES if self.goals else CONFIDENCE,
-            "targets": [self._target(target) for target in self.targets],
+            "environments": task.environments,
+            "goals": task.goals,
+            "confidence": CONFIDENCE_OF_SHARES if task.goals else CONFIDENCE,
+            "targets": [self.row(target) for target in self.targets],
         }
 
-    def cells(self, target: TargetResult) -> list[str]:
-        """Return a target's row of the table that is printed."""
-        (low, high), digits = target.ci95, 2 if self.goals else 1
-        return [
-            f"{target.target:,.6g}",
-            f"{target.mean_return:,.{digits}f}",
-            "-" if math.isnan(low) else f"{low:,.{digits}f} .. {high:,.{digits}f}",
-            "-" if math.isnan(target.std) else f"{target.std:,.{digits}f}",
-            score_text(self.normalized(target.mean_return)),
-            f"{target.lengths.mean():,.0f}",
-            str(target.returns.size),
-        ]
-
-    def _target(self, target: TargetResult) -> dict[str, Any]:
+    def row(self, target: TargetResult) -> dict[str, Any]:
+        """Return what is said of a target; of a single episode deviation and interval are NaN."""
+        returns, lengths = target.returns, target.lengths
+        interval = share_interval(returns) if self.task.goals else mean_interval(returns)
         return {
             "target": target.target,
-            "episodes": int(target.returns.size),
+            "episodes": returns.size,
             "return": target.mean_return,
-            "std": target.std,
-            "ci95": target.ci95,
+            "std": float(returns.std(ddof=1)) if returns.size > 1 else math.nan,
+            "ci95": interval,
             "normalized_score": self.normalized(target.mean_return),
-            "normalized_ci95": [self.normalized(end) for end in target.ci95],
-            "min": float(target.returns.min()),
-            "max": float(target.returns.max()),
-            "length_mean": float(target.lengths.mean()),
-            "returns": target.returns.tolist(),
-            "lengths": target.lengths.tolist(),
+            "normalized_ci95": [self.normalized(end) for end in interval],
+            "min": float(returns.min()),
+            "max": float(returns.max()),
+            "length_mean": float(lengths.mean()),
+            "returns": returns.tolist(),
+            "lengths": lengths.tolist(),
             "terminated": target.terminated.tolist(),
         }
+
+    def print(self, console: Console, heading: str) -> None:
+        """Print a table, one row a target."""
+        goals, digits = self.task.goals, 2 if self.task.goals else 1
+        name = f"{self.task.name}: " if self.task.name else ""
+        console.print(f"{name}{heading} in {self.task.environment}", markup=False, highlight=False)
+        cells = []
+        for row in map(self.row, self.targets):
+            low, high = row["ci95"]
+            cells.append(
+                [
+                    f"{row['target']:,.6g}",
+                    f"{row['return']:,.{digits}f}",
+                    "-" if math.isnan(low) else f"{low:,.{digits}f} .. {high:,.{digits}f}",
+                    "-" if math.isnan(row["std"]) else f"{row['std']:,.{digits}f}",
+                    score_text(row["normalized_score"]),
+                    f"{row['length_mean']:,.0f}",
+                    str(row["episodes"]),
+                ]
+            )
+        first = ("task", "success") if goals else ("asked return", "achieved")
+        print_table(console, (*first, *HEADINGS), cells)
+        note = self.reference.note if self.reference is not None else ""
+        if goals:
+            note = f"success over all tasks: {self.mean_return:.2f}"
+        if self.scale == BY_DATA and self.ends is not None:
+            note = "score on the {}: 0 is {:,.6g}, 100 is {:,.6g}".format(BY_DATA, *self.ends)
+        if note:
+            console.print(note, style="dim", markup=False, highlight=False)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -192,9 +193,8 @@ class EvaluationReport(Printed):
 
         A task without a name stands at the top level, named ones in ``tasks``.
         """
-        document: dict[str, Any] = self.tasks[0].to_json()
-        if self.tasks[0].name:
-            document = {"targets": [], "tasks": {t.name: t.to_json() for t in self.tasks}}
+        named = {one.task.name: one.to_json() for one in self.tasks}
+        document = named.get("", {"targets": [], "tasks": named})
         if self.videos:
             document["videos"] = self.videos
         document |= {name: getattr(self, name) for name in ("run", "step", "device", "versions")}
@@ -211,19 +211,7 @@ class EvaluationReport(Printed):
         console = console or Console()
         place = f" at step {self.step:,}" if self.step is not None else ""
         for task in self.tasks:
-            name = f"{task.name}: " if task.name else ""
-            title = f"{name}{self.run or 'policy'}{place} in {task.environment}"
-            console.print(title, markup=False, highlight=False)
-            first = ("task", "success") if task.goals else ("asked return", "achieved")
-            rows = [task.cells(target) for target in task.targets]
-            print_table(console, (*first, *HEADINGS), rows)
-            note = task.reference.note if task.reference is not None else ""
-            if task.goals:
-                note = f"success over all tasks: {task.mean_return:.2f}"
-            if task.ends is not None and task.reference is None:
-                note = "score on the {}: 0 is {:,.6g}, 100 is {:,.6g}".format(BY_DATA, *task.ends)
-            if note:
-                console.print(note, style="dim", markup=False, highlight=False)
+            task.print(console, f"{self.run or 'policy'}{place}")
         if len(self.tasks) > 1:
             count = count_text(len(self.tasks), "task")
             console.print(f"\nmean score of {count}: {score_text(self.normalized_score)}")
@@ -231,9 +219,8 @@ class EvaluationReport(Printed):
 
 def joined(reports: Sequence[EvaluationReport], *, seconds: float) -> EvaluationReport:
     """Return one report of sets of episodes; those of a task lie side by side."""
-    groups = itertools.groupby((report.tasks[0] for report in reports), key=lambda task: task.name)
     tasks = []
-    for _, group in groups:
+    for _, group in itertools.groupby((r.tasks[0] for r in reports), key=lambda one: one.task.name):
         sets = list(group)
         targets = tuple(
             replace(

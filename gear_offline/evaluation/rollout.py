@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, Protocol
@@ -83,9 +83,10 @@ class Episodes:
 class Environments(Closing):
     """`count` environments of one kind in groups that step together; a context manager.
 
-    The slots are dealt out to `processes` workers; 1: they step in this process, as do
-    environments that only this process knows.  `slots` are (count,) records of what each is `todo`
-    (RESET with `seed`, or STEP with `action`), and of what came of it; `groups` are their numbers.
+    The slots are dealt out to `processes` workers, by default to as many as pay off for so many
+    `episodes`; 1: they step in this process, as do environments that only this process knows.
+    `slots` are (count,) records of what each is `todo` (RESET with `seed`, or STEP with `action`),
+    and of what came of it; `groups` are their numbers.
 
     With `goals` an episode is a `task` that the environment numbers, as OGBench's do:
     ``reset(options={"task_id": 1})`` gives ``info["goal"]``, and each step ``info["success"]``,
@@ -93,19 +94,28 @@ class Environments(Closing):
     """
 
     def __init__(
-        self, environment_id: str, count: int, *, processes: int = 1, goals: bool = False
+        self,
+        environment_id: str,
+        count: int,
+        *,
+        episodes: int = 0,
+        processes: int | None = None,
+        goals: bool = False,
     ) -> None:
-        known = known_of(environment_id)
-        processes = min(processes, count) if known is not None else 1
-        split = 2 if count >= SLOTS_FOR_GROUPS else 1
-        self.groups = np.array_split(np.arange(count), split)
         self._workers: list[Worker] = []
+        self._made = [make_environment(environment_id)]  # slot -> environment; one to look at
         with ExitStack() as stack:
-            local = count if processes == 1 else 1  # one to look at
-            self._made = [_made(environment_id, stack) for _ in range(local)]
+            stack.callback(self._close_made)
             self.facts = describe(self._made[0], environment_id)
-            record = _record(self.facts, goals)
-            if processes == 1:
+            self.groups = np.array_split(np.arange(count), 2 if count >= SLOTS_FOR_GROUPS else 1)
+            known, record = known_of(environment_id), _record(self.facts, goals)
+            if processes is None:
+                steps = episodes * (self.facts.step_limit or FALLBACK_MAX_STEPS)
+                few = steps < STEPS_FOR_WORKERS
+                processes = 1 if few else min(usable_cores(), -(-count // SLOTS_OF_A_WORKER))
+            processes = min(processes, count)
+            if processes == 1 or known is None:
+                self._made += [make_environment(environment_id) for _ in range(count - 1)]
                 self.slots = np.zeros(count, record)
             else:
                 # without a name: nothing stays of it when this process is killed
@@ -132,8 +142,7 @@ class Environments(Closing):
         for worker in self._workers_of(group):
             worker.receive()
         if not self._workers:
-            numbers = self.groups[group]
-            _work([self._made[n] for n in numbers], self.slots, numbers, self.facts)
+            _work(self._made, self.slots, self.groups[group], self.facts)
 
     def _workers_of(self, group: int) -> list[Worker]:
         if not self._workers:
@@ -142,12 +151,12 @@ class Environments(Closing):
         busy = slots[self.slots["todo"][slots] != IDLE]
         return [self._workers[number] for number in np.unique(busy % len(self._workers))]
 
+    def _close_made(self) -> None:
+        for environment in self._made:
+            environment.close()
+
     def close(self) -> None:
         self._stack.close()
-
-
-def _made(environment_id: str, stack: ExitStack) -> Any:
-    return stack.enter_context(closing(make_environment(environment_id)))
 
 
 def _record(facts: EnvironmentFacts, goals: bool) -> np.dtype[Any]:
@@ -170,26 +179,26 @@ def _record(facts: EnvironmentFacts, goals: bool) -> np.dtype[Any]:
 
 
 def _work(
-    environments: Sequence[Any],
+    environments: Sequence[Any] | Mapping[int, Any],
     slots: npt.NDArray[Any],
     numbers: Int64Array,
     facts: EnvironmentFacts,
 ) -> None:
-    """Do what slots are to do: environment i is that of the slot ``numbers[i]``."""
+    """Do what the slots `numbers` are to do, each in its environment."""
     todo, observations, actions = slots["todo"], slots["observation"], slots["action"]
     goals = "goal" in (slots.dtype.names or ())
-    for environment, slot in zip(environments, numbers, strict=True):
+    for slot in numbers:
         if todo[slot] == RESET:
             options = {"task_id": int(slots["task"][slot])} if goals else None
             seed = int(slots["seed"][slot])
-            observations[slot], info = environment.reset(seed=seed, options=options)
+            observations[slot], info = environments[slot].reset(seed=seed, options=options)
             if goals:
                 slots["goal"][slot] = _told(info, "goal", facts)
         elif todo[slot] == STEP:
-            # a copy, since an environment may keep it
-            seen, reward, ended, cut, info = environment.step(facts.shaped(actions[slot].copy()))
-            reward = _told(info, "success", facts) if goals else reward
-            observations[slot], slots["reward"][slot] = seen, reward
+            action = facts.shaped(actions[slot].copy())  # an environment may keep it
+            seen, reward, ended, cut, info = environments[slot].step(action)
+            observations[slot] = seen
+            slots["reward"][slot] = _told(info, "success", facts) if goals else reward
             slots["terminated"][slot], slots["truncated"][slot] = ended, cut
 
 
@@ -211,21 +220,13 @@ def step_in_worker(
 ) -> None:
     """Serve `Environments`: a job that ends with its caller."""
     known.learn()
-    with ExitStack() as stack:
-        made = [[_made(environment_id, stack) for _ in group] for group in groups]
-        first = next(group[0] for group in made if group)
-        facts = describe(first, environment_id)
-        slots = np.memmap(path, _record(facts, goals), "r+", shape=(count,)).view(np.ndarray)
-        while True:
-            group = caller.receive()
-            _work(made[group], slots, groups[group], facts)
-            caller.send(None)
-
-
-def processes_for(episodes: int, slots: int, facts: EnvironmentFacts) -> int:
-    """Return how many processes to play in: one where there is little to do."""
-    steps = episodes * (facts.step_limit or FALLBACK_MAX_STEPS)
-    return min(usable_cores(), -(-slots // SLOTS_OF_A_WORKER)) if steps >= STEPS_FOR_WORKERS else 1
+    made = {slot: make_environment(environment_id) for group in groups for slot in group}
+    facts = describe(next(iter(made.values())), environment_id)
+    slots = np.memmap(path, _record(facts, goals), "r+", shape=(count,)).view(np.ndarray)
+    while True:
+        group = caller.receive()
+        _work(made, slots, groups[group], facts)
+        caller.send(None)
 
 
 def play_episodes(
@@ -234,20 +235,17 @@ def play_episodes(
     *,
     seeds: Sequence[int],
     targets: Sequence[float],
-    max_steps: int | None = None,
     keep_actions: int = 0,
     on_episode: Callable[[int], None] = lambda count: None,
 ) -> Episodes:
     """Play episode i with ``seeds[i]`` and ``targets[i]``, for every i, to its end.
 
-    Where the environments have goals, targets are numbers of tasks.
-
-    Episodes are cut after `max_steps`; default: the environment's own limit, or 10,000.
-    Of the first `keep_actions` episodes the actions are kept.  `on_episode` is told how many
-    episodes have ended, whenever some have.
+    Where the environments have goals, targets are numbers of tasks.  Episodes are cut after the
+    environment's own limit, or 10,000 steps.  Of the first `keep_actions` episodes the actions are
+    kept.  `on_episode` is told how many episodes have ended, whenever some have.
     """
     facts, slots = environments.facts, environments.slots
-    limit = max_steps or facts.step_limit or FALLBACK_MAX_STEPS
+    limit = facts.step_limit or FALLBACK_MAX_STEPS
     returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), np.int64)
     terminated = np.zeros(len(seeds), np.bool_)
     asked = np.asarray(targets, np.float64)

@@ -74,7 +74,7 @@ def check_video(path: Path, tasks: Sequence[EvaluationTask]) -> None:
 
 def write_videos(path: Path, report: EvaluationReport, *, quiet: bool = True) -> tuple[Path, ...]:
     """Write the first episode of each asked return; of several tasks ``NAME-TASK.gif`` for each."""
-    paths = _paths(path, [task.name for task in report.tasks])
+    paths = _paths(path, [one.task.name for one in report.tasks])
     for own, task in zip(paths, report.tasks, strict=True):
         with writing(own):
             content = _encoded(task, own.suffix.lower(), quiet)
@@ -89,27 +89,29 @@ def _paths(path: Path, tasks: Sequence[str]) -> tuple[Path, ...]:
     return tuple(path.with_stem(f"{path.stem}-{task}") for task in tasks)
 
 
-def _encoded(task: TaskResult, suffix: str, quiet: bool) -> bytes:
+def _encoded(result: TaskResult, suffix: str, quiet: bool) -> bytes:
     """Return the video of a task as the bytes of a file."""
     import imageio.v2
 
-    with closing(_drawing(task.environment)) as environment:
+    name = result.task.environment
+    with closing(_drawing(name)) as environment:
         rate = float(environment.metadata.get("render_fps") or FRAMES_PER_SECOND)
-        if is_atari(task.environment):
+        if is_atari(name):
             rate /= FRAME_SKIP
         every = max(1, int(np.ceil(rate / FRAMES_PER_SECOND)))
         options: dict[str, Any] = {"duration": 1000 * every / rate, "loop": 0}  # ms a frame, always
         if suffix == ".mp4":
             options = {"fps": rate / every, "macro_block_size": 2}
-        file, total = io.BytesIO(), sum(one.lengths[0] // every + 1 for one in task.targets)
+        file, total = io.BytesIO(), sum(one.lengths[0] // every + 1 for one in result.targets)
         writer: Any = imageio.v2.get_writer(file, format=FORMATS[suffix], mode="I", **options)
-        what = f"draw {task.environment}"
-        with Progress(what, total=total, unit="frames", quiet=quiet) as progress, writer:
-            for target in task.targets:
-                for image in _played(environment, task, target, every):
+        with Progress(f"draw {name}", total=total, unit="frames", quiet=quiet) as progress, writer:
+            for target in result.targets:
+                for frame, text in _played(environment, result.task, target, every):
+                    image = _captioned(frame, text)
                     if suffix == ".gif" and image.width > GIF_WIDTH:
-                        size = GIF_WIDTH, round(image.height * GIF_WIDTH / image.width)
-                        image = image.resize(size)
+                        image = image.resize(
+                            (GIF_WIDTH, round(image.height * GIF_WIDTH / image.width))
+                        )
                     height, width = image.height // 2 * 2, image.width // 2 * 2  # as H.264 wants
                     writer.append_data(np.asarray(image)[:height, :width])
                     progress.advance()
@@ -117,35 +119,38 @@ def _encoded(task: TaskResult, suffix: str, quiet: bool) -> bytes:
 
 
 def _played(
-    environment: Any, task: TaskResult, target: TargetResult, every: int
-) -> Iterator[Image]:
-    """Play the first episode of a target again; give a picture every `every` steps."""
-    from PIL import Image, ImageDraw, ImageFont
-
-    facts, actions, total = describe(environment, task.environment), target.actions, 0.0
-    assert actions is not None, "the evaluation was asked to keep them"
+    environment: Any, task: EvaluationTask, target: TargetResult, every: int
+) -> Iterator[tuple[npt.NDArray[np.uint8], str]]:
+    """Play a target's first episode again; give a frame and its caption every `every` steps."""
+    facts, total = describe(environment, task.environment), 0.0
     options = {"task_id": int(target.target)} if task.goals else None
     environment.reset(seed=task.seed, options=options)
-    for step in range(len(actions) + 1):
+    for step in range(len(target.actions) + 1):
         if step % every == 0:
-            frame = _frame(environment, task.environment)
-            height, width = frame.shape[:2]
-            image = Image.new("RGB", (width, height + CAPTION_HEIGHT))
-            image.paste(Image.fromarray(frame), (0, CAPTION_HEIGHT))
-            font = ImageFont.load_default(max(8, min(16, width // 14)))  # 28 letters half as wide
             text = f"asked {target.target:,.6g}   achieved {total:,.1f}"
             if task.goals:
                 text = f"task {target.target:g}   step {step:,}"
-            ImageDraw.Draw(image).text((4, 2), text, font=font)
-            yield image
-        if step < len(actions):
-            _, reward, _, _, info = environment.step(facts.shaped(actions[step].copy()))
+            yield _frame(environment, task.environment), text
+        if step < len(target.actions):
+            action = facts.shaped(target.actions[step].copy())
+            _, reward, _, _, info = environment.step(action)
             total = float(info["success"]) if task.goals else total + float(reward)
     if total != target.returns[0]:
         what = f"the same seed and actions gave {total:,.6g} and not {target.returns[0]:,.6g}"
         remedy = "an environment that does not repeat itself cannot be shown: seed its random "
         remedy += "numbers in reset"
         raise InputError("ENVIRONMENT", what, task.environment, remedy)
+
+
+def _captioned(frame: npt.NDArray[np.uint8], text: str) -> Image:
+    from PIL import Image, ImageDraw, ImageFont
+
+    height, width = frame.shape[:2]
+    image = Image.new("RGB", (width, height + CAPTION_HEIGHT))
+    image.paste(Image.fromarray(frame), (0, CAPTION_HEIGHT))
+    font = ImageFont.load_default(max(8, min(16, width // 14)))  # 28 letters half as wide
+    ImageDraw.Draw(image).text((4, 2), text, font=font)
+    return image
 
 
 def _drawing(environment_id: str) -> Any:

@@ -95,14 +95,13 @@ def evaluate(
     if video is not None:
         video = given_path(video, "OUTPUT_WRITE", where="video")
         check_video(video, tasks)
-    how = {"keep_actions": video is not None, "quiet": quiet}
     if ray is None:
         where = str(resolve_device(device))
         with torch_threads(trained.recipe.train.threads):
-            report = play_tasks(trained, tasks, where, **how)
+            report = play_tasks(trained, tasks, where, quiet=quiet)
     else:
         with RayPool(ray) as pool:
-            report = play_sets(pool, run, trained, tasks, device, **how)
+            report = play_sets(pool, run, trained, tasks, device, quiet=quiet)
     home = trained.run
     try:
         if video is not None:

@@ -26,7 +26,6 @@ from gear_offline.evaluation.background import (
     play,
     play_checkpoint,
 )
-from gear_offline.evaluation.environments import known_of
 from gear_offline.evaluation.evaluate import tasks_of
 from gear_offline.evaluation.results import summary_text
 from gear_offline.models.multitask import tasks_of_config
@@ -152,7 +151,6 @@ class RunEvaluations:
             run=self._run.path.name,
             step=step,
             tasks=self._tasks,
-            known=tuple(known_of(task.environment) for task in self._tasks),
             device=str(self.plan.device),
             threads=self.plan.threads,
         )
