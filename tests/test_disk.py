@@ -26,7 +26,7 @@ from gear_offline.loaders import rows as rows_module
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.tables import disk, window_reader
 from gear_offline.tables.disk import share_out
-from gear_offline.tables.read_plan import Job, Needs, ReadPlan
+from gear_offline.tables.read_ahead import Job, ReadPlan
 from tests.support import failing_code, hopper_columns, make_dataset, run_python
 from tests.test_gather import random_column
 from tests.test_loader import same, take
@@ -174,8 +174,9 @@ def test_position_moves_as_with_a_table(dataset: Dataset) -> None:
         assert all(same(a, b) for a, b in zip(later, take(loader, 30), strict=True))
 
 
-def test_more_memory_reads_less(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, counts = os.preadv, list[int]()
+def test_more_memory_reads_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, real, counts = make_dataset(tmp_path, [500] * 20), os.preadv, list[int]()
+    monkeypatch.setattr(disk, "CHUNK_BYTES", 2 << 20)
 
     def preadv(*arguments: Any) -> int:
         counts.append(real(*arguments))
@@ -183,10 +184,10 @@ def test_more_memory_reads_less(dataset: Dataset, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(os, "preadv", preadv)
     read_bytes = []
-    for more in (0, 400_000):
-        with on_disk(dataset, more=more, **OPTIONS) as loader:
+    for more in (0, 2_000_000):
+        with on_disk(made, more=more, **OPTIONS) as loader:
             counts.clear()
-            take(loader, 200)
+            take(loader, 400)
         read_bytes.append(sum(counts))
     least, ample = read_bytes
     assert least > 2 * ample > 0
@@ -433,13 +434,14 @@ def low_of(step: int, batch: int) -> list[int]:
     return [int(n) for n in np.random.default_rng(step).integers(0, STEPS, batch)]
 
 
-def make(batch: int, slots: int, depth: int, horizon: int, chunk: int) -> ReadPlan:
-    def needs(first_step: int, steps: int) -> Needs:
+def make(batch: int, slots: int, depth: int, horizon: int, sweep: int) -> ReadPlan:
+    def needs(first_step: int, steps: int) -> Any:
         low = np.array([low_of(s, batch) for s in range(first_step, first_step + steps)]).ravel()
-        real = np.minimum(SPAN, STEPS - low)
-        return Needs(low=low, real=real, chunk=low // chunk, before=low % 3)
+        return low, np.minimum(SPAN, STEPS - low), low % 3
 
-    return ReadPlan(needs, batch=batch, slots=slots, depth=depth, horizon=horizon)
+    return ReadPlan(
+        needs, batch=batch, slots=slots, depth=depth, horizon=horizon, sweep_steps=sweep
+    )
 
 
 def extend(plan: ReadPlan) -> None:
@@ -452,17 +454,16 @@ def extend(plan: ReadPlan) -> None:
 @given(
     batch=st.integers(1, 4),
     room=st.integers(0, 10),
-    chunk=st.integers(1, 30),
+    sweep=st.integers(1, 80),
     parallel=st.integers(1, 5),
-    most=st.integers(1, 4),
     moves=st.lists(st.integers(0, 40), max_size=12),
 )
 def test_it_always_goes_on(
-    batch: int, room: int, chunk: int, parallel: int, most: int, moves: list[int]
+    batch: int, room: int, sweep: int, parallel: int, moves: list[int]
 ) -> None:
     """With several reads under way, across jumps to any step, with as little room as there is."""
     slots = 2 * batch + room
-    plan = make(batch, slots, min(4 * batch, slots), 5 * slots, chunk)
+    plan = make(batch, slots, min(4 * batch, slots), 2 * slots, sweep)
     step, under_way, content = 0, list[Job](), dict[int, int]()  # slot to what was read into it
     for wanted in [*moves, 1000]:
         if wanted != step:
@@ -470,12 +471,12 @@ def test_it_always_goes_on(
         for step in range(wanted, wanted + 3):
             for _ in range(10_000):
                 extend(plan)
-                while len(under_way) < parallel and (job := plan.next_job(most)) is not None:
+                while len(under_way) < parallel and (job := plan.next_job()) is not None:
                     under_way.append(job)
                 if (found := plan.ready_windows(step, 1)) is not None:
                     expected = [step * batch + i for i in range(batch)]
-                    assert [content[slot] for slot in found.slots.tolist()] == expected
-                    assert found.low.tolist() == low_of(step, batch)
+                    assert [content[slot] for slot in found[0].tolist()] == expected
+                    assert found[1].tolist() == low_of(step, batch)
                     break
                 assert under_way, "nothing is being read and the step is not there"
                 job, at = under_way[0], under_way.pop(0).places
@@ -491,17 +492,14 @@ def test_it_always_goes_on(
         step = wanted + 3
 
 
-def test_one_read_serves_all_windows_of_its_chunk() -> None:
-    """Far fewer chunks are read than windows are used, about 2 S / n of them for each."""
-    batch, slots, chunk = 4, 200, 10
-    plan = make(batch, slots, 8, 340, chunk)
-    jobs = 0
+def test_one_sweep_serves_more_windows_than_there_are_slots() -> None:
+    batch, slots = 4, 200
+    plan, passed = make(batch, slots, 24, 320, 10), 0
     for step in range(1000):
-        while plan.ready_windows(step, 1) is None:
-            extend(plan)
-            job = plan.next_job(1)
-            assert job is not None
+        extend(plan)
+        while (job := plan.next_job()) is not None:
             plan.finish(job)
-            jobs += 1
+            passed += int(np.ptp(job.places.low)) if step >= 200 else 0
+        assert plan.ready_windows(step, 1) is not None
         plan.move(step + 1)
-    assert 4000 / jobs > 0.6 * 340 / 6
+    assert 800 * batch / (passed / STEPS) > 1.2 * slots

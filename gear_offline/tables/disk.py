@@ -1,8 +1,8 @@
 """Rows that stay in the shards: batches through a bounded memory that is filled ahead of use.
 
 The memory is slots of one window each, `H + K` rows of every column in its source dtype; the gather
-is that of a table in memory whose rows lie in another order.  What is read when is planned by
-`gear_offline.tables.read_plan`, read by `read_ahead` and `window_reader`.
+is that of a table in memory whose rows lie in another order.  `gear_offline.tables.read_ahead` says
+what is read when, `window_reader` how.
 
 Shape legend: N steps, E episodes, K steps of a window, H rows of history in front of it, B windows
 of a batch, S slots.
@@ -11,7 +11,7 @@ of a batch, S slots.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,12 +28,12 @@ from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import Stream
 from gear_offline.tables.disk_columns import SlotColumn, load_columns, slot_columns
 from gear_offline.tables.joint import TableData, parts_of
-from gear_offline.tables.read_ahead import ReadAhead
-from gear_offline.tables.read_plan import REFERENCE_BYTES, Needs, Places, ReadPlan
+from gear_offline.tables.read_ahead import REFERENCE_BYTES, Needs, ReadAhead, ReadPlan
 from gear_offline.tables.table import Table, TableOptions
 from gear_offline.tables.window_reader import (
     COPY_BYTES,
     GAP_BYTES,
+    Places,
     WindowReader,
     chunk_bytes,
     margin_bytes,
@@ -47,8 +47,9 @@ BUFFER_SHARE = 8  # its buffers take at most the budget over this
 RESIDENT_SHARE = 32  # a column that takes at most the budget over this is kept in memory whole
 OUTPUT_SHARE = 128  # a block of batches takes at most the budget over this, or one batch
 OUTPUT_BLOCKS = 4  # the one handed out, the next, and two that may be in use
-COVERAGE_SHARE = 0.85  # measured: 0.8 to 0.95 are alike, 1.1 reads twice as much
-HORIZON = 4  # references known for each slot, at most
+MOST_DEPTH = 32768  # references that must be here before any other
+HORIZON = 1.6  # references known for each slot: of more, some are due before the sweep comes by
+KNOWN = 2  # of them for each slot at most, the part that was drawn last included
 INDEX_BYTES = 284  # an episode: offset, length, return, ends, and the guide of a sampler
 CONVERSION_FACTOR = 8  # bytes in passing for each byte of float32 that is cast or normalised
 
@@ -62,8 +63,8 @@ class DiskSizes:
     chunks: int  # that a thread reads at a time
     threads: int
     output_bytes: int  # of one block of batches
-    depth: int  # references that are read ahead for their own sake
-    horizon: int  # references that are kept from a chunk that is read
+    depth: int  # references that are read by themselves if they must
+    horizon: int  # references that are known ahead
     resident: tuple[bool, ...]  # which columns are in memory whole
 
 
@@ -89,7 +90,7 @@ def share_out(
     kept = [(steps + 2 * rows) * nbytes for nbytes in row_bytes]
     small = [n <= budget_bytes // RESIDENT_SHARE and c != widest for c, n in enumerate(kept)]
     resident = [one or other for one, other in zip(in_memory, small, strict=True)]
-    slot_bytes = rows * sum(row_bytes) + HORIZON * REFERENCE_BYTES + 8
+    slot_bytes = rows * sum(row_bytes) + KNOWN * REFERENCE_BYTES + 8
     output_bytes = max(batch_bytes, budget_bytes // OUTPUT_SHARE)
     room = budget_bytes // BUFFER_SHARE
     for least in (False, True):  # in comfort, or what two batches need and no more
@@ -121,11 +122,7 @@ def share_out(
             "batch_size or context_length smaller",
         )
     slots = min(slots, max(16 * batch, 2 * -(-steps // rows)))  # beyond, nothing is gained
-    # If each of n chunks is read when its windows run out, and then kept for T references, memory
-    # holds T**2 / (2 (T + n)) windows.  Solved for S, less a share for chance: with too long a T
-    # there is no room for a chunk when it is read.
-    root = (slots * slots + 2 * slots * steps / chunk_steps) ** 0.5
-    depth = min(max(4 * batch, slots // 8), slots)
+    depth = min(max(4 * batch, min(slots // 8, MOST_DEPTH)), slots)
     return DiskSizes(
         slots=slots,
         chunk_steps=chunk_steps,
@@ -133,7 +130,7 @@ def share_out(
         threads=threads,
         output_bytes=output_bytes,
         depth=depth,
-        horizon=max(min(int(COVERAGE_SHARE * (slots + root)), HORIZON * slots), depth),
+        horizon=max(int(HORIZON * slots), depth),
         resident=tuple(resident),
     )
 
@@ -164,11 +161,12 @@ class DiskGather:
             episodes=dataset.episodes, groups=self._slots.groups, margin=options.margin
         )
         plan = ReadPlan(
-            _needs(dataset.episodes, stream, self._windows, options),
+            _needs(dataset.episodes, stream, options),
             batch=stream.rank_batch,
             slots=self.sizes.slots,
             depth=self.sizes.depth,
             horizon=self.sizes.horizon,
+            sweep_steps=self.sizes.chunk_steps * self.sizes.chunks,
         )
         self._rank_batch, self._span = stream.rank_batch, options.context_length
         self._ahead = ReadAhead(
@@ -183,16 +181,16 @@ class DiskGather:
         The next call is best for as many steps that follow; any other order costs the windows that
         were read ahead.
         """
-        ready = self._ahead.take(first_step, steps)
+        slots, low = self._ahead.take(first_step, steps)
         shape, index = (steps, self._rank_batch), self.table.episodes
-        episodes = index.offsets.searchsorted(ready.low, side="right") - 1
+        episodes = index.offsets.searchsorted(low, side="right") - 1
         # As they were drawn when the plan was made; no gather asks for the probability.
         segments = Segments(
             episodes=episodes.reshape(shape),
-            starts=(ready.low - index.offsets[episodes]).reshape(shape),
+            starts=(low - index.offsets[episodes]).reshape(shape),
             probability=np.broadcast_to(np.float64(0), shape),
         )
-        windows = self._slots.gather(segments, ready.slots)
+        windows = self._slots.gather(segments, slots)
         self._ahead.move(first_step + steps)
         return windows
 
@@ -306,21 +304,14 @@ def _open_reader(
     )
 
 
-def _needs(
-    episodes: EpisodeIndex, stream: Stream, windows: WindowReader, options: TableOptions
-) -> Callable[[int, int], Needs]:
+def _needs(episodes: EpisodeIndex, stream: Stream, options: TableOptions) -> Needs:
     """Return the function that names the windows of steps; it refers to no gather or loader."""
     span, history = options.context_length, options.frame_stack - 1
 
-    def needs(first_step: int, steps: int) -> Needs:
+    def needs(first_step: int, steps: int) -> tuple[Int64Array, Int64Array, Int64Array]:
         drawn = stream.segments(first_step, steps)
         episode, starts = drawn.episodes.reshape(-1), drawn.starts.reshape(-1)
-        low = episodes.offsets[episode] + starts
-        return Needs(
-            low=low,
-            real=np.minimum(episodes.lengths[episode] - starts, span),
-            chunk=windows.chunk_of(low),
-            before=np.minimum(starts, history),
-        )
+        real = np.minimum(episodes.lengths[episode] - starts, span)
+        return episodes.offsets[episode] + starts, real, np.minimum(starts, history)
 
     return needs

@@ -17,6 +17,7 @@ import fcntl
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -26,12 +27,25 @@ from gear_offline.core.types import Array, Int64Array, UInt8Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.shard import damaged
 from gear_offline.tables.disk_columns import DiskColumn
-from gear_offline.tables.read_plan import Places
 
 PAGE_BYTES = 4096  # offsets, sizes and addresses of direct reads are multiples of this
 GAP_BYTES = 64 << 10  # a read takes about as long as this many bytes more: see docs/dev/log.md
 SLICE_BYTES = 4 << 10  # windows from this size on are copied one by one
 COPY_BYTES = 256 << 10  # of smaller ones, copied together
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Places:
+    """Windows in the order of their first steps, (n,) int64 each, and their slots."""
+
+    low: Int64Array  # first step of the window in the table
+    real: Int64Array  # steps that it has
+    before: Int64Array  # steps of the episode in front of it that are wanted too, for stacks
+    slots: Int64Array
+
+    def part(self, begin: int, end: int) -> Places:
+        """Return windows `begin` to `end`."""
+        return Places(**{name: values[begin:end] for name, values in vars(self).items()})
 
 
 def pages(nbytes: int) -> int:
@@ -87,7 +101,7 @@ class WindowReader:
         self._shards = [(d, number) for d in datasets for number in range(len(d.identities))]
         self._history, self._rows = history, history + span
         self._first_steps, self._part_of = first_steps, part_of
-        self._chunk_steps, self.chunks = chunk_steps, chunks
+        self._chunk_steps, self._chunks = chunk_steps, chunks
         self._chunk_firsts = np.cumsum([0, *(-(-np.diff(first_steps) // chunk_steps))])
         read = [column for column in columns if column.rows is None]
         widest = [max(column.row_bytes, int(column.stored_bytes.max())) for column in read]
@@ -102,7 +116,7 @@ class WindowReader:
         begin = -memory.ctypes.data % PAGE_BYTES
         return memory[begin : begin + self._buffer_bytes]
 
-    def chunk_of(self, low: Int64Array) -> Int64Array:
+    def _chunk_of(self, low: Int64Array) -> Int64Array:
         """Return the chunk in which each step lies; a chunk lies in one shard."""
         shard = self._first_steps.searchsorted(low, side="right") - 1
         chunk: Int64Array = self._chunk_firsts[shard]
@@ -116,8 +130,8 @@ class WindowReader:
         void, of each column; row H is a window's first step; what lies around the window's rows,
         and its history where the column has one, is any.  The buffer is used for nothing else.
         """
-        border = np.flatnonzero(np.diff(self.chunk_of(places.low))) + 1
-        cuts = [0, *border[self.chunks - 1 :: self.chunks].tolist(), len(places.low)]
+        border = np.flatnonzero(np.diff(self._chunk_of(places.low))) + 1
+        cuts = [0, *border[self._chunks - 1 :: self._chunks].tolist(), len(places.low)]
         for begin, end in pairwise(cuts):
             self._read_together(places.part(begin, end), targets, buffer)
 
@@ -126,7 +140,7 @@ class WindowReader:
         shard = self._first_steps.searchsorted(low, side="right") - 1
         other = shard[1:] != shard[:-1]
         # A chunk's part of the buffer has no room for what lies between it and the next one.
-        inside = np.diff(self.chunk_of(low)) == 0
+        inside = np.diff(self._chunk_of(low)) == 0
         reads: list[tuple[Int64Array, ...]] = []  # file, begin, end and place in the buffer of each
         starts: list[Int64Array | None] = []  # where in the buffer step 0 of the table would be
         at = self._margin
