@@ -52,12 +52,6 @@ class Blind(Counted):
         return np.full(2, np.nan), reward, ended, cut, facts
 
 
-class Nested(Counted):
-    """Observations that no Decision Transformer of ours reads."""
-
-    observation_space = gymnasium.spaces.Dict({"a": Counted.observation_space})  # type: ignore[assignment]
-
-
 class Square(Counted):
     """Actions of two by two; pays their sum."""
 
@@ -68,7 +62,7 @@ class Square(Counted):
         return seen, float(action.sum()), True, False, facts
 
 
-for made in (Counted, Endless, Broken, Blind, Nested, Square):
+for made in (Counted, Endless, Broken, Blind, Square):
     entry = f"tests.evaluation_support:{made.__name__}"
     gymnasium.register(id=f"GearTest/{made.__name__}-v0", entry_point=entry)
 

@@ -1,8 +1,10 @@
-"""The benchmarks run, their documents are JSON, and their peers hand out the same windows."""
+"""The benchmarks run and print JSON; peers hand out the same windows; verdicts can fail."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,11 @@ import pytest
 
 import benchmarks.__main__ as command
 from benchmarks import common, loader_peers
+from benchmarks.parity import OURS, RELEASED, PaperSampling, Settings, compare
+from benchmarks.quality import measure, parse, table
+from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.loader import GearLoader
+from tests.support import make_dataset
 
 ON_A_CPU = ("loader", "load", "select")  # of a few seconds
 
@@ -57,3 +63,101 @@ def test_the_numpy_peer_gathers_what_the_loader_does() -> None:
         for name, field in zip(names, fields, strict=True):
             mine = getattr(batch, name).numpy()
             np.testing.assert_allclose(field.numpy().reshape(mine.shape), mine, rtol=1e-6)
+
+
+LENGTHS = (9, 2, 6)
+SETTINGS = Settings(
+    steps=2,
+    batch_size=8,
+    context_length=4,
+    hidden_size=8,
+    layers=1,
+    learning_rate=1e-2,
+    warmup_steps=1,
+)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return make_dataset(tmp_path_factory.mktemp("parity"), LENGTHS)
+
+
+def test_windows_of_the_paper_are_those_of_the_loader_on_real_steps(dataset: Dataset) -> None:
+    paper = PaperSampling(dataset, SETTINGS, seed=0)
+    loader = GearLoader(
+        dataset,
+        batch_size=8,
+        context_length=4,
+        returns_scale=SETTINGS.returns_scale,
+        normalize_states=True,
+        padding="left",
+        device="cpu",
+    )
+    padded = 0
+    for step in range(10):
+        batch = loader.batch_at(step)
+        for row, (episode, start) in enumerate(batch.segments.tolist()):
+            theirs = paper._window(episode, start)
+            real = theirs["attention_mask"] > 0
+            padded += int((~real).sum())
+            for name, values in theirs.items():
+                ours = batch.model_inputs()[name][row].numpy()
+                np.testing.assert_allclose(
+                    ours[real], values[real], rtol=1e-5, atol=1e-6, err_msg=name
+                )
+            assert (theirs["actions"][~real] == -10.0).all()
+    assert padded > 0
+
+
+def test_trajectories_are_drawn_by_length(dataset: Dataset) -> None:
+    batch = PaperSampling(dataset, SETTINGS, seed=0).batch(4000)
+    lengths = batch["attention_mask"].sum(1).numpy()
+    # uniform over the 17 steps: a window is cut short at the last 3 starts of each episode
+    expected = {1: 3 / 17, 2: 3 / 17, 3: 2 / 17, 4: 9 / 17}
+    for length, share in expected.items():
+        deviation = (share * (1 - share) / 4000) ** 0.5
+        assert abs(float((lengths == length).mean()) - share) < 5 * deviation, length
+
+
+def test_verdict_tells_noise_from_a_difference() -> None:
+    theirs = [1.0, 2.0, 3.0]
+    assert compare([1.1, 1.9, 3.05], theirs)["within_seed_noise"] is True
+    assert compare([1.5, 2.5, 3.49], theirs)["within_seed_noise"] is False
+    assert compare([1.0], [2.0])["within_seed_noise"] is None
+    # 30 pairs: t(29) = 2.04523
+    many = np.tile([0.0, 2.0], 15)
+    low, high = compare(many, np.zeros(30))["interval"]
+    half = 2.04523 * (30 / 29) ** 0.5 / 30**0.5
+    assert (low, high) == pytest.approx((1 - half, 1 + half), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    folder = tmp_path_factory.mktemp("quality")
+    small = replace(SETTINGS, steps=3, learning_rate=1e-4)
+    data = make_dataset(folder, (30, 25, 40)).path
+    words = [str(data), "--steps", "3", "--seeds", "2", "--episodes", "0"]
+    words += ["--work", str(folder / "work"), "--out", str(folder / "found")]
+    words += ["--recipe", "train.threads=1", "train.log_every=1", "model.hidden_size=8"]
+    words += ["model.layers=1", "loader.batch_size=8", "loader.context_length=4"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.quality.settings_of", lambda options: small)
+        patch.setattr("gear_offline.runs.report.write_report", lambda run, **_: Path(run))
+        return measure(parse(words)), folder
+
+
+def test_both_learners_are_measured(measured: tuple[dict[str, Any], Path]) -> None:
+    document, folder = measured
+    (found,) = document["datasets"].values()
+    for kind in (OURS, RELEASED):
+        assert [one["seed"] for one in found["runs"][kind]] == [0, 1]
+        assert all(one["seconds"] > 0 for one in found["runs"][kind])
+        assert document["steps_per_second_alone"][kind] > 0
+    # three steps at a tiny rate from the same weights: nearly the same loss, but not the same
+    pairs = zip(found["runs"][OURS], found["runs"][RELEASED], strict=True)
+    for ours, theirs in pairs:
+        assert ours["probe_loss"] == pytest.approx(theirs["probe_loss"], rel=0.01)
+        assert ours["probe_loss"] != theirs["probe_loss"]
+    assert json.loads((folder / "found.json").read_text()) == document
+    assert (folder / "found.md").read_text() == table(document)
+    assert document["settings"]["steps"] == 3 and document["settings"]["warmup_steps"] == 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +18,7 @@ from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import peers
 from gear_offline.errors import GearError, InputError
 from gear_offline.runs.loop import train
+from gear_offline.training.learner import Learner
 from tests.ranks_support import environment, launch, ranks_recipe
 from tests.support import make_dataset, write_hdf5
 from tests.training_support import measured
@@ -42,8 +46,8 @@ def test_other_errors_stay_what_they_are(error: Exception) -> None:
 
 
 def trained(ranks: int, *arguments: str) -> str:
-    """Run the child with so many ranks; return what they said."""
-    return launch(ranks, "-m", "tests.parallel_child", *arguments, restarts=1).stderr
+    """Train with so many ranks of `one_rank`; return what they said."""
+    return launch(ranks, "-m", "tests.test_parallel_training", *arguments, restarts=1).stderr
 
 
 SLOW = """
@@ -101,3 +105,23 @@ def test_ranks_learn_what_one_process_learns(dataset: Dataset, tmp_path: Path) -
     assert [record["step"] for record in several] == [5, 10, 15, 20, 25, 30]
     for mine, theirs in zip(several, one, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+def one_rank(recipe: str, out: str, steps: str, kill_at: str) -> None:
+    """Train as one of several ranks, which torchrun has started; rank 1 is once killed."""
+    advance, mark = Learner.advance, Path(out).with_suffix(".killed")
+
+    def dangerous(self: Learner) -> None:
+        advance(self)
+        due = self.step == int(kill_at) and os.environ["RANK"] == "1"
+        if due and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Learner.advance = dangerous  # type: ignore[method-assign]
+    train(load_recipe(recipe, [f"train.steps={steps}"]), out=Path(out), resume=True)
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(150, exit=True)  # shows where a rank hangs
+    one_rank(*sys.argv[1:])

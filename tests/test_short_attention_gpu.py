@@ -16,9 +16,11 @@ from gear_offline.kernels.short_attention import (
     packed_attention_reference,
     supports_packed,
 )
+from gear_offline.loaders.batch import join_batches
+from gear_offline.models.stacked import StackedModels
 from tests.gpu_support import BF16, INDUCTOR, ON_GPU
 from tests.model_support import make
-from tests.stack_support import compiled_stack
+from tests.test_stacked_models import make_batch, make_model
 
 pytestmark = ON_GPU
 # groups, windows of each, tokens, heads, elements of a head
@@ -211,3 +213,26 @@ def test_compiled_gradients_use_the_same_draws(recompute: bool) -> None:
         torch.testing.assert_close(mine.grad.float(), plain.grad, **BF16)
         drawn.add(int(seeds))
     assert len(drawn) == 2
+
+
+def compiled_stack(
+    bias: str,
+    *,
+    count: int,
+    windows: int,
+    width: int,
+    precision: torch.dtype | None = torch.bfloat16,
+    device: str = "cuda",
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return losses and gradients of fresh models whose blocks have random biases of one kind."""
+    batch = join_batches([make_batch(seed, windows) for seed in range(count)]).to(device)
+    models: list[Any] = [make_model(seed, hidden_size=width) for seed in range(count)]
+    for model in models:
+        model.to(device)
+        for block in model.encoder.h:
+            torch.nn.init.normal_(block.get_parameter(bias))
+    stacked = StackedModels(models, precision=precision)
+    losses: Tensor = torch.compile(stacked.losses, dynamic=False)(batch)
+    losses.sum().backward()
+    found = {name: p.grad for name, p in stacked.named_parameters() if p.grad is not None}
+    return losses.detach(), found
