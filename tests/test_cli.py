@@ -21,7 +21,6 @@ import typer
 
 import gear_offline.__main__ as command
 from gear_offline.cli import main as cli
-from gear_offline.cli.values import parse_count, parse_list, parse_numbers, parse_shares, parse_size
 from gear_offline.config.files import recipe_paths
 from gear_offline.errors import GearError
 from tests.hdf5_files import write
@@ -298,37 +297,38 @@ def test_the_demo_is_commands_there_are(tmp_path: Path) -> None:
         commands()[name].make_context(name, words, resilient_parsing=False).close()
 
 
-VALUES: list[tuple[Any, str, Any]] = [
-    (parse_size, "1048576", 1 << 20),
-    (parse_size, "256MiB", 256 << 20),
-    (parse_size, "2GB", 2 * 10**9),
-    (parse_size, "0.5 GiB", 1 << 29),
-    (parse_count, "100000", 10**5),
-    (parse_count, "1e5", 10**5),
-    (parse_count, "2.5E4", 25_000),
-    (parse_count, "1_000", 1000),
-    (parse_list, " rewards, actions,", ["rewards", "actions"]),
-    (parse_numbers, "3600, -1.5", [3600.0, -1.5]),
-    (parse_shares, "level:0.5=1, expert = 2", {"level:0.5": 1.0, "expert": 2.0}),
-]
-WRONG: list[tuple[Any, tuple[str, ...]]] = [
-    (parse_size, ("", "MiB", "-1", "0", "1XB", "1e400", "nan")),
-    (parse_list, ("", ",", " , ,")),
-    (parse_numbers, ("", ",", "3600,many")),
-    (parse_shares, ("", ",", "replay", "replay=much", "replay=1,replay=2")),
-    (parse_count, ("", "1.5", "1e-3", "0", "-3", "many", "nan", "inf", "1e30", "9" * 5000)),
-]
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ("convert a b --shard-size 1048576", "shard_bytes", 1 << 20),
+        ("convert a b --shard-size 256MiB", "shard_bytes", 256 << 20),
+        ("convert a b --shard-size 2GB", "shard_bytes", 2 * 10**9),
+        ("convert a b --shard-size '0.5 GiB'", "shard_bytes", 1 << 29),
+        ("convert a b --columns ' rewards, actions,'", "columns", ["rewards", "actions"]),
+        ("collect a b --steps 2.5E4", "steps", 25_000),
+        ("collect a b --steps 1_000", "steps", 1000),
+        ("collect a b --mix 'level:0.5=1, expert = 2'", "mix", {"level:0.5": 1.0, "expert": 2.0}),
+        ("evaluate a --targets '3600, -1.5'", "targets", [3600.0, -1.5]),
+    ],
+)
+def test_values_of_options(words: str, name: str, value: Any) -> None:
+    command, *rest = shlex.split(words)
+    with commands()[command].make_context(command, rest) as context:
+        assert context.params[name] == value
 
 
-@pytest.mark.parametrize(("parse", "text", "value"), VALUES)
-def test_values_of_options(parse: Any, text: str, value: Any) -> None:
-    assert parse(text) == value
+WRONG = {
+    "convert a b --shard-size": ("MiB", "-1", "0", "1XB", "1e400", "nan"),
+    "convert a b --columns": ("", " , ,"),
+    "collect a b --mix": ("replay", "replay=much", "replay=1,replay=2"),
+    "collect a b --steps": ("1.5", "1e-3", "0", "many", "nan", "inf", "1e30", "9" * 5000),
+    "evaluate a --targets": (",", "3600,many"),
+}
 
 
-@pytest.mark.parametrize(("parse", "text"), [(parse, t) for parse, texts in WRONG for t in texts])
-def test_values_that_are_none(parse: Any, text: str) -> None:
-    with pytest.raises(typer.BadParameter):
-        parse(text)
+@pytest.mark.parametrize(("words", "text"), [(w, text) for w in WRONG for text in WRONG[w]])
+def test_values_that_are_none(words: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, *words.split(), text).startswith("error[USAGE]: ")
 
 
 @pytest.mark.parametrize("words", ["recipes ls --json", "--help"])

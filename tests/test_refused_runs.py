@@ -91,23 +91,6 @@ def test_a_run_whose_records_are_damaged_is_left_as_it_was(
     assert not (run / "checkpoints" / ".partial-step-00000009").exists()
 
 
-def test_a_false_start_stays_until_another_run_begins(data: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    train(tiny_recipe(data, "train.steps=5"), out=run, quiet=True)
-    for place in (run / "checkpoints").iterdir():
-        place.rename(tmp_path / place.name)
-    before = content(run)
-    for code, changes in REFUSED:
-        assert refusal(data, run, *changes) == code
-        assert content(run) == before
-    (run / "metrics.jsonl").write_text("damaged\n")
-    before = content(run)
-    assert refusal(data, run, resume=True) == "RUN_DAMAGED"
-    assert content(run) == before
-    train(tiny_recipe(data, "train.steps=5"), out=run, quiet=True)
-    assert "damaged" not in (run / "metrics.jsonl").read_text()
-
-
 def test_an_option_that_is_no_argument_is_told_with_the_way_to_give_it(tmp_path: Path) -> None:
     unknown: dict[str, Any] = {"steps": 5}
     with one_error("USAGE", r"'steps'; .* go\.train\('smoke', \{'train\.steps': \.\.\.\}\)"):

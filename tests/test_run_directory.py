@@ -27,7 +27,7 @@ def test_a_run_is_not_begun_twice(tmp_path: Path) -> None:
     with RunDirectory(path) as run:
         run.begin(load_recipe("paper"), step=0)
         assert load_recipe(run.recipe_path) == load_recipe("paper") == load_recipe(path)
-        assert code_of(path, resume=False) == "RUN_LOCKED"
+        assert code_of(path, resume=True) == "RUN_LOCKED"
     (path / "checkpoints" / "step-00000010").mkdir(parents=True)
     assert code_of(path, resume=False) == "OUTPUT_EXISTS"
     assert code_of(path, resume=True) == ""
@@ -40,22 +40,6 @@ def test_an_empty_or_just_begun_directory_may_be_used(tmp_path: Path) -> None:
     assert code_of(tmp_path, resume=False) == "", "killed before it wrote anything"
 
 
-def test_a_run_without_a_checkpoint_may_be_begun_again(tmp_path: Path) -> None:
-    """Else a mistake that shows at step 3 would block the run's name."""
-    with RunDirectory(tmp_path) as run:
-        run.begin(load_recipe("paper"), step=0)
-        (run.path / "metrics.jsonl").write_text("{}")
-    assert code_of(tmp_path, resume=False) == ""
-    assert (tmp_path / "metrics.jsonl").exists(), "this one has not begun either"
-    with RunDirectory(tmp_path) as run:
-        run.begin(load_recipe("paper"), step=0)
-    assert not (tmp_path / "metrics.jsonl").exists()
-    with RunDirectory(tmp_path) as run:
-        run.begin(load_recipe("paper"), step=0)
-    (tmp_path / "notes.txt").write_text("mine")
-    assert code_of(tmp_path, resume=False) == "OUTPUT_EXISTS", "somebody's file is there"
-
-
 def test_foreign_directories_and_files_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     assert code_of(tmp_path, resume=False) == "OUTPUT_EXISTS"
@@ -66,7 +50,6 @@ def test_foreign_directories_and_files_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_a_recipe_of_the_users_is_no_run(tmp_path: Path) -> None:
-    """Its recipe was replaced, and its plots were removed as those of a false start."""
     (tmp_path / "recipe.yaml").write_text("base: paper  # mine")
     (tmp_path / "plots").mkdir()
     assert code_of(tmp_path, resume=False) == "OUTPUT_EXISTS"

@@ -115,16 +115,9 @@ def check_place(path: Path, *, resume: bool) -> None:
             what = f"{name} is not the run's own, but a link or a device"
             remedy = f"put what it stands for there, or remove {path / name}"
             raise InputError("RUN_DAMAGED", what, str(path), remedy)
-    if not resume and not _is_false_start(path):
+    if not resume:
         remedy = "go on with --resume, or train into another directory (--out, name=, seed=)"
         raise InputError("OUTPUT_EXISTS", "there is a run already", str(path), remedy)
-
-
-def _is_false_start(path: Path) -> bool:
-    """Whether this is a run that ended before its first checkpoint: nothing can go on there."""
-    content = set(os.listdir(path)) if path.is_dir() else set()
-    is_known = content <= {*NEGLIGIBLE, *OWN_FILES, *OWN_FOLDERS} and "recipe.yaml" in content
-    return is_known and not list_checkpoints(path / "checkpoints")
 
 
 class RunDirectory(HeldDirectory):
@@ -143,16 +136,11 @@ class RunDirectory(HeldDirectory):
         except InputError:
             self.close()
             raise
-        self.begins_anew = not resume and _is_false_start(path)  # it goes with the first change
         self.recipe_path = path / "recipe.yaml"
         self.checkpoints_path = path / "checkpoints"
 
     def begin(self, recipe: Recipe, *, step: int) -> None:
-        """Make the run's first changes: store its recipe, remove what will be done again.
-
-        What a false start left goes, or what came after the checkpoint of `step`.
-        """
-        self._clear()
+        """Make the run's first changes: store its recipe, remove what comes after `step`."""
         truncate_records(self.path, last_step=step)  # it may refuse the run
         write_file(self.recipe_path, recipe.to_yaml().encode())
         remove_leftovers(self.checkpoints_path)
@@ -162,7 +150,6 @@ class RunDirectory(HeldDirectory):
 
     def branch(self, recipe: Recipe, start: Path) -> Path:
         """Make this the run of the checkpoint `start` as it was then; `begin` cuts its records."""
-        self._clear()
         write_file(self.recipe_path, recipe.to_yaml().encode())
         for name in ("metrics.jsonl", "evaluations.jsonl"):
             if (start.parents[1] / name).is_file():
@@ -171,14 +158,3 @@ class RunDirectory(HeldDirectory):
         remove_leftovers(self.checkpoints_path)
         shutil.copytree(start, partial)
         return partial.rename(self.checkpoints_path / start.name)
-
-    def _clear(self) -> None:
-        """Remove a false start."""
-        if not self.begins_anew:
-            return
-        for name in OWN_FOLDERS:
-            if (self.path / name).is_dir():
-                shutil.rmtree(self.path / name)
-        for name in OWN_FILES:
-            (self.path / name).unlink(missing_ok=True)
-        self.begins_anew = False
