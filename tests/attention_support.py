@@ -1,7 +1,5 @@
 """Plain torch in the place of the kernels of `gear_offline.kernels.short_attention`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

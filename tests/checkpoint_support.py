@@ -1,7 +1,5 @@
 """What tests of checkpoints share: how to write one without a run, and a learner without data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +12,7 @@ from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.distributed.world import World
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.policy_folder import config_text
-from gear_offline.training.checkpoint import (
-    Normalisation,
-    SavedState,
-    write_checkpoint,
-)
+from gear_offline.training.checkpoint import Normalisation, SavedState, write_checkpoint
 from gear_offline.training.learner import Learner
 
 RECIPE = load_recipe("smoke")
@@ -45,10 +39,7 @@ def training_tensors(step: int) -> dict[str, Tensor]:
 
 
 def save_checkpoint(
-    folder: Path,
-    model: DecisionTransformer,
-    step: int,
-    state: SavedState | None = None,
+    folder: Path, model: DecisionTransformer, step: int, state: SavedState | None = None
 ) -> Path:
     """Write a checkpoint into the folder of a run's checkpoints."""
     state = saved_state(step) if state is None else state

@@ -1,7 +1,5 @@
 """Small environments whose every transition can be recognised; import registers them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium

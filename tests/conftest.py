@@ -1,7 +1,5 @@
 """Settings of the whole suite, and fixtures of several files."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Environments and policies that tests of playing and of evaluation share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium

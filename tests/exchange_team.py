@@ -181,9 +181,7 @@ class Team:
         for rank in self.ranks:
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_play,
-                args=(theirs, rank, nodes, transport, self._folder.name),
-                daemon=True,
+                target=_play, args=(theirs, rank, nodes, transport, self._folder.name), daemon=True
             )
             process.start()
             theirs.close()

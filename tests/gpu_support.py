@@ -1,7 +1,5 @@
 """What tests on a GPU share: marks, captured batches, losses, and how near bfloat16 comes."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

@@ -3,8 +3,6 @@
 With "shard" as its second argument each rank poses as a node that holds a part of the rows.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -3,8 +3,6 @@
 The reader goes through the rows one by one and keeps lists: slow, and easy to believe.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A tiny environment of frames, and data that fit it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

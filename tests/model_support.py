@@ -1,8 +1,6 @@
 """Small models, the released class with their weights, and batches, for the tests of the model."""
 
 # mypy: disable-error-code="no-untyped-call"
-from __future__ import annotations
-
 from types import EllipsisType
 from typing import Any
 

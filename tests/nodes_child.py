@@ -4,8 +4,6 @@ Environment: ``RECORD`` a directory for ``PID.jsonl`` files; ``KILL`` "RANK STEP
 itself when it has done the step for the first time; ``PAUSE`` seconds before a batch.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -1,7 +1,5 @@
 """All ranks of a run in this process: their loaders, and an exchange that copies rows at once."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GPUs of this process: their memory is ordinary memory, so that addresses can be followed."""
 
-from __future__ import annotations
-
 import ctypes
 from contextlib import AbstractContextManager, nullcontext
 from threading import Barrier, Thread

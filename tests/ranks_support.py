@@ -1,7 +1,5 @@
 """Ranks of tests: torchrun on this machine, for modules and scripts of the checkout."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

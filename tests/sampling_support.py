@@ -3,8 +3,6 @@
 Nothing here is computed as the package does: probabilities are enumerated with fractions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from fractions import Fraction

@@ -8,8 +8,6 @@ trajectory.  Here in Python floats, one element at a time, with nothing shared w
 Also a table source over arrays in memory, without files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

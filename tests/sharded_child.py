@@ -3,8 +3,6 @@
 Each launch does all that needs its number of ranks, since starting them takes longest.
 """
 
-from __future__ import annotations
-
 import errno
 import faulthandler
 import shutil

@@ -13,8 +13,6 @@ Exit status: the command's; 2 if the machine cannot be made (0 with ``--or-skip`
 too long.
 """
 
-from __future__ import annotations
-
 import gzip
 import os
 import platform

@@ -3,8 +3,6 @@
 Shape legend: N steps, E episodes, S observation size, A action size.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

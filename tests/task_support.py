@@ -1,7 +1,5 @@
 """Datasets of several tasks, and recipes and learners over them, that tests share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Real workers take seconds to start, so most tests use one that plays in this process.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -31,13 +29,7 @@ from gear_offline.training.metrics import best_evaluation, read_records
 from gear_offline.workers import Worker
 from tests.support import ROOT
 from tests.test_resume import interrupted_in
-from tests.training_support import (
-    ENVIRONMENT,
-    FakePool,
-    learnt,
-    register_importable,
-    tiny_recipe,
-)
+from tests.training_support import ENVIRONMENT, FakePool, learnt, register_importable, tiny_recipe
 from tests.trust.kills import session_processes, wait_until_gone
 
 CPU = torch.device("cpu")

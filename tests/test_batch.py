@@ -1,7 +1,5 @@
 """Batch: names, devices, copies, what the released model takes, and stacks of frames."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 from dataclasses import fields

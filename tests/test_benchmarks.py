@@ -1,7 +1,5 @@
 """The benchmarks run and print JSON; peers hand out the same windows; verdicts can fail."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

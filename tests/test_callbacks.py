@@ -1,7 +1,5 @@
 """Callbacks of a run: what they are told, how they end it, what becomes of their errors."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Checkpoints: every changed bit is found, nothing is ever half there, the released class reads."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The command line: a frozen surface, one-line errors, exit codes, stdout for results only."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

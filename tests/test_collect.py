@@ -1,7 +1,5 @@
 """`collect` end to end: files in D4RL's layout, of the asked quality, the same every time."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys
@@ -22,12 +20,7 @@ from gear_offline.runs.loop import train
 from gear_offline.runs.prepare import prepare_one
 from gear_offline.sources import open_source
 from tests.collect_environments import COUNTER, LIMIT, PUSH, length_of
-from tests.image_support import (
-    ENVIRONMENT,
-    SIZE,
-    BandEnvironment,
-    register_environment,
-)
+from tests.image_support import ENVIRONMENT, SIZE, BandEnvironment, register_environment
 from tests.image_support import STEP_LIMIT as FRAMES
 from tests.support import run_python
 

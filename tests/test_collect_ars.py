@@ -1,7 +1,5 @@
 """The search follows the paper's text, and its result does not depend on how it is run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -9,13 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.collect.ars import (
-    ArsOptions,
-    RunningMoments,
-    Training,
-    train,
-    update,
-)
+from gear_offline.collect.ars import ArsOptions, RunningMoments, Training, train, update
 from gear_offline.collect.makers import choose_rollouts
 from gear_offline.collect.record import Crew
 from gear_offline.errors import GearError

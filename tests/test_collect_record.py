@@ -1,7 +1,5 @@
 """Recorded transitions are the simulator's, whole and in order; policy files; the file's rows."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,11 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.collect.policies import (
-    LinearPolicy,
-    RandomPolicy,
-    recorded_policy,
-)
+from gear_offline.collect.policies import LinearPolicy, RandomPolicy, recorded_policy
 from gear_offline.collect.record import Crew, Episode, EpisodePlan, Player, stream
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import probe

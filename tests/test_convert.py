@@ -1,7 +1,5 @@
 """Conversion: the same bytes each time, and one clear error for what cannot be converted."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files from outside, and files and directories that appear whole or not at all."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,8 +1,6 @@
 """What a step costs: FLOPs against torch's own count, peaks by name, memory, replicas or shards."""
 
 # mypy: disable-error-code="no-untyped-call"
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

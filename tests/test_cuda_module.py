@@ -1,7 +1,5 @@
 """Machines without CuPy, with the wrong one, or with an old GPU; sources for every architecture."""
 
-from __future__ import annotations
-
 import ctypes
 import ctypes.util
 import importlib.util

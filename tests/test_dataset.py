@@ -1,7 +1,5 @@
 """Opening and reading datasets: exact bytes, dtypes and shapes; the format stays readable."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

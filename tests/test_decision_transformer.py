@@ -1,8 +1,6 @@
 """The model against the released class: weights, outputs, gradients, dropout, refusals."""
 
 # mypy: disable-error-code="no-untyped-call"
-from __future__ import annotations
-
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path

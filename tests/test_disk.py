@@ -1,7 +1,5 @@
 """Rows that stay on disk: the same bits as from memory, within a budget, whatever the disk does."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

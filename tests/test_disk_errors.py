@@ -1,7 +1,5 @@
 """Full, failing and read-only disks under training and conversion: one error, the old state."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -59,10 +57,7 @@ def test_a_run_on_a_bad_disk_is_one_error_and_goes_on_later(
 
 
 def test_metrics_that_cannot_be_written_are_one_error(
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write = os.write
 

@@ -1,7 +1,5 @@
 """Documents and docstrings: links lead somewhere, commands exist, recipes are valid, code runs."""
 
-from __future__ import annotations
-
 import doctest
 import re
 import shlex

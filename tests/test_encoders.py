@@ -1,8 +1,6 @@
 """Encoders of frames: against plain layers, in the model, in files, under compilation."""
 
 # mypy: disable-error-code="no-untyped-call"
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DecisionTransformerModel
 
-from gear_offline.models.decision_transformer import (
-    DecisionTransformer,
-    build_model,
-)
+from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.encoders import FrameEncoder, build_encoder
 from tests.model_support import assert_same_state
 from tests.support import one_error

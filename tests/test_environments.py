@@ -1,7 +1,5 @@
 """Environments: their names, making them, Atari's preprocessing, what other processes must know."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path
@@ -135,9 +133,7 @@ def test_names_with_a_module_are_understood(capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr().err == f"{SAID.format('gymnasium:CartPole', 'CartPole-v1')}\n"
 
 
-def test_without_ale_py_or_opencv_there_is_one_clear_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_ale_py_or_opencv_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_atari("ALE/Pong-v5") and not is_atari("Hopper-v5")
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "ale_py", None)

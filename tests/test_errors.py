@@ -1,7 +1,5 @@
 """Errors are one line with a code, a place and a remedy."""
 
-from __future__ import annotations
-
 import ast
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Evaluation: the numbers made of played episodes, and a run's evaluation."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -16,10 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 
 from gear_offline.errors import InputError
-from gear_offline.evaluation.evaluate import (
-    EvaluationTask,
-    evaluate_tasks,
-)
+from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
 from gear_offline.evaluation.results import EvaluationReport, share_interval, summary_text
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.training.checkpoint import chosen_checkpoint

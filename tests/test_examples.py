@@ -1,7 +1,5 @@
 """The examples: the Hugging Face Trainer, learners with (s, a, r, s', done), the quickstart."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

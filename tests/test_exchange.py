@@ -4,8 +4,6 @@
 machine that `make test-rdma` starts.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -18,13 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gear_offline.distributed.rdma import (
-    RETRIES,
-    TICK_SECONDS,
-    Endpoint,
-    find_port,
-    retry_exponent,
-)
+from gear_offline.distributed.rdma import RETRIES, TICK_SECONDS, Endpoint, find_port, retry_exponent
 from gear_offline.errors import GearError, UnavailableError
 from tests.exchange_team import Failure, Player, ReadRow, Table, Team, reads_of
 

@@ -1,7 +1,5 @@
 """Exported files: read back by h5py and by our own reader, they hold the same episodes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ One body for each gather: NumPy and torch on the CPU, the CUDA text compiled for
 How the GPU's threads share the work is in ``test_kernels_in_threads.py``.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Callable, Iterator

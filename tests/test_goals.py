@@ -1,7 +1,5 @@
 """Goals: their law against one written out by hand, their states, who may ask; a maze of them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter, defaultdict

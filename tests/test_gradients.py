@@ -1,8 +1,6 @@
 """Ways of a step that learn the same: micro-batches, recomputed and compiled blocks, bfloat16."""
 
 # mypy: disable-error-code="no-untyped-call"
-from __future__ import annotations
-
 import copy
 from functools import partial
 from pathlib import Path
@@ -17,10 +15,7 @@ from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.distributed.world import World
 from gear_offline.loaders.batch import Batch
-from gear_offline.models.decision_transformer import (
-    DecisionTransformer,
-    trainable_parameters,
-)
+from gear_offline.models.decision_transformer import DecisionTransformer, trainable_parameters
 from gear_offline.runs.loop import train
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.gradients import (

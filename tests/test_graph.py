@@ -1,8 +1,6 @@
 """What is around a captured step, on the CPU with CUDA's calls left out: one run, several ranks."""
 
 # mypy: disable-error-code="no-untyped-call"
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable

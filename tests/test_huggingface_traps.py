@@ -9,8 +9,6 @@ test_trainer.py, boundaries and truncated tails with each source.
 """
 
 # mypy: disable-error-code="no-untyped-call"
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Frames from data to score: training, checkpoints, acting, and what does not fit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

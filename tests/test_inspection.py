@@ -1,7 +1,5 @@
 """What inspect says, as JSON and as text."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

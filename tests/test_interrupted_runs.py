@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM end whatever trains with exit code 130, as they end other commands."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

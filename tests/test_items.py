@@ -1,7 +1,5 @@
 """Tables of limited size: what Reverb's own table keeps, and exact probabilities."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

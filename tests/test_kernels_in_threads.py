@@ -1,7 +1,5 @@
 """The kernels with their blocks and threads, on the CPU: how the work is shared, in any order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """GearLoader: the stream as a pure function, resuming, layouts, options, devices."""
 
-from __future__ import annotations
-
 import gc
 import io
 import itertools

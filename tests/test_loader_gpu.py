@@ -1,7 +1,5 @@
 """The loader on a GPU: the bits of the CPU's batches, for every sampler, tier, side and task."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """The loss: only real steps count, and the mean is over them."""
 
 # mypy: disable-error-code="no-untyped-call"
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The manifest: round trip, every changed bit found, everything odd refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """Metrics: whole lines after a kill, no step twice after a resume, strict JSON."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -12,12 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gear_offline.training.metrics import (
-    GrowingFile,
-    Metrics,
-    read_records,
-    truncate_records,
-)
+from gear_offline.training.metrics import GrowingFile, Metrics, read_records, truncate_records
 from tests.support import failing_code, one_error
 
 

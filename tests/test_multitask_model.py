@@ -1,7 +1,5 @@
 """A model of several tasks: its loss, its gradients, and the model of one task cut out of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Padded products of a few inputs or outputs: the maps they stand for, and their gradients."""
 
 # mypy: disable-error-code="no-untyped-call"
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -6,8 +6,6 @@ happened at step t, and its return-to-go.  So a table whose later steps are repl
 returns, gives the same segments, and the same values wherever a window shows earlier steps.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -79,12 +77,7 @@ def test_later_steps_change_nothing_before_them(
         if engine:
             with on_cpu(library):
                 made = gpu_gather(
-                    table,
-                    sampler,
-                    seed=3,
-                    rank_batch=BATCH,
-                    context_length=SPAN,
-                    padding=padding,
+                    table, sampler, seed=3, rank_batch=BATCH, context_length=SPAN, padding=padding
                 )
                 if made.draws:
                     windows = made.draw_and_gather(11, STEPS)

@@ -1,7 +1,5 @@
 """The Online Decision Transformer: stochastic policies, and runs that begin with another one."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

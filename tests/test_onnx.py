@@ -1,7 +1,5 @@
 """Exported policies act as `Policy` does, over whole episodes."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@
 """
 
 # mypy: disable-error-code="no-untyped-call"
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -184,8 +182,7 @@ def check_steps(
 
 @pytest.mark.parametrize("shadowed", [False, True])
 @pytest.mark.parametrize(
-    ("sizes", "group"),
-    [([1], 4), ([3, 7000, 128, 999], 4), ([20_001, 5], 7), ([1023, 1025, 4], 1)],
+    ("sizes", "group"), [([1], 4), ([3, 7000, 128, 999], 4), ([20_001, 5], 7), ([1023, 1025, 4], 1)]
 )
 def test_steps_are_those_of_pytorch(
     kernels: ThreadedKernels,

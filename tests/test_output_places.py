@@ -1,7 +1,5 @@
 """A place that leads through a file is refused before any work, with the name of that file."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The four top-level folders install inside gear_offline, and shadow nothing."""
 
-from __future__ import annotations
-
 import tomllib
 import zipfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several ranks: the batches of one, the losses of one, and a killed rank that costs nothing."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -1,7 +1,5 @@
 """Random numbers: NumPy's Philox, whatever the chunking, on the CPU and in the CUDA text."""
 
-from __future__ import annotations
-
 import ctypes
 from fractions import Fraction
 from typing import Any

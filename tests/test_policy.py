@@ -1,7 +1,5 @@
 """The batched policy against a plain loop over single environments."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

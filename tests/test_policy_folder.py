@@ -1,7 +1,5 @@
 """A policy folder acts as its run does, without it; plain transformers reads its weights."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Before training: data are made on first use, and what a recipe leaves open is filled in."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a person sees of long work: a line on a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

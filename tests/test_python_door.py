@@ -1,7 +1,5 @@
 """Mistakes that people make in Python: each is one line that says what to write instead."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from inspect import signature
 from operator import length_hint

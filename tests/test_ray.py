@@ -1,7 +1,5 @@
 """Ray: tasks on two nodes of a local cluster give what one machine gives, also when one dies."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Recipes: every shipped one is sound, and all that is wrong in one is told in one error."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

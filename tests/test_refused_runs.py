@@ -1,7 +1,5 @@
 """A run that is refused leaves nothing, and a run that is there is as it was."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plots are pictures with something on them; the report says what the files of the run say."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Resuming: bit for bit after any kill, deterministic or not; refused as another run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """The fixed list of episodes: each is played once, as a plain loop would, in any processes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

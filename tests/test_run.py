@@ -1,7 +1,5 @@
 """Runs in Python: trained with options, opened again, asked for what they found."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

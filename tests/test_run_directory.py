@@ -1,7 +1,5 @@
 """The run directory: whole files, one writer, and no run is overwritten by accident."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from pathlib import Path

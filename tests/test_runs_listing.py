@@ -1,7 +1,5 @@
 """Lists and comparisons of runs, on the command line and in Python."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -108,10 +106,7 @@ def test_a_sweep_stands_for_its_trials(data: Path, tmp_path: Path) -> None:
 
 
 def test_compare_writes_one_picture(
-    runs: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picture = tmp_path / "curves.svg"
     words = ["runs", "compare", str(runs / "a-s0"), str(runs / "whole"), "--out", str(picture)]

@@ -1,7 +1,5 @@
 """Samplers at their public door: pure, exact, with the probability that the definition gives."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

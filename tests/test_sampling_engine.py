@@ -1,7 +1,5 @@
 """The GPU engine with its kernels on the CPU: batches and priorities of every sampler."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Every sampler on the GPU: segments, probabilities, batches, priorities are the CPU's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

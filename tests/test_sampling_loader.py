@@ -1,7 +1,5 @@
 """Samplers in a loader and in training: windows show nothing of the future, losses come back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast

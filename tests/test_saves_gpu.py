@@ -1,7 +1,5 @@
 """Saving from a GPU and deterministic training on one: the same bits whatever happens meanwhile."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Saving while training goes on: what is written is the instant of the call, errors end the run."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

@@ -1,7 +1,5 @@
 """Reference scores against figures copied from D4RL's infos.py by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from gear_offline.dataset.scores import (

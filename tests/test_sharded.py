@@ -1,7 +1,5 @@
 """Datasets spread over nodes: who holds what, and together the global batch, row for row."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

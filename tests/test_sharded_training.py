@@ -1,7 +1,5 @@
 """Training whose checkpoints are shards: any number of ranks goes on from them."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -79,10 +77,7 @@ def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
         run / "checkpoints" / checkpoint_name(8), alone / "checkpoints" / checkpoint_name(8)
     )
     said = launched(3, *arguments)
-    for line in (
-        "resuming after step 8",
-        "resuming after step 10",
-    ):
+    for line in ("resuming after step 8", "resuming after step 10"):
         assert line in said
     train(load_recipe(recipe), out=run, resume=True, quiet=True)
     for mine, theirs in zip(measured(run), measured(alone), strict=True):

@@ -5,8 +5,6 @@ so that everything around them runs: the operators, their shapes and gradients, 
 """
 
 # mypy: disable-error-code="no-untyped-call"
-from __future__ import annotations
-
 import math
 from typing import Any
 

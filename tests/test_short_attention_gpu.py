@@ -1,8 +1,6 @@
 """Attention of short windows with dropout on a GPU, against its twins and plain torch."""
 
 # mypy: disable-error-code="no-untyped-call"
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Shape legend: N rows, E episodes, T steps of an episode.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -121,10 +119,7 @@ def test_episodes_that_do_not_fit_are_named() -> None:
         (episode(3) | {"actions": [[1.0], [1.0, 2.0], [1.0]]}, "no array"),
         (episode(3, text=["a", "b", "c"]), "neither numeric nor bool (episode 1, column text)"),
         (episode(3, weight=1.0), "one number instead of rows (episode 1, column weight)"),
-        (
-            episode(3, a={"b": [2.0] * 3}) | {"a/b": [1.0] * 3},
-            "given twice (episode 1, column a/b",
-        ),
+        (episode(3, a={"b": [2.0] * 3}) | {"a/b": [1.0] * 3}, "given twice (episode 1, column a/b"),
         (episode(3, x=np.ma.masked_equal([1, 2, 3], 2)), "1 value masked (episode 1, column x)"),
         ({}, "there are no columns"),
         (episode(0), "rewards has no rows"),

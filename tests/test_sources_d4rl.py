@@ -1,7 +1,5 @@
 """Each family's boundaries and bytes against a naive reader; what the user is told."""
 
-from __future__ import annotations
-
 import http.server
 import threading
 from collections.abc import Callable
@@ -67,14 +65,7 @@ FAMILIES: dict[str, tuple[str, tuple[int, int], str, bool, bool, str]] = {
         *("adroit-pen", (45, 24), "terminals|steps=100", False, True, "human demonstrations"),
     ),
     "relocate-x": ("adroit", (39, 30), "terminals|steps=200", False, True, "D4RL's step limit"),
-    "maze2d-umaze-sparse": (
-        "maze2d",
-        (4, 2),
-        CUTS,
-        False,
-        False,
-        "one conti",
-    ),
+    "maze2d-umaze-sparse": ("maze2d", (4, 2), CUTS, False, False, "one conti"),
 }
 
 

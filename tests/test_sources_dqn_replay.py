@@ -1,7 +1,5 @@
 """DQN-Replay's checkpoints, from a ring as dopamine logs it, compared with what was played."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import tracemalloc

@@ -3,8 +3,6 @@
 Shape legend: E episodes, T steps of an episode.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

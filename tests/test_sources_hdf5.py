@@ -1,7 +1,5 @@
 """HDF5 files: honest ones give exact bytes, hostile and damaged ones are refused."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import zlib
@@ -181,10 +179,7 @@ HOSTILE: dict[str, tuple[str, Callable[[h5py.File], Any]]] = {
         "SOURCE_UNSAFE",
         stored((STEPS, (64 << 20) + 1), "u1", chunks=(1, 1 << 20), compression="gzip"),
     ),
-    "huge chunk": (
-        "SOURCE_UNSAFE",
-        stored((STEPS, 11), chunks=(1 << 25, 11), maxshape=(None, 11)),
-    ),
+    "huge chunk": ("SOURCE_UNSAFE", stored((STEPS, 11), chunks=(1 << 25, 11), maxshape=(None, 11))),
     "shape bomb": ("SOURCE_LAYOUT", stored((1 << 50, 11), chunks=(1024, 11))),
     "no width": ("SOURCE_LAYOUT", stored((STEPS, 0))),
     "scalar": ("SOURCE_LAYOUT", value(1.0)),

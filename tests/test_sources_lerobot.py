@@ -1,7 +1,5 @@
 """LeRobot's datasets, written by LeRobot itself (tests/fixtures/make_lerobot.py), step by step."""
 
-from __future__ import annotations
-
 import json
 import sys
 import zipfile

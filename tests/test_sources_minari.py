@@ -1,7 +1,5 @@
 """Datasets made by the minari package itself come back exactly."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

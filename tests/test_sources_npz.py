@@ -1,7 +1,5 @@
 """``.npz`` files: written as OGBench's scripts do, compared with what NumPy reads."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path

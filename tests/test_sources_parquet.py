@@ -1,7 +1,5 @@
 """Parquet of one row an episode, as the Decision Transformer sets, compared with lists."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from itertools import chain
@@ -98,11 +96,7 @@ def put(name: str, episode: int, values: Any) -> Callable[[Episodes], None]:
 BAD: dict[str, tuple[Callable[[Episodes], None], str, str]] = {
     "short": (put("actions", 1, [[1.0] * 3]), "SOURCE_LAYOUT", "as long as those of rewards"),
     "ragged": (put("actions", 0, [[1.0] * 3] * 4 + [[1.0]]), "SOURCE_LAYOUT", "different widths"),
-    "wider": (
-        put("actions", 3, [[1.0] * 4] * 7),
-        "SOURCE_LAYOUT",
-        "before it was float32 (3,)",
-    ),
+    "wider": (put("actions", 3, [[1.0] * 4] * 7), "SOURCE_LAYOUT", "before it was float32 (3,)"),
     "null": (put("rewards", 2, [None] * 4), "SOURCE_LAYOUT", "missing (null)"),
     "null step": (put("actions", 0, [None] * 5), "SOURCE_LAYOUT", "missing"),
     "null episode": (put("observations", 2, None), "SOURCE_LAYOUT", "as long as"),

@@ -1,7 +1,5 @@
 """robomimic's files: written as dataset_states_to_obs.py does, compared with a naive reading."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -87,10 +85,7 @@ def test_every_step_of_every_demonstration(
 
 def test_filter_keys_and_chosen_columns(tmp_path: Path) -> None:
     path = write_demos(tmp_path / "ph.hdf5")
-    names = {
-        "observations": "obs/robot0_eef_pos+obs/object",
-        "pixels": "obs/agentview_image",
-    }
+    names = {"observations": "obs/robot0_eef_pos+obs/object", "pixels": "obs/agentview_image"}
     with open_source(f"robomimic:{path}#train", names=names) as source:
         assert source.info.uri == "ph.hdf5#train"
         assert source.info.attributes["filter_keys"] == ["train", "valid"]
@@ -138,37 +133,17 @@ def only_images(file: Any) -> None:
 
 OBJECT, TRAIN = "data/demo_2/obs/object", "mask/train"
 BAD: dict[str, tuple[Callable[[Any], Any], str, str]] = {
-    "a column too short": (
-        put(OBJECT, np.zeros((4, 10))),
-        "SOURCE_LAYOUT",
-        "4 rows for 5 steps",
-    ),
-    "another width": (
-        put(OBJECT, np.zeros((5, 11))),
-        "SOURCE_LAYOUT",
-        "(11,) in demo_2",
-    ),
-    "a vector less": (
-        lambda f: f.pop(OBJECT),
-        "SOURCE_LAYOUT",
-        "missing in demo_2",
-    ),
+    "a column too short": (put(OBJECT, np.zeros((4, 10))), "SOURCE_LAYOUT", "4 rows for 5 steps"),
+    "another width": (put(OBJECT, np.zeros((5, 11))), "SOURCE_LAYOUT", "(11,) in demo_2"),
+    "a vector less": (lambda f: f.pop(OBJECT), "SOURCE_LAYOUT", "missing in demo_2"),
     "states only": (lambda f: f.pop("data/demo_2/obs"), "COLUMN", "dataset_states_to_obs.py"),
     "no rewards": (lambda f: f.pop("data/demo_0/rewards"), "COLUMN", "'rewards'"),
     "cut": (lambda f: f["data/demo_10"].attrs.modify("num_samples", 8), "SOURCE_LAYOUT", "is 8"),
     "a stranger": (lambda f: f.create_dataset("data/x", data=[1]), "SOURCE_LAYOUT", "data/x"),
-    "strangers in a key": (
-        put(TRAIN, np.array([b"demo_0", b"demo_7"])),
-        "SOURCE_LAYOUT",
-        "demo_7",
-    ),
+    "strangers in a key": (put(TRAIN, np.array([b"demo_0", b"demo_7"])), "SOURCE_LAYOUT", "demo_7"),
     "empty key": (put(TRAIN, np.array([], "S8")), "SOURCE_LAYOUT", "names nothing"),
     "no key": (lambda f: f.pop(TRAIN), "SOURCE_LAYOUT", "keys here: valid"),
-    "a key of numbers": (
-        put(TRAIN, [1.0]),
-        "SOURCE_READ",
-        "no short list of text",
-    ),
+    "a key of numbers": (put(TRAIN, [1.0]), "SOURCE_READ", "no short list of text"),
     "images": (only_images, "COLUMN", "--columns observations=obs/agentview_image"),
 }
 

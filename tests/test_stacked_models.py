@@ -1,7 +1,5 @@
 """Several models as one against each of them alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

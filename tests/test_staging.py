@@ -1,7 +1,5 @@
 """Where conversions write: targets, failing disks, kills at any point, live neighbours."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

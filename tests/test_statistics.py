@@ -1,7 +1,5 @@
 """Streaming statistics against NumPy's float64 over the whole array."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

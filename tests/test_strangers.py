@@ -1,7 +1,5 @@
 """What other users, other jobs and other people's files can reach: nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

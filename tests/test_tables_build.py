@@ -1,7 +1,5 @@
 """Tables: what rows hold and cost, bit for bit against arrays and naive loops; damage; refusals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Placement on a GPU: host memory that several tables pin, and errors that leave no trace."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Joint tables: rows of several datasets, padded; the bits of each task alone."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Placement: the choice of episodes, budgets, and addresses that lead to each episode's bytes."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from dataclasses import replace

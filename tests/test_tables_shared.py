@@ -1,7 +1,5 @@
 """One table a node, shared by real processes: private, the same pages, and gone with them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ What is in them is read without gear_offline: TensorBoard's own reader, trackio'
 records of a ``.wandb`` file with W&B's own messages.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Training: deterministic, like a plain loop, and clear when recipe and data do not fit."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

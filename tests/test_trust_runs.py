@@ -1,7 +1,5 @@
 """Short runs of the programs of `make trust`."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

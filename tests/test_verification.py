@@ -1,7 +1,5 @@
 """Verification: no damaged, foreign or missing byte gets through."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Videos of evaluated episodes: which are shown, and what is refused before anything is played."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Ranks: how a loader finds them; those that do not feed a model's input read nothing."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -100,11 +100,7 @@ def tiny_data(folder: Path, lengths: Sequence[int] = EPISODE_LENGTHS) -> Path:
     """Make data that fit the tiny environment, and register it."""
     register_environment()
     return make_dataset(
-        folder,
-        lengths,
-        state_dim=STATE_DIM,
-        action_dim=ACTION_DIM,
-        environment_id=ENVIRONMENT,
+        folder, lengths, state_dim=STATE_DIM, action_dim=ACTION_DIM, environment_id=ENVIRONMENT
     ).path
 
 

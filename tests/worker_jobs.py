@@ -1,7 +1,5 @@
 """Jobs for tests of worker processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -6,8 +6,6 @@ must succeed and sweep what was left, and no process or shared memory may stay. 
 document.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

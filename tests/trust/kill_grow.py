@@ -6,8 +6,6 @@ random time.  Then each episode that was admitted is there once and whole, none 
 lost, and a run that replays the admissions learns the same weights.  Prints one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

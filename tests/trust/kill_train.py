@@ -7,8 +7,6 @@ Everything is done in forked children of a process that never computes, so that 
 all imported and no threads.  Prints one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -1,7 +1,5 @@
 """Children that kill themselves inside a chosen call, and what a killed program leaves behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
