@@ -195,17 +195,13 @@ class Manifest(Model):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        parts = self.statistics.values()
-        shapes = {name: part.mean.shape for name, part in self.statistics.items()}
-        if shapes != {column.name: stored_form(column)[1] for column in self.spec}:
-            raise ValueError("statistics are not those of the columns")
-        if any(
-            {part.std.shape, part.min.shape, part.max.shape} != {part.mean.shape} for part in parts
-        ):
-            raise ValueError("statistics of one column have different shapes")
-        deviations = [*(part.std for part in parts), self.returns.std, self.lengths.std]
-        if any(np.any(std < 0) for std in deviations):
-            raise ValueError("a standard deviation is negative")
+        shapes = {column.name: stored_form(column)[1] for column in self.spec}
+        for name, part in self.statistics.items():
+            values = (part.mean, part.std, part.min, part.max)
+            if any(value.shape != shapes.get(name) for value in values) or (part.std < 0).any():
+                raise ValueError(f"statistics are not those of a column {name}")
+        if len(self.statistics) != len(shapes) or self.returns.std < 0 or self.lengths.std < 0:
+            raise ValueError("statistics of a column are missing, or a deviation is negative")
         if [s.name for s in self.shards] != [shard_name(i) for i in range(len(self.shards))]:
             raise ValueError("shard names are not shard-00000, shard-00001, ... in order")
         sums = sum(s.episodes for s in self.shards), sum(s.steps for s in self.shards)
@@ -287,17 +283,15 @@ def is_only_dataset(path: Path) -> bool:
 def _no_dataset(path: Path) -> InputError:
     """Return the error for a path without a manifest: what it seems to be, and the remedy."""
     what, source = "the directory is not a dataset: it has no manifest", "SOURCE"
-    try:
-        os.listdir(path)
-    except NotADirectoryError:
+    if re.match(r"(d4rl|minari):.", str(path)) or dataset_file(str(path)):
+        what = "this names a source, not a dataset"
+        source = str(path) if ":" in str(path) else f"d4rl:{path}"
+    elif path.exists() and not path.is_dir():
         what, source = "a dataset is a directory, this is a file", str(path)
-    except OSError as error:
-        what = f"cannot open the dataset: {error.strerror}"
-        if re.match(r"(d4rl|minari):.", str(path)) or dataset_file(str(path)):
-            what = "this names a source, not a dataset"
-            source = str(path) if ":" in str(path) else f"d4rl:{path}"
+    elif not os.access(path, os.R_OK):
+        what = f"cannot open the dataset: {'permission denied' if path.exists() else 'not there'}"
     remedy = f"check the path, or make one with gear-offline convert {source} OUT"
-    return InputError("DATASET_NOT_FOUND", what, where=str(path), remedy=remedy)
+    return InputError("DATASET_NOT_FOUND", what, str(path), remedy)
 
 
 def _finite(text: str) -> float:

@@ -11,6 +11,7 @@ import csv
 import functools
 import re
 from importlib import resources
+from itertools import accumulate
 from pathlib import PurePosixPath
 
 from pydantic import FiniteFloat
@@ -77,13 +78,11 @@ def _families() -> dict[str, tuple[float, float]]:
     same: dict[str, set[tuple[float, float]]] = {}  # datasets that differ by version only
     longer: dict[str, set[tuple[float, float]]] = {}  # if there are none: those that begin with it
     for dataset, (minimum, maximum, _) in _table().items():
-        name = re.sub(r"-v[0-9]+$", "", dataset)
-        same.setdefault(name, set()).add((minimum, maximum))
-        parts = name.split("-")
-        for count in range(1, len(parts)):
-            longer.setdefault("-".join(parts[:count]), set()).add((minimum, maximum))
-    pairs = longer | same
-    return {name: pair.pop() for name, pair in pairs.items() if len(pair) == 1}
+        *parts, last = re.sub(r"-v[0-9]+$", "", dataset).split("-")
+        for name in accumulate(parts, "{}-{}".format):
+            longer.setdefault(name, set()).add((minimum, maximum))
+        same.setdefault("-".join([*parts, last]), set()).add((minimum, maximum))
+    return {name: pair.pop() for name, pair in (longer | same).items() if len(pair) == 1}
 
 
 def dataset_names() -> list[str]:
@@ -124,17 +123,13 @@ def reference_scores(name: str) -> ReferenceScores | None:
     ReferenceScores or None
         ``None`` when nothing is known about `name`.
     """
-    row = _table().get(name)
-    if row:
-        return ReferenceScores(name=name, minimum=row[0], maximum=row[1])
-    pair = _families().get(name)
+    pair = _table().get(name) or _families().get(name)
     if pair:
         return ReferenceScores(name=name, minimum=pair[0], maximum=pair[1])
-    gymnasium = re.fullmatch(r"([A-Za-z0-9]+)-v[0-9]+", name)
-    known = _GYMNASIUM_FAMILIES.get(gymnasium.group(1)) if gymnasium else None
-    if known is None:
+    family, _, version = name.rpartition("-v")
+    if family not in _GYMNASIUM_FAMILIES or not version.isdecimal():
         return None
-    minimum, maximum, _ = _table()[known]
+    minimum, maximum, _ = _table()[_GYMNASIUM_FAMILIES[family]]
     note = _WALKER_NOTE if name == "Walker2d-v5" else _ENGINE_NOTE
     return ReferenceScores(name=name, minimum=minimum, maximum=maximum, indicative=True, note=note)
 

@@ -131,14 +131,8 @@ class Moments:
             self._merge(counts, centre + rest, squares - total * rest, low, high)
         return first
 
-    def _merge(
-        self,
-        count: int | Int64Array,
-        mean: Float64Array,
-        squares: Float64Array,
-        low: Float64Array,
-        high: Float64Array,
-    ) -> None:
+    def _merge(self, count: int | Int64Array, *parts: Float64Array) -> None:
+        mean, squares, low, high = parts
         total = self.counts + count
         share = np.divide(count, total, out=np.zeros(total.shape), where=total > 0)
         delta = mean - self.mean
@@ -165,9 +159,8 @@ class Moments:
             for values in (mean, std, self.low, self.high)
         )
         nonfinite = self.rows * self.counts.size - int(self.counts.sum())
-        return ColumnStatistics(
-            count=self.rows, nonfinite=nonfinite, mean=mean, std=std, min=low, max=high
-        )
+        spread = {"mean": mean, "std": std, "min": low, "max": high}
+        return ColumnStatistics(count=self.rows, nonfinite=nonfinite, **spread)
 
 
 def _rough_mean(rows: Array) -> Float64Array:
@@ -240,12 +233,15 @@ def distribution(values: npt.ArrayLike, *, whole: bool = False) -> Distribution:
     """
     finite = np.asarray(values, np.float64)
     finite = finite[np.isfinite(finite)]
-    if not finite.size:
-        none = Histogram(edges=[], counts=[])
-        return Distribution(count=0, mean=nan, std=nan, min=nan, max=nan, histogram=none)
-    low, high = float(finite.min()), float(finite.max())
-    edges, counts = np.asarray([low, high]), np.asarray([finite.size])
-    if whole:
+    edges: Array = np.zeros(0)
+    counts: Array = np.zeros(0, np.int64)
+    low = high = mean = std = nan
+    if finite.size:
+        low, high = float(finite.min()), float(finite.max())
+        edges, counts = np.asarray([low, high]), np.asarray([finite.size])
+        with np.errstate(all="ignore"):
+            mean, std = float(finite.mean()), float(finite.std())
+    if whole and finite.size:
         width = (int(high) - int(low)) // HISTOGRAM_BINS + 1
         edges = np.arange(int(low), int(high) + width + 1, width, dtype=np.int64)
         counts = np.histogram(finite, bins=edges)[0]
@@ -253,9 +249,7 @@ def distribution(values: npt.ArrayLike, *, whole: bool = False) -> Distribution:
         # NumPy refuses a range that spans too few floats for that many bins: then keep one bin.
         with suppress(ValueError):
             counts, edges = np.histogram(finite, bins=HISTOGRAM_BINS, range=(low, high))
-    with np.errstate(all="ignore"):
-        mean, std = float(finite.mean()), float(finite.std())
-    histogram = Histogram(edges=list(map(float, edges)), counts=list(map(int, counts)))
+    bins = Histogram(edges=list(map(float, edges)), counts=list(map(int, counts)))
     return Distribution(
-        count=int(finite.size), mean=mean, std=std, min=low, max=high, histogram=histogram
+        count=int(finite.size), mean=mean, std=std, min=low, max=high, histogram=bins
     )
