@@ -91,31 +91,25 @@ def flip_all(
     spans: list[Span], read: Callable[[], object], flips: int, *, seed: int
 ) -> dict[str, Any]:
     """Flip about `flips` bits, an equal share in each class; return figures."""
-    generator = random.Random(seed)
-    classes = sorted({span[0] for span in spans})
-    flipped_bits: Counter[str] = Counter()
+    generator, names = random.Random(seed), sorted({span[0] for span in spans})
+    done: Counter[str] = Counter()
     silent: list[str] = []
     unnamed: list[str] = []
-    share = -(-flips // len(classes))
-    for name in classes:
+    for name in names:
         mine = [span for span in spans if span[0] == name]
         bits = [(span, bit) for span in mine for bit in range(8 * span[2], 8 * span[3])]
-        for span, bit in generator.sample(bits, min(share, len(bits))):
+        for span, bit in generator.sample(bits, min(-(-flips // len(names)), len(bits))):
+            done[name] += 1
+            place = f"{name}: bit {bit} of {span[1].name}"
             with flipped(span[1], bit):
                 try:
                     read()
-                    silent.append(f"{name}: bit {bit} of {span[1].name}")
+                    silent.append(place)
                 except InputError as error:
                     if span[4] not in str(error):
-                        unnamed.append(f"{name}: bit {bit} of {span[1].name}: {error}")
-            flipped_bits[name] += 1
+                        unnamed.append(f"{place}: {error}")
     read()  # everything was put back
-    return {
-        "flips": sum(flipped_bits.values()),
-        "classes": dict(flipped_bits),
-        "silent": silent,
-        "unnamed": unnamed,
-    }
+    return {"flips": done.total(), "classes": done, "silent": silent, "unnamed": unnamed}
 
 
 def load(path: Path) -> None:
@@ -137,24 +131,16 @@ def main() -> int:
         recipe = tiny_recipe(tiny_data(Path(temporary) / "data"), "train.steps=3")
         run = train(recipe, out=Path(temporary) / "run", quiet=True)
         checkpoint = run / "checkpoints" / "step-00000003"
+        seed, flips = arguments.seed, arguments.flips
+        spans = list(dataset_spans(dataset))
         document = {
-            "dataset": flip_all(
-                list(dataset_spans(dataset)),
-                lambda: open_dataset(dataset),
-                arguments.flips,
-                seed=arguments.seed,
-            ),
-            "dataset, loaded": flip_all(
-                list(dataset_spans(dataset)),
-                lambda: load(dataset),
-                arguments.flips,
-                seed=arguments.seed + 1,
-            ),
+            "dataset": flip_all(spans, lambda: open_dataset(dataset), flips, seed=seed),
+            "dataset, loaded": flip_all(spans, lambda: load(dataset), flips, seed=seed + 1),
             "checkpoint": flip_all(
                 list(checkpoint_spans(checkpoint)),
                 lambda: read_checkpoint(checkpoint),
                 arguments.checkpoint_flips,
-                seed=arguments.seed,
+                seed=seed,
             ),
         }
     print(json.dumps({**document, "seconds": round(time.monotonic() - began, 1)}, indent=1))

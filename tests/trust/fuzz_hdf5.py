@@ -13,7 +13,6 @@ import argparse
 import gc
 import importlib
 import io
-import json
 import os
 import random
 import resource
@@ -26,6 +25,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +33,7 @@ import h5py
 import numpy as np
 
 from tests.hdf5_files import table
+from tests.trust.kills import finish
 
 FINDS = Path(__file__).parents[1] / "fixtures" / "fuzz_finds"  # KIND-WHAT.bin
 ROWS = 12
@@ -44,31 +45,21 @@ RUNAWAY_BYTES = 4 << 30  # address space of a child: a bomb must not take the ma
 # -- valid files: most of their bytes are structure, few are data
 
 
-def hdf5_file(fill: Callable[[h5py.File], None], **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    with h5py.File(buffer, "w", **options) as file:
-        fill(file)
-    return buffer.getvalue()
-
-
 def columns() -> dict[str, Any]:
     flags = {"terminals": np.arange(ROWS) % 5 == 4, "timeouts": np.arange(ROWS) % 5 == 2}
     return {**table(ROWS, observations=2, actions=1), **flags}
 
 
-def with_storage(**options: Any) -> Callable[[h5py.File], None]:
-    def fill(file: h5py.File) -> None:
-        for name, values in columns().items():
-            file.create_dataset(name, data=values, **options)
-        file.attrs["env_id"] = "Hopper-v5"
-        file["metadata/algorithm"] = "text"
-
-    return fill
+def with_storage(file: h5py.File, **options: Any) -> None:
+    for name, values in columns().items():
+        file.create_dataset(name, data=values, **options)
+    file.attrs["env_id"] = "Hopper-v5"
+    file["metadata/algorithm"] = "text"
 
 
 def many_links(file: h5py.File) -> None:
     """Many links and attributes: fractal heaps and version-2 B-trees."""
-    with_storage()(file)
+    with_storage(file)
     for index in range(20):
         file[f"infos/extra_{index}"] = np.zeros(ROWS, "f2")
         file.attrs[f"attribute_{index}"] = index
@@ -89,20 +80,29 @@ def flags(file: h5py.File) -> None:
     file["truncations"] = np.zeros((ROWS, 1), "f4")
 
 
+GZIP = partial(with_storage, chunks=True, compression="gzip")
+VALID: dict[str, tuple[Callable[[h5py.File], None], dict[str, Any]]] = {
+    "contiguous": (with_storage, {}),
+    "gzip": (GZIP, {}),
+    "shuffle": (partial(GZIP, shuffle=True), {}),
+    "lzf": (partial(with_storage, chunks=True, compression="lzf"), {}),
+    "latest": (GZIP, {"libver": "latest"}),
+    "latest-compact": (many_links, {"libver": "latest"}),
+    "user-block": (with_storage, {"userblock_size": 512}),
+    "resizable": (resizable, {"libver": "latest"}),
+    "tracked-order": (with_storage, {"track_order": True}),
+    "flags": (flags, {}),
+}
+
+
 def valid_files() -> dict[str, bytes]:
-    gzip = with_storage(chunks=True, compression="gzip")
-    return {
-        "contiguous": hdf5_file(with_storage()),
-        "gzip": hdf5_file(gzip),
-        "shuffle-fletcher": hdf5_file(with_storage(chunks=True, shuffle=True, fletcher32=True)),
-        "lzf": hdf5_file(with_storage(chunks=True, compression="lzf")),
-        "latest": hdf5_file(gzip, libver="latest"),
-        "latest-compact": hdf5_file(many_links, libver="latest"),
-        "user-block": hdf5_file(with_storage(), userblock_size=512),
-        "resizable": hdf5_file(resizable, libver="latest"),
-        "tracked-order": hdf5_file(with_storage(), track_order=True),
-        "flags": hdf5_file(flags),
-    }
+    files = {}
+    for name, (fill, options) in VALID.items():
+        buffer = io.BytesIO()
+        with h5py.File(buffer, "w", **options) as file:
+            fill(file)
+        files[name] = buffer.getvalue()
+    return files
 
 
 # -- what bad disks, bad networks and bad people do to a file
@@ -116,30 +116,27 @@ def mutate(raw: bytes, generator: random.Random, others: Sequence[bytes]) -> byt
     """Return `raw` with one to four changes; `others` are files to splice pieces from."""
     changed = bytearray(raw)
     for _ in range(generator.randint(1, 4)):
-        if changed:
-            change(changed, generator, others)
+        if not changed:
+            break
+        place, kind = generator.randrange(len(changed)), generator.randrange(10)
+        if kind < 3:
+            changed[place] ^= 1 << generator.randrange(8)
+        elif kind < 7:
+            width = generator.choice((1, 2, 4, 8))
+            value = generator.choice((*NUMBERS, *WIDE)) % (1 << 8 * width)
+            changed[place : place + width] = value.to_bytes(width, "little")
+        elif kind == 7:
+            length = generator.randint(1, 64)
+            source = generator.choice([*others, bytes(changed)])
+            start = generator.randrange(len(source))
+            changed[place : place + length] = source[start : start + length]
+        elif kind == 8:
+            del changed[place : place + generator.randint(1, 32)]
+        elif generator.random() < 0.3:
+            del changed[place:]
+        else:
+            changed[place:place] = generator.randbytes(generator.randint(1, 16))
     return bytes(changed)
-
-
-def change(raw: bytearray, generator: random.Random, others: Sequence[bytes]) -> None:
-    place, kind = generator.randrange(len(raw)), generator.randrange(10)
-    if kind < 3:
-        raw[place] ^= 1 << generator.randrange(8)
-    elif kind < 7:
-        width = generator.choice((1, 2, 4, 8))
-        value = generator.choice((*NUMBERS, *WIDE)) % (1 << 8 * width)
-        raw[place : place + width] = value.to_bytes(width, "little")
-    elif kind == 7:
-        length = generator.randint(1, 64)
-        source = generator.choice(others) if generator.random() < 0.5 else bytes(raw)
-        start = generator.randrange(len(source))
-        raw[place : place + length] = source[start : start + length]
-    elif kind == 8:
-        del raw[place : place + generator.randint(1, 32)]
-    elif generator.random() < 0.3:
-        del raw[place:]
-    else:
-        raw[place:place] = generator.randbytes(generator.randint(1, 16))
 
 
 # -- converting one
@@ -210,45 +207,36 @@ def try_input(raw: bytes, scratch: Path) -> tuple[str, str, int]:
     return outcome, wrong, peak
 
 
-def fuzz(runs: int, *, seed: int, finds: Path | None) -> dict[str, Any]:
-    """Run the fuzzer; return its figures."""
+def fuzz(runs: int, *, seed: int, finds: Path | None) -> int:
+    """Run the fuzzer, print its figures; return the exit status."""
     prepare()
-    files = valid_files()
-    names = sorted(files)
+    files, names = valid_files(), sorted(VALID)
     outcomes: Counter[str] = Counter()
-    broken: list[dict[str, Any]] = []
+    broken: list[str] = []
     highest, began = 0, time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gear-fuzz-") as temporary:
-        scratch = Path(temporary)
         for path in sorted(FINDS.glob("*.bin")):
-            if wrong := try_input(path.read_bytes(), scratch)[1]:
-                broken.append({"run": path.name, "problem": wrong})
+            if wrong := try_input(path.read_bytes(), Path(temporary))[1]:
+                broken.append(f"{path.name}: {wrong}")
         for run in range(runs):
-            generator = random.Random(f"{seed} {run}")
             kind = names[run % len(names)]
             raw = files[kind]
             if run >= len(names):  # the first inputs are the valid files themselves
-                raw = mutate(raw, generator, list(files.values()))
-            outcome, wrong, peak = try_input(raw, scratch)
+                raw = mutate(raw, random.Random(f"{seed} {run}"), list(files.values()))
+            outcome, wrong, peak = try_input(raw, Path(temporary))
             if run < len(names) and outcome != "converted":
                 wrong = f"the valid file {kind} is {outcome}"
             outcomes[outcome] += 1
             highest = max(highest, peak)
             if wrong:
-                broken.append({"run": run, "kind": kind, "problem": wrong})
+                broken.append(f"run {run}, {kind}: {wrong}")
                 if finds is not None:
                     finds.mkdir(parents=True, exist_ok=True)
                     (finds / f"{kind}-{seed}-{run}.bin").write_bytes(raw)
             if run % 1000 == 999:
                 print(f"{run + 1:,} runs, {len(broken)} finds", file=sys.stderr, flush=True)
-    return {
-        "runs": runs,
-        "seed": seed,
-        "seconds": round(time.monotonic() - began, 1),
-        "outcomes": dict(outcomes.most_common()),
-        "peak_mib": highest >> 20,
-        "broken": broken,
-    }
+    figures = {"outcomes": dict(outcomes.most_common()), "peak_mib": highest >> 20}
+    return finish(began, broken, runs=runs, seed=seed, **figures)
 
 
 def main() -> int:
@@ -257,9 +245,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--finds", type=Path)
     arguments = parser.parse_args()
-    document = fuzz(arguments.runs, seed=arguments.seed, finds=arguments.finds)
-    print(json.dumps(document, indent=1))
-    return 1 if document["broken"] else 0
+    return fuzz(arguments.runs, seed=arguments.seed, finds=arguments.finds)
 
 
 if __name__ == "__main__":
