@@ -9,8 +9,8 @@ import io
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ PIECE_BYTES = 32 << 20  # read and written at a time
 CHUNK_ROWS = 4096
 CHUNK_BYTES = 1 << 20  # fewer rows where they are wide, such as frames
 CACHE_BYTES = 4 << 20  # HDF5 keeps the last chunk of a column until it is full
-GZIP_LEVEL = 1  # higher levels cost time and gain 2 %; shuffling gains 13 %
+# Higher levels cost time and gain 2 %; shuffling gains 13 %.
+GZIP = {"compression": "gzip", "compression_opts": 1, "shuffle": True}
 TERMINALS, TIMEOUTS, REWARDS = "terminals", "timeouts", "rewards"
 
 
@@ -162,19 +163,22 @@ class _Output(io.FileIO):
 
     def write(self, content: Any) -> int:
         rest = memoryview(content)
-        try:
+        with self._kept():
             while self.error is None and rest:
                 rest = rest[super().write(rest) :]
-        except BaseException as error:  # Ctrl-C as well
-            self.error = error
         return len(content)
 
     def truncate(self, size: int | None = None) -> int:
-        try:
+        with self._kept():
             return super().truncate(size) if self.error is None else size or 0
+        return size or 0
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:  # Ctrl-C as well
             self.error = error
-            return size or 0
 
 
 class Hdf5Writer(Closing):
@@ -197,20 +201,13 @@ class Hdf5Writer(Closing):
         """Append rows to every column of `part`; the first part makes the columns."""
         with writing(self._path):
             for name, rows in part.items():
-                if name not in self._datasets:
-                    row_bytes = math.prod(rows.shape[1:]) * rows.dtype.itemsize
+                dataset = self._datasets.get(name)
+                if dataset is None:
+                    row, row_bytes = rows.shape[1:], math.prod(rows.shape[1:]) * rows.dtype.itemsize
                     chunk = max(min(CHUNK_ROWS, CHUNK_BYTES // row_bytes), 1)
-                    self._datasets[name] = self._file.create_dataset(
-                        name,
-                        shape=(0, *rows.shape[1:]),
-                        maxshape=(None, *rows.shape[1:]),
-                        chunks=(chunk, *rows.shape[1:]),
-                        dtype=rows.dtype,
-                        compression="gzip",
-                        compression_opts=GZIP_LEVEL,
-                        shuffle=True,
-                    )
-                dataset = self._datasets[name]
+                    shapes = {"shape": (0, *row), "maxshape": (None, *row), "chunks": (chunk, *row)}
+                    dataset = self._file.create_dataset(name, dtype=rows.dtype, **shapes, **GZIP)
+                    self._datasets[name] = dataset
                 start = dataset.shape[0]
                 dataset.resize(start + len(rows), axis=0)
                 dataset[start:] = rows

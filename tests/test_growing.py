@@ -118,7 +118,7 @@ def test_rows_on_disk_are_compared_once_and_then_the_new_ones_alone(
 ) -> None:
     compared, stream = list[str](), gear_offline.dataset.dataset._stream
 
-    def counted(handle: int, place: Path, *words: Any) -> Any:
+    def counted(handle: Any, place: Path, *words: Any) -> Any:
         if place == path and words[2].name == "observations":  # too wide to be kept in memory
             compared.append(words[1].name)
         return stream(handle, place, *words)

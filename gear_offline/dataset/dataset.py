@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Never, SupportsIndex, overload
+from typing import TYPE_CHECKING, BinaryIO, Never, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -86,12 +86,9 @@ class Dataset:
     identities: tuple[FileIdentity, ...] = field(repr=False)
 
     def __repr__(self) -> str:
-        return (
-            f"Dataset({str(self.path)!r}: "
-            f"{count_text(self.spec.episodes, 'episode')}, "
-            f"{count_text(self.spec.steps, 'step')}, "
-            f"columns {', '.join(c.name for c in self.spec)})"
-        )
+        counts = count_text(len(self), "episode"), count_text(self.spec.steps, "step")
+        columns = ", ".join(c.name for c in self.spec)
+        return f"Dataset({str(self.path)!r}: {', '.join(counts)}, columns {columns})"
 
     @property
     def spec(self) -> TableSpec:
@@ -190,7 +187,7 @@ class Dataset:
         buffer = np.empty((rows, *tensor.shape[1:]), tensor.dtype)
         with open(self.open_shard(shard), "rb") as file:
             record = self.manifest.shards[shard]
-            for count in _stream(file.fileno(), self.path, self.manifest, record, tensor, buffer):
+            for count in _stream(file, self.path, self.manifest, record, tensor, buffer):
                 yield step, buffer[:count].view(spec.dtype).reshape(count, *spec.shape)
                 step += count
 
@@ -292,22 +289,16 @@ class Dataset:
             for shard in range(first, min(first + batch, count)):
                 record = self.manifest.shards[shard]
                 with open(self.open_shard(shard), "rb") as file:
-                    handle = file.fileno()
                     for tensor in self.manifest.tensors(record):
-                        for read in _stream(
-                            handle, self.path, self.manifest, record, tensor, buffer
-                        ):
+                        part = _stream(file, self.path, self.manifest, record, tensor, buffer)
+                        for read in part:
                             on_progress(read)
 
-        count, threads = len(self.manifest.shards), min(MAX_THREADS, usable_cores())
+        count = len(self.manifest.shards)
         # To hand a shard of one episode to a thread takes longer than to read it.
         batch = 1 + (count - self.verified_shards) // BATCHES
-        firsts = range(self.verified_shards, count, batch)
-        if len(firsts) == 1:
-            check(firsts[0])
-        else:
-            with ThreadPoolExecutor(max_workers=threads) as pool:
-                list(pool.map(check, firsts))  # an error cancels the rest
+        with ThreadPoolExecutor(min(MAX_THREADS, usable_cores())) as pool:
+            list(pool.map(check, range(self.verified_shards, count, batch)))  # an error cancels
         return self.as_verified()
 
     def as_verified(self) -> Dataset:
@@ -417,7 +408,7 @@ def with_shards(path: Path, manifest: Manifest, before: Dataset | None = None) -
     for shard in manifest.shards[len(found) :]:
         with open(open_member(path / shard.name, size=shard.bytes), "rb") as file:
             found.append(file_identity(file.fileno()))
-            for name, part in _read_episodes(file.fileno(), path, manifest, shard).items():
+            for name, part in _read_episodes(file, path, manifest, shard).items():
                 parts[name].append(part)
     joined = {name: np.concatenate(arrays) for name, arrays in parts.items()}
     for array in joined.values():
@@ -438,19 +429,19 @@ def with_shards(path: Path, manifest: Manifest, before: Dataset | None = None) -
 
 
 def _read_episodes(
-    handle: int, path: Path, manifest: Manifest, shard: ShardRecord
+    file: BinaryIO, path: Path, manifest: Manifest, shard: ShardRecord
 ) -> dict[str, Array]:
     """Check a shard's header and read its per-episode tensors, compared with their digests."""
     where, tensors = f"{path}/{shard.name}", manifest.tensors(shard)
     header = bytearray(shard.header_bytes)
-    read_exactly(handle, memoryview(header), 0, where=where)
+    read_exactly(file.fileno(), memoryview(header), 0, where=where)
     if header != encode_header(tensors):
         raise damaged("the shard's header is not the one that the manifest implies", where)
     values: dict[str, Array] = {}
     for column in EPISODE_COLUMNS:
         tensor = next(t for t in tensors if t.name == column.name)
         raw = np.empty(tensor.bytes, np.uint8)
-        for _ in _stream(handle, path, manifest, shard, tensor, raw):
+        for _ in _stream(file, path, manifest, shard, tensor, raw):
             pass
         if tensor.dtype == np.bool_ and raw.max() > 1:
             raise damaged(f"{column.name} is not 0 or 1 everywhere", where)
@@ -464,7 +455,7 @@ def _read_episodes(
 
 
 def _stream(
-    handle: int,
+    file: BinaryIO,
     path: Path,
     manifest: Manifest,
     shard: ShardRecord,
@@ -483,7 +474,7 @@ def _stream(
         data = byte_view(buffer)[: end - begin]
         for at in range(0, len(data), PIECE_BYTES):
             piece = data[at : at + PIECE_BYTES]
-            read_exactly(handle, piece, begin + at, where=where)
+            read_exactly(file.fileno(), piece, begin + at, where=where)
             blocks.update(piece)
         begin += len(data)
         if begin == end:

@@ -94,7 +94,7 @@ def open_lerobot(path: Path, *, names: Mapping[str, str]) -> Source:
     source = Source(
         [Piece(read=partial(read, g), first=g.first, steps=g.steps) for g in groups],
         kinds,
-        lengths=np.diff(reader.firsts, append=reader.steps),
+        lengths=np.diff(reader.bounds),
         terminated=terminated if cut is None else terminated & ~cut,
         info=SourceInfo(
             uri=path.name,
@@ -142,6 +142,7 @@ class _Reader:
                 self.steps += rows
         numbers = self._whole("episode_index") if self.groups else np.zeros(0, np.int64)
         self.firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
+        self.bounds: list[int] = [*self.firsts.tolist(), self.steps]
         self.episodes: list[int] = numbers[self.firsts].tolist()
         episodes = len(set(self.episodes))
         if not self.steps or said != (self.steps, episodes):
@@ -173,8 +174,7 @@ class _Reader:
         """Return a flag at the last step of each episode, (E,), ``None`` if there is none."""
         if any(name not in group.file.schema.names for group in self.groups):
             return None
-        flags: BoolArray = self._whole(name)[np.append(self.firsts[1:], self.steps) - 1] != 0
-        return flags
+        return np.asarray(self._whole(name)[np.array(self.bounds[1:]) - 1] != 0)
 
     def _whole(self, name: str) -> Array:
         """Return a column of one number a step, (N,)."""
@@ -198,11 +198,10 @@ class _Reader:
 
     def _video(self, places: dict[int, Place], group: Group, start: int, stop: int) -> Array:
         number = int(np.searchsorted(self.firsts, start, side="right")) - 1
-        bounds = [*self.firsts.tolist(), self.steps]
         parts: list[Array] = []
         while start < stop:
             file, begin = places[self.episodes[number]]
-            first, end = bounds[number], min(stop, bounds[number + 1])
+            first, end = self.bounds[number], min(stop, self.bounds[number + 1])
             parts.append(_frames(file, begin, self.fps, start - first, end - first))
             start, number = end, number + 1
         return np.concatenate(parts)
@@ -212,24 +211,22 @@ class _Reader:
         folder, found = self.path / "videos", dict[int, tuple[Path, float]]()
         if self.version == 2:
             for number in self.episodes:
-                chunk = f"chunk-{number // self.chunk:03d}"
-                found[number] = folder / chunk / name / f"episode_{number:06d}.mp4", 0.0
+                chunk = folder / f"chunk-{number // self.chunk:03d}"
+                found[number] = chunk / name / f"episode_{number:06d}.mp4", 0.0
         else:
-            keys = ("chunk_index", "file_index", "from_timestamp")
-            for path in (self.path / "meta" / "episodes").glob("*/*.parquet"):
-                meta = ParquetFile(path)
+            keys = [f"videos/{name}/{k}" for k in ("chunk_index", "file_index", "from_timestamp")]
+            for meta in map(ParquetFile, (self.path / "meta" / "episodes").glob("*/*.parquet")):
                 for group in range(len(meta.rows)):
-                    columns = ["episode_index", *(f"videos/{name}/{key}" for key in keys)]
-                    rows = (meta.column(group, column).to_pylist() for column in columns)
+                    rows = (meta.column(group, c).to_pylist() for c in ("episode_index", *keys))
                     for number, chunk, file, begin in zip(*rows, strict=True):
-                        video = folder / name / f"chunk-{chunk:03d}" / f"file-{file:03d}.mp4"
-                        found[number] = video, begin
+                        video = f"chunk-{chunk:03d}/file-{file:03d}.mp4"
+                        found[number] = folder / name / video, begin
         if missing := set(self.episodes) - set(found):
             raise _misfit(f"no video {name} of episode {min(missing)}", self.path / "meta")
         paths = dict.fromkeys(found[n][0] for n in self.episodes)
         files = {path: InputFile.find(path) for path in paths}
         self.videos += files.values()
-        return {number: (files[found[number][0]], found[number][1]) for number in self.episodes}
+        return {n: (files[found[n][0]], found[n][1]) for n in self.episodes}
 
 
 def _frames(file: InputFile, begin: float, fps: float, first: int, stop: int) -> Array:
