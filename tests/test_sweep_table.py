@@ -42,7 +42,7 @@ def fill(path: Path, *, losses: list[float], returns: list[float], complete: boo
 def begin(path: Path, trials: list[Trial], failures: dict[str, str]) -> SweepDirectory:
     directory = SweepDirectory(path)
     path.mkdir()
-    directory.write(directory.merge(trials).model_copy(update={"failures": failures}))
+    directory.write(directory.begin(trials).model_copy(update={"failures": failures}))
     return directory
 
 
@@ -122,14 +122,6 @@ def test_damaged_files_of_a_sweep_are_one_error(
         os.mkfifo(path)  # opening it would wait for ever
     else:
         path.write_bytes(content)
-    with pytest.raises(InputError) as caught:
-        read_sweep(sweep)
-    assert caught.value.code == "RUN_DAMAGED"
-
-
-def test_a_sweep_of_strangers_names_no_files_outside(sweep: Path) -> None:
-    path = sweep / "sweep.json"
-    path.write_text(path.read_text().replace("layers=1,s0", "../../elsewhere"))
     with pytest.raises(InputError) as caught:
         read_sweep(sweep)
     assert caught.value.code == "RUN_DAMAGED"

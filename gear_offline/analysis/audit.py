@@ -5,7 +5,7 @@ Shape legend: N steps, E episodes, T steps of an episode, S elements of an obser
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -132,11 +132,11 @@ def audit(
         one if isinstance(one, Dataset) else open_dataset(one, verify=False)
         for one in (dataset, *against)
     )
-    reader, shared = _Reader(data), list[Finding]()
+    steps, shared = _Steps(data), list[Finding]()
     total = sum(map(len, (data, *others)))
     with Progress(f"audit {data.path.name}", total=total, unit="episodes", quiet=quiet) as progress:
         for number, episode in enumerate(data.iter_episodes()):
-            reader.read(number, episode)
+            steps.read(number, episode)
             progress.advance()
         for other in others:
             theirs = set()
@@ -145,7 +145,7 @@ def audit(
                 progress.advance()
             shared += _found(
                 "shared",
-                [e for e, digest in enumerate(reader.digests) if digest in theirs],
+                [e for e, digest in enumerate(steps.digests) if digest in theirs],
                 f"of {len(data):,} are in {other.path} too",
                 "expected of medium-expert and medium; else evaluation data may have leaked",
             )
@@ -163,54 +163,49 @@ def audit(
         returns=_spread(returns),
         lengths=_spread(data.episodes.lengths),
         normalized_score=score,
-        findings=(*reader.findings(), *_endings(data), *_bounds(data), *shared),
+        findings=(*steps.findings(), *_columns(data), *_endings(data), *_bounds(data), *shared),
     )
 
 
-class _Reader:
-    """Goes through the episodes once, and knows then what looks wrong in their steps."""
+class _Steps:
+    """What looks wrong in steps and episodes, which are read one after the other."""
 
     def __init__(self, data: Dataset) -> None:
         self._data = data
-        self._floats = [column.name for column in data.spec if column.dtype.kind == "f"]
         self.digests: list[str] = []
         self._clipped: Any = 0  # (A,) steps on an action's extreme
-        self._outliers: dict[str, dict[int, tuple[int, int]]] = {}  # first place of each element
+        self._outliers = defaultdict[str, dict[int, tuple[int, int]]](dict)  # by element, the first
         self._jumps: list[tuple[int, int]] = []
-        self._usual: Float64Array | None = None  # (S,) mean size of a step
-        self._limit = np.inf
-        if "observations" in self._floats:
-            count = len(data)
-            chosen = np.unique(np.linspace(0, count - 1, min(count, SAMPLED_EPISODES)).astype(int))
-            sample = data.iter_episodes(chosen, columns=["observations"])
+        self._usual, self._limit = np.zeros(0), np.inf  # (S,) mean size of a step
+        if "observations" in data.spec and data.spec["observations"].dtype.kind == "f":
+            chosen = np.linspace(0, len(data) - 1, min(len(data), SAMPLED_EPISODES)).astype(int)
+            sample = data.iter_episodes(np.unique(chosen), columns=["observations"])
             moves = np.concatenate([_moves(episode) for episode in sample])
-            if (moves > 0).any():
-                self._usual = moves.mean(0)
+            self._usual = moves.mean(0) if len(moves) else self._usual
+            if (self._usual > 0).any():
                 self._limit = max(FAR, FARTHER * float(np.quantile(self._scores(moves), 0.99)))
 
     def _scores(self, moves: Float64Array) -> Float64Array:
         """Return (T - 1,): half of the elements go at least so many times their mean step."""
-        assert self._usual is not None, "it is measured first"
         is_moving = self._usual > 0
         scores: Float64Array = np.median(moves[:, is_moving] / self._usual[is_moving], axis=1)
         return scores
 
     def read(self, number: int, episode: Columns) -> None:
         self.digests.append(_digest(episode))
-        if self._usual is not None:
+        if np.isfinite(self._limit):
             far = np.flatnonzero(self._scores(_moves(episode)) > self._limit)
             self._jumps += [(number, int(step) + 1) for step in far]
-        for name in self._floats:
-            facts, rows = self._data.statistics[name], _flat(episode[name])
-            low, high, mean, std = (
-                part.reshape(-1) for part in (facts.min, facts.max, facts.mean, facts.std)
-            )
+        for name in (column.name for column in self._data.spec if column.dtype.kind == "f"):
+            facts, rows = self._data.statistics[name], episode[name].reshape(len(episode[name]), -1)
+            mean, std = facts.mean.reshape(-1), facts.std.reshape(-1)
             if name == "actions":
-                self._clipped += (((rows == low) | (rows == high)) & (std > 0)).sum(0)
+                at_end = (rows == facts.min.reshape(-1)) | (rows == facts.max.reshape(-1))
+                self._clipped += (at_end & (std > 0)).sum(0)
             far = (np.abs(rows - mean) > OUTLIER * std) & (std > 0)
             for element in np.flatnonzero(far.any(0)).tolist():
                 place = (number, int(far[:, element].argmax()))
-                self._outliers.setdefault(name, {}).setdefault(element, place)
+                self._outliers[name].setdefault(element, place)
 
     def findings(self) -> Iterator[Finding]:
         yield from _found(
@@ -221,22 +216,6 @@ class _Reader:
             "look at the source's flags, or convert with another --rule",
             noun="step",
         )
-        for name, facts in self._data.statistics.items():
-            if facts.nonfinite:
-                yield Finding(
-                    check="nonfinite",
-                    what=f"{name} has {count_text(facts.nonfinite, 'value')} NaN or infinite",
-                    remedy="leave these episodes out, or repair the source",
-                    count=facts.nonfinite,
-                )
-            if name in COMPARED:
-                yield from _found(
-                    "constant",
-                    np.flatnonzero(facts.std.reshape(-1) == 0),
-                    f"of {name} never change",
-                    "harmless for training; check the source if they should change",
-                    noun="element",
-                )
         shares = np.atleast_1d(self._clipped) / self._data.spec.steps
         yield from _found(
             "clipped",
@@ -260,6 +239,20 @@ class _Reader:
             "are in the dataset more than once",
             "expected of joined datasets; else they weigh more than others",
         )
+
+
+def _columns(data: Dataset) -> Iterator[Finding]:
+    for name, facts in data.statistics.items():
+        if count := facts.nonfinite:
+            what = f"{name} has {count_text(count, 'value')} NaN or infinite"
+            remedy = "leave these episodes out, or repair the source"
+            yield Finding(check="nonfinite", what=what, remedy=remedy, count=count)
+        if name in COMPARED:
+            constant = np.flatnonzero(facts.std.reshape(-1) == 0)
+            remedy = "harmless for training; check the source if they should change"
+            yield from _found(
+                "constant", constant, f"of {name} never change", remedy, noun="element"
+            )
 
 
 def _endings(data: Dataset) -> Iterator[Finding]:
@@ -307,14 +300,10 @@ def _found(
         yield Finding(check=check, what=what, remedy=remedy, count=len(every), places=first)
 
 
-def _flat(rows: Array) -> Array:
-    return rows.reshape(len(rows), -1)
-
-
 def _moves(episode: Columns) -> Float64Array:
     """Return (T - 1, S): how far each element goes in a step; steps with NaN go nowhere."""
-    moves = np.abs(np.diff(_flat(episode["observations"]).astype(np.float64), axis=0))
-    return np.nan_to_num(moves, nan=0.0, posinf=0.0)
+    rows = episode["observations"].astype(np.float64)
+    return np.nan_to_num(np.abs(np.diff(rows.reshape(len(rows), -1), axis=0)), posinf=0.0)
 
 
 def _digest(episode: Columns) -> str:

@@ -46,6 +46,7 @@ FLAT = 0.01  # ... each taken for this share of the median at least
 DATA, PART = 0.5, 0.1  # shares of a rise from which on it is due to the data, or in part
 SHOWN, NAMED = 10, 3  # episodes that are printed, and that have a colour and a source
 DRAWS_AT_ONCE = 1 << 20
+HEADINGS = ("episode", "return", "length", "drawn", "usual", "seen", "loss", "adds", "worst")
 WINDOW = np.dtype(
     [("batch", "i8"), ("episode", "i8"), ("start", "i8"), ("loss", "f8"), ("steps", "i8")]
 )
@@ -81,6 +82,14 @@ class BlamedEpisode:
     batch: int  # of its window of the largest loss, ...
     start: int  # ... and at which step of the episode that begins
 
+    def cells(self) -> list[str]:
+        """Return its row of the table that is printed, by `HEADINGS`."""
+        return [
+            *(str(self.episode), short(self.episode_return), str(self.length), str(self.drawn)),
+            *(f"{self.usual:.1f}", f"{self.seen:,}", f"{self.loss:.3g}", f"{self.adds:+.3g}"),
+            f"{self.batch:,}: {self.start:,}..",
+        ]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Blame:
@@ -110,18 +119,12 @@ class Blame:
         console = Console(highlight=False, markup=False)
         console.print(f"{printable(self.run)}, batches {self.first:,} to {self.last:,}")
         console.print(self.verdict, style="bold")
-        loss, ordinary = f"{self.loss:.3g}", f"{self.ordinary_loss:.3g}"
-        text = f"under checkpoint {self.checkpoint:,}: loss {loss}, of ordinary batches {ordinary}"
+        text = f"under checkpoint {self.checkpoint:,}: loss {self.loss:.3g}, of ordinary batches "
+        text += f"{self.ordinary_loss:.3g}"
         if self.spike is not None:
             text += f"; logged: {self.spike.loss:.3g}, before {self.spike.usual:.3g}"
         console.print(text)
-        names = ["episode", "return", "length", "drawn", "usual", "seen", "loss", "adds", "worst"]
-        rows = [
-            f"{e.episode};{short(e.episode_return)};{e.length};{e.drawn};{e.usual:.1f};"
-            f"{e.seen:,};{e.loss:.3g};{e.adds:+.3g};{e.batch:,}: {e.start:,}..".split(";")
-            for e in self.episodes[:SHOWN]
-        ]
-        print_table(console, names, rows)
+        print_table(console, HEADINGS, [one.cells() for one in self.episodes[:SHOWN]])
         for one in self.episodes[:NAMED]:
             console.print(f"{one.episode} is {printable(one.source)}", style="dim")
         if self.without is not None:
@@ -131,20 +134,18 @@ class Blame:
 
     def plot(self, path: str | os.PathLike[str]) -> Path:
         """Draw the logged loss around the batches, and the loss of each window; .png or .svg."""
-        figure = plots.new_figure()
+        figure, windows = plots.new_figure(), self.windows
         above, below = figure.subplots(2, 1, height_ratios=(2, 3))
         room = 10 * (self.last + 1 - self.first)
-        logged = [record[1:] for record in _logged(open_run(self.run))]
-        near = [one for one in logged if self.first - room <= one[0] <= self.last + room]
-        above.plot(*zip(*near, strict=True), ".-", color=plots.INK)
-        plots.dress(above, y="logged loss")
-        batch, loss = self.windows["batch"], self.windows["loss"]
-        below.plot(batch, loss, ".", color=plots.GREY, markersize=3)
+        near = _near(open_run(self.run), self.first - room, self.last + room)
+        above.plot([last for _, last, _ in near], [loss for _, _, loss in near], ".-")
+        below.plot(windows["batch"], windows["loss"], ".", color=plots.GREY, markersize=3)
         for one, colour in zip(self.episodes[:NAMED], plots.SERIES, strict=False):
-            own, label = self.windows["episode"] == one.episode, f"episode {one.episode}"
-            below.plot(batch[own], loss[own], "o", color=colour, markersize=4, label=label)
+            own, label = windows[windows["episode"] == one.episode], f"episode {one.episode}"
+            below.plot(own["batch"], own["loss"], "o", color=colour, markersize=4, label=label)
+        plots.dress(above, y="logged loss")
         plots.dress(below, x="batch", y="loss of a window")
-        below.set_yscale("log" if loss.min() > 0 else "linear")
+        below.set_yscale("log" if windows["loss"].min() > 0 else "linear")
         plots.legend(below)
         for axes in (above, below):
             axes.axvspan(self.first - 0.5, self.last + 0.5, color=plots.FAINT, zorder=0)
@@ -259,7 +260,12 @@ def blame(
     seen = _draws(loader.selection, recipe, past)
     share = len(batches) / max(1, len(past))
     episodes = _episodes(blamed, loader.dataset, usual, seen, share)
-    spike, explained = _explained(opened, first, last, (loss - usual) * len(batches))
+    spike = next((s for s in find_spikes(opened) if s.first <= last and s.last >= first), None)
+    explained = None
+    if spike is not None:  # sums over batches: a record may have more of them than are asked for
+        near = _near(opened, first, last)
+        rise = sum((logged - spike.usual) * (end + 1 - begin) for begin, end, logged in near)
+        explained = float(np.clip((loss - usual) * len(batches) / max(rise, 1e-30), 0, 1))
     return Blame(
         run=str(opened.path),
         first=first,
@@ -276,17 +282,9 @@ def blame(
     )
 
 
-def _explained(run: Run, first: int, last: int, shown: float) -> tuple[Spike | None, float | None]:
-    """Return the spike that was logged for batches, and the share of its rise that is `shown`.
-
-    Both are sums over batches, for a record may have more of them than are asked for.
-    """
-    for spike in find_spikes(run):
-        if spike.first <= last and spike.last >= first:
-            near = [one for one in _logged(run) if one[0] <= last and one[1] >= first]
-            rise = sum((loss - spike.usual) * (end + 1 - begin) for begin, end, loss in near)
-            return spike, float(np.clip(shown / max(rise, 1e-30), 0, 1))
-    return None, None
+def _near(run: Run, first: int, last: int) -> list[tuple[int, int, float]]:
+    """Return the records of a run's metrics that have some of these batches."""
+    return [one for one in _logged(run) if one[0] <= last and one[1] >= first]
 
 
 def _unknown(run: Run, what: str) -> InputError:

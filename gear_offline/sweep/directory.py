@@ -3,8 +3,8 @@
 ::
 
     runs/hopper-medium-sweep/
-      sweep.json           the trials, how they were run; which failed, and the table, at the end
-      runs/NAME/           a run directory each, as `train` writes it
+      sweep.json           the last call: its trials, which of them failed, and at its end the table
+      runs/NAME/           a run directory each, as `train` writes it; those of earlier calls stay
       sweep.md, plots/     the report
 """
 
@@ -12,23 +12,22 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field
 
 from gear_offline.config.files import flat
 from gear_offline.core.files import read_regular, write_file
 from gear_offline.core.held import LOCK, HeldDirectory
+from gear_offline.core.text import first_line
 from gear_offline.errors import InputError
 from gear_offline.runs.directory import RESUMABLE
 from gear_offline.sweep.trials import Trial
 from gear_offline.training.metrics import finite
 
 MOST_BYTES = 1 << 30
-RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,99}")
 
 
 class SweepFile(BaseModel):
@@ -38,16 +37,9 @@ class SweepFile(BaseModel):
     recipe: str
     threads: int | None = None  # of a trial in a process of its own: other numbers round otherwise
     exact: bool = False  # trials on a GPU give the bits of runs alone
-    trials: list[Trial] = Field(min_length=1)  # all that were ever asked for
-    failures: dict[str, str] = {}  # "CODE: what was wrong" by trial, of its last attempt
-    table: dict[str, Any] | None = None  # of the trials that were asked for last
-
-    @field_validator("trials")
-    @classmethod
-    def _stay_inside(cls, trials: list[Trial]) -> list[Trial]:
-        if strange := [trial.name for trial in trials if not RUN_NAME.fullmatch(trial.name)]:
-            raise ValueError(f"{strange[0]!r} is no name of a run")
-        return trials
+    trials: list[Trial] = Field(min_length=1)
+    failures: dict[str, str] = {}  # "CODE: what was wrong" by trial
+    table: dict[str, Any] | None = None
 
 
 class SweepDirectory:
@@ -61,6 +53,10 @@ class SweepDirectory:
         """Return the run directory of a trial."""
         return self.path / "runs" / trial.name
 
+    @property
+    def is_begun(self) -> bool:
+        return os.path.lexists(self.json_path)
+
     def hold(self) -> HeldDirectory:
         """Keep other processes from running this sweep; a context manager."""
         what, remedy = "another process is running this sweep", "wait for it, or choose another"
@@ -72,10 +68,6 @@ class SweepDirectory:
                 raise InputError("OUTPUT_EXISTS", what, str(self.path), "choose another with --out")
         return HeldDirectory(self.path, taken=taken)
 
-    @property
-    def is_begun(self) -> bool:
-        return os.path.lexists(self.json_path)
-
     def read(self) -> SweepFile:
         """Return the content of ``sweep.json``."""
         if not self.is_begun:
@@ -84,40 +76,36 @@ class SweepDirectory:
             content = read_regular(self.json_path, most=MOST_BYTES)
             return SweepFile.model_validate_json(content)
         except (OSError, ValueError) as error:
-            what = f"sweep.json cannot be read: {' '.join(str(error).split())[:200]}"
+            what = f"sweep.json cannot be read: {first_line(error)[:200]}"
             remedy = "sweep into another directory with --out"
             raise InputError("RUN_DAMAGED", what, str(self.path), remedy) from error
 
-    def merge(self, trials: Sequence[Trial]) -> SweepFile:
-        """Return the content for a sweep that goes on with `trials`, or begins.
+    def begin(self, trials: Sequence[Trial]) -> SweepFile:
+        """Return the content for a sweep that begins, or goes on, with `trials`.
 
-        Trials may differ from those before in the sweep's own options, the seed and what a run
-        that is resumed may change: else the name of a run would not tell what it is.
+        They may differ from those before in the sweep's own options, the seed and what a run that
+        is resumed may change: else the name of a run would not tell what it is.
         """
         file = SweepFile(recipe=trials[0].recipe.name, trials=list(trials))
         if not self.is_begun:
             return file
         before = self.read()
-        old, new = before.trials[0], file.trials[0]
+        file.threads, file.exact = before.threads, before.exact
+        old, new, what = before.trials[0], trials[0], ""
         if old.settings.keys() != new.settings.keys():
             options, these = (", ".join(one.settings) or "their seeds" for one in (old, new))
-            raise self._mismatch(f"its trials differ in {options}, these in {these}")
+            what = f"its trials differ in {options}, these in {these}"
         own = (*old.settings, *RESUMABLE, "seed", "description")
         then, now = flat(old.recipe.to_dict()), flat(new.recipe.to_dict())
         for key in sorted({*then, *now}):
             is_own = any(key == name or key.startswith(f"{name}.") for name in own)
-            if not is_own and then.get(key) != now.get(key):
-                raise self._mismatch(f"{key} was {then.get(key)!r} and is {now.get(key)!r} now")
-        asked = {trial.name for trial in trials}
-        others = [trial for trial in before.trials if trial.name not in asked]
-        file.trials += [trial.model_copy(update={"asked": False}) for trial in others]
-        file.threads, file.exact, file.failures = before.threads, before.exact, before.failures
+            if not (what or is_own or then.get(key) == now.get(key)):
+                what = f"{key} was {then.get(key)!r} and is {now.get(key)!r} now"
+        if what:
+            remedy = "give another directory with --out, or other values and seeds of its options"
+            where = str(self.path)
+            raise InputError("RUN_MISMATCH", f"there is another sweep: {what}", where, remedy)
         return file
-
-    def _mismatch(self, what: str) -> InputError:
-        what = f"there is another sweep: {what}"
-        remedy = "give another directory with --out, or other values and seeds of the same options"
-        return InputError("RUN_MISMATCH", what, str(self.path), remedy)
 
     def write(self, file: SweepFile) -> None:
         """Write ``sweep.json``, with all recipes."""

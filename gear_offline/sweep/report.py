@@ -99,17 +99,19 @@ class SweepResult(Printed):
 
 
 def read_sweep(path: str | os.PathLike[str]) -> SweepResult:
-    """Return what the sweep in a directory came to, of the trials that were asked for last."""
+    """Return what the sweep in a directory came to, of the trials of the last call."""
     directory = SweepDirectory(path)
     file = directory.read()
-    asked = [trial for trial in file.trials if trial.asked]
-    results = [read_result(t, directory.run_path(t), file.failures.get(t.name)) for t in asked]
+    results = [
+        read_result(t, directory.run_path(t), file.failures.get(t.name)) for t in file.trials
+    ]
+    others = {run.name for run in directory.path.glob("runs/*")} - {t.name for t in file.trials}
     return SweepResult(
         path=directory.path,
         recipe=file.recipe,
         trials=tuple(results),
         table=make_table(results),
-        others=len(file.trials) - len(asked),
+        others=len(others),
     )
 
 

@@ -27,7 +27,6 @@ class Trial(BaseModel, frozen=True):
     label: str  # what it is among the others, the same for all seeds
     settings: dict[str, Any]  # dotted option and value of what trials differ in, but the seed
     recipe: Recipe
-    asked: bool = True  # the last call named it
 
 
 def make_trials(
