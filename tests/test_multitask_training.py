@@ -252,7 +252,7 @@ def test_a_plan_counts_the_joint_table(tmp_path: Path) -> None:
     assert (found.sizes.state_dim, found.sizes.action_dim) == (17, 6)
     missing = recipe.to_dict()
     missing["data"]["tasks"]["hop"]["path"] = "nowhere"
-    assert failing_code(lambda: make_workload(Recipe.parse(missing))) == "USAGE"
+    assert failing_code(lambda: make_workload(Recipe.parse(missing))) == "DATASET_NOT_FOUND"
 
 
 def test_recipes_share_a_dataset_only_where_its_rows_are_the_same(tmp_path: Path) -> None:

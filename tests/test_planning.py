@@ -161,7 +161,7 @@ def test_more_nodes_hold_less_and_send_more(tmp_path: Path) -> None:
         (["--columns", "observations=float33", "--data", "1TB"], "USAGE"),
         (["--columns", "observations=float32", "--data", "1TB"], "COLUMN"),
         (["model.hidden_size=8192", "model.layers=64"], "USAGE"),
-        (["data.path=nowhere"], "USAGE"),
+        (["data.path=nowhere"], "DATASET_NOT_FOUND"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], code: str) -> None:

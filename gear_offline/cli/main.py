@@ -533,10 +533,10 @@ def doctor(as_json: Json = False) -> None:
 def plan(
     recipe: RecipeName,
     overrides: list[str] = Overrides(),
-    nodes: int = Option(1, min=1, max=65_536, help="Nodes."),
-    gpus: int = Option(1, min=1, max=64, help="GPUs per node."),
+    nodes: int = Count("1", help="Nodes."),
+    gpus: int = Count("1", help="GPUs per node."),
     nic_gbps: float = Option(400.0, min=0.001, help="Gigabits/s of one network card."),
-    nics: int | None = Option(None, min=1, help="Network cards per node; default one per GPU."),
+    nics: int | None = Count(None, help="Network cards per node; default one per GPU."),
     hardware: str = Option("h200", help="Measured machine, or a YAML file of the same form."),
     host_memory: int | None = Size(None, help="Memory of a node, e.g. 2TB; default as measured."),
     disk_rate: int | None = Size(None, help="Bytes/s of a node's storage, e.g. 20GB."),

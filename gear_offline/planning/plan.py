@@ -6,6 +6,7 @@ Shape legend: D nodes, G GPUs a node, S shards, n segments of a global batch.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -33,7 +34,10 @@ TIERS = ("hbm", "peer", "host", "disk")
 # multiprocessors and memory bandwidth from the backward pass, and the last ones come after it.
 SLOWED = 1.8
 HIDDEN_SHARE = 0.6  # of a step, the backward pass: what is longer than that is waited for
-UNITS = ((1e-3, "us", 1e6), (1.0, "ms", 1e3), (600.0, "s", 1.0), (7200.0, "min", 1 / 60))
+UNITS = (
+    *((1e-3, "us", 1e6), (1.0, "ms", 1e3), (600.0, "s", 1.0), (7200.0, "min", 1 / 60)),
+    (math.inf, "h", 1 / 3600),
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -251,16 +255,12 @@ def _text(name: str, value: Any) -> str:
     if "bytes" in name:
         return size_text(int(value)) + ("/s" if "per_second" in name else "")
     if name.endswith("seconds"):
-        for limit, unit, factor in UNITS:
-            if value < limit:
-                return f"{value * factor:,.3g} {unit}"
-        return f"{value / 3600:,.1f} h"
+        unit, factor = next((u, f) for limit, u, f in UNITS if value < limit)
+        return f"{value * factor:,.3g} {unit}"
     if name.endswith(("share", "shares")):
         return f"{value:.2%}"
     return f"{value:,.3g}" if isinstance(value, float) and value < 1000 else f"{value:,.0f}"
 
 
 def _label(name: str) -> str:
-    for unit in ("_seconds", "_bytes", "_bytes_per_second", "_share"):
-        name = name.removesuffix(unit)
-    return name.replace("_", " ")
+    return re.sub("(_seconds|_bytes|_bytes_per_second|_share)$", "", name).replace("_", " ")

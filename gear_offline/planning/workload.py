@@ -70,6 +70,7 @@ def make_workload(
     `columns` such as ``"observations=uint8[84,84],actions=int64,rewards=float32"`` stand for data
     that do not exist, with episodes of `episode_length` steps (1,000 by default).
     """
+    loader, described = recipe.loader, columns is not None
     if columns is not None:
         check_selection(recipe, recipe.name)
         if data_bytes is None:
@@ -79,30 +80,32 @@ def make_workload(
         length = episode_length or 1000
         source: TableData = cast(Dataset, _describe(columns, length))
         text = f"{columns}, episodes of {length:,} steps, as described"
+        strategies = [part["strategy"] for part in recipe.selection.options.get("parts", ())]
+        learns = Prioritized.name in (recipe.selection.strategy, *strategies)
+        shares = weights = np.ones(1)
     else:
-        source, text = _open(recipe)
-    loader = recipe.loader
+        source = open_data(recipe)
+        text = f"dataset {recipe.data.path}"
+        if tasks := recipe.data.tasks:
+            text = f"datasets of {len(tasks)} tasks: {', '.join(tasks)}"
+        sampler = recipe_sampler(recipe, source)
+        learns = sampler.loss_sampler is not None
+        shares, weights = shard_weights(source), shard_weights(source, sampler.episode_weight)
     options = TableOptions(
         context_length=loader.context_length,
         normalize_states=loader.normalize_states,
         frame_stack=loader.frame_stack,
     )
+    rows, window = 0, 0
     groups = plan_groups(source, options)
-    rows = [group.width * group.dtype.itemsize for group in groups]
-    histories = [max((f.history for f in g.fields.values()), default=0) for g in groups]
-    spans = [(loader.context_length + h) * row for row, h in zip(rows, histories, strict=True)]
-    here = float(source.episodes.steps) * sum(rows)
-    scale = 1.0 if data_bytes is None else data_bytes / here
+    for group in groups:
+        row = group.width * group.dtype.itemsize
+        history = max((field.history for field in group.fields.values()), default=0)
+        rows, window = rows + row, window + (loader.context_length + history) * row
+    here = float(source.episodes.steps) * rows
     if data_bytes is not None:
         text = f"{text}, taken for {data_bytes:,} bytes in memory"
-    if columns is None:
-        sampler = recipe_sampler(recipe, source)
-        learns = sampler.loss_sampler is not None
-        shares, weights = shard_weights(source), shard_weights(source, sampler.episode_weight)
-    else:
-        strategies = [part["strategy"] for part in recipe.selection.options.get("parts", ())]
-        learns = Prioritized.name in (recipe.selection.strategy, *strategies)
-        shares = weights = np.ones(1)
+    scale = 1.0 if data_bytes is None else data_bytes / here
     # a dataset taken for a larger one has its shards several times, each of about SHARD_BYTES
     times = max(min(int(here * scale // SHARD_BYTES), MOST_SHARDS) // len(shares), 1)
     return Workload(
@@ -111,27 +114,13 @@ def make_workload(
         episodes=source.episodes.episodes * scale,
         shard_bytes=np.tile(shares / shares.sum(), times) / times * here * scale,
         weights=np.tile(weights / weights.sum(), times) / times,
-        row_bytes=sum(rows),
-        window_bytes=sum(spans),
-        reads=len(rows),
-        sizes=_sizes(source, described=columns is not None),
+        row_bytes=rows,
+        window_bytes=window,
+        reads=len(groups),
+        sizes=_sizes(source, described=described),
         longest=int(source.episodes.lengths.max()),
         learns=learns,
     )
-
-
-def _open(recipe: Recipe) -> tuple[TableData, str]:
-    """Return the recipe's dataset, or that of its tasks together, and what it is called."""
-    tasks = recipe.data.tasks
-    text = f"datasets of {len(tasks)} tasks: {', '.join(tasks)}" if tasks else ""
-    try:
-        return open_data(recipe), text or f"dataset {recipe.data.path}"
-    except InputError as error:
-        if error.code != "DATASET_NOT_FOUND":
-            raise
-        remedy = "make it, or describe it: --columns 'observations=float32[11],"
-        remedy += "actions=float32[3],rewards=float32' --data 100TB"
-        raise InputError("USAGE", error.what, error.where, remedy) from error
 
 
 def _describe(text: str, episode_length: int) -> SimpleNamespace:
