@@ -6,18 +6,14 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import gear_offline as go
 from gear_offline.cli.main import main
-from gear_offline.dataset.dataset import open_dataset
 from gear_offline.runs.loop import TrainingInterrupted, train
-from gear_offline.runs.prepare import resolve
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.stack import why_not_stacked
@@ -96,30 +92,6 @@ def test_what_cannot_skip_says_so(data: Path, tmp_path: Path) -> None:
         learning = skipping.replace({"selection.strategy": "prioritized"})
         train(learning, out=tmp_path / "run", quiet=True)
     assert "train.skip" in why_not_stacked(skipping, learns=False)
-
-
-def test_a_captured_step_is_told_to_skip(data: Path) -> None:
-    """The GPU counts its batches by itself: that of the next replay is set before it."""
-    recipe, sizes = resolve(tiny_recipe(data, *QUIET, "train.skip=[[2, 4], [6, 6]]"), open_(data))
-    learner = Learner(recipe, sizes, open_(data), torch.device("cpu"))
-    counter, filled = [0], []
-
-    def replay() -> None:
-        filled.append(counter[0])
-        counter[0] += 1
-
-    part: Any = SimpleNamespace(
-        batches=SimpleNamespace(set_step=lambda s: counter.__setitem__(0, s))
-    )
-    captured: Any = SimpleNamespace(replay=replay)
-    learner.is_captured, learner._part, learner._captured = True, part, captured
-    for _ in range(5):
-        learner.advance()
-    assert filled == [0, 1, 5, 7, 8] and (learner.step, learner.loader.step) == (5, 9)
-
-
-def open_(data: Path) -> Any:
-    return open_dataset(data, verify=False)
 
 
 STEPS, RARE = 80, (45, 65)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import tracemalloc
 from collections import Counter
 from dataclasses import fields, replace
 from functools import partial
 from html import escape
-from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -32,7 +29,6 @@ from gear_offline.cli import main as cli
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.sampling import make_sampler, sampler_class, strategy_names
 from gear_offline.sampling.base import _SAMPLERS
@@ -83,7 +79,7 @@ def test_figures_are_those_of_counting_one_by_one(
     (row,) = (one for one in comparison.strategies if one.label == label)
     found = draws_of(comparison, label)
     sampler = make_sampler(row.strategy, dataset, context_length=SPAN, **row.options)
-    drawn, repeats, episodes_again, shown = Counter[Any](), 0, 0, Counter[Any]()
+    drawn, repeats, shown = Counter[Any](), 0, Counter[Any]()
     returns, weights, places, real, coverage = [], [], [], 0, []
     first = np.cumsum([0, *LENGTHS]).tolist()
     steps = sum(LENGTHS)
@@ -92,7 +88,6 @@ def test_figures_are_those_of_counting_one_by_one(
         named = keys(segments, LENGTHS, SPAN)
         starts = [(e, s) for e, s, _ in named]
         repeats += len(starts) - len(set(starts))
-        episodes_again += len(starts) - len({e for e, _ in starts})
         drawn.update(starts)
         for e, s, n in named:
             shown.update((e, s + i) for i in range(n))
@@ -106,9 +101,7 @@ def test_figures_are_those_of_counting_one_by_one(
     expected = {
         "coverage_starts": len(drawn) / steps,
         "coverage_steps": len(shown) / steps,
-        "coverage_episodes": len({e for e, _ in drawn}) / len(LENGTHS),
         "duplicate_starts": repeats / draws,
-        "duplicate_episodes": episodes_again / draws,
         "padding": 1 - real / draws / SPAN,
         "mean_return": float(np.mean(returns)),
         "effective_sample_share": sum(weights) ** 2 / sum(w * w for w in weights) / draws,
@@ -133,21 +126,6 @@ def test_effective_starts(comparison: Comparison, dataset: Dataset) -> None:
     found = draws_of(comparison, "uniform_episodes").effective_segments
     assert found == pytest.approx(exact, rel=0.15), "from 240 draws"
     assert draws_of(comparison, "shuffled_epochs").coverage_starts == 1
-
-
-def test_memory_does_not_grow_with_the_table(dataset: Dataset) -> None:
-    """Counting in arrays of all steps took 24 bytes a step: 24 GB a block of 10^9 steps."""
-    index = EpisodeIndex(np.array([600_000_000, 1, 400_000_000]))
-    large: Any = SimpleNamespace(episodes=index, returns=np.arange(3.0), spec=dataset.spec)
-    sampler = make_sampler("uniform_steps", index)
-    tracemalloc.start()
-    try:
-        draws = measure(large, recipe_of(dataset), sampler, 100)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert draws.draws == 400 and draws.coverage_steps == pytest.approx(2e-6, rel=0.01)
-    assert peak < 16 << 20
 
 
 def test_a_strategy_that_cannot_run_is_named_and_the_others_go_on(
@@ -184,7 +162,7 @@ def test_returns_that_are_equal_but_for_rounding(tmp_path: Path) -> None:
     assert sum(found.data.returns) == pytest.approx(1)
 
 
-def test_candidates() -> None:
+def test_candidates(tmp_path: Path) -> None:
     recipe = load_recipe("paper", ["selection={strategy: top_k, k: 3}"])
     named = "top_k:k=3, return_weighted:rule=rank:temperature=2,top_k:k=3"
     found = parse_candidates(named, recipe)
@@ -192,13 +170,17 @@ def test_candidates() -> None:
     assert found[1].options == {"rule": "rank", "temperature": 2}
     assert len(parse_candidates(None, recipe)) == 9
     best = {"strategy": "top_percent", "percent": 5, "label": "best 5 %"}
-    found = parse_candidates(["fifo", best, {"strategy": "top_k", "k": 3, "label": "mine"}], recipe)
+    listed = ["fifo", best, {"strategy": "top_k", "k": 3, "label": "mine"}]
+    file = tmp_path / "list.yaml"
+    file.write_text(json.dumps(listed))
+    found = parse_candidates(str(file), recipe)
+    assert found == parse_candidates(listed, recipe)
     assert [c.label for c in found] == ["mine", "fifo", "best 5 %"]
     assert found[2].options == {"percent": 5}
     twice = [{"strategy": "top_k", "k": k, "label": "a"} for k in (2, 4)]
-    for wrong in (twice, [], [3], [{"percent": 5}], " ,", ""):
+    for wrong in (twice, [], [3], [{"percent": 5}], " ,", "", str(tmp_path / "no.yaml")):
         assert failing_code(partial(parse_candidates, wrong, recipe)) == "USAGE"
-    for text in ("uniform", "top_kk:k=3", "top_k:q=1", "top_k:k=5:k=6", "top_k:50", "a.yaml"):
+    for text in ("uniform", "top_kk:k=3", "top_k:q=1", "top_k:k=5:k=6", "top_k:50"):
         assert failing_code(partial(parse_candidates, text, recipe)) == "SELECTION"
 
 
@@ -266,40 +248,14 @@ def test_what_there_is_after_a_stop_is_shown(
     assert document["verdict"].startswith("Nothing is compared")
 
 
-class Page(HTMLParser):
-    """Collects what a page loads, and that its elements are closed in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loads: list[str] = []
-        self.open: list[str] = []
-        self.tags = Counter[str]()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
-        self.loads += [value or "" for name, value in attrs if name in ("src", "href")]
-        assert tag != "img" or dict(attrs).get("alt"), "every picture has a text"
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def test_the_page_stands_alone(trained: tuple[Comparison, Path]) -> None:
     found, _ = trained
     first, *others = found.strategies
-    hostile = replace(
-        found,
-        strategies=(replace(first, label="<script>alert(1)</script>"), *others),
-        data=replace(found.data, path="data/<b>"),
-    )
-    text = render(hostile)
-    parsed = Page()
-    parsed.feed(text)
-    assert parsed.open == [] and parsed.tags["script"] == parsed.tags["b"] == 0
-    assert parsed.tags["img"] == 1, "of what is drawn"
-    assert all(source.startswith("data:image/svg+xml;base64,") for source in parsed.loads)
+    hostile = replace(first, label="<script>alert(1)</script>")
+    data = replace(found.data, path="data/<b>")
+    text = render(replace(found, strategies=(hostile, *others), data=data))
+    assert "<script" not in text and "<b>" not in text
+    assert re.findall(r'(?:src|href)="([^"]{26})', text) == ["data:image/svg+xml;base64,"]
     assert "prefers-color-scheme: dark" in text and "width=device-width" in text
     assert text.index(found.verdict[:20]) < text.index("<table>"), "the verdict comes first"
     for title in (*drawn_cells(draws_of(found, "corl")), *learned_cells(found.outcomes[0])):
@@ -317,11 +273,7 @@ def test_the_tables_fit_the_terminal(
         print_comparison(found, console=console)
         text = console.export_text()
         assert max(map(len, text.splitlines())) <= width
-        if width >= 80:
-            assert "…" not in text
-        if not found.outcomes:  # numbers are whole
-            shown = [drawn_cells(one.draws) for one in found.strategies if one.draws is not None]
-            assert all(row["mean return"] in text.split() for row in shown)
+        assert width < 80 or "…" not in text
         assert " ".join(text.split()).startswith(found.verdict[:40])
 
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gear_offline.config.files import flat
 from gear_offline.errors import InputError
 from gear_offline.sweep.trials import make_trials, parse_options, parse_seeds, trial_name
 
@@ -58,10 +57,6 @@ def test_keys_with_the_same_end_are_told_apart() -> None:
     assert [trial.name for trial in trials] == ["seed=1,s0", "seed=2,s0"]
     trials = make_trials("paper", {"data.path": ["a", "b"], "data.tasks": [None]}, [0])
     assert [trial.label for trial in trials] == ["path=a", "path=b"]
-
-
-def test_flat_names_every_leaf() -> None:
-    assert flat({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,6 @@ def worker() -> Iterator[Worker]:
         yield worker
 
 
-def test_a_worker_does_one_job_after_another(worker: Worker) -> None:
-    for numbers in ((), (1, 2), (1, 2, 3)):
-        worker.start(f"{JOBS}:add", *numbers)
-        assert worker.busy
-        assert worker.receive() == sum(numbers) and not worker.busy
-
-
 def test_a_job_converses_with_its_caller(worker: Worker) -> None:
     worker.start(f"{JOBS}:echo")
     for message in ("a", bytes(1 << 20)):

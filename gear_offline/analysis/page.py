@@ -38,15 +38,12 @@ def drawn_cells(draws: Draws) -> dict[str, str]:
     return {
         "starts drawn": _percent(draws.coverage_starts),
         "steps shown": _percent(draws.coverage_steps),
-        "episodes": _percent(draws.coverage_episodes),
         "effective starts": short(draws.effective_segments),
         "effective sample size": _percent(draws.effective_sample_share),
         "duplicate starts": _percent(draws.duplicate_starts),
-        "duplicate episodes": _percent(draws.duplicate_episodes),
         "padding": _percent(draws.padding),
         "mean return": short(draws.mean_return),
         "median age": f"{draws.median_age:.2f}",
-        "selecting": f"{draws.segments_per_second / 1e6:.2g} M/s",
     }
 
 

@@ -1,4 +1,4 @@
-"""What a strategy draws, measured without training: coverage, repetition, returns, age, speed.
+"""What a strategy draws, measured without training: coverage, repetition, returns, age.
 
 A strategy draws the batches that a training run of the recipe would ask for, up to a number, and
 nothing is gathered.  Figures are of those draws, nothing is extrapolated; memory is bounded by the
@@ -9,7 +9,6 @@ Shape legend: E episodes, N steps of the table, n draws, B slots of a batch, K s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -37,17 +36,14 @@ class Draws:
     draws: int
     coverage_starts: float
     coverage_steps: float
-    coverage_episodes: float
     effective_segments: float
     effective_sample_share: float  # (sum w)^2 / (n sum w^2) with w = 1 / probability
     duplicate_starts: float
-    duplicate_episodes: float
     padding: float
     mean_return: float
     returns: tuple[float, ...]  # share of the draws in each bin
     median_age: float  # place of the median draw in the table, 0 the newest step, 1 the oldest
     coverage: tuple[tuple[int, float], ...]  # (batches, share of starts drawn) along the way
-    segments_per_second: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +98,11 @@ def measure(
     """Draw the batches of steps 0 to `batches` of a recipe, and count."""
     index, returns = dataset.episodes, dataset.returns
     size, span = recipe.loader.batch_size, recipe.loader.context_length
-    seconds, episodes, starts, real, probability = 0.0, [], [], [], []
+    episodes, starts, real, probability = [], [], [], []
     at_once = max(1, DRAWS_AT_ONCE // size)
     for first in range(0, batches, at_once):
         count = min(at_once, batches - first)
-        began = time.perf_counter()
         drawn = sampler.sample(recipe.seed, first, count, size)
-        seconds += time.perf_counter() - began
         lengths = np.minimum(index.lengths[drawn.episodes] - drawn.starts, span)
         if drawn.lengths is not None:
             lengths = np.minimum(lengths, drawn.lengths)
@@ -135,17 +129,14 @@ def measure(
         draws=draws,
         coverage_starts=coverage[-1][1],
         coverage_steps=_covered(rows.reshape(-1), shown.reshape(-1)) / steps,
-        coverage_episodes=float((per_episode > 0).mean()),
         effective_segments=effective,
         effective_sample_share=float(weights.sum() ** 2 / (draws * (weights**2).sum())),
-        duplicate_starts=_repeats(rows) / draws,
-        duplicate_episodes=_repeats(chosen) / draws,
+        duplicate_starts=int((np.diff(np.sort(rows, axis=1), axis=1) == 0).sum()) / draws,
         padding=1.0 - int(shown.sum()) / (draws * span),
         mean_return=float(np.average(returns, weights=per_episode)),
         returns=_return_shares(returns, per_episode),
         median_age=1.0 - (float(middle) + 0.5) / steps,
         coverage=tuple(coverage),
-        segments_per_second=draws / seconds,
     )
 
 
@@ -156,12 +147,6 @@ def _covered(starts: Int64Array, lengths: Int64Array) -> int:
     reached = np.maximum.accumulate(last)
     begun = np.maximum(first[1:], reached[:-1])  # where what a window adds begins
     return int(np.maximum(last[1:] - begun, 0).sum() + last[0] - first[0])
-
-
-def _repeats(values: Int64Array) -> int:
-    """Return how many entries of (steps, B) are in their row already, further left."""
-    ordered = np.sort(values, axis=1)
-    return int((ordered[:, 1:] == ordered[:, :-1]).sum())
 
 
 def _return_shares(returns: Float64Array, weights: Int64Array) -> tuple[float, ...]:

@@ -49,8 +49,8 @@ def compare_strategies(
         Names the data, the batch size, the window, the seed and the steps.
     strategies
         What to compare the recipe's own strategy with: ``"top_k:k=50,return_weighted"``, or a list
-        of names and of mappings such as ``{"strategy": "top_k", "k": 50, "label": "best"}``; by
-        default the usual ones.
+        of names and of mappings such as ``{"strategy": "top_k", "k": 50, "label": "best"}``, or a
+        YAML file of such a list; by default the usual ones.
     train
         Train every strategy with every seed, too, as a sweep in ``OUT/training``; called again it
         goes on.

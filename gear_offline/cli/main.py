@@ -487,7 +487,7 @@ def blame(
 def strategies(
     recipe: RecipeName,
     overrides: list[str] = Overrides(),
-    strategies: str | None = Option(None, help="uniform_steps,top_k:k=50 or such."),
+    strategies: str | None = Option(None, help="uniform_steps,top_k:k=50 or such; or a YAML file."),
     train: bool = Option(False, "--train", help="Train each as well, and compare the returns."),
     seeds: int | None = Option(None, help="Runs of each strategy, with --train; default 3."),
     parallel: int | None = Option(None, min=1, help="Runs at a time, with --train."),
