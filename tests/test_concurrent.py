@@ -16,6 +16,7 @@ from safetensors.torch import load
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.tasks import data_key
 from gear_offline.errors import GearError
+from gear_offline.progress import Progress
 from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.runs.prepare import prepare_dataset
 from gear_offline.sweep import jobs as sweep_jobs
@@ -73,13 +74,6 @@ def concurrently(
     trials: Sequence[Trial], folder: Path, *, exact: bool = False, parallel: int = 4
 ) -> dict[str, str | None]:
     """Train together; return the code of the error that each ended with."""
-    errors: dict[str, str | None] = {}
-
-    def ended(trial: Trial, error: GearError | None) -> None:
-        assert trial.name not in errors, "told once"
-        errors[trial.name] = None if error is None else error.code
-
-    steps: dict[str, int] = {}
     recipes = {data_key(trial.recipe): trial.recipe for trial in trials}
     job = Job(
         trials=trials,
@@ -89,13 +83,15 @@ def concurrently(
         threads=None,
         exact=exact,
         datasets={key: prepare_dataset(one, quiet=True) for key, one in recipes.items()},
-        moved=lambda trial, step: steps.update({trial.name: step}),
-        ended=ended,
+        progress=Progress("all", total=1, quiet=True),
+        steps={},
+        failures={},
     )
     train_concurrently(job)
-    complete = [trial for trial in trials if errors.get(trial.name, "") is None]
-    assert all(steps[trial.name] == trial.recipe.train.steps for trial in complete)
-    return errors
+    errors = {name: error.partition(":")[0] for name, error in job.failures.items()}
+    complete = [trial for trial in trials if trial.name not in errors]
+    assert all(job.steps[trial.name] == trial.recipe.train.steps for trial in complete)
+    return {trial.name: errors.get(trial.name) for trial in trials}
 
 
 def last_step(run: Path) -> int:

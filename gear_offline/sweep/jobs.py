@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +25,7 @@ from gear_offline.core.interruption import StopRequest
 from gear_offline.core.text import first_line
 from gear_offline.errors import GearError, InputError, is_out_of_memory
 from gear_offline.loaders.recipes import loader_options
+from gear_offline.progress import Progress
 from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.sampling.base import own_strategies, register_own
 from gear_offline.sweep.results import steps_done
@@ -39,27 +40,37 @@ LOCK_SECONDS = 120  # the lock of a node that has died lasts for 90 on NFS
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a scheduler is to train, and how."""
+    """What a scheduler is to train, how, and how far that is."""
 
-    trials: Sequence[Trial]
+    trials: Sequence[Trial]  # that are not complete
     folder: Path  # each trial is trained into ``folder/NAME``
     device: torch.device
     parallel: int  # trials at a time
     threads: int | None  # of a trial in a process of its own
     exact: bool  # stack none on a GPU: each run has the bits that it has alone
     datasets: Mapping[str, TableData]  # by `data_key`, opened and checked
-    moved: Callable[[Trial, int], None]  # is told of a trial's steps done
-    ended: Callable[[Trial, GearError | None], None]  # ... and how it ended, if not interrupted
+    progress: Progress  # of all trials together
+    steps: dict[str, int]  # done, by trial, also of complete ones
+    failures: dict[str, str]  # "CODE: what was wrong" by trial
 
     def dataset(self, recipe: Recipe) -> TableData:
         """Return the data of a recipe."""
         return self.datasets[data_key(recipe)]
 
+    def moved(self, trial: Trial, steps: int) -> None:
+        """Note where a trial stands; cheap enough for every few steps."""
+        self.steps[trial.name] = steps
+        self.progress.update(sum(self.steps.values()))
+
     def end(self, trial: Trial, error: GearError | None) -> None:
-        """Tell how a trial has ended; raise ``DEVICE``, after which nothing can go on."""
+        """Note how a trial has ended; raise ``DEVICE``, after which nothing can go on."""
         if error is not None and error.code == "DEVICE":
             raise error
-        self.ended(trial, error)
+        how = "complete"
+        if error is not None:
+            how = self.failures[trial.name] = f"{error.code}: {error.message}"
+        self.progress.say(f"{trial.name}: {how}")
+        self.moved(trial, trial.recipe.train.steps)
 
 
 def train_in_processes(job: Job) -> None:

@@ -19,7 +19,7 @@ from gear_offline.config.tasks import data_key
 from gear_offline.core.device import resolve_device
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import InputError
 from gear_offline.evaluation.background import MOST_WORKERS
 from gear_offline.progress import Progress, say
 from gear_offline.runs import report
@@ -149,7 +149,10 @@ def run_trials(
             complete = f", {done} complete already" if done else ""
             where = f"{parallel} at a time; sweep directory {directory.path}"
             say(f"{count} on {device}{complete}, {where}", quiet=quiet)
-            display = _Display(trials, done, directory, file, quiet=quiet)
+            steps = {trial.name: steps_done(directory.run_path(trial)) for trial in trials}
+            total = sum(trial.recipe.train.steps for trial in trials)
+            name, begun = directory.path.name, sum(steps.values())
+            progress = Progress(name, total=total, done=begun, quiet=quiet)
             job = Job(
                 trials=[_with_share(trial, parallel, threads, pool) for trial in left],
                 folder=directory.path / "runs",
@@ -158,11 +161,12 @@ def run_trials(
                 threads=threads,
                 exact=file.exact,
                 datasets=datasets,
-                moved=display.move,
-                ended=display.end,
+                progress=progress,
+                steps=steps,
+                failures=file.failures,
             )
             try:
-                with display.progress:
+                with progress:
                     _train(job, pool)
             except TrainingInterrupted as error:
                 what, remedy = "stopped; what is done is saved", "the same command goes on"
@@ -234,36 +238,3 @@ def _with_share(trial: Trial, parallel: int, threads: int | None, pool: RayPool 
         spare = usable_cores() - parallel * (threads or 0) if pool is None else 0
         changes["evaluate.workers"] = max(1, min(MOST_WORKERS, spare // parallel))
     return trial.model_copy(update={"recipe": recipe.replace(changes)}) if changes else trial
-
-
-class _Display:
-    """How the trials stand: the progress of all together, and what failed."""
-
-    def __init__(
-        self,
-        trials: Sequence[Trial],
-        complete: int,
-        directory: SweepDirectory,
-        file: SweepFile,
-        *,
-        quiet: bool,
-    ) -> None:
-        self._failures, self._ended = file.failures, complete
-        self._steps = {trial.name: steps_done(directory.run_path(trial)) for trial in trials}
-        wanted, done = sum(t.recipe.train.steps for t in trials), sum(self._steps.values())
-        self.progress = Progress(directory.path.name, total=wanted, done=done, quiet=quiet)
-
-    def move(self, trial: Trial, steps: int) -> None:
-        """Note where a trial stands; cheap enough for every few steps."""
-        self._steps[trial.name] = steps
-        runs = f"{self._ended} of {len(self._steps)}"
-        self.progress.update(sum(self._steps.values()), runs=runs)
-
-    def end(self, trial: Trial, error: GearError | None) -> None:
-        """Note that a trial has ended, and say how."""
-        self._ended += 1
-        how = "complete"
-        if error is not None:
-            how = self._failures[trial.name] = f"{error.code}: {error.message}"
-        self.progress.say(f"{trial.name}: {how} ({self._ended} of {len(self._steps)})")
-        self.move(trial, trial.recipe.train.steps)
