@@ -80,7 +80,7 @@ def test_seeds_that_are_none(text: str) -> None:
         (["train.steps=100000,many"], None, "RECIPE"),
         (["model.layers"], None, "USAGE"),
         (["model.layers=2,2"], None, "USAGE"),
-        (["model.layers=2,"], None, "USAGE"),
+        (["model.layers=2,,3"], None, "RECIPE"),
         (["model.layers=2", "model.layers=3"], None, "USAGE"),
         (["seed=1,2"], [0], "USAGE"),
         ([], [1, 1], "USAGE"),

@@ -54,7 +54,6 @@ class Data:
     episodes: int
     steps: int
     mean_return: float
-    best_return: float
     edges: tuple[float, ...]  # of the bins of returns
     returns: tuple[float, ...]  # share of the steps in each of them
 
@@ -82,7 +81,6 @@ def describe(dataset: TableData) -> Data:
         episodes=dataset.spec.episodes,
         steps=dataset.spec.steps,
         mean_return=float(np.average(returns, weights=lengths)),
-        best_return=float(returns.max()),
         edges=tuple(histogram_edges(returns, BINS).tolist()),
         returns=_return_shares(returns, lengths),
     )

@@ -171,18 +171,9 @@ def plot_curves(path: Path, trials: Sequence[TrialResult], table: Table) -> Path
     runs_text = count_text(sum(len(row.seeds) for row in table.rows), "run")
     hidden = f", the best {len(shown)} of {len(table.rows)}" if len(shown) < len(table.rows) else ""
     what = "mean over seeds, 95 % interval from 3 seeds on"
-    plots.titles(figure, _finding(table), f"{runs_text}{hidden}; {what}")
+    best = table.rows[0]
+    title = f"{AXES[table.metric].capitalize()} {best.estimates[table.metric]}"
+    if len(table.rows) > 1:
+        title += f" with {plots.shortened(best.label)}, the best"
+    plots.titles(figure, title, f"{runs_text}{hidden}; {what}")
     return plots.save_figure(figure, path)
-
-
-def _finding(table: Table) -> str:
-    """Return which setting is best, and whether the intervals tell it from the next."""
-    rows = [row for row in table.rows if table.metric in row.estimates]
-    best, *others = [row.estimates[table.metric] for row in rows]
-    if not others:
-        return f"{AXES[table.metric].capitalize()} {best} after training"
-    title = f"{plots.shortened(rows[0].label)} is best: {AXES[table.metric]} {short(best.mean)}"
-    if best.half is None or others[0].half is None:
-        return f"{title}; too few seeds to tell"
-    overlap = abs(best.mean - others[0].mean) <= best.half + others[0].half
-    return f"{title}; intervals overlap" if overlap else title

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.strict_yaml import dump_yaml, parse_yaml
 from gear_offline.errors import InputError
@@ -61,8 +62,8 @@ def make_trials(
         one = load_recipe(recipe, changes)
         if one.data.admit_every is not None:
             raise _unusable("several runs cannot grow one dataset", "train them one by one")
-        content = one.to_dict()
-        settings = {key: _value(content, key, changes.get(key)) for key in names}
+        known = flat(one.to_dict())
+        settings = {key: known.get(key, changes.get(key)) for key in names}  # short forms as given
         label = settings_label(settings)
         name, label = trial_name(label, one.seed), label or one.name
         trials.append(Trial(name=name, label=label, recipe=one, settings=settings))
@@ -92,7 +93,9 @@ def parse_options(overrides: Sequence[str]) -> dict[str, list[Any]]:
             raise _unusable(what, "write key=value or key=a,b,c, e.g. model.layers=3,4")
         if key in options:
             raise _unusable(f"{key} is given twice", "write its values as one list: key=a,b,c")
-        options[key] = _values(text, override, where=f"override {key}")
+        several = f"[{text}]" if "," in text else text
+        values = parse_yaml(several, where=f"override {key}")
+        options[key] = values if "," in text else [values]
     return options
 
 
@@ -108,15 +111,6 @@ def parse_seeds(text: str) -> list[int]:
         remedy = "a single seed is written with a comma: 12345,"
         raise _unusable(f"--seeds {text} is not a number from 1 to {MOST_TRIALS:,}", remedy)
     return list(range(numbers[0]))
-
-
-def _value(content: Any, key: str, given: Any) -> Any:
-    """Return what a recipe says of an option; `given` for short ways to write one."""
-    for part in key.split("."):
-        if not isinstance(content, dict) or part not in content:
-            return given
-        content = content[part]
-    return content
 
 
 def settings_label(settings: Mapping[str, Any]) -> str:
@@ -135,15 +129,6 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     return dump_yaml(value).strip().removesuffix("...").strip()
-
-
-def _values(text: str, override: str, *, where: str) -> list[Any]:
-    if "," not in text:
-        return [parse_yaml(text, where=where)]
-    if text.strip().startswith(",") or text.strip().endswith(",") or ",," in text:
-        raise _unusable(f"{override} has an empty value", "write null for no value")
-    values: list[Any] = parse_yaml(f"[{text}]", where=where)
-    return values
 
 
 def _unusable(what: str, remedy: str) -> InputError:
