@@ -43,9 +43,7 @@ def checks(folder: Path, **options: Any) -> dict[str, Any]:
 def test_a_sound_dataset(tmp_path: Path) -> None:
     page = go.audit(make(tmp_path / "data", columns()))
     assert page.findings == ()
-    assert (page.episodes, page.steps, page.terminated) == (5, sum(LENGTHS), 5)
-    assert page.lengths["max"] == 90
-    assert page.returns["mean"] == pytest.approx(columns()["rewards"].sum() / 5, rel=1e-5)
+    assert (page.episodes, page.steps) == (5, sum(LENGTHS))
 
 
 def test_missing_boundaries_are_found(tmp_path: Path) -> None:

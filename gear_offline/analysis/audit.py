@@ -1,4 +1,4 @@
-"""The passport of a dataset: what in it looks wrong, where, and what to do about it.
+"""What looks wrong in a dataset, where, and what to do about it; what it is, `inspect` says.
 
 Shape legend: N steps, E episodes, T steps of an episode, S elements of an observation.
 """
@@ -17,9 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from gear_offline.core.text import count_text, printable
-from gear_offline.core.types import Array, Float64Array
+from gear_offline.core.types import Float64Array
 from gear_offline.dataset.dataset import Columns, Dataset, open_dataset
-from gear_offline.dataset.scores import normalized_score
 from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import probe
 from gear_offline.progress import Progress
@@ -52,14 +51,8 @@ class Audit:
     """What `audit` found."""
 
     path: str
-    environment: str | None
     episodes: int
     steps: int
-    terminated: int  # episodes
-    truncated: int
-    returns: dict[str, float]  # min, q25, median, q75, max and mean over episodes
-    lengths: dict[str, float]
-    normalized_score: float | None  # D4RL's, of the mean return; None without reference scores
     findings: tuple[Finding, ...]  # empty where nothing looks wrong
 
     def to_json(self) -> dict[str, Any]:
@@ -70,13 +63,7 @@ class Audit:
         """Print the page."""
         console = Console(highlight=False, markup=False)
         counts = f"{count_text(self.episodes, 'episode')}, {count_text(self.steps, 'step')}"
-        console.print(f"{printable(self.path)}: {counts}; {self.environment or 'no environment'}")
-        console.print(f"endings: {self.terminated:,} terminated, {self.truncated:,} truncated")
-        for name, spread in (("return", self.returns), ("length", self.lengths)):
-            values = ", ".join(f"{key} {value:,.4g}" for key, value in spread.items())
-            console.print(f"{name}: {values}")
-        if self.normalized_score is not None:
-            console.print(f"normalized score of the mean return: {self.normalized_score:.1f}")
+        console.print(f"{printable(self.path)}: {counts}")
         if not self.findings:
             console.print("nothing looks wrong")
             return
@@ -109,7 +96,7 @@ def audit(
     Returns
     -------
     Audit
-        Facts and findings.  A missing episode boundary shows as a step that goes farther than the
+        The findings.  A missing episode boundary shows as a step that goes farther than the
         data's own steps do: in half of the elements of the observation at least 8 times the
         element's mean step, and at least 3 times what one step in a hundred does.  That finds
         boundaries which are missing here and there, not ones which are missing nearly everywhere.
@@ -149,20 +136,10 @@ def audit(
                 f"of {len(data):,} are in {other.path} too",
                 "expected of medium-expert and medium; else evaluation data may have leaked",
             )
-    returns, scores = data.returns[np.isfinite(data.returns)], data.reference_scores
-    score = None
-    if scores is not None and len(returns):
-        score = normalized_score(float(returns.mean()), scores)
     return Audit(
         path=str(data.path),
-        environment=data.environment_id,
         episodes=len(data),
         steps=data.spec.steps,
-        terminated=int(data.terminated.sum()),
-        truncated=int(data.truncated.sum()),
-        returns=_spread(returns),
-        lengths=_spread(data.episodes.lengths),
-        normalized_score=score,
         findings=(*steps.findings(), *_columns(data), *_endings(data), *_bounds(data), *shared),
     )
 
@@ -310,11 +287,3 @@ def _digest(episode: Columns) -> str:
     """Return what equal episodes have in common: xxh3-128 over the bytes of what is compared."""
     content = (episode[name].tobytes() for name in COMPARED if name in episode)
     return xxhash.xxh3_128_hexdigest(b"".join(content))
-
-
-def _spread(values: Array) -> dict[str, float]:
-    if not len(values):
-        return {}
-    ends = np.quantile(values, [0.0, 0.25, 0.5, 0.75, 1.0]).tolist()
-    named = zip(("min", "q25", "median", "q75", "max"), ends, strict=True)
-    return {**dict(named), "mean": float(np.mean(values))}

@@ -18,12 +18,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from gear_offline.config.files import flat
 from gear_offline.core.files import read_regular, write_file
 from gear_offline.core.held import LOCK, HeldDirectory
 from gear_offline.core.text import first_line
 from gear_offline.errors import InputError
-from gear_offline.runs.directory import RESUMABLE
 from gear_offline.sweep.trials import Trial
 from gear_offline.training.metrics import finite
 
@@ -81,31 +79,11 @@ class SweepDirectory:
             raise InputError("RUN_DAMAGED", what, str(self.path), remedy) from error
 
     def begin(self, trials: Sequence[Trial]) -> SweepFile:
-        """Return the content for a sweep that begins, or goes on, with `trials`.
-
-        They may differ from those before in the sweep's own options, the seed and what a run that
-        is resumed may change: else the name of a run would not tell what it is.
-        """
-        file = SweepFile(recipe=trials[0].recipe.name, trials=list(trials))
-        if not self.is_begun:
-            return file
-        before = self.read()
-        file.threads, file.exact = before.threads, before.exact
-        old, new, what = before.trials[0], trials[0], ""
-        if old.settings.keys() != new.settings.keys():
-            options, these = (", ".join(one.settings) or "their seeds" for one in (old, new))
-            what = f"its trials differ in {options}, these in {these}"
-        own = (*old.settings, *RESUMABLE, "seed", "description")
-        then, now = flat(old.recipe.to_dict()), flat(new.recipe.to_dict())
-        for key in sorted({*then, *now}):
-            is_own = any(key == name or key.startswith(f"{name}.") for name in own)
-            if not (what or is_own or then.get(key) == now.get(key)):
-                what = f"{key} was {then.get(key)!r} and is {now.get(key)!r} now"
-        if what:
-            remedy = "give another directory with --out, or other values and seeds of its options"
-            where = str(self.path)
-            raise InputError("RUN_MISMATCH", f"there is another sweep: {what}", where, remedy)
-        return file
+        """Return the content for a call with `trials`; what rounds numbers is as of the first."""
+        before: dict[str, Any] = {}
+        if self.is_begun:
+            before = self.read().model_dump(include={"threads", "exact"})
+        return SweepFile(recipe=trials[0].recipe.name, trials=list(trials), **before)
 
     def write(self, file: SweepFile) -> None:
         """Write ``sweep.json``, with all recipes."""

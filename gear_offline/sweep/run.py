@@ -86,8 +86,8 @@ def sweep(
     Raises
     ------
     InputError
-        ``USAGE``, ``RECIPE``, ``RUN_MISMATCH`` for a directory with another sweep, ``RUN_LOCKED``,
-        and those of preparing the data, before any trial begins.
+        ``USAGE``, ``RECIPE``, ``RUN_MISMATCH`` for a run of the directory with another recipe,
+        ``RUN_LOCKED``, and those of preparing the data, before any trial begins.
     UnavailableError
         With `ray`: ``PACKAGE_MISSING``, ``UNAVAILABLE``, and ``SYSTEM`` for a node without `out`.
     TrainingInterrupted
@@ -138,7 +138,7 @@ def run_trials(
         if pool is not None or (device.type != "cuda" and parallel > 1):
             threads = file.threads = file.threads or max(1, min(node_cores, cores // parallel))
         left = [one for one in trials if not is_complete(one, directory.run_path(one))]
-        for trial in left:
+        for trial in trials:  # complete ones too: the name of a run has to tell what it is
             check_resumed(directory.run_path(trial), resolved[trial.name])
         if pool is not None:
             pool.share(parallel, cpus=threads or 1, device=device.type)
