@@ -131,11 +131,9 @@ def compare_runs(
 
 def _runs_in(path: Path) -> list[Path]:
     """Return the runs of a sweep's trials that have begun; another path is a run's."""
-    sweep = SweepDirectory(path)
-    if not sweep.is_begun:
+    if not SweepDirectory(path).is_begun:
         return [path]
-    places = [sweep.run_path(trial) for trial in sweep.read().trials if trial.asked]
-    return [place for place in places if read_records(place / "metrics.jsonl")]
+    return [run for run in sorted(path.glob("runs/*")) if read_records(run / "metrics.jsonl")]
 
 
 def _without_returns(results: Sequence[TrialResult]) -> list[TrialResult]:
