@@ -121,4 +121,23 @@ GEAR_CODE void run_many(const Job& job) {
     }
 }
 
+struct Live {  // a job in GPU memory: it may change between replays of a graph
+    const Job* job;
+};
+
+GEAR_CODE const Job& job_of(const Job& job) { return job; }
+GEAR_CODE const Job& job_of(const Live& live) { return *live.job; }
+
 }  // namespace gear
+
+#define GEAR_KERNEL(name, Given, ...)                                                     \
+    extern "C" __global__ void __launch_bounds__(256)                                     \
+        name(const __grid_constant__ gear::Given given) {                                 \
+        gear::__VA_ARGS__(gear::job_of(given));                                           \
+    }
+// The kernels of a sampler: a warp for many segments, or so many lanes for a task.
+#define GEAR_KERNELS(source, Sampler, Given)                                              \
+    GEAR_KERNEL(source##_many, Given, run_many<gear::Sampler>)                            \
+    GEAR_KERNEL(source##_8, Given, run<gear::Sampler, 8>)                                 \
+    GEAR_KERNEL(source##_16, Given, run<gear::Sampler, 16>)                               \
+    GEAR_KERNEL(source##_32, Given, run<gear::Sampler, 32>)

@@ -1,18 +1,8 @@
 // One launch: draw in any way, and gather; or draw alone.
 #include "fill_run.cuh"
 
-extern "C" __global__ void __launch_bounds__(256) sample_many(const __grid_constant__ gear::Job job) {
-    gear::run_many<gear::Every>(job);
-}
-extern "C" __global__ void __launch_bounds__(256) sample_8(const __grid_constant__ gear::Job job) {
-    gear::run<gear::Every, 8>(job);
-}
-extern "C" __global__ void __launch_bounds__(256) sample_16(const __grid_constant__ gear::Job job) {
-    gear::run<gear::Every, 16>(job);
-}
-extern "C" __global__ void __launch_bounds__(256) sample_32(const __grid_constant__ gear::Job job) {
-    gear::run<gear::Every, 32>(job);
-}
+GEAR_KERNELS(sample, Every, Job)
+
 extern "C" __global__ void __launch_bounds__(256) sample_alone(const __grid_constant__ gear::Job job) {
     gear::u64 step = gear::read_step(job);
     gear::i64 stride = (gear::i64)gridDim.x * blockDim.x;
