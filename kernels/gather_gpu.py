@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gear_offline.core.types import Int64Array
-from gear_offline.errors import InputError, UnavailableError
+from gear_offline.errors import UnavailableError
 from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
 from gear_offline.kernels.cuda_module import DeviceArrays, Function, Parameters, load
 from gear_offline.kernels.draws import (
@@ -52,7 +52,7 @@ _GROUP_NAMES = (
 _JOB_NAMES = (
     *("seed", "counter", "first_step", "offsets", "episodes", "chosen", "ring"),
     *("rank_batch", "first_slot", "segments", "span", "left", "tasks"),
-    *("groups", "per_warp", "timesteps", "mask", "names", "ticket", "wrong"),
+    *("groups", "per_warp", "timesteps", "mask", "names", "ticket"),
     *("global_batch", "chances"),
 )
 GROUP = np.dtype([(name, np.uint64) for name in _GROUP_NAMES])
@@ -124,9 +124,8 @@ class GpuGather:
             self._job["sampling"] = describe_sampling(
                 draw, offsets if drawn_from is None else drawn_from, arrays=self._arrays
             )
-        self._ticket = torch.zeros(2, dtype=torch.int64, device=device)
+        self._ticket = torch.zeros(1, dtype=torch.int64, device=device)
         self._job["ticket"] = self._ticket.data_ptr()
-        self._job["wrong"] = self._ticket.data_ptr() + 8
         self._lanes = self._lanes_of()
         self._row_sum = sum(group.row_bytes for group in self.groups)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -144,14 +143,8 @@ class GpuGather:
         self._launch(job, windows, source=self._source)
         return windows
 
-    def gather(
-        self,
-        segments: Segments,
-        landing: Int64Array | None = None,
-        *,
-        out: Windows | None = None,
-    ) -> Windows:
-        """Return the windows of named segments, of any leading shape; in `out` if given.
+    def gather(self, segments: Segments, landing: Int64Array | None = None) -> Windows:
+        """Return the windows of named segments, of any leading shape.
 
         `landing` is that of `gear_offline.kernels.gather.CpuGather.gather`, and so are the errors.
         """
@@ -160,29 +153,11 @@ class GpuGather:
             (segments.episodes.size, 4), dtype=torch.int64, pin_memory=self.device.type == "cuda"
         )
         write_names(named.numpy(), segments, landing, span=self.context_length)
-        windows = self.allocate(segments.shape) if out is None else out
-        self.gather_into(windows, named.to(self.device, non_blocking=True))
-        return windows
-
-    def gather_into(self, windows: Windows, named: Tensor) -> None:
-        """As `gather`, of (n, 4) int64 rows of `write_names` on the device, into given memory.
-
-        Segments that are not in the dataset give zeros, and are remembered: see `check`.
-        """
-        job = self._job.copy()
-        job["sampling"]["way"], job["chosen"] = NAMED, named.data_ptr()
+        windows, job = self.allocate(segments.shape), self._job.copy()
+        chosen = named.to(self.device, non_blocking=True)
+        job["sampling"]["way"], job["chosen"] = NAMED, chosen.data_ptr()
         self._launch(job, windows)
-
-    def check(self) -> None:
-        """Wait for the GPU, and raise ``SELECTION`` if a segment was not in the dataset."""
-        wrong = int(self._ticket[1])
-        if wrong:
-            self._ticket[1] = 0
-            raise InputError(
-                "SELECTION",
-                f"segment {wrong - 1} of a gather begins outside the dataset",
-                remedy="use episodes of the dataset and starts below their lengths",
-            )
+        return windows
 
     def allocate(self, shape: tuple[int, ...]) -> Windows:
         """Return uninitialised windows of leading shape `shape`."""
@@ -276,8 +251,8 @@ class StaticFill:
         self.ring = ring  # steps that can be named ahead; 0 where the GPU draws by itself
         self.windows = engine.allocate((engine.rank_batch,)) if windows is None else windows
         self.chances: Tensor | None = None  # (B,) float64, of each segment
-        # counter, and tickets of its own: two of these may run on two streams
-        self._state = torch.zeros(3, dtype=torch.int64, device=engine.device)
+        # counter, and a ticket of its own: two of these may run on two streams
+        self._state = torch.zeros(2, dtype=torch.int64, device=engine.device)
         self.counter = self._state[:1]
         if ring:
             self._names = torch.tensor([0, 0, 1, -1]).repeat(ring, engine.rank_batch, 1)
@@ -298,7 +273,7 @@ class StaticFill:
     def _describe(self, engine: GpuGather) -> tuple[npt.NDArray[Any], str, int]:
         """Return the job of an engine's rows, its kernel and how many blocks it takes."""
         job, source, address = engine._job.copy(), engine._source, self._state.data_ptr()
-        job["counter"], job["ticket"], job["wrong"] = address, address + 8, address + 16
+        job["counter"], job["ticket"] = address, address + 8
         if self.ring:
             job["sampling"]["way"], source = NAMED, FILL
             job["chosen"], job["ring"] = self._names.data_ptr(), self.ring

@@ -78,7 +78,6 @@ def cut(request: pytest.FixtureRequest) -> Cut:
         with device(request.param, library) as place:
             gather = gpu_gather(table, device=place, **options)
             windows = gather.gather(segments, landing)
-            gather.check()
         return windows.map(lambda tensor: tensor.cpu())
 
     if request.param == "cpu":

@@ -50,7 +50,6 @@ struct Job {
     i64* mask;              // (segments, K)
     i64* names;             // (segments, 2)
     u64* ticket;            // blocks that have read the counter
-    i64* wrong;             // set to 1 + segment if a chosen segment is not in the table
     i64 global_batch;       // slots of the global batch
     double* chances;        // (segments,) or null: the probability of each segment in its slot
     Sampling sampling;
@@ -69,10 +68,7 @@ GEAR_CODE Segment choose_named(const Job& job, u64 first_step, i64 segment) {
     Segment found = {name[0], name[1], 0, name[3]};
     bool known = found.episode >= 0 && found.episode < job.episodes && found.start >= 0;
     i64 left = known ? job.offsets[found.episode + 1] - job.offsets[found.episode] - found.start : 0;
-    if (left < 1) {  // an empty window instead of memory that is not ours
-        *job.wrong = segment + 1;
-        return found;
-    }
+    if (left < 1) return found;  // an empty window instead of memory that is not ours
     i64 most = name[2] > 1 ? name[2] : 1;
     most = most < job.span ? most : job.span;
     found.real = left < most ? left : most;
