@@ -148,7 +148,7 @@ def make_model(loader: GearLoader, *, returns_scale: float, **sizes: Any) -> Dec
     dataset = loader.dataset
     assert isinstance(dataset, Dataset), "several tasks have no statistics in common"
     spec, statistics = dataset.spec, dataset.statistics["observations"]
-    longest, actions = loader.max_episode_length, spec["actions"]
+    longest, actions = int(dataset.episodes.lengths.max()), spec["actions"]
     discrete = actions.dtype.kind in "iub"
     acted = dataset.statistics["actions"]
     options: dict[str, Any] = {

@@ -303,11 +303,6 @@ class GearLoader(Closing, Iterator[Batch]):
         """Step of the next batch: how many were handed out, when started at 0."""
         return self._step
 
-    @property
-    def max_episode_length(self) -> int:
-        """Steps of the longest episode; timesteps are below it."""
-        return int(self.dataset.episodes.lengths.max())
-
     def __len__(self) -> NoReturn:  # TypeError, as those who ask for a length expect
         raise TypeError("a GearLoader has no length: iterate over it itself, not by a DataLoader")
 

@@ -138,7 +138,6 @@ class ShardedSegments:
         self._posted = self._taken = -1
         self._read: list[Any] = [None] * PARTS  # event behind the gather of each part of the ring
         self._error: BaseException | None = None  # which ended the exchange
-        self.all_segments = self.far_segments = 0  # of this rank, since the beginning
 
     @classmethod
     def open(
@@ -166,8 +165,6 @@ class ShardedSegments:
             self._prepare(first_step + (len(self._coming) + 1) * steps, steps)
         block = coming.result()
         self._taken = block.number
-        self.all_segments += block.landing.size
-        self.far_segments += int((block.landing >= 0).sum())
         return block.segments, block.landing
 
     def release(self, event: Any = None) -> None:

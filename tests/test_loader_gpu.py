@@ -249,7 +249,6 @@ def test_rows_of_other_nodes_are_read_where_they_landed(
             batches.prepare()
             graph.replay()
             same(batches.batch, take(expected, rank.slots_at(step)))
-    assert all(rank.rows.segments.far_segments for rank in ranks)  # type: ignore[union-attr]
 
 
 def take(batch: Batch, slots: Any) -> Batch:

@@ -203,7 +203,6 @@ def test_a_captured_step_reads_rows_of_other_nodes(
                     assert torch.equal(batch.batch.segments, expected.segments[slots])
                     states = expected.tensors()["states"][slots]
                     assert torch.equal(batch.batch.states, states)
-        assert all(rank.segments.far_segments for rank in ranks)
 
 
 def test_a_broken_exchange_is_closed_and_says_nothing_more(
@@ -227,13 +226,10 @@ def test_a_broken_exchange_is_closed_and_says_nothing_more(
 def test_little_crosses_nodes(dataset: Dataset) -> None:
     sampler = make_sampler("uniform_steps", dataset)
     ranks = ranks_of(dataset, (0, 1), sampler=sampler, batch_size=2048, span=4)
-    for step in range(20):
-        for rank in ranks:
-            rank.take(step, 1)
+    taken = [rank.segments.take(step, 1)[1] for step in range(20) for rank in ranks]
     owners, weights = share_shards(shard_weights(dataset), 2), shard_weights(dataset)
     share = max(weights[owners == node].sum() for node in (0, 1)) / weights.sum()
-    parts = [rank.segments for rank in ranks]
-    far = sum(part.far_segments for part in parts) / sum(part.all_segments for part in parts)
+    far = np.mean(np.concatenate(taken) >= 0)
     assert far < share - 0.5 + 0.02, "what exceeds an equal share, and some chance"
 
 

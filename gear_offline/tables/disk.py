@@ -154,7 +154,7 @@ class DiskGather:
     ) -> None:
         sources = slot_columns(dataset, options)
         self.sizes = _sizes(dataset, stream.rank_batch, sources, options, host_budget)
-        self._windows = _open_reader(dataset, sources, self.sizes, options, host_budget)
+        self._windows = _open_reader(dataset, sources, self.sizes, options)
         self._memory = partial(_Slots, sources, dataset.episodes, options, padding)
         self._slots = self._memory(self.sizes.slots, pin=pin)
         self.table = Table(
@@ -284,7 +284,6 @@ def _open_reader(
     sources: Sequence[SlotColumn],
     sizes: DiskSizes,
     options: TableOptions,
-    budget: int,
 ) -> WindowReader:
     """Verify the shards and derive the returns-to-go; return what reads windows of them."""
     # A window is not a block that could be compared while it is read.
@@ -294,7 +293,7 @@ def _open_reader(
     first_steps = np.concatenate([[0], np.cumsum(steps)])
     return WindowReader(
         [part.dataset for part in parts],
-        load_columns(parts, sources, sizes.resident, first_steps, options, budget),
+        load_columns(parts, sources, sizes.resident, first_steps, options),
         first_steps=first_steps,
         part_of=np.repeat(np.arange(len(parts)), counts),
         span=options.context_length,

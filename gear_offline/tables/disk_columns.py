@@ -21,10 +21,7 @@ from gear_offline.dataset.shard import byte_view
 from gear_offline.kernels.columns import Field, convert
 from gear_offline.tables.fields import ACTIONS, REWARDS, STATES, standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData
-from gear_offline.tables.returns import sum_returns
-from gear_offline.tables.table import TableOptions, plan_groups
-
-RETURNS_BYTES = 32  # in passing for each step whose returns-to-go are computed
+from gear_offline.tables.table import TableOptions, plan_groups, shard_returns
 
 Lay = Callable[[UInt8Array], UInt8Array]  # (m, stored bytes) to (m, row bytes)
 
@@ -87,7 +84,6 @@ def load_columns(
     resident: Sequence[bool],
     first_steps: Int64Array,
     options: TableOptions,
-    budget_bytes: int,
 ) -> list[DiskColumn]:
     """Find each column's rows; bring those into memory that stay there, and derive the returns."""
     steps, margin, columns = int(first_steps[-1]), options.margin, []
@@ -96,7 +92,7 @@ def load_columns(
         if stays:
             rows = np.zeros((steps + 2 * margin, source.row_bytes), np.uint8)
             at = margin
-            returns = _returns(parts, options, budget_bytes)
+            returns = _returns(parts, options)
             for some in _rows(parts, source.name, column.lay) if source.name else returns:
                 rows[at : at + len(some)] = some
                 at += len(some)
@@ -161,27 +157,11 @@ def _rows(parts: Sequence[Part], name: str, lays: Sequence[Lay | None]) -> Itera
                 yield rows if lay is None else lay(rows)
 
 
-def _returns(
-    parts: Sequence[Part], options: TableOptions, budget_bytes: int
-) -> Iterator[UInt8Array]:
-    """Yield all returns-to-go in their order, (n, 4) bytes of whole episodes."""
-    most = max(min(budget_bytes // 8, 256 << 20) // RETURNS_BYTES, 1)
+def _returns(parts: Sequence[Part], options: TableOptions) -> Iterator[UInt8Array]:
+    """Yield all returns-to-go in their order, (n, 4) bytes."""
     for part in parts:
-        dataset, scale = part.dataset, options.returns_scale * part.returns_scale
-        offsets = dataset.episodes.offsets
-        for shard in range(len(dataset.manifest.shards)):
-            kept: Array = np.empty(0)
-            chunk_bytes = most * dataset.spec[REWARDS].step_bytes
-            for first, rewards in dataset.stream(shard, REWARDS, chunk_bytes=chunk_bytes):
-                begin, end = first - len(kept), first + len(rewards)
-                kept = np.concatenate([kept, rewards.reshape(-1)])
-                low, high = offsets.searchsorted([begin, end + 1]) - [0, 1]
-                if low < high:
-                    whole = int(offsets[high]) - begin
-                    ends = offsets[low : high + 1]
-                    summed = sum_returns(kept[:whole], ends, gamma=options.gamma, scale=scale)
-                    yield _bytes_of(summed)
-                    kept = kept[whole:]
+        for shard in range(len(part.dataset.manifest.shards)):
+            yield _bytes_of(shard_returns(part, shard, options)[1])
 
 
 def _bytes_of(values: Array) -> UInt8Array:

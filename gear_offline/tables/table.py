@@ -362,10 +362,9 @@ class _Filler:
         dataset, fields = job.part.dataset, self.part_fields[job.part.name]
         ahead: dict[str | None, Array] = {}
         if None in plan.fields:  # summed from the ends of episodes, hence before all others
-            rewards, returns = self._rewards(job)
-            ahead = {None: returns}
+            rewards, ahead[None] = shard_returns(job.part, job.shard, self.options)
             if REWARDS in plan.fields:
-                ahead[REWARDS] = rewards
+                ahead[REWARDS] = to_float32(rewards, REWARDS, int(dataset.first_steps[job.shard]))
         columns = [c for c in plan.fields if c is not None and c not in ahead]
         step_bytes = {c: dataset.spec[c].step_bytes for c in columns}
         chunk = max(CHUNK_BYTES // (plan.row_bytes + sum(step_bytes.values())), 1)
@@ -384,24 +383,21 @@ class _Filler:
             for name, summed in ahead.items():
                 _lay(target, plan.fields[name].offset, summed[begin : begin + chunk])
 
-    def _rewards(self, job: _Job) -> tuple[Array, Array]:
-        """Return (n, 1) float32 rewards and returns-to-go of a shard."""
-        dataset = job.part.dataset
-        base, steps = int(dataset.first_steps[job.shard]), int(job.lengths.sum())
-        raw = np.empty((steps, 1), dataset.spec[REWARDS].dtype)
-        for step, values in dataset.stream(job.shard, REWARDS):
-            raw[step - base : step - base + len(values)] = values.reshape(-1, 1)
-        offsets = base + np.concatenate([[0], np.cumsum(job.lengths)])
-        returns = np.empty((steps, 1), np.float32)
-        for first, last in whole_episodes(offsets, RUN_STEPS):
-            low, high = (int(offsets[at]) - base for at in (first, last))
-            returns[low:high, 0] = sum_returns(
-                raw[low:high],
-                offsets[first : last + 1],
-                gamma=self.options.gamma,
-                scale=self.options.returns_scale * job.part.returns_scale,
-            )
-        return to_float32(raw, REWARDS, base), returns
+
+def shard_returns(part: Part, shard: int, options: TableOptions) -> tuple[Array, Array]:
+    """Return (n, 1) rewards of a shard, as they are stored, and float32 returns-to-go."""
+    dataset, scale = part.dataset, options.returns_scale * part.returns_scale
+    base, end = dataset.first_steps[shard : shard + 2].tolist()
+    rewards = np.empty((end - base, 1), dataset.spec[REWARDS].dtype)
+    for step, values in dataset.stream(shard, REWARDS):
+        rewards[step - base : step - base + len(values)] = values.reshape(-1, 1)
+    low, high = np.searchsorted(dataset.episodes.offsets, [base, end])
+    offsets, returns = dataset.episodes.offsets[low : high + 1], np.empty((end - base, 1), "f4")
+    for first, last in whole_episodes(offsets, RUN_STEPS):
+        steps = slice(int(offsets[first]) - base, int(offsets[last]) - base)
+        ends = offsets[first : last + 1]
+        returns[steps, 0] = sum_returns(rewards[steps], ends, gamma=options.gamma, scale=scale)
+    return rewards, returns
 
 
 @contextmanager
