@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.collect.ars import ArsOptions, RunningMoments, Training, train, update
-from gear_offline.collect.makers import choose_rollouts
 from gear_offline.collect.record import Crew
-from gear_offline.errors import GearError
 from tests.collect_environments import PUSH
 
 OPTIONS = ArsOptions(directions=6, top=3, noise=0.1, step_size=0.1, attempt_steps=2_000)
@@ -113,33 +111,3 @@ def test_the_alive_bonus_is_taken_off_by_step() -> None:
         moved = train(crew, options, 3, quiet=True)
     assert not still.best.policy.weight.any()
     assert moved.best.policy.weight.any()
-
-
-def test_training_rollouts_can_be_recorded_later(training: Training) -> None:
-    iteration = training.iterations[7]
-    with Crew(PUSH, processes=1) as crew:
-        episodes = list(crew.play(training.rollout_plans(iteration)))
-        np.testing.assert_array_equal([e.steps for e in episodes], iteration.lengths)
-        wrong = replace(iteration, returns=iteration.returns + 1e-9)
-        with pytest.raises(GearError) as caught:
-            list(crew.play(training.rollout_plans(wrong)))
-    assert caught.value.code == "ENVIRONMENT"
-
-
-@pytest.mark.parametrize("steps", [10, 333, 1_500, 3_000, 6_000, 10**6])
-def test_chosen_rollouts_are_spread_and_enough(training: Training, steps: int) -> None:
-    chosen = choose_rollouts(training, steps)
-    total = sum(int(i.lengths[r].sum()) for i, r in chosen)
-    best = training.best
-    own = [
-        i for i in training.iterations if i.attempt == best.attempt and i.number < best.iteration
-    ]
-    available = sum(int(i.lengths.sum()) for i in own)
-    pool = own if available >= steps else training.iterations
-    everything = sum(int(i.lengths.sum()) for i in pool)
-    assert min(steps, everything) <= total <= min(everything, 1.1 * steps + 30)
-    order = [pool.index(i) * 12 + r for i, rollouts in chosen for r in rollouts]
-    gaps = np.diff(order)
-    if len(gaps):
-        assert gaps.min() >= 1
-        assert gaps.max() - gaps.min() <= 1, "evenly spaced"

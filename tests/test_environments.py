@@ -77,7 +77,7 @@ def test_other_processes_learn_what_this_one_knows(monkeypatch: pytest.MonkeyPat
     )
     assert known_of("GearKnown-v0") is None, "it is made of what this process holds"
     found = known_of("gymnasium:CartPole-v1")
-    assert found is not None and found.modules == ("gymnasium",)
+    assert found is not None and found.module == "gymnasium"
 
 
 def lines_about_versions(said: str) -> list[str]:

@@ -84,14 +84,13 @@ def recorded_policy(path: Path, facts: EnvironmentFacts) -> LinearPolicy:
     except GearError as error:
         what = f"it holds no trained policy: {error.what}"
         raise InputError("MODEL", what, str(path), remedy) from error
-    size, what = facts.state_size, ""
-    if made_in != facts.environment_id:
-        what = f"it was trained in {made_in}, not in {facts.environment_id}"
-    elif (weight.shape, mean.shape, std.shape) != ((facts.action_size, size), (size,), (size,)):
-        what = "its weights do not fit the environment"
-    elif not np.isfinite([*weight.flat, *mean, *std]).all() or not (std > 0).all():
-        what = "its weights are not finite, or a deviation is not positive"
-    if what:
+    size = facts.state_size
+    fits = (weight.shape, mean.shape, std.shape) == ((facts.action_size, size), (size,), (size,))
+    usable = fits and np.isfinite([*weight.flat, *mean, *std]).all() and (std > 0).all()
+    if made_in != facts.environment_id or not usable:
+        what = "its weights do not fit the environment, or are not finite"
+        if made_in != facts.environment_id:
+            what = f"it was trained in {made_in}, not in {facts.environment_id}"
         raise InputError("MODEL", what, str(path), remedy)
     return LinearPolicy(weight, mean, std, facts.discrete, str(algorithm))
 

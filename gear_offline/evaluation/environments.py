@@ -32,7 +32,6 @@ FRAME_SKIP: Final = 4  # emulator frames a step; the last two are merged by thei
 SCREEN_SIZE: Final = 84
 FRAMES_PER_EPISODE: Final = 108_000  # half an hour of play, ALE's own limit
 
-
 gymnasium.register(
     "gear_offline/Maze-v0", "gear_offline.evaluation.maze:Maze", max_episode_steps=200
 )
@@ -88,8 +87,7 @@ def make_environment(environment_id: str, **options: Any) -> gymnasium.Env[Any, 
     """Make one Gymnasium environment, with one clear error when that is not possible."""
     module, colon, name = environment_id.rpartition(":")
     if colon and module not in sys.modules:
-        what = f"the environment {environment_id!r} would import module {module!r}, which only a "
-        what += "run or a dataset names"
+        what = f"{environment_id!r} would import a module that only a run or a dataset names"
         remedy = f"if you trust it, name it yourself: environment {environment_id}"
         raise InputError("ENVIRONMENT", what, remedy=remedy)
     make = _make_atari if is_atari(name) else gymnasium.make
@@ -121,9 +119,7 @@ def import_module_of(environment_id: str) -> None:
             import_module(module)
     except ImportError as error:
         what = f"the module of {environment_id} cannot be imported: {first_line(error)}"
-        remedy = (
-            f"put the folder of module {module!r} on PYTHONPATH, e.g. PYTHONPATH=. for this one"
-        )
+        remedy = f"put the folder of module {module!r} on PYTHONPATH, e.g. PYTHONPATH=."
         raise UnavailableError("ENVIRONMENT", what, remedy=remedy) from error
 
 
@@ -207,8 +203,7 @@ def versioned_id(name: str) -> str:
 
 def say_version(name: str, *, quiet: bool) -> None:
     """Say which version is taken of an environment that is named without one."""
-    taken = versioned_id(name)
-    if taken != name:
+    if (taken := versioned_id(name)) != name:
         shown = taken.rpartition(":")[2]
         say(f"{name} names no version: the newest one here is taken, {shown}", quiet=quiet)
 
@@ -218,16 +213,16 @@ def say_version(name: str, *, quiet: bool) -> None:
 
 @dataclass(frozen=True)
 class Known:
-    """What this process knows of an environment and another one must learn: modules, a spec."""
+    """What this process knows of an environment and another one must learn: a module, a spec."""
 
-    modules: tuple[str, ...] = ()
-    spec: str | None = None
+    module: str = ""
+    spec: str = ""
 
     def learn(self) -> None:
         """Make it known here."""
-        for module in self.modules:
-            import_module(module)
-        if self.spec is not None:
+        if self.module:
+            import_module(self.module)
+        if self.spec:
             spec = EnvSpec.from_json(self.spec)
             gymnasium.registry.setdefault(spec.id, spec)
 
@@ -236,13 +231,10 @@ def known_of(environment_id: str) -> Known | None:
     """Return what another process needs to make an environment; None: it cannot."""
     module, _, name = environment_id.rpartition(":")
     spec = gymnasium.registry.get(name)
-    modules = (module,) if module else ()
-    if is_atari(name) or spec is None or modules:  # the error of making it is the same everywhere
-        return Known(modules)
-    if not isinstance(spec.entry_point, str):
-        return None
+    if module or spec is None or is_atari(name):  # the error of making it is the same everywhere
+        return Known(module)
     try:
-        return Known(spec=spec.to_json())
+        return Known(spec=spec.to_json()) if isinstance(spec.entry_point, str) else None
     except (TypeError, ValueError):  # options that are no JSON
         return None
 

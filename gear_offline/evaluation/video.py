@@ -28,6 +28,7 @@ from gear_offline.evaluation.environments import (
 from gear_offline.evaluation.evaluate import EvaluationTask
 from gear_offline.evaluation.results import EvaluationReport, TargetResult, TaskResult
 from gear_offline.progress import Progress
+from gear_offline.sources.base import package_needed
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -50,13 +51,9 @@ def check_video(path: Path, tasks: Sequence[EvaluationTask]) -> None:
     check_video_name(path)
     for own in _paths(path, [task.name for task in tasks]):
         check_new_file(own)
-    try:
+    with package_needed("a video", "video"):
         import imageio  # noqa: F401
         import imageio_ffmpeg  # noqa: F401
-    except ImportError as error:
-        what = f"a video needs imageio: {first_line(error)}"
-        remedy = "pip install 'gear-offline[video]'"
-        raise UnavailableError("PACKAGE_MISSING", what, str(path), remedy) from error
     if not os.environ.get("DISPLAY"):  # or pygame and MuJoCo look for one
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
         os.environ.setdefault("MUJOCO_GL", "egl")
