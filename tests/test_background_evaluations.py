@@ -8,8 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +22,9 @@ from gear_offline.evaluation.background import BackgroundEvaluations, plan_evalu
 from gear_offline.evaluation.evaluate import tasks_of
 from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.training.checkpoint_folder import list_checkpoints
-from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import best_evaluation, read_records
-from gear_offline.workers import Worker
-from tests.support import ROOT
 from tests.test_resume import interrupted_in
 from tests.training_support import ENVIRONMENT, FakePool, learnt, register_importable, tiny_recipe
-from tests.trust.kills import session_processes, wait_until_gone
 
 CPU = torch.device("cpu")
 
@@ -99,57 +93,6 @@ def test_a_checkpoint_that_a_full_disk_does_not_take_is_not_played(
     run = train(recipe, out=tmp_path / "run", quiet=True)
     assert played(run) == played(in_process)[1:]
     assert learnt(run)["model"] == learnt(in_process)["model"]
-
-
-@pytest.mark.long
-def test_a_killed_trainer_leaves_no_worker_and_loses_no_evaluation(
-    data: Path, in_process: Path, tmp_path: Path
-) -> None:
-    """kill -9 while real workers are starting; the resumed run plays what was outstanding."""
-    run, program = tmp_path / "run", "from tests.test_background_evaluations import child; child()"
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", program, str(data), str(run)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert trainer.stdout is not None
-    with trainer.stdout:
-        workers = [int(number) for number in trainer.stdout.readline().split()]
-    assert workers and session_processes(workers[0])
-    os.kill(trainer.pid, signal.SIGKILL)
-    trainer.wait()
-    assert all(map(wait_until_gone, workers)), "workers end with the trainer"
-    assert read_records(run / "evaluations.jsonl") == []
-    assert 7 in [step for step, _ in list_checkpoints(run / "checkpoints")], "it is still pinned"
-    train(tiny_recipe(data, "evaluate.background=off"), out=run, resume=True, quiet=True)
-    assert played(run) == played(in_process)
-    assert learnt(run)["training"] == learnt(in_process)["training"]
-
-
-def child() -> None:
-    """Train with two workers and stay after the second evaluation has begun."""
-    register_importable()
-    # Written at once: an evaluation begins when its checkpoint is there.
-    options = ("evaluate.background=on", "evaluate.workers=2")
-    pids, advance, start = [], Learner.advance, Worker.start
-
-    def started(self: Any, *arguments: Any) -> None:
-        pids.append(self.pid)
-        start(self, *arguments)
-
-    def slow(self: Learner) -> None:
-        if self.step >= 15:
-            print(*pids, flush=True)
-            time.sleep(600)
-        advance(self)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Learner, "advance", slow)
-        patched.setattr(Worker, "start", started)
-        patched.setattr(background, "POLL_SECONDS", 0.0)
-        train(tiny_recipe(Path(sys.argv[1]), *options), out=Path(sys.argv[2]), quiet=True)
 
 
 @pytest.mark.parametrize(("delay", "workers"), [(0, 1), (3, 1), (40, 3)])
