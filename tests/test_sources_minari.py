@@ -215,8 +215,7 @@ def test_goals_of_the_kitchen(tmp_path: Path, data_format: str) -> None:
 
 
 def test_episodes_are_decoded_again_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    episodes = plain_episodes(40)
-    create("x-v0", episodes)
+    create("x-v0", episodes := plain_episodes(40))
     monkeypatch.setattr("gear_offline.sources.minari.KEPT_BYTES", 1000)
     wanted = np.concatenate([np.asarray(e.observations)[1:] for e in episodes])
     with open_source("minari:x-v0") as source:
@@ -225,15 +224,11 @@ def test_episodes_are_decoded_again_when_memory_is_short(monkeypatch: pytest.Mon
             assert rows.tobytes() == wanted[start:stop].tobytes()
 
 
-def change(root: Path, **fields: Any) -> None:
-    path = root / "x-v0/data/metadata.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
 @pytest.mark.parametrize("data_format", FORMATS)
 def test_totals_must_agree(root: Path, data_format: str) -> None:
     create("x-v0", plain_episodes(3), data_format=data_format)
-    change(root, total_steps=10_000)
+    path = root / "x-v0/data/metadata.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"total_steps": 10_000}))
     refused("minari:x-v0", "SOURCE_LAYOUT")
 
 

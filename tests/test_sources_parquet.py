@@ -1,7 +1,6 @@
 """Parquet of one row an episode, as the Decision Transformer sets, compared with lists."""
 
 import sys
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -89,31 +88,27 @@ def test_other_names_types_and_columns(tmp_path: Path) -> None:
         assert source.read("observations", 0, 25).tolist() == list(chain(*rows["states"]))
 
 
-def put(name: str, episode: int, values: Any) -> Callable[[Episodes], None]:
-    return lambda rows: rows[name].__setitem__(episode, values)
-
-
-BAD: dict[str, tuple[Callable[[Episodes], None], str, str]] = {
-    "short": (put("actions", 1, [[1.0] * 3]), "SOURCE_LAYOUT", "as long as those of rewards"),
-    "ragged": (put("actions", 0, [[1.0] * 3] * 4 + [[1.0]]), "SOURCE_LAYOUT", "different widths"),
-    "wider": (put("actions", 3, [[1.0] * 4] * 7), "SOURCE_LAYOUT", "before it was float32 (3,)"),
-    "null": (put("rewards", 2, [None] * 4), "SOURCE_LAYOUT", "missing (null)"),
-    "null step": (put("actions", 0, [None] * 5), "SOURCE_LAYOUT", "missing"),
-    "null episode": (put("observations", 2, None), "SOURCE_LAYOUT", "as long as"),
-    "no steps": (put("rewards", 3, []), "SOURCE_LAYOUT", "without steps"),
+BAD: dict[str, tuple[str, int, Any, str]] = {  # what is wrong, and what is said of it
+    "short": ("actions", 1, [[1.0] * 3], "as long as those of rewards"),
+    "ragged": ("actions", 0, [[1.0] * 3] * 4 + [[1.0]], "different widths"),
+    "wider": ("actions", 3, [[1.0] * 4] * 7, "before it was float32 (3,)"),
+    "null": ("rewards", 2, [None] * 4, "missing (null)"),
+    "null step": ("actions", 0, [None] * 5, "missing"),
+    "null episode": ("observations", 2, None, "as long as"),
+    "no steps": ("rewards", 3, [], "without steps"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_episodes_are_refused(tmp_path: Path, case: str) -> None:
-    change, code, words = BAD[case]
+    name, episode, values, words = BAD[case]
     rows = episodes()
-    change(rows)
+    rows[name][episode] = values
     path = write(tmp_path / "bad.parquet", rows)
     with pytest.raises(InputError) as caught, open_source(path) as source:
         for column in source.spec:
             source.read(column.name, 0, 25)
-    assert caught.value.code == code and words in str(caught.value), str(caught.value)
+    assert caught.value.code == "SOURCE_LAYOUT" and words in str(caught.value), str(caught.value)
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 

@@ -287,7 +287,8 @@ def _edited(
         notes.append(f"where {' '.join(where.split())}: {counts}")
     source = edit_source(source, function, kept)
     if notes:
-        source.add_facts(edits=[*source.info.attributes.get("edits", ()), *notes])
+        before = source.info.attributes.get("edits", ())
+        source.info = source.info.with_facts(edits=[*before, *notes])
     return source, None if kept is None else np.packbits(kept).tobytes()
 
 
@@ -377,7 +378,6 @@ def _small_fact(value: Any) -> Any:
 
 
 def _described(value: Any) -> Any:
-    """Return for JSON what it has no form of: of an array the shape."""
     if isinstance(value, np.ndarray | np.generic):
         value = f"{value.dtype} {list(value.shape)}" if value.ndim else value.item()
     if isinstance(value, bytes):

@@ -183,7 +183,6 @@ def _spread(key: str, statistic: Any) -> str:
 
 
 def _endings(document: Mapping[str, Any]) -> RenderableType:
-    """Return how episodes end, and a line about returns and one about lengths."""
     table = Table(box=None, show_header=False, pad_edge=False)
     names = {"terminated": "terminated", "truncated": "truncated", "neither": "unmarked"}
     shares = [

@@ -231,7 +231,6 @@ class Source(Closing):
         )
         renamed = [f"{old!r} is the column {new}" for old, new in names.items() if old != new]
         self.info = info
-        # for messages
         self._where = info.files[0].path if len(info.files) == 1 else info.uri
         if renamed:
             self.warn(*renamed, first=True)
@@ -252,11 +251,8 @@ class Source(Closing):
     def warn(self, *notes: str, first: bool = False) -> None:
         """Put warnings behind those that there are, or before them."""
         before = self.info.attributes.get("warnings", ())
-        self.add_facts(warnings=[*notes, *before] if first else [*before, *notes])
-
-    def add_facts(self, **facts: Any) -> None:
-        """Put facts among the attributes of `info`."""
-        self.info = self.info.with_facts(**facts)
+        notes = (*notes, *before) if first else (*before, *notes)
+        self.info = self.info.with_facts(warnings=list(notes))
 
     def read(self, column: str, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
@@ -287,11 +283,11 @@ class Source(Closing):
         """Close the source; what its readers keep open goes with them."""
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.info.uri!r}: "
-            f"{count_text(self.spec.episodes, 'episode')}, {count_text(self.spec.steps, 'step')}, "
-            f"rule {self.info.rule}, columns {', '.join(c.name for c in self.spec)})"
-        )
+        spec = self.spec
+        counts = count_text(spec.episodes, "episode"), count_text(spec.steps, "step")
+        facts = f"{', '.join(counts)}, rule {self.info.rule}"
+        columns = ", ".join(c.name for c in spec)
+        return f"{type(self).__name__}({self.info.uri!r}: {facts}, columns {columns})"
 
 
 def kinds_of(source: Any) -> Kinds:

@@ -204,7 +204,6 @@ def _shown(name: str) -> str:
 
 
 def _fact(source: Source, name: str) -> Array:
-    """Return (E,) what a name of an expression stands for."""
     known: dict[str, Array] = {
         "length": source.episodes.lengths,
         "terminated": source.terminated,

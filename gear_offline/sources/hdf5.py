@@ -323,7 +323,6 @@ class Hdf5Column:
         return band
 
     def _chunk(self, file: int, number: int) -> Bytes | None:
-        """Return the decoded bytes of a chunk, ``None`` if it was never written."""
         offset, size, skipped = self._stored[number].tolist()
         if offset < 0:
             return None
@@ -370,7 +369,6 @@ def _listed_chunks(dataset: h5d.DatasetID, chunked: bool) -> Int64Array:
 
 
 def _filters(plan: Any, path: Path, name: str) -> tuple[int, ...]:
-    """Return the filters of a dataset, all of which are decoded here."""
     filters = tuple(plan.get_filter(i)[0] for i in range(plan.get_nfilters()))
     if len(set(filters)) != len(filters) or not set(filters) <= set(FILTERS):
         known = ", ".join(decoder for decoder, _ in FILTERS.values())
@@ -384,7 +382,6 @@ def _told_as_damaged(path: Path) -> AbstractContextManager[None]:
 
 
 def _pread_into(file: int, buffer: memoryview, offset: int) -> None:
-    """Fill `buffer` from `offset` on."""
     if read_at(file, buffer, offset) < len(buffer):
         raise ValueError("the file ends before its data do")
 

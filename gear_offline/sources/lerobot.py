@@ -177,7 +177,6 @@ class _Reader:
         return np.asarray(self._whole(name)[np.array(self.bounds[1:]) - 1] != 0)
 
     def _whole(self, name: str) -> Array:
-        """Return a column of one number a step, (N,)."""
         parts = [self._numbers(name, group, group.first, self.steps) for group in self.groups]
         return np.concatenate([part.reshape(-1) for part in parts])
 
@@ -207,7 +206,6 @@ class _Reader:
         return np.concatenate(parts)
 
     def _places(self, name: str) -> dict[int, Place]:
-        """Return where the frames of each episode lie."""
         folder, found = self.path / "videos", dict[int, tuple[Path, float]]()
         if self.version == 2:
             for number in self.episodes:

@@ -45,9 +45,8 @@ def open_parquet(path: Path, *, uri: str, names: Mapping[str, str]) -> Source:
         if name not in stored:
             remedy = f"needed are lists over the steps of an episode; found: {some_names(stored)}; "
             remedy += f"other names: --columns {name}=NAME,..."
-            raise InputError(
-                "COLUMN", f"no column {name!r} of one list an episode", str(path), remedy
-            )
+            what = f"no column {name!r} of one list an episode"
+            raise InputError("COLUMN", what, str(path), remedy)
     stored = {name: stored[name] for name in (*REQUIRED, *stored)}
     numbers = [number for number, rows in enumerate(file.rows) if rows]
     groups = {number: _lengths(file.column(number, stored["rewards"])) for number in numbers}

@@ -114,7 +114,6 @@ def was_read_from(source: str, uri: str, files: Sequence[str]) -> bool:
 
 
 def _open(path: Path, given: Mapping[str, Any]) -> tuple[Source, tuple[str, ...]]:
-    """Return a source of what is at a path, and which options its reader took."""
     reader = next(reader for reader in READERS if reader.fits(path))
     if "rule" not in reader.options:
         _refuse_rule(given["rule"], given["uri"])
@@ -186,7 +185,6 @@ def _refuse_rule(rule: str | None, where: str) -> None:
 
 
 def _check_there(text: str, path: Path) -> None:
-    """Refuse a path that leads nowhere."""
     if not text.strip():  # a variable of a shell that is not set, not "."
         raise _unknown(f"{text!r} names nothing")
     try:
