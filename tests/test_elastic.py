@@ -136,20 +136,6 @@ def test_the_stream_is_that_of_one_process(
     assert found == expected
 
 
-@pytest.mark.parametrize("sharding", sorted(PLACES))
-def test_every_world_size(
-    dataset: Dataset, strategy: str, expected: list[str], sharding: str
-) -> None:
-    for nodes in PLACES[sharding]:
-        ranks = open_ranks(dataset, nodes, sharding, selection=strategy, **OPTIONS)
-        for step in range(5):  # more than a block
-            slots = [loader.slots_at(step) for loader in ranks]
-            found = global_digest(slots, [row_digests(next(loader)) for loader in ranks])
-            assert found == expected[step], (nodes, step)
-        for loader in ranks:
-            loader.close()
-
-
 def test_a_strategy_that_learns_is_one_for_all_worlds(dataset: Dataset) -> None:
     """Losses of all ranks reach every rank; their weights are those of the slots they have."""
     options = OPTIONS | {"selection": "prioritized"}

@@ -56,16 +56,14 @@ def open_exchange(
     group.  RDMA between the nodes is ``"on"``, or an error that says what is missing and where;
     ``"off"``, collectives of torch; or ``"auto"``, RDMA if every rank can.
     """
-    row_bytes = [rows.shape[1] * rows.itemsize for rows in landing]
-    assert row_bytes == [rows.shape[1] * rows.itemsize for rows in node_rows.rows], (
-        "rows of one shape"
-    )
+    widths = [
+        [rows.shape[1] * rows.itemsize for rows in groups] for groups in (landing, node_rows.rows)
+    ]
+    assert widths[0] == widths[1], "rows of one shape"
     assert len({len(rows) for rows in landing}) == 1, "as many landing rows in every column group"
     endpoint, why = (None, "exchange='off'") if mode == "off" else _agree(world, mode)
-    say(
-        f"exchange: {'RDMA reads' if endpoint else 'collectives'} ({why})",
-        quiet=quiet or not world.is_first,
-    )
+    kind = "RDMA reads" if endpoint else "collectives"
+    say(f"exchange: {kind} ({why})", quiet=quiet or not world.is_first)
     if endpoint is None:
         return CollectiveExchange(node_rows, landing, world)
     return RdmaExchange(node_rows, landing, world, endpoint)
@@ -81,16 +79,12 @@ def _agree(world: World, mode: Mode) -> tuple[Endpoint | None, str]:
         problem = error
     problems = world.gather(None if problem is None else problem.what)
     missing = [(rank, what) for rank, what in enumerate(problems) if what is not None]
-    if not missing:
-        assert endpoint is not None, "a rank without endpoint has a problem"
+    if endpoint is not None and not missing:
         return endpoint, f"every rank can; here {endpoint.describe()}"
     if endpoint is not None:
         endpoint.close()
-    rank, what = missing[0]
+    rank, why = missing[0]
     if mode == "auto":
-        return None, f"no RDMA at rank {rank}: {what}"
-    raise problem or UnavailableError(
-        "EXCHANGE",
-        f"rank {rank} cannot use RDMA: {what}",
-        remedy="use loader.exchange=auto or off, or mend that node",
-    )
+        return None, f"no RDMA at rank {rank}: {why}"
+    what, remedy = f"rank {rank} cannot use RDMA: {why}", "use loader.exchange=auto or off"
+    raise problem or UnavailableError("EXCHANGE", what, remedy=f"{remedy}, or mend that node")

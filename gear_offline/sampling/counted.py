@@ -5,6 +5,8 @@ Shape legend: E episodes, B slots of a batch.
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 
 from gear_offline.core.types import BoolArray, Float64Array, Int64Array, UInt64Array
@@ -55,8 +57,14 @@ class Counted(Members):
         """Go to `step`, before which episodes were drawn so often."""
         there, order = self._kept & (times < self._most), self._whole_order
         self._step, self._times, self._size = step, times.copy(), int(there.sum())
-        self._order = None if order is None else order[there[order]]
-        self._masses.load_state(self._all_masses * there, 0)
+        self._order = iter(() if order is None else order[there[order]].tolist())
+        self._masses.load_state(self._all_masses * (there if order is None else 0), 0)
+        self._let_next_come()
+
+    def _let_next_come(self) -> None:
+        """Give the next episode of the order the only mass; without an order all have theirs."""
+        for episode in islice(self._order, 1):
+            self._masses.set(np.array([episode]), np.ones(1, np.uint64))
 
     def times_at(self, step: int) -> Int64Array:
         """Return (E,) how often each was drawn before `step`."""
@@ -94,25 +102,15 @@ class Counted(Members):
         while len(found) < len(numbers):
             if not self._size:
                 self._begin(self._step, np.where(self._kept, 0, self._times))
-            episodes, chances = self._pick(numbers[len(found) :])
+            total = self._masses.total
+            episodes = self._masses.find(bounded(numbers[len(found) :], total).astype(np.uint64))
+            chances = self._masses.masses_of(episodes) / np.float64(total)
             for episode, chance in zip(episodes.tolist(), chances.tolist(), strict=True):
                 self._times[episode] += 1
                 found.append((episode, chance, int(self._times[episode]), self._size))
-                if self._times[episode] == self._most:
-                    self._remove(episode)
-                    break  # the others' probabilities are no more what they were
+                if self._times[episode] == self._most:  # others' probabilities change
+                    self._size -= 1
+                    self._masses.set(np.array([episode]), np.zeros(1, np.uint64))
+                    self._let_next_come()
+                    break
         return np.array(found, np.float64).T
-
-    def _pick(self, numbers: UInt64Array) -> tuple[Int64Array, Float64Array]:
-        """Return the episodes that numbers fall to as long as none is gone, and probabilities."""
-        if self._order is not None:
-            return np.full(len(numbers), self._order[0]), np.ones(len(numbers))
-        total = self._masses.total
-        episodes = self._masses.find(bounded(numbers, total).astype(np.uint64))
-        return episodes, self._masses.masses_of(episodes) / np.float64(total)
-
-    def _remove(self, episode: int) -> None:
-        self._size -= 1
-        if self._order is not None:
-            self._order = self._order[1:]
-        self._masses.set(np.array([episode]), np.zeros(1, np.uint64))
