@@ -5,15 +5,17 @@ The file's name ends with a digest of its bytes.  docs/reference/format.md speci
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
+from safetensors import SafetensorError
 
 from gear_offline.core.files import new_part, writing
 from gear_offline.core.types import Array
@@ -24,7 +26,6 @@ from gear_offline.dataset.shard import (
     DIGEST_CHARS,
     EPISODE_COLUMNS,
     BlockDigests,
-    TensorLayout,
     byte_view,
     damaged,
     digest,
@@ -66,26 +67,22 @@ def _encode(columns: tuple[ColumnSpec, ...], episodes: Sequence[Episode]) -> mem
     tensors = plan_tensors(columns, steps=index.steps, episodes=index.episodes)
     header = encode_header(tensors)
     content = bytearray(header).ljust(len(header) + tensors[-1].stop)
-    values = {t.name: _rows(content, len(header), t) for t in tensors}
+    values: dict[str, Array] = {}
+    for tensor in tensors:
+        place, count = len(header) + tensor.start, math.prod(tensor.shape)
+        values[tensor.name] = np.frombuffer(content, tensor.dtype, count, place)
     for column in columns:
         rows = values[column.name].view(column.dtype).reshape(-1, *column.shape)
         np.concatenate([e[column.name] for e, _ in episodes], out=rows)
     returns = np.full(index.episodes, np.nan)
     if REWARDS in values:
         returns[:] = 0.0
-        rewards = values[REWARDS].reshape(-1).astype(np.float64)
-        fold_episodes(np.add, returns, index.offsets, rewards, 0)
+        fold_episodes(np.add, returns, index.offsets, values[REWARDS].astype(np.float64), 0)
     terminated, truncated = zip(*(ends for _, ends in episodes), strict=True)
     own = (index.lengths, returns, terminated, truncated)
     for column, numbers in zip(EPISODE_COLUMNS, own, strict=True):
         values[column.name][:] = numbers
     return memoryview(content)
-
-
-def _rows(content: bytes | bytearray, header_bytes: int, tensor: TensorLayout) -> Array:
-    """Return a tensor of a shard's bytes."""
-    count, start = math.prod(tensor.shape), header_bytes + tensor.start
-    return np.frombuffer(content, tensor.dtype, count, start).reshape(tensor.shape)
 
 
 def read_piece(path: Path, manifest: Manifest) -> Dataset:
@@ -100,24 +97,18 @@ def read_piece(path: Path, manifest: Manifest) -> Dataset:
         content = file.read()
     if digest(content) != path.stem[-DIGEST_CHARS:]:
         raise damaged("data do not match their digest", path)
-    try:
-        document = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    header, rows = b"", dict[str, Array]()
+    with suppress(SafetensorError, KeyError, UnicodeDecodeError):
+        rows = safetensors.numpy.load(content)
         steps, episodes = (
-            int(document[name]["shape"][0])
-            for name in (manifest.columns[0].name, EPISODE_COLUMNS[0].name)
+            len(rows[name]) for name in (manifest.columns[0].name, EPISODE_COLUMNS[0].name)
         )
-        tensors = plan_tensors(manifest.spec.columns, steps=steps, episodes=episodes)
-        header = encode_header(tensors)
-        fits = content.startswith(header) and len(content) == len(header) + tensors[-1].stop
-        fits = fits and steps > 0 and episodes > 0
-    except (ValueError, LookupError, TypeError):
-        fits = False
-    if not fits:
+        header = encode_header(plan_tensors(manifest.spec.columns, steps=steps, episodes=episodes))
+    if not header or not content.startswith(header) or not steps or not episodes:
         columns, remedy = ", ".join(map(str, manifest.columns)), "append it with go.Appender"
         what = f"its columns are not those of the dataset: {columns}"
         raise InputError("COLUMN", what, str(path), remedy)
     digests, statistics = {}, {}
-    rows = {tensor.name: _rows(content, len(header), tensor) for tensor in tensors}
     for name, part in rows.items():
         blocks = BlockDigests(manifest.block_bytes)
         blocks.update(byte_view(part))

@@ -46,7 +46,8 @@ class Counted(Members):
             what = f"{sampler.name} draws no episodes by weight or in an order"
             remedy = "use uniform_episodes, uniform_steps, weighted, fifo, lifo or heap"
             raise InputError("SELECTION", what, "data.max_times_sampled", remedy)
-        weights = np.zeros(len(kept)) if weights is None else weights
+        if weights is None or order is not None:
+            weights = np.zeros(len(kept))
         masses = np.floor(weights * 2.0**62).astype(np.int64)
         self._all_masses, self._whole_order = np.maximum(masses, weights > 0), order
         self._masses = HostPriorities(np.arange(len(kept) + 1), np.zeros(0, np.uint64), first=0)
@@ -58,7 +59,7 @@ class Counted(Members):
         there, order = self._kept & (times < self._most), self._whole_order
         self._step, self._times, self._size = step, times.copy(), int(there.sum())
         self._order = iter(() if order is None else order[there[order]].tolist())
-        self._masses.load_state(self._all_masses * (there if order is None else 0), 0)
+        self._masses.load_state(self._all_masses * there, 0)
         self._let_next_come()
 
     def _let_next_come(self) -> None:
