@@ -1,20 +1,18 @@
 """Samplers in a loader and in training: windows show nothing of the future, losses come back."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from gear_offline.dataset.dataset import Dataset
-from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.loss import action_loss, segment_losses
 from gear_offline.runs.loop import train
-from gear_offline.sampling import Prioritized, make_sampler
+from gear_offline.sampling import make_sampler
 from gear_offline.training.learner import Learner
 from tests.sampling_support import CASES, CONTEXT, IDS, facts, keys
 from tests.support import hopper_columns, make_dataset, one_error
@@ -168,35 +166,3 @@ def test_training_updates_priorities_and_resumes_bit_for_bit(
     plain = train(tiny_recipe(tiny_data(tmp_path / "again"), "evaluate.episodes=0"),
                   out=tmp_path / "plain", quiet=True)  # fmt: skip
     assert learnt(plain)["model"] != one["model"]
-
-
-def test_feedback_of_several_ranks() -> None:
-    """A rank weights its own share with the global batch's weights; all hear of all losses."""
-    sampler = make_sampler("prioritized", facts(LENGTHS), beta=1.0)
-    assert isinstance(sampler, Prioritized)
-    sampler.update(np.array([[1, 2]], dtype=np.int64), np.array([50.0], dtype=np.float32))
-    shares = [torch.tensor([[1, 0], [3, 1]]), torch.tensor([[3, 1], [6, 11]])]
-    losses = [torch.tensor([0.5, 2.0]), torch.tensor([3.0, 4.0])]
-
-    def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-        return shares if tensor.ndim == 2 else losses
-
-    loader = SimpleNamespace(
-        loss_sampler=sampler,
-        selection=sampler,
-        step=1,
-        device=torch.device("cpu"),
-        world=SimpleNamespace(rank=1, gather_tensor=gather),
-        segments_at=lambda step: sampler.sample(0, step, 1, 4)[0],
-        slots_at=lambda step: slice(2, 4),
-    )
-    feedback = LossFeedback(cast(GearLoader, loader))
-    probability = sampler.sample(0, 0, 1, 4)[0].probability
-    weights = 1 / probability / (1 / probability).max()
-    np.testing.assert_allclose(feedback.importance().numpy(), weights[2:], rtol=1e-6)
-    feedback.update(cast(Batch, SimpleNamespace(segments=shares[1])), losses[1])
-    oracle = make_sampler("prioritized", facts(LENGTHS), beta=1.0)
-    assert isinstance(oracle, Prioritized)
-    for segment, loss in (([1, 2], 50.0), ([1, 0], 0.5), ([3, 1], 3.0), ([6, 11], 4.0)):
-        oracle.update(np.array([segment], dtype=np.int64), np.array([loss], dtype=np.float32))
-    assert sampler.masses.tolist() == oracle.masses.tolist()

@@ -80,18 +80,16 @@ class Appender:
 
     def _cast(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the dataset's columns in its dtypes, and how the episode ended."""
-        wanted, episode = self._manifest.columns, dict(given)
-        rows = len(next((given[column.name] for column in wanted if column.name in given), ()))
+        wanted, episode = {column.name: column for column in self._manifest.columns}, dict(given)
+        rows = len(next((given[name] for name in wanted if name in given), ()))
         for names in (TERMINAL_FLAGS, TIME_FLAGS):  # a flag has any of these names
-            flag = next((np.reshape(given[name], -1) for name in names if name in given), None)
-            for name in {column.name for column in wanted} & {*names} - {*given}:
-                if flag is not None:
-                    episode[name] = (
-                        np.arange(rows) == rows - 1 if flag[-1] else np.zeros(rows, bool)
-                    )
-        columns = {column.name: _rows(episode, column) for column in wanted}
-        ends = [name for name in FLAGS if name in episode and name not in columns]
-        return columns | {name: bool(np.reshape(episode[name], -1)[-1]) for name in ends}
+            ends = [np.reshape(given[name], -1)[-1] for name in names if name in given]
+            for name in wanted.keys() & {*names} - given.keys():
+                if ends:
+                    episode[name] = (np.arange(rows) == rows - 1) & bool(ends[0])
+        columns = {name: _rows(episode, column) for name, column in wanted.items()}
+        flags = [name for name in FLAGS if name in episode and name not in columns]
+        return columns | {name: bool(np.reshape(episode[name], -1)[-1]) for name in flags}
 
 
 def _rows(episode: Mapping[str, Any], column: ColumnSpec) -> Array:

@@ -25,6 +25,7 @@ class Counted(Members):
     were `kept` then and the `times`, both (E,), each had been drawn; what was drawn before depends
     on what was there before.  When none is left, all that were kept are there again, as if they had
     never been drawn: a learner waits for new ones first, except while the disk is full.
+    `stream` is the seed, and the slots of a batch.
     """
 
     ahead = False
@@ -37,8 +38,7 @@ class Counted(Members):
         *,
         most: int,
         step: int,
-        seed: int,
-        slots: int,
+        stream: tuple[int, int],
     ) -> None:
         super().__init__(sampler, np.arange(len(kept)), sampler.index)
         order, weights = sampler.episode_order, sampler.episode_weight
@@ -51,7 +51,7 @@ class Counted(Members):
         masses = np.floor(weights * 2.0**62).astype(np.int64)
         self._all_masses, self._whole_order = np.maximum(masses, weights > 0), order
         self._masses = HostPriorities(np.arange(len(kept) + 1), np.zeros(0, np.uint64), first=0)
-        self._kept, self._most, self._of, self._first = kept, most, (seed, slots), (step, times)
+        self._kept, self._most, self._stream, self._first = kept, most, stream, (step, times)
         self._begin(step, times)
 
     def _begin(self, step: int, times: Int64Array) -> None:
@@ -75,7 +75,7 @@ class Counted(Members):
             what = f"what was drawn in step {step} depends on what was there then"
             raise InputError("SELECTION", what, remedy=f"ask for steps from {self._step} on")
         if step > self._step:
-            seed, slots = self._of
+            seed, slots = self._stream
             for numbers in slot_draws(seed, self._step, step - self._step, slots)[0]:
                 self._draw(numbers)
             self._step = step
@@ -83,7 +83,9 @@ class Counted(Members):
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
         first, second = slot_draws(seed, first_step, steps, count)
-        assert (seed, count) == self._of, "draws are counted for the seed and batches of one run"
+        assert (seed, count) == self._stream, (
+            "draws are counted for the seed and batches of one run"
+        )
         self.times_at(first_step)
         found = np.array([self._draw(numbers) for numbers in first]).reshape(steps, 4, count)
         self._step += steps

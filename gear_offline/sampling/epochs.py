@@ -50,7 +50,7 @@ class FirstInFirstOut(Sampler):
         return Segments(episodes=episodes, starts=starts, probability=chance)
 
     def _rows(self, seed: int, first_epoch: int, epochs: Int64Array, at: Int64Array) -> Int64Array:
-        return at
+        return at if self.direction > 0 else self.index.steps - 1 - at
 
 
 @register("lifo")
@@ -58,9 +58,6 @@ class LastInFirstOut(FirstInFirstOut):
     """Starts against the order of the table, newest first, then again."""
 
     direction = -1
-
-    def _rows(self, seed: int, first_epoch: int, epochs: Int64Array, at: Int64Array) -> Int64Array:
-        return self.index.steps - 1 - at
 
 
 @register("shuffled_epochs")

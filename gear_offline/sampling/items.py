@@ -118,18 +118,10 @@ class Items:
 
     def counted(self, sampler: Sampler, step: int) -> Sampler:
         """Return the sampler from `step` on, which draws no episode more often than it may."""
-        most = self._data.max_times_sampled
+        most, stream = self._data.max_times_sampled, (self._seed, self._slots)
         if most is None:
             return sampler
-        self._counted = Counted(
-            sampler,
-            self.kept,
-            self.times,
-            most=most,
-            step=step,
-            seed=self._seed,
-            slots=self._slots,
-        )
+        self._counted = Counted(sampler, self.kept, self.times, most=most, step=step, stream=stream)
         return self._counted
 
     def advance(self, step: int, *, coming: int = 0) -> None:

@@ -212,12 +212,12 @@ class Prioritized(Sampler):
 
     def load_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """Take over what `state` returned; what does not fit is refused before any change."""
-        masses, updates = state.get("masses"), state.get("updates")
+        none = np.zeros(0)
+        masses, updates = state.get("masses", none), state.get("updates", none)
         if (
-            masses is None
-            or updates is None
-            or (masses.dtype, masses.shape) != (np.dtype(np.int64), (self.index.steps,))
-            or (updates.dtype, updates.shape) != (np.dtype(np.int64), (1,))
+            masses.dtype != np.int64
+            or updates.dtype != np.int64
+            or (masses.shape, updates.shape) != ((self.index.steps,), (1,))
             or ((masses < 1) == self._is_kept).any()
             or masses.min() < 0
             or masses.max() > largest_mass(self.index.steps)
