@@ -32,7 +32,6 @@ from gear_offline.tables.read_ahead import REFERENCE_BYTES, Needs, ReadAhead, Re
 from gear_offline.tables.table import Table, TableOptions
 from gear_offline.tables.window_reader import (
     COPY_BYTES,
-    GAP_BYTES,
     Places,
     WindowReader,
     chunk_bytes,
@@ -40,9 +39,8 @@ from gear_offline.tables.window_reader import (
     pages,
 )
 
-CHUNK_BYTES = 2 << 20  # of all columns, at most; windows are planned and read by chunks
+CHUNK_BYTES = 8 << 20  # of all columns, at most: windows that begin in a chunk are read together
 THREADS = 4  # that read: a disk is fast with several reads under way, more wait for the interpreter
-JOB_BYTES = 8 << 20  # of the chunks that a thread reads at a time
 BUFFER_SHARE = 8  # its buffers take at most the budget over this
 RESIDENT_SHARE = 32  # a column that takes at most the budget over this is kept in memory whole
 OUTPUT_SHARE = 128  # a block of batches takes at most the budget over this, or one batch
@@ -60,7 +58,6 @@ class DiskSizes:
 
     slots: int  # windows that are kept, S
     chunk_steps: int
-    chunks: int  # that a thread reads at a time
     threads: int
     output_bytes: int  # of one block of batches
     depth: int  # references that are read by themselves if they must
@@ -101,14 +98,10 @@ def share_out(
         threads = min(max(room // (own_bytes + 2 * chunk_bytes(read, rows, 1)), 1), THREADS)
         around = own_bytes + chunk_bytes(read, rows, 0)
         chunk = min(CHUNK_BYTES, max(room // threads - around, 0))
-        if rows * sum(read) > GAP_BYTES:  # wide windows are worth a read each
-            chunk = min(chunk, 2 * rows * sum(read))
         chunk_steps = max(min(chunk // sum(read), steps), 1)
-        each = chunk_bytes(read, rows, chunk_steps)
-        chunks = max(min(room // threads - own_bytes, JOB_BYTES) // each, 1)
         taken = fixed_bytes + sum(n for n, stays in zip(kept, resident, strict=True) if stays)
         taken += int((OUTPUT_BLOCKS + CONVERSION_FACTOR * converted_share) * output_bytes)
-        taken += threads * (own_bytes + chunks * each)
+        taken += threads * (own_bytes + chunk_bytes(read, rows, chunk_steps))
         slots = (budget_bytes - taken) // slot_bytes
         if slots >= 2 * batch:
             break
@@ -126,7 +119,6 @@ def share_out(
     return DiskSizes(
         slots=slots,
         chunk_steps=chunk_steps,
-        chunks=chunks,
         threads=threads,
         output_bytes=output_bytes,
         depth=depth,
@@ -166,7 +158,7 @@ class DiskGather:
             slots=self.sizes.slots,
             depth=self.sizes.depth,
             horizon=self.sizes.horizon,
-            sweep_steps=self.sizes.chunk_steps * self.sizes.chunks,
+            sweep_steps=self.sizes.chunk_steps,
         )
         self._rank_batch, self._span = stream.rank_batch, options.context_length
         self._ahead = ReadAhead(
@@ -299,7 +291,6 @@ def _open_reader(
         span=options.context_length,
         history=options.frame_stack - 1,
         chunk_steps=sizes.chunk_steps,
-        chunks=sizes.chunks,
     )
 
 

@@ -82,7 +82,7 @@ class WindowReader:
     """Copies windows from files to slots.
 
     `first_steps` (s + 1,) of each shard in the table, and its dataset, `part_of` (s,); `span` K and
-    `history` H; steps of a chunk, and `chunks` that are read together.
+    `history` H; windows that begin in one chunk of `chunk_steps` are read together.
     """
 
     def __init__(
@@ -95,19 +95,17 @@ class WindowReader:
         span: int,
         history: int,
         chunk_steps: int,
-        chunks: int,
     ) -> None:
         self._columns = tuple(columns)
         self._shards = [(d, number) for d in datasets for number in range(len(d.identities))]
         self._history, self._rows = history, history + span
         self._first_steps, self._part_of = first_steps, part_of
-        self._chunk_steps, self._chunks = chunk_steps, chunks
-        self._chunk_firsts = np.cumsum([0, *(-(-np.diff(first_steps) // chunk_steps))])
+        self._chunk_steps = chunk_steps
         read = [column for column in columns if column.rows is None]
         widest = [max(column.row_bytes, int(column.stored_bytes.max())) for column in read]
         self._margin = margin_bytes(widest, self._rows)
         self._buffer_bytes = 2 * self._margin
-        self._buffer_bytes += chunks * chunk_bytes(widest, self._rows, chunk_steps)
+        self._buffer_bytes += chunk_bytes(widest, self._rows, chunk_steps)
 
     def buffer(self) -> UInt8Array:
         """Return memory for `read`, of one thread, from a multiple of a page on."""
@@ -116,13 +114,6 @@ class WindowReader:
         begin = -memory.ctypes.data % PAGE_BYTES
         return memory[begin : begin + self._buffer_bytes]
 
-    def _chunk_of(self, low: Int64Array) -> Int64Array:
-        """Return the chunk in which each step lies; a chunk lies in one shard."""
-        shard = self._first_steps.searchsorted(low, side="right") - 1
-        chunk: Int64Array = self._chunk_firsts[shard]
-        chunk += (low - self._first_steps[shard]) // self._chunk_steps
-        return chunk
-
     def read(self, places: Places, targets: Sequence[Array], buffer: UInt8Array) -> None:
         """Read windows into their slots.
 
@@ -130,90 +121,81 @@ class WindowReader:
         void, of each column; row H is a window's first step; what lies around the window's rows,
         and its history where the column has one, is any.  The buffer is used for nothing else.
         """
-        border = np.flatnonzero(np.diff(self._chunk_of(places.low))) + 1
-        cuts = [0, *border[self._chunks - 1 :: self._chunks].tolist(), len(places.low)]
-        for begin, end in pairwise(cuts):
-            self._read_together(places.part(begin, end), targets, buffer)
+        shard = self._first_steps.searchsorted(places.low, side="right") - 1
+        chunk = (places.low - self._first_steps[shard]) // self._chunk_steps
+        cuts = np.flatnonzero((np.diff(shard) != 0) | (np.diff(chunk) != 0)) + 1
+        for begin, end in pairwise([0, *cuts.tolist(), len(shard)]):
+            self._read_chunk(int(shard[begin]), places.part(begin, end), targets, buffer)
 
-    def _read_together(self, places: Places, targets: Sequence[Array], buffer: UInt8Array) -> None:
+    def _read_chunk(
+        self, shard: int, places: Places, targets: Sequence[Array], buffer: UInt8Array
+    ) -> None:
+        """Read windows that begin in one chunk: what lies near together at once."""
         low, ends = places.low, np.maximum.accumulate(places.low + places.real)
-        shard = self._first_steps.searchsorted(low, side="right") - 1
-        other = shard[1:] != shard[:-1]
-        # A chunk's part of the buffer has no room for what lies between it and the next one.
-        inside = np.diff(self._chunk_of(low)) == 0
-        reads: list[tuple[Int64Array, ...]] = []  # file, begin, end and place in the buffer of each
+        reads: list[tuple[int, int, int]] = []  # begin and end in the file, place in the buffer
         starts: list[Int64Array | None] = []  # where in the buffer step 0 of the table would be
         at = self._margin
         for column in self._columns:
             if column.rows is not None:
                 starts.append(None)
                 continue
+            row_bytes = int(column.stored_bytes[shard])
+            origin = int(column.offsets[shard] - self._first_steps[shard] * row_bytes)
             first = low - np.minimum(places.before, column.history)
-            gap = inside * -(-GAP_BYTES // column.stored_bytes[shard[1:]])
-            inner = np.flatnonzero(other | (first[1:] - ends[:-1] > gap))
-            heads, tails = np.append(0, inner + 1), np.append(inner, len(low) - 1)
-            home = shard[heads]
-            row_bytes = column.stored_bytes[home]
-            origin = column.offsets[home] - self._first_steps[home] * row_bytes
-            begin = origin + first[heads] * row_bytes
+            apart = np.flatnonzero((first[1:] - ends[:-1]) * row_bytes > GAP_BYTES)
+            heads, tails = np.append(0, apart + 1), np.append(apart, len(low) - 1)
+            begin, end = origin + first[heads] * row_bytes, origin + ends[tails] * row_bytes
             begin -= begin % PAGE_BYTES
-            end = origin + ends[tails] * row_bytes
             room = end - begin + -end % PAGE_BYTES
             place = at + np.cumsum(room) - room
             at += int(room.sum())
-            reads.append((home, begin, end, place))
+            reads += zip(begin.tolist(), end.tolist(), place.tolist(), strict=True)
             starts.append(np.repeat(origin + place - begin, tails - heads + 1))
-        assert at + self._margin <= len(buffer), "the parts of so few chunks have room"
-        self._fill(reads, buffer)
+        assert at + self._margin <= len(buffer), "the parts of a chunk have room"
+        self._fill(shard, reads, buffer)
+        row = low - self._history
         for column, start, target in zip(self._columns, starts, targets, strict=True):
-            row = low - self._history
-            if start is None:
-                assert column.rows is not None, "only what is in memory is not read"
+            if column.rows is not None:
                 begins = (row + column.margin) * column.row_bytes
                 _copy(column.rows.reshape(-1), begins, places.slots, target)
-            else:
+            elif start is not None:
                 begins = start + row * column.stored_bytes[shard]
                 self._lay(column, shard, buffer, begins, places.slots, target)
 
-    def _fill(self, reads: Sequence[tuple[Int64Array, ...]], buffer: UInt8Array) -> None:
-        """Read parts of shards into the buffer; none of these may have changed at the end."""
-        for shard in sorted({number for part in reads for number in part[0].tolist()}):
-            dataset, number = self._shards[shard]
-            path = dataset.path / dataset.manifest.shards[number].name
-            with open(dataset.open_shard(number), "rb", buffering=0) as file:
-                _read_directly(file.fileno())
-                for part in reads:
-                    own = [row[part[0] == shard].tolist() for row in part[1:]]
-                    for begin, end, place in zip(*own, strict=True):
-                        memory = buffer[place : place + pages(end - begin)]
-                        read_pages(file.fileno(), memory, begin, end - begin, str(path))
-                if file_identity(file.fileno()) != dataset.identities[number]:
-                    raise damaged("a shard changed since it was verified", path)
+    def _fill(self, shard: int, reads: Sequence[tuple[int, int, int]], buffer: UInt8Array) -> None:
+        """Read parts of a shard into the buffer; it may not have changed at the end."""
+        dataset, number = self._shards[shard]
+        path = dataset.path / dataset.manifest.shards[number].name
+        with open(dataset.open_shard(number), "rb", buffering=0) as file:
+            _read_directly(file.fileno())
+            for begin, end, place in reads:
+                memory = buffer[place : place + pages(end - begin)]
+                read_pages(file.fileno(), memory, begin, end - begin, str(path))
+            if file_identity(file.fileno()) != dataset.identities[number]:
+                raise damaged("a shard changed since it was verified", path)
 
     def _lay(
         self,
         column: DiskColumn,
-        shard: Int64Array,
+        shard: int,
         buffer: UInt8Array,
         begins: Int64Array,
         slots: Int64Array,
         target: Array,
     ) -> None:
         """Copy windows that begin at bytes `begins` of the buffer to their slots."""
-        part = self._part_of[shard]
-        for number in np.unique(part).tolist():
-            own, lay = np.flatnonzero(part == number), column.lay[number]
-            if lay is None:
-                _copy(buffer, begins[own], slots[own], target)
-                continue
-            stored = self._rows * int(column.stored_bytes[shard[own[0]]])
-            step = max(COPY_BYTES // max(stored, target.dtype.itemsize), 1)
-            for some in np.split(own, range(step, len(own), step)):
-                rows = _windows(buffer, stored)[begins[some]].view(np.uint8)
-                # What lies around the rows of a window's episode may be any bits.
-                with np.errstate(invalid="ignore", over="ignore"):
-                    laid = lay(rows.reshape(len(some) * self._rows, -1))
-                target[slots[some]] = laid.reshape(-1).view(target.dtype)
+        lay = column.lay[self._part_of[shard]]
+        if lay is None:
+            _copy(buffer, begins, slots, target)
+            return
+        stored = self._rows * int(column.stored_bytes[shard])
+        windows, step = _windows(buffer, stored), max(COPY_BYTES // max(stored, target.itemsize), 1)
+        for at in range(0, len(begins), step):
+            some = slice(at, at + step)
+            rows = windows[begins[some]].view(np.uint8).reshape(-1, stored // self._rows)
+            # What lies around the rows of a window's episode may be any bits.
+            with np.errstate(invalid="ignore", over="ignore"):
+                target[slots[some]] = lay(rows).reshape(-1).view(target.dtype)
 
 
 def chunk_bytes(row_bytes: Sequence[int], rows: int, chunk_steps: int) -> int:
