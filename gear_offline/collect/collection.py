@@ -57,12 +57,6 @@ class MakerReport:
     max_return: float
     action_noise: float  # as asked of `collect`
 
-    def __str__(self) -> str:
-        counts = f"{count_text(self.episodes, 'episode')}, {count_text(self.steps, 'step')}"
-        returns = f"{self.mean_return:.0f} ± {self.std_return:.0f}"
-        ends = f"({self.min_return:.0f} to {self.max_return:.0f})"
-        return f"{self.name}: {counts}, return {returns} {ends}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class CollectReport:
@@ -204,7 +198,10 @@ def collect(
             quiet=quiet,
         )
     for part in parts:
-        say(str(part), quiet=quiet)
+        counts = f"{count_text(part.episodes, 'episode')}, {count_text(part.steps, 'step')}"
+        returns = f"{part.mean_return:.0f} ± {part.std_return:.0f}"
+        ends = f"({part.min_return:.0f} to {part.max_return:.0f})"
+        say(f"{part.name}: {counts}, return {returns} {ends}", quiet=quiet)
     return report
 
 

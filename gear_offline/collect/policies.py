@@ -20,8 +20,9 @@ import numpy.typing as npt
 
 from gear_offline.collect.record import Policy
 from gear_offline.core.types import Array, Float64Array
-from gear_offline.errors import GearError, InputError, UnavailableError
+from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import EnvironmentFacts, make_environment
+from gear_offline.sources.base import package_needed
 from gear_offline.sources.hdf5 import Hdf5File
 
 WEIGHTS = ("weight", "observation_mean", "observation_std")  # of a linear policy in a file
@@ -122,11 +123,8 @@ def train_with_library(policy: str, environment_id: str, *, steps: int, seed: in
     """Train ``library:ALGORITHM`` with the library's own defaults and an ``MlpPolicy``."""
     library, _, name = policy.partition(":")
     module_name, package = LIBRARIES[library]
-    try:
+    with package_needed(f"{policy} is trained by {package}", "rl"):
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        what, remedy = f"{package} is not installed", "pip install 'gear-offline[rl]'"
-        raise UnavailableError("PACKAGE_MISSING", what, policy, remedy) from error
     every = vars(module).items()
     known = {key: value for key, value in every if key.isupper() and hasattr(value, "learn")}
     if name not in known:

@@ -156,10 +156,9 @@ class BackgroundEvaluations(Closing):
 
     def __init__(self, *, workers: int, threads: int) -> None:
         self._pool = WorkerPool(workers, threads=threads)
-        # by step, what was asked and when; then also who plays it, at last what it found
-        self._asked: dict[int, tuple[PlayRequest, float]] = {}
-        self._jobs: dict[int, int] = {}  # number in the pool -> step
-        self._found: dict[int, Mapping[str, Any]] = {}
+        self._asked: dict[int, tuple[PlayRequest, float]] = {}  # step -> what, and when
+        self._jobs: dict[int, int] = {}  # number in the pool -> step that is being played
+        self._found: dict[int, Mapping[str, Any]] = {}  # step -> document that is to hand out
         self._polled = 0.0
 
     @property
