@@ -149,10 +149,6 @@ def test_wrong_usage_is_one_line_that_says_the_way_out(
         ("recipes validate nothing", "RECIPE"),
         ("recipes show nothing", "RECIPE"),
         ("recipes cp nothing", "RECIPE"),
-        ("train paper trian.steps=5", "RECIPE"),
-        ("plan paper trian.steps=5", "RECIPE"),
-        ("sweep paper trian.steps=5,6", "RECIPE"),
-        ("strategies paper trian.steps=5", "RECIPE"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(

@@ -102,29 +102,23 @@ def test_a_lock_whose_file_has_gone_is_not_held(
     assert code_of(path, resume=False) == ""
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", ".lock"])
-@pytest.mark.parametrize("kind", ["link", "pipe"])
+FILES = ("metrics.jsonl", "summary.json", ".lock")
+LINKS = [(name, kind) for name in FILES for kind in ("link", "pipe")]
+LINKS += [(name, "folder") for name in ("tensorboard", "checkpoints", "plots")]
+
+
+@pytest.mark.parametrize(("name", "kind"), LINKS)
 def test_nothing_is_written_through_a_link(tmp_path: Path, name: str, kind: str) -> None:
     """A link to a file without a newline was cut to nothing, as if that were a torn line."""
-    run, token = tmp_path / "run", tmp_path / "token"
-    (run / "checkpoints" / "step-00000010").mkdir(parents=True)
+    run, token, folder = (tmp_path / part for part in ("run", "token", "folder"))
+    run.mkdir()
+    (folder / "step-00000010").mkdir(parents=True)
     (run / "recipe.yaml").write_text("name: x")
     token.write_text("secret")
-    if kind == "link":
-        (run / name).symlink_to(token)
-    else:
+    if kind == "pipe":
         os.mkfifo(run / name)
+    else:
+        (run / name).symlink_to(token if kind == "link" else folder)
+    (run / (".lock" if name == "metrics.jsonl" else "metrics.jsonl")).touch()
     assert code_of(run, resume=True) == "RUN_DAMAGED"
-    assert token.read_text() == "secret"
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "checkpoints", "plots"])
-def test_nothing_is_written_into_a_linked_folder(tmp_path: Path, name: str) -> None:
-    run, other = tmp_path / "run", tmp_path / "other"
-    run.mkdir()
-    (other / "step-00000010").mkdir(parents=True)
-    (run / "recipe.yaml").write_text("name: x")
-    (run / "metrics.jsonl").touch()
-    (run / name).symlink_to(other)
-    assert code_of(run, resume=True) == "RUN_DAMAGED"
-    assert os.listdir(other) == ["step-00000010"]
+    assert token.read_text() == "secret" and os.listdir(folder) == ["step-00000010"]
