@@ -36,6 +36,17 @@ def environments_of(recipe: Recipe) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name is not None))
 
 
+def plays(recipe: Recipe) -> bool:
+    """Return whether a resolved recipe has an environment to evaluate in, and episodes to play."""
+    return recipe.evaluate.episodes > 0 and bool(environments_of(recipe))
+
+
+def evaluates_at(recipe: Recipe, step: int) -> bool:
+    """Return whether the policy is played after `step`."""
+    every, last = recipe.train.evaluate_every, step == recipe.train.steps
+    return plays(recipe) and (last or (every is not None and step % every == 0))
+
+
 def named_environments(recipe: Recipe) -> tuple[str, ...]:
     """Return every environment that a recipe names, to evaluate in or to collect in."""
     collected = [recipe.data.collect, *(task.collect for task in tasks_in(recipe).values())]

@@ -18,6 +18,7 @@ import torch
 
 from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe
+from gear_offline.config.tasks import evaluates_at
 from gear_offline.core.closing import Closing
 from gear_offline.core.device import resolve_device
 from gear_offline.core.files import write_error
@@ -28,7 +29,6 @@ from gear_offline.progress import say
 from gear_offline.runs.callbacks import Callback, Callbacks
 from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.directory import RESUMABLE, RunDirectory, default_run_path
-from gear_offline.runs.evaluations import evaluates_at
 from gear_offline.runs.prepare import open_growing, prepare_dataset, resolve
 from gear_offline.runs.run import Run
 from gear_offline.runs.trackers import trackings
@@ -202,10 +202,10 @@ class LiveRun(Closing):
     def _evaluate(self) -> bool:
         """Play the policy, or have it played; return whether a checkpoint is needed now."""
         step, first = self.learner.step, self.writer
-        plays_here = first is not None and first.evaluations.plays_here(step)
+        plays_here = first is not None and first.plays_here(step)
         if self._world.gather(plays_here)[0]:  # else the weights of the checkpoint are played
             self.learner.prepare_policy()
-        return first is not None and first.evaluations.evaluate(step)
+        return first is not None and first.evaluate(step)
 
     def _save_and_stop(self, saves: bool) -> None:
         """Save if the first rank needs a checkpoint or if any rank was told to stop; then stop."""

@@ -289,7 +289,7 @@ class _Group:
         self._mark()
         self._drop_passed()
         step = member.run.learner.step
-        if member.run.due().evaluation and member.writer.evaluations.must_wait(step):
+        if member.run.due().evaluation and member.writer.must_wait(step):
             member.writer.collect()
             return False
         if self._events:
@@ -435,7 +435,7 @@ class _Scheduler:
             with _errors_of(member):
                 member.run.saver.check()
                 member.writer.collect()
-                if member.writer.evaluations.outstanding:
+                if member.writer.outstanding:
                     return
                 with group.work():
                     member.run.finish()
