@@ -99,7 +99,6 @@ def from_episodes(
     return Source(
         pieces,
         kinds,
-        lengths=[piece.steps for piece in pieces],
         terminated=terminated,
         truncated=truncated,
         info=SourceInfo(

@@ -171,7 +171,8 @@ class Source(Closing):
     columns
         Columns in the order of the table: a name of the source to dtype and step shape.
     lengths, terminated, truncated
-        (E,) steps of each episode, and how it ended; default truncated where not terminated.
+        (E,) steps of each episode, by default those of each piece, and how it ended; default
+        truncated where not terminated.
     info
         Provenance.
     preferred
@@ -199,7 +200,7 @@ class Source(Closing):
         pieces: Sequence[Piece],
         columns: Kinds,
         *,
-        lengths: npt.ArrayLike,
+        lengths: npt.ArrayLike | None = None,
         terminated: npt.ArrayLike,
         truncated: npt.ArrayLike | None = None,
         info: SourceInfo,
@@ -217,7 +218,8 @@ class Source(Closing):
         self._preferred = preferred or {}
         # where reading has to turn to the next column
         self.turns = self._firsts if by_piece else self._firsts[:0]
-        self.episodes = EpisodeIndex(lengths=np.asarray(lengths, np.int64))
+        steps = [piece.steps for piece in pieces] if lengths is None else lengths
+        self.episodes = EpisodeIndex(lengths=np.asarray(steps, np.int64))
         self.terminated: BoolArray = np.ascontiguousarray(terminated, np.bool_)
         either = True if truncated is None else np.asarray(truncated, np.bool_)
         self.truncated: BoolArray = ~self.terminated & either

@@ -81,7 +81,6 @@ def open_dqn_replay(folder: Path) -> Source:
     return Source(
         [Piece(read=log.read, first=first, steps=steps) for first, steps in bounds],
         kinds_of(log),
-        lengths=lengths,
         terminated=terminals[stops - 1] & (lengths != STEP_LIMIT),
         info=SourceInfo(
             uri=f"{game}/{folder.parent.name}" if game else folder.name,

@@ -103,7 +103,6 @@ def open_minari(path: Path, *, uri: str) -> Source:
     return Source(
         [Piece(read=partial(reader.read, n), steps=part[0]) for n, part in reader.found.items()],
         columns,
-        lengths=lengths,
         terminated=[terminated for _, terminated, _ in reader.found.values()],
         info=SourceInfo(
             uri=uri,

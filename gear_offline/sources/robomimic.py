@@ -69,7 +69,6 @@ def open_robomimic(
     source = Source(
         pieces,
         columns,
-        lengths=[piece.steps for piece in pieces],
         terminated=[False] * len(pieces),
         info=SourceInfo(
             uri=f"{uri}#{key}" if key else uri,
