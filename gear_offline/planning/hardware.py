@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
 from gear_offline.config.strict_yaml import parse_yaml
+from gear_offline.core.text import first_line
 from gear_offline.errors import InputError
 
 HARDWARE = Path(__file__).resolve().parent / "hardware.yaml"
@@ -111,10 +112,7 @@ def load_hardware(name_or_file: str) -> Hardware:
             text = Path(name_or_file).read_text(encoding="utf-8")
             machine = next(iter(dict(parse_yaml(text, where=name_or_file)).values()), None)
         return Hardware.model_validate(machine)
-    except ValidationError as error:
-        first = error.errors()[0]
-        what = f"{'.'.join(map(str, first['loc'])) or 'the machine'}: {first['msg'].lower()}"
-    except (OSError, TypeError, ValueError):
-        what = f"neither a known machine ({', '.join(known)}) nor a YAML file that describes one"
-    what = f"{name_or_file}: {what}"
-    raise InputError("USAGE", what, where="--hardware", remedy=f"give a file like {HARDWARE}")
+    except (OSError, TypeError, ValueError) as error:
+        what = f"{name_or_file} is neither a known machine ({', '.join(known)}) nor a YAML file of "
+        what += f"one: {first_line(error)}"
+        raise InputError("USAGE", what, "--hardware", f"give a file like {HARDWARE}") from error
