@@ -142,8 +142,10 @@ def steps_done(path: Path) -> int:
 def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of `values`, of one seed each, with its interval."""
     array = np.asarray(values, np.float64)
-    low, high = mean_interval(array) if array.size >= LEAST_SEEDS else (0.0, 0.0)
-    half = (high - low) / 2 if array.size >= LEAST_SEEDS else None
+    half = None
+    if array.size >= LEAST_SEEDS:
+        low, high = mean_interval(array)
+        half = (high - low) / 2
     return Estimate(mean=float(array.mean()), half=half, values=tuple(array.tolist()))
 
 
