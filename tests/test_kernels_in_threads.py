@@ -1,5 +1,6 @@
 """The kernels with their blocks and threads, on the CPU: how the work is shared, in any order."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from gear_offline.kernels.gather_gpu import StaticFill
 from gear_offline.kernels.select import DeviceSelect
 from gear_offline.sampling import make_sampler
 from gear_offline.tables.table import TableOptions, build_table
+from tests.gpu_support import NEEDS_CUPY, ON_GPU
 from tests.kernels_on_cpu import ThreadedKernels, compile_threads, gpu_gather, on_cpu
 from tests.sampling_support import facts, prioritized
 from tests.segment_oracle import MemoryTable, bits, cpu_gather, memory_table
@@ -89,14 +91,18 @@ def test_long_windows_odd_widths_and_leads(
     assert (engine._job["group"]["history"].max() == 2) == (kind == "stacks")
 
 
+@pytest.mark.parametrize("where", ["threads", pytest.param("gpu", marks=[*ON_GPU, NEEDS_CUPY])])
 @pytest.mark.parametrize("count", [1, 64, 3000, 8193])
 @pytest.mark.parametrize("episodes", [1, 16, 300, 3000])
-def test_updates(kernels: ThreadedKernels, count: int, episodes: int) -> None:
+def test_updates(kernels: ThreadedKernels, where: str, count: int, episodes: int) -> None:
     """Masses, sums and draws after updates with many repeated names, refused ones among them."""
+    if where == "gpu":
+        count, episodes = 25 * count, 7 * episodes
     lengths = np.array([1 + (7 * e) % 29 for e in range(episodes)], dtype=np.int64)
     generator = np.random.default_rng(count)
     sampler, reference = prioritized(lengths, alpha=0.7), prioritized(lengths, alpha=0.7)
-    with on_cpu(kernels) as device:
+    cuda = nullcontext(torch.device("cuda", 0))
+    with on_cpu(kernels) if where == "threads" else cuda as device:
         tree = sampler.on_device(device)
         for turn in range(3):
             chosen = generator.integers(0, episodes, size=count)

@@ -15,7 +15,6 @@ from transformers import DecisionTransformerModel
 
 from gear_offline.loaders.batch import Batch
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
-from gear_offline.models.loss import action_loss
 from gear_offline.models.multitask import ModelTask, single_task, tasks_of_config
 from tests.model_support import assert_same_state
 from tests.support import failing_code
@@ -119,33 +118,6 @@ def test_the_loss_is_that_of_a_loop_over_tasks(tasks: list[int], discrete: bool,
                     total += float(((at - true) ** 2).mean())
                 steps += 1
     assert float(model.loss(batch).detach()) == pytest.approx(total / steps, rel=2e-5, abs=1e-7)
-
-
-@pytest.mark.parametrize("discrete", [False, True])
-def test_padded_elements_get_no_gradient(discrete: bool) -> None:
-    model, batch = make_model(discrete=discrete), make_batch([0, 2, 0, 2], discrete=discrete)
-    output = model(**batch.model_inputs(), padding="right", only_actions=True)
-    predictions = output.action_preds.detach().clone().requires_grad_()
-    valid = model.valid_actions(batch)
-    assert valid is not None
-    action_loss(predictions, batch.actions, batch.attention_mask, valid_actions=valid).backward()  # type: ignore[no-untyped-call]
-    assert predictions.grad is not None
-    real = batch.attention_mask != 0
-    for row, width in enumerate([1, 2, 1, 2]):
-        gradient = predictions.grad[row]
-        assert not gradient[..., width:].any() and not gradient[~real[row]].any()
-        # of one discrete action there is nothing to learn
-        assert gradient[real[row]][..., :width].any() or (discrete and width == 1)
-    model.loss(batch).backward()  # type: ignore[no-untyped-call]
-    head, state = model.predict_action[0], model.embed_state
-    assert isinstance(head, torch.nn.Linear) and isinstance(state, torch.nn.Linear)
-    assert head.weight.grad is not None and head.bias.grad is not None
-    assert not head.weight.grad[2:].any() and not head.bias.grad[2:].any()
-    assert head.weight.grad[:2].any()
-    assert state.weight.grad is not None
-    assert not state.weight.grad[:, 4:].any() and state.weight.grad[:, :4].any()
-    assert model.embed_task is not None and model.embed_task.weight.grad is not None
-    assert not model.embed_task.weight.grad[1].any() and model.embed_task.weight.grad[2].any()
 
 
 @pytest.mark.parametrize("discrete", [False, True])

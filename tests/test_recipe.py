@@ -287,9 +287,9 @@ def test_names_that_nothing_answers_to_are_refused_before_the_data_is_read(
     with pytest.raises(InputError, match=re.escape(said)) as caught:
         validate_recipe(path)
     assert caught.value.code.startswith(code) and str(path) in caught.value.where
-    with pytest.raises(InputError, match="recipe a") as early:
+    with one_error(caught.value.code, "recipe a"):
         train(load_recipe(path), out=tmp_path / "run")
-    assert early.value.code == caught.value.code and not (tmp_path / "run").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_names_that_something_answers_to_are_accepted(tmp_path: Path) -> None:

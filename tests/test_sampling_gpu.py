@@ -43,43 +43,6 @@ def test_segments(name: str, count: int) -> None:
         assert np.array_equal(names[..., 1].cpu().numpy(), expected.starts)
 
 
-@pytest.mark.parametrize("count", [1, 64, 8192, 8193, 200_000])
-@pytest.mark.parametrize("episodes", [1, 16, 300, 20_000])
-def test_updates(count: int, episodes: int) -> None:
-    """Masses, sums and draws after updates with many repeated names, refused ones among them."""
-    lengths = np.array([1 + (7 * e) % 29 for e in range(episodes)], dtype=np.int64)
-    generator = np.random.default_rng(count)
-    sampler, reference = prioritized(lengths, alpha=0.7), prioritized(lengths, alpha=0.7)
-    tree = sampler.on_device(CUDA)
-    for turn in range(4):
-        chosen = generator.integers(0, episodes, size=count)
-        names = np.stack([chosen, generator.integers(0, lengths[chosen])], 1)
-        losses = np.exp(generator.uniform(-30, 5, size=count)).astype(np.float32)
-        if turn == 1:
-            bad = losses.copy()
-            bad[-1] = [np.nan, np.inf, -1.0][count % 3]
-            tree.update(torch.from_numpy(names).to(CUDA), torch.from_numpy(bad).to(CUDA))
-            wrong = names.copy()
-            wrong[-1] = [episodes, 0] if count % 2 else [0, -1]
-            tree.update(torch.from_numpy(wrong).to(CUDA), torch.from_numpy(losses).to(CUDA))
-        tree.update(torch.from_numpy(names).to(CUDA), torch.from_numpy(losses).to(CUDA))
-        reference.update(names, losses)
-        assert np.array_equal(sampler.masses, reference.masses)
-        assert tree.total == int(reference.masses.sum())
-        one, other = (some.sample(3, turn, 1, 5000)[0] for some in (sampler, reference))
-        assert np.array_equal(one.episodes, other.episodes)
-        assert np.array_equal(one.starts, other.starts)
-        assert one.probability.tobytes() == other.probability.tobytes()
-    assert (tree.updates, tree.refused, reference.updates) == (4, 2, 4)
-    with tree.paused():
-        tree.update(torch.from_numpy(names).to(CUDA), torch.from_numpy(losses).to(CUDA))
-    assert tree.updates == 4
-    again = prioritized(lengths, alpha=0.7)
-    again.load_state(sampler.state())
-    sampler.load_state(again.state())
-    assert again.updates == sampler.updates == 4 and tree.total == int(again.masses.sum())
-
-
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_gpu() -> None:
     sampler = prioritized([50] * 1000)

@@ -25,7 +25,7 @@ from gear_offline.tables.placement import (
 )
 from gear_offline.tables.table import Table
 from tests.placement_support import FakeMemory, make_table, place_all
-from tests.support import failing_code
+from tests.support import failing_code, one_error
 
 lengths_of = st.lists(st.integers(1, 9), min_size=1, max_size=9)
 budgets = st.one_of(st.none(), st.integers(0, 6000))
@@ -234,9 +234,8 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert code(placement="hbm", hbm_budget=100) == "MEMORY"
     assert code(FakeMemory(free=100), placement="hbm") == "MEMORY"
     monkeypatch.setattr("resource.getrlimit", lambda kind: (64, 64))
-    with pytest.raises(GearError, match="the limit of this process is 64 B") as caught:
+    with one_error("MEMORY", "the limit of this process is 64 B"):
         placed(table, FakeMemory(refuse="hostRegister"), placement="host")
-    assert caught.value.code == "MEMORY"
     codes = {
         result.code if isinstance(result, GearError) else ""
         for result in place_all(table, [FakeMemory()] * 3, [0, 0, 1], placement="peer")
