@@ -40,7 +40,7 @@ def good(tmp_path: Path) -> Path:
     return write(tmp_path / "hopper.hdf5", good_columns())
 
 
-def refused(path: Path, code: str, **options: Any) -> InputError:
+def refused(path: Path, code: str, **options: Any) -> GearError:
     with one_error(code) as caught, open_source(path, **options) as source:
         for column in source.spec:
             source.read(column.name, 0, source.spec.steps)
