@@ -23,7 +23,6 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.loaders import rows as rows_module
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.tables import disk, window_reader
-from gear_offline.tables.disk import share_out
 from gear_offline.tables.read_ahead import Job, ReadPlan
 from tests.support import failing_code, hopper_columns, make_dataset, run_python
 from tests.test_gather import random_column
@@ -74,7 +73,9 @@ def least_budget(dataset: Dataset, **options: Any) -> int:
 def on_disk(dataset: Dataset, *, more: int = 0, **options: Any) -> GearLoader:
     """Return a loader with as little memory as there can be, and `more` bytes."""
     budget = least_budget(dataset, **options) + more
-    return GearLoader(dataset, placement="disk", host_budget=budget, **options)
+    loader = GearLoader(dataset, placement="disk", host_budget=budget, **options)
+    assert loader.table.owned_bytes <= budget
+    return loader
 
 
 def short_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,38 +210,6 @@ def test_what_cannot_be_is_refused_before_the_dataset_is_read(
     chosen: dict[str, Any] = {"placement": "disk", "host_budget": 4 << 20, **OPTIONS, **options}
     code = failing_code(lambda: GearLoader(opened, **chosen))
     assert code in ("LOADER_OPTION", "ENGINE_OFF", "DEVICE")
-
-
-@given(
-    budget_bytes=st.integers(4 << 20, 1 << 32),
-    row_bytes=st.lists(st.integers(1, 10_000), min_size=1, max_size=5),
-    batch=st.integers(1, 64),
-)
-def test_the_parts_are_within_the_budget(
-    budget_bytes: int, row_bytes: list[int], batch: int
-) -> None:
-    steps = 500_000
-    window = 20 * sum(row_bytes)
-    try:
-        sizes = share_out(
-            budget_bytes=budget_bytes,
-            row_bytes=row_bytes,
-            in_memory=[False] * (len(row_bytes) - 1) + [len(row_bytes) > 1],
-            rows=20,
-            batch_bytes=batch * window,
-            converted_share=0.0,
-            fixed_bytes=300_000,
-            steps=steps,
-            batch=batch,
-        )
-    except InputError:
-        return
-    read = [row for row, stays in zip(row_bytes, sizes.resident, strict=True) if not stays]
-    chunk = window_reader.chunk_bytes(read, 20, sizes.chunk_steps)
-    held = sizes.slots * window + disk.OUTPUT_BLOCKS * sizes.output_bytes
-    held += sizes.threads * chunk + (sum(row_bytes) - sum(read)) * steps
-    assert held <= budget_bytes
-    assert sizes.slots >= 2 * batch and sizes.chunk_steps >= 1
 
 
 def test_auto_goes_to_disk_where_memory_is_short(

@@ -66,33 +66,32 @@ class DiskSizes:
 
 
 def share_out(
+    dataset: TableData,
+    columns: Sequence[SlotColumn],
+    options: TableOptions,
     *,
-    budget_bytes: int,
-    row_bytes: Sequence[int],
-    in_memory: Sequence[bool],
-    rows: int,
-    batch_bytes: int,
-    converted_share: float,
-    fixed_bytes: int,
-    steps: int,
     batch: int,
+    budget_bytes: int,
 ) -> DiskSizes:
-    """Share a budget out: slots get what is left when everything else has its part.
-
-    `row_bytes` of a step of each column, and whether it is `in_memory` anyhow; `rows` H + K;
-    `batch_bytes`, of which `converted_share` is the widest field that is converted; `fixed_bytes`
-    are needed in any case; `steps` N, `batch` B.
-    """
-    widest = max(range(len(row_bytes)), key=lambda c: row_bytes[c])
-    kept = [(steps + 2 * rows) * nbytes for nbytes in row_bytes]
-    small = [n <= budget_bytes // RESIDENT_SHARE and c != widest for c, n in enumerate(kept)]
-    resident = [one or other for one, other in zip(in_memory, small, strict=True)]
+    """Share a budget out: slots get what is left when everything else has its part."""
+    rows, steps = options.margin, dataset.spec.steps
+    row_bytes = [column.row_bytes for column in columns]
+    window = [rows * column.field.width * column.field.dtype.itemsize for column in columns]
+    window_bytes = sum(window) + 16 * options.context_length  # as it is handed out
+    converted = max(n * column.is_converted for n, column in zip(window, columns, strict=True))
+    guide = min(int(dataset.episodes.lengths.max()) + 2 * options.context_length, 1 << 21)
+    fixed_bytes = INDEX_BYTES * dataset.episodes.episodes + 8 * guide
     slot_bytes = rows * sum(row_bytes) + KNOWN * REFERENCE_BYTES + 8
-    output_bytes = max(batch_bytes, budget_bytes // OUTPUT_SHARE)
+    kept = [(steps + 2 * rows) * nbytes for nbytes in row_bytes]
+    in_no_file = [column.name is None for column in columns]
+    widest = max(n for n, nowhere in zip(kept, in_no_file, strict=True) if not nowhere)
+    small = [n <= budget_bytes // RESIDENT_SHARE and n < widest for n in kept]
+    resident = [one or other for one, other in zip(in_no_file, small, strict=True)]
+    output_bytes = max(batch * window_bytes, budget_bytes // OUTPUT_SHARE)
     room = budget_bytes // BUFFER_SHARE
     for least in (False, True):  # in comfort, or what two batches need and no more
         if least:
-            resident, output_bytes, room = list(in_memory), batch_bytes, 0
+            resident, output_bytes, room = in_no_file, batch * window_bytes, 0
         read = [n for n, stays in zip(row_bytes, resident, strict=True) if not stays]
         own_bytes = 2 * margin_bytes(read, rows) + COPY_BYTES + pages(1)  # of a thread's buffer
         threads = min(max(room // (own_bytes + 2 * chunk_bytes(read, rows, 1)), 1), THREADS)
@@ -100,7 +99,8 @@ def share_out(
         chunk = min(CHUNK_BYTES, max(room // threads - around, 0))
         chunk_steps = max(min(chunk // sum(read), steps), 1)
         taken = fixed_bytes + sum(n for n, stays in zip(kept, resident, strict=True) if stays)
-        taken += int((OUTPUT_BLOCKS + CONVERSION_FACTOR * converted_share) * output_bytes)
+        taken += OUTPUT_BLOCKS * output_bytes
+        taken += CONVERSION_FACTOR * converted * output_bytes // window_bytes
         taken += threads * (own_bytes + chunk_bytes(read, rows, chunk_steps))
         slots = (budget_bytes - taken) // slot_bytes
         if slots >= 2 * batch:
@@ -145,7 +145,9 @@ class DiskGather:
         pin: bool,
     ) -> None:
         sources = slot_columns(dataset, options)
-        self.sizes = _sizes(dataset, stream.rank_batch, sources, options, host_budget)
+        self.sizes = share_out(
+            dataset, sources, options, batch=stream.rank_batch, budget_bytes=host_budget
+        )
         self._windows = _open_reader(dataset, sources, self.sizes, options)
         self._memory = partial(_Slots, sources, dataset.episodes, options, padding)
         self._slots = self._memory(self.sizes.slots, pin=pin)
@@ -242,33 +244,6 @@ class _Slots:
         # What a slot holds around the rows of an episode may be any bits, until it is cleared.
         with np.errstate(invalid="ignore"):
             return self._gather.gather(segments, landing)
-
-
-def _sizes(
-    dataset: TableData,
-    rank_batch: int,
-    sources: Sequence[SlotColumn],
-    options: TableOptions,
-    budget: int,
-) -> DiskSizes:
-    """Return how the budget is shared out between these columns."""
-    fields = [source.field for source in sources]
-    window = [options.margin * field.width * field.dtype.itemsize for field in fields]
-    converted = [n * s.is_converted for n, s in zip(window, sources, strict=True)]
-    window_bytes = sum(window) + 16 * options.context_length
-    longest = int(dataset.episodes.lengths.max())
-    guide_bytes = 8 * min(longest + 2 * options.context_length, 1 << 21)
-    return share_out(
-        budget_bytes=budget,
-        row_bytes=[source.row_bytes for source in sources],
-        in_memory=[source.name is None for source in sources],  # in no file
-        rows=options.margin,
-        batch_bytes=rank_batch * window_bytes,
-        converted_share=max(converted) / window_bytes,
-        fixed_bytes=INDEX_BYTES * dataset.episodes.episodes + guide_bytes,
-        steps=dataset.spec.steps,
-        batch=rank_batch,
-    )
 
 
 def _open_reader(

@@ -43,14 +43,14 @@ class Handle:
 class SharedMemory:
     """Memory that processes share, with an allocator: arrays begin at pages of their own.
 
-    Arrays keep the memory alive; after `close` no other process can attach through this one.
+    Arrays keep the memory alive; others can attach through this one for as long as it lives.
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         """Take over an open `descriptor`; use `create` or `attach`."""
         self.nbytes = nbytes
         self._descriptor = descriptor
-        self._close = weakref.finalize(self, os.close, descriptor)
+        weakref.finalize(self, os.close, descriptor)
         self._bytes = np.frombuffer(mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED), np.uint8)
         self._used = 0
 
@@ -108,10 +108,6 @@ class SharedMemory:
         self._used += whole_pages(size)
         assert self._used <= self.nbytes, "made with the sum of the page-aligned sizes"
         return self._bytes[begin : begin + size].view(dtype).reshape(shape)
-
-    def close(self) -> None:
-        """Close the descriptor; arrays stay valid, further processes cannot attach."""
-        self._close()
 
 
 def share_table(
