@@ -143,6 +143,17 @@ def test_draws_are_counted_and_their_probabilities_exact() -> None:
     assert p_value(found, 3000 * np.array(list(law.values()))) > 1e-4
 
 
+def test_counts_begin_anew_when_what_is_left_has_no_weight() -> None:
+    items, data = (
+        table("fifo", None, slots=2, max_times_sampled=1),
+        facts([1, 1, 1], column=np.array([1, 0, 1])),
+    )
+    sampler = make_sampler("weighted", data, column="w", unit="episodes")
+    items.follow(Episodes([0.0] * 3))  # type: ignore[arg-type]
+    drawn = items.counted(sampler, 0).sample(0, 0, 3, 2)
+    assert (np.sort(drawn.episodes, axis=1) == [0, 2]).all()
+
+
 def test_what_draws_no_episodes_is_not_counted() -> None:
     with one_error("SELECTION", "prioritized draws no episodes by weight or in an order"):
         table("fifo", None, max_times_sampled=1).counted(make_sampler("prioritized", facts([3])), 0)

@@ -83,9 +83,7 @@ class Counted(Members):
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
         first, second = slot_draws(seed, first_step, steps, count)
-        assert (seed, count) == self._stream, (
-            "draws are counted for the seed and batches of one run"
-        )
+        assert (seed, count) == self._stream, "draws are counted for one run's seed and batches"
         self.times_at(first_step)
         found = np.array([self._draw(numbers) for numbers in first]).reshape(steps, 4, count)
         self._step += steps
@@ -103,7 +101,7 @@ class Counted(Members):
         """Count a step's draws; return (4, B): episodes, probabilities, times, table sizes."""
         found = list[tuple[int, float, int, int]]()
         while len(found) < len(numbers):
-            if not self._size:
+            if not self._masses.total:  # also where what is left has no weight
                 self._begin(self._step, np.where(self._kept, 0, self._times))
             total = self._masses.total
             episodes = self._masses.find(bounded(numbers[len(found) :], total).astype(np.uint64))
