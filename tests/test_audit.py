@@ -1,7 +1,5 @@
 """What `audit` says of datasets with known faults, and of sound ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

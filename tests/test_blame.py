@@ -1,7 +1,5 @@
 """A spike of the loss: which data made it, and a run without them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Statistics of comparisons against SciPy's formulas, enumeration and a naive bootstrap."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

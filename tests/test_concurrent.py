@@ -1,7 +1,5 @@
 """Runs that share a process or a GPU: each is what it is alone, and its errors are its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Sequence

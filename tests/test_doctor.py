@@ -1,7 +1,5 @@
 """Doctor: what it says follows from what it found, and no attempt can take it down."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping
@@ -120,10 +118,7 @@ def test_rdma_needs_an_active_device_and_pyverbs(
     (port / "state").write_text("4: ACTIVE\n")
     (tmp_path / "odd").mkdir()
     devices = rdma_devices(tmp_path)
-    assert devices == [
-        {"name": "mlx5_0", "state": "ACTIVE"},
-        {"name": "odd", "state": "unknown"},
-    ]
+    assert devices == [{"name": "mlx5_0", "state": "ACTIVE"}, {"name": "odd", "state": "unknown"}]
     assert rdma_devices(tmp_path / "nothing") == []
     for given, pyverbs, available in (
         (devices, here(), True),

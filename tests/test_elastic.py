@@ -1,7 +1,5 @@
 """One stream of global batches for every world size, whenever the world size changes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Datasets that grow while a run trains on them: appended, admitted, replayed bit for bit."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -364,10 +362,7 @@ def test_a_damaged_log_locks_nothing(path: Path) -> None:
 
 
 def test_a_full_disk_stops_actors_and_not_the_learner(
-    path: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is admitted or saved from step 7 to 15; what was appended before comes after that.
 

@@ -1,7 +1,5 @@
 """Training on several tasks: what is learnt, saved, resumed, played, reported; one task or many."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -269,12 +267,7 @@ def test_a_process_beside_training_plays_the_same(run: Path, tmp_path: Path) -> 
     trained = trained_model(chosen_checkpoint(last_checkpoint))
     tasks = tasks_of(recipe, tasks_of_config(trained.model.config))
     request = PlayRequest(
-        checkpoint=str(last_checkpoint),
-        run="run",
-        step=20,
-        tasks=tasks,
-        device="cpu",
-        threads=1,
+        checkpoint=str(last_checkpoint), run="run", step=20, tasks=tasks, device="cpu", threads=1
     )
     found = play_checkpoint(request)
     for name, task in last["tasks"].items():

@@ -1,7 +1,5 @@
 """Plans: exact expectations, sizes of real tables and models, bad input, measured figures."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prioritised selection: exact integer sums, deterministic updates, importance weights, state."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from functools import partial
@@ -53,11 +51,7 @@ def find_in_kernel(library: Any, tree: DevicePriorities, numbers: npt.NDArray[np
     st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=20),
 )
 def test_the_tree_is_a_list_of_cumulative_sums(
-    library: Any,
-    place: str,
-    masses: list[int],
-    changes: list[tuple[int, int]],
-    numbers: list[int],
+    library: Any, place: str, masses: list[int], changes: list[tuple[int, int]], numbers: list[int]
 ) -> None:
     offsets, codes = np.array([0, len(masses)]), np.ones(16, np.uint64)
     if place == "kernel":

@@ -1,7 +1,5 @@
 """`gear-offline strategies`: figures against plain counting, training, the page, the command."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -17,12 +15,7 @@ from rich.console import Console
 
 from gear_offline.analysis.candidates import parse_candidates
 from gear_offline.analysis.compare import Comparison
-from gear_offline.analysis.page import (
-    drawn_cells,
-    learned_cells,
-    print_comparison,
-    render,
-)
+from gear_offline.analysis.page import drawn_cells, learned_cells, print_comparison, render
 from gear_offline.analysis.sampling import Draws, measure
 from gear_offline.analysis.strategies import compare_strategies
 from gear_offline.cli import main as cli

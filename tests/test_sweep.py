@@ -1,7 +1,5 @@
 """Sweeps on the CPU: a trial is what `train` would have made, however trials share the machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The table of a sweep, its curves, plots and texts, against small naive oracles."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The trials of a sweep: grids, seeds, names, and what is refused before anything starts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

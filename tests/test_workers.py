@@ -1,7 +1,5 @@
 """Worker processes: jobs, messages, errors, ends."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -6,8 +6,6 @@ as named when the message says which file and, in a tensor, which tensor and blo
 opened with everything compared at once, and a second time loaded with blocks compared on their way.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ used up their processor time are only counted.  Prints one JSON document; an inp
 promise is kept in FOLDER.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import importlib
