@@ -74,7 +74,7 @@ def test_a_file_names_no_module_to_import(
     dataset = make_dataset(tmp_path, [3, 3], environment_id=name)
     resolved, _ = resolve(tiny_recipe(dataset.path), dataset)
     assert resolved.evaluate.environment is None
-    assert f"the environment '{name}' would import" in capfd.readouterr().err
+    assert f"'{name}' would import a module" in capfd.readouterr().err
     run = write_run(tmp_path / "run", environment=name)
     with one_error("ENVIRONMENT", f"the environment '{name}' would import") as caught:
         evaluate(run, quiet=True)
