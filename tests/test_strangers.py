@@ -76,7 +76,7 @@ def test_a_file_names_no_module_to_import(
     assert resolved.evaluate.environment is None
     assert f"'{name}' would import a module" in capfd.readouterr().err
     run = write_run(tmp_path / "run", environment=name)
-    with one_error("ENVIRONMENT", f"the environment '{name}' would import") as caught:
+    with one_error("ENVIRONMENT", f"'{name}' would import") as caught:
         evaluate(run, quiet=True)
     assert name in caught.value.remedy
     with pytest.raises(SystemExit, match="imported"):

@@ -1,11 +1,15 @@
 """Owners push rows: one all_to_all_single a step, over gloo, from and to host memory.
 
 Every rank knows all reads of a step, so every rank knows all sizes and there is no round for them.
-The gloo group is the exchange's own, so that a thread may use it while others use the world's.
+The rows for one reader travel as one run of bytes, column group after column group.  The gloo group
+is the exchange's own, so that a thread may use it while others use the world's.
+
+Shape legend: R ranks.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +22,18 @@ from torch import Tensor
 from gear_offline.core.types import Int64Array
 from gear_offline.distributed.reads import NodeRows, Reads, as_bytes, ranges
 from gear_offline.distributed.world import World, rank_lost
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(kw_only=True, eq=False)
+class _Step:
+    """A posted step: its collective, and the bytes that it sends and receives."""
+
+    reads: Reads  # of this rank, in the order of their owners
+    sent: Tensor
+    received: Tensor
+    work: Any
 
 
 class CollectiveExchange:
@@ -32,14 +48,14 @@ class CollectiveExchange:
         self._sources = [as_bytes(rows) for rows in node_rows.rows]
         self._landing = [as_bytes(rows) for rows in landing]
         self._first_rows = node_rows.first_rows()
-        # Of a posted step: the collective, this rank's reads, and what it receives and sends.
-        self._posted: dict[int, tuple[Any, Reads, Tensor, Tensor] | None] = {}
-        self._timeout = timedelta(seconds=world.timeout)
+        self._row_bytes = sum(source.shape[1] for source in self._sources)
+        self._posted: dict[int, _Step | None] = {}
         with world.guard("opening the exchange"):
+            members = dist.get_process_group_ranks(world.control or dist.group.WORLD)
             self._group = dist.new_group(
-                dist.get_process_group_ranks(world.control or dist.group.WORLD),
+                members,
                 backend="gloo",
-                timeout=self._timeout,
+                timeout=timedelta(seconds=world.timeout),
                 use_local_synchronization=True,
             )
 
@@ -48,39 +64,66 @@ class CollectiveExchange:
         self._posted[step] = None
         if not len(reads):
             return
-        own, served = reads.made_by(self._world.rank), reads.served_by(self._world.rank)
+        rank, size = self._world.rank, self._world.size
+        own, served = reads.made_by(rank), reads.served_by(rank)
         own.check(self._node_rows, len(self._landing[0]))
-        rows = ranges(self._first_rows[served.episodes] + served.starts, served.steps)
-        columns = [np.take(source, rows, axis=0) for source in self._sources]
-        sent = torch.from_numpy(np.concatenate(columns, axis=1))
-        received = torch.empty((int(own.steps.sum()), sent.shape[1]), dtype=torch.uint8)
-        sizes = self._rows_of(own.owners, own), self._rows_of(served.readers, served)
+        sizes_in = _bytes_by(own.owners, own.steps * self._row_bytes, size)
+        sizes_out = _bytes_by(served.readers, served.steps * self._row_bytes, size)
+        sent = torch.from_numpy(self._pack(served, sizes_out))
+        received = torch.empty(sum(sizes_in), dtype=torch.uint8)
         with self._world.guard(f"posting the rows of step {step}"):
-            work = dist.all_to_all_single(received, sent, *sizes, group=self._group, async_op=True)
-        self._posted[step] = work, own, received, sent
+            work = dist.all_to_all_single(
+                received, sent, sizes_in, sizes_out, group=self._group, async_op=True
+            )
+        self._posted[step] = _Step(reads=own, sent=sent, received=received, work=work)
 
-    def _rows_of(self, ranks: Int64Array, reads: Reads) -> list[int]:
-        """Return how many rows each rank sends or gets."""
-        rows = np.zeros(self._world.size, np.int64)
-        np.add.at(rows, ranks, reads.steps)
-        return rows.tolist()
+    def _pack(self, served: Reads, sizes: list[int]) -> Bytes:
+        """Return the bytes for all readers, in the order of ranks."""
+        sent = np.empty(sum(sizes), np.uint8)
+        rows = ranges(self._first_rows[served.episodes] + served.starts, served.steps)
+        for run, index in _runs(sent, rows, sizes, self._row_bytes):
+            begin = 0
+            for source in self._sources:
+                part = run[begin : begin + len(index) * source.shape[1]]
+                part = part.reshape(len(index), source.shape[1])
+                np.take(source, index, axis=0, out=part, mode="clip")  # mode: without a copy
+                begin += part.size
+        return sent
 
     def wait(self, step: int) -> None:
         posted = self._posted.pop(step)
         if posted is None:
             return
-        work, reads, received, _ = posted
         try:
-            work.wait(self._timeout)
+            posted.work.wait(timedelta(seconds=self._world.timeout))
         except RuntimeError as error:
-            owners = ", ".join(map(str, np.unique(reads.owners)))
+            owners = ", ".join(map(str, np.unique(posted.reads.owners)))
             doing = f"waiting for the rows of step {step}" + f" from ranks {owners}" * bool(owners)
             raise rank_lost(doing, error) from error
-        rows, begin = ranges(reads.rows, reads.steps), 0
-        for landing in self._landing:
-            end = begin + landing.shape[1]
-            landing[rows] = received.numpy()[:, begin:end]
-            begin = end
+        reads, received = posted.reads, posted.received.numpy()
+        sizes = _bytes_by(reads.owners, reads.steps * self._row_bytes, self._world.size)
+        for run, index in _runs(received, ranges(reads.rows, reads.steps), sizes, self._row_bytes):
+            begin = 0
+            for landing in self._landing:
+                part = run[begin : begin + len(index) * landing.shape[1]]
+                landing[index] = part.reshape(len(index), landing.shape[1])
+                begin += part.size
 
     def close(self) -> None:
         self._posted.clear()  # the group ends with torch's: its name cannot be used again
+
+
+def _bytes_by(ranks: Int64Array, sizes: Int64Array, count: int) -> list[int]:
+    """Return the sum of sizes for each rank."""
+    sums = np.zeros(count, np.int64)
+    np.add.at(sums, ranks, sizes)
+    return sums.tolist()
+
+
+def _runs(
+    flat: Bytes, rows: Int64Array, sizes: list[int], row_bytes: int
+) -> list[tuple[Bytes, Int64Array]]:
+    """Cut bytes and the rows that they belong to at the borders of ranks."""
+    ends = np.cumsum(sizes)[:-1]
+    runs = zip(np.split(flat, ends), np.split(rows, ends // row_bytes), strict=True)
+    return [(run, index) for run, index in runs if len(index)]
