@@ -251,9 +251,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         Floating states are flattened into S; with an encoder frames are uint8, (B, K, *frame) or
         (B, K, stack, *frame), and floating states are its features.
         """
-        if states.is_floating_point():
-            return states.flatten(2).to(self.embed_state.weight.dtype)
-        if self.frame_encoder is not None:
+        if self.frame_encoder is not None and not states.is_floating_point():
             return cast(Tensor, self.frame_encoder(states))
         return states.flatten(2).to(self.embed_state.weight.dtype)
 

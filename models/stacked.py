@@ -34,10 +34,6 @@ INPUTS = ("returns_to_go", "states", "actions", "timesteps", "attention_mask")
 EMBED_EPSILON = 1e-5  # of the released class, whatever its configuration says of the other norms
 
 
-def _has_kernels(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
 def _shapes(model: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
     return tuple((name, parameter.shape) for name, parameter in model.named_parameters())
 
@@ -60,13 +56,9 @@ class StackedModels(nn.Module):
     Their trainable parameters are stacked on a new first axis.  The models stay as they are and
     see every update: their parameters become views of the stacked ones.
 
-    Parameters
-    ----------
-    models
-        On one device, of one shape, with float32 weights; of vectors, continuous actions and one
-        task (`gear_offline.training.stack.why_not_stacked`).
-    precision
-        Type of the products; None for float32.
+    They are on one device and have float32 weights; which models can be stacked is said by
+    `gear_offline.training.stack.why_not_stacked`.  `precision` is the type of the products; None
+    for float32.
     """
 
     def __init__(
@@ -101,10 +93,7 @@ class StackedModels(nn.Module):
     def losses(self, batch: TrainingBatch) -> Tensor:
         """Return (N,) float32, the loss of each model on its part of a batch.
 
-        Parameters
-        ----------
-        batch
-            N * B windows, those of the first model first, padded on the right.
+        It has N * B windows, those of the first model first, padded on the right.
         """
         fields = batch.model_inputs()
         if fields["timesteps"].device.type == "cpu" and not torch.compiler.is_compiling():
@@ -168,7 +157,7 @@ class StackedModels(nn.Module):
 
     def _seeds(self, device: torch.device) -> Tensor | None:
         """Return (layers, N) int64, what the attention kernel draws its dropout from."""
-        if self._dropout == 0.0 or not _has_kernels(device):
+        if self._dropout == 0.0 or device.type != "cuda":
             return None
         return torch.randint(0, 2**62, (self.layers, self.count), device=device, dtype=torch.int64)
 

@@ -34,7 +34,7 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.files import read_regular, sync_directory, write_error
+from gear_offline.core.files import read_regular, sync_directory, write_error, write_file
 from gear_offline.core.types import Float64Array
 from gear_offline.errors import GearError, InputError, is_out_of_memory
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
@@ -51,6 +51,7 @@ CONFIG, MODEL, TRAINING = "config.json", "model.safetensors", "training.safetens
 SHARDED = "sharded"
 MODEL_PREFIX, TRAINING_PREFIX = "model/", "training/"  # of names where both kinds are together
 MAX_STATE_BYTES = 256 << 20
+SPELLING: Any = {"indent": 1, "sort_keys": True, "allow_nan": False}  # of state.json
 _STRICT = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
@@ -68,14 +69,10 @@ class SavedState(BaseModel):
     model_config = _STRICT
     format: Literal["gear-offline checkpoint"] = "gear-offline checkpoint"
     format_version: Literal[1] = 1
-    step: Annotated[int, Field(ge=0, lt=1 << 63)]
-    """Optimiser steps done."""
-    seconds: Annotated[float, Field(ge=0)]
-    """Wall time of the run so far."""
-    recipe: dict[str, Any]
-    """Every option, resolved."""
-    loader: dict[str, Any]
-    """`GearLoader.state_dict` after `step` batches."""
+    step: Annotated[int, Field(ge=0, lt=1 << 63)]  # optimiser steps done
+    seconds: Annotated[float, Field(ge=0)]  # wall time of the run so far
+    recipe: dict[str, Any]  # every option, resolved
+    loader: dict[str, Any]  # `GearLoader.state_dict` after `step` batches
     normalisation: Normalisation | None
     versions: dict[str, str] = Field(
         default_factory=lambda: {name: version(name) for name in ("torch", "transformers", "numpy")}
@@ -102,8 +99,7 @@ class Checkpoint:
     path: Path
     state: SavedState
     recipe: Recipe
-    config: Mapping[str, Any]
-    """Of the model."""
+    config: Mapping[str, Any]  # of the model
 
     def weights(self) -> dict[str, Tensor]:
         """Return the model's parameters, on the CPU."""
@@ -155,14 +151,15 @@ def write_checkpoint(
     final = partial.with_name(checkpoint_name(state.step))
     try:
         partial.mkdir(parents=True, exist_ok=True)
+        write_file(partial / CONFIG, config.encode())
         files = {
             **state.files,
-            CONFIG: _write_text(partial / CONFIG, config.encode()),
+            CONFIG: file_facts(partial / CONFIG),
             MODEL: write_tensors(partial / MODEL, model),
             TRAINING: write_tensors(partial / TRAINING, training),
         }
         state = state.model_copy(update={"files": files})
-        _write_text(partial / STATE, seal(state.model_dump(mode="json")))
+        write_file(partial / STATE, seal(state.model_dump(mode="json")))
         sync_directory(partial)
         if final.exists():  # a damaged one, which a resumed run has passed again
             remove_checkpoint(final)
@@ -177,19 +174,8 @@ def write_checkpoint(
 
 def seal(document: Mapping[str, Any]) -> bytes:
     """Return the one spelling of ``state.json`` that is valid, its digest in it."""
-
-    def spell(content: Mapping[str, Any]) -> bytes:
-        return json.dumps(content, indent=1, sort_keys=True, allow_nan=False).encode()
-
-    return spell({**document, "digest": xxhash.xxh3_128_hexdigest(spell(document))})
-
-
-def _write_text(path: Path, content: bytes) -> FileFacts:
-    with open(path, "xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return file_facts(path)
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(document, **SPELLING).encode())
+    return json.dumps({**document, "digest": digest}, **SPELLING).encode()
 
 
 def read_checkpoint(path: Path, *, training: bool = True) -> Checkpoint:

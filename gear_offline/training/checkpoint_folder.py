@@ -43,11 +43,11 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 def prune(folder: Path, keep: Keep) -> None:
     """Remove the checkpoints that need not stay, and let the link ``best`` lead to the best."""
     checkpoints = list_checkpoints(folder)
-    if keep.best in {step for step, _ in checkpoints}:
-        assert keep.best is not None, "it is a step"
+    kept = [path.name for step, path in checkpoints if step == keep.best]
+    if kept:
         link, best = folder / ".partial-best", folder / "best"
         link.unlink(missing_ok=True)
-        link.symlink_to(checkpoint_name(keep.best))
+        link.symlink_to(kept[0])
         if best.is_dir() and not best.is_symlink():
             remove_checkpoint(best)  # the run was copied by something that follows links
         os.replace(link, best)
@@ -82,30 +82,23 @@ def find_checkpoint(run: Path, which: str | int | None = None) -> Path:
             what, remedy = f"{run} is one checkpoint", "leave the choice of a checkpoint out"
             raise InputError("USAGE", what, where="checkpoint", remedy=remedy)
         return run.resolve()
-    checkpoints = list_checkpoints(folder)
-    if which == "best" and (folder / "best").is_dir():
-        return (folder / "best").resolve()
-    for _, path in reversed(checkpoints):
-        if which == "last" or path.name == _name_of(which):
-            return path.resolve()
-    steps = ", ".join(str(step) for step, _ in checkpoints) or "none"
-    raise InputError(
-        "RUN_NOT_FOUND",
-        f"no checkpoint {'last' if which is None else which!r}",
-        where=str(folder),
-        remedy=f"use last, best (the run must have evaluated) or a step; there are: {steps}",
-    )
+    known = {str(step): path for step, path in list_checkpoints(folder)}
+    steps = ", ".join(known) or "none"
+    if known:
+        known["last"] = [*known.values()][-1]
+    if (folder / "best").is_dir():
+        known["best"] = folder / "best"
+    if (name := str(which).lstrip("0") or "0") in known:
+        return known[name].resolve()
+    what = f"no checkpoint {'last' if which is None else which!r}"
+    remedy = f"use last, best (the run must have evaluated) or a step; there are: {steps}"
+    raise InputError("RUN_NOT_FOUND", what, str(folder), remedy)
 
 
 def check_trained(run: Path, which: str | None) -> None:
     """Refuse a path of this machine where no policy is; what there is may still be damaged."""
     if not (is_hub(run) or (run / "policy.json").is_file()):
         find_checkpoint(run, which or ("last" if (run / "checkpoints").is_dir() else None))
-
-
-def _name_of(which: str | int | None) -> str | None:
-    text = str(which)
-    return checkpoint_name(int(text)) if text.isascii() and text.isdigit() else None
 
 
 def no_run(path: Path) -> InputError:

@@ -5,6 +5,7 @@ Shape legend: W ranks, B segments of a rank's share.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -93,7 +94,7 @@ class GradientPass:
         valid: Tensor | float | None = valid_steps
         if valid is None and (self._world.size > 1 or self._accumulate > 1):
             valid = global_steps(batch, self._world)
-        total: Tensor | None = None
+        losses = []
         with _without_warnings() if self._without_warnings else nullcontext():
             for number, part in enumerate(micro_batches(batch, self._accumulate), start=1):
                 with self._exchange(last=number == self._accumulate):
@@ -101,10 +102,8 @@ class GradientPass:
                         loss = self._loss(part, valid_steps=valid)
                     factor = None if weight is None else weight()
                     loss.backward(factor)  # type: ignore[no-untyped-call]
-                loss = loss.detach() if factor is None else loss.detach() * factor
-                total = loss if total is None else total + loss
-        assert total is not None, "a batch has at least one part"
-        return total
+                losses.append(loss.detach() if factor is None else loss.detach() * factor)
+        return functools.reduce(torch.add, losses)
 
     def _autocast(self) -> torch.autocast:
         kind = self._precision
