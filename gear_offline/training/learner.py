@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class Learner:
         tables: SharedTables | None = None,
         growing: GrowingDataset | None = None,
     ) -> None:
-        self.recipe, self.device, self.tasks = recipe, device, sizes.tasks
+        self.recipe, self.device = recipe, device
         self.world = world = World() if world is None else world
         start = None if recipe.train.init is None else find_trained(recipe.train.init)
         self.statistics = _statistics(recipe, dataset, start)
@@ -93,7 +94,6 @@ class Learner:
             device=device,
             working=None if self.working is self.model else self.working,
         )
-        self._gradients = None if self.is_captured else self._launched_pass()
         self._part: RunPart | None = None  # of a captured step, made by the first one or `join`
         self._captured: CapturedStep | None = None  # unless others launch it
         self._acting: DecisionTransformer | None = None  # a sharded model's copy that acts
@@ -127,7 +127,9 @@ class Learner:
             world=self.world,
         )
 
-    def _launched_pass(self) -> GradientPass:
+    @cached_property
+    def _gradients(self) -> GradientPass:
+        """The pass of steps that are launched one by one, made by the first."""
         learns, train = self.loader.loss_sampler is not None, self.recipe.train
         return GradientPass(
             self.working,
@@ -175,7 +177,7 @@ class Learner:
         sampler = self.loader.loss_sampler
         if sampler is not None and before.loss_sampler is not None:
             sampler.take_over(before.loss_sampler)
-            if self._gradients is not None:
+            if not self.is_captured:
                 self._gradients.feedback = LossFeedback(self.loader)
         if self.is_captured and self.loader.engine is None:
             what = "the data have grown beyond what the GPU gathers, which captured steps need"
@@ -209,7 +211,6 @@ class Learner:
             self._replay()
             return
         batch = self.take()
-        assert self._gradients is not None, "steps are launched"
         with self.world.guard("training"):
             self.apply(self._gradients(batch))
 
