@@ -55,14 +55,14 @@ import gear_offline as go
 from gear_offline.runs import prepare
 
 def slow(*words, **options):
-    time.sleep(4)
+    time.sleep(8)
     if sys.argv[4] == "dies":
         os._exit(9)
     return convert(*words, **options)
 
 convert, prepare.convert = prepare.convert, slow
 try:
-    go.train(sys.argv[1], {"data.path": sys.argv[2], "train.timeout": 1.5}, out=sys.argv[3])
+    go.train(sys.argv[1], {"data.path": sys.argv[2], "train.timeout": 5.0}, out=sys.argv[3])
 except go.GearError as error:
     print(error.code)
 """

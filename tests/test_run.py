@@ -1,12 +1,14 @@
 """Runs in Python: trained with options, opened again, asked for what they found."""
 
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gear_offline as go
+from gear_offline.runs.run import EvaluateOptions
 from tests.training_support import tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("no_plots")
@@ -47,6 +49,11 @@ def test_a_run_acts_and_is_evaluated(whole: Path, tmp_path: Path) -> None:
         assert mine.equal(other)
     report = run.evaluate(episodes=1, targets=5.0, out=tmp_path / "found.json", quiet=True)
     assert report.step == 20 and (tmp_path / "found.json").is_file()
+
+
+def test_a_run_names_the_options_of_its_evaluation() -> None:
+    """Editors and type checkers know them."""
+    assert ["run", *EvaluateOptions.__annotations__] == [*signature(go.evaluate).parameters]
 
 
 def test_a_damaged_run_is_shown_as_such(tmp_path: Path) -> None:

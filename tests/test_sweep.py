@@ -190,6 +190,14 @@ def test_on_a_gpu_all_trials_share_it(
     assert [trial.name for trial in asked[0].trials] == ["s0", "s1", "s2"]
 
 
+@pytest.mark.usefixtures("untrained")
+def test_a_name_among_the_options_names_the_directory(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert sweep(recipe, {"name": ["mine"]}, quiet=True).path == Path("runs/mine-sweep")
+
+
 def test_the_command(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,10 +9,10 @@ import base64
 import html
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from rich.console import Console
 
@@ -32,6 +32,21 @@ __all__ = ["Run", "RunList", "list_runs", "open_run"]
 DEPTH = 4  # folders below the one that was named: sweeps lie in runs/, their runs two below
 WRITTEN = ("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "summary.json")
 AGES = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+
+
+class EvaluateOptions(TypedDict, total=False):
+    """The options of `gear_offline.evaluate`."""
+
+    targets: Sequence[float] | float | None
+    episodes: int | None
+    environment: str | None
+    checkpoint: str | int | None
+    seed: int | None
+    device: str
+    out: str | Path | None
+    video: str | Path | None
+    ray: str | None
+    quiet: bool
 
 
 class Run(os.PathLike[str]):
@@ -109,7 +124,7 @@ class Run(os.PathLike[str]):
 
         return load_policy(self.path, task, checkpoint=checkpoint, device=device)
 
-    def evaluate(self, **options: Any) -> EvaluationReport:
+    def evaluate(self, **options: Unpack[EvaluateOptions]) -> EvaluationReport:
         """Play episodes, score them and keep the result; options as of `gear_offline.evaluate`."""
         from gear_offline.runs.evaluate import evaluate
 

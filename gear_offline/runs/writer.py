@@ -226,8 +226,9 @@ class RunWriter(Closing):
         while self._saver.given_up:
             step = self._saver.given_up.popleft()
             self._background.drop(step)
-            saved = list_checkpoints(self._path / "checkpoints")
-            since = f"step {saved[-1][0]:,}" if saved else "the beginning"
+            # its own may be there: what fails last is to make its name durable
+            saved = [n for n, _ in list_checkpoints(self._path / "checkpoints") if n < step]
+            since = f"step {saved[-1]:,}" if saved else "the beginning"
             what = f"the disk of {self._path} is full, nothing is saved since {since}"
             self.progress.say(f"step {step:,}: {what}; training goes on")
         done = self._background.poll()

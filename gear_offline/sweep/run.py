@@ -96,7 +96,8 @@ def sweep(
     if isinstance(seeds, int):
         seeds = range(seeds)
     if out is None:
-        name = load_recipe(recipe).name
+        names = [*(options or {}).get("name", ())]
+        name = load_recipe(recipe, {"name": names[0]} if len(names) == 1 else ()).name
         out = Path("runs") / f"{name}-sweep"
     place = Path(out)
     directory = SweepDirectory(place)
