@@ -266,7 +266,7 @@ def test_what_is_no_dataset_says_what_it_may_be(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=f"gear-offline convert (d4rl:)?{name} OUT"):
             open_dataset(name)
     (tmp_path / "f").write_bytes(b"")
-    for name in ("f", "g"):
+    for name in ("f", "g", 300 * "h"):
         assert failing_code(lambda n=name: open_dataset(tmp_path / n)) == "DATASET_NOT_FOUND"  # type: ignore[misc]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from safetensors.numpy import save
 
 import gear_offline as go
 import gear_offline.dataset.dataset
@@ -317,17 +318,20 @@ def test_pieces_that_do_not_fit_are_put_aside(
     go.convert(ArraySource(columns, [3]), tmp_path / "other", quiet=True)
     foreign = go.Appender(tmp_path / "other").append([{**columns, "terminated": True}])
     foreign = foreign.rename(path / "incoming" / foreign.name)
-    note = b"a note"
-    other = path / "incoming" / f"{xxhash.xxh3_128_hexdigest(note)}.safetensors"
-    other.write_bytes(note)
+    number = {"observations": np.zeros(()), "episode_lengths": np.ones(1, np.int64)}
+    others = set()
+    for note in (b"a note", save(number)):
+        other = path / "incoming" / f"{xxhash.xxh3_128_hexdigest(note)}.safetensors"
+        other.write_bytes(note)
+        others.add(other.name)
     appender.append(episodes([5], 2))
     (path / "incoming" / ".half").mkdir()  # somebody is writing it
     with GrowingDataset(path) as growing:
         assert len(growing.admit(0)) == 4
     said = capsys.readouterr().err
-    assert "do not match their digest" in said and said.count("its columns are not those") == 2
+    assert "do not match their digest" in said and said.count("its columns are not those") == 3
     refused = {p.name for p in (path / "refused").iterdir()}
-    assert refused == {damaged.name, foreign.name, other.name}
+    assert refused == {damaged.name, foreign.name, *others}
 
 
 def test_episodes_that_no_run_could_train_on_are_put_aside(path: Path, tmp_path: Path) -> None:

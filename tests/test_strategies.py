@@ -173,7 +173,7 @@ def test_candidates(tmp_path: Path) -> None:
     twice = [{"strategy": "top_k", "k": k, "label": "a"} for k in (2, 4)]
     for wrong in (twice, [], [3], [{"percent": 5}], " ,", "", str(tmp_path / "no.yaml")):
         assert failing_code(partial(parse_candidates, wrong, recipe)) == "USAGE"
-    for text in ("uniform", "top_kk:k=3", "top_k:q=1", "top_k:k=5:k=6", "top_k:50"):
+    for text in ("uniform", "top_kk:k=3", "top_k:q=1", "top_k:k=5: k=6", "top_k:50"):
         assert failing_code(partial(parse_candidates, text, recipe)) == "SELECTION"
 
 

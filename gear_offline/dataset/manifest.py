@@ -286,10 +286,11 @@ def _no_dataset(path: Path) -> InputError:
     if re.match(r"(d4rl|minari):.", str(path)) or dataset_file(str(path)):
         what = "this names a source, not a dataset"
         source = str(path) if ":" in str(path) else f"d4rl:{path}"
-    elif path.exists() and not path.is_dir():
+    elif os.path.exists(path) and not os.path.isdir(path):
         what, source = "a dataset is a directory, this is a file", str(path)
     elif not os.access(path, os.R_OK):
-        what = f"cannot open the dataset: {'permission denied' if path.exists() else 'not there'}"
+        why = "permission denied" if os.path.exists(path) else "not there"
+        what = f"cannot open the dataset: {why}"
     remedy = f"check the path, or make one with gear-offline convert {source} OUT"
     return InputError("DATASET_NOT_FOUND", what, str(path), remedy)
 

@@ -98,7 +98,7 @@ def read_piece(path: Path, manifest: Manifest) -> Dataset:
     if digest(content) != path.stem[-DIGEST_CHARS:]:
         raise damaged("data do not match their digest", path)
     header, rows = b"", dict[str, Array]()
-    with suppress(SafetensorError, KeyError, UnicodeDecodeError):
+    with suppress(SafetensorError, KeyError, TypeError, UnicodeDecodeError):
         rows = safetensors.numpy.load(content)
         steps, episodes = (
             len(rows[name]) for name in (manifest.columns[0].name, EPISODE_COLUMNS[0].name)

@@ -288,11 +288,12 @@ def parse_options(name: object, options: Mapping[str, Any]) -> Any:
 def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
     """Return the name and the options of ``"return_weighted:rule=rank:temperature=2"``."""
     name, *options = text.strip().split(":")
-    values = dict(option.split("=", 1) for option in options if "=" in option)
+    pairs = [option.split("=", 1) for option in options if "=" in option]
+    values = {key.strip(): value for key, value in pairs}
     if not name or len(values) < len(options):
         what = f"{text.strip()!r} is not a strategy with options"
         raise InputError("SELECTION", what, remedy="write it like top_k:k=50:unit=steps")
-    return name, {k.strip(): parse_yaml(v, where=f"option {k}") for k, v in values.items()}
+    return name, {k: parse_yaml(v, where=f"option {k}") for k, v in values.items()}
 
 
 def make_sampler(

@@ -105,12 +105,17 @@ class Items:
         self._inserted += len(keys)
         if most is None:
             return
-        heap = [(float(self._keys[n]), n) for n in np.flatnonzero(self.kept[:first]).tolist()]
-        heapq.heapify(heap)
+        old = np.flatnonzero(self.kept[:first])
+        size = len(old)
+        # No more old ones go than new ones come, hence those of the smallest keys.
+        old = old[np.argsort(self._keys[old], kind="stable")[: len(keys)]]
+        heap = [(float(self._keys[n]), n) for n in old.tolist()]  # sorted, hence a heap
         for number in range(first, len(self.kept)):
             self._keys[number] += self._clock
             heapq.heappush(heap, (float(self._keys[number]), number))
-            if len(heap) > most:
+            size += 1
+            if size > most:
+                size -= 1
                 key, removed = heapq.heappop(heap)
                 self.kept[removed] = False
                 if REMOVERS[self._data.remover].by_chance and key < math.inf:

@@ -132,6 +132,7 @@ class ReadPlan:
         self._selecting = False
         entries = self._entries(stretch.first, stretch.last)
         self._low[entries], self._real[entries], self._before[entries] = stretch.windows
+        del stretch.windows  # they would take as much memory as all the rest
         self._slot[entries], self._ready[entries] = -1, False
         self._end = stretch.last
         self._stretches.append(stretch)
