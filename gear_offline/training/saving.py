@@ -132,7 +132,7 @@ class Saver:
         keep: Keep,
     ) -> None:
         tensors = copies()
-        model = part(tensors, MODEL_PREFIX)
+        model, is_whole = part(tensors, MODEL_PREFIX), False
         try:
             if self._shards is not None:
                 from gear_offline.training.sharded import read_whole
@@ -144,15 +144,16 @@ class Saver:
             if self._world.is_first:
                 self._before()
                 write_checkpoint(place, state, config, model, part(tensors, TRAINING_PREFIX))
-                self._full = None
+                self._full, is_whole = None, True
                 self.written.append(state.step)
                 prune(self._folder, keep)
         except (OSError, GearError) as error:
             number = getattr(error.__cause__ or error, "errno", None)
             if number not in NO_SPACE or self._shards is not None:
                 raise
-            self._writing, self._full = None, error
-            self.given_up.append(state.step)
+            if not is_whole:  # else older ones stay until the next is written
+                self._writing, self._full = None, error
+                self.given_up.append(state.step)
         finally:
             if self._world.is_first:
                 shutil.rmtree(place, ignore_errors=True)

@@ -52,8 +52,8 @@ class ReportWindow:
         row, column = (int(v) for v in wrong[0])
         step, kind = last - (len(rows) - 1 - row), "gradient norm" if column else "loss"
         what = f"the {kind} of step {step} is {float(rows[row, column])}"
-        remedy = "checkpoints before it are kept: lower optimizer.learning_rate, or look for "
-        remedy += "outliers with `gear-offline inspect`"
+        remedy = "lower optimizer.learning_rate, or look for outliers with `gear-offline inspect`; "
+        remedy += "go on from a checkpoint before that step, if there is one"
         raise GearError("LOSS_NONFINITE", what, name, remedy)
 
     def of_all(self, world: World) -> Tensor:
