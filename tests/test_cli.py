@@ -32,7 +32,7 @@ SURFACE = {
     "push": "what name task private",
     "inspect": "dataset verify full json quiet",
     "audit": "dataset against json quiet",
-    "collect": "environment out policy quality mix steps exact action-noise seed "
+    "collect": "environment out policy quality steps exact action-noise seed "
     "train-steps gate overwrite json quiet",
     "recipes ls": "json",
     "recipes show": "recipe",
@@ -301,7 +301,6 @@ def test_the_demo_is_commands_there_are(tmp_path: Path) -> None:
         ("convert a b --columns ' rewards, actions,'", "columns", ["rewards", "actions"]),
         ("collect a b --steps 2.5E4", "steps", 25_000),
         ("collect a b --steps 1_000", "steps", 1000),
-        ("collect a b --mix 'level:0.5=1, expert = 2'", "mix", {"level:0.5": 1.0, "expert": 2.0}),
         ("evaluate a --targets '3600, -1.5'", "targets", [3600.0, -1.5]),
     ],
 )
@@ -314,7 +313,6 @@ def test_values_of_options(words: str, name: str, value: Any) -> None:
 WRONG = {
     "convert a b --shard-size": ("MiB", "-1", "0", "1XB", "1e400", "nan"),
     "convert a b --columns": ("", " , ,"),
-    "collect a b --mix": ("replay", "replay=much", "replay=1,replay=2"),
     "collect a b --steps": ("1.5", "1e-3", "0", "many", "nan", "inf", "1e30", "9" * 5000),
     "evaluate a --targets": (",", "3600,many"),
 }

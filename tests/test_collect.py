@@ -113,7 +113,6 @@ def test_exact_steps_cut_the_last_episode_without_a_flag(tmp_path: Path) -> None
 def test_qualities_are_what_they_say(tmp_path: Path) -> None:
     means: dict[str, float] = {}
     common: dict[str, Any] = {"policy": "ars", "train_steps": 6_000, "seed": 3, **QUIET}
-    policy = tmp_path / "expert.hdf5"
     for quality in ("expert", "medium", "replay", "mixed"):
         out = tmp_path / f"{quality}.hdf5"
         report = collect(PUSH, out, quality=quality, steps=400, **common)
@@ -131,9 +130,6 @@ def test_qualities_are_what_they_say(tmp_path: Path) -> None:
     shares = np.array([m["steps"] for m in mixed]) / 400
     np.testing.assert_allclose(shares, [0.4, 0.15, 0.15, 0.3], atol=0.05)
     expert = read(tmp_path / "expert.hdf5")[0]
-    again = collect(PUSH, tmp_path / "file.hdf5", policy=policy, steps=400, seed=3, **QUIET)
-    assert again.mean_return == means["expert"]
-    np.testing.assert_array_equal(read(tmp_path / "file.hdf5")[0]["actions"], expert["actions"])
     np.testing.assert_array_equal(
         expert["metadata/policy/weight"], expert["metadata/makers/expert/weight"]
     )
@@ -196,19 +192,16 @@ def test_an_existing_file_is_refused_before_any_work(tmp_path: Path) -> None:
     assert check
 
 
-ARS: dict[str, Any] = {"policy": "ars"}
 USAGE: list[dict[str, Any]] = [
     *({"steps": 0}, {"processes": 0}, {"seed": -1}, {"gate": math.nan}, {"quality": "medium"}),
     *({"action_noise": noise} for noise in (-0.1, math.nan, math.inf)),
-    *(ARS | {"quality": "best"}, ARS | {"quality": "medium", "mix": {"expert": 1}}),
-    *(ARS | {"mix": {part: 1}} for part in ("best", "level:1.5", "medium:0.5", "level:x")),
-    *(ARS | {"mix": mix} for mix in ({"expert": math.nan}, {"expert": 0.0}, {})),
+    *({"policy": "ars", "quality": "best"}, {"policy": "no-such-policy"}, {"policy": "sb3:ppo"}),
 ]
 
 
-@pytest.mark.parametrize("options", [*USAGE, {"policy": "no-such-file.hdf5"}])
+@pytest.mark.parametrize("options", USAGE)
 def test_impossible_options_are_one_error(tmp_path: Path, options: dict[str, Any]) -> None:
-    with one_error("USAGE" if options in USAGE else "MODEL"):
+    with one_error("USAGE"):
         collect(COUNTER, tmp_path / "a.hdf5", **{**QUIET, **options})
     assert list(tmp_path.iterdir()) == []
 

@@ -1,24 +1,21 @@
-"""Recorded transitions are the simulator's, whole and in order; policy files; the file's rows."""
+"""Recorded transitions are the simulator's, whole and in order; policies act as they should."""
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import gymnasium
-import h5py
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.collect.policies import LinearPolicy, RandomPolicy, recorded_policy
+from gear_offline.collect.policies import LinearPolicy, RandomPolicy
 from gear_offline.collect.record import Crew, Episode, EpisodePlan, Player, stream
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import probe
 from tests.collect_environments import COUNTER, LIMIT, length_of
-from tests.support import failing_code, one_error
+from tests.support import failing_code
 
 
 def plans_for(player: Player, seeds: list[int]) -> list[EpisodePlan]:
@@ -136,58 +133,12 @@ def test_environments_that_cannot_be_recorded_are_refused(name: str, reason: str
 
 # policies ------------------------------------------------------------------------------------
 
-FACTS = replace(
-    probe(COUNTER),
-    environment_id="Some-v1",
-    observation_shape=(4,),
-    low=np.full(2, -1.0, np.float32),
-    high=np.full(2, 3.0, np.float32),
-)
-
-
-def some_policy() -> LinearPolicy:
-    rng = np.random.default_rng(0)
-    return LinearPolicy(
-        rng.normal(size=(2, 4)), rng.normal(size=4), rng.uniform(0.1, 2.0, size=4), algorithm="x"
-    )
-
 
 def test_a_linear_policy_acts_as_its_formula() -> None:
-    policy, seen = some_policy(), np.arange(4.0)
+    rng, seen = np.random.default_rng(0), np.arange(4.0)
+    policy = LinearPolicy(rng.normal(size=(2, 4)), rng.normal(size=4), rng.uniform(0.1, 2.0, 4))
     expected = policy.weight @ ((seen - policy.mean) / policy.std)
-    np.testing.assert_allclose(policy.act(seen, np.random.default_rng(0)), expected)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (None, "no such file"),
-        ({"metadata": None}, "no trained policy"),
-        ({"weight": np.zeros((2, 5))}, "do not fit"),
-        ({"observation_mean": np.full(4, np.nan)}, "not finite"),
-        ({"observation_std": np.zeros(4)}, "do not fit"),
-        ({"env_id": "Other-v1"}, "trained in Other-v1"),
-        ({}, ""),
-    ],
-)
-def test_a_file_gives_its_policy_to_its_environment(
-    tmp_path: Path, change: dict[str, Any] | None, reason: str
-) -> None:
-    policy, path = some_policy(), tmp_path / "data.hdf5"
-    own = {"weight": policy.weight, "observation_mean": policy.mean, "observation_std": policy.std}
-    if change is not None:
-        with h5py.File(path, "w") as file:
-            file.attrs["env_id"] = change.get("env_id", "Some-v1")
-            file.attrs["algorithm"] = "x"
-            for key in own if "metadata" not in change else ():
-                file[f"metadata/policy/{key}"] = change.get(key, own[key])
-    if reason:
-        with one_error("MODEL", reason):
-            recorded_policy(path, FACTS)
-        return
-    read, seen, generator = recorded_policy(path, FACTS), np.arange(4.0), np.random.default_rng(0)
-    np.testing.assert_array_equal(read.act(seen, generator), policy.act(seen, generator))
-    assert read.algorithm == "x"
+    np.testing.assert_allclose(policy.act(seen, rng), expected)
 
 
 def test_what_does_not_repeat_is_an_error() -> None:

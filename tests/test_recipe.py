@@ -276,7 +276,6 @@ COLLECT = "data: {path: p, collect: {environment: Pendulum-v1, policy: %s}}"
         (COLLECT % "'sb3:'", "RECIPE", "sb3:PPO"),
         (COLLECT % "ars, quality: good", "RECIPE", "data.collect.quality: no quality 'good'"),
         (COLLECT % "random, quality: expert", "RECIPE", "data.collect.quality"),
-        (COLLECT % "ars, mix: {best: 1}", "RECIPE", "data.collect.mix"),
     ],
 )
 def test_names_that_nothing_answers_to_are_refused_before_the_data_is_read(
@@ -293,8 +292,7 @@ def test_names_that_nothing_answers_to_are_refused_before_the_data_is_read(
 
 
 def test_names_that_something_answers_to_are_accepted(tmp_path: Path) -> None:
-    policy = write(tmp_path / "made.hdf5", "")
-    texts = [COLLECT % repr(name) for name in ("random", "ars", "sb3:PPO", str(policy))]
+    texts = [COLLECT % repr(name) for name in ("random", "ars", "sb3:PPO")]
     texts += [f"evaluate: {{environment: '{name}'}}" for name in ("Pendulum", "own.module:Own-v0")]
     for text in texts:
         validate_recipe(write(tmp_path / "a.yaml", f"base: paper\n{text}"))

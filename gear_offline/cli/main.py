@@ -34,7 +34,6 @@ from gear_offline.cli.values import (
     Ray,
     RecipeName,
     Run,
-    Shares,
     Size,
     examples,
     options,
@@ -169,9 +168,8 @@ def audit(
 def collect(
     environment: str = Argument(help="Gymnasium id, e.g. Hopper-v5."),
     out: Path = Argument(help="HDF5 file to write, in D4RL's layout."),
-    policy: str = Option("random", help="random; ars; play; sb3:PPO, sbx:TQC; a file of ars."),
+    policy: str = Option("random", help="random, ars, play, sb3:PPO, sbx:TQC."),
     quality: str | None = Option(None, help="expert, medium, replay, medium-expert or mixed."),
-    mix: Any = Shares(None, help="Instead of a quality: replay=1,level:0.5=1,expert=2."),
     steps: int = Count("100000", help="Record at least so many steps."),
     exact_steps: bool = Option(
         False, "--exact", help="Cut the last episode at --steps, as D4RL does."

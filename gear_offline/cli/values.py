@@ -76,14 +76,6 @@ def parse_numbers(text: str) -> list[float]:
         raise BadParameter(f"{text!r} is not a list of numbers such as 3600,1800") from None
 
 
-def parse_shares(text: str) -> dict[str, float]:
-    """Return the shares of ``"replay=1,expert=2"``."""
-    try:
-        return {name: float(share) for name, share in parse_pairs(text).items()}
-    except ValueError:
-        raise BadParameter(f"{text!r} does not name shares, as in replay=1,expert=2") from None
-
-
 # completion: called at each press of TAB, so nothing here loads torch
 
 
@@ -136,7 +128,6 @@ Count = partial(Option, parser=parse_count, metavar="COUNT")
 Names = partial(Option, parser=parse_list, metavar="A,B,...")
 Pairs = partial(Option, parser=parse_pairs, metavar="OLD=NEW,...")
 Numbers = partial(Option, parser=parse_numbers, metavar="X,Y,...")
-Shares = partial(Option, parser=parse_shares, metavar="A=X,B=Y,...")
 
 
 def examples(*commands: str) -> str:

@@ -15,7 +15,9 @@ Shape legend: N directions, A action, S observation.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import compress
 
 import numpy as np
 
@@ -138,7 +140,6 @@ class Snapshot:
     attempt: int
     iteration: int
     mean_return: float  # alive bonus included
-    episodes: int  # of that mean: CONFIRMATION_EPISODES more where they reached the target
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -186,29 +187,44 @@ class Training:
         wanted = low + level * (best.mean_return - low)
         return min(way, key=lambda s: abs(s.mean_return - wanted))
 
-    def directions(self, at: Iteration) -> Float64Array:
-        """Return the (N, A, S) directions that an iteration tries."""
-        paths = [(TRAIN, at.attempt, at.number, d) for d in range(self.options.directions)]
-        shape = at.base.weight.shape
-        return np.stack([stream(self.seed, *path).standard_normal(shape) for path in paths])
+    def direction(self, at: Iteration, number: int) -> Float64Array:
+        """Return one of the N directions (A, S) that an iteration tries."""
+        path = (TRAIN, at.attempt, at.number, number)
+        return stream(self.seed, *path).standard_normal(at.base.weight.shape)
 
-    def rollout_plans(self, at: Iteration) -> list[EpisodePlan]:
-        """Return the plans of an iteration's 2N rollouts: forwards, backwards, next direction."""
-        plans: list[EpisodePlan] = []
-        for d, direction in enumerate(self.directions(at)):
-            for side, sign in enumerate((1.0, -1.0)):
-                path = (self.seed, TRAIN, at.attempt, at.number, d, side)
-                weight = at.base.weight + sign * self.options.noise * direction
-                plans.append(
-                    EpisodePlan(
-                        policy=replace(at.base, weight=weight),
-                        # Both ways start from the same state: their difference is the policy's.
-                        reset_seed=reset_seed(*path[:-1]),
-                        noise_path=path,
-                        expected_return=float(at.returns[len(plans)]) if at.returns.size else None,
-                    )
-                )
-        return plans
+    def rollout_plan(self, at: Iteration, rollout: int) -> EpisodePlan:
+        """Return the plan of one of an iteration's 2N rollouts."""
+        number, backwards = divmod(rollout, 2)
+        path = (self.seed, TRAIN, at.attempt, at.number, number)
+        noise = -self.options.noise if backwards else self.options.noise
+        return EpisodePlan(
+            policy=replace(at.base, weight=at.base.weight + noise * self.direction(at, number)),
+            # Both ways start from the same state: their difference is the policy's.
+            reset_seed=reset_seed(*path),
+            noise_path=(*path, backwards),
+            expected_return=float(at.returns[rollout]) if at.returns.size else None,
+        )
+
+    def replay(self, steps: int) -> Iterator[EpisodePlan]:
+        """Yield rollouts to play again, evenly spaced in time, of at least `steps` together.
+
+        They come from the attempt that found the best policy, up to where it did; from all attempts
+        if those are too few; and are all rollouts if even those are.
+        """
+        best, pool = self.best, self.iterations
+        way = [i for i in pool if i.attempt == best.attempt and i.number < best.iteration]
+        if sum(int(i.lengths.sum()) for i in way) >= steps:
+            pool = way
+        lengths = np.concatenate([i.lengths for i in pool])
+        share, enough = steps / int(lengths.sum()), False
+        while not enough:
+            # Rollout j is taken where the line j * share passes an integer.
+            taken = np.diff(np.floor(np.arange(len(lengths) + 1) * min(1.0, share))) > 0
+            enough = share >= 1.0 or int(lengths[taken].sum()) >= steps
+            share *= 1.02
+        rollouts = ((at, number) for at in pool for number in range(len(at.lengths)))
+        for at, number in compress(rollouts, taken):
+            yield self.rollout_plan(at, number)
 
 
 def train(
@@ -247,7 +263,8 @@ def _attempt(crew: Crew, training: Training, progress: Progress) -> None:
     while training.steps < began + allowed and not training.is_over:
         at = Iteration(base=policy, attempt=attempt, number=number)
         returns, lengths = [], []
-        for episode in crew.play(training.rollout_plans(at)):
+        plans = [training.rollout_plan(at, rollout) for rollout in range(2 * options.directions)]
+        for episode in crew.play(plans):
             returns.append(episode.total)
             lengths.append(episode.steps)
             moments.merge(episode.observations[:-1])
@@ -258,7 +275,7 @@ def _attempt(crew: Crew, training: Training, progress: Progress) -> None:
         shifted = at.returns - options.alive_bonus * at.lengths
         weight = update(
             policy.weight,
-            training.directions(at),
+            np.stack([training.direction(at, number) for number in range(options.directions)]),
             shifted[0::2],
             shifted[1::2],
             top=options.top,
@@ -290,5 +307,4 @@ def _evaluated(crew: Crew, training: Training, policy: LinearPolicy, iteration: 
         attempt=training.attempts - 1,
         iteration=iteration,
         mean_return=float(np.mean(returns)),
-        episodes=len(returns),
     )

@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gear_offline.collect import ars
-from gear_offline.collect.makers import Maker, mix_makers, requested_mix
+from gear_offline.collect.makers import Maker, make_makers, parts_of
 from gear_offline.collect.policies import (
-    LIBRARIES,
-    WEIGHTS,
     LinearPolicy,
+    RandomPolicy,
     play_policy,
-    recorded_policy,
     train_with_library,
 )
 from gear_offline.collect.record import Crew, Policy
@@ -47,7 +45,7 @@ RANGES = {  # the least, and what a number must stay below
 class MakerReport:
     """What a maker has recorded; returns are undiscounted sums of the stored rewards."""
 
-    name: str  # the part of the quality or mix
+    name: str  # the part of the quality
     algorithm: str  # what its policy was made with
     episodes: int
     steps: int
@@ -82,9 +80,8 @@ def collect(
     environment: str,
     out: str | Path,
     *,
-    policy: str | Path = "random",
+    policy: str = "random",
     quality: str | None = None,
-    mix: Mapping[str, float] | None = None,
     steps: int = 100_000,
     exact_steps: bool = False,
     processes: int | None = None,
@@ -108,13 +105,10 @@ def collect(
         File to write; appears only when complete.
     policy
         ``"random"``; ``"ars"``, a linear policy trained on the spot; ``"sb3:PPO"``, ``"sbx:TQC"``
-        and so on, trained on the spot by an RL library; ``"play"``, which an environment brings
-        (``play_policy()``); or a file that was made with ``"ars"``, for its policy.
+        and so on, trained on the spot by an RL library; or ``"play"``, which an environment brings
+        (``play_policy()``).
     quality
         With ``"ars"``: ``expert`` (default), ``medium``, ``replay``, ``medium-expert``, ``mixed``.
-    mix
-        In place of a quality: parts and their shares of the steps, e.g.
-        ``{"replay": 1, "level:0.5": 1, "expert": 2}``.
     steps
         Record whole episodes until there are at least so many steps.
     exact_steps
@@ -142,36 +136,35 @@ def collect(
     CollectReport
         What is in the file, and who made it.
     """
-    out, policy = Path(out), str(policy)
-    shares = requested_mix(policy, quality, mix)
+    out, parts = Path(out), parts_of(policy, quality)
     numbers = {"steps": steps, "processes": processes, "action_noise": action_noise, "seed": seed}
     _check_numbers({**numbers, "train_steps": train_steps, "gate": gate})
-    of_library = policy.partition(":")[0] in LIBRARIES
+    of_library = ":" in policy
     if of_library or (processes is None and policy != "ars" and steps < PARALLEL_STEPS):
         processes = 1  # a library's model stays in the process that trained it
     with Hdf5Writer(out, overwrite=overwrite) as writer:
         import_module_of(environment)
         with Crew(environment, processes=processes or min(usable_cores(), MAX_PROCESSES)) as crew:
             say_version(environment, quiet=quiet)
-            source: ars.Training | Policy | None = None
+            source: ars.Training | Policy
             used = 0
-            if policy == "ars" and set(shares) != {"random"}:
+            if "random" in parts:
+                source = RandomPolicy(crew.facts.low, crew.facts.high, crew.facts.choices)
+            elif policy == "ars":
                 options = ars.options_for(environment, train_steps=train_steps)
                 source = ars.train(crew, options, seed, action_noise=action_noise, quiet=quiet)
                 used = source.steps
                 _check_gate(gate, source.best.mean_return, environment)
-            elif of_library:
+            elif policy == "play":
+                source = play_policy(environment)
+            else:
                 used = train_steps or LIBRARY_STEPS
                 say(f"train {policy} for {count_text(used, 'step')}", quiet=quiet)
                 source = train_with_library(policy, environment, steps=used, seed=seed)
-            elif policy == "play":
-                source = play_policy(environment)
-            elif policy not in ("random", "ars"):
-                source = recorded_policy(Path(policy), crew.facts)
-            makers = mix_makers(shares, crew.facts, source, steps, seed, action_noise)
+            makers = make_makers(parts, source, steps, seed, action_noise)
             with Progress(f"record {out.name}", total=steps, unit="steps", quiet=quiet) as progress:
                 recorded = _record(crew, writer, makers, steps, progress, exact=exact_steps)
-        parts = tuple(
+        told = tuple(
             MakerReport(
                 name=maker.name,
                 algorithm=maker.algorithm,
@@ -181,15 +174,15 @@ def collect(
             for maker, episodes in zip(makers, recorded, strict=True)
             if episodes
         )
-        _check_gate(gate, max(part.mean_return for part in parts), environment)
+        _check_gate(gate, max(one.mean_return for one in told), environment)
         report = CollectReport(
             path=out,
             environment_id=crew.facts.environment_id,
             **_summary(list(chain(*recorded))),
-            makers=parts,
+            makers=told,
             train_steps=used,
         )
-        best = source.best.policy if isinstance(source, ars.Training) else source
+        best = source.best.policy if isinstance(source, ars.Training) else None
         writer.publish(_attributes(report, seed), _metadata(makers, recorded, best))
     if report.steps < steps:  # only rollouts of a training come to an end
         say(
@@ -197,11 +190,11 @@ def collect(
             "had no more rollouts; let it train longer (--train-steps), or take another quality",
             quiet=quiet,
         )
-    for part in parts:
-        counts = f"{count_text(part.episodes, 'episode')}, {count_text(part.steps, 'step')}"
-        returns = f"{part.mean_return:.0f} ± {part.std_return:.0f}"
-        ends = f"({part.min_return:.0f} to {part.max_return:.0f})"
-        say(f"{part.name}: {counts}, return {returns} {ends}", quiet=quiet)
+    for one in told:
+        counts = f"{count_text(one.episodes, 'episode')}, {count_text(one.steps, 'step')}"
+        returns = f"{one.mean_return:.0f} ± {one.std_return:.0f}"
+        ends = f"({one.min_return:.0f} to {one.max_return:.0f})"
+        say(f"{one.name}: {counts}, return {returns} {ends}", quiet=quiet)
     return report
 
 
@@ -302,8 +295,9 @@ def _metadata(
     named = [("policy", best)] + [(f"makers/{maker.name}", maker.policy) for maker in makers]
     for prefix, policy in named:
         if isinstance(policy, LinearPolicy):
-            weights = zip(WEIGHTS, (policy.weight, policy.mean, policy.std), strict=True)
-            content |= {f"{prefix}/{name}": array for name, array in weights}
+            content[f"{prefix}/weight"] = policy.weight
+            content[f"{prefix}/observation_mean"] = policy.mean
+            content[f"{prefix}/observation_std"] = policy.std
     return {f"metadata/{name}": value for name, value in content.items()}
 
 

@@ -1,8 +1,8 @@
 """Policies that make data: random, linear, and an RL library's own.
 
 ``sb3:ALGORITHM`` or ``sbx:ALGORITHM``, e.g. ``sb3:PPO``, are trained on the spot by
-Stable-Baselines3 or its JAX sister, SBX.  Saved models of these libraries are not read: their files
-hold pickles, which can run code.
+Stable-Baselines3 or its JAX sister, SBX.  Saved models are not read: those of these libraries hold
+pickles, which can run code.
 
 Shape legend: S numbers in an observation, A in an action.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,10 @@ import numpy.typing as npt
 
 from gear_offline.collect.record import Policy
 from gear_offline.core.types import Array, Float64Array
-from gear_offline.errors import GearError, InputError
-from gear_offline.evaluation.environments import EnvironmentFacts, make_environment
+from gear_offline.errors import InputError
+from gear_offline.evaluation.environments import make_environment
 from gear_offline.sources.base import package_needed
-from gear_offline.sources.hdf5 import Hdf5File
 
-WEIGHTS = ("weight", "observation_mean", "observation_std")  # of a linear policy in a file
 # Name before the colon: module and what pip calls it.
 LIBRARIES = {"sb3": ("stable_baselines3", "stable-baselines3"), "sbx": ("sbx", "sbx-rl")}
 
@@ -68,32 +65,6 @@ class LinearPolicy:
         row = np.asarray(observation, dtype=np.float64).reshape(-1)
         scores: Float64Array = np.add.reduce(self.weight * ((row - self.mean) / self.std), axis=1)
         return np.asarray(scores.argmax()) if self.discrete else scores
-
-
-def recorded_policy(path: Path, facts: EnvironmentFacts) -> LinearPolicy:
-    """Return the policy that `collect` trained for a file of this environment; else ``MODEL``."""
-    remedy = "give a file that `collect --policy ars` made in this environment"
-    if not path.exists():
-        what = "there is no such file, and it is no name of a policy"
-        remedy = f"use random, ars, sb3:ALGORITHM or sbx:ALGORITHM, or {remedy}"
-        raise InputError("MODEL", what, str(path), remedy)
-    try:
-        with Hdf5File(path) as file:
-            made_in, algorithm = (file.attribute("/", name) for name in ("env_id", "algorithm"))
-            columns = [file.column(f"metadata/policy/{name}") for name in WEIGHTS]
-        weight, mean, std = (column.read(0, column.shape[0]) for column in columns)
-    except GearError as error:
-        what = f"it holds no trained policy: {error.what}"
-        raise InputError("MODEL", what, str(path), remedy) from error
-    size = facts.state_size
-    fits = (weight.shape, mean.shape, std.shape) == ((facts.action_size, size), (size,), (size,))
-    usable = fits and np.isfinite([*weight.flat, *mean, *std]).all() and (std > 0).all()
-    if made_in != facts.environment_id or not usable:
-        what = "its weights do not fit the environment, or are not finite"
-        if made_in != facts.environment_id:
-            what = f"it was trained in {made_in}, not in {facts.environment_id}"
-        raise InputError("MODEL", what, str(path), remedy)
-    return LinearPolicy(weight, mean, std, facts.discrete, str(algorithm))
 
 
 @dataclass(frozen=True, eq=False)

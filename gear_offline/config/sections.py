@@ -89,8 +89,6 @@ class CollectSettings(Section):
     """Who acts, as `gear-offline collect --policy` takes it."""
     quality: Text | None = None
     """With policy ars: expert, medium, replay, medium-expert or mixed."""
-    mix: dict[Text, PositiveFloat] | None = None
-    """In place of a quality: parts and their shares of the steps."""
     steps: Positive = 10_000
     """Steps to record; the last episode is recorded to its end."""
     action_noise: NotNegative = 0.0

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.util import find_spec
-from pathlib import Path
 
-from gear_offline.collect.makers import requested_mix
-from gear_offline.collect.policies import LIBRARIES
+from gear_offline.collect.makers import parts_of
 from gear_offline.config.problems import nearest
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings
@@ -26,8 +24,7 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
     check_selection(recipe, where)
     check_trackers(recipe.train.trackers)
     if recipe.data.collect is not None:
-        path = recipe.data.path
-        _check_collect(recipe.data.collect, where, made=path is not None and Path(path).exists())
+        _check_collect(recipe.data.collect, where)
     settings = recipe.evaluate
     if settings.environment is not None and settings.episodes > 0:
         _check_environment(settings.environment, "evaluate.environment", where)
@@ -58,23 +55,12 @@ def check_selection(recipe: Recipe, where: str) -> None:
         raise InputError(error.code, what, where=where, remedy=error.remedy) from error
 
 
-def _check_collect(settings: CollectSettings, where: str, *, made: bool) -> None:
-    """Check who acts and what is recorded; `made` says that the data are there already."""
+def _check_collect(settings: CollectSettings, where: str) -> None:
     _check_environment(settings.environment, "data.collect.environment", where)
-    policy = settings.policy
-    library, _, algorithm = policy.partition(":")
-    known = ["random", "ars", "play", *(f"{name}:ALGORITHM" for name in LIBRARIES)]
-    of_library = library in LIBRARIES and algorithm.isidentifier() and algorithm.isupper()
-    if not (policy in known[:3] or of_library or made or Path(policy).is_file()):
-        guess = nearest(policy, known[:3], cutoff=0.6)
-        known.append("a file made with ars")
-        what = f"data.collect.policy must be one of {', '.join(known)}, got {policy!r}"
-        remedy = f"did you mean {guess!r}?" if guess else "write an algorithm like sb3:PPO"
-        raise InputError("RECIPE", what, where, remedy)
     try:
-        requested_mix(policy, settings.quality, settings.mix)
+        parts_of(settings.policy, settings.quality)
     except InputError as error:
-        what = f"data.collect.{error.where or 'mix'}: {error.what}"
+        what = f"data.collect.{error.where}: {error.what}"
         raise InputError("RECIPE", what, where=where, remedy=error.remedy) from error
 
 
