@@ -17,9 +17,10 @@ import torch
 
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
-from gear_offline.evaluation import background
-from gear_offline.evaluation.background import BackgroundEvaluations, plan_evaluations
+from gear_offline.evaluation import jobs
 from gear_offline.evaluation.evaluate import tasks_of
+from gear_offline.runs import evaluations
+from gear_offline.runs.evaluations import RunEvaluations, plan_evaluations
 from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.metrics import best_evaluation, read_records
@@ -46,8 +47,8 @@ def in_process(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakePool]:
     FakePool.delay = FakePool.deadly = 0
     FakePool.made = []
-    monkeypatch.setattr(background, "WorkerPool", FakePool)
-    monkeypatch.setattr(background, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(evaluations, "WorkerPool", FakePool)
+    monkeypatch.setattr(evaluations, "POLL_SECONDS", 0.0)
     return FakePool
 
 
@@ -149,7 +150,7 @@ def test_an_evaluation_that_fails_is_recorded_and_training_goes_on(
     def refuse(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(background, "evaluate_tasks", refuse)
+    monkeypatch.setattr(jobs, "evaluate_tasks", refuse)
     run = train(tiny_recipe(data, f"evaluate.background={mode}"), out=tmp_path / "run")
     assert [record["step"] for record in read_records(run / "evaluations.jsonl")] == [7, 14, 20]
     said = capfd.readouterr().err
@@ -190,16 +191,16 @@ def test_an_interrupted_run_makes_up_for_what_was_outstanding(
 def test_ctrl_c_at_the_end_leaves_evaluations_to_the_resumed_run(
     data: Path, in_process: Path, tmp_path: Path, fake: type[FakePool]
 ) -> None:
-    wait, run = BackgroundEvaluations.wait, tmp_path / "run"
+    wait, run = RunEvaluations.wait, tmp_path / "run"
     fake.delay = 10**9
     recipe = tiny_recipe(data, "evaluate.background=on")
 
-    def interrupted(self: BackgroundEvaluations) -> None:
+    def interrupted(self: RunEvaluations) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         wait(self)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(BackgroundEvaluations, "wait", interrupted)
+        patched.setattr(RunEvaluations, "wait", interrupted)
         train(recipe, out=run, quiet=True)
     assert played(run) == []
     fake.delay = 0

@@ -14,8 +14,8 @@ from gear_offline.analysis.strategies import compare_strategies
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.tasks import data_key, environments_of
 from gear_offline.errors import GearError
-from gear_offline.evaluation.background import PlayRequest, play_checkpoint
 from gear_offline.evaluation.evaluate import tasks_of
+from gear_offline.evaluation.jobs import play_saved
 from gear_offline.loaders.recipes import recipe_sampler
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.planning.workload import make_workload
@@ -266,10 +266,7 @@ def test_a_process_beside_training_plays_the_same(run: Path, tmp_path: Path) -> 
     last_checkpoint = run / "checkpoints" / "step-00000020"
     trained = trained_model(chosen_checkpoint(last_checkpoint))
     tasks = tasks_of(recipe, tasks_of_config(trained.model.config))
-    request = PlayRequest(
-        checkpoint=str(last_checkpoint), run="run", step=20, tasks=tasks, device="cpu", threads=1
-    )
-    found = play_checkpoint(request)
+    found = play_saved(last_checkpoint, None, tasks, "cpu", threads=1).to_json()
     for name, task in last["tasks"].items():
         mine, theirs = (t["targets"] for t in (found["tasks"][name], task))
         assert [row["returns"] for row in mine] == [row["returns"] for row in theirs]

@@ -141,7 +141,7 @@ def test_what_cannot_be_shown_is_refused_before_anything_is_played(
 ) -> None:
     run = write_run(tmp_path / "run")
     (tmp_path / "there.gif").touch()
-    monkeypatch.setattr("gear_offline.evaluation.background.evaluate_tasks", None)
+    monkeypatch.setattr("gear_offline.evaluation.jobs.evaluate_tasks", None)
     call = lambda: evaluate(run, environment=environment, video=tmp_path / name)  # noqa: E731
     assert failing_code(call) == code
 

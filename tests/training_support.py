@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.errors import GearError
-from gear_offline.evaluation.background import PlayRequest, play_checkpoint
-from gear_offline.training.checkpoint_folder import list_checkpoints
+from gear_offline.evaluation.jobs import play_saved
+from gear_offline.training.checkpoint_folder import checkpoint_name, list_checkpoints
 from gear_offline.training.metrics import read_records
 from tests.support import make_dataset
 
@@ -64,18 +65,18 @@ class FakePool:
     def __init__(self, workers: int, *, threads: int) -> None:
         self.workers, self.most, self.closed = workers, 0, False
         self.left: dict[int, int] = {}
-        self.requests: list[PlayRequest] = []
+        self.jobs: list[Any] = []
         FakePool.made.append(self)
 
     @property
     def has_room(self) -> bool:
         return len(self.left) < self.workers
 
-    def submit(self, function: str, request: PlayRequest, known: Any) -> int:
-        self.requests.append(request)
-        self.left[len(self.requests)] = FakePool.delay
+    def submit(self, function: str, known: Any, *job: Any) -> int:
+        self.jobs.append(job)
+        self.left[len(self.jobs)] = FakePool.delay
         self.most = max(self.most, len(self.left))
-        return len(self.requests)
+        return len(self.jobs)
 
     def wait(self, seconds: float) -> list[tuple[int, Any]]:
         self.left = {number: left - 1 for number, left in self.left.items()}
@@ -84,11 +85,12 @@ class FakePool:
 
     def _value(self, number: int) -> Any:
         del self.left[number]
-        request = self.requests[number - 1]
-        if request.step == FakePool.deadly:
+        job = self.jobs[number - 1]
+        if job[0].name == checkpoint_name(FakePool.deadly):
             return GearError("WORKER_LOST", "a worker process has ended (killed by SIGKILL)")
         try:
-            return play_checkpoint(request)
+            with torch.random.fork_rng(devices=[]):
+                return play_saved(*job)
         except GearError as error:
             return error
 

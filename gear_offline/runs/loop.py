@@ -132,8 +132,8 @@ class Due(NamedTuple):
 class LiveRun(Closing):
     """A run as a rank goes through it, opened where its newest checkpoint has left it.
 
-    The first rank holds its `directory` and has a `writer`, which writes, speaks and evaluates;
-    both are None on the others.  `is_stopped` once a callback has ended it, on all ranks alike.
+    The first rank holds its `directory` and has a `writer`, which also holds its evaluations; both
+    are None on the others.  `is_stopped` once a callback has ended it, on all ranks alike.
     """
 
     def __init__(
@@ -202,10 +202,10 @@ class LiveRun(Closing):
     def _evaluate(self) -> bool:
         """Play the policy, or have it played; return whether a checkpoint is needed now."""
         step, first = self.learner.step, self.writer
-        plays_here = first is not None and first.plays_here(step)
+        plays_here = first is not None and first.evaluations.plays_here(step)
         if self._world.gather(plays_here)[0]:  # else the weights of the checkpoint are played
             self.learner.prepare_policy()
-        return first is not None and first.evaluate(step)
+        return first is not None and first.evaluations.evaluate(step)
 
     def _save_and_stop(self, saves: bool) -> None:
         """Save if the first rank needs a checkpoint or if any rank was told to stop; then stop."""
@@ -224,7 +224,7 @@ class LiveRun(Closing):
 
     @property
     def _keep(self) -> Keep:
-        return Keep(newest=1) if self.writer is None else self.writer.keep
+        return Keep(newest=1) if self.writer is None else self.writer.evaluations.keep
 
     def finish(self) -> None:
         """Wait for what the last step left under way."""

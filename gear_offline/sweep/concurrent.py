@@ -289,8 +289,8 @@ class _Group:
         self._mark()
         self._drop_passed()
         step = member.run.learner.step
-        if member.run.due().evaluation and member.writer.must_wait(step):
-            member.writer.collect()
+        if member.run.due().evaluation and member.writer.evaluations.must_wait(step):
+            member.writer.evaluations.collect()
             return False
         if self._events:
             return False
@@ -434,8 +434,8 @@ class _Scheduler:
         try:
             with _errors_of(member):
                 member.run.saver.check()
-                member.writer.collect()
-                if member.writer.outstanding:
+                member.writer.evaluations.collect()
+                if member.writer.evaluations.outstanding:
                     return
                 with group.work():
                     member.run.finish()

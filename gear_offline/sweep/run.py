@@ -20,10 +20,10 @@ from gear_offline.core.device import resolve_device
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text
 from gear_offline.errors import InputError
-from gear_offline.evaluation.background import MOST_WORKERS
 from gear_offline.progress import Progress, say
 from gear_offline.runs import report
 from gear_offline.runs.checks import check_recipe
+from gear_offline.runs.evaluations import MOST_WORKERS
 from gear_offline.runs.loop import TrainingInterrupted, check_resumed
 from gear_offline.runs.prepare import prepare_dataset, resolve
 from gear_offline.sweep.concurrent import train_concurrently

@@ -18,7 +18,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-import gear_offline.evaluation.background
+import gear_offline.runs.evaluations
 import gear_offline.runs.report
 from gear_offline.runs.loop import train
 from tests.training_support import (
@@ -85,8 +85,8 @@ def main() -> int:
             register_importable()
             overrides = ("evaluate.background=on", "train.keep_checkpoints=1")
             FakePool.delay = 4
-            gear_offline.evaluation.background.POLL_SECONDS = 0.0
-            vars(gear_offline.evaluation.background)["WorkerPool"] = FakePool
+            gear_offline.runs.evaluations.POLL_SECONDS = 0.0
+            vars(gear_offline.runs.evaluations)["WorkerPool"] = FakePool
         runs = kill_many(
             data, folder / "killed", *overrides, kills=arguments.kills, seed=arguments.seed
         )

@@ -1,0 +1,304 @@
+"""The evaluations of a run while it trains: who plays them, what waits, what is recorded.
+
+Each one that is due is played from beginning to end in the training process, or by one worker
+process: with the same device and number of threads the returns are the same.  In the background the
+weights are those of a checkpoint, which stays until its result is there; a run that was killed
+meanwhile finds it again and plays it.  Results are recorded in the order of steps.  When more are
+outstanding than allowed, the next one waits for room: leaving evaluations out would make the result
+of a run depend on its machine's speed.  One that fails is recorded as failed, training goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gear_offline.config.recipe import Recipe
+from gear_offline.config.tasks import evaluates_at, plays
+from gear_offline.core.closing import Closing
+from gear_offline.core.interruption import Aborted
+from gear_offline.core.system import usable_cores
+from gear_offline.core.text import count_text
+from gear_offline.distributed.world import World
+from gear_offline.errors import GearError
+from gear_offline.evaluation.environments import known_of
+from gear_offline.evaluation.evaluate import EvaluationTask, tasks_of
+from gear_offline.evaluation.jobs import known_to, play_job, play_saved, play_tasks
+from gear_offline.evaluation.results import EvaluationReport, summary_text
+from gear_offline.models.multitask import tasks_of_config
+from gear_offline.progress import Progress
+from gear_offline.training.checkpoint_folder import Keep, list_checkpoints
+from gear_offline.training.metrics import Metrics
+from gear_offline.workers import Caller, WorkerPool
+
+if TYPE_CHECKING:
+    from gear_offline.runs.loop import LiveRun
+
+POLL_SECONDS = 0.05
+SPARE = 2  # evaluations that may wait while all workers play
+NICENESS = 5  # where cores are short, training goes first
+MOST_WORKERS = 8
+MOST_THREADS = 4  # of a worker beside a GPU: an evaluation should not take minutes
+CPU_PARAMETERS = 5_000_000  # a larger model takes CPU cores hours for an evaluation
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationPlan:
+    """How a run's evaluations are played."""
+
+    workers: int  # processes in the background; 0: in the training process
+    threads: int  # of torch on the CPU where they are played; sums over more differ in last bits
+    device: torch.device  # where the policy runs
+
+
+def plan_evaluations(
+    recipe: Recipe,
+    tasks: tuple[EvaluationTask, ...],
+    device: torch.device,
+    world: World,
+    *,
+    parameters: int,
+    concurrent_runs: int = 1,
+) -> EvaluationPlan:
+    """Decide for a run that trains on `device`: ``auto`` takes cores that training leaves."""
+    settings, train = recipe.evaluate, recipe.train
+    on_gpu = device.type == "cuda"
+    here = device if settings.device == "auto" else torch.device(settings.device)
+    away = torch.device("cpu") if settings.device == "auto" else torch.device(settings.device)
+    if on_gpu and away.type == "cuda" and away.index is None:
+        here = away = device
+    ranks = world.nodes.count(world.nodes[world.rank])
+    spare = usable_cores() - ranks * (1 if on_gpu else torch.get_num_threads())
+    spare //= concurrent_runs
+    wanted = settings.background == "on"
+    if settings.background == "auto":
+        at_the_end = train.evaluate_every is None or train.evaluate_every >= train.steps
+        too_large = on_gpu and away.type == "cpu" and parameters > CPU_PARAMETERS
+        wanted = spare > 0 and not at_the_end and not too_large
+    can = all(known_of(task.environment) is not None for task in tasks)
+    if not (wanted and can and tasks):
+        return EvaluationPlan(workers=0, threads=torch.get_num_threads(), device=here)
+    threads = max(1, min(MOST_THREADS, spare // 2)) if on_gpu else train.threads or 1
+    workers = max(1, min(MOST_WORKERS, spare // (2 * threads)))
+    if away.type == "cuda":
+        workers = threads = 1
+    return EvaluationPlan(workers=settings.workers or workers, threads=threads, device=away)
+
+
+@dataclass
+class _Waiting:
+    """An evaluation in the background."""
+
+    asked: float = field(default_factory=time.monotonic)
+    begun: bool = False
+    played: EvaluationReport | GearError | None = None
+
+
+class RunEvaluations(Closing):
+    """The evaluations of a run, of which the first rank has one.
+
+    `concurrent_runs` share the cores that training leaves to them.
+
+    Attributes
+    ----------
+    count
+        Evaluations that this process has recorded.
+    held_seconds
+        How long they have held training up, by playing or for room.
+    """
+
+    def __init__(
+        self, run: LiveRun, metrics: Metrics, progress: Progress, *, concurrent_runs: int
+    ) -> None:
+        self._run, self._metrics, self._progress = run, metrics, progress
+        self._recipe, learner = run.learner.recipe, run.learner
+        tasks = tasks_of(self._recipe, tasks_of_config(learner.model.config))
+        self._tasks = tasks if plays(self._recipe) else ()
+        self.plan = plan_evaluations(
+            self._recipe,
+            self._tasks,
+            learner.device,
+            learner.world,
+            parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
+            concurrent_runs=concurrent_runs,
+        )
+        self._pool = WorkerPool(self.plan.workers, threads=self.plan.threads)
+        self._queue: dict[int, _Waiting] = {}  # by step, ascending
+        self._jobs: dict[int, _Waiting] = {}  # by number in the pool
+        self._polled = 0.0
+        self.count, self.held_seconds = 0, 0.0
+
+    @property
+    def outstanding(self) -> tuple[int, ...]:
+        """Steps that are still to be played in the background."""
+        return tuple(self._queue)
+
+    @property
+    def keep(self) -> Keep:
+        """The checkpoints that stay."""
+        best, newest = self._metrics.best, self._recipe.train.keep_checkpoints
+        step = None if best is None else int(best["step"])
+        return Keep(newest=newest, best=step, pinned=self.outstanding)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._queue) >= self.plan.workers + SPARE
+
+    def _is_new(self, step: int) -> bool:
+        return not self._metrics.evaluated(step) and step not in self._queue
+
+    def must_wait(self, step: int) -> bool:
+        """Whether an evaluation of `step` could not begin before another is done."""
+        return self._is_full and self._is_new(step)
+
+    def plays_here(self, step: int) -> bool:
+        """Whether `evaluate` will play the learner's own weights."""
+        return not self.plan.workers and self._is_new(step)
+
+    def take_up(self) -> None:
+        """Play what a killed run left: checkpoints of steps that were due, without a result."""
+        for step, _ in list_checkpoints(self._run.path / "checkpoints"):
+            if not evaluates_at(self._recipe, step) or self._metrics.evaluated(step):
+                continue
+            if self.plan.workers:
+                self._queue[step] = _Waiting()
+            elif step < self._run.learner.step:  # that of this step comes of itself
+                self._play(step, partial(play_saved, *self._job(step)))
+
+    def evaluate(self, step: int) -> bool:
+        """Play the weights of `step`; return whether a checkpoint of them is needed now.
+
+        In the training process: when they are the best so far.  In the background: always.
+        """
+        if not self._is_new(step):
+            return False
+        if self.plan.workers:
+            began = time.perf_counter()
+            while self._is_full and self._run.stop.signal_name is None:
+                self._run.saver.check()
+                self.wait()
+            self.held_seconds += time.perf_counter() - began
+            self._queue[step] = _Waiting()
+            return True
+        learner, device = self._run.learner, self.plan.device
+        learner.check()
+        try:
+            acting = learner.acting
+            self._play(step, lambda: play_tasks(acting.on(device), self._tasks, str(device)))
+        finally:
+            learner.resume_training()
+        best = self._metrics.best
+        return best is not None and best["step"] == step
+
+    def _job(self, step: int) -> tuple[Any, ...]:
+        """Return the arguments of `play_saved`."""
+        path, plan = self._run.saver.path(step).absolute(), self.plan
+        return path, None, self._tasks, str(plan.device), plan.threads
+
+    def _play(self, step: int, play: Callable[[], EvaluationReport]) -> None:
+        """Play in this process; Ctrl-C leaves it to a resumed run."""
+        began, random = time.monotonic(), torch.random.fork_rng(devices=[])
+        played: EvaluationReport | Exception
+        try:
+            with self._progress.paused("evaluating"), self._run.stop.abortable(), random:
+                played = play()
+        except Aborted:
+            return
+        except Exception as error:
+            played = error
+        seconds = time.monotonic() - began
+        self.held_seconds += seconds
+        self._record(step, played, seconds)
+
+    def collect(self) -> None:
+        """Record what has come in, and begin what can be; cheap enough for every step."""
+        self._drop_given_up()
+        now = time.monotonic()
+        if not self._queue or now - self._polled < POLL_SECONDS:
+            return
+        self._polled = now
+        for number, played in self._pool.wait(0):
+            self._jobs.pop(number).played = played
+        for step, waiting in self._queue.items():
+            job = self._job(step)
+            if waiting.begun or not self._pool.has_room or not job[0].is_dir():
+                continue  # a checkpoint may still be being written
+            waiting.begun = True
+            try:
+                known = known_to(self._tasks)
+                self._jobs[self._pool.submit(f"{__name__}:play_nicely", known, *job)] = waiting
+            except GearError as error:
+                waiting.played = error
+        recorded = self.count
+        for step, waiting in list(self._queue.items()):
+            if waiting.played is None:
+                break
+            del self._queue[step]
+            self._record(step, waiting.played, now - waiting.asked)
+        if self.count > recorded:
+            self._run.saver.prune(self.keep)
+
+    def _drop_given_up(self) -> None:
+        """Play no checkpoint that the saver has given up."""
+        given_up, path = self._run.saver.given_up, self._run.path
+        while given_up:
+            step = given_up.popleft()
+            self._queue.pop(step, None)
+            # its own may be there: what fails last is to make its name durable
+            saved = [n for n, _ in list_checkpoints(path / "checkpoints") if n < step]
+            since = f"step {saved[-1]:,}" if saved else "the beginning"
+            what = f"the disk of {path} is full, nothing is saved since {since}"
+            self._progress.say(f"step {step:,}: {what}; training goes on")
+
+    def _record(self, step: int, played: EvaluationReport | Exception, seconds: float) -> None:
+        now, name = self._run.learner.step, self._run.callbacks.run.name
+        if isinstance(played, Exception):
+            text = f"{played.code}: {played}" if isinstance(played, GearError) else repr(played)
+            document: dict[str, Any] = {
+                "error": text,
+                "return": None,
+                "normalized_score": None,
+                "targets": [],
+            }
+        else:
+            document = played.to_json()
+        stale = {"staleness_steps": now - step, "staleness_seconds": round(seconds, 3)}
+        self.count += 1
+        self._metrics.evaluation(step, {**document, "run": name, **stale})
+        short, whole = summary_text(document)
+        late = f" ({seconds:,.0f} s and {now - step:,} steps ago)" if now > step else ""
+        self._progress.update(now, last=short)
+        self._progress.say(f"step {step:,}{late}: {whole}")
+        self._run.callbacks.tell("on_evaluation", step, dict(self._metrics.evaluations[-1]))
+
+    def wait(self) -> None:
+        """Sleep a moment and record what has come in."""
+        time.sleep(POLL_SECONDS)
+        self.collect()
+
+    def finish(self) -> None:
+        """Wait for what is outstanding; Ctrl-C leaves it to a resumed run."""
+        if self._queue:
+            self._progress.say(f"waiting for {count_text(len(self._queue), 'evaluation')}")
+        try:
+            with self._run.stop.abortable():
+                while self._queue:
+                    self.wait()
+        except Aborted:
+            self.close()
+
+    def close(self) -> None:
+        """End the processes; what is outstanding is left to a resumed run."""
+        self._pool.close()
+
+
+def play_nicely(caller: Caller, *job: Any) -> EvaluationReport:
+    """Do the job of `play_job`; where cores are short, training goes first."""
+    os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
+    return play_job(caller, *job)
