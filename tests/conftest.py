@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -20,6 +21,14 @@ def same_environments() -> Iterator[None]:
     yield
     if gymnasium is not None:
         gymnasium.registry.update(before)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The kernels' text compiled for the CPU, where one call does all blocks."""
+    from tests.kernels_on_cpu import compile_kernels  # loads torch
+
+    return compile_kernels(tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture(scope="module")

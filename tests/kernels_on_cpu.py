@@ -37,11 +37,6 @@ CUDA_FLAGS = ("-pthread", "-Wno-unknown-pragmas", "-Wno-sign-compare")
 SANITIZED = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g")
 
 
-def compile_library(folder: Path, name: str) -> Any:
-    """Return ``tests/NAME_on_cpu.cpp`` as a library; skips the test without a compiler."""
-    return _compile(folder, f"{name}_on_cpu", FLAGS)
-
-
 def compile_threads(folder: Path, name: str) -> ThreadedKernels:
     """Return the kernels of ``tests/NAME_in_threads.cpp``; skips the test without a compiler."""
     more = SANITIZED if os.environ.get("GEAR_OFFLINE_SANITIZE") else ()
@@ -60,8 +55,8 @@ def _compile(folder: Path, name: str, flags: Sequence[str]) -> Any:
 
 
 def compile_kernels(folder: Path) -> Any:
-    """Return the library of all kernels, whose structures are those of the package."""
-    library = compile_library(folder, "sample")
+    """Return the library of all kernels; its structures are those of the package."""
+    library = _compile(folder, "sample_on_cpu", FLAGS)
     library.size_of.restype = ctypes.c_longlong
     sizes = [library.size_of(number) for number in range(5)]
     assert sizes == [d.itemsize for d in (JOB, SAMPLING, UPDATE, IMPORTANCE, TREE)]

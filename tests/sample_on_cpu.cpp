@@ -11,18 +11,18 @@ static u64 step_of_launch(const Job& job) {
     return step;
 }
 
-template <typename Sampler>
+template <typename Sampler, int LANES>
 static void fill(const Job& job) {
     u64 step = step_of_launch(job);
     for (i64 task = 0; task < job.segments * job.tasks; ++task)
-        for (int lane = 0; lane < 8; ++lane) run_task<Sampler, 8>(job, step, task, lane);
+        for (int lane = 0; lane < LANES; ++lane) run_task<Sampler, LANES>(job, step, task, lane);
 }
 
-#define FILLS(name, Sampler)                                              \
-    extern "C" void run_##name##_8(const Job* job) { fill<Sampler>(*job); }  \
-    extern "C" void run_##name##_16(const Job* job) { fill<Sampler>(*job); } \
-    extern "C" void run_##name##_32(const Job* job) { fill<Sampler>(*job); } \
-    extern "C" void run_##name##_many(const Job* job) { fill<Sampler>(*job); }
+#define FILLS(name, Sampler)                                                  \
+    extern "C" void run_##name##_8(const Job* job) { fill<Sampler, 8>(*job); }   \
+    extern "C" void run_##name##_16(const Job* job) { fill<Sampler, 16>(*job); } \
+    extern "C" void run_##name##_32(const Job* job) { fill<Sampler, 32>(*job); } \
+    extern "C" void run_##name##_many(const Job* job) { fill<Sampler, 8>(*job); }
 FILLS(fill, Plain)
 FILLS(sample, Every)
 
@@ -77,12 +77,6 @@ extern "C" void draw_all(u64 seed, u64 stream, u64 step, u64 steps, u64 count, u
         *out++ = numbers.first;
         *out++ = numbers.second;
     }
-}
-
-extern "C" void divide_wide(u64 high, u64 low, u64 by, u64* found) {
-    Division division = divide(high, low, by);
-    found[0] = division.quotient;
-    found[1] = division.rest;
 }
 
 extern "C" i64 size_of(int which) {

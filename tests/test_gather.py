@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.kernels.columns import ColumnGroup, Field
 from gear_offline.kernels.gather import ALIGNMENT_BYTES, Arena, Padding, Windows, carve
-from gear_offline.kernels.gather_gpu import JOB, StaticFill
+from gear_offline.kernels.gather_gpu import StaticFill
 from gear_offline.kernels.segments import Segments
 from gear_offline.tables.table import Table, TableOptions, build_table
 from tests.gpu_support import NEEDS_CUPY, ON_GPU
-from tests.kernels_on_cpu import compile_library, gpu_gather, on_cpu
+from tests.kernels_on_cpu import gpu_gather, on_cpu
 from tests.segment_oracle import (
     Array,
     MemoryTable,
@@ -45,20 +45,13 @@ PADDINGS: Any = st.sampled_from(["right", "left"])
 Cut = Callable[..., Windows]
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    library = compile_library(tmp_path_factory.mktemp("fill"), "fill")
-    assert library.job_bytes() == JOB.itemsize
-    return library
-
-
 @contextmanager
-def device(kind: str, text: Any) -> Iterator[str]:
+def device(kind: str, library: Any) -> Iterator[str]:
     """Yield the device of a GPU gather; of the CUDA text it is the CPU."""
     if kind == "cuda":
         yield "cuda"
     else:
-        with on_cpu(text):
+        with on_cpu(library):
             yield "cpu"
 
 
@@ -82,7 +75,7 @@ def cut(request: pytest.FixtureRequest) -> Cut:
 
     if request.param == "cpu":
         return by_cpu
-    library = request.getfixturevalue("text")
+    library = request.getfixturevalue("library")
     return by_gpu
 
 
@@ -325,13 +318,13 @@ def test_segments_outside_the_dataset_are_refused(cut: Cut, episode: int, start:
 
 
 @pytest.mark.parametrize("kind", GATHERS[1:])
-def test_a_ring_of_names_is_read_at_the_step_of_the_counter(text: Any, kind: str) -> None:
+def test_a_ring_of_names_is_read_at_the_step_of_the_counter(library: Any, kind: str) -> None:
     lengths, table = [4, 9, 2], memory_table([4, 9, 2], 3)
     options: dict[str, Any] = {"rank_batch": 4, "context_length": 3}
     drawn = np.random.default_rng(5).integers(0, 15, (20, 4))
     every = all_segments(lengths)
     named = [every[row] for row in drawn]
-    with device(kind, text) as place:
+    with device(kind, library) as place:
         fill = StaticFill(gpu_gather(table, device=place, **options), ring=6)
         fill.enqueue()  # before anything is named: some window, and no foreign memory
         first = 2**33 + 1

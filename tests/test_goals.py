@@ -28,7 +28,7 @@ from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.runs.prepare import resolve
 from tests.gpu_support import same
 from tests.image_support import image_columns
-from tests.kernels_on_cpu import compile_kernels, gpu_gather, on_cpu
+from tests.kernels_on_cpu import gpu_gather, on_cpu
 from tests.sampling_support import p_value
 from tests.support import hopper_columns, make_dataset, one_error
 from tests.test_resume import interrupted_in
@@ -164,11 +164,6 @@ def test_kernels_of_the_gpu_gather_the_same(
         engines = [gpu_gather(loader.table, rank_batch=8, context_length=k) for k in (SPAN, 1)]
         windows = with_goals(engines[0].gather(segments), engines[1].gather(goals))
     same(split_steps(windows, "right")[0], loader.batch_at(3))
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return compile_kernels(tmp_path_factory.mktemp("kernels"))
 
 
 # the maze -------------------------------------------------------------------------------------

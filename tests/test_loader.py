@@ -20,7 +20,7 @@ from gear_offline.loaders import rows as module
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling import make_sampler
-from tests.segment_oracle import expect, oracle_window, same_bits
+from tests.segment_oracle import same_bits
 from tests.support import failing_code, hopper_columns, make_dataset, one_error
 
 LENGTHS = [30, 1, 7, 55, 20, 3]
@@ -51,50 +51,6 @@ def same(one: Batch, other: Batch) -> bool:
 
 def take(loader: GearLoader, count: int) -> list[Batch]:
     return list(itertools.islice(loader, count))
-
-
-@pytest.mark.parametrize("padding", ["right", "left"])
-@pytest.mark.parametrize("selection", ["uniform_steps", "uniform_episodes"])
-def test_batches_equal_the_oracle(dataset: Dataset, padding: Any, selection: str) -> None:
-    loader = GearLoader(
-        dataset,
-        batch_size=16,
-        context_length=9,
-        selection=selection,
-        seed=11,
-        padding=padding,
-        returns_scale=1000.0,
-        extra_columns=["infos/qpos"],
-        device="cpu",
-    )
-    columns = {name: dataset.column(name) for name in ("observations", "actions", "rewards")}
-    columns["infos/qpos"] = dataset.column("infos/qpos")
-    law = make_sampler(selection, dataset)
-    for step, batch in enumerate(take(loader, 4)):
-        drawn = law.sample(11, step, 1, 16)[0]
-        assert batch.segments[:, 0].tolist() == drawn.episodes.tolist()
-        assert batch.segments[:, 1].tolist() == drawn.starts.tolist()
-        for i, (episode, start) in enumerate(batch.segments.tolist()):
-            window = oracle_window(
-                columns,
-                LENGTHS,
-                episode,
-                start,
-                context_length=9,
-                padding=padding,
-                returns_scale=1000.0,
-            )
-            for name, column, width in (
-                ("states", "observations", 11),
-                ("actions", "actions", 3),
-                ("rewards", "rewards", 1),
-                ("returns_to_go", "returns_to_go", 1),
-            ):
-                expected = expect(window[column], np.float32, (width,))
-                assert same_bits(getattr(batch, name)[i].numpy(), expected), name
-            extra = expect(window["infos/qpos"], np.float64, (6,))
-            assert same_bits(batch.extras["infos/qpos"][i].numpy(), extra)
-            assert batch.timesteps[i].tolist() == [t or 0 for t in window["timesteps"]]
 
 
 def test_a_batch_is_a_pure_function_of_seed_and_step(

@@ -5,20 +5,13 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gear_offline.kernels.philox import bounded, draws
 from gear_offline.kernels.short_attention import philox4x32
-from tests.kernels_on_cpu import compile_library
 
 DRAW = st.integers(0, 2**64 - 1)
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return compile_library(tmp_path_factory.mktemp("philox"), "sample")
 
 
 @settings(max_examples=150, deadline=None)

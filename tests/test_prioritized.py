@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gear_offline.kernels.philox import draws
 from gear_offline.kernels.priorities import DevicePriorities
 from gear_offline.sampling.prioritized import HostPriorities, Prioritized
-from tests.kernels_on_cpu import compile_kernels, on_cpu
+from tests.kernels_on_cpu import on_cpu
 from tests.sampling_support import p_value, prioritized
 from tests.support import one_error
 
@@ -29,11 +29,6 @@ def make(**options: Any) -> Prioritized:
 
 def losses_of(values: list[float]) -> npt.NDArray[np.float32]:
     return np.array(values, dtype=np.float32)
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return compile_kernels(tmp_path_factory.mktemp("tree"))
 
 
 def find_in_kernel(library: Any, tree: DevicePriorities, numbers: npt.NDArray[np.uint64]) -> Any:

@@ -18,17 +18,12 @@ from gear_offline.models.loss import action_loss, segment_losses
 from gear_offline.sampling import make_sampler
 from gear_offline.tables.table import Table
 from tests.gpu_support import NEEDS_CUPY, ON_GPU
-from tests.kernels_on_cpu import compile_kernels, gpu_gather, on_cpu
+from tests.kernels_on_cpu import gpu_gather, on_cpu
 from tests.sampling_support import CASES, IDS, facts, prioritized
 from tests.segment_oracle import bits, cpu_gather, memory_table
 
 LENGTHS = [4, 1, 30, 7, 19, 2, 23, 11]
 SPAN, BATCH = 5, 7
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return compile_kernels(tmp_path_factory.mktemp("engine"))
 
 
 @pytest.fixture(scope="module")

@@ -15,54 +15,82 @@ from gear_offline.runs.loop import train
 from gear_offline.sampling import make_sampler
 from gear_offline.training.learner import Learner
 from tests.sampling_support import CASES, CONTEXT, IDS, facts, keys
+from tests.segment_oracle import expect, oracle_window, same_bits
 from tests.support import hopper_columns, make_dataset, one_error
 from tests.training_support import learnt, tiny_data, tiny_recipe
 
 LENGTHS = [1, 7, 2, 9, 5, 3, 12]
+CUT = 4  # steps from here on are replaced
+FIELDS = {
+    "states": "observations", "actions": "actions", "rewards": "rewards",
+    "returns_to_go": "returns_to_go", "infos/qpos": "infos/qpos",
+}  # fmt: skip
 PRIORITIZED = ["selection.strategy=prioritized", "selection.alpha=1.0", "selection.beta=0.5"]
+
+
+def columns() -> dict[str, Any]:
+    """Each observation is its own step's number."""
+    found: dict[str, Any] = hopper_columns(sum(LENGTHS))
+    found["observations"][:] = np.arange(sum(LENGTHS), dtype=np.float32)[:, None]
+    found["rewards"] = np.abs(found["rewards"])  # `weighted` draws by them
+    return found | {"infos/qpos": np.random.default_rng(0).normal(size=(sum(LENGTHS), 6))}
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """Each observation is its own step's number; the last episode is truncated."""
-    steps = sum(LENGTHS)
-    columns = hopper_columns(steps)
-    columns["observations"][:] = np.arange(steps, dtype=np.float32)[:, None]
-    columns["rewards"] = np.abs(columns["rewards"])  # `weighted` draws by them
-    return make_dataset(tmp_path_factory.mktemp("samplers"), LENGTHS, columns=columns)
+    """The last episode is truncated."""
+    return make_dataset(tmp_path_factory.mktemp("samplers"), LENGTHS, columns=columns())
+
+
+@pytest.fixture(scope="module")
+def replaced(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """The dataset with other observations and actions from step `CUT` of each episode on."""
+    later = np.concatenate([np.arange(length) for length in LENGTHS]) >= CUT
+    found = columns()
+    found["observations"][later] += 1e3
+    found["actions"][later] *= -7
+    return make_dataset(tmp_path_factory.mktemp("replaced"), LENGTHS, columns=found)
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 def test_windows_hold_their_own_steps_and_nothing_later(
-    dataset: Dataset, name: str, options: dict[str, Any], padding: Any
+    dataset: Dataset, replaced: Dataset, name: str, options: dict[str, Any], padding: Any
 ) -> None:
-    sampler = make_sampler(name, dataset, context_length=CONTEXT, **options)
+    """Every field is the oracle's; later steps that are replaced change nothing before them."""
     arguments: dict[str, Any] = {
-        "batch_size": 5,
-        "context_length": CONTEXT,
-        "selection": sampler,
-        "padding": padding,
-        "device": "cpu",
-    }
-    if sampler.padding not in (None, padding):
+        "batch_size": 5, "context_length": CONTEXT, "padding": padding, "device": "cpu",
+        "returns_scale": 1000.0, "extra_columns": ["infos/qpos"],
+    }  # fmt: skip
+    one, two = (make_sampler(name, each, context_length=CONTEXT, **options)
+                for each in (dataset, replaced))  # fmt: skip
+    if one.padding not in (None, padding):
         with one_error("LOADER_OPTION", "padding"):
-            GearLoader(dataset, **arguments)
+            GearLoader(dataset, selection=one, **arguments)
         return
-    loader = GearLoader(dataset, **arguments)
+    loader = GearLoader(dataset, selection=one, **arguments)
+    other, stored = GearLoader(replaced, selection=two, **arguments), columns()
     for step in range(12):
-        segments, batch = loader.segments_at(step), next(loader)
+        segments, batch, changed = loader.segments_at(step), next(loader), next(other)
+        assert torch.equal(batch.segments, changed.segments)
         for slot, (episode, start, steps) in enumerate(keys(segments, LENGTHS)):
             assert batch.segments[slot].tolist() == [episode, start]
-            real = batch.attention_mask[slot].bool()
-            assert int(real.sum()) == steps
             where = slice(0, steps) if padding == "right" else slice(CONTEXT - steps, CONTEXT)
-            assert bool(real[where].all())
-            first = sum(LENGTHS[:episode]) + start
-            seen = batch.states[slot, where, 0].tolist()
-            assert seen == [float(first + i) for i in range(steps)]
+            assert batch.attention_mask[slot].nonzero()[:, 0].tolist() == [*range(CONTEXT)[where]]
             assert batch.timesteps[slot, where].tolist() == list(range(start, start + steps))
-            assert not batch.states[slot][~real].any() and not batch.actions[slot][~real].any()
+            window = oracle_window(
+                stored, LENGTHS, episode, start,
+                context_length=steps, padding=padding, returns_scale=1000.0,
+            )  # fmt: skip
+            for field, column in FIELDS.items():
+                found = batch[field][slot].numpy()
+                expected = np.zeros_like(found)
+                expected[where] = expect(window[column], found.dtype, found.shape[1:])
+                assert same_bits(found, expected), field
+        real, early = batch.attention_mask.bool(), batch.timesteps < CUT
+        for field in FIELDS:
+            assert torch.equal(batch[field][real & early], changed[field][real & early]), field
+        assert (batch.states != changed.states)[real & ~early].all()
 
 
 @pytest.mark.parametrize(

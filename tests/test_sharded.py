@@ -23,7 +23,7 @@ from gear_offline.sampling import make_sampler
 from gear_offline.sampling.base import Stream
 from gear_offline.tables.table import TableOptions, build_table
 from tests.image_support import image_columns
-from tests.kernels_on_cpu import compile_library, gpu_gather, on_cpu
+from tests.kernels_on_cpu import gpu_gather, on_cpu
 from tests.one_process import OneProcess
 from tests.segment_oracle import bits, cpu_gather
 from tests.support import failing_code, make_dataset
@@ -47,12 +47,6 @@ def frames(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     found = open_dataset(Path(path))
     assert len(found.manifest.shards) >= 3
     return found
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The CUDA text, compiled for the CPU."""
-    return compile_library(tmp_path_factory.mktemp("fill"), "fill")
 
 
 class Rank:
@@ -123,7 +117,7 @@ def ranks_of(dataset: Dataset, nodes: tuple[int, ...], **options: Any) -> list[A
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_ranks_get_the_global_batch(
-    dataset: Dataset, frames: Dataset, text: Any, data: st.DataObject
+    dataset: Dataset, frames: Dataset, library: Any, data: st.DataObject
 ) -> None:
     """Histories travel with their windows; blocks may come in any order."""
     nodes = data.draw(st.sampled_from([(0, 1), (0, 0, 1, 1), (0, 1, 2), (0, 1, 1, 2), (0,)]))
@@ -141,7 +135,7 @@ def test_ranks_get_the_global_batch(
         source, TableOptions(context_length=span, frame_stack=stack, normalize_states=normalize)
     )
     gather = cpu_gather(whole, span, padding)
-    with on_cpu(text) if engine else nullcontext():
+    with on_cpu(library) if engine else nullcontext():
         ranks = ranks_of(source, nodes, **options)
         for first, steps in ((0, 3), (3, 3), (20, 1), (6, 2), (8, 2), (10, 2), (12, 2)):
             expected = gather.gather(sampler.sample(7, first, steps, batch_size))
@@ -172,14 +166,14 @@ class Event:
 
 
 def test_a_captured_step_reads_rows_of_other_nodes(
-    dataset: Dataset, text: Any, monkeypatch: pytest.MonkeyPatch
+    dataset: Dataset, library: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Names and rows are there before each replay, over many turns of the rings."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     sampler = make_sampler("uniform_steps", dataset)
     options: dict[str, Any] = {"sampler": sampler, "batch_size": 10, "span": 4, "engine": True}
     gather = cpu_gather(build_table(dataset, TableOptions(context_length=4)), 4)
-    with on_cpu(text):
+    with on_cpu(library):
         ranks = ranks_of(dataset, (0, 1), **options)
         batches = [
             StaticBatch(
