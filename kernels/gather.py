@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
 
@@ -69,6 +69,13 @@ class Windows:
                     part = part.unfold(steps, field.history + 1, 1).movedim(-1, steps + 1)
                 tensors[field.name] = part
         return tensors
+
+    def with_field(self, name: str, values: Tensor, shape: tuple[int, ...] = ()) -> Windows:
+        """Return the windows with one more field: contiguous `values` that end with its `shape`."""
+        dtype = torch.empty(0, dtype=values.dtype).numpy().dtype
+        field = Field(name=name, dtype=dtype, shape=shape)
+        buffer = values.reshape(*values.shape[: values.dim() - len(shape)], field.width)
+        return replace(self, buffers=(*self.buffers, buffer), fields=(*self.fields, (field,)))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Windows:
         """Return the windows with `change` applied to every tensor."""

@@ -8,12 +8,9 @@ Shape legend: T steps of a block, B segments of a rank, S shape of a state, E ep
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from gear_offline.config.sections import GoalSettings
-from gear_offline.kernels.columns import Field
 from gear_offline.kernels.gather import Windows, real_steps
 from gear_offline.kernels.philox import bounded, draws
 from gear_offline.kernels.segments import Segments
@@ -82,7 +79,4 @@ class GoalSampler:
 def with_goals(windows: Windows, goals: Windows) -> Windows:
     """Return windows with the states of `goals`, windows of one step, as one more field."""
     states = goals.tensors()["states"].contiguous()  # (T, B, 1, S)
-    (of,) = (field for fields in goals.fields for field in fields if field.name == "states")
-    field = Field(name=EXTRA + GOALS, dtype=of.dtype, shape=tuple(states.shape[3:]))
-    buffer = states.flatten(3) if states.dim() > 3 else states[..., None]
-    return replace(windows, buffers=(*windows.buffers, buffer), fields=(*windows.fields, (field,)))
+    return windows.with_field(EXTRA + GOALS, states, tuple(states.shape[3:]))

@@ -26,6 +26,7 @@ from gear_offline.dataset.dataset import open_dataset
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.kernels.gather import Padding, Windows
+from gear_offline.kernels.gather_gpu import GpuGather
 from gear_offline.kernels.segments import Segments
 from gear_offline.loaders.batch import Batch, split_steps
 from gear_offline.loaders.goals import GOALS, GoalSampler
@@ -40,7 +41,7 @@ from gear_offline.loaders.options import (
     no_engine,
 )
 from gear_offline.loaders.recipes import loader_options, open_data, recipe_sampler
-from gear_offline.loaders.rows import DiskRows, GpuRows, RowOpener, Rows
+from gear_offline.loaders.rows import DiskRows, RowOpener, Rows
 from gear_offline.loaders.static_batch import BlockNames, StaticBatch
 from gear_offline.sampling import Sampler, check_range
 from gear_offline.sampling.base import Stream, plain
@@ -48,7 +49,6 @@ from gear_offline.tables.joint import JointDataset, TableData, data_digest, data
 from gear_offline.tables.table import Table
 
 if TYPE_CHECKING:
-    from gear_offline.kernels.gather_gpu import GpuGather
     from gear_offline.tables.disk import DiskGather
 
 STATE_FORMAT = 1
@@ -174,30 +174,14 @@ class GearLoader(Closing, Iterator[Batch]):
         table: Table | None = None,
         **unknown: Never,
     ) -> None:
+        given = dict(locals())  # the arguments by their names
         check_keywords(positional, unknown)
         self.device = resolve_device(device)
-        self._options = options = check_options(
-            self.device,
-            batch_size=batch_size,
-            context_length=context_length,
-            padding=padding,
-            gamma=gamma,
-            returns_scale=returns_scale,
-            normalize_states=normalize_states,
-            extra_columns=extra_columns,
-            frame_stack=frame_stack,
-            goals=goals,
-            engine=engine,
-            placement=placement,
-            hbm_budget=hbm_budget,
-            host_budget=host_budget,
-            sharding=sharding,
-            exchange=exchange,
-        )
+        self._options = options = check_options(given, self.device)
         check_range(seed, start_step, 0, options.batch_size)
         self.seed, self._step = int(seed), int(start_step)
         self.batch_size, self.context_length = options.batch_size, options.context_length
-        self.padding, self.frame_stack = options.padding, options.frame_stack
+        self.padding = options.padding
         self.world = find_world(world, self.batch_size)
         if isinstance(dataset, (str, Path)):
             dataset = open_dataset(dataset, verify=False)  # what is loaded is compared
@@ -219,14 +203,8 @@ class GearLoader(Closing, Iterator[Batch]):
                 what = "one dataset, whose extra_columns are not called goals"
                 raise bad_option("goals", goals, what)
             self._goals = GoalSampler(options.goals, stream, self.context_length)
-        self.rows: Rows = RowOpener(
-            data=dataset,
-            stream=stream,
-            world=self.world,
-            device=self.device,
-            options=options,
-            goals=self._goals,
-        ).open(table)
+        opener = RowOpener(dataset, stream, self.world, self.device, options, self._goals)
+        self.rows: Rows = opener.open(table)
         self._task_bounds = _task_bounds(dataset, self.device)
         self._ready: list[Batch] = []  # the next batches, last one first
 
@@ -286,7 +264,7 @@ class GearLoader(Closing, Iterator[Batch]):
     @property
     def engine(self) -> GpuGather | None:
         """The GPU that gathers; None where the CPU does."""
-        return self.rows.engine if isinstance(self.rows, GpuRows) else None
+        return self.rows.gather if isinstance(self.rows.gather, GpuGather) else None
 
     @property
     def disk(self) -> DiskGather | None:
@@ -364,11 +342,11 @@ class GearLoader(Closing, Iterator[Batch]):
         UnavailableError
             ``DEVICE`` unless the loader has a GPU engine.
         """
-        if not isinstance(self.rows, GpuRows):
+        engine, learns = self.engine, self.loss_sampler is not None
+        if engine is None:
             raise no_engine("the GPU does not gather this loader's batches")
         if self._goals is not None:
             raise no_engine("the host draws goals as the batches are asked for")
-        engine, learns = self.rows.engine, self.loss_sampler is not None
         if learns and not engine.draws:
             raise no_engine(f"strategy {self.selection.name!r} hears of losses before it draws")
         return StaticBatch(
@@ -379,7 +357,7 @@ class GearLoader(Closing, Iterator[Batch]):
             learns=learns,
             task_bounds=self._task_bounds,
             windows=windows,
-            names=self._names(self.rows),
+            names=self._names(engine),
             live=live,
         )
 
@@ -388,14 +366,14 @@ class GearLoader(Closing, Iterator[Batch]):
 
         False, and nothing is changed, where a new one is needed.
         """
-        rows = self.rows
-        if not isinstance(rows, GpuRows) or self.loss_sampler is not None:
+        engine = self.engine
+        if engine is None or self.loss_sampler is not None:
             return False
-        return batches.adopt(rows.engine, self._names(rows), step=self._step)
+        return batches.adopt(engine, self._names(engine), step=self._step)
 
-    def _names(self, rows: GpuRows) -> BlockNames | None:
-        draws = rows.engine.draws
-        return None if draws else BlockNames(rows.segments, rows.block_steps, self.world)
+    def _names(self, engine: GpuGather) -> BlockNames | None:
+        rows = self.rows
+        return None if engine.draws else BlockNames(rows.segments, rows.block_steps, self.world)
 
     def model_inputs(self) -> Iterator[dict[str, Tensor]]:
         """Iterate, from the same position, over dictionaries for a Hugging Face ``Trainer``."""

@@ -54,9 +54,10 @@ class LoaderOptions(TableOptions):
     goals: GoalSettings | None
 
 
-def check_options(device: torch.device, **given: Any) -> LoaderOptions:
-    """Return the options, of Python's or NumPy's numbers; refuse what no loader can do."""
-    plain = {k: v.item() if isinstance(v, np.generic) else v for k, v in given.items()}
+def check_options(given: Mapping[str, Any], device: torch.device) -> LoaderOptions:
+    """Return the options among a loader's arguments; refuse what no loader can do."""
+    asked = {option.name: given[option.name] for option in fields(LoaderOptions)}
+    plain = {k: v.item() if isinstance(v, np.generic) else v for k, v in asked.items()}
     try:
         options = LoaderOptions(**plain)
     except ValidationError as error:

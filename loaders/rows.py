@@ -19,13 +19,14 @@ from gear_offline.core.types import BoolArray
 from gear_offline.distributed.sharding import NodeShare, shard_weights, share_shards, take_share
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
-from gear_offline.kernels.columns import ColumnGroup, Field, GroupAddresses
+from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
 from gear_offline.kernels.draws import PriorityTree
 from gear_offline.kernels.gather import CpuGather, Windows
+from gear_offline.kernels.gather_gpu import GpuGather
 from gear_offline.kernels.segments import Segments
 from gear_offline.loaders.goals import GoalSampler, with_goals
 from gear_offline.loaders.options import LoaderOptions, Sharding
-from gear_offline.loaders.segments import OwnSegments, Ring, ShardedSegments
+from gear_offline.loaders.segments import OwnSegments, Ring, ShardedSegments, node_rows
 from gear_offline.progress import say
 from gear_offline.sampling import Sampler
 from gear_offline.sampling.base import Stream
@@ -35,7 +36,6 @@ from gear_offline.tables.shared import Handle, share_table
 from gear_offline.tables.table import Table, TableOptions, build_table, table_bytes
 
 if TYPE_CHECKING:
-    from gear_offline.kernels.gather_gpu import GpuGather
     from gear_offline.tables.disk import DiskGather
     from gear_offline.tables.placement import PlacedTable
 
@@ -44,61 +44,42 @@ BLOCK_BYTES = 32 << 20  # ... and at most this many bytes, at least one batch
 SHARDED_STEPS = 32  # of a dataset spread over nodes: the first batch waits for all assignments
 
 RankSegments = OwnSegments | ShardedSegments
+Gather = CpuGather | GpuGather
+Gathers = tuple[Gather, Gather | None]  # of windows, and of the states of goals
 
 
 @dataclass(frozen=True, eq=False)
-class CpuRows:
-    """Rows in host memory, gathered by the CPU."""
+class MemoryRows:
+    """Rows in memory, wherever that is."""
 
-    table: Table
+    table: Table  # without rows where a GPU has them all
     segments: RankSegments
     block_steps: int
-    gather: CpuGather
     device: torch.device
-    goals: tuple[GoalSampler, CpuGather] | None  # and what gathers their states
+    gather: Gather
+    goals: tuple[GoalSampler, Gather] | None  # and what gathers their states
 
     def windows(self, first_step: int, steps: int, *, ahead: bool) -> Windows:
         """Return the (steps, B, K, ...) windows of consecutive steps, on the loader's device.
 
         `ahead`: as many steps that follow will be asked for next.
         """
+        gather, event = self.gather, None
+        if isinstance(gather, GpuGather) and gather.draws:
+            return gather.draw_and_gather(first_step, steps)
         segments, landing = self.segments.take(first_step, steps)
-        windows = _with_counts(self.gather.gather(segments, landing), segments)
-        self.segments.release()
+        windows = _with_counts(gather.gather(segments, landing), segments)
         if self.goals is not None:
             sampler, states = self.goals
             windows = with_goals(windows, states.gather(sampler.draw(first_step, segments)))
+        if isinstance(gather, GpuGather):
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(gather.device))
+        self.segments.release(event)
         return _moved(windows, self.device)
 
     def close(self) -> None:
         """Stop reading from disk and from other nodes."""
-        self.segments.close()
-
-
-@dataclass(frozen=True, eq=False)
-class GpuRows:
-    """Rows that a GPU gathers, wherever they are."""
-
-    table: Table
-    segments: RankSegments
-    block_steps: int
-    engine: GpuGather
-    goals: tuple[GoalSampler, GpuGather] | None
-
-    def windows(self, first_step: int, steps: int, *, ahead: bool) -> Windows:
-        if self.engine.draws:
-            return self.engine.draw_and_gather(first_step, steps)
-        segments, landing = self.segments.take(first_step, steps)
-        windows = _with_counts(self.engine.gather(segments, landing), segments)
-        if self.goals is not None:
-            sampler, states = self.goals
-            windows = with_goals(windows, states.gather(sampler.draw(first_step, segments)))
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.engine.device))
-        self.segments.release(event)
-        return windows
-
-    def close(self) -> None:
         self.segments.close()
 
 
@@ -123,28 +104,25 @@ class DiskRows:
         self.gather.close()
 
 
-Rows = CpuRows | GpuRows | DiskRows
+Rows = MemoryRows | DiskRows
 
 
 def _with_counts(windows: Windows, segments: Segments) -> Windows:
     """Return windows with what is known of draws that are counted, (T, B) each, as fields."""
-    if segments.times_sampled is None:
-        return windows
-    buffers, fields = list(windows.buffers), list(windows.fields)
-    for name in ("probability", "times_sampled", "table_size"):
-        values = np.ascontiguousarray(getattr(segments, name))
-        buffers.append(torch.from_numpy(values)[..., None].to(windows.segments.device))
-        fields.append((Field(name=EXTRA + name, dtype=values.dtype, shape=()),))
-    return replace(windows, buffers=tuple(buffers), fields=tuple(fields))
+    if segments.times_sampled is not None:
+        for name in ("probability", "times_sampled", "table_size"):
+            values = torch.from_numpy(np.ascontiguousarray(getattr(segments, name)))
+            windows = windows.with_field(EXTRA + name, values.to(windows.segments.device))
+    return windows
 
 
 def _moved(windows: Windows, device: torch.device) -> Windows:
-    if device.type == "cpu":
+    if windows.segments.device == device:
         return windows
     return windows.map(lambda tensor: tensor.to(device, non_blocking=True))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class RowOpener:
     """Chooses a tier and opens rows there; all ranks of `world` call it together."""
 
@@ -169,37 +147,30 @@ class RowOpener:
             ring = self._make_ring()
             table = self._build(ring)
         local = None if ring is None else ring.share.nodes == self.world.node
-        engines = self._open_engines(table, local) if wants_engine else None
-        if engines is None:
+        gathers: Gathers | None = None
+        if wants_engine:
+            gathers = self._open_engines(table, local)
+        if gathers is None:
             _need_rows(table)
+            gathers = self._cpu_gathers(table, local)
+        gather, states = gathers
         segments: RankSegments = OwnSegments(self.stream)
         steps = self._block_steps(window_bytes(table.groups, options.context_length))
         if ring is not None:
-            segments = ShardedSegments.open(
-                self.stream,
-                self.world,
-                table,
-                ring,
-                padding=options.padding,
-                mode=options.exchange,
+            from gear_offline.distributed.exchange import open_exchange
+
+            own = node_rows(table, ring.share), ring.of(table)
+            exchange = open_exchange(*own, self.world, mode=options.exchange)
+            first_row, steps = ring.first_row(table), ring.steps
+            segments = ShardedSegments(
+                self.stream, self.world, exchange, ring, options.padding, first_row
             )
-            steps = ring.steps
-        if engines is not None:
-            engine, states = engines
-            if ring is None and not engine.reads_host:
+        if isinstance(gather, GpuGather):
+            device = gather.device
+            if ring is None and not gather.reads_host:
                 table = table.without_rows()  # the GPU holds them all
-            drawn = None if self.goals is None or states is None else (self.goals, states)
-            return GpuRows(table, segments, steps, engine, drawn)
-        rows = self.data.episodes.lengths, table.first_rows(local)
-        gather = partial(CpuGather, pin=device.type != "cpu")
-        windows = gather(
-            table.groups, *rows, context_length=options.context_length, padding=options.padding
-        )
-        goals = None
-        if self.goals is not None:
-            own = filter(_has_states, table.groups)
-            goals = self.goals, gather(list(own), *rows, context_length=1)
-        return CpuRows(table, segments, steps, windows, device, goals)
+        goals = None if self.goals is None or states is None else (self.goals, states)
+        return MemoryRows(table, segments, steps, device, gather, goals)
 
     def _check(self, table: Table) -> None:
         same = np.array_equal(table.episodes.lengths, self.data.episodes.lengths)
@@ -245,12 +216,7 @@ class RowOpener:
         if budget is None:
             budget = max((available_bytes() - RESERVE_BYTES) // (2 * len(self.world.members)), 1)
         gather = DiskGather(
-            self.data,
-            self.stream,
-            options,
-            host_budget=budget,
-            padding=options.padding,
-            pin=pin,
+            self.data, self.stream, options, host_budget=budget, padding=options.padding, pin=pin
         )
         if options.placement == "auto" or pin:
             how = "into page-locked memory, and copied" if pin else "here"
@@ -273,13 +239,8 @@ class RowOpener:
     def _make_ring(self) -> Ring | None:
         """Return the share and landing rows of this rank; None where each node holds all rows."""
         options = self.options
-        share = choose_share(
-            self.data,
-            self.stream.selection,
-            self.world,
-            options,
-            options.sharding if self.goals is None else "replicate",
-        )
+        sharding = options.sharding if self.goals is None else "replicate"
+        share = choose_share(self.data, self.stream.selection, self.world, options, sharding)
         if share is None:
             return None
         row_bytes = table_bytes(self.data, options) // self.data.episodes.steps
@@ -308,16 +269,21 @@ class RowOpener:
         world.gather(None)  # the leader's memory stays open until everyone has it
         return made[0]
 
-    def _open_engines(
-        self, table: Table, local: BoolArray | None
-    ) -> tuple[GpuGather, GpuGather | None] | None:
+    def _cpu_gathers(self, table: Table, local: BoolArray | None) -> Gathers:
+        """Return the CPU's gathers, as `_open_engines` those of the GPU."""
+        rows = self.data.episodes.lengths, table.first_rows(local)
+        make, span = partial(CpuGather, pin=self.device.type != "cpu"), self.options.context_length
+        gather = make(table.groups, *rows, context_length=span, padding=self.options.padding)
+        if self.goals is None:
+            return gather, None
+        return gather, make(list(filter(_has_states, table.groups)), *rows, context_length=1)
+
+    def _open_engines(self, table: Table, local: BoolArray | None) -> Gathers | None:
         """Place the table and return the GPU's gathers, of windows and of goals.
 
         With ``"auto"`` None where that cannot be.
         `local`, (E,): the episodes that the table has, if not all.
         """
-        from gear_offline.kernels.gather_gpu import GpuGather
-
         options, sampler = self.options, self.stream.selection
         draw = sampler.gpu if local is None and self.goals is None else None
         try:

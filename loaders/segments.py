@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gear_offline.config.sections import Mode
 from gear_offline.core.types import Array, Int64Array
 from gear_offline.distributed.reads import NodeRows, Reads
 from gear_offline.distributed.sharding import Assigner, NodeShare
@@ -138,23 +137,6 @@ class ShardedSegments:
         self._posted = self._taken = -1
         self._read: list[Any] = [None] * PARTS  # event behind the gather of each part of the ring
         self._error: BaseException | None = None  # which ended the exchange
-
-    @classmethod
-    def open(
-        cls,
-        stream: Stream,
-        world: World,
-        table: Table,
-        ring: Ring,
-        *,
-        padding: Padding,
-        mode: Mode,
-    ) -> Self:
-        """Open the exchange of a table's rows; all ranks together."""
-        from gear_offline.distributed.exchange import open_exchange
-
-        exchange = open_exchange(node_rows(table, ring.share), ring.of(table), world, mode=mode)
-        return cls(stream, world, exchange, ring, padding, ring.first_row(table))
 
     def take(self, first_step: int, steps: int) -> tuple[Segments, Int64Array]:
         if not self._coming or self._coming[0][:2] != (first_step, steps):

@@ -13,7 +13,7 @@ from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import probe
 from gear_offline.evaluation.evaluate import check_sizes
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.loaders.rows import CpuRows
+from gear_offline.loaders.rows import MemoryRows
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.models.policy import Policy
 from gear_offline.runs.evaluate import evaluate
@@ -90,7 +90,7 @@ def test_acting_sees_what_training_showed(dataset: Dataset) -> None:
         for episode in (0, 1):
             segment = loader.segments_at(0)
             segment.episodes[0], segment.starts[0] = episode, start
-            assert isinstance(loader.rows, CpuRows)
+            assert isinstance(loader.rows, MemoryRows)
             states = loader.rows.gather.gather(segment).tensors()["states"]
             shown = model.features(states)[0, : step - start + 1]
             seen = policy._windows[0][episode, : step - start + 1]
