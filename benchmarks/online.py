@@ -54,7 +54,7 @@ class Explorer(go.Callback):
         worlds = [gymnasium.make(self.name) for _ in range(ENVIRONMENTS)]
         now = [one.reset(seed=int(self.generator.integers(1 << 31)))[0] for one in worlds]
         steps: list[list[Any]] = [[] for _ in worlds]
-        policy.reset(playing := np.arange(ENVIRONMENTS), 2 * TARGET)
+        policy.reset(playing := np.arange(ENVIRONMENTS), TARGET)
         while playing.size:
             actions = policy.act([now[n] for n in playing], playing, generator=self.generator)
             for number, action in zip(playing, actions, strict=True):
@@ -76,7 +76,7 @@ def run_seed(data: str, seed: int, scale: str, options: list[str]) -> dict[str, 
         words += [f"evaluate.environment={explorer.name}", "evaluate.episodes=0", f"seed={seed}"]
         words += ["train.trackers=[]", "train.threads=1", "train.compile=off"]  # it does not pay
         words += [f"data.admit_every={min(100, updates)}", *SMALL * (scale == "small"), *options]
-        further = ["optimizer.warmup_steps=0", f"train.init={folder}/offline"]
+        further = [f"optimizer.warmup_steps={updates // 2}", f"train.init={folder}/offline"]
         further.append(f"train.steps={PORTIONS * updates}")
         for name in ("offline", "online", "longer"):
             own = [f"train.steps={offline}", "data.max_size=null"] if name == "offline" else further

@@ -87,8 +87,7 @@ def act(
     episodes
         How many in all; default until the run has ended, or Ctrl-C.
     target
-        Return asked of the policy; default the highest of the run's ``evaluate.targets``, of a
-        stochastic policy as much again, as online learning asks for more than it has seen.
+        Return asked of the policy; default the highest of the run's ``evaluate.targets``.
     action_noise
         Gaussian noise on actions, in half ranges; with discrete actions the probability of a random
         one.  Default 0.1; 0 of a stochastic policy, whose actions are drawn.
@@ -124,8 +123,7 @@ def act(
     say_version(name, quiet=quiet)
     stochastic = recipe.model.policy == "gaussian"
     if target is None:
-        best = float(max(targets or ()))
-        target = best + abs(best) if stochastic else best
+        target = float(max(targets or ()))
     if action_noise is None:
         action_noise = 0.0 if stochastic else 0.1
     base = time.time_ns() if seed is None else seed
