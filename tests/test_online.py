@@ -156,7 +156,7 @@ def test_a_run_begins_with_the_weights_and_scales_of_another(data: Path, tmp_pat
         go.train(wide, out=tmp_path / "wide", quiet=True)
 
 
-def test_actors_draw_and_ask_for_more(tmp_path: Path) -> None:
+def test_actors_draw_and_ask_for_the_target(tmp_path: Path) -> None:
     register_importable()
     shapes = {"observations": (6, 3), "actions": (6, 2), "rewards": (6,)}
     columns: Any = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
@@ -168,7 +168,7 @@ def test_actors_draw_and_ask_for_more(tmp_path: Path) -> None:
     DOOR.act(run.path, episodes=1, seed=1, quiet=True)
     go.train(recipe, out=tmp_path / "next", quiet=True)
     episode, generator, policy = go.open_dataset(path)[3], stream(1, 0, 0), run.policy(device="cpu")
-    policy.reset(6.0)  # twice the target
+    policy.reset(3.0)
     for seen, done, reward in zip(*(episode[name] for name in shapes), strict=True):
         np.testing.assert_allclose(policy.act(seen[None], generator=generator)[0], done, atol=1e-5)
         policy.observe_reward([reward])
