@@ -8,7 +8,6 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.loaders import rows as rows_module
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.tables import disk, window_reader
-from gear_offline.tables.read_ahead import Job, ReadPlan
 from tests.support import failing_code, hopper_columns, make_dataset, run_python
 from tests.test_gather import random_column
 from tests.test_loader import same, take
@@ -95,7 +93,7 @@ KINDS = [((3,), d) for d in (np.float16, np.float32, np.float64, np.int64, np.ui
 
 
 @settings(
-    max_examples=25,
+    max_examples=20,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -117,6 +115,7 @@ KINDS = [((3,), d) for d in (np.float16, np.float32, np.float64, np.int64, np.ui
     selection=st.sampled_from(["uniform_steps", "uniform_episodes"]),
     disk_kind=st.sampled_from(["direct", "short reads"]),
     seed=st.integers(0, 2**64 - 1),
+    moves=st.lists(st.integers(0, 40) | st.just(1000), max_size=6),
 )
 def test_bits_equal_those_from_memory(
     lengths: list[int],
@@ -131,6 +130,7 @@ def test_bits_equal_those_from_memory(
     stack: int,
     disk_kind: str,
     seed: int,
+    moves: list[int],
     **options: Any,
 ) -> None:
     generator = np.random.default_rng(seed)
@@ -152,25 +152,19 @@ def test_bits_equal_those_from_memory(
         if resident:
             patch.setattr(disk, "RESIDENT_SHARE", 1)
         made = make_dataset(Path(name), lengths, columns=columns, shard_bytes=shard_bytes)
-        expected = take(GearLoader(made, **options), 24)
+        memory = GearLoader(made, **options)
         with on_disk(made, more=more, **options) as loader:
-            for one, other in zip(expected, loader, strict=False):
-                assert same(one, other)
-            assert same(loader.batch_at(3), expected[3])
-
-
-def test_position_moves_as_with_a_table(dataset: Dataset) -> None:
-    memory = GearLoader(dataset, **OPTIONS)
-    with on_disk(dataset, more=20_000, **OPTIONS) as loader:
-        for skipped in (0, 1, 0, 3, 0, 0, 500, 2):
-            loader.skip(skipped)
-            memory.skip(skipped)
-            assert same(next(loader), next(memory)) and loader.step == memory.step
-        state = loader.state_dict()
-        assert state == memory.state_dict(), "a state goes from one tier to another"
-        later = take(loader, 30)
-        loader.load_state_dict(state)
-        assert all(same(a, b) for a, b in zip(later, take(loader, 30), strict=True))
+            for wanted, steps in ((0, 12), *((move, 3) for move in moves)):
+                for each in (loader, memory):
+                    each.skip(wanted - each.step)
+                for _ in range(steps):
+                    assert same(next(loader), next(memory))
+                assert same(loader.batch_at(3), memory.batch_at(3))
+            state = loader.state_dict()
+            assert state == memory.state_dict(), "a state goes from one tier to another"
+            following = next(loader)
+            loader.load_state_dict(state)
+            assert same(next(loader), following)
 
 
 def test_more_memory_reads_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,10 +180,10 @@ def test_more_memory_reads_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for more in (0, 2_000_000):
         with on_disk(made, more=more, **OPTIONS) as loader:
             counts.clear()
-            take(loader, 400)
+            take(loader, 150)
         read_bytes.append(sum(counts))
     least, ample = read_bytes
-    assert least > 2 * ample > 0
+    assert least > 3 * ample > 0
 
 
 @pytest.mark.parametrize(
@@ -252,32 +246,20 @@ def replace(path: Path) -> None:
     path.write_bytes(data)
 
 
-CHANGED = {"DATASET_DAMAGED"}
-
-
-@pytest.mark.parametrize("change", [overwrite, cut])
-def test_a_shard_that_changes_in_use_is_refused(
-    tmp_path: Path, change: Callable[[Path], None]
-) -> None:
-    made = make_dataset(tmp_path, LENGTHS, shard_bytes=8192)
-    with on_disk(made, **OPTIONS) as loader:
-        take(loader, 3)
-        for shard in made.manifest.shards:
-            change(made.path / shard.name)
-        codes = {failing_code(lambda: take(loader, 200)) for _ in range(2)}
-        assert codes <= CHANGED and len(codes) == 1
-        assert failing_code(lambda: loader.batch_at(0)) in CHANGED
-
-
-@pytest.mark.parametrize("change", [overwrite, replace])
+@pytest.mark.parametrize("change", [overwrite, cut, replace])
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_shard_that_changed_since_it_was_opened_is_refused(
-    tmp_path: Path, change: Callable[[Path], None], verify: bool
+@pytest.mark.parametrize("used", [0, 3])
+def test_a_shard_that_changes_after_it_was_opened_is_refused(
+    tmp_path: Path, change: Callable[[Path], None], verify: bool, used: int
 ) -> None:
     made = make_dataset(tmp_path, LENGTHS, shard_bytes=8192, verify=verify)
     with on_disk(made, **OPTIONS) as loader:
-        change(made.path / made.manifest.shards[1].name)
-        assert failing_code(lambda: take(loader, 200)) in CHANGED
+        take(loader, used)
+        for shard in made.manifest.shards[1:]:
+            change(made.path / shard.name)
+        for call in (lambda: take(loader, 200), lambda: take(loader, 1)):
+            assert failing_code(call) == "DATASET_DAMAGED"
+        assert failing_code(lambda: loader.batch_at(0)) == "DATASET_DAMAGED"
 
 
 @pytest.mark.parametrize("column", ["observations", "rewards"])
@@ -390,83 +372,3 @@ def test_cuda_batches_have_the_same_bits(
             assert same(GearLoader(dataset, **OPTIONS).batch_at(step), batch.to("cpu"))
     with pytest.raises(InputError, match="placement='disk'"):
         GearLoader(dataset, placement="disk", engine="on", **options)
-
-
-STEPS, SPAN = 60, 4  # of the table; K
-
-
-@cache
-def low_of(step: int, batch: int) -> list[int]:
-    """Return the first steps of the windows of a step; a pure function."""
-    return [int(n) for n in np.random.default_rng(step).integers(0, STEPS, batch)]
-
-
-def make(batch: int, slots: int, depth: int, horizon: int, sweep: int) -> ReadPlan:
-    def needs(first_step: int, steps: int) -> Any:
-        low = np.array([low_of(s, batch) for s in range(first_step, first_step + steps)]).ravel()
-        return low, np.minimum(SPAN, STEPS - low), low % 3
-
-    return ReadPlan(
-        needs, batch=batch, slots=slots, depth=depth, horizon=horizon, sweep_steps=sweep
-    )
-
-
-def extend(plan: ReadPlan) -> None:
-    while (wanted := plan.wanted()) is not None:
-        generation, first_step, steps = wanted
-        plan.extend(generation, plan.select(first_step, steps))
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    batch=st.integers(1, 4),
-    room=st.integers(0, 10),
-    sweep=st.integers(1, 80),
-    parallel=st.integers(1, 5),
-    moves=st.lists(st.integers(0, 40), max_size=12),
-)
-def test_it_always_goes_on(
-    batch: int, room: int, sweep: int, parallel: int, moves: list[int]
-) -> None:
-    """With several reads under way, across jumps to any step, with as little room as there is."""
-    slots = 2 * batch + room
-    plan = make(batch, slots, min(4 * batch, slots), 2 * slots, sweep)
-    step, under_way, content = 0, list[Job](), dict[int, int]()  # slot to what was read into it
-    for wanted in [*moves, 1000]:
-        if wanted != step:
-            plan.move(wanted)
-        for step in range(wanted, wanted + 3):
-            for _ in range(10_000):
-                extend(plan)
-                while len(under_way) < parallel and (job := plan.next_job()) is not None:
-                    under_way.append(job)
-                if (found := plan.ready_windows(step, 1)) is not None:
-                    expected = [step * batch + i for i in range(batch)]
-                    assert [content[slot] for slot in found[0].tolist()] == expected
-                    assert found[1].tolist() == low_of(step, batch)
-                    break
-                assert under_way, "nothing is being read and the step is not there"
-                job, at = under_way[0], under_way.pop(0).places
-                low = [low_of(q // batch, batch)[q % batch] for q in job.references.tolist()]
-                assert (
-                    at.low.tolist() == low and (at.real == np.minimum(SPAN, STEPS - at.low)).all()
-                )
-                content |= zip(at.slots.tolist(), job.references.tolist(), strict=True)
-                plan.finish(job)
-            else:
-                pytest.fail("the step never came")
-            plan.move(step + 1)
-        step = wanted + 3
-
-
-def test_one_sweep_serves_more_windows_than_there_are_slots() -> None:
-    batch, slots = 4, 200
-    plan, passed = make(batch, slots, 24, 320, 10), 0
-    for step in range(1000):
-        extend(plan)
-        while (job := plan.next_job()) is not None:
-            plan.finish(job)
-            passed += int(np.ptp(job.places.low)) if step >= 200 else 0
-        assert plan.ready_windows(step, 1) is not None
-        plan.move(step + 1)
-    assert 800 * batch / (passed / STEPS) > 1.2 * slots

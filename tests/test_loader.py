@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from gear_offline.dataset.dataset import Dataset
@@ -28,6 +30,10 @@ FIELDS = (
     *("states", "actions", "rewards", "returns_to_go"),
     *("timesteps", "attention_mask", "segments"),
 )
+OPTIONS: dict[str, Any] = {
+    "batch_size": 7, "context_length": 5, "seed": 2**63 + 1, "device": "cpu",
+    "normalize_states": True, "gamma": 0.97, "extra_columns": ["infos/qpos"],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -53,34 +59,48 @@ def take(loader: GearLoader, count: int) -> list[Batch]:
     return list(itertools.islice(loader, count))
 
 
-def test_a_batch_is_a_pure_function_of_seed_and_step(
-    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not of the blocks that are prepared, of earlier steps."""
-    options: dict[str, Any] = {
-        "batch_size": 7,
-        "context_length": 5,
-        "seed": 2**63 + 1,
-        "device": "cpu",
-        "normalize_states": True,
-        "gamma": 0.97,
-        "extra_columns": ["infos/qpos"],
-    }
-    batches = take(GearLoader(dataset, **options), 10)
-    for segments in (1, 21, 10**6):
-        monkeypatch.setattr(module, "BLOCK_SEGMENTS", segments)
-        loader = GearLoader(dataset, **options)
-        assert loader.rows.block_steps == max(segments // 7, 1) or segments == 10**6
-        for step in (9, 0, 4):
-            assert same(loader.batch_at(step), batches[step])
-        assert loader.step == 0  # looking does not advance
-        for one, other in zip(take(loader, 10), batches, strict=True):
-            assert same(one, other)
+STEPS = 30
+MOVES = st.tuples(st.sampled_from(["take", "look", "skip", "resume"]), st.integers(0, STEPS - 1))
 
-    late = GearLoader(dataset, **options, start_step=6)
-    assert same(next(late), batches[6]) and late.step == 7
-    reseeded = GearLoader(dataset, **(options | {"seed": 0}))
-    assert not same(next(reseeded), batches[0])
+
+@settings(max_examples=25, deadline=None)
+@given(block=st.sampled_from([1, 21, 2000]), moves=st.lists(MOVES, max_size=6))
+def test_a_batch_is_a_pure_function_of_seed_and_step(
+    dataset: Dataset, stream: list[Batch], block: int, moves: list[tuple[str, int]]
+) -> None:
+    """Not of the blocks that are prepared, nor of what was taken, looked at or skipped before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "BLOCK_SEGMENTS", block)
+        loader, step = GearLoader(dataset, **OPTIONS), 0
+        for move, number in [*moves, ("take", STEPS - 1)]:
+            if move == "look":
+                assert same(loader.batch_at(number), stream[number])
+            elif move == "take":
+                for batch in take(loader, max(number - step, 0)):
+                    assert same(batch, stream[step])
+                    step += 1
+            elif move == "skip":
+                loader.skip(number - step)
+                step = number
+            else:
+                state = json.loads(json.dumps(loader.state_dict()))
+                loader = GearLoader(dataset, **OPTIONS, start_step=number)
+                assert same(next(loader), stream[number])  # it has prepared other steps
+                loader.load_state_dict(state)
+            assert step == loader.step == loader.state_dict()["step"]
+            assert same(next(loader), stream[step])
+            step += 1
+            if step == STEPS:
+                loader.skip(-STEPS)
+                step = 0
+
+
+@pytest.fixture(scope="module")
+def stream(dataset: Dataset) -> list[Batch]:
+    other = GearLoader(dataset, **OPTIONS | {"seed": 0})
+    batches = take(GearLoader(dataset, **OPTIONS), STEPS)
+    assert not same(next(other), batches[0])
+    return batches
 
 
 def test_batches_stay_valid_while_they_are_held(dataset: Dataset) -> None:
@@ -112,35 +132,13 @@ def test_a_saved_batch_takes_its_own_bytes(dataset: Dataset) -> None:
     assert same(pickle.loads(pickle.dumps(loader.batch_at(0))), batch)
 
 
-def test_state_counts_what_was_handed_out(dataset: Dataset) -> None:
-    options: dict[str, Any] = {"batch_size": 4, "seed": 5, "device": "cpu"}
-    loader = GearLoader(dataset, **options)
-    batches = take(loader, 25)
-    loader = GearLoader(dataset, **options)
-    for consumed in (0, 1, 7, 8, 24):
-        take(loader, consumed - loader.step)
-        state = json.loads(json.dumps(loader.state_dict()))
-        assert state["step"] == consumed == loader.step
-        resumed = GearLoader(dataset, **options)
-        next(resumed)  # a loader that has already prepared other steps
-        resumed.load_state_dict(state)
-        assert same(next(resumed), batches[consumed])
-        assert same(next(loader), batches[consumed])
+OTHERS: dict[str, Any] = {
+    "seed": 1, "batch_size": 5, "context_length": 7, "padding": "left", "gamma": 0.5,
+    "selection": "uniform_episodes", "returns_scale": 10.0, "normalize_states": True,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("seed", 1),
-        ("batch_size", 5),
-        ("context_length", 7),
-        ("padding", "left"),
-        ("selection", "uniform_episodes"),
-        ("gamma", 0.5),
-        ("returns_scale", 10.0),
-        ("normalize_states", True),
-    ],
-)
+@pytest.mark.parametrize(("option", "value"), OTHERS.items())
 def test_state_of_another_stream_is_refused(dataset: Dataset, option: str, value: Any) -> None:
     state = GearLoader(dataset, batch_size=4, device="cpu").state_dict()
     options: dict[str, Any] = {"batch_size": 4, "device": "cpu", option: value}
@@ -187,42 +185,26 @@ def test_iterating_again_goes_on(dataset: Dataset) -> None:
         len(loader)
 
 
-@pytest.mark.parametrize(
-    ("options", "code"),
-    [
-        ({"batch_size": 0}, "LOADER_OPTION"),
-        ({"batch_size": 2.0}, "LOADER_OPTION"),
-        ({"context_length": 0}, "LOADER_OPTION"),
-        ({"batch_size": True}, "LOADER_OPTION"),
-        ({"device": None}, "LOADER_OPTION"),
-        ({"frame_stack": 65}, "LOADER_OPTION"),
-        ({"padding": "both"}, "LOADER_OPTION"),
-        ({"gamma": "1"}, "LOADER_OPTION"),
-        ({"returns_scale": None}, "LOADER_OPTION"),
-        ({"extra_columns": "infos/qpos"}, "LOADER_OPTION"),
-        ({"selection": None}, "LOADER_OPTION"),
-        ({"selection": lambda step: step}, "LOADER_OPTION"),
-        ({"gamma": 1.5}, "LOADER_OPTION"),
-        ({"gamma": float("nan")}, "LOADER_OPTION"),
-        ({"returns_scale": 0.0}, "LOADER_OPTION"),
-        ({"returns_scale": float("inf")}, "LOADER_OPTION"),
-        ({"device": "abacus"}, "LOADER_OPTION"),
-        ({"device": "meta"}, "LOADER_OPTION"),
-        ({"device": "hpu"}, "LOADER_OPTION"),
-        ({"exchange": "fast"}, "LOADER_OPTION"),
-        ({"world": 2}, "LOADER_OPTION"),
-        ({"extra_columns": None}, "LOADER_OPTION"),
-        ({"selection": "uniform"}, "SELECTION"),
-        ({"seed": -1}, "SELECTION"),
-        ({"start_step": -1}, "SELECTION"),
-        ({"extra_columns": ["rewards"]}, "COLUMN"),
-        ({"extra_columns": ["nothing"]}, "COLUMN"),
-    ],
-)
-def test_options_are_checked(dataset: Dataset, options: dict[str, Any], code: str) -> None:
-    given: dict[str, Any] = {"batch_size": 4, "device": "cpu"}
-    with one_error(code):
-        GearLoader(dataset, **(given | options))
+REFUSED: list[tuple[str, str, list[Any]]] = [
+    *(("LOADER_OPTION", "batch_size", [0, 2.0, True]), ("LOADER_OPTION", "context_length", [0])),
+    *(("LOADER_OPTION", "frame_stack", [65]), ("LOADER_OPTION", "padding", ["both"])),
+    ("LOADER_OPTION", "device", [None, "abacus", "meta", "hpu"]),
+    *(("LOADER_OPTION", "exchange", ["fast"]), ("LOADER_OPTION", "world", [2])),
+    ("LOADER_OPTION", "gamma", ["1", 1.5, float("nan")]),
+    ("LOADER_OPTION", "returns_scale", [None, 0.0, float("inf")]),
+    ("LOADER_OPTION", "extra_columns", ["infos/qpos", None]),
+    ("LOADER_OPTION", "selection", [None, lambda step: step]),
+    ("SELECTION", "selection", ["uniform"]),
+    *(("SELECTION", "seed", [-1]), ("SELECTION", "start_step", [-1])),
+    ("COLUMN", "extra_columns", [["rewards"], ["nothing"]]),
+]
+
+
+@pytest.mark.parametrize(("code", "option", "values"), REFUSED)
+def test_options_are_checked(dataset: Dataset, code: str, option: str, values: list[Any]) -> None:
+    for value in values:
+        with one_error(code):
+            GearLoader(dataset, **{"batch_size": 4, "device": "cpu", option: value})
 
 
 def test_cuda_without_cuda(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,10 +263,7 @@ def test_workers_of_a_data_loader_are_refused(dataset: Dataset) -> None:
 
 
 def test_skipping_back_before_the_first_step_is_refused(dataset: Dataset) -> None:
-    loader = GearLoader(dataset, batch_size=4, device="cpu")
-    loader.skip(6)
-    loader.skip(-2)
-    assert loader.step == 4
+    loader = GearLoader(dataset, batch_size=4, device="cpu", start_step=4)
     with one_error("SELECTION"):
         loader.skip(-5)
     assert loader.step == 4
