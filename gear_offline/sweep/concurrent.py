@@ -1,19 +1,18 @@
 """The trials of a sweep in one process: those of equal shapes stacked, the others on streams.
 
-Runs take turns: each launches a few steps at a time on a stream of its own.  Where the host needs a
-run's numbers (a log line, a checkpoint, an evaluation) it leaves that run until they are there and
-goes on with the others, so that the GPU always has something to do.  Runs of a stack share one
-step, and one stream; a stream is a stack of one.
+Stacks take turns: each launches a few steps at a time on a stream of its own.  Where the host needs
+the numbers of a stack's runs (a log line, a checkpoint, an evaluation) it leaves that stack until
+they are there and goes on with the others, so that the GPU always has something to do.  A run that
+is like no other is a stack of one.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
-from itertools import groupby
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from gear_offline.runs.loop import LiveRun, TrainingInterrupted, check_resumed
 from gear_offline.runs.prepare import resolve
 from gear_offline.runs.run import Run
 from gear_offline.runs.trackers import trackings
-from gear_offline.runs.writer import RunWriter
 from gear_offline.sweep.jobs import Job, run_errors
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables.shared import SharedTables
@@ -37,8 +35,8 @@ from gear_offline.training.learner import Learner
 from gear_offline.training.seeding import deterministic, torch_threads
 from gear_offline.training.stack import Stack, stack_key, why_not_stacked
 
-CHUNK = 8  # steps of a run that are launched in one turn
-DEEP = 4  # turns of a run on their way, at most
+CHUNK = 8  # steps of a stack that are launched in one turn
+DEEP = 4  # turns of a stack on their way, at most
 LARGEST_STACK = 16  # more runs need memory and are hardly faster
 PAUSE_SECONDS = 0.002  # of the host when every run waits for something
 MEMORY_SPARE = 1.25  # a further run begins if so many times what one takes is free
@@ -46,12 +44,12 @@ MEMORY_SPARE = 1.25  # a further run begins if so many times what one takes is f
 
 def train_concurrently(job: Job) -> None:
     """Train the trials together in this process; raise ``INTERRUPTED`` after Ctrl-C."""
-    waiting, scheduler = deque(_groups(job)), _Scheduler(job)
+    scheduler = _Scheduler(job)
     with scheduler.stop, current(job.device), _many_shapes(job.trials, job.device):
-        scheduler.complete(waiting)
+        scheduler.train(deque(_alike(job)))
 
 
-def _groups(job: Job) -> Iterator[list[Trial]]:
+def _alike(job: Job) -> Iterator[list[Trial]]:
     """Yield the trials that make one stack, in stacks of about the same size."""
     most = min(job.parallel, LARGEST_STACK)
     alike: dict[str, list[Trial]] = {}
@@ -90,6 +88,267 @@ def _many_shapes(trials: Sequence[Trial], device: torch.device) -> Iterator[None
         yield
 
 
+class _Scheduler:
+    """Has groups of runs take turns until all trials have ended."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._device = job, job.device
+        self._tables, self.stop = SharedTables(), StopRequest()
+        self._groups: list[_Group] = []
+
+    def train(self, waiting: deque[list[Trial]]) -> None:
+        """Train the trials that wait, a list a stack; what an interrupted run has done is saved."""
+        try:
+            while waiting or self._groups:
+                if waiting and self.stop.signal_name is None and self._has_room(len(waiting[0])):
+                    self._open_groups(waiting.popleft())
+                launched = [group.turn() for group in self._groups]
+                self._groups = [group for group in self._groups if group.members]
+                if self.stop.signal_name is not None and not self._groups:
+                    what = f"stopped by {self.stop.signal_name}"
+                    raise TrainingInterrupted("INTERRUPTED", what)
+                for member in self._running():
+                    self._job.moved(member.trial, member.run.learner.step)
+                if not any(launched):
+                    time.sleep(PAUSE_SECONDS)
+        finally:
+            for member in self._running():
+                member.close()
+
+    def _running(self) -> list[_Member]:
+        return [member for group in self._groups for member in group.members]
+
+    def _has_room(self, runs: int) -> bool:
+        """Return whether so many runs more may begin, and the GPU has memory for them."""
+        running = len(self._running())
+        if running and running + runs > self._job.parallel:
+            return False
+        if self._device.type != "cuda" or not running:
+            return True
+        free, _ = torch.cuda.mem_get_info(self._device)
+        each = torch.cuda.memory_reserved(self._device) / running
+        return free > MEMORY_SPARE * runs * each
+
+    def _open_groups(self, trials: list[Trial]) -> None:
+        """Open the runs of a stack; a kill may have come when some had saved a step, others not."""
+        at_step: dict[int, _Group] = {}
+        for trial in trials:
+            if self.stop.signal_name is not None:
+                return
+            try:
+                with run_errors(trial.name, self._job.folder / trial.name, self._device):
+                    member = self._open(trial)
+            except GearError as error:
+                self._job.end(trial, error)
+                continue
+            if (group := at_step.get(member.first_step)) is not None:
+                group.members.append(member)
+            else:
+                group = _Group(member, self._job, self.stop, self._wait_for_savers)
+                at_step[member.first_step] = group
+                self._groups.append(group)
+
+    def _open(self, trial: Trial) -> _Member:
+        path, rng = self._job.folder / trial.name, RngStream(self._device)
+        with ExitStack() as stack:
+            directory = stack.enter_context(RunDirectory(path, resume=path.exists()))
+            dataset = self._job.dataset(trial.recipe)
+            recipe, sizes = resolve(trial.recipe, dataset, quiet=True)
+            check_resumed(path, recipe)
+            threads, kernels = recipe.train.threads, recipe.train.deterministic
+            with rng.use(), torch_threads(threads), deterministic(kernels):
+                torch.manual_seed(recipe.seed)
+                learner = Learner(recipe, sizes, dataset, self._device, tables=self._tables)
+                told = stack.enter_context(Callbacks(Run(path), trackings(recipe.train)))
+                runs = self._job.parallel
+                run = LiveRun(directory, learner, self.stop, told, quiet=True, concurrent_runs=runs)
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)  # a table may be on its way for others
+            return _Member(trial, run, stack.pop_all(), rng, first_step=learner.step)
+
+    def _wait_for_savers(self) -> None:
+        """Before a capture: no thread that writes a checkpoint may use the GPU meanwhile."""
+        for member in self._running():
+            with suppress(Exception):  # it is raised again in its own run's turn
+                member.run.saver.wait()
+
+
+@dataclass(eq=False)
+class _Member:
+    """A run among others, and what it holds."""
+
+    trial: Trial
+    run: LiveRun
+    held: ExitStack
+    rng: RngStream
+    first_step: int
+
+    def close(self) -> None:
+        """Close the run; the error that came first is told, not one of closing what it left."""
+        with suppress(GearError, OSError, RuntimeError), self.held, self.rng.use():
+            self.run.close()
+            self.run.learner.close()
+
+
+class _GroupStop(StopRequest):
+    """The scheduler's request as a group sees it: all its runs stop after the same step."""
+
+    def __init__(self, whole: StopRequest) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def look(self) -> None:
+        """Take over a request that has come meanwhile."""
+        self.signal_name = self.whole.signal_name
+
+    @contextmanager
+    def abortable(self) -> Iterator[None]:
+        with self.whole.abortable():
+            yield
+
+
+class _Group:
+    """Runs that share a stream, its random numbers and, if they are several, one step.
+
+    `members` are those that go on: appended before the first turn, left out when they end.
+    """
+
+    def __init__(
+        self, first: _Member, job: Job, stop: StopRequest, before_capture: Callable[[], None]
+    ) -> None:
+        self.members, self._rng = [first], first.rng
+        self._job, self._stop, self._before_capture = job, _GroupStop(stop), before_capture
+        self._settings = first.run.learner.recipe.train
+        self._steps = self._train()
+        self._stack: Stack | None = None
+        self._stacked: list[_Member] = []
+        self._window_began: float | None = None  # since when steps run, ...
+        self._counted_seconds = 0.0  # ... and how much of that learners have counted themselves
+
+    def turn(self) -> int:
+        """Launch steps up to the first thing to wait for; return how many."""
+        launched, threads, kernels = 0, self._settings.threads, self._settings.deterministic
+        if self._rng.pending() < DEEP:
+            with self._rng.use(), torch_threads(threads), deterministic(kernels):
+                while launched < CHUNK and next(self._steps, False):
+                    launched += 1
+            self._rng.mark()
+        return launched
+
+    def _train(self) -> Iterator[bool]:
+        """Train the runs to their ends: yield True after each step, False where they wait."""
+        for member in self.members:
+            member.run.stop = self._stop
+        if len(self.members) > 1:
+            self._stacked = list(self.members)
+            with self._ending(*self._stacked):
+                self._stack = Stack([member.run.learner for member in self._stacked])
+        while True:
+            self._stop.look()
+            if any(member.run.due() for member in self.members):
+                self._rng.mark()
+                while self._rng.pending():
+                    yield False
+                self._count_window()
+            yield from self._each(self._catch_up)
+            if all(member.run.is_complete for member in self.members):
+                break
+            self._advance()
+            yield True
+        yield from self._each(self._finish)
+
+    def _each(self, act: Callable[[_Member], bool]) -> Iterator[bool]:
+        """Have every run do something; while some answer that they cannot yet, yield False."""
+        left = list(self.members)
+        while left:
+            for member in list(left):
+                is_done = True  # also if it ends
+                with self._ending(member):
+                    is_done = act(member)
+                if is_done:
+                    left.remove(member)
+            if left:
+                yield False
+
+    def _catch_up(self, member: _Member) -> bool:
+        """Log, evaluate, save and stop after the steps so far, once an evaluation can begin."""
+        run, step = member.run, member.run.learner.step
+        if self._stop.signal_name is not None and step == member.first_step:
+            raise TrainingInterrupted("INTERRUPTED", "there is nothing new to save")
+        assert run.writer is not None, "a sweep has one rank"
+        if run.due().evaluation and run.writer.evaluations.must_wait(step):
+            run.writer.evaluations.collect()
+            return False
+        run.catch_up()
+        return True
+
+    def _advance(self) -> None:
+        """Launch the next step of all runs."""
+        stack, learner, failures = self._stack, self.members[0].run.learner, dict[int, GearError]()
+        if (stack or learner).will_capture:
+            self._before_capture()
+        began = time.perf_counter()
+        if self._window_began is None:
+            self._window_began, self._counted_seconds = began, 0.0
+        with self._ending(*self.members):
+            if stack is None:
+                learner.advance()
+            else:
+                failures = stack.advance()
+        if stack is None or not stack.is_captured:
+            self._counted_seconds += time.perf_counter() - began
+        for number, error in failures.items():
+            self._end(self._stacked[number], error)
+        for member in list(self.members):
+            with self._ending(member):
+                member.run.note_step()
+
+    def _finish(self, member: _Member) -> bool:
+        """Sum up a run whose steps are done, when its evaluations are there."""
+        run = member.run
+        assert run.writer is not None, "a sweep has one rank"
+        run.saver.check()
+        run.writer.evaluations.collect()
+        if run.writer.evaluations.outstanding:
+            if self._stop.whole.signal_name is not None:
+                raise TrainingInterrupted("INTERRUPTED", "a resumed run waits for its evaluations")
+            return False
+        run.finish()
+        run.close()
+        run.sum_up()
+        member.held.close()
+        self._end(member)
+        return True
+
+    @contextmanager
+    def _ending(self, *members: _Member) -> Iterator[None]:
+        """Have an error end these runs, and no others."""
+        try:
+            with run_errors(members[0].trial.name, members[0].run.path, self._job.device):
+                yield
+        except GearError as error:
+            for member in members:
+                self._end(member, error)
+
+    def _end(self, member: _Member, error: GearError | None = None) -> None:
+        """Go on without a run; its place in a stack stays, what is computed there is not used."""
+        self.members.remove(member)
+        if self._stack is not None:
+            self._stack.leave(self._stacked.index(member))
+        member.close()
+        if not isinstance(error, TrainingInterrupted):
+            self._job.end(member.trial, error)
+
+    def _count_window(self) -> None:
+        """Count the time of the steps that the host has not waited for, now that they are done."""
+        if self._window_began is not None and self._job.device.type == "cuda":
+            whole = time.perf_counter() - self._window_began
+            for member in self.members:
+                window = member.run.learner.window
+                window.busy_seconds += max(0.0, whole - self._counted_seconds)
+        self._window_began = None
+
+
 class RngStream:
     """A CUDA stream and random numbers of its own: what a run among others works with.
 
@@ -102,6 +361,7 @@ class RngStream:
         self._device, self._host = device, torch.get_rng_state()
         self._stream: Any = None
         self._random: Any = None
+        self._marks: deque[Any] = deque()
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._random = torch.Generator(device)
@@ -130,343 +390,15 @@ class RngStream:
         finally:
             default.graphsafe_set_state(before)
 
-    def event(self) -> Any:
-        """Return an event behind everything launched so far; None on a CPU."""
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event
+    def mark(self) -> None:
+        """Remember the end of what was launched so far."""
+        if self._stream is not None:
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+            self._marks.append(event)
 
-
-@dataclass(eq=False)
-class _Member:
-    """A run among others, and what it holds."""
-
-    trial: Trial
-    run: LiveRun
-    held: ExitStack
-    rng: RngStream
-    first_step: int
-    # from `_Group`: True before each step, False where the run has to wait
-    steps: Iterator[bool] = field(default_factory=lambda: iter(()))
-    is_at_step: bool = False  # it has done all that the steps so far ask for
-    taken: int = 0  # steps, of those that its stack has done
-    window_began: float | None = None  # since when its steps run, ...
-    launched_seconds: float = 0.0  # ... and how much of that its learner has counted itself
-
-    @property
-    def writer(self) -> RunWriter:
-        assert self.run.writer is not None, "a sweep has one rank"
-        return self.run.writer
-
-
-class _GroupStop(StopRequest):
-    """The scheduler's request as a group sees it: all its runs stop after the same step."""
-
-    def __init__(self, whole: StopRequest) -> None:
-        super().__init__()
-        self._whole = whole
-
-    def look(self) -> None:
-        """Take over a request that has come meanwhile."""
-        self.signal_name = self._whole.signal_name
-
-    @contextmanager
-    def abortable(self) -> Iterator[None]:
-        with self._whole.abortable():
-            yield
-
-
-class _Group:
-    """Runs that share a stream, its random numbers and, if they are several, one step."""
-
-    def __init__(self, members: list[_Member], stop: _GroupStop) -> None:
-        self.members, self.stop = members, stop
-        self.done: list[_Member] = []  # their evaluations may be under way
-        self._rng, self._learners = members[0].rng, [member.run.learner for member in members]
-        self._settings = members[0].run.learner.recipe.train
-        self._events: deque[Any] = deque()
-        self._is_marked, self._stack = True, self._stacked()
-        self._launched, self._failures = 0, dict[int, GearError]()
-        for member in members:
-            member.run.stop = stop
-            member.steps = self._steps(member)
-
-    def _stacked(self) -> Stack | None:
-        if len(self._learners) == 1:
-            return None
-        with self.work():
-            return Stack(self._learners)
-
-    @contextmanager
-    def work(self) -> Iterator[None]:
-        """Let torch work for these runs."""
-        threads, kernels = self._settings.threads, self._settings.deterministic
-        with self._rng.use(), torch_threads(threads), deterministic(kernels):
-            yield
-
-    @property
-    def will_capture(self) -> bool:
-        """Whether the next step is captured as a CUDA graph before it is replayed."""
-        if self._stack is not None:
-            return self._stack.will_capture
-        return self._learners[0].will_capture
-
-    def leave(self, member: _Member) -> None:
-        """Go on without a run; its place in a stack stays, what is computed there is not used."""
-        self.members.remove(member)
-        if self._stack is not None:
-            self._stack.leave(self._learners.index(member.run.learner))
-
-    def turn(self) -> list[tuple[_Member, GearError]]:
-        """Launch steps and look at numbers that are there; return the runs that failed.
-
-        Ends at the first thing that is to be waited for, and before a capture.
-        """
-        failed: list[tuple[_Member, GearError]] = []
-        self._drop_passed()
-        if len(self._events) >= DEEP:
-            return failed
-        self.stop.look()
-        with self.work():
-            for _ in range(CHUNK):
-                for member in [member for member in self.members if not member.is_at_step]:
-                    try:
-                        with _errors_of(member):
-                            answer = next(member.steps, None)
-                    except GearError as error:
-                        self.leave(member)
-                        failed.append((member, error))
-                        continue
-                    if answer is None:
-                        self.members.remove(member)
-                        self.done.append(member)
-                    member.is_at_step = bool(answer)
-                if not all(member.is_at_step for member in self.members):
-                    break
-                for member in self.members:
-                    member.is_at_step = False
-                if self.will_capture:  # when no checkpoint is being written
-                    break
-        self._mark()
-        return failed
-
-    def _steps(self, member: _Member) -> Iterator[bool]:
-        """Do what is left of a run; yield True before each step, False while it has to wait."""
-        run = member.run
-        while True:
-            while run.due() and not self._is_ready(member):
-                yield False
-            run.catch_up()
-            if run.is_complete:
-                return
-            yield True
-            self._advance(member)
-            run.note_step()
-
-    def _advance(self, member: _Member) -> None:
-        """Do a step of one run: the first one that asks launches it for all."""
-        learner, began = member.run.learner, time.perf_counter()
-        if member.window_began is None:
-            member.window_began, member.launched_seconds = began, 0.0
-        self._is_marked = False
-        if self._stack is None:
-            learner.advance()
-        else:
-            if member.taken == self._launched:
-                self._failures = self._stack.advance()
-                self._launched += 1
-            member.taken += 1
-            if (error := self._failures.get(self._learners.index(learner))) is not None:
-                raise error
-            if self._stack.is_captured:
-                return
-        member.launched_seconds += time.perf_counter() - began
-
-    def _is_ready(self, member: _Member) -> bool:
-        """Whether the GPU has done the steps so far, and an evaluation that is due can begin."""
-        self._mark()
-        self._drop_passed()
-        step = member.run.learner.step
-        if member.run.due().evaluation and member.writer.evaluations.must_wait(step):
-            member.writer.evaluations.collect()
-            return False
-        if self._events:
-            return False
-        if member.window_began is not None and member.run.learner.device.type == "cuda":
-            whole = time.perf_counter() - member.window_began
-            window = member.run.learner.window
-            window.busy_seconds += max(0.0, whole - member.launched_seconds)
-        member.window_began = None
-        return True
-
-    def _mark(self) -> None:
-        """Remember the end of what was launched."""
-        if not self._is_marked and (event := self._rng.event()) is not None:
-            self._events.append(event)
-        self._is_marked = True
-
-    def _drop_passed(self) -> None:
-        while self._events and self._events[0].query():
-            self._events.popleft()
-
-
-def _errors_of(member: _Member) -> AbstractContextManager[None]:
-    run = member.run
-    return run_errors(member.trial.name, run.path, run.learner.device)
-
-
-class _Scheduler:
-    """Has groups take turns until all trials have ended."""
-
-    def __init__(self, job: Job) -> None:
-        self._job, self._device = job, job.device
-        self._tables, self.stop = SharedTables(), StopRequest()
-        self._groups: list[_Group] = []
-
-    def complete(self, waiting: deque[list[Trial]]) -> None:
-        """Run all trials; ``INTERRUPTED`` after Ctrl-C, what the runs have done is saved."""
-        try:
-            while waiting or self._groups:
-                if waiting and self.stop.signal_name is None and self._has_room(len(waiting[0])):
-                    self._open_group(waiting.popleft())
-                before = [(member, member.run.learner.step) for member in self._running()]
-                for group in list(self._groups):
-                    self._turn(group)
-                if self.stop.signal_name is not None:
-                    self._abandon_idle()
-                    if not self._groups:
-                        what = f"stopped by {self.stop.signal_name}"
-                        raise TrainingInterrupted("INTERRUPTED", what)
-                after = [(member, member.run.learner.step) for member in self._running()]
-                for member, step in after:
-                    self._job.moved(member.trial, step)
-                if before == after:
-                    time.sleep(PAUSE_SECONDS)
-        finally:
-            for member in self._running():
-                self._release(member)
-
-    def _running(self) -> list[_Member]:
-        return [m for group in self._groups for m in (*group.members, *group.done)]
-
-    def _has_room(self, runs: int) -> bool:
-        """Return whether so many runs more may begin, and the GPU has memory for them."""
-        running = len(self._running())
-        if running and running + runs > self._job.parallel:
-            return False
-        if self._device.type != "cuda" or not running:
-            return True
-        free, _ = torch.cuda.mem_get_info(self._device)
-        each = torch.cuda.memory_reserved(self._device) / running
-        return free > MEMORY_SPARE * runs * each
-
-    def _open_group(self, trials: list[Trial]) -> None:
-        """Open the runs of a stack, and begin with those that stand at the same step."""
-        opened: list[_Member] = []
-        try:
-            for trial in trials:
-                if self.stop.signal_name is not None:  # they have nothing to save
-                    return
-                try:
-                    with run_errors(trial.name, self._job.folder / trial.name, self._device):
-                        opened.append(self._open(trial))
-                except GearError as error:
-                    self._job.end(trial, error)
-            opened.sort(key=lambda member: member.first_step)
-            # a kill may have come when some had saved a step and others had not
-            for _, members in groupby(list(opened), key=lambda member: member.first_step):
-                together = list(members)
-                opened = opened[len(together) :]
-                self._begin(together)
-        finally:
-            for member in opened:
-                self._release(member)
-
-    def _begin(self, members: list[_Member]) -> None:
-        try:
-            with _errors_of(members[0]):
-                self._groups.append(_Group(members, _GroupStop(self.stop)))
-        except GearError as error:
-            for member in members:
-                self._release(member)
-            for member in members:
-                self._job.end(member.trial, error)
-
-    def _open(self, trial: Trial) -> _Member:
-        path, rng = self._job.folder / trial.name, RngStream(self._device)
-        with ExitStack() as stack:
-            directory = stack.enter_context(RunDirectory(path, resume=path.exists()))
-            dataset = self._job.dataset(trial.recipe)
-            recipe, sizes = resolve(trial.recipe, dataset, quiet=True)
-            check_resumed(path, recipe)
-            threads, kernels = recipe.train.threads, recipe.train.deterministic
-            with rng.use(), torch_threads(threads), deterministic(kernels):
-                torch.manual_seed(recipe.seed)
-                learner = Learner(recipe, sizes, dataset, self._device, tables=self._tables)
-                told = stack.enter_context(Callbacks(Run(path), trackings(recipe.train)))
-                runs = self._job.parallel
-                run = LiveRun(directory, learner, self.stop, told, quiet=True, concurrent_runs=runs)
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)  # a table may be on its way for others
-            return _Member(trial, run, stack.pop_all(), rng, first_step=learner.step)
-
-    def _turn(self, group: _Group) -> None:
-        if group.will_capture:  # no thread that writes a checkpoint may use the GPU meanwhile
-            for member in self._running():
-                with suppress(Exception):  # it is raised again in its own run's turn
-                    member.run.saver.wait()
-        failed = group.turn()
-        for member, _ in failed:
-            self._release(member)
-        for member, error in failed:
-            if not isinstance(error, TrainingInterrupted):
-                self._job.end(member.trial, error)
-        for member in list(group.done):
-            self._finish(group, member)
-        if not group.members and not group.done:
-            self._groups.remove(group)
-
-    def _finish(self, group: _Group, member: _Member) -> None:
-        """Sum up a run whose steps are done, when its evaluations are there."""
-        error = None
-        try:
-            with _errors_of(member):
-                member.run.saver.check()
-                member.writer.evaluations.collect()
-                if member.writer.evaluations.outstanding:
-                    return
-                with group.work():
-                    member.run.finish()
-                    member.run.close()
-                    member.run.sum_up()
-        except GearError as caught:
-            error = caught
-        group.done.remove(member)
-        self._release(member)
-        if not isinstance(error, TrainingInterrupted):
-            self._job.moved(member.trial, member.run.learner.step)
-            self._job.end(member.trial, error)
-
-    def _abandon_idle(self) -> None:
-        """After a request to stop: give up runs that have nothing new to save."""
-        for group in list(self._groups):
-            for member in list(group.members):
-                if member.run.learner.step == member.first_step:
-                    group.leave(member)
-                    self._release(member)
-            for member in group.done:
-                self._release(member)
-            group.done.clear()
-            if not group.members:
-                self._groups.remove(group)
-
-    def _release(self, member: _Member) -> None:
-        """Close a run; the error that came first is told, not one of closing what it left."""
-        try:
-            with suppress(GearError, OSError, RuntimeError), member.rng.use():
-                member.run.close()
-                member.run.learner.close()
-        finally:
-            member.held.close()
+    def pending(self) -> int:
+        """Return how many marks the GPU has not come to."""
+        while self._marks and self._marks[0].query():
+            self._marks.popleft()
+        return len(self._marks)
