@@ -5,10 +5,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import xxhash
 
+import gear_offline.distributed.exchange
+from gear_offline.dataset.dataset import Dataset
 from gear_offline.distributed.reads import NodeRows, Reads
+from gear_offline.distributed.world import World
 from gear_offline.loaders.batch import Batch
+from gear_offline.loaders.loader import GearLoader
+from gear_offline.loaders.rows import RowOpener
+from gear_offline.tables.table import build_table
 
 
 class OneProcess:
@@ -44,6 +51,38 @@ class OneProcess:
 
     def close(self) -> None:
         assert self.posted == self.waited
+
+
+def open_ranks(
+    dataset: Dataset, nodes: tuple[int, ...], sharding: str, **options: Any
+) -> list[GearLoader]:
+    """Return the loader of every rank of a world."""
+    held_by: dict[int, NodeRows] = {}
+    loaders = []
+    for rank in range(len(nodes)):
+
+        def open_exchange(
+            node_rows: NodeRows, landing: Any, world: World, *, rank: int = rank, **_: Any
+        ) -> OneProcess:
+            held_by[rank] = node_rows
+            return OneProcess(rank, held_by, landing)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gear_offline.distributed.exchange, "open_exchange", open_exchange)
+            # Ranks of one node would share a table in memory, by words between processes.
+            patch.setattr(World, "gather", lambda self, value: [value] * self.size)
+            patch.setattr(RowOpener, "_build", private_table)
+            world = World(rank=rank, nodes=nodes)
+            loaders.append(GearLoader(dataset, world=world, sharding=sharding, **options))  # type: ignore[arg-type]
+    return loaders
+
+
+def private_table(opener: RowOpener, ring: Any) -> Any:
+    given: dict[str, Any] = {}
+    if ring is not None:
+        given["shards"] = ring.share.shards.tolist()
+        given["landing_rows"] = ring.rows * len(opener.world.members)
+    return build_table(opener.data, opener.options, **given)
 
 
 def row_digests(batch: Batch) -> list[str]:

@@ -16,10 +16,10 @@ from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling import Schedule, TaskPart, make_sampler, mix_tasks
 from tests.gpu_support import NEEDS_CUPY, ON_GPU, capture, same
 from tests.image_support import image_columns
+from tests.one_process import open_ranks
 from tests.sampling_support import CASES, IDS
 from tests.support import hopper_columns, make_dataset, one_error
 from tests.task_support import join, make_parts
-from tests.test_elastic import open_ranks
 
 pytestmark = [*ON_GPU, NEEDS_CUPY]
 LENGTHS = [4, 1, 30, 7, 19, 2, 60]

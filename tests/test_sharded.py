@@ -1,155 +1,142 @@
-"""Datasets spread over nodes: who holds what, and together the global batch, row for row."""
+"""Datasets spread over nodes: who holds what, and together one stream, whatever the world is."""
 
-from contextlib import nullcontext
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.distributed.reads import NodeRows
+from gear_offline.dataset.dataset import Dataset
 from gear_offline.distributed.sharding import Assigner, shard_weights, share_shards, take_share
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
-from gear_offline.kernels.gather import Padding
+from gear_offline.loaders import rows
+from gear_offline.loaders.feedback import LossFeedback
+from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.rows import choose_share
-from gear_offline.loaders.segments import Ring, ShardedSegments, node_rows
 from gear_offline.loaders.static_batch import BlockNames, StaticBatch
 from gear_offline.sampling import make_sampler
-from gear_offline.sampling.base import Stream
-from gear_offline.tables.table import TableOptions, build_table
+from gear_offline.tables.table import TableOptions
 from tests.image_support import image_columns
 from tests.kernels_on_cpu import gpu_gather, on_cpu
-from tests.one_process import OneProcess
-from tests.segment_oracle import bits, cpu_gather
+from tests.one_process import OneProcess, global_digest, open_ranks, row_digests
 from tests.support import failing_code, make_dataset
 
-LENGTHS = [9, 3, 14, 1, 7, 5, 22, 2, 6, 11, 4, 8]
+LENGTHS = [9, 3, 14, 1, 7, 5, 22, 2, 6, 11, 4, 8, 13, 10, 3, 6]
+BATCH = 24
+OPTIONS: dict[str, Any] = {"batch_size": BATCH, "context_length": 6, "seed": 5, "device": "cpu"}
+# Nodes of the ranks: each alone, pairs, and unequal ones.
+PLACES = {
+    "replicate": [tuple(range(size)) for size in (1, 2, 3, 4, 8)],
+    "shard": [
+        *((0, 1), (0, 1, 1), (0, 1, 2), (0, 0, 1, 1), (0, 1, 2, 3), (0, 0, 0, 1, 1, 1, 2, 2)),
+        tuple(range(8)),
+    ],
+}
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    path = make_dataset(tmp_path_factory.mktemp("shards"), LENGTHS, shard_bytes=1500).path
-    found = open_dataset(Path(path))
-    assert len(found.manifest.shards) >= 4
-    return found
+    return make_dataset(tmp_path_factory.mktemp("shards"), LENGTHS, shard_bytes=900)
 
 
 @pytest.fixture(scope="module")
 def frames(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    columns = image_columns(sum(LENGTHS), (4, 5))
-    folder = tmp_path_factory.mktemp("frames")
-    path = make_dataset(folder, LENGTHS, columns=columns, shard_bytes=900).path
-    found = open_dataset(Path(path))
-    assert len(found.manifest.shards) >= 3
-    return found
+    columns, folder = image_columns(sum(LENGTHS), (4, 5)), tmp_path_factory.mktemp("frames")
+    return make_dataset(folder, LENGTHS, columns=columns, shard_bytes=300)
 
 
-class Rank:
-    """What a loader's `Rows` are of one rank, all ranks in one process."""
-
-    def __init__(
-        self,
-        dataset: Dataset,
-        nodes: tuple[int, ...],
-        rank: int,
-        held: dict[int, NodeRows],
-        *,
-        sampler: Any,
-        batch_size: int,
-        span: int,
-        padding: Padding = "right",
-        block_steps: int = 3,
-        stack: int = 1,
-        normalize: bool = False,
-        engine: bool = False,
-    ) -> None:
-        owners = share_shards(shard_weights(dataset), len(set(nodes)))
-        share, world = take_share(dataset, owners, nodes[rank]), World(rank=rank, nodes=nodes)
-        members = [other for other, node in enumerate(nodes) if node == nodes[rank]]
-        width = world.rank_batch(batch_size)
-        stream = Stream(
-            selection=sampler, seed=7, global_batch=batch_size, first_slot=0, rank_batch=width
-        )
-        self.block_steps = block_steps
-        ring = Ring(
-            share=share,
-            steps=block_steps,
-            rank_batch=width,
-            context_length=span,
-            history=stack - 1,
-            place=members.index(rank),
-        )
-        table = build_table(
-            dataset,
-            TableOptions(context_length=span, frame_stack=stack, normalize_states=normalize),
-            shards=share.shards.tolist(),
-            landing_rows=ring.rows * len(members),
-        )
-        held[rank] = node_rows(table, share)
-        self.exchange: Any = OneProcess(rank, held, ring.of(table))
-        self.segments = ShardedSegments(
-            stream, world, self.exchange, ring, padding, ring.first_row(table)
-        )
-        whole: dict[str, Any] = {
-            "offsets": dataset.episodes.offsets,
-            "local": share.nodes == nodes[rank],
-        }
-        self.take, self.release = self.segments.take, self.segments.release
-        if engine:
-            self.gpu = gpu_gather(
-                table, rank_batch=width, context_length=span, padding=padding, **whole
-            )
-            self.gather: Any = self.gpu.gather
-        else:
-            self.gather = cpu_gather(table, span, padding, **whole).gather
+@pytest.fixture(scope="module", autouse=True)
+def short_blocks() -> Iterator[None]:
+    """Four steps are made at a time, so that worlds change within blocks and between them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "BLOCK_SEGMENTS", 4 * BATCH)
+        yield
 
 
-def ranks_of(dataset: Dataset, nodes: tuple[int, ...], **options: Any) -> list[Any]:
-    held: dict[int, NodeRows] = {}
-    return [Rank(dataset, nodes, rank, held, **options) for rank in range(len(nodes))]
-
-
-@settings(max_examples=50, deadline=None)
-@given(data=st.data())
-def test_ranks_get_the_global_batch(
-    dataset: Dataset, frames: Dataset, library: Any, data: st.DataObject
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    data=st.data(),
+    images=st.booleans(),
+    selection=st.sampled_from(["uniform_steps", "shuffled_epochs", "uniform_episodes", "d3rlpy"]),
+    span=st.integers(1, 9),
+    padding=st.sampled_from(["left", "right"]),
+    stack=st.integers(1, 4),
+    normalize=st.booleans(),
+)
+def test_the_stream_is_that_of_one_process(
+    dataset: Dataset,
+    frames: Dataset,
+    data: st.DataObject,
+    images: bool,
+    stack: int,
+    normalize: bool,
+    span: int,
+    **more: Any,
 ) -> None:
-    """Histories travel with their windows; blocks may come in any order."""
-    nodes = data.draw(st.sampled_from([(0, 1), (0, 0, 1, 1), (0, 1, 2), (0, 1, 1, 2), (0,)]))
-    images, engine = data.draw(st.booleans()), data.draw(st.booleans())
-    name = data.draw(st.sampled_from(["uniform_steps", "uniform_episodes", "d3rlpy"]))
-    span = data.draw(st.integers(1, 9))
-    padding: Padding = data.draw(st.sampled_from(["left", "right"]))
-    source, stack = (frames, data.draw(st.integers(1, 4))) if images else (dataset, 1)
-    normalize = not images and data.draw(st.booleans())
-    sampler = make_sampler(name, source, context_length=span)
-    batch_size = len(nodes) * data.draw(st.integers(1, 9))
-    options: dict[str, Any] = {"sampler": sampler, "batch_size": batch_size, "span": span}
-    options |= {"padding": padding, "stack": stack, "normalize": normalize, "engine": engine}
-    whole = build_table(
-        source, TableOptions(context_length=span, frame_stack=stack, normalize_states=normalize)
+    """Worlds change after any step; each goes on from the state that the last one left."""
+    source = frames if images else dataset
+    assert len(source.manifest.shards) >= 8, "a shard for each of eight nodes"
+    options = (
+        OPTIONS | more | {"context_length": span, "extra_columns": () if images else ("terminals",)}
     )
-    gather = cpu_gather(whole, span, padding)
-    with on_cpu(library) if engine else nullcontext():
-        ranks = ranks_of(source, nodes, **options)
-        for first, steps in ((0, 3), (3, 3), (20, 1), (6, 2), (8, 2), (10, 2), (12, 2)):
-            expected = gather.gather(sampler.sample(7, first, steps, batch_size))
-            seen = []
-            for rank in ranks:
-                windows = rank.gather(*rank.take(first, steps))
-                rank.release()
-                slots = np.stack([rank.segments.slots_at(first + s) for s in range(steps)])
-                own = expected.map(lambda t, at=slots: t[np.arange(len(at))[:, None], at])  # type: ignore[misc]
-                assert bits(windows) == bits(own)
-                seen.append(slots)
-            assert (np.sort(np.concatenate(seen, 1)) == np.arange(batch_size)).all()
-        for rank in ranks:
-            rank.segments.close()
+    options |= {"frame_stack": stack} if images else {"normalize_states": normalize}
+    alone, state = GearLoader(source, **options), dict[str, Any]()
+    for _ in range(data.draw(st.integers(1, 3))):
+        sharding = data.draw(st.sampled_from(sorted(PLACES)))
+        nodes = data.draw(st.sampled_from(PLACES[sharding]))
+        with ExitStack() as opened:
+            ranks = open_ranks(source, nodes, sharding, **options)
+            for loader in ranks:
+                opened.callback(loader.close)
+                if state:
+                    loader.load_state_dict(state)
+            for skipped in data.draw(st.lists(st.sampled_from([0, 0, 0, 1, 20]), min_size=1)):
+                for each in (alone, *ranks):
+                    each.skip(skipped)
+                slots = [loader.slots_at(loader.step) for loader in ranks]
+                found = global_digest(slots, [row_digests(next(loader)) for loader in ranks])
+                assert found == global_digest([range(BATCH)], [row_digests(next(alone))])
+            state = alone.state_dict()
+            assert all(loader.state_dict() == state for loader in ranks)
+
+
+def test_a_strategy_that_learns_is_one_for_all_worlds(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses of all ranks reach every rank; their weights are those of the slots they have."""
+    options = OPTIONS | {"selection": "prioritized"}
+    alone = GearLoader(dataset, **options)
+    ranks = open_ranks(dataset, (0, 1, 1), "shard", **options)
+    uniform = []
+    for step in range(6):
+        slots = [loader.slots_at(step) for loader in ranks]
+        expected, batches = next(alone), [next(loader) for loader in ranks]
+        found = global_digest(slots, [row_digests(batch) for batch in batches])
+        assert found == global_digest([range(BATCH)], [row_digests(expected)])
+        weights = LossFeedback(alone).importance()
+        for mine, loader in zip(slots, ranks, strict=True):
+            assert torch.equal(LossFeedback(loader).importance(), weights[torch.from_numpy(mine)])
+        uniform.append(bool((weights == 1).all()))
+        told = [[batch.segments.sum(1).float() % 7 for batch in batches]]
+        told.append([batch.segments for batch in batches])
+        monkeypatch.setattr(World, "gather_tensor", lambda _, own, told=told: told[own.dim() - 1])
+        for loader, batch, losses in zip(ranks, batches, told[0], strict=True):
+            LossFeedback(loader).update(batch, losses)
+        assert alone.loss_sampler is not None
+        losses = expected.segments.sum(1).float() % 7
+        alone.loss_sampler.update(expected.segments.numpy(), losses.numpy())
+    assert uniform == [True] + [False] * 5, "priorities have an effect"
+    states = [loader.state_dict() for loader in (alone, *ranks)]
+    assert all(state == states[0] for state in states)
+    for loader in ranks:
+        loader.close()
 
 
 class Event:
@@ -170,41 +157,38 @@ def test_a_captured_step_reads_rows_of_other_nodes(
 ) -> None:
     """Names and rows are there before each replay, over many turns of the rings."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    sampler = make_sampler("uniform_steps", dataset)
-    options: dict[str, Any] = {"sampler": sampler, "batch_size": 10, "span": 4, "engine": True}
-    gather = cpu_gather(build_table(dataset, TableOptions(context_length=4)), 4)
+    alone, batches = GearLoader(dataset, **OPTIONS), list[tuple[GearLoader, StaticBatch]]()
     with on_cpu(library):
-        ranks = ranks_of(dataset, (0, 1), **options)
-        batches = [
-            StaticBatch(
-                rank.gpu,
-                padding="right",
-                step=5,
-                names=BlockNames(rank.segments, rank.block_steps, World()),
+        for rank in open_ranks(dataset, (0, 1), "shard", **OPTIONS):
+            segments: Any = rank.rows.segments
+            engine = gpu_gather(
+                rank.table,
+                rank_batch=rank.rank_batch,
+                context_length=rank.context_length,
+                offsets=dataset.episodes.offsets,
+                local=segments._share.nodes == rank.world.node,
             )
-            for rank in ranks
-        ]
+            names = BlockNames(segments, rank.rows.block_steps, World())
+            batches.append((rank, StaticBatch(engine, padding="right", step=5, names=names)))
         for steps in (range(5, 30), range(2, 4), range(100, 110)):
-            for batch in batches:
+            for _, batch in batches:
                 batch.set_step(steps[0])
             for step in steps:
-                expected = gather.gather(sampler.sample(7, step, 1, 10)[0])
-                for batch in batches:
+                expected = alone.batch_at(step)
+                for _, batch in batches:
                     batch.prepare()
-                for rank, batch in zip(ranks, batches, strict=True):
+                for rank, batch in batches:
                     batch.begin()
-                    slots = torch.from_numpy(rank.segments.slots_at(step))
+                    slots = torch.from_numpy(rank.slots_at(step))
                     assert torch.equal(batch.batch.segments, expected.segments[slots])
-                    states = expected.tensors()["states"][slots]
-                    assert torch.equal(batch.batch.states, states)
+                    assert torch.equal(batch.batch.states, expected.states[slots])
 
 
 def test_a_broken_exchange_is_closed_and_says_nothing_more(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Closing raised the error again, and left connections and threads behind."""
-    sampler = make_sampler("uniform_steps", dataset)
-    rank, _ = ranks_of(dataset, (0, 1), sampler=sampler, batch_size=8, span=4)
+    rank, _ = open_ranks(dataset, (0, 1), "shard", **OPTIONS)
     closed: list[str] = []
 
     def lost(self: OneProcess, step: int) -> None:
@@ -212,15 +196,14 @@ def test_a_broken_exchange_is_closed_and_says_nothing_more(
 
     monkeypatch.setattr(OneProcess, "wait", lost)
     monkeypatch.setattr(OneProcess, "close", lambda self: closed.append("closed"))
-    assert failing_code(lambda: rank.take(0, 2)) == "RANK_LOST"
-    rank.segments.close()
+    assert failing_code(lambda: next(rank)) == "RANK_LOST"
+    rank.close()
     assert closed == ["closed"]
 
 
 def test_little_crosses_nodes(dataset: Dataset) -> None:
-    sampler = make_sampler("uniform_steps", dataset)
-    ranks = ranks_of(dataset, (0, 1), sampler=sampler, batch_size=2048, span=4)
-    taken = [rank.segments.take(step, 1)[1] for step in range(20) for rank in ranks]
+    ranks: list[Any] = open_ranks(dataset, (0, 1), "shard", **OPTIONS | {"batch_size": 2048})
+    taken = [rank.rows.segments.take(step, 1)[1] for step in range(20) for rank in ranks]
     owners, weights = share_shards(shard_weights(dataset), 2), shard_weights(dataset)
     share = max(weights[owners == node].sum() for node in (0, 1)) / weights.sum()
     far = np.mean(np.concatenate(taken) >= 0)
