@@ -6,15 +6,16 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from gear_offline.core.files import open_regular
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FileFacts(BaseModel):
@@ -32,8 +33,10 @@ def write_tensors(
 
     `metadata` is one pair, since the library writes several in any order.
     """
+    import safetensors.torch  # loads torch, which who reads digests does not need
+
     try:
-        save_file(dict(tensors), path, metadata=dict([metadata]))
+        safetensors.torch.save_file(dict(tensors), path, metadata=dict([metadata]))
     except SafetensorError as error:  # what the system said, as text: a full disk
         number = re.search(r"os error ([0-9]+)", str(error))
         code = int(number[1]) if number else 0

@@ -22,7 +22,7 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.distributed.world import World, open_world
 from gear_offline.errors import GearError
 from gear_offline.runs import loop
-from gear_offline.training.checkpoint_folder import checkpoint_name, list_checkpoints
+from gear_offline.training.checkpoint import checkpoint_name, list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import read_records
 from tests.support import one_error

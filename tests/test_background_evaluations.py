@@ -22,7 +22,7 @@ from gear_offline.evaluation.evaluate import tasks_of
 from gear_offline.runs import evaluations
 from gear_offline.runs.evaluations import RunEvaluations, plan_evaluations
 from gear_offline.runs.loop import TrainingInterrupted, train
-from gear_offline.training.checkpoint_folder import list_checkpoints
+from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.metrics import best_evaluation, read_records
 from tests.test_resume import interrupted_in
 from tests.training_support import ENVIRONMENT, FakePool, learnt, register_importable, tiny_recipe

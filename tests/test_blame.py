@@ -12,7 +12,7 @@ import pytest
 import gear_offline as go
 from gear_offline.cli.main import main
 from gear_offline.runs.loop import TrainingInterrupted, train
-from gear_offline.training.checkpoint_folder import list_checkpoints
+from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.stack import why_not_stacked
 from tests.support import hopper_columns, one_error

@@ -16,18 +16,16 @@ from transformers import DecisionTransformerModel
 from gear_offline.errors import InputError
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.training.checkpoint import (
-    chosen_checkpoint,
-    newest_checkpoint,
-    read_checkpoint,
-    seal,
-)
-from gear_offline.training.checkpoint_folder import (
     Keep,
     checkpoint_name,
+    chosen_checkpoint,
     find_checkpoint,
     list_checkpoints,
+    newest_checkpoint,
     prune,
+    read_checkpoint,
     remove_leftovers,
+    seal,
 )
 from gear_offline.training.policies import load_policy, trained_model
 from tests.checkpoint_support import RECIPE, save_checkpoint, saved_state, training_tensors

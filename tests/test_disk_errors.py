@@ -12,7 +12,7 @@ import pytest
 
 from gear_offline.errors import GearError
 from gear_offline.runs.loop import train
-from gear_offline.training.checkpoint_folder import list_checkpoints
+from gear_offline.training.checkpoint import list_checkpoints
 from tests.support import one_error, run_python, write_hdf5
 from tests.training_support import learnt, tiny_recipe
 

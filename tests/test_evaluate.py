@@ -17,8 +17,7 @@ from gear_offline.errors import InputError
 from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
 from gear_offline.evaluation.results import EvaluationReport, share_interval, summary_text
 from gear_offline.runs.evaluate import evaluate
-from gear_offline.training.checkpoint import chosen_checkpoint
-from gear_offline.training.checkpoint_folder import find_checkpoint
+from gear_offline.training.checkpoint import chosen_checkpoint, find_checkpoint
 from tests.checkpoint_support import write_run
 from tests.evaluation_support import Constant
 from tests.support import failing_code, one_error

@@ -17,7 +17,7 @@ from gear_offline.distributed.world import World
 from gear_offline.loaders.batch import Batch
 from gear_offline.models.decision_transformer import DecisionTransformer, trainable_parameters
 from gear_offline.runs.loop import train
-from gear_offline.training.checkpoint_folder import list_checkpoints
+from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.gradients import (
     BLOCKWISE_FROM,
     GradientPass,

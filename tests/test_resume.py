@@ -15,8 +15,7 @@ import torch
 from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import TrainingInterrupted, train
-from gear_offline.training.checkpoint import read_checkpoint
-from gear_offline.training.checkpoint_folder import list_checkpoints
+from gear_offline.training.checkpoint import list_checkpoints, read_checkpoint
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import read_records
 from gear_offline.training.seeding import deterministic

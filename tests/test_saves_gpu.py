@@ -11,8 +11,7 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.training import saving
-from gear_offline.training.checkpoint import read_checkpoint
-from gear_offline.training.checkpoint_folder import Keep, list_checkpoints
+from gear_offline.training.checkpoint import Keep, list_checkpoints, read_checkpoint
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import read_records
 from gear_offline.training.saving import Saver

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import save_file
 
 from gear_offline.errors import GearError
-from gear_offline.models import tensor_file
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.runs.loop import train
 from gear_offline.training import saving
-from gear_offline.training.checkpoint import read_checkpoint
-from gear_offline.training.checkpoint_folder import Keep, list_checkpoints
+from gear_offline.training.checkpoint import Keep, list_checkpoints, read_checkpoint
 from gear_offline.training.saving import Saver
 from tests.checkpoint_support import StandIn
 from tests.support import failing_code
@@ -49,7 +48,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         assert event.wait(30)
         return write(*arguments, **options)
 
-    monkeypatch.setattr(tensor_file, "save_file", held)
+    monkeypatch.setattr(safetensors.torch, "save_file", held)
     return event
 
 
@@ -116,7 +115,7 @@ def test_an_error_of_the_writer_ends_the_training(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return write(*arguments, **options)
 
-    monkeypatch.setattr(tensor_file, "save_file", refuse)
+    monkeypatch.setattr(safetensors.torch, "save_file", refuse)
     recipe = tiny_recipe(tiny_data(tmp_path), "evaluate.episodes=0")
     run = tmp_path / "run"
     assert failing_code(lambda: train(recipe, out=run, quiet=True)) == "OUTPUT_WRITE"
@@ -124,7 +123,7 @@ def test_an_error_of_the_writer_ends_the_training(
     assert not list((run / "checkpoints").glob(".*")), "nothing half written stays"
     assert calls[0] is not threading.main_thread()
     assert "gear-saver" not in [thread.name for thread in threading.enumerate()]
-    monkeypatch.setattr(tensor_file, "save_file", write)
+    monkeypatch.setattr(safetensors.torch, "save_file", write)
     train(recipe, out=run, resume=True, quiet=True)
     assert list_checkpoints(run / "checkpoints")[-1][0] == 20
 

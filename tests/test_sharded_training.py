@@ -9,8 +9,12 @@ from safetensors.torch import load_file
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.runs.loop import train
-from gear_offline.training.checkpoint import newest_checkpoint, read_checkpoint
-from gear_offline.training.checkpoint_folder import checkpoint_name, list_checkpoints
+from gear_offline.training.checkpoint import (
+    checkpoint_name,
+    list_checkpoints,
+    newest_checkpoint,
+    read_checkpoint,
+)
 from gear_offline.training.policies import load_policy
 from gear_offline.training.sharded import read_whole
 from tests.ranks_support import DEEPER, launch, ranks_recipe

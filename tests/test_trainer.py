@@ -18,8 +18,7 @@ from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train
-from gear_offline.training.checkpoint import chosen_checkpoint, read_checkpoint
-from gear_offline.training.checkpoint_folder import list_checkpoints
+from gear_offline.training.checkpoint import chosen_checkpoint, list_checkpoints, read_checkpoint
 from gear_offline.training.metrics import read_records
 from gear_offline.training.policies import load_policy, trained_model
 from tests.image_support import image_columns

@@ -14,7 +14,7 @@ import torch
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.errors import GearError
 from gear_offline.evaluation.jobs import play_saved
-from gear_offline.training.checkpoint_folder import checkpoint_name, list_checkpoints
+from gear_offline.training.checkpoint import checkpoint_name, list_checkpoints
 from gear_offline.training.metrics import read_records
 from tests.support import make_dataset
 

@@ -33,8 +33,7 @@ from gear_offline.progress import Progress, print_table
 from gear_offline.runs.run import Run, open_run
 from gear_offline.sampling import Sampler
 from gear_offline.tables.joint import JointDataset, TableData
-from gear_offline.training.checkpoint import read_checkpoint
-from gear_offline.training.checkpoint_folder import list_checkpoints, no_run
+from gear_offline.training.checkpoint import list_checkpoints, no_run, read_checkpoint
 from gear_offline.training.metrics import finite, read_records
 from gear_offline.training.policies import trained_model
 

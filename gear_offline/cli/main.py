@@ -315,7 +315,7 @@ def evaluate(
 ) -> None:
     """Play episodes with a trained policy at several target returns, and score it."""
     asked = options(locals())
-    from gear_offline.training.checkpoint_folder import check_trained
+    from gear_offline.training.checkpoint import check_trained
 
     check_trained(run, checkpoint)  # before torch is loaded
     if video is not None:
@@ -348,7 +348,7 @@ def act(
 ) -> None:
     """Play while a run trains, and append what is seen to its dataset."""
     asked = options(locals())
-    from gear_offline.training.checkpoint_folder import no_run
+    from gear_offline.training.checkpoint import no_run
 
     if not (run / "recipe.yaml").is_file():  # before torch is loaded
         raise no_run(run)
@@ -382,7 +382,7 @@ def export_policy(
     overwrite: Overwrite = False,
 ) -> None:
     """Write a policy as a folder that acts without its run, or as an ONNX file, without torch."""
-    from gear_offline.training.checkpoint_folder import check_trained
+    from gear_offline.training.checkpoint import check_trained
 
     check_trained(run, None)  # before torch is loaded
     print(go.export_policy(run, out, task, overwrite=overwrite))

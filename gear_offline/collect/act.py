@@ -17,8 +17,7 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import Known, known_of, probe, say_version
 from gear_offline.models.policy import Policy
 from gear_offline.progress import say
-from gear_offline.training.checkpoint import chosen_checkpoint
-from gear_offline.training.checkpoint_folder import list_checkpoints, no_run
+from gear_offline.training.checkpoint import chosen_checkpoint, list_checkpoints, no_run
 from gear_offline.training.policies import trained_model
 from gear_offline.workers import Caller, WorkerPool
 

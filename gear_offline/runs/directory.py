@@ -25,7 +25,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import write_file
 from gear_offline.core.held import LOCK, HeldDirectory, unusable
 from gear_offline.errors import InputError, given_path
-from gear_offline.training.checkpoint_folder import (
+from gear_offline.training.checkpoint import (
     find_checkpoint,
     list_checkpoints,
     remove_checkpoint,

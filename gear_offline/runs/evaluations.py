@@ -33,7 +33,7 @@ from gear_offline.evaluation.jobs import known_to, play_job, play_saved, play_ta
 from gear_offline.evaluation.results import EvaluationReport, summary_text
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.progress import Progress
-from gear_offline.training.checkpoint_folder import Keep, list_checkpoints
+from gear_offline.training.checkpoint import Keep, list_checkpoints
 from gear_offline.training.metrics import Metrics
 from gear_offline.workers import Caller, WorkerPool
 

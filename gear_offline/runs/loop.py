@@ -34,8 +34,14 @@ from gear_offline.runs.run import Run
 from gear_offline.runs.trackers import trackings
 from gear_offline.runs.writer import RunWriter
 from gear_offline.tables.shared import SharedTables
-from gear_offline.training.checkpoint import SavedState, newest_checkpoint, read_state
-from gear_offline.training.checkpoint_folder import Keep, list_checkpoints, remove_leftovers
+from gear_offline.training.checkpoint import (
+    Keep,
+    SavedState,
+    list_checkpoints,
+    newest_checkpoint,
+    read_state,
+    remove_leftovers,
+)
 from gear_offline.training.gradients import check_micro_batches
 from gear_offline.training.learner import Learner
 from gear_offline.training.saving import Saver, restore

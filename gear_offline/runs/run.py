@@ -20,7 +20,7 @@ from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.text import printable
 from gear_offline.errors import InputError, given_path
 from gear_offline.progress import Printed, print_table
-from gear_offline.training.checkpoint_folder import list_checkpoints, no_run
+from gear_offline.training.checkpoint import list_checkpoints, no_run
 from gear_offline.training.metrics import EvaluationRecord, read_lines, read_records
 
 if TYPE_CHECKING:  # these load torch

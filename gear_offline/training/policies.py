@@ -32,8 +32,7 @@ from gear_offline.models.policy_folder import (
     assemble,
     read_policy,
 )
-from gear_offline.training.checkpoint import Checkpoint, chosen_checkpoint, damaged
-from gear_offline.training.checkpoint_folder import run_of
+from gear_offline.training.checkpoint import Checkpoint, chosen_checkpoint, damaged, run_of
 from gear_offline.training.metrics import EvaluationRecord, read_document, read_lines
 
 __all__ = ["TrainedModel", "load_policy"]

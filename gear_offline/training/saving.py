@@ -31,15 +31,17 @@ from gear_offline.training.checkpoint import (
     SHARDED,
     TRAINING_PREFIX,
     Checkpoint,
+    Keep,
     Normalisation,
     SavedState,
+    checkpoint_name,
     damaged,
     named,
     newest_checkpoint,
     part,
+    prune,
     write_checkpoint,
 )
-from gear_offline.training.checkpoint_folder import Keep, checkpoint_name, prune
 from gear_offline.training.learner import Learner
 
 if TYPE_CHECKING:
