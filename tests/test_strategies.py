@@ -171,7 +171,7 @@ def test_candidates(tmp_path: Path) -> None:
     assert [c.label for c in found] == ["mine", "fifo", "best 5 %"]
     assert found[2].options == {"percent": 5}
     twice = [{"strategy": "top_k", "k": k, "label": "a"} for k in (2, 4)]
-    for wrong in (twice, [], [3], [{"percent": 5}], " ,", "", str(tmp_path / "no.yaml")):
+    for wrong in (twice, [], [3], [{"percent": 5}], " ,", ""):
         assert failing_code(partial(parse_candidates, wrong, recipe)) == "USAGE"
     for text in ("uniform", "top_kk:k=3", "top_k:q=1", "top_k:k=5: k=6", "top_k:50"):
         assert failing_code(partial(parse_candidates, text, recipe)) == "SELECTION"

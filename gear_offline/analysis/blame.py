@@ -136,7 +136,7 @@ class Blame:
         figure, windows = plots.new_figure(), self.windows
         above, below = figure.subplots(2, 1, height_ratios=(2, 3))
         room = 10 * (self.last + 1 - self.first)
-        near = _near(open_run(self.run), self.first - room, self.last + room)
+        near = [*_logged(open_run(self.run), self.first - room, self.last + room)]
         above.plot([last for _, last, _ in near], [loss for _, _, loss in near], ".-")
         below.plot(windows["batch"], windows["loss"], ".", color=plots.GREY, markersize=3)
         for one, colour in zip(self.episodes[:NAMED], plots.SERIES, strict=False):
@@ -180,12 +180,15 @@ def find_spikes(run: Run | str | os.PathLike[str]) -> list[Spike]:
     return sorted(spikes, key=lambda spike: spike.usual - spike.loss)
 
 
-def _logged(run: Run) -> Iterator[tuple[int, int, float]]:
-    """Yield the first and the last batch of each record of a run's metrics, and its loss."""
+def _logged(
+    run: Run, first: float = -np.inf, last: float = np.inf
+) -> Iterator[tuple[int, int, float]]:
+    """Yield first and last batch, and the loss, of each record with batches from `first` on."""
     records, batch_of = read_records(run.path / "metrics.jsonl"), run.recipe.train.batch_of
     for before, now in pairwise([{"step": 0}, *records]):
-        if now.get("loss") is not None:
-            yield batch_of(before["step"]), batch_of(now["step"] - 1), float(now["loss"])
+        begin, end = batch_of(before["step"]), batch_of(now["step"] - 1)
+        if now.get("loss") is not None and begin <= last and end >= first:
+            yield begin, end, float(now["loss"])
 
 
 def blame(
@@ -262,7 +265,7 @@ def blame(
     spike = next((s for s in find_spikes(opened) if s.first <= last and s.last >= first), None)
     explained = None
     if spike is not None:  # sums over batches: a record may have more of them than are asked for
-        near = _near(opened, first, last)
+        near = _logged(opened, first, last)
         rise = sum((logged - spike.usual) * (end + 1 - begin) for begin, end, logged in near)
         explained = float(np.clip((loss - usual) * len(batches) / max(rise, 1e-30), 0, 1))
     return Blame(
@@ -279,11 +282,6 @@ def blame(
         episodes=episodes,
         windows=windows,
     )
-
-
-def _near(run: Run, first: int, last: int) -> list[tuple[int, int, float]]:
-    """Return the records of a run's metrics that have some of these batches."""
-    return [one for one in _logged(run) if one[0] <= last and one[1] >= first]
 
 
 def _unknown(run: Run, what: str) -> InputError:
@@ -310,14 +308,9 @@ def _windows(
         for number in batches:
             batch = loader.batch_at(number)
             output = model(**batch.model_inputs(), padding=batch.padding, only_actions=True)
-            mask, valid = batch.attention_mask, model.valid_actions(batch)
-            losses = segment_losses(
-                output.action_preds,
-                batch.actions,
-                mask,
-                valid_actions=valid,
-                losses=model.step_losses,
-            )
+            mask = batch.attention_mask
+            acted, valid = (output.action_preds, batch.actions), model.valid_actions(batch)
+            losses = segment_losses(*acted, mask, valid_actions=valid, losses=model.step_losses)
             part = np.empty(len(batch), WINDOW)
             part["batch"], part["loss"] = number, losses.double().cpu().numpy()
             part["episode"], part["start"] = batch.segments.cpu().numpy().T

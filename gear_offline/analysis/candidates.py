@@ -8,9 +8,7 @@ from typing import Any
 
 from gear_offline.analysis.sampling import Strategy
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.strict_yaml import MAX_BYTES, parse_yaml
-from gear_offline.core.files import read_regular
-from gear_offline.core.text import first_line
+from gear_offline.config.strict_yaml import read_yaml
 from gear_offline.errors import InputError
 from gear_offline.sampling import parse_options, parse_strategy
 
@@ -33,7 +31,9 @@ def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[
     """
     items = DEFAULT if asked is None else asked
     if isinstance(items, str) and items.strip().endswith((".yaml", ".yml")):
-        items = _read(Path(items.strip()))
+        if not isinstance(items := read_yaml(Path(items.strip())), list):
+            remedy = "write a name or a mapping a line: - top_k:k=50"
+            raise _unusable(f"{asked} holds no list", remedy)
     elif isinstance(items, str):
         items = [part for part in items.split(",") if part.strip()]
     if not items:
@@ -58,18 +58,6 @@ def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise _unusable(f"two strategies are called {twice[0]!r}", "give each a label of its own")
     return list(found.values())
-
-
-def _read(path: Path) -> list[Any]:
-    try:
-        content = parse_yaml(read_regular(path, most=MAX_BYTES).decode(), where=str(path))
-    except (OSError, ValueError) as error:
-        raise _unusable(
-            f"{path} cannot be read: {first_line(error)}", "give a YAML file"
-        ) from error
-    if not isinstance(content, list):
-        raise _unusable(f"{path} holds no list", "write a name or a mapping a line: - top_k:k=50")
-    return content
 
 
 def _label(name: str, options: Mapping[str, Any]) -> str:

@@ -43,19 +43,7 @@ from gear_offline.cli.values import (
 from gear_offline.distributed import is_first_process
 from gear_offline.errors import InputError
 
-RECIPE_GROUPS = {
-    "First runs": ("smoke", "cartpole", "demo", "maze-goals"),
-    "Your own data": ("paper",),
-    "The paper's tasks (D4RL)": tuple(
-        f"{body}-medium{rest}"
-        for body in ("hopper", "halfcheetah", "walker2d")
-        for rest in ("", "-replay", "-expert")
-    ),
-    "Images": ("atari-pong",),
-    "Online": ("online-hopper",),
-    "Several tasks": ("multitask-smoke", "multitask-locomotion"),
-    "Larger models": ("dt_1m", "dt_15m", "dt_87m", "dt_200m", "dt_1b"),
-}
+FIRST_RECIPES = ("smoke", "cartpole", "demo", "maze-goals", "paper")  # of the list
 
 app = typer.Typer(
     name="gear-offline",
@@ -227,20 +215,17 @@ app.add_typer(recipes_app, name="recipes", rich_help_panel="Train")
 @recipes_app.command("ls", epilog=examples("recipes ls", "recipes ls --json"))
 def recipes_ls(as_json: Json = False) -> None:
     """List the recipes that come with gear-offline."""
-    from rich import box
-    from rich.console import Console
+    from rich import print as print_rich
     from rich.table import Table
 
     from gear_offline.config.files import recipe_descriptions
 
     descriptions = recipe_descriptions()
     rows = [{"name": name, "description": text} for name, text in descriptions.items()]
-    table = Table("recipe", "what it is for", box=box.SIMPLE_HEAD, pad_edge=False)
-    for title, names in RECIPE_GROUPS.items():
-        table.add_row(f"[bold]{title}[/]")
-        for name in names:
-            table.add_row(f"  {name}", descriptions[name], end_section=name == names[-1])
-    show(rows, as_json, lambda: Console().print(table))
+    table = Table("recipe", "what it is for", box=None, pad_edge=False)
+    for name in dict.fromkeys((*FIRST_RECIPES, *descriptions)):
+        table.add_row(name, descriptions[name])
+    show(rows, as_json, lambda: print_rich(table))
 
 
 @recipes_app.command("show", epilog=examples("recipes show hopper-medium"))

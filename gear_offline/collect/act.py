@@ -51,12 +51,12 @@ class _Part:
     run: Path
     data: Path
     environment: str
-    known: Known | None
+    known: Known
     target: float
     noise: float
     began: float
-    seed: tuple[int, int] = (0, 0)
-    episodes: int | None = None
+    seed: tuple[int, int]
+    episodes: int | None
 
 
 def act(
@@ -107,7 +107,8 @@ def act(
     if actors < 1 or (episodes is not None and episodes < 1) or not (action_noise or 0.0) >= 0.0:
         what = f"got actors={actors}, episodes={episodes}, action_noise={action_noise}"
         raise InputError("USAGE", what, remedy="give at least one actor and episode, no negatives")
-    recipe = chosen_checkpoint(_with_checkpoint(path, quiet=quiet)).recipe
+    _wait_for_checkpoint(path, quiet=quiet)
+    recipe = chosen_checkpoint(path).recipe
     if recipe.data.admit_every is None or recipe.data.path is None:
         what, remedy = "the run's data do not grow", "train it with data.admit_every=1000"
         raise InputError("USAGE", what, str(path), remedy)
@@ -116,7 +117,7 @@ def act(
         what = "the run names no environment to play in, or no return to ask for"
         raise InputError("ENVIRONMENT", what, str(path), "give --environment and --target")
     probe(name)
-    if known_of(name) is None:
+    if (known := known_of(name)) is None:
         what, remedy = "only this process knows the environment", "register it with an entry point"
         raise InputError("ENVIRONMENT", what, name, remedy)
     say_version(name, quiet=quiet)
@@ -126,22 +127,24 @@ def act(
     if action_noise is None:
         action_noise = 0.0 if stochastic else 0.1
     base = time.time_ns() if seed is None else seed
-    part = _Part(
-        run=path,
-        data=Path(recipe.data.path),
-        environment=name,
-        known=known_of(name),
-        target=target,
-        noise=action_noise,
-        began=time.time(),
-    )
-    jobs = []
-    for number in range(actors if episodes is None else min(actors, episodes)):
-        share = None if episodes is None else (episodes + actors - 1 - number) // actors
-        jobs.append((replace(part, seed=(base, number), episodes=share),))
+    parts = [
+        _Part(
+            run=path,
+            data=Path(recipe.data.path),
+            environment=name,
+            known=known,
+            target=target,
+            noise=action_noise,
+            began=time.time(),
+            seed=(base, number),
+            episodes=episodes and (episodes + actors - 1 - number) // actors,
+        )
+        for number in range(min(actors, episodes or actors))
+    ]
     played = _Played(quiet=quiet)
     try:
         with WorkerPool(actors) as pool:
+            jobs = [(part,) for part in parts]
             list(pool.run(f"{__name__}:play_in_worker", jobs, on_message=played.add))
     except KeyboardInterrupt:
         say("stopped: the episodes under way are lost, the others appended", quiet=quiet)
@@ -181,8 +184,7 @@ class _Played:
         return ActReport(episodes=len(returns), steps=sum(steps), mean_return=mean, waiting=waiting)
 
 
-def _with_checkpoint(path: Path, *, quiet: bool) -> Path:
-    """Return the run directory when it has a checkpoint."""
+def _wait_for_checkpoint(path: Path, *, quiet: bool) -> None:
     if not (path / "recipe.yaml").is_file():
         raise no_run(path)
     deadline = time.monotonic() + WAIT_SECONDS
@@ -193,7 +195,6 @@ def _with_checkpoint(path: Path, *, quiet: bool) -> Path:
             what, remedy = f"no checkpoint within {WAIT_SECONDS:g} s", "is the run under way?"
             raise GearError("RUN_NOT_FOUND", what, str(path), remedy)
         time.sleep(POLL_SECONDS)
-    return path
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,8 +214,7 @@ class _Acting:
 
 def play_in_worker(caller: Caller, part: _Part) -> None:
     """Play episodes until there are enough, or the run has ended; send each one's facts."""
-    if part.known is not None:
-        part.known.learn()
+    part.known.learn()
     appender, policy, step, played = Appender(part.data), None, -1, 0
     summary = part.run / "summary.json"
     with Player(part.environment) as player:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gear_offline.config.problems import nearest
-from gear_offline.config.strict_yaml import MAX_BYTES, parse_yaml
-from gear_offline.core.files import check_new_file, read_regular, write_file, writing
+from gear_offline.config.strict_yaml import parse_yaml, read_yaml
+from gear_offline.core.files import check_new_file, write_file, writing
 from gear_offline.errors import InputError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -108,12 +108,7 @@ def _with_bases(path: Path, depth: int = 0) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     """Return the mapping in a recipe file, its base not yet applied."""
-    try:
-        text = read_regular(path, most=MAX_BYTES).decode()
-    except (OSError, ValueError) as error:
-        remedy = "a recipe is a small file of UTF-8 text"
-        raise InputError("RECIPE", f"cannot be read: {error}", str(path), remedy) from error
-    content = parse_yaml(text, where=str(path))
+    content = read_yaml(path)
     if not isinstance(content, dict):
         remedy = "`gear-offline recipes cp paper` gives one to start from"
         raise InputError("RECIPE", "a recipe is `key: value` lines", str(path), remedy)

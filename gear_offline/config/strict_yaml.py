@@ -6,10 +6,12 @@ PyYAML follows YAML 1.1, where ``1e-4`` is a string, ``no`` is false and ``1:30`
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from gear_offline.core.files import read_regular
 from gear_offline.errors import InputError
 
 MAX_BYTES = 256 << 10
@@ -29,6 +31,16 @@ def parse_yaml(text: str, *, where: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         what, place = " ".join(str(error).split())[:200], where
     raise InputError("RECIPE", what, place, "write plain `key: value` YAML, indented by spaces")
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the one YAML document in a small file."""
+    try:
+        text = read_regular(path, most=MAX_BYTES).decode()
+    except (OSError, ValueError) as error:
+        what, remedy = f"cannot be read: {error}", "give a small file of UTF-8 text"
+        raise InputError("RECIPE", what, str(path), remedy) from error
+    return parse_yaml(text, where=str(path))
 
 
 def dump_yaml(value: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
-from gear_offline.config.strict_yaml import parse_yaml
+from gear_offline.config.strict_yaml import parse_yaml, read_yaml
 from gear_offline.core.text import first_line
 from gear_offline.errors import InputError
 
@@ -105,7 +105,7 @@ class Cluster:
 
 def load_hardware(name_or_file: str) -> Hardware:
     """Return a machine by name, or the first one of a YAML file of the same form."""
-    known: Any = parse_yaml(HARDWARE.read_text(encoding="utf-8"), where=str(HARDWARE))
+    known: Any = read_yaml(HARDWARE)
     try:
         machine = known.get(name_or_file)
         if machine is None:

@@ -34,10 +34,6 @@ TIERS = ("hbm", "peer", "host", "disk")
 # multiprocessors and memory bandwidth from the backward pass, and the last ones come after it.
 SLOWED = 1.8
 HIDDEN_SHARE = 0.6  # of a step, the backward pass: what is longer than that is waited for
-UNITS = (
-    *((1e-3, "us", 1e6), (1.0, "ms", 1e3), (600.0, "s", 1.0), (7200.0, "min", 1 / 60)),
-    (math.inf, "h", 1 / 3600),
-)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -255,8 +251,9 @@ def _text(name: str, value: Any) -> str:
     if "bytes" in name:
         return size_text(int(value)) + ("/s" if "per_second" in name else "")
     if name.endswith("seconds"):
-        unit, factor = next((u, f) for limit, u, f in UNITS if value < limit)
-        return f"{value * factor:,.3g} {unit}"
+        if value > 600:
+            return f"{value / 3600:,.3g} h"
+        return f"{value:.3g} s" if value > 1 else f"{value * 1e3:.3g} ms"
     if name.endswith(("share", "shares")):
         return f"{value:.2%}"
     return f"{value:,.3g}" if isinstance(value, float) and value < 1000 else f"{value:,.0f}"
