@@ -19,6 +19,7 @@ import pytest
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import GearError
+from gear_offline.sources import open_source
 from gear_offline.sources.base import Piece, Source, SourceInfo
 
 Columns = Mapping[str, npt.NDArray[Any]]
@@ -141,6 +142,19 @@ def one_error(code: str, match: str | None = None) -> Iterator[pytest.ExceptionI
     with pytest.raises(GearError, match=match) as caught:
         yield caught
     assert caught.value.code == code and "\n" not in str(caught.value), str(caught.value)
+
+
+def refused(
+    source: str | Path, code: str | tuple[str, ...], words: str = "", **options: Any
+) -> GearError:
+    """Expect one error from opening a source and reading all of it, whose code begins so."""
+    with pytest.raises(GearError) as caught, open_source(source, **options) as opened:
+        for column in opened.spec:
+            opened.read(column.name, 0, opened.spec.steps)
+    error = caught.value
+    assert error.code.startswith(code) and words in str(error) and error.remedy, str(error)
+    assert "\n" not in str(error)
+    return error
 
 
 def failing_code(call: Callable[[], object]) -> str:
