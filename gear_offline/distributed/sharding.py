@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from gear_offline.core.types import BoolArray, Float64Array, Int64Array
 from gear_offline.errors import InputError
-from gear_offline.tables.joint import TableData, shards_of
+from gear_offline.tables.joint import TableData, parts_of, shards_of
 
 NARROW = 1 << 16  # numbers below are sorted in two passes
 
@@ -68,8 +68,8 @@ class NodeShare:
 
 def shard_episodes(source: TableData) -> Int64Array:
     """Return (S,) int64, the episodes of each shard."""
-    records = (part.dataset.manifest.shards[shard] for part, shard in shards_of(source))
-    return np.array([record.episodes for record in records], np.int64)
+    shards = shards_of(parts_of(source))
+    return np.array([part.dataset.manifest.shards[n].episodes for part, n in shards], np.int64)
 
 
 def shard_weights(source: TableData, episode_weight: npt.ArrayLike | None = None) -> Float64Array:

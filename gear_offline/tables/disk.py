@@ -26,10 +26,10 @@ from gear_offline.kernels.columns import ColumnGroup
 from gear_offline.kernels.gather import CpuGather, Padding, Windows, real_steps
 from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import Stream
-from gear_offline.tables.disk_columns import SlotColumn, load_columns, slot_columns
-from gear_offline.tables.joint import TableData, parts_of
+from gear_offline.tables.disk_columns import load_columns
+from gear_offline.tables.joint import TableData, parts_of, shards_of
 from gear_offline.tables.read_ahead import REFERENCE_BYTES, Needs, ReadAhead, ReadPlan
-from gear_offline.tables.table import Table, TableOptions
+from gear_offline.tables.table import GroupPlan, Table, TableOptions, plan_groups
 from gear_offline.tables.window_reader import (
     COPY_BYTES,
     Places,
@@ -67,7 +67,7 @@ class DiskSizes:
 
 def share_out(
     dataset: TableData,
-    columns: Sequence[SlotColumn],
+    plans: Sequence[GroupPlan],
     options: TableOptions,
     *,
     batch: int,
@@ -75,15 +75,18 @@ def share_out(
 ) -> DiskSizes:
     """Share a budget out: slots get what is left when everything else has its part."""
     rows, steps = options.margin, dataset.spec.steps
-    row_bytes = [column.row_bytes for column in columns]
-    window = [rows * column.field.width * column.field.dtype.itemsize for column in columns]
+    row_bytes, fields = [plan.row_bytes for plan in plans], [plan.only[1] for plan in plans]
+    window = [rows * field.width * field.dtype.itemsize for field in fields]
     window_bytes = sum(window) + 16 * options.context_length  # as it is handed out
-    converted = max(n * column.is_converted for n, column in zip(window, columns, strict=True))
+    converted = max(
+        nbytes * (field.dtype != plan.dtype or field.mean is not None)  # by the gather
+        for nbytes, field, plan in zip(window, fields, plans, strict=True)
+    )
     guide = min(int(dataset.episodes.lengths.max()) + 2 * options.context_length, 1 << 21)
     fixed_bytes = INDEX_BYTES * dataset.episodes.episodes + 8 * guide
     slot_bytes = rows * sum(row_bytes) + KNOWN * REFERENCE_BYTES + 8
     kept = [(steps + 2 * rows) * nbytes for nbytes in row_bytes]
-    in_no_file = [column.name is None for column in columns]
+    in_no_file = [None in plan.fields for plan in plans]
     widest = max(n for n, nowhere in zip(kept, in_no_file, strict=True) if not nowhere)
     small = [n <= budget_bytes // RESIDENT_SHARE and n < widest for n in kept]
     resident = [one or other for one, other in zip(in_no_file, small, strict=True)]
@@ -144,12 +147,12 @@ class DiskGather:
         padding: Padding,
         pin: bool,
     ) -> None:
-        sources = slot_columns(dataset, options)
+        plans = plan_groups(dataset, options, apart=True)
         self.sizes = share_out(
-            dataset, sources, options, batch=stream.rank_batch, budget_bytes=host_budget
+            dataset, plans, options, batch=stream.rank_batch, budget_bytes=host_budget
         )
-        self._windows = _open_reader(dataset, sources, self.sizes, options)
-        self._memory = partial(_Slots, sources, dataset.episodes, options, padding)
+        self._windows = _open_reader(dataset, plans, self.sizes, options)
+        self._memory = partial(_Slots, plans, dataset.episodes, options, padding)
         self._slots = self._memory(self.sizes.slots, pin=pin)
         self.table = Table(
             episodes=dataset.episodes, groups=self._slots.groups, margin=options.margin
@@ -210,7 +213,7 @@ class _Slots:
 
     def __init__(
         self,
-        sources: Sequence[SlotColumn],
+        plans: Sequence[GroupPlan],
         episodes: EpisodeIndex,
         options: TableOptions,
         padding: Padding,
@@ -220,13 +223,13 @@ class _Slots:
     ) -> None:
         self._rows, self._history = options.margin, options.frame_stack - 1
         count = (slots + 2) * self._rows  # with two margins in front
-        check_available(sum(count * source.row_bytes for source in sources))
+        check_available(sum(count * plan.row_bytes for plan in plans))
         groups, self.targets = [], list[Array]()
-        for source in sources:
+        for plan in plans:
             # NumPy asks for large pages: windows come from and go to places far apart.
-            rows = np.zeros((count, source.width), source.dtype)
-            groups.append(ColumnGroup(fields=(source.field,), rows=rows))
-            window = np.dtype((np.void, self._rows * source.row_bytes))
+            rows = np.zeros((count, plan.width), plan.dtype)
+            groups.append(ColumnGroup(fields=tuple(plan.fields.values()), rows=rows))
+            window = np.dtype((np.void, self._rows * plan.row_bytes))
             self.targets.append(rows[2 * self._rows :].reshape(-1).view(np.uint8).view(window))
         self.groups = tuple(groups)
         self._gather = CpuGather(
@@ -247,22 +250,14 @@ class _Slots:
 
 
 def _open_reader(
-    dataset: TableData,
-    sources: Sequence[SlotColumn],
-    sizes: DiskSizes,
-    options: TableOptions,
+    dataset: TableData, plans: Sequence[GroupPlan], sizes: DiskSizes, options: TableOptions
 ) -> WindowReader:
     """Verify the shards and derive the returns-to-go; return what reads windows of them."""
     # A window is not a block that could be compared while it is read.
-    parts = [replace(part, dataset=part.dataset.verify()) for part in parts_of(dataset)]
-    counts = [len(part.dataset.manifest.shards) for part in parts]
-    steps = np.concatenate([np.diff(part.dataset.first_steps) for part in parts])
-    first_steps = np.concatenate([[0], np.cumsum(steps)])
+    shards = shards_of([replace(p, dataset=p.dataset.verify()) for p in parts_of(dataset)])
     return WindowReader(
-        [part.dataset for part in parts],
-        load_columns(parts, sources, sizes.resident, first_steps, options),
-        first_steps=first_steps,
-        part_of=np.repeat(np.arange(len(parts)), counts),
+        shards,
+        load_columns(shards, plans, sizes.resident, options),
         span=options.context_length,
         history=options.frame_stack - 1,
         chunk_steps=sizes.chunk_steps,

@@ -11,39 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import numpy as np
 
 from gear_offline.core.types import Array, Int64Array, UInt8Array
-from gear_offline.dataset.schema import ColumnSpec
 from gear_offline.dataset.shard import byte_view
-from gear_offline.kernels.columns import Field, convert
-from gear_offline.tables.fields import ACTIONS, REWARDS, STATES, standard_fields
-from gear_offline.tables.joint import JointDataset, Part, TableData
-from gear_offline.tables.table import TableOptions, plan_groups, shard_returns
+from gear_offline.kernels.columns import convert
+from gear_offline.tables.fields import standard_fields
+from gear_offline.tables.joint import Part
+from gear_offline.tables.table import GroupPlan, TableOptions, shard_returns
 
 Lay = Callable[[UInt8Array], UInt8Array]  # (m, stored bytes) to (m, row bytes)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SlotColumn:
-    """A column of the slots, in its source dtype unless its values are final."""
-
-    name: str | None  # in the datasets; None: the returns-to-go
-    width: int
-    dtype: np.dtype[Any]
-    field: Field
-    normalized: bool  # on the way into the slots, by the moments of each task
-
-    @property
-    def row_bytes(self) -> int:
-        return self.width * self.dtype.itemsize
-
-    @property
-    def is_converted(self) -> bool:
-        """Whether the gather casts or normalises it."""
-        return self.field.dtype != self.dtype or self.field.mean is not None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,46 +32,26 @@ class DiskColumn:
     row_bytes: int  # of a step in a slot
     stored_bytes: Int64Array  # (s,), of a step in each shard
     offsets: Int64Array  # (s,), byte of each shard's first row
-    lay: tuple[Lay | None, ...]  # of each dataset: from stored rows to those of slots; None: same
+    lay: Sequence[Lay | None]  # (s,): from stored rows to those of slots; None: the same
     rows: UInt8Array | None = None  # (margin + N + margin, row bytes) if it is in memory whole
     margin: int = 0  # rows of zeros, at least K + H
 
 
-def slot_columns(dataset: TableData, options: TableOptions) -> list[SlotColumn]:
-    """Return the columns that batches are made of, in their source dtype."""
-    joint, plans = isinstance(dataset, JointDataset), plan_groups(dataset, options)
-    fields = {column: field for plan in plans for column, field in plan.fields.items()}
-    columns = []
-    for name in (STATES, ACTIONS, REWARDS, None, *options.extra_columns):
-        if name not in fields:  # of data without rewards
-            continue
-        field = replace(fields[name], offset=0)
-        normalized = joint and options.normalize_states and name == STATES
-        dtype = field.dtype if normalized or name is None else dataset.spec[name or STATES].dtype
-        shape = field.shape if name is None else dataset.spec[name].shape
-        column = SlotColumn(
-            name=name, width=prod(shape), dtype=dtype, field=field, normalized=normalized
-        )
-        columns.append(column)
-    return columns
-
-
 def load_columns(
-    parts: Sequence[Part],
-    sources: Sequence[SlotColumn],
+    shards: Sequence[tuple[Part, int]],
+    plans: Sequence[GroupPlan],
     resident: Sequence[bool],
-    first_steps: Int64Array,
     options: TableOptions,
 ) -> list[DiskColumn]:
     """Find each column's rows; bring those into memory that stay there, and derive the returns."""
-    steps, margin, columns = int(first_steps[-1]), options.margin, []
-    for source, stays in zip(sources, resident, strict=True):
-        column = _located(parts, source, first_steps)
+    steps = sum(part.dataset.manifest.shards[number].steps for part, number in shards)
+    margin, columns = options.margin, []
+    for plan, stays in zip(plans, resident, strict=True):
+        column = _located(shards, plan)
         if stays:
-            rows = np.zeros((steps + 2 * margin, source.row_bytes), np.uint8)
+            rows = np.zeros((steps + 2 * margin, plan.row_bytes), np.uint8)
             at = margin
-            returns = _returns(parts, options)
-            for some in _rows(parts, source.name, column.lay) if source.name else returns:
+            for some in _rows(shards, plan, column.lay, options):
                 rows[at : at + len(some)] = some
                 at += len(some)
             column = replace(column, rows=rows, margin=margin)
@@ -101,46 +59,44 @@ def load_columns(
     return columns
 
 
-def _located(parts: Sequence[Part], source: SlotColumn, first_steps: Int64Array) -> DiskColumn:
+def _located(shards: Sequence[tuple[Part, int]], plan: GroupPlan) -> DiskColumn:
     """Return where the rows of a column lie."""
-    lay: tuple[Lay | None, ...] = (None,) * len(parts)
-    offsets = stored = np.zeros(len(first_steps) - 1, np.int64)  # of what is in no file
-    if source.name is not None:
+    name, field = plan.only
+    lay: Sequence[Lay | None] = [None] * len(shards)
+    offsets = stored = np.zeros(len(shards), np.int64)  # of what is in no file
+    if name is not None:
         layouts = [
             (shard.header_bytes + tensor.start, tensor.bytes // shard.steps)
-            for part in parts
-            for shard in part.dataset.manifest.shards
+            for part, number in shards
+            for shard in [part.dataset.manifest.shards[number]]
             for tensor in part.dataset.manifest.tensors(shard)
-            if tensor.name == source.name
+            if tensor.name == name
         ]
         offsets, stored = np.array(layouts, np.int64).T
-        own = [
-            standard_fields(part.dataset, normalize_states=True)[STATES]
-            if source.normalized
-            else None
-            for part in parts
-        ]
-        specs = [part.dataset.spec[source.name] for part in parts]
-        lay = tuple(_lay_of(source, *both) for both in zip(specs, own, strict=True))
+        lays = {part.name: _lay_of(plan, name, part) for part in {part for part, _ in shards}}
+        lay = [lays[part.name] for part, _ in shards]
     return DiskColumn(
-        history=source.field.history,
-        row_bytes=source.row_bytes,
+        history=field.history,
+        row_bytes=plan.row_bytes,
         stored_bytes=stored,
         offsets=offsets,
         lay=lay,
     )
 
 
-def _lay_of(source: SlotColumn, column: ColumnSpec, single: Field | None) -> Lay | None:
+def _lay_of(plan: GroupPlan, name: str, part: Part) -> Lay | None:
     """Return how the stored rows of a part become those of the table; None: they are the same."""
-    if single is None and (column.dtype, prod(column.shape)) == (source.dtype, source.width):
+    column, single = part.dataset.spec[name], None
+    if plan.final:  # normalised by the moments of each task
+        single = standard_fields(part.dataset, normalize_states=True)[name]
+    elif (column.dtype, prod(column.shape)) == (plan.dtype, plan.width):
         return None
 
     def lay(stored: UInt8Array) -> UInt8Array:
         values = stored.view(column.dtype).reshape(len(stored), *column.shape)
         if single is not None:
             values = convert(values.reshape(len(values), *single.shape), single)
-        rows = np.zeros((len(stored), source.width), source.dtype)
+        rows = np.zeros((len(stored), plan.width), plan.dtype)
         flat = values.reshape(len(values), -1)
         rows[:, : flat.shape[1]] = flat
         return rows.view(np.uint8)
@@ -148,20 +104,21 @@ def _lay_of(source: SlotColumn, column: ColumnSpec, single: Field | None) -> Lay
     return lay
 
 
-def _rows(parts: Sequence[Part], name: str, lays: Sequence[Lay | None]) -> Iterator[UInt8Array]:
+def _rows(
+    shards: Sequence[tuple[Part, int]],
+    plan: GroupPlan,
+    lays: Sequence[Lay | None],
+    options: TableOptions,
+) -> Iterator[UInt8Array]:
     """Yield all rows of a column in their order, (n, row bytes), digests compared."""
-    for part, lay in zip(parts, lays, strict=True):
-        for shard in range(len(part.dataset.manifest.shards)):
+    name, _ = plan.only
+    for (part, shard), lay in zip(shards, lays, strict=True):
+        if name is None:
+            yield _bytes_of(shard_returns(part, shard, options)[1])
+        else:
             for _, values in part.dataset.stream(shard, name):
                 rows = _bytes_of(values)
                 yield rows if lay is None else lay(rows)
-
-
-def _returns(parts: Sequence[Part], options: TableOptions) -> Iterator[UInt8Array]:
-    """Yield all returns-to-go in their order, (n, 4) bytes."""
-    for part in parts:
-        for shard in range(len(part.dataset.manifest.shards)):
-            yield _bytes_of(shard_returns(part, shard, options)[1])
 
 
 def _bytes_of(values: Array) -> UInt8Array:

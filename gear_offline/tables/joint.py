@@ -84,13 +84,9 @@ def parts_of(source: TableData) -> tuple[Part, ...]:
     return (Part(name=str(source.path), dataset=source),)
 
 
-def shards_of(source: TableData) -> list[tuple[Part, int]]:
+def shards_of(parts: Sequence[Part]) -> list[tuple[Part, int]]:
     """Return all shards in the order of their episodes: the part, and the shard's number in it."""
-    return [
-        (part, shard)
-        for part in parts_of(source)
-        for shard in range(len(part.dataset.first_steps) - 1)
-    ]
+    return [(part, shard) for part in parts for shard in range(len(part.dataset.first_steps) - 1)]
 
 
 def data_name(source: TableData) -> str:

@@ -40,7 +40,7 @@ from gear_offline.tables.fields import (
     standard_fields,
     to_float32,
 )
-from gear_offline.tables.joint import JointDataset, Part, TableData, shards_of
+from gear_offline.tables.joint import JointDataset, Part, TableData, parts_of, shards_of
 from gear_offline.tables.returns import sum_returns, whole_episodes
 
 PACKED_BYTES = 1024  # fields up to this many bytes a step are stored as float32
@@ -149,19 +149,29 @@ class GroupPlan:
         """Bytes from one step to the next."""
         return self.width * self.dtype.itemsize
 
+    @property
+    def only(self) -> tuple[str | None, Field]:
+        """The column and the field of a group of one."""
+        (pair,) = self.fields.items()
+        return pair
 
-def plan_groups(source: TableData, options: TableOptions) -> list[GroupPlan]:
-    """Return the column groups of a table, in their order."""
+
+def plan_groups(
+    source: TableData, options: TableOptions, *, apart: bool = False
+) -> list[GroupPlan]:
+    """Return the column groups of a table, in their order; `apart`, each column is one."""
     joint, normalize_states = isinstance(source, JointDataset), options.normalize_states
     if isinstance(source, JointDataset):
         for part in source.tasks:
             standard_fields(part.dataset, normalize_states=normalize_states)
     # Tasks have moments of their own, which their rows are normalised with when they are filled in.
-    fields = standard_fields(
+    standard = standard_fields(
         source,  # type: ignore[arg-type]  # without normalisation no statistics are asked for
         normalize_states=normalize_states and not joint,
         frame_stack=options.frame_stack,
     )
+    returns = Field(name="returns_to_go", dtype=np.dtype(np.float32), shape=(1,))
+    fields = standard | ({None: returns} if REWARDS in standard else {})
     extra_columns = options.extra_columns
     taken = [STATES, ACTIONS, REWARDS, *extra_columns]
     if len(set(taken)) != len(taken):
@@ -170,23 +180,22 @@ def plan_groups(source: TableData, options: TableOptions) -> list[GroupPlan]:
             f"extra columns {list(extra_columns)} repeat a column or a standard field",
             remedy="name each further column once; observations, actions, rewards are there anyway",
         )
-    packed: dict[str | None, Field] = {
+    packed = {
         column: single
         for column, single in fields.items()
-        if len(single.shape) <= 1
+        if not apart
+        and len(single.shape) <= 1
         and single.dtype == np.float32
         and 4 * single.width <= PACKED_BYTES
     }
-    if REWARDS in fields:
-        packed[None] = Field(name="returns_to_go", dtype=np.dtype(np.float32), shape=(1,))
     alone = {column: f for column, f in fields.items() if column not in packed}
-    for column in extra_columns:
-        spec = source.spec[column]
-        alone[column] = Field(name=EXTRA + column, dtype=spec.dtype, shape=spec.shape)
+    for name in extra_columns:
+        spec = source.spec[name]
+        alone[name] = Field(name=EXTRA + name, dtype=spec.dtype, shape=spec.shape)
     plans = [_packed_plan(packed)] if packed else []
     for column, single in alone.items():
-        spec = source.spec[column]
-        final = joint and normalize_states and column == STATES
+        spec = source.spec[REWARDS if column is None else column]
+        final = column is None or (joint and normalize_states and column == STATES)
         dtype = single.dtype if final else spec.dtype
         plans.append(
             GroupPlan(fields={column: single}, width=prod(spec.shape), dtype=dtype, final=final)
@@ -304,7 +313,7 @@ class _Job:
 
 def _jobs(source: TableData, shards: Sequence[int] | None) -> Iterator[_Job]:
     """Yield the chosen shards of a source, in their order."""
-    everything, first_step = shards_of(source), 0
+    everything, first_step = shards_of(parts_of(source)), 0
     for number in range(len(everything)) if shards is None else shards:
         part, shard = everything[number]
         steps = part.dataset.first_steps[shard : shard + 2]

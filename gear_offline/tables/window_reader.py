@@ -24,9 +24,9 @@ import numpy as np
 
 from gear_offline.core.files import file_identity
 from gear_offline.core.types import Array, Int64Array, UInt8Array
-from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.shard import damaged
 from gear_offline.tables.disk_columns import DiskColumn
+from gear_offline.tables.joint import Part
 
 PAGE_BYTES = 4096  # offsets, sizes and addresses of direct reads are multiples of this
 GAP_BYTES = 64 << 10  # a read takes about as long as this many bytes more: see docs/dev/log.md
@@ -81,25 +81,23 @@ def read_pages(handle: int, memory: UInt8Array, begin: int, least: int, where: s
 class WindowReader:
     """Copies windows from files to slots.
 
-    `first_steps` (s + 1,) of each shard in the table, and its dataset, `part_of` (s,); `span` K and
-    `history` H; windows that begin in one chunk of `chunk_steps` are read together.
+    `span` K and `history` H; windows that begin in one chunk of `chunk_steps` are read together.
     """
 
     def __init__(
         self,
-        datasets: Sequence[Dataset],
+        shards: Sequence[tuple[Part, int]],
         columns: Sequence[DiskColumn],
         *,
-        first_steps: Int64Array,
-        part_of: Int64Array,
         span: int,
         history: int,
         chunk_steps: int,
     ) -> None:
         self._columns = tuple(columns)
-        self._shards = [(d, number) for d in datasets for number in range(len(d.identities))]
+        self._shards = shards
         self._history, self._rows = history, history + span
-        self._first_steps, self._part_of = first_steps, part_of
+        steps = [part.dataset.manifest.shards[number].steps for part, number in shards]
+        self._first_steps = np.cumsum([0, *steps])
         self._chunk_steps = chunk_steps
         read = [column for column in columns if column.rows is None]
         widest = [max(column.row_bytes, int(column.stored_bytes.max())) for column in read]
@@ -164,7 +162,8 @@ class WindowReader:
 
     def _fill(self, shard: int, reads: Sequence[tuple[int, int, int]], buffer: UInt8Array) -> None:
         """Read parts of a shard into the buffer; it may not have changed at the end."""
-        dataset, number = self._shards[shard]
+        part, number = self._shards[shard]
+        dataset = part.dataset
         path = dataset.path / dataset.manifest.shards[number].name
         with open(dataset.open_shard(number), "rb", buffering=0) as file:
             _read_directly(file.fileno())
@@ -184,7 +183,7 @@ class WindowReader:
         target: Array,
     ) -> None:
         """Copy windows that begin at bytes `begins` of the buffer to their slots."""
-        lay = column.lay[self._part_of[shard]]
+        lay = column.lay[shard]
         if lay is None:
             _copy(buffer, begins, slots, target)
             return
