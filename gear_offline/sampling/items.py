@@ -2,7 +2,8 @@
 
 As in Reverb (Cassirer et al. 2021, arXiv:2102.04736): an item is inserted first, then the remover
 chooses among all, also the new one; an item that was drawn often enough is gone before the next
-draw.  What is there follows from the episodes, their order, the seed and the draws.
+draw.  What is there follows from the episodes, their order, the seed and the draws.  A rate limiter
+says by a few counts when episodes may come and segments may be drawn.
 
 Shape legend: E episodes of the dataset, n of them that are new.
 """
@@ -17,13 +18,13 @@ from typing import NamedTuple
 import numpy as np
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.sections import DataSettings
+from gear_offline.config.sections import DataSettings, LimiterSettings
+from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray, Float64Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
 from gear_offline.sampling.base import REMOVER_STREAM, Sampler, slot_draws
 from gear_offline.sampling.counted import Counted
-from gear_offline.sampling.limiter import Counts, Limiter
 
 
 class Remover(NamedTuple):
@@ -66,8 +67,11 @@ class Items:
         self.kept, self.times = np.zeros(0, np.bool_), np.zeros(0, np.int64)
         self._keys = np.zeros(0)  # (E,)
         self._clock = 0.0  # when one rang last
-        self._inserted = self._drawn = self._coming = 0
-        self.limiter: Limiter | None = None  # since the first items came
+        self._inserted = self._drawn = self._coming = 0  # episodes; segments, also until next look
+        self._rule = recipe.data.limiter or LimiterSettings(min_size=1)
+        self._ratio = self._rule.samples_per_insert or 1.0
+        self._min_size = 0  # of the limiter, since the first items came
+        self._least = self._most = 0.0  # inserts * ratio - draws
         self._counted: Counted | None = None
 
     def follow(self, dataset: Dataset) -> BoolArray | None:
@@ -77,9 +81,10 @@ class Items:
             return None
         if len(dataset) > len(self.kept):
             self._insert(self._new_keys(dataset))
-        if self.limiter is None:
+        if not self._min_size:
             self._inserted = int(self.kept.sum())
-            self.limiter = Limiter(data, self._inserted)
+            self._min_size = self._rule.min_size or max(1, self._inserted)
+            self._least, self._most = self._rule.allowed(self._min_size)
         return self.kept
 
     def _new_keys(self, dataset: Dataset) -> Float64Array:
@@ -142,32 +147,46 @@ class Items:
         most = self._data.max_times_sampled
         return self.kept if most is None else self.kept & (self.times < most)
 
-    @property
-    def counts(self) -> Counts:
-        """What the limiter looks at."""
-        there = self._there
-        return Counts(
-            size=int(there.sum()),
-            inserted=self._inserted,
-            drawn=self._drawn,
-            coming=self._coming,
-            used=int(self.times[there].sum()),
-        )
+    def may_insert(self, episodes: int, behind: int = 0) -> bool:
+        """Return whether the limiter lets so many episodes come, `behind` others."""
+        more = behind + episodes
+        error = (self._inserted + more) * self._ratio - self._drawn
+        return int(self._there.sum()) + more <= self._min_size or error <= self._most
 
     def may_admit(self, episodes: int, behind: int) -> bool:
         """Return whether so many episodes may come `behind` others that are admitted already.
 
         Also beyond the limit where the run would wait for ever without them.
         """
-        if self.limiter is None:
+        if not self._min_size or self.may_insert(episodes, behind):
             return True
-        counts = self.counts.after(behind)
-        return self.limiter.may_insert(counts, episodes) or bool(self.limiter.missing(counts))
+        return bool(self._lacking(behind))
 
     def missing(self, dataset: Dataset) -> str:
-        """Return what must come before the draws that are coming, with a dataset as it is now."""
+        """Return what must come before the draws that are coming, with a dataset as it is now.
+
+        "3 episodes (why)", or nothing.
+        """
         self.follow(dataset)
-        return "" if self.limiter is None else self.limiter.missing(self.counts)
+        return self._lacking() if self._min_size else ""
+
+    def _lacking(self, behind: int = 0) -> str:
+        """Return what is missing when so many episodes more have come."""
+        there, most = self._there, self._data.max_times_sampled
+        size, inserted = int(there.sum()) + behind, self._inserted + behind
+        if size < self._min_size:
+            why = f"min_size {self._min_size}, {size} are there"
+            return f"{count_text(self._min_size - size, 'episode')} ({why})"
+        draws = self._drawn + self._coming + self._least - inserted * self._ratio
+        if draws > 0:
+            why = f"samples_per_insert {self._ratio:g}"
+            return f"{count_text(math.ceil(draws / self._ratio), 'episode')} ({why})"
+        if most is not None:
+            draws = self._coming + int(self.times[there].sum()) - most * size
+            if draws > 0:
+                why = f"max_times_sampled {most}"
+                return f"{count_text(math.ceil(draws / most), 'episode')} ({why})"
+        return ""
 
     def state(self, step: int) -> dict[str, Array]:
         """Return what a run goes on with at `step`, where draws are counted."""

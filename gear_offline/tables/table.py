@@ -208,7 +208,7 @@ def _packed_plan(fields: Mapping[str | None, Field]) -> GroupPlan:
     placed: dict[str | None, Field] = {}
     width = 0
     for column, single in fields.items():
-        placed[column] = replace(single, offset=width)
+        placed[column] = replace(single, offset=width, mean=None, divisor=None)  # rows are final
         width += single.width
     width += -width % (RECORD_ALIGNMENT_BYTES // 4)
     return GroupPlan(fields=placed, width=width, dtype=np.dtype(np.float32), final=True)
@@ -266,7 +266,9 @@ def build_table(
     index = EpisodeIndex(np.concatenate(lengths) if lengths else np.zeros(0, np.int64))
     count = index.steps + 2 * margin + landing_rows
     groups = tuple(
-        ColumnGroup(fields=_fields_of(plan), rows=allocate((count, plan.width), plan.dtype))
+        ColumnGroup(
+            fields=tuple(plan.fields.values()), rows=allocate((count, plan.width), plan.dtype)
+        )
         for plan in plans
     )
     table = Table(episodes=index, groups=groups, margin=margin)
@@ -292,13 +294,6 @@ def table_bytes(
 def whole_pages(nbytes: int) -> int:
     """Return `nbytes` rounded up to whole pages."""
     return nbytes + -nbytes % mmap.PAGESIZE
-
-
-def _fields_of(plan: GroupPlan) -> tuple[Field, ...]:
-    """Return a group's fields: final values are not normalised again."""
-    if not plan.final:
-        return tuple(plan.fields.values())
-    return tuple(replace(single, mean=None, divisor=None) for single in plan.fields.values())
 
 
 @dataclass(frozen=True, eq=False)
