@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.errors import GearError, InputError
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.training.metrics import read_records
-from tests.ranks_support import environment, torchrun
+from tests.ranks_support import launch
 from tests.support import ArraySource, hopper_columns
 from tests.test_resume import interrupted_in
 from tests.training_support import (
@@ -134,17 +133,17 @@ LIMITED = ["data.max_size=3", "data.remover=uniform"]
 STRATEGIES = ["uniform_steps", "recent:steps=20", "prioritized"]
 WAITING = ("data.limiter", "data.max_times_sampled")
 RATIO = ["data.limiter.samples_per_insert=12", "data.limiter.error_buffer=32"]
-RUNS: list[tuple[str, list[str]]] = [
-    *((name, []) for name in STRATEGIES),
-    *((name, LIMITED) for name in STRATEGIES[::2]),
-    ("return_weighted:rule=rank", ["data.max_times_sampled=12", *RATIO]),
-    ("fifo", ["data.max_times_sampled=12", "data.max_size=4"]),
+RUNS: list[tuple[str, list[str], int]] = [
+    *((name, [], stop) for name, stop in zip(STRATEGIES, (4, 7, 13), strict=True)),
+    *((name, LIMITED, 13) for name in STRATEGIES[::2]),
+    ("return_weighted:rule=rank", ["data.max_times_sampled=12", *RATIO], 7),
+    ("fifo", ["data.max_times_sampled=12", "data.max_size=4"], 13),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "limits"), RUNS)
+@pytest.mark.parametrize(("strategy", "limits", "stop"), RUNS)
 def test_a_run_on_growing_data_repeats_bit_for_bit(
-    strategy: str, limits: list[str], path: Path, tmp_path: Path
+    strategy: str, limits: list[str], stop: int, path: Path, tmp_path: Path
 ) -> None:
     """From its lines alone, and resumed from any place, also between two admissions."""
     name, *options = strategy.split(":")
@@ -156,23 +155,16 @@ def test_a_run_on_growing_data_repeats_bit_for_bit(
     # logged after 3, 6, 9, ..., admitted before 4, 8, 12, 16
     assert grown.episodes.lengths[3:].tolist() == [8, 11, 14, 17, 20]
     assert json.loads((run.path / "summary.json").read_text())["data"]["episodes"] == 8
-    replayed = go.train(
-        recipe.replace({"data.replay": True}), out=tmp_path / "replayed", quiet=True
-    )
+    replays, resumed = recipe.replace({"data.replay": True}), tmp_path / "resumed"
+    replayed = go.train(replays, out=tmp_path / "replayed", quiet=True)
     assert learnt(replayed.path)["model"] == learnt(run.path)["model"]
-    fixed = go.train(
-        recipe.replace({"data.path": str(alone)} | dict.fromkeys(WAITING)),
-        out=tmp_path / "fixed",
-        quiet=True,
-    )
-    assert learnt(fixed.path)["model"] != learnt(run.path)["model"]
-    for stop in (4, 7, 13):
-        resumed = tmp_path / f"resumed-{stop}"
-        replays = recipe.replace({"data.replay": True})
-        with interrupted_in(stop), pytest.raises(TrainingInterrupted):
-            go.train(replays, out=resumed, quiet=True)
-        go.train(replays, out=resumed, resume=True, quiet=True)
-        assert learnt(resumed)["model"] == learnt(run.path)["model"], stop
+    fixed = recipe.replace({"data.path": str(alone)} | dict.fromkeys(WAITING))
+    fixed_run = go.train(fixed, out=tmp_path / "fixed", quiet=True)
+    assert learnt(fixed_run.path)["model"] != learnt(run.path)["model"]
+    with interrupted_in(stop), pytest.raises(TrainingInterrupted):
+        go.train(replays, out=resumed, quiet=True)
+    go.train(replays, out=resumed, resume=True, quiet=True)
+    assert learnt(resumed)["model"] == learnt(run.path)["model"]
 
 
 def test_several_ranks_see_the_same_data(path: Path, tmp_path: Path) -> None:
@@ -181,11 +173,7 @@ def test_several_ranks_see_the_same_data(path: Path, tmp_path: Path) -> None:
     run = go.train(recipe, out=tmp_path / "run", callbacks=[Actor(path)], quiet=True)
     again = tmp_path / "two.yaml"
     again.write_text(recipe.replace({"data.replay": True}).to_yaml())
-    words = ["-m", "gear_offline", "train", str(again), "--out", str(tmp_path / "two")]
-    done = subprocess.run(
-        torchrun(2, *words), env=environment(), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    launch(2, "-m", "gear_offline", "train", str(again), "--out", str(tmp_path / "two"))
     one, two = (go.open_run(each).metrics["loss"] for each in (run, tmp_path / "two"))
     np.testing.assert_allclose(one, two, rtol=1e-4)
 
@@ -251,22 +239,14 @@ def test_a_learner_without_actors_says_what_it_waits_for(
     assert go.open_run(tmp_path / "run").steps == 8
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"actors": 0}, "actors=0"),
-        ({"episodes": 0}, "episodes=0"),
-        ({}, "do not grow"),
-        ({"run": "nowhere"}, "no such run"),
-    ],
-)
-def test_actors_are_refused(options: dict[str, Any], said: str, data: Path, tmp_path: Path) -> None:
-    run = go.train(tiny_recipe(data, "evaluate.episodes=0"), out=tmp_path / "run", quiet=True)
-    with pytest.raises(InputError, match=said):
-        DOOR.act(**{"run": run.path, "quiet": True} | options)
-
-
-def test_a_sweep_of_growing_data_is_refused(path: Path, tmp_path: Path) -> None:
+def test_actors_and_sweeps_are_refused(whole: Path, path: Path, tmp_path: Path) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        *(({"actors": 0}, "actors=0"), ({"episodes": 0}, "episodes=0")),
+        *(({}, "do not grow"), ({"run": "nowhere"}, "no such run")),
+    ]
+    for options, said in refused:
+        with pytest.raises(InputError, match=said):
+            DOOR.act(**{"run": whole, "quiet": True} | options)
     with pytest.raises(InputError, match="several runs cannot grow one dataset"):
         go.sweep(recipe_of(path), {"seed": [0, 1]}, out=tmp_path / "sweep")
 
@@ -354,16 +334,6 @@ def test_ctrl_c_while_a_run_waits_keeps_its_steps(
     with pytest.raises(TrainingInterrupted, match="after step 4"):
         go.train(recipe, out=tmp_path / "run", quiet=True)
     assert (tmp_path / "run/checkpoints/step-00000004").is_dir()
-
-
-def test_a_damaged_log_locks_nothing(path: Path) -> None:
-    grow(path, 0)
-    log = path / "admissions.jsonl"
-    log.write_bytes(b"{}\n")
-    with pytest.raises(InputError, match="DATASET_DAMAGED"):
-        GrowingDataset(path)
-    log.write_bytes(b"")
-    grow(path, 0)
 
 
 def test_a_full_disk_stops_actors_and_not_the_learner(
@@ -479,12 +449,15 @@ def test_half_a_line_does_not_count(path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [0.1, 0.5, 0.99])
-def test_a_changed_line_is_damage(place: float, path: Path) -> None:
+def test_a_changed_line_is_damage_and_locks_nothing(place: float, path: Path) -> None:
     go.Appender(path).append(episodes([6], 1))
     grow(path, 0)
     log = path / "admissions.jsonl"
-    content = bytearray(log.read_bytes())
+    content = bytearray(before := log.read_bytes())
     content[int(place * (len(content) - 2))] ^= 1
     log.write_bytes(content)
-    with pytest.raises(InputError, match="line 1"):
-        go.open_dataset(path)
+    for door in (go.open_dataset, GrowingDataset):
+        with pytest.raises(InputError, match=r"DATASET_DAMAGED.*line 1"):
+            door(path)
+    log.write_bytes(before)
+    grow(path, 0)
