@@ -9,12 +9,12 @@ import pytest
 import xxhash
 
 import gear_offline.distributed.exchange
-from gear_offline.dataset.dataset import Dataset
 from gear_offline.distributed.reads import NodeRows, Reads
 from gear_offline.distributed.world import World
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.rows import RowOpener
+from gear_offline.tables.joint import TableData
 from gear_offline.tables.table import build_table
 
 
@@ -54,7 +54,7 @@ class OneProcess:
 
 
 def open_ranks(
-    dataset: Dataset, nodes: tuple[int, ...], sharding: str, **options: Any
+    dataset: TableData, nodes: tuple[int, ...], sharding: str, **options: Any
 ) -> list[GearLoader]:
     """Return the loader of every rank of a world."""
     held_by: dict[int, NodeRows] = {}

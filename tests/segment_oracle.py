@@ -60,11 +60,12 @@ class MemoryTable(Dataset):
 
     @property
     def statistics(self) -> Any:
-        return {
-            name: Moments(values.astype(np.float64).mean(0), values.astype(np.float64).std(0))
-            for name, values in self.columns.items()
-            if values.dtype.kind != "c"
-        }
+        with np.errstate(all="ignore"):  # bytes of an extra column may be any number
+            return {
+                name: Moments(values.astype(np.float64).mean(0), values.astype(np.float64).std(0))
+                for name, values in self.columns.items()
+                if values.dtype.kind != "c"
+            }
 
     def stream(
         self, shard: int, column: str, *, chunk_bytes: int = 1 << 20

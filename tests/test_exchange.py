@@ -53,9 +53,12 @@ def read(
     ahead: int = 1,
     backwards: bool = False,
     late: float = 0.0,
+    room: int | None = None,
 ) -> list[bytes]:
     """Post and wait for steps, `ahead` of them at a time; return what has landed."""
     player.open(table, ROWS)
+    if room is not None and player.exchange.name == "rdma":
+        player.exchange._endpoint.room = room
     if player.rank == 1:
         time.sleep(late)
     for first in range(0, len(steps), ahead):
@@ -120,20 +123,9 @@ def test_a_late_rank_is_waited_for(team: Team) -> None:
     right(team.run(read, SMALL, [EVERYONE], 1, False, 1.0), SMALL, [EVERYONE])
 
 
-def many(player: Player, steps: int) -> list[bytes]:
-    """Read more at once than the device has room for, again and again into the same rows."""
-    player.open(SMALL, ROWS)
-    if player.exchange.name == "rdma":
-        player.exchange._endpoint.room = 3
-    for number in range(steps):
-        player.exchange.post(number, reads_of(EVERYONE))
-        player.exchange.wait(number)
-    player.exchange.close()
-    return [landing.tobytes() for landing in player.landing]
-
-
 def test_many_steps_into_the_same_rows(team: Team) -> None:
-    right(team.run(many, 30), SMALL, [EVERYONE])
+    """More at once than the device has room for, again and again."""
+    right(team.run(read, SMALL, [EVERYONE] * 30, 1, False, 0.0, 3), SMALL, [EVERYONE])
 
 
 def leave_open(player: Player, step: int) -> None:

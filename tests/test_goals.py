@@ -105,8 +105,13 @@ def test_frequencies(dataset: Dataset, goals: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("frames", [False, True])
-def test_goals_are_states_of_the_dataset(dataset: Dataset, tmp_path: Path, frames: bool) -> None:
-    """Prepared as the states are, whatever block or rank they are made in."""
+def test_goals_are_states_of_the_dataset(
+    dataset: Dataset, tmp_path: Path, library: Any, frames: bool
+) -> None:
+    """Prepared as the states are, in any block or rank, by the GPU's kernels as by the CPU.
+
+    On a GPU: tests/test_loader_gpu.py.
+    """
     options: dict[str, Any] = {**OPTIONS, "goals": MIXED, "normalize_states": not frames}
     if frames:
         dataset = make_dataset(tmp_path, LENGTHS, columns=image_columns(sum(LENGTHS), (4, 5)))
@@ -124,6 +129,11 @@ def test_goals_are_states_of_the_dataset(dataset: Dataset, tmp_path: Path, frame
         assert torch.equal(loader.batch_at(step)["goals"], batch.goals)
         assert torch.equal(torch.cat([next(rank)["goals"] for rank in ranks]), batch.goals)
     assert batch.model_inputs()["goals"] is batch.goals
+    segments, goals = loader.segments_at(3)[None], loader.goals_at(3)[None]
+    with on_cpu(library):
+        engines = [gpu_gather(loader.table, rank_batch=8, context_length=k) for k in (SPAN, 1)]
+        windows = with_goals(engines[0].gather(segments), engines[1].gather(goals))
+    same(split_steps(windows, "right")[0], loader.batch_at(3))
 
 
 def test_who_may_ask_for_goals(dataset: Dataset, tmp_path: Path) -> None:
@@ -147,23 +157,6 @@ def test_who_may_ask_for_goals(dataset: Dataset, tmp_path: Path) -> None:
     with one_error("LOADER_OPTION", "goals=None"):
         plain.goals_at(0)
     assert next(plain).goals is None
-
-
-@pytest.mark.parametrize("frames", [False, True])
-def test_kernels_of_the_gpu_gather_the_same(
-    dataset: Dataset, tmp_path: Path, library: Any, frames: bool
-) -> None:
-    """On the CPU; on a GPU: tests/test_loader_gpu.py."""
-    options: dict[str, Any] = {**OPTIONS, "goals": MIXED, "normalize_states": not frames}
-    if frames:
-        dataset = make_dataset(tmp_path, LENGTHS, columns=image_columns(sum(LENGTHS), (4, 5)))
-        options["frame_stack"] = 2
-    loader = GearLoader(dataset, **options)
-    segments, goals = loader.segments_at(3)[None], loader.goals_at(3)[None]
-    with on_cpu(library):
-        engines = [gpu_gather(loader.table, rank_batch=8, context_length=k) for k in (SPAN, 1)]
-        windows = with_goals(engines[0].gather(segments), engines[1].gather(goals))
-    same(split_steps(windows, "right")[0], loader.batch_at(3))
 
 
 # the maze -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from gear_offline.kernels.short_attention import (
     packed_attention,
     packed_attention_gradient,
     packed_attention_reference,
+    philox4x32,
 )
 from gear_offline.models import blocks
 from tests.attention_support import stand_in
@@ -25,18 +26,6 @@ from tests.model_support import make
 
 DROPOUT, SCALE = 0.1, 0.3
 SEEDS = torch.tensor([3, 2**62 - 5, 4, -(2**63)])  # two of them neighbours
-
-
-def philox(counter: tuple[int, ...], seed: int) -> tuple[int, int, int, int]:
-    """Seven rounds in Python integers, from figure 2 and section 3.3 of Salmon et al. 2011."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = seed % 2**32, seed // 2**32
-    for _ in range(7):
-        high0, low0 = divmod(0xD2511F53 * c0, 2**32)
-        high1, low1 = divmod(0xCD9E8D57 * c2, 2**32)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
-    return c0, c1, c2, c3
 
 
 def kept(seeds: Tensor = SEEDS, dropout: float = DROPOUT, windows: int = 64) -> Tensor:
@@ -50,7 +39,7 @@ def test_kept_weights_are_those_of_the_definition() -> None:
         window, head, query, key = place.tolist()
         seed = int(SEEDS[window // 2]) % 2**64
         counter = (query * 32 + key // 4, window % 2, head, 0)
-        word = philox(counter, seed)[key % 4]
+        word = int(philox4x32(counter, seed)[key % 4])  # which test_philox.py holds to Random123
         assert bool(found[window, head, query, key]) == (word >= 0.4 * 2**32)
 
 

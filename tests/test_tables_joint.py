@@ -11,15 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gear_offline.dataset.dataset import Dataset
-from gear_offline.distributed.sharding import shard_weights, share_shards, take_share
-from gear_offline.distributed.world import World
-from gear_offline.kernels.gather import Padding
+from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.sampling import Segments
 from gear_offline.tables.joint import JointDataset, Part, join_datasets
 from gear_offline.tables.table import TableOptions, build_table
 from tests.image_support import image_columns
-from tests.segment_oracle import cpu_gather
+from tests.one_process import global_digest, open_ranks, row_digests
+from tests.segment_oracle import all_segments, cpu_gather
 from tests.support import failing_code, hopper_columns, make_dataset
 from tests.task_support import SCALES, SIZES, join, make_discrete, make_parts, reopened
 
@@ -45,79 +43,43 @@ def rows_of(joint: JointDataset, **options: Any) -> dict[str, Any]:
     }
 
 
-def test_columns_are_the_tasks_columns_padded_with_zeros(parts: dict[str, Dataset]) -> None:
-    joint = join(parts)
-    assert joint.first_episodes.tolist() == [0, 4, 8, 11]
-    rows = rows_of(joint)
-    columns = {"observations": ("states", 17), "actions": ("actions", 6), "rewards": ("rewards", 1)}
-    for column, (name, width) in columns.items():
-        wanted = np.concatenate([padded(part.column(column), width) for part in parts.values()])
-        np.testing.assert_array_equal(rows[name], wanted)
-    np.testing.assert_array_equal(joint.column("rewards"), rows["rewards"][:, 0])
-
-
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    normalize=st.booleans(),
+    normalize_states=st.booleans(),
     padding=st.sampled_from(["right", "left"]),
     span=st.integers(1, 12),
     gamma=st.sampled_from([1.0, 0.9]),
     threads=st.sampled_from([1, 3]),
-    picks=st.lists(st.integers(0, 10_000), min_size=1, max_size=12),
 )
 def test_windows_are_those_of_each_task_alone(
-    parts: dict[str, Dataset],
-    normalize: bool,
-    padding: Padding,
-    span: int,
-    gamma: float,
-    threads: int,
-    picks: list[int],
+    parts: dict[str, Dataset], padding: Padding, span: int, threads: int, **more: Any
 ) -> None:
-    """Bit for bit, padding apart, whatever side, scale and normalisation."""
-    joint = join(parts)
-    common: dict[str, Any] = {"context_length": span, "gamma": gamma}
-    whole = cpu_gather(
-        build_table(joint, TableOptions(normalize_states=normalize, **common), threads=threads),
-        context_length=span,
-        padding=padding,
-    )
-    names = list(parts)
-    for pick in picks:
-        step = pick % joint.spec.steps
-        episode = int(joint.episodes.offsets.searchsorted(step, side="right")) - 1
-        start = step - int(joint.episodes.offsets[episode])
-        task = int(np.searchsorted(joint.first_episodes, episode, side="right")) - 1
-        part = parts[names[task]]
-        alone = cpu_gather(
-            build_table(
-                part,
-                TableOptions(
-                    normalize_states=normalize, returns_scale=SCALES[names[task]], **common
-                ),
-            ),
-            context_length=span,
-            padding=padding,
-        )
-        mine = whole.gather(_segment(episode, start))
-        theirs = alone.gather(_segment(episode - int(joint.first_episodes[task]), start))
-        for name, tensor in theirs.tensors().items():
-            got = mine.tensors()[name]
-            width = tensor.shape[-1]
-            assert torch.equal(got[..., :width], tensor), name
-            assert not got[..., width:].any(), name
-        assert torch.equal(mine.timesteps, theirs.timesteps)
-        assert torch.equal(mine.attention_mask, theirs.attention_mask)
+    """Bit for bit, and zeros behind the elements that are there."""
 
+    def windows_of(data: Any, **scale: Any) -> Windows:
+        options = TableOptions(context_length=span, **more, **scale)
+        table = build_table(data, options, threads=threads)
+        return cpu_gather(table, span, padding).gather(all_segments(data.episodes.lengths))
 
-def _segment(episode: int, start: int) -> Segments:
-    return Segments(episodes=np.array([episode]), starts=np.array([start]), probability=np.ones(1))
+    whole, first = windows_of(join(parts)), 0
+    for name, part in parts.items():
+        alone = windows_of(part, returns_scale=SCALES[name])
+        own = slice(first, first := first + part.spec.steps)
+        for field, tensor in alone.tensors().items():
+            found, width = whole.tensors()[field][own], tensor.shape[-1]
+            assert torch.equal(found[..., :width], tensor), field
+            assert not found[..., width:].any(), field
+        assert torch.equal(whole.timesteps[own], alone.timesteps)
+        assert torch.equal(whole.attention_mask[own], alone.attention_mask)
 
 
 def test_batches_name_the_task_of_each_segment(parts: dict[str, Dataset]) -> None:
     joint = join(parts)
+    assert joint.first_episodes.tolist() == [0, 4, 8, 11]
+    rewards = [part.column("rewards") for part in parts.values()]
+    np.testing.assert_array_equal(joint.column("rewards"), np.concatenate(rewards))
     loader = GearLoader(joint, batch_size=64, context_length=3, device="cpu")
     batch = next(loader)
     wanted = np.searchsorted(joint.first_episodes, batch.segments[:, 0].numpy(), side="right") - 1
@@ -128,22 +90,19 @@ def test_batches_name_the_task_of_each_segment(parts: dict[str, Dataset]) -> Non
     assert moved.tasks is not None and torch.equal(moved.tasks, batch.tasks)
 
 
+@pytest.mark.parametrize("sharding", ["replicate", "shard"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_and_a_new_start_see_the_same_batches(parts: dict[str, Dataset], size: int) -> None:
+def test_ranks_and_a_new_start_see_the_same_batches(
+    parts: dict[str, Dataset], size: int, sharding: str
+) -> None:
     options: dict[str, Any] = {"batch_size": 12, "context_length": 4, "seed": 1, "device": "cpu"}
-    whole = GearLoader(join(parts), **options)
-    again = GearLoader(join(reopened(parts)), **options)
-    nodes = tuple(range(size))
-    shares = [
-        GearLoader(join(parts), world=World(rank=r, nodes=nodes), sharding="replicate", **options)
-        for r in nodes
-    ]
+    whole, again = (GearLoader(join(some), **options) for some in (parts, reopened(parts)))
     again.load_state_dict(whole.state_dict() | {"step": 5})
-    batch, same = whole.batch_at(5), next(again)
-    for key, tensor in batch.model_inputs().items():
-        assert torch.equal(same.model_inputs()[key], tensor), key
-        found = torch.cat([share.batch_at(5).model_inputs()[key] for share in shares])
-        assert torch.equal(found, tensor), key
+    expected = row_digests(whole.batch_at(5))
+    assert row_digests(next(again)) == expected
+    ranks = open_ranks(join(parts), tuple(range(size)), sharding, **options)
+    slots, found = zip(*((r.slots_at(5), row_digests(r.batch_at(5))) for r in ranks), strict=True)
+    assert global_digest(slots, found) == global_digest([range(12)], [expected])
 
 
 def test_a_loaders_state_knows_what_the_table_is_made_of(parts: dict[str, Dataset]) -> None:
@@ -155,18 +114,6 @@ def test_a_loaders_state_knows_what_the_table_is_made_of(parts: dict[str, Datase
     for other in (join(fewer), join(turned), scaled):
         load = GearLoader(other, **options).load_state_dict
         assert failing_code(partial(load, state)) == "LOADER_STATE"
-
-
-def test_the_share_of_a_node_reads_its_tasks(parts: dict[str, Dataset]) -> None:
-    joint = join(parts)
-    whole = build_table(joint, TableOptions(context_length=2))
-    owners = share_shards(shard_weights(joint), 2)
-    for node in range(2):
-        share = take_share(joint, owners, node)
-        held = np.repeat(share.nodes == node, joint.episodes.lengths)
-        table = build_table(joint, TableOptions(context_length=2), shards=share.shards.tolist())
-        assert table.episodes.steps == held.sum()
-        np.testing.assert_array_equal(table.groups[0].rows[2:-2], whole.groups[0].rows[2:-2][held])
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])

@@ -32,10 +32,6 @@ budgets = st.one_of(st.none(), st.integers(0, 6000))
 weight_seeds = st.one_of(st.none(), st.integers(0, 5))
 
 
-def placed(table: Table, memory: FakeMemory, **options: Any) -> PlacedTable:
-    return place_table(table, memory, **options)
-
-
 def weights_of(seed: int | None, lengths: list[int]) -> npt.NDArray[np.float64] | None:
     if seed is None:
         return None
@@ -65,11 +61,12 @@ def test_one_gpu_reads_every_episode_within_its_budget(
     lengths: list[int], placement: Any, budget: int | None, weight_seed: int | None, staging: int
 ) -> None:
     table, memory = make_table(lengths), FakeMemory()
-    options = {"hbm_budget": budget, "episode_weight": weights_of(weight_seed, lengths)}
+    weight = weights_of(weight_seed, lengths)
+    options: dict[str, Any] = {"hbm_budget": budget, "episode_weight": weight}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "STAGING_BYTES", staging)
         try:
-            result = placed(table, memory, placement=placement, **options)
+            result = place_table(table, memory, placement=placement, **options)
         except GearError as error:
             assert error.code == "MEMORY" and placement == "hbm" and budget is not None
             return
@@ -98,9 +95,9 @@ def test_a_table_that_has_grown_uploads_only_what_is_new(
         margin=table.margin,
         groups=tuple(replace(g, rows=own) for g, own in zip(table.groups, rows, strict=True)),
     )
-    before = placed(smaller, memory)
+    before = place_table(smaller, memory)
     there = memory.allocated
-    result = placed(table, memory, hbm_budget=budget, before=before)
+    result = place_table(table, memory, hbm_budget=budget, before=before)
     assert_addresses_lead_to_the_rows(result, table)
     new = sum(lengths[first:]) * table.row_bytes
     if budget is None:
@@ -178,9 +175,9 @@ def test_the_knapsack_rule_by_density(sizes: list[int], seed: int, budget: int, 
 def test_the_default_budget_leaves_memory_for_training() -> None:
     table = make_table([5, 5])
     enough = int((table.row_bytes * 10 + 256 * len(table.groups)) / HBM_SHARE) + 1
-    assert not placed(table, FakeMemory(enough)).reads_host
-    assert placed(table, FakeMemory(enough - 100)).reads_host
-    assert not placed(table, FakeMemory(enough - 100), placement="hbm").reads_host
+    assert not place_table(table, FakeMemory(enough)).reads_host
+    assert place_table(table, FakeMemory(enough - 100)).reads_host
+    assert not place_table(table, FakeMemory(enough - 100), placement="hbm").reads_host
 
 
 def test_auto_parts_only_what_does_not_fit_and_peer_copies_nothing() -> None:
@@ -201,8 +198,8 @@ def test_auto_parts_only_what_does_not_fit_and_peer_copies_nothing() -> None:
 
 def test_pinned_memory_is_shared_and_outlives_the_first_user() -> None:
     table, memory = make_table([4, 4]), FakeMemory()
-    one = placed(table, memory, placement="host")
-    two = placed(table, memory, placement="host")
+    one = place_table(table, memory, placement="host")
+    two = place_table(table, memory, placement="host")
     assert len(memory.registered) == len(table.groups)
     assert (one.groups[0].addresses == two.groups[0].addresses).all()
     del one
@@ -228,14 +225,14 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     table = make_table([4, 4])
 
     def code(memory: FakeMemory | None = None, **options: Any) -> str:
-        return failing_code(lambda: placed(table, memory or FakeMemory(), **options))
+        return failing_code(lambda: place_table(table, memory or FakeMemory(), **options))
 
     assert code(placement="peer") == "LOADER_OPTION"
     assert code(placement="hbm", hbm_budget=100) == "MEMORY"
     assert code(FakeMemory(free=100), placement="hbm") == "MEMORY"
     monkeypatch.setattr("resource.getrlimit", lambda kind: (64, 64))
     with one_error("MEMORY", "the limit of this process is 64 B"):
-        placed(table, FakeMemory(refuse="hostRegister"), placement="host")
+        place_table(table, FakeMemory(refuse="hostRegister"), placement="host")
     codes = {
         result.code if isinstance(result, GearError) else ""
         for result in place_all(table, [FakeMemory()] * 3, [0, 0, 1], placement="peer")
