@@ -31,9 +31,9 @@ from transformers.models.decision_transformer.modeling_decision_transformer impo
 
 from gear_offline.errors import InputError
 from gear_offline.models.blocks import Block, Keep, dense_mask, drop
-from gear_offline.models.encoders import Encoder, FrameEncoder, build_encoder, resolve_encoder
+from gear_offline.models.encoders import Encoder, FrameEncoder, resolve_encoder
 from gear_offline.models.gaussian import INITIAL_TEMPERATURE, Gaussian, gaussian_losses
-from gear_offline.models.loss import Padding, TrainingBatch, action_loss, step_losses
+from gear_offline.models.loss import Padding, TrainingBatch, mean_loss, step_losses
 from gear_offline.models.multitask import ModelTask, make_embedding
 from gear_offline.models.narrow import LOADED, half_type, joint_maps, narrow_linear
 
@@ -123,12 +123,8 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         self.frame_encoder: FrameEncoder | None = None
         kind = getattr(config, "frame_encoder", "none")
         if kind != "none":
-            self.frame_encoder = build_encoder(
-                kind,
-                frame_shape=config.frame_shape,
-                frame_stack=config.frame_stack,
-                features=config.state_dim,
-            )
+            frames = {"frame_shape": config.frame_shape, "frame_stack": config.frame_stack}
+            self.frame_encoder = FrameEncoder(kind, **frames, features=config.state_dim)
         self.embed_task = make_embedding(config)
         self.goals = bool(getattr(config, "goals", False))
         if self.goals:
@@ -238,13 +234,6 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             last_hidden_state=hidden,
         )
 
-    def valid_actions(self, batch: TrainingBatch) -> Tensor | None:
-        """Return (B, A) bool, the action elements that each window's task has; None for all."""
-        tasks: Tensor | None = getattr(batch, "tasks", None)  # batches of one's own may lack it
-        if self.embed_task is None or tasks is None:
-            return None
-        return self.embed_task.valid_actions(tasks)
-
     def features(self, states: Tensor) -> Tensor:
         """Return what stands for the states, (B, K, S) floating with S = ``config.state_dim``.
 
@@ -274,22 +263,18 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         self, predictions: Tensor, batch: TrainingBatch, *, valid_steps: Tensor | float | None
     ) -> Tensor:
         """Return the scalar loss of predictions of ``only_actions=True``; as `loss`."""
-        return action_loss(
-            predictions,
-            batch.actions,
-            batch.attention_mask,
-            valid_steps=valid_steps,
-            valid_actions=self.valid_actions(batch),
-            losses=self.step_losses,
-        )
+        return mean_loss(self.step_losses(predictions, batch), batch.attention_mask, valid_steps)
 
-    def step_losses(
-        self, predictions: Tensor, actions: Tensor, valid_actions: Tensor | None = None
-    ) -> Tensor:
+    def step_losses(self, predictions: Tensor, batch: TrainingBatch) -> Tensor:
         """Return (B, K) float32, the loss of each step of predictions of ``only_actions=True``."""
         if self.stochastic:
-            return gaussian_losses(predictions, actions, squashed=bool(self.config.action_tanh))
-        return step_losses(predictions, actions, valid_actions)
+            squashed = bool(self.config.action_tanh)
+            return gaussian_losses(predictions, batch.actions, squashed=squashed)
+        valid: Tensor | None = None
+        tasks: Tensor | None = getattr(batch, "tasks", None)  # batches of one's own may lack it
+        if self.embed_task is not None and tasks is not None:
+            valid = self.embed_task.valid_actions(tasks)
+        return step_losses(predictions, batch.actions, valid)
 
     def predict_last_action(
         self,

@@ -27,28 +27,31 @@ LARGEST_PATCH = 16
 class FrameEncoder(nn.Module):
     """Frames of each step to H features: convolutions, linear layers, tanh.
 
+    ``cnn``: the three convolutions of the DQN, which the Decision Transformer paper uses for
+    Atari.  ``patch``: one linear map of each square patch and one of its features, with patches of
+    the largest size up to 16 that divides the frame.  Another `kind`, or frames, (h, w) or
+    (h, w, C), that it cannot take, is `InputError` (``MODEL``).
+
     Pixels are uint8 and count as ``pixel / 255``; the factor is applied to the first layer's
     weights, which are few.  The frames of a stack are the input channels, so that neighbouring
     steps share no work: each of the B * K stacks is encoded once.
-
-    The convolutions take S * C channels and leave `positions` pixels of a frame; `mixed` are the
-    channels of a further linear layer at each of them, 0 for none.
     """
 
     def __init__(
-        self,
-        convolutions: Sequence[nn.Conv2d],
-        *,
-        positions: int,
-        mixed: int,
-        features: int,
-        frame_shape: Sequence[int],
+        self, kind: str, *, frame_shape: Sequence[int], frame_stack: int, features: int
     ) -> None:
         super().__init__()
+        if kind not in ("cnn", "patch"):
+            raise InputError("MODEL", f"no encoder {kind!r}", where="model.encoder")
+        height, width, *colours = frame_shape
+        make = _nature if kind == "cnn" else _patches
+        convolutions, positions = make(frame_stack * prod(colours), height, width)
         self.convolutions = nn.ModuleList(convolutions)
         channels = convolutions[-1].out_channels
-        self.mixer = nn.Linear(channels, mixed) if mixed else None
-        self.linear = nn.Linear((mixed or channels) * positions, features)
+        self.mixer: nn.Linear | None = None
+        if kind == "patch":  # a further layer at each position
+            self.mixer, channels = nn.Linear(channels, channels // 2), channels // 2
+        self.linear = nn.Linear(channels * positions, features)
         self.frame_shape = tuple(frame_shape)
 
     def forward(self, frames: Tensor) -> Tensor:
@@ -83,12 +86,7 @@ class FrameEncoder(nn.Module):
 
 
 def resolve_encoder(encoder: str, frame_shape: Sequence[int]) -> str:
-    """Return ``none``, ``cnn`` or ``patch``; ``auto`` is ``cnn`` for frames.
-
-    An unknown name, or an encoder of states that are not frames, is `InputError` (``MODEL``).
-    """
-    if encoder not in ("auto", "none", "cnn", "patch"):
-        raise InputError("MODEL", f"no encoder {encoder!r}", where="model.encoder")
+    """Return what ``auto`` is, ``cnn`` for frames and else ``none``, or the encoder asked for."""
     if encoder == "auto":
         return "cnn" if frame_shape else "none"
     if encoder != "none" and not frame_shape:
@@ -97,34 +95,8 @@ def resolve_encoder(encoder: str, frame_shape: Sequence[int]) -> str:
     return encoder
 
 
-def build_encoder(
-    kind: str, *, frame_shape: Sequence[int], frame_stack: int, features: int
-) -> FrameEncoder:
-    """Build an encoder of stacks of frames, (h, w) or (h, w, C) each.
-
-    ``cnn``: the three convolutions of the DQN, which the Decision Transformer paper uses for
-    Atari.  ``patch``: one linear map of each square patch and one of its features, with patches of
-    the largest size up to 16 that divides the frame.  Another kind, or frames that it cannot take,
-    is `InputError` (``MODEL``).
-    """
-    height, width, *colours = frame_shape
-    channels = frame_stack * prod(colours)
-    if kind == "cnn":
-        layers, positions = _nature(channels, height, width)
-    elif kind == "patch":
-        layers, positions = _patches(channels, height, width)
-    else:
-        raise InputError("MODEL", f"no encoder {kind!r}", where="model.encoder")
-    return FrameEncoder(
-        layers,
-        positions=positions,
-        mixed=PATCH_CHANNELS // 2 if kind == "patch" else 0,
-        features=features,
-        frame_shape=frame_shape,
-    )
-
-
 def _nature(channels: int, height: int, width: int) -> tuple[list[nn.Conv2d], int]:
+    """Return layers and the positions of a frame that they leave."""
     layers, sizes = [], [height, width]
     for out, kernel, stride in NATURE_LAYERS:
         layers.append(nn.Conv2d(channels, out, kernel, stride))

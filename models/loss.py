@@ -5,17 +5,15 @@ Shape legend: B windows, K steps, A action elements or discrete actions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["TrainingBatch", "action_loss", "segment_losses", "step_losses"]
+__all__ = ["TrainingBatch", "action_loss", "mean_loss", "segment_losses", "step_losses"]
 
 Padding = Literal["any", "left", "right"]
-StepLosses = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class TrainingBatch(Protocol):
@@ -47,8 +45,6 @@ def action_loss(
     attention_mask: Tensor | None,
     *,
     valid_steps: Tensor | float | None = None,
-    valid_actions: Tensor | None = None,
-    losses: StepLosses | None = None,
 ) -> Tensor:
     """Mean loss over the actions of real steps; padded steps neither count nor dilute.
 
@@ -68,37 +64,31 @@ def action_loss(
         Divisor in place of the number of real steps of this batch.  With several ranks pass the
         global number divided by the ranks; then the mean of the ranks' gradients is exactly the
         gradient of the global batch's loss.
-    valid_actions
-        As `step_losses`.
-    losses
-        In place of `step_losses`: a model's own.
 
     Returns
     -------
     Tensor
         Scalar float32; 0 if no step is real.
     """
-    error = (losses or step_losses)(predictions, actions, valid_actions)
+    return mean_loss(step_losses(predictions, actions), attention_mask, valid_steps)
+
+
+def mean_loss(
+    losses: Tensor, attention_mask: Tensor | None, valid_steps: Tensor | float | None = None
+) -> Tensor:
+    """Return the scalar mean of (B, K) losses over real steps; `valid_steps` as `action_loss`."""
     if attention_mask is None:
-        return error.mean() if valid_steps is None else error.sum() / valid_steps
+        return losses.mean() if valid_steps is None else losses.sum() / valid_steps
     real = attention_mask != 0
     # where, not a product: a padded prediction of Inf or NaN must not reach the sum.
-    total = error.where(real, 0.0).sum()
+    total = losses.where(real, 0.0).sum()
     return total / (real.sum().clamp(min=1) if valid_steps is None else valid_steps)
 
 
-def segment_losses(
-    predictions: Tensor,
-    actions: Tensor,
-    attention_mask: Tensor,
-    *,
-    valid_actions: Tensor | None = None,
-    losses: StepLosses | None = None,
-) -> Tensor:
-    """Return (B,) float32, the mean loss over the real steps of each window; as `action_loss`."""
+def segment_losses(losses: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return (B,) float32, the mean of (B, K) losses over the real steps of each window."""
     real = attention_mask != 0
-    each = (losses or step_losses)(predictions, actions, valid_actions)
-    return each.where(real, 0.0).sum(1) / real.sum(1).clamp(min=1)
+    return losses.where(real, 0.0).sum(1) / real.sum(1).clamp(min=1)
 
 
 def step_losses(

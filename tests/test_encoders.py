@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import DecisionTransformerModel
 
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
-from gear_offline.models.encoders import FrameEncoder, build_encoder
+from gear_offline.models.encoders import FrameEncoder
 from tests.model_support import assert_same_state
 from tests.support import one_error
 
@@ -45,7 +45,7 @@ class LastToFirst(nn.Module):
 
 def test_cnn_is_the_networks_layers_on_scaled_pixels() -> None:
     torch.manual_seed(0)
-    encoder = build_encoder("cnn", frame_shape=(84, 84), frame_stack=STACK, features=16)
+    encoder = FrameEncoder("cnn", frame_shape=(84, 84), frame_stack=STACK, features=16)
     assert encoder.linear.in_features == 3136
     states = stacked(frames(BATCH, STEPS + STACK - 1, 84, 84), STACK)
     found = encoder(states)
@@ -68,7 +68,7 @@ def test_cnn_is_the_networks_layers_on_scaled_pixels() -> None:
 )
 def test_every_pixel_of_every_frame_counts(kind: str, frame: tuple[int, ...], stack: int) -> None:
     torch.manual_seed(1)
-    encoder = build_encoder(kind, frame_shape=frame, frame_stack=stack, features=8).double()
+    encoder = FrameEncoder(kind, frame_shape=frame, frame_stack=stack, features=8).double()
     shape = (1, 2, *frame) if stack == 1 else (1, 2, stack, *frame)
     states = frames(*shape)
     before = encoder(states)
@@ -86,7 +86,7 @@ def test_every_pixel_of_every_frame_counts(kind: str, frame: tuple[int, ...], st
 @pytest.mark.parametrize("kind", ["cnn", "patch"])
 def test_learns_in_bfloat16_and_without_graph_breaks(kind: str) -> None:
     torch.manual_seed(0)
-    encoder = build_encoder(kind, frame_shape=(84, 84), frame_stack=2, features=8)
+    encoder = FrameEncoder(kind, frame_shape=(84, 84), frame_stack=2, features=8)
     states = stacked(frames(1, 3, 84, 84), 2)
     expected = encoder(states)
     compiled = torch.compile(encoder, backend="aot_eager", fullgraph=True)

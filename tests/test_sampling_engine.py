@@ -14,7 +14,7 @@ from gear_offline.kernels.gather_gpu import GpuGather, StaticFill
 from gear_offline.loaders.feedback import DeviceFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.static_batch import StaticBatch
-from gear_offline.models.loss import action_loss, segment_losses
+from gear_offline.models.loss import action_loss, segment_losses, step_losses
 from gear_offline.sampling import make_sampler
 from gear_offline.tables.table import Table
 from tests.gpu_support import NEEDS_CUPY, ON_GPU
@@ -125,14 +125,14 @@ def test_the_loss_weighs_segments_and_tells_their_losses(library: Any, table: Ta
         batches.begin()
         batch = batches.batch
         predictions = torch.zeros_like(batch.actions)
-        each = segment_losses(predictions, batch.actions, batch.attention_mask)
+        each = segment_losses(step_losses(predictions, batch.actions), batch.attention_mask)
         loss = feedback.loss(each, batch)
         plain = action_loss(predictions, batch.actions, batch.attention_mask)
         assert float(loss) == pytest.approx(float(plain)), "all weights are 1 before any loss"
         assert sampler.updates == 1 and len(np.unique(sampler.masses)) > 1
         predictions[0, 0] = torch.nan
         before = sampler.masses
-        each = segment_losses(predictions, batch.actions, batch.attention_mask)
+        each = segment_losses(step_losses(predictions, batch.actions), batch.attention_mask)
         feedback.loss(each, batch)
         assert sampler.updates == 1 and np.array_equal(sampler.masses, before)
         assert sampler.on_device(torch.device("cpu")).refused == 1

@@ -10,7 +10,7 @@ import torch
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.models.loss import action_loss, segment_losses
+from gear_offline.models.loss import action_loss, segment_losses, step_losses
 from gear_offline.runs.loop import train
 from gear_offline.sampling import make_sampler
 from gear_offline.training.learner import Learner
@@ -158,7 +158,7 @@ def test_segment_losses_make_up_the_batch_loss(discrete: bool) -> None:
     if discrete:
         actions = torch.randint(0, 3, (5, 4), generator=generator)
     mask = torch.tensor([[1] * n + [0] * (4 - n) for n in (4, 1, 2, 3, 4)])
-    each = segment_losses(predictions, actions, mask)
+    each = segment_losses(step_losses(predictions, actions), mask)
     for row in range(5):
         alone = action_loss(predictions[row : row + 1], actions[row : row + 1], mask[row : row + 1])
         torch.testing.assert_close(each[row], alone)

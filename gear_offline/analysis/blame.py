@@ -309,8 +309,7 @@ def _windows(
             batch = loader.batch_at(number)
             output = model(**batch.model_inputs(), padding=batch.padding, only_actions=True)
             mask = batch.attention_mask
-            acted, valid = (output.action_preds, batch.actions), model.valid_actions(batch)
-            losses = segment_losses(*acted, mask, valid_actions=valid, losses=model.step_losses)
+            losses = segment_losses(model.step_losses(output.action_preds, batch), mask)
             part = np.empty(len(batch), WINDOW)
             part["batch"], part["loss"] = number, losses.double().cpu().numpy()
             part["episode"], part["start"] = batch.segments.cpu().numpy().T

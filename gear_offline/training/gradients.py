@@ -125,7 +125,8 @@ class GradientPass:
     def _rank_loss(self, batch: Batch, *, valid_steps: Tensor | float | None) -> Tensor:
         output = self._forward(**batch.model_inputs(), padding=batch.padding, only_actions=True)
         if self.feedback is not None:
-            each = segment_losses(output.action_preds, batch.actions, batch.attention_mask)
+            losses = self._model.step_losses(output.action_preds, batch)
+            each = segment_losses(losses, batch.attention_mask)
             return self.feedback.loss(each, batch, valid_steps=valid_steps)
         return self._model.prediction_loss(output.action_preds, batch, valid_steps=valid_steps)
 

@@ -61,13 +61,9 @@ class TrainingModel:
 def recipe_model(recipe: Recipe, sizes: ModelSizes) -> DecisionTransformer:
     """Build the model of a recipe, on torch's default device."""
     return build_model(
-        state_dim=sizes.state_dim,
-        action_dim=sizes.action_dim,
-        discrete=sizes.discrete,
+        **vars(sizes),
         context_length=recipe.loader.context_length,
-        frame_shape=sizes.frame_shape,
         frame_stack=recipe.loader.frame_stack,
-        tasks=sizes.tasks,
         goals=recipe.loader.goals is not None,
         **recipe.model.model_dump(),
     )
