@@ -137,7 +137,7 @@ def test_what_training_would_stumble_over_late_is_refused_early(tmp_path: Path) 
         convert(ArraySource(columns, [3, 4]), out, allow_nonfinite=True, quiet=True)
         with np.errstate(all="ignore"):
             recipe = load_recipe("paper", [f"data.path={out}", "evaluate.episodes=0"])
-            said = "1 value NaN or inf" if not np.isfinite(value) else "so large"
+            said = "1 value NaN or inf" if not np.isfinite(value) else "are usable"
             with one_error("COLUMN", said) as caught:
                 resolve(recipe, open_dataset(out))
             assert ("pick_episodes" in caught.value.remedy) == (not np.isfinite(value))

@@ -168,20 +168,6 @@ def test_a_run_that_ends_where_it_was_stopped_has_no_rates_of_its_own(
     assert last.keys() == {"step", "loss", "gradient_norm", "learning_rate"}
 
 
-def test_steps_of_a_damaged_checkpoint_are_not_done(data: Path, tmp_path: Path) -> None:
-    """Fewer steps than it has may be asked for, if those of the newest whole one are no more."""
-    run = tmp_path / "run"
-    with interrupted_in(12), pytest.raises(TrainingInterrupted):
-        train(tiny_recipe(data), out=run, quiet=True)
-    older, newest = list_checkpoints(run / "checkpoints")[-2:]
-    (newest[1] / "model.safetensors").write_bytes(b"")
-    fewer, enough = f"train.steps={older[0] - 1}", f"train.steps={older[0] + 1}"
-    with pytest.raises(InputError, match=f"but {older[0]} steps are done"):
-        train(tiny_recipe(data, fewer), out=run, resume=True, quiet=True)
-    train(tiny_recipe(data, enough), out=run, resume=True, quiet=True)
-    assert list_checkpoints(run / "checkpoints")[-1][0] == older[0] + 1 < newest[0]
-
-
 def test_another_dataset_is_not_resumed_with(data: Path, tmp_path: Path) -> None:
     other = make_dataset(
         tmp_path / "other",

@@ -1,17 +1,6 @@
-"""The directory of one training run: what lies where, who may write it, and how files get in.
+"""The directory of one training run: who may write it, and how files get in.
 
-::
-
-    runs/hopper-medium-s0/
-      recipe.yaml          every option, with what was taken from the data filled in
-      metrics.jsonl        one line every train.log_every steps
-      evaluations.jsonl    one line an evaluation
-      tensorboard/         the same for TensorBoard; wandb/ for W&B, while it is offline
-      id                   tells trackers this run from others of its name
-      checkpoints/         step-00010000/ ..., and best, a link to one of them
-      plots/
-      summary.json         when the run is complete
-      report.md
+docs/reference/run-files.md says what lies in it.
 """
 
 from __future__ import annotations

@@ -109,8 +109,6 @@ class RunEvaluations(Closing):
     ----------
     count
         Evaluations that this process has recorded.
-    held_seconds
-        How long they have held training up, by playing or for room.
     """
 
     def __init__(
@@ -132,7 +130,7 @@ class RunEvaluations(Closing):
         self._queue: dict[int, _Waiting] = {}  # by step, ascending
         self._jobs: dict[int, _Waiting] = {}  # by number in the pool
         self._polled = 0.0
-        self.count, self.held_seconds = 0, 0.0
+        self.count = 0
 
     @property
     def outstanding(self) -> tuple[int, ...]:
@@ -146,16 +144,12 @@ class RunEvaluations(Closing):
         step = None if best is None else int(best["step"])
         return Keep(newest=newest, best=step, pinned=self.outstanding)
 
-    @property
-    def _is_full(self) -> bool:
-        return len(self._queue) >= self.plan.workers + SPARE
-
     def _is_new(self, step: int) -> bool:
         return not self._metrics.evaluated(step) and step not in self._queue
 
     def must_wait(self, step: int) -> bool:
         """Whether an evaluation of `step` could not begin before another is done."""
-        return self._is_full and self._is_new(step)
+        return len(self._queue) >= self.plan.workers + SPARE and self._is_new(step)
 
     def plays_here(self, step: int) -> bool:
         """Whether `evaluate` will play the learner's own weights."""
@@ -179,11 +173,9 @@ class RunEvaluations(Closing):
         if not self._is_new(step):
             return False
         if self.plan.workers:
-            began = time.perf_counter()
-            while self._is_full and self._run.stop.signal_name is None:
+            while self.must_wait(step) and self._run.stop.signal_name is None:
                 self._run.saver.check()
                 self.wait()
-            self.held_seconds += time.perf_counter() - began
             self._queue[step] = _Waiting()
             return True
         learner, device = self._run.learner, self.plan.device
@@ -212,9 +204,7 @@ class RunEvaluations(Closing):
             return
         except Exception as error:
             played = error
-        seconds = time.monotonic() - began
-        self.held_seconds += seconds
-        self._record(step, played, seconds)
+        self._record(step, played, time.monotonic() - began)
 
     def collect(self) -> None:
         """Record what has come in, and begin what can be; cheap enough for every step."""

@@ -38,7 +38,6 @@ from gear_offline.training.checkpoint import (
     Keep,
     SavedState,
     list_checkpoints,
-    newest_checkpoint,
     read_state,
     remove_leftovers,
 )
@@ -82,7 +81,6 @@ def train(
         check_micro_batches(world.rank_batch(recipe.loader.batch_size), recipe.train.accumulate)
         world.lead(lambda: check_recipe(recipe, where=f"recipe {recipe.name}"))
         directory = world.lead(lambda: held.enter_context(RunDirectory(path, resume=resume)))
-        world.lead(lambda: check_resumed(path, recipe, start, is_resolved=False))
 
         # the data, and a recipe that says everything in numbers
         held.enter_context(torch_settings(recipe, device))
@@ -267,34 +265,25 @@ def torch_settings(recipe: Recipe, device: torch.device) -> Iterator[None]:
         yield
 
 
-def check_resumed(
-    path: Path, recipe: Recipe, start: Path | None = None, *, is_resolved: bool = True
-) -> None:
-    """Refuse to go on with a run whose recipe would have made another run, or has fewer steps.
+def check_resumed(path: Path, recipe: Recipe, start: Path | None = None) -> None:
+    """Refuse to go on with a run whose resolved recipe would have made another run, or is shorter.
 
     A run without a checkpoint is not refused.  What goes on is `start`, a checkpoint of any run, or
-    by default the run at `path`.  A recipe that is not resolved yet leaves options to the data.
+    by default the run at `path`.
     """
-    folder = path / "checkpoints"
-    places = [start] if start else [place for _, place in reversed(list_checkpoints(folder))]
+    saved = reversed(list_checkpoints(path / "checkpoints"))
+    places = [start] if start else [place for _, place in saved]
     state = next(_states(places), None)  # recipe.yaml may be edited, a checkpoint is not
     if state is None:
         return
-    before = Recipe.parse(state.recipe, where=str(path))
-    for key, was, now in _differences(before, recipe, state.step, is_resolved=is_resolved):
+    before, done = Recipe.parse(state.recipe, where=str(path)), state.step
+    for key, was, now in _differences(before, recipe, done):
         remedy = "it may change with optimizer.schedule=constant; " * (key == "train.steps")
         remedy += f"undo that (here, or in {path / 'recipe.yaml'} if it was edited), or train "
         remedy += "into another directory"
         what = f"{key} was {was!r} when the run began and is {now!r} now"
         raise InputError("RUN_MISMATCH", what, str(path), remedy)
-    done, steps = state.step, recipe.train.steps
-    if (
-        done > steps
-        and start is None
-        and (whole := newest_checkpoint(folder, lambda message: None))
-    ):
-        done = whole.state.step  # damaged ones after it are passed over
-    if done > steps:
+    if done > (steps := recipe.train.steps):
         what = f"train.steps is {steps}, but {done} steps are done"
         remedy = "ask for at least as many steps, or train into another directory"
         raise InputError("RUN_MISMATCH", what, where=str(path), remedy=remedy)
@@ -307,9 +296,7 @@ def _states(places: Sequence[Path]) -> Iterator[SavedState]:
             yield read_state(place)
 
 
-def _differences(
-    before: Recipe, now: Recipe, step: int, *, is_resolved: bool
-) -> Iterator[tuple[str, Any, Any]]:
+def _differences(before: Recipe, now: Recipe, step: int) -> Iterator[tuple[str, Any, Any]]:
     """Yield each option that makes another run of `now` after so many steps, with both values."""
     old, new = flat(before.to_dict()), flat(now.to_dict())
     past = before.train.batch_of(step - 1) if step else -1
@@ -318,8 +305,6 @@ def _differences(
     free = set(RESUMABLE)
     if now.optimizer.schedule != "constant":
         free.remove("train.steps")  # the learning rates of the steps done depend on it
-    if not is_resolved:
-        free |= {key for key in {*old, *new} if new.get(key) is None} | {"model.action_tanh"}
     for key in sorted({*old, *new} - free):
         if old.get(key) != new.get(key):
             yield key, old.get(key), new.get(key)

@@ -149,7 +149,7 @@ class RunWriter(Closing):
     def _summary(self) -> dict[str, Any]:
         """Return what a complete run says of itself, JSON-able but for NaN and infinities."""
         learner, evaluations = self._learner, self.metrics.evaluations
-        plan, held = self.evaluations.plan, self.evaluations.held_seconds
+        plan = self.evaluations.plan
         dataset = learner.loader.dataset  # as large as it is now
         spec, returns = dataset.spec, dataset.returns
         returns = returns[np.isfinite(returns)]
@@ -169,7 +169,6 @@ class RunWriter(Closing):
                 "background": plan.workers > 0,
                 "workers": plan.workers,
                 "device": str(plan.device),
-                "held_seconds": round(held, 3),  # training, by playing or for room
             },
             "parameters": self._parameters,
             "device": str(learner.device),
