@@ -36,7 +36,6 @@ from transformers import DecisionTransformerModel
 from gear_offline.core.system import machine
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
-from gear_offline.evaluation.results import mean_interval
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import (
     DecisionTransformer,
@@ -44,6 +43,7 @@ from gear_offline.models.decision_transformer import (
     trainable_parameters,
 )
 from gear_offline.models.policy import Policy
+from gear_offline.training.records import mean_interval
 
 RELEASED, OURS = "released", "gear_offline"
 COLOURS = {RELEASED: "#D55E00", OURS: "#0072B2"}

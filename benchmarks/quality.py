@@ -161,7 +161,7 @@ def judge(
     )
     report = evaluate_tasks(lambda _: policy, [task])
     found["returns"] = [target.mean_return for target in report.tasks[0].targets]
-    found["scores"] = [report.tasks[0].normalized(value) for value in found["returns"]]
+    found["scores"] = [target.normalized_score for target in report.tasks[0].targets]
     return found
 
 

@@ -43,6 +43,8 @@ class Printed:
             self.print(console=console)  # type: ignore[attr-defined]
         return text.get().rstrip()
 
+    __str__ = __repr__
+
 
 def print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows whose first column is a name; headings and names are broken where it is narrow."""

@@ -22,7 +22,7 @@ from gear_offline.analysis.compare import (
 from gear_offline.config.recipe import load_recipe
 from gear_offline.sweep.results import TrialResult
 from gear_offline.sweep.trials import Trial
-from gear_offline.training.metrics import EvaluationRecord
+from gear_offline.training.records import EvaluationReport
 
 
 def enumerated(differences: Sequence[float]) -> float:
@@ -112,8 +112,8 @@ def results(returns: dict[str, list[float]], failed: tuple[str, int] | None) -> 
                     error="MEMORY: x" if is_failed else None,
                     losses={1: 1.0},
                     evaluations=(
-                        EvaluationRecord.model_validate({"step": 1, "return": 0.0}),
-                        EvaluationRecord.model_validate({"step": 2, "return": value}),
+                        EvaluationReport.model_validate({"step": 1, "return": 0.0}),
+                        EvaluationReport.model_validate({"step": 2, "return": value}),
                     ),
                 )
             )

@@ -15,9 +15,9 @@ from scipy.stats import binomtest
 
 from gear_offline.errors import InputError
 from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
-from gear_offline.evaluation.results import EvaluationReport, share_interval, summary_text
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.training.checkpoint import chosen_checkpoint, find_checkpoint
+from gear_offline.training.records import EvaluationReport, share_interval
 from tests.checkpoint_support import write_run
 from tests.evaluation_support import Constant
 from tests.support import failing_code, one_error
@@ -34,7 +34,7 @@ def test_targets_share_start_states_and_results_repeat() -> None:
             np.array([0.3]), "Pendulum-v1", 0.0, -500.0, episodes=3, environments=2, seed=seed
         )
         assert [result.target for result in report.tasks[0].targets] == [0.0, -500.0]
-        return [result.returns.tolist() for result in report.tasks[0].targets]
+        return [list(result.returns) for result in report.tasks[0].targets]
 
     first = run(11)
     assert first[0] == first[1], "a policy that ignores the target gets the same episodes"
@@ -80,7 +80,7 @@ def test_evaluating_a_run_writes_its_results(tmp_path: Path) -> None:
     report = evaluate(run, device="cpu", quiet=True)
     assert (report.run, report.step, report.device) == ("tiny-s0", 20, "cpu")
     assert [result.target for result in report.tasks[0].targets] == [-200.0, -900.0]
-    assert [result.returns.size for result in report.tasks[0].targets] == [2, 2]
+    assert [len(result.returns) for result in report.tasks[0].targets] == [2, 2]
     assert json.loads((run / "evaluation.json").read_text()) == report.to_json()
     assert (run / "plots" / "asked_vs_achieved.png").stat().st_size > 10_000
     assert "| policy, asked -200 |" in (run / "report.md").read_text()
@@ -90,7 +90,7 @@ def test_evaluating_a_run_writes_its_results(tmp_path: Path) -> None:
         return float(found.tasks[0].targets[0].returns[0])
 
     # one row in a batch and the same row in another differ by rounding
-    first, second = report.tasks[0].targets[0].returns.tolist()
+    first, second = report.tasks[0].targets[0].returns
     assert returned() == pytest.approx(first, rel=1e-6)
     assert returned(seed=4) == pytest.approx(second, rel=1e-6)
     assert returned(checkpoint="best") != pytest.approx(first, rel=1e-3)
@@ -156,7 +156,7 @@ def test_a_file_that_was_asked_for_must_be_written_and_one_of_the_run_need_not(
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("gear_offline.evaluation.results.EvaluationReport.write", refuse)
+    monkeypatch.setattr("gear_offline.training.records.EvaluationReport.write", refuse)
     call = lambda: evaluate(run, episodes=1, out=tmp_path / "a.json", quiet=True)  # noqa: E731
     assert failing_code(call) == "OUTPUT_WRITE"
     assert "asked return" in capfd.readouterr().err, "what was played is shown"
@@ -210,7 +210,8 @@ def test_a_run_of_nearly_that_name_is_offered(
 def summarized(*targets: tuple[float, float], score: float | None = None) -> tuple[str, str]:
     rows = [{"target": asked, "return": got} for asked, got in targets]
     best = max(got for _, got in targets)
-    return summary_text({"targets": rows, "return": best, "normalized_score": score})
+    document = {"targets": rows, "return": best, "normalized_score": score}
+    return EvaluationReport.model_validate(document).summary()
 
 
 def test_the_best_is_said_to_be_that_of_the_targets() -> None:

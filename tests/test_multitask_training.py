@@ -124,7 +124,7 @@ def test_the_recipe_of_a_run_says_everything(run: Path) -> None:
 
 def test_a_run_is_evaluated_task_by_task(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = evaluate(run, episodes=2, device="cpu", quiet=True)
-    assert [task.task.name for task in report.tasks] == ["tiny", "wide"]
+    assert list(report.named) == ["tiny", "wide"]
     played = json.loads((run / "evaluation.json").read_text())
     last = read_records(run / "evaluations.jsonl")[-1]
     for name in ("tiny", "wide"):
@@ -134,7 +134,7 @@ def test_a_run_is_evaluated_task_by_task(run: Path, capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out
     assert "mean score of 2 tasks" in said and "tiny: run at step 20" in said
     one = evaluate(run, environment=WIDE, targets=[1.0, 2.0], episodes=1, quiet=True)
-    assert [(task.task.name, len(task.targets)) for task in one.tasks] == [("wide", 2)]
+    assert [(name, len(task.targets)) for name, task in one.named.items()] == [("wide", 2)]
     assert list(one.to_json()["tasks"]) == ["wide"]
     assert failing_code(lambda: evaluate(run, targets=[1.0])) == "USAGE"
     assert failing_code(lambda: evaluate(run, environment="No-v0")) == "USAGE"

@@ -13,8 +13,8 @@ import pytest
 from gear_offline.errors import GearError
 from gear_offline.evaluation import video
 from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
-from gear_offline.evaluation.results import EvaluationReport
 from gear_offline.runs.evaluate import evaluate
+from gear_offline.training.records import EvaluationReport
 from tests.checkpoint_support import write_run
 from tests.evaluation_support import Constant, Counted
 from tests.support import failing_code
@@ -76,7 +76,7 @@ def decoded(path: Path) -> Any:
 @pytest.mark.parametrize("name", ["a.gif", "a.MP4"])
 def test_the_first_episode_of_each_target_is_shown(tmp_path: Path, name: str) -> None:
     report = played("GearTest/Drawn-v0", seed=5, episodes=3)  # of 6 steps first
-    assert report.tasks[0].targets[0].lengths.tolist() == [6, 7, 1]
+    assert report.tasks[0].targets[0].lengths == (6, 7, 1)
     [path] = video.write_videos(tmp_path / name, report)
     frames = np.stack(imageio.imread(path, index=None)) if name == "a.gif" else decoded(path)
     shown = [int(frame[-5, 200].mean()) for frame in frames]

@@ -144,7 +144,7 @@ def _by_task(trials: dict[int, TrialResult], values: dict[int, float]) -> Float6
     """Return (n, T) scores: of one task `values`, of several their normalized scores."""
     rows = []
     for seed, value in values.items():
-        tasks = trials[seed].evaluations[-1].tasks.values()
+        tasks = trials[seed].evaluations[-1].named.values()
         scores = [task.normalized_score for task in tasks]
         rows.append([score for score in scores if score is not None] or [value])
     return np.array(rows, np.float64)

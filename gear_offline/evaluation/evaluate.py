@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,9 +22,9 @@ from gear_offline.core.text import count_text
 from gear_offline.dataset.scores import ReferenceScores, reference_scores
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import EnvironmentFacts
-from gear_offline.evaluation.results import EvaluationReport, TargetResult, TaskResult
 from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_episodes
 from gear_offline.progress import Progress
+from gear_offline.training.records import EvaluationReport, TargetResult, TaskResult
 
 if TYPE_CHECKING:
     from gear_offline.models.multitask import ModelTask  # these import torch
@@ -72,7 +73,7 @@ def evaluate_tasks(
         task.check()
     scores = [resolve_reference(task.environment, task.reference) for task in tasks]
     started = time.perf_counter()
-    results = []
+    results = {}
     for task, reference in zip(tasks, scores, strict=True):
         count = len(task.targets)
         total, slots = task.episodes * count, min(task.environments, task.episodes) * count
@@ -92,20 +93,47 @@ def evaluate_tasks(
                 keep_actions=count,
                 on_episode=progress.advance,
             )
-        targets = tuple(
+        targets = [
             TargetResult(
                 target=target,
-                returns=played.returns[index::count],
-                lengths=played.lengths[index::count],
-                terminated=played.terminated[index::count],
+                returns=tuple(played.returns[index::count].tolist()),
+                lengths=tuple(played.lengths[index::count].tolist()),
+                terminated=tuple(played.terminated[index::count].tolist()),
                 actions=played.actions[index],
             )
             for index, target in enumerate(task.targets)
+        ]
+        worst, best = task.data_returns or (None, None)
+        asked = TaskResult(
+            environment=task.environment,
+            reference=reference,
+            data_worst=worst,
+            data_best=best,
+            seed=task.seed,
+            environments=task.environments,
+            goals=task.goals,
         )
-        results.append(TaskResult(task=task, targets=targets, reference=reference))
-    seconds = time.perf_counter() - started
+        results[task.name] = asked.with_targets(targets)
     known = versions("gymnasium", "mujoco", "torch", "numpy")
-    return EvaluationReport(tasks=tuple(results), seconds=seconds, versions=known)
+    return _report(results, versions=known, seconds=time.perf_counter() - started)
+
+
+def _report(results: Mapping[str, TaskResult], *, seconds: float, **facts: Any) -> EvaluationReport:
+    """Return the report of tasks by name, where a policy of one has none, and of other `facts`."""
+    facts["seconds"] = round(seconds, 3)
+    if "" in results:
+        known = {name: getattr(results[""], name) for name in TaskResult.model_fields}
+        return EvaluationReport(**known, **facts)
+    scores = [task.normalized_score for task in results.values()]
+    scored = [score for score in scores if score is not None]
+    returns = [task.mean_return for task in results.values()]
+    return EvaluationReport(
+        targets=(),
+        named=dict(results),
+        mean_return=returns[0] if len(returns) == 1 else None,
+        normalized_score=sum(scored) / len(scored) if len(scored) == len(scores) else None,
+        **facts,
+    )
 
 
 def sets_of(task: EvaluationTask) -> Iterator[EvaluationTask]:
@@ -114,6 +142,25 @@ def sets_of(task: EvaluationTask) -> Iterator[EvaluationTask]:
     for first in range(0, task.episodes, task.environments):
         count = min(task.environments, task.episodes - first)
         yield replace(task, seed=task.seed + first, episodes=count)
+
+
+def joined(reports: Sequence[EvaluationReport], *, seconds: float) -> EvaluationReport:
+    """Return one report of those of `sets_of` tasks."""
+    sets = dict[str, list[TaskResult]]()
+    for report in reports:
+        sets.setdefault(next(iter(report.named), ""), []).append(report.tasks[0])
+    results = {}
+    for name, parts in sets.items():
+        targets = []
+        for same in zip(*(part.targets for part in parts), strict=True):
+            episodes = {
+                key: tuple(chain.from_iterable(getattr(one, key) for one in same))
+                for key in ("returns", "lengths", "terminated")
+            }
+            targets.append(same[0].model_copy(update=episodes))
+        results[name] = parts[0].with_targets(targets)
+    facts = reports[0].model_dump(include={"run", "step", "device", "versions"})
+    return _report(results, **facts, seconds=seconds)
 
 
 def tasks_of(recipe: Recipe, model_tasks: Sequence[ModelTask] = ()) -> tuple[EvaluationTask, ...]:

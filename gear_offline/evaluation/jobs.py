@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from gear_offline.evaluation.environments import Known, known_of, probe
-from gear_offline.evaluation.evaluate import EvaluationTask, check_sizes, evaluate_tasks, sets_of
-from gear_offline.evaluation.results import EvaluationReport, joined
+from gear_offline.evaluation.evaluate import (
+    EvaluationTask,
+    check_sizes,
+    evaluate_tasks,
+    joined,
+    sets_of,
+)
 from gear_offline.models.policy import Policy
 from gear_offline.progress import Progress
 from gear_offline.training.model import sizes_of
 from gear_offline.training.policies import TrainedModel, find_trained
+from gear_offline.training.records import EvaluationReport
 from gear_offline.training.seeding import torch_threads
 from gear_offline.workers import Caller, RayPool
 
@@ -34,7 +39,8 @@ def play_tasks(
         return policy
 
     report = evaluate_tasks(policy_of, tasks, processes=processes, quiet=quiet)
-    return replace(report, run=trained.facts.name, step=trained.facts.step, device=device)
+    facts = {"run": trained.facts.name, "step": trained.facts.step, "device": device}
+    return report.model_copy(update=facts)
 
 
 def play_saved(

@@ -26,9 +26,9 @@ from gear_offline.evaluation.environments import (
     make_environment,
 )
 from gear_offline.evaluation.evaluate import EvaluationTask
-from gear_offline.evaluation.results import EvaluationReport, TargetResult, TaskResult
 from gear_offline.progress import Progress
 from gear_offline.sources.base import package_needed
+from gear_offline.training.records import EvaluationReport, TargetResult, TaskResult
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -71,7 +71,7 @@ def check_video(path: Path, tasks: Sequence[EvaluationTask]) -> None:
 
 def write_videos(path: Path, report: EvaluationReport, *, quiet: bool = True) -> tuple[Path, ...]:
     """Write the first episode of each asked return; of several tasks ``NAME-TASK.gif`` for each."""
-    paths = _paths(path, [one.task.name for one in report.tasks])
+    paths = _paths(path, list(report.named))
     for own, task in zip(paths, report.tasks, strict=True):
         with writing(own):
             content = _encoded(task, own.suffix.lower(), quiet)
@@ -81,7 +81,7 @@ def write_videos(path: Path, report: EvaluationReport, *, quiet: bool = True) ->
 
 
 def _paths(path: Path, tasks: Sequence[str]) -> tuple[Path, ...]:
-    if len(tasks) == 1:
+    if len(tasks) <= 1:
         return (path,)
     return tuple(path.with_stem(f"{path.stem}-{task}") for task in tasks)
 
@@ -90,7 +90,7 @@ def _encoded(result: TaskResult, suffix: str, quiet: bool) -> bytes:
     """Return the video of a task as the bytes of a file."""
     import imageio.v2
 
-    name = result.task.environment
+    name = result.environment
     with closing(_drawing(name)) as environment:
         rate = float(environment.metadata.get("render_fps") or FRAMES_PER_SECOND)
         if is_atari(name):
@@ -103,7 +103,7 @@ def _encoded(result: TaskResult, suffix: str, quiet: bool) -> bytes:
         writer: Any = imageio.v2.get_writer(file, format=FORMATS[suffix], mode="I", **options)
         with Progress(f"draw {name}", total=total, unit="frames", quiet=quiet) as progress, writer:
             for target in result.targets:
-                for frame, text in _played(environment, result.task, target, every):
+                for frame, text in _played(environment, result, target, every):
                     image = _captioned(frame, text)
                     if suffix == ".gif" and image.width > GIF_WIDTH:
                         image = image.resize(
@@ -116,7 +116,7 @@ def _encoded(result: TaskResult, suffix: str, quiet: bool) -> bytes:
 
 
 def _played(
-    environment: Any, task: EvaluationTask, target: TargetResult, every: int
+    environment: Any, task: TaskResult, target: TargetResult, every: int
 ) -> Iterator[tuple[npt.NDArray[np.uint8], str]]:
     """Play a target's first episode again; give a frame and its caption every `every` steps."""
     facts, total = describe(environment, task.environment), 0.0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,12 +18,12 @@ from gear_offline.errors import GearError, InputError, given_path
 from gear_offline.evaluation.environments import import_module_of, say_version
 from gear_offline.evaluation.evaluate import EvaluationTask, asked_returns, tasks_of
 from gear_offline.evaluation.jobs import play_sets, play_tasks
-from gear_offline.evaluation.results import EvaluationReport, keep_earlier
 from gear_offline.evaluation.video import check_video, write_videos
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.progress import say
 from gear_offline.runs.report import write_report
 from gear_offline.training.policies import TrainedModel, find_trained
+from gear_offline.training.records import EvaluationReport
 from gear_offline.training.seeding import torch_threads
 from gear_offline.workers import RayPool
 
@@ -109,7 +111,7 @@ def evaluate(
             say(f"written: {', '.join(map(str, videos))}", quiet=quiet)
             here = (home or run).resolve()
             seen = tuple(os.path.relpath(path.resolve(), here) for path in videos)
-            report = replace(report, videos=seen)
+            report = report.model_copy(update={"videos": seen})
     finally:  # what was played must not be lost
         if out is not None:
             try:
@@ -155,7 +157,7 @@ def _chosen_tasks(
 def _keep(report: EvaluationReport, home: Path, shown: Path, quiet: bool) -> None:
     """Write the result and the run's report; what was played is not lost if that fails."""
     try:
-        kept = keep_earlier(home / "evaluation.json")
+        kept = _keep_earlier(home / "evaluation.json")
         report.write(home / "evaluation.json")
         written = shown / write_report(home).name
         say(f"written: {shown / 'evaluation.json'}, {written} and its plots", quiet=quiet)
@@ -164,3 +166,16 @@ def _keep(report: EvaluationReport, home: Path, shown: Path, quiet: bool) -> Non
             say(f"{said}; report and plots show the new one", quiet=quiet)
     except (OSError, GearError) as error:
         say(f"the result could not be kept in {shown}: {error}")
+
+
+def _keep_earlier(path: Path) -> Path | None:
+    """Copy the result at `path`, if there is one, to ``NAME-1.json`` or the next free number."""
+    if not path.is_file():
+        return None
+    content = path.read_bytes()
+    for number in itertools.count(1):
+        kept = path.with_name(f"{path.stem}-{number}{path.suffix}")
+        with suppress(FileExistsError), open(kept, "xb") as file:
+            file.write(content)
+            return kept
+    raise AssertionError("numbers do not end")

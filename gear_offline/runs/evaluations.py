@@ -30,11 +30,11 @@ from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import known_of
 from gear_offline.evaluation.evaluate import EvaluationTask, tasks_of
 from gear_offline.evaluation.jobs import known_to, play_job, play_saved, play_tasks
-from gear_offline.evaluation.results import EvaluationReport, summary_text
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.progress import Progress
 from gear_offline.training.checkpoint import Keep, list_checkpoints
 from gear_offline.training.metrics import Metrics
+from gear_offline.training.records import EvaluationReport
 from gear_offline.workers import Caller, WorkerPool
 
 if TYPE_CHECKING:
@@ -250,18 +250,14 @@ class RunEvaluations(Closing):
         now, name = self._run.learner.step, self._run.callbacks.run.name
         if isinstance(played, Exception):
             text = f"{played.code}: {played}" if isinstance(played, GearError) else repr(played)
-            document: dict[str, Any] = {
-                "error": text,
-                "return": None,
-                "normalized_score": None,
-                "targets": [],
-            }
-        else:
-            document = played.to_json()
+            played = EvaluationReport(
+                error=text, mean_return=None, normalized_score=None, targets=()
+            )
         stale = {"staleness_steps": now - step, "staleness_seconds": round(seconds, 3)}
+        record = played.model_copy(update={"run": name, **stale})
         self.count += 1
-        self._metrics.evaluation(step, {**document, "run": name, **stale})
-        short, whole = summary_text(document)
+        self._metrics.evaluation(step, record.to_json())
+        short, whole = record.summary()
         late = f" ({seconds:,.0f} s and {now - step:,} steps ago)" if now > step else ""
         self._progress.update(now, last=short)
         self._progress.say(f"step {step:,}{late}: {whole}")

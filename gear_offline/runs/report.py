@@ -24,7 +24,6 @@ from gear_offline.core.types import Float64Array
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.scores import ReferenceScores, normalized_score
 from gear_offline.errors import InputError
-from gear_offline.evaluation.results import score_text
 from gear_offline.plots import (
     BLUE,
     GREEN,
@@ -40,13 +39,14 @@ from gear_offline.plots import (
     ticks_to,
     titles,
 )
-from gear_offline.training.metrics import (
-    EvaluationRecord,
+from gear_offline.training.records import (
+    EvaluationReport,
     MetricsRecord,
-    TargetRecord,
-    TaskRecord,
+    TargetResult,
+    TaskResult,
     read_document,
     read_lines,
+    score_text,
 )
 
 
@@ -55,7 +55,7 @@ class _Section:
     """What the report says of one task, or of a run of one, whose `task` is empty."""
 
     task: str
-    result: TaskRecord | None
+    result: TaskResult | None
     levels: dict[str, float]  # returns of the data to compare with, by what they are
     picture: str | None  # of asked and achieved returns
 
@@ -65,15 +65,15 @@ def write_report(run: str | Path) -> Path:
     run = Path(run)
     recipe = load_recipe(run / "recipe.yaml") if (run / "recipe.yaml").is_file() else None
     metrics = read_lines(run / "metrics.jsonl", MetricsRecord)
-    evaluations = read_lines(run / "evaluations.jsonl", EvaluationRecord)
+    evaluations = read_lines(run / "evaluations.jsonl", EvaluationReport)
     evaluations = [evaluation for evaluation in evaluations if evaluation.error is None]
-    written = read_document(run / "evaluation.json", EvaluationRecord)
+    written = read_document(run / "evaluation.json", EvaluationReport)
     known = [one for one in (written, *evaluations) if one is not None]
     final = max(known, key=lambda one: one.step or 0, default=None)  # of equals what was written
     if recipe is None and not metrics and final is None:
         what, remedy = "nothing here to report on", "give the directory of a run"
         raise InputError("RUN_NOT_FOUND", what, where=str(run), remedy=remedy)
-    data, tasks = None, {} if final is None else final.tasks
+    data, tasks = None, {} if final is None else final.named
     if tasks:
         sections = [
             _section(run, final, name, result, _dataset(recipe and task_recipe(recipe, name)))
@@ -110,9 +110,9 @@ def _dataset(recipe: Recipe | None) -> Dataset | None:
 
 def _section(
     run: Path,
-    final: EvaluationRecord | None,
+    final: EvaluationReport | None,
     task: str,
-    result: TaskRecord | None,
+    result: TaskResult | None,
     data: Dataset | None,
 ) -> _Section:
     """Draw what a task achieved, beside its data's returns; goals have none."""
@@ -162,7 +162,7 @@ def _quoted(text: str) -> str:
 
 
 def _plot_learning_curve(
-    path: Path, losses: Mapping[int, float], evaluations: Sequence[EvaluationRecord]
+    path: Path, losses: Mapping[int, float], evaluations: Sequence[EvaluationReport]
 ) -> None:
     """Draw the training loss by step and, of a run of one task, the returns of evaluations."""
     steps, y = list(losses), np.array(list(losses.values()))
@@ -190,7 +190,7 @@ def _plot_learning_curve(
 
 
 def _plot_returns(
-    axes: Axes, points: Sequence[tuple[int, TargetRecord]], asked_as: str, named: str
+    axes: Axes, points: Sequence[tuple[int, TargetResult]], asked_as: str, named: str
 ) -> None:
     """Draw a line a target, and its 95 % interval, through what was played at steps."""
     for index, asked in enumerate(sorted({t.target for _, t in points}, reverse=True)):
@@ -207,7 +207,7 @@ def _plot_returns(
 
 
 def _plot_asked_vs_achieved(
-    path: Path, targets: Sequence[TargetRecord], name: str, levels: Mapping[str, float]
+    path: Path, targets: Sequence[TargetResult], name: str, levels: Mapping[str, float]
 ) -> None:
     """Draw achieved over asked returns, with every episode, 95 % intervals and named levels."""
     targets = sorted(targets, key=lambda target: target.target)

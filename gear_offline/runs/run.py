@@ -21,10 +21,10 @@ from gear_offline.core.text import printable
 from gear_offline.errors import InputError, given_path
 from gear_offline.progress import Printed, print_table
 from gear_offline.training.checkpoint import list_checkpoints, no_run
-from gear_offline.training.metrics import EvaluationRecord, read_lines, read_records
+from gear_offline.training.metrics import read_records
+from gear_offline.training.records import EvaluationReport, read_lines
 
-if TYPE_CHECKING:  # these load torch
-    from gear_offline.evaluation.results import EvaluationReport
+if TYPE_CHECKING:  # it loads torch
     from gear_offline.models.policy import Policy
 
 __all__ = ["Run", "RunList", "list_runs", "open_run"]
@@ -98,18 +98,18 @@ class Run(os.PathLike[str]):
         return _frame(read_records(self.path / "evaluations.jsonl"))
 
     @property
-    def best(self) -> EvaluationRecord | None:
+    def best(self) -> EvaluationReport | None:
         """The evaluation with the highest return, the latest of equals; None before any."""
         return max(self.played(), key=lambda one: (one.ranking, one.step), default=None)
 
     @property
-    def last(self) -> EvaluationRecord | None:
+    def last(self) -> EvaluationReport | None:
         """The newest evaluation that did not fail; None before any."""
         return next(reversed(self.played()), None)
 
-    def played(self) -> list[EvaluationRecord]:
+    def played(self) -> list[EvaluationReport]:
         """Return the evaluations that did not fail, in the order of steps."""
-        records = read_lines(self.path / "evaluations.jsonl", EvaluationRecord)
+        records = read_lines(self.path / "evaluations.jsonl", EvaluationReport)
         return [record for record in records if record.ranking is not None]
 
     def policy(
@@ -224,7 +224,7 @@ def _frame(records: list[dict[str, Any]]) -> Any:
     return pandas.DataFrame(records)
 
 
-def _achieved(record: EvaluationRecord) -> str:
+def _achieved(record: EvaluationReport) -> str:
     score, value = record.normalized_score, record.mean_return
     parts = [] if value is None else [f"return {_number(value)}"]
     parts += [] if score is None else [f"score {_score(score)}"]

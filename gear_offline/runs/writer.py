@@ -18,7 +18,8 @@ from gear_offline.core.files import write_file
 from gear_offline.core.text import count_text
 from gear_offline.progress import Progress, say
 from gear_offline.runs.evaluations import RunEvaluations
-from gear_offline.training.metrics import Metrics, finite, read_summary
+from gear_offline.training.metrics import Metrics, finite
+from gear_offline.training.records import read_summary
 
 if TYPE_CHECKING:
     from gear_offline.runs.loop import LiveRun

@@ -116,8 +116,7 @@ def compare_runs(
     environments = dict[str, tuple[str, ...]]()
     for one in results:
         if one.last is not None:
-            tasks = one.last.tasks.values() or [one.last]
-            place = ", ".join(task.environment for task in tasks)
+            place = ", ".join(task.environment for task in one.last.tasks)
             environments[place] = (*environments.get(place, ()), one.trial.name)
     if len(environments) > 1:
         results = _without_returns(results)

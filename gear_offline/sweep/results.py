@@ -17,13 +17,13 @@ import numpy as np
 
 from gear_offline.core.files import open_regular
 from gear_offline.core.text import short
-from gear_offline.evaluation.results import mean_interval
 from gear_offline.runs.run import Run
 from gear_offline.sweep.trials import Trial
-from gear_offline.training.metrics import (
-    EvaluationRecord,
+from gear_offline.training.records import (
+    EvaluationReport,
     MetricsRecord,
     RunSummary,
+    mean_interval,
     read_document,
     read_lines,
 )
@@ -49,10 +49,10 @@ class TrialResult:
     status: Literal["complete", "failed", "open"]  # open: not done yet
     error: str | None  # of a failed one, "CODE: what was wrong"
     losses: dict[int, float]  # mean training loss by step
-    evaluations: tuple[EvaluationRecord, ...]  # that did not fail, in the order of steps
+    evaluations: tuple[EvaluationReport, ...]  # that did not fail, in the order of steps
 
     @property
-    def last(self) -> EvaluationRecord | None:
+    def last(self) -> EvaluationReport | None:
         """The last evaluation."""
         return self.evaluations[-1] if self.evaluations else None
 

@@ -33,7 +33,7 @@ from gear_offline.models.policy_folder import (
     read_policy,
 )
 from gear_offline.training.checkpoint import Checkpoint, chosen_checkpoint, damaged, run_of
-from gear_offline.training.metrics import EvaluationRecord, read_document, read_lines
+from gear_offline.training.records import EvaluationReport, read_document, read_lines
 
 __all__ = ["TrainedModel", "load_policy"]
 
@@ -193,15 +193,15 @@ def _achieved(trained: TrainedModel, task: str | None) -> tuple[Achieved, ...]:
     """Return what the newest evaluation of these weights in their run found."""
     if trained.run is None:
         return trained.facts.achieved
-    records: list[EvaluationRecord | None] = []
+    records: list[EvaluationReport | None] = []
     with suppress(InputError):  # nothing of it is needed to act
-        records += read_lines(trained.run / "evaluations.jsonl", EvaluationRecord)
-        records += [read_document(trained.run / "evaluation.json", EvaluationRecord)]
+        records += read_lines(trained.run / "evaluations.jsonl", EvaluationReport)
+        records += [read_document(trained.run / "evaluation.json", EvaluationReport)]
     for record in reversed(records):
         if record is not None and record.step == trained.facts.step:
-            targets = (record.tasks.get(task or "") or record).targets
-            some = [(one.model_dump(exclude={"returns"}), len(one.returns)) for one in targets]
-            return tuple(Achieved(**facts, episodes=episodes) for facts, episodes in some)
+            keys = set(Achieved.model_fields)
+            targets = record.named.get(task or "", record).targets
+            return tuple(Achieved(**target.model_dump(include=keys)) for target in targets)
     return ()
 
 

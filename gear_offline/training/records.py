@@ -1,0 +1,307 @@
+"""What the files of a run say, as records: losses, its summary, and evaluations.
+
+``return`` is in the environment's units; ``normalized_score`` is on D4RL's scale, 0 random and 100
+an expert.  Of goals, ``target`` is the number of a task and ``return`` the share of episodes that
+reached its goal.  A task of a model of several without reference scores is measured on the returns
+of its own data: 0 is the worst episode there, 100 the best; ``scale`` says which of the two it was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer
+from rich.console import Console
+
+from gear_offline.core.files import read_regular, write_file
+from gear_offline.core.text import count_text, first_line
+from gear_offline.core.types import Float64Array
+from gear_offline.dataset.scores import ReferenceScores
+from gear_offline.errors import InputError
+from gear_offline.progress import Printed, print_table
+from gear_offline.training.metrics import read_records
+
+MOST_BYTES = 64 << 20  # of a summary or an evaluation
+BY_REFERENCE, BY_DATA = "reference scores", "returns of its data"
+HEADINGS = ("95 % interval", "std", "score", "length", "n")  # behind what is asked and achieved
+
+CONFIDENCE = "two-sided 95 % Student t interval of the mean over episodes"
+CONFIDENCE_OF_SHARES = "two-sided 95 % interval of the share of episodes (Wilson 1927)"
+
+Interval = tuple[float | None, float | None]
+
+
+class _Record(BaseModel):
+    """Keys that are not known are left out: a newer version may have written them."""
+
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True, populate_by_name=True)
+
+
+class MetricsRecord(_Record):
+    """A line of ``metrics.jsonl``."""
+
+    step: int
+    loss: float | None = None
+
+
+class RunSummary(_Record):
+    """What others read of ``summary.json``."""
+
+    steps: int
+
+
+class TargetResult(_Record):
+    """What one asked return led to; of a single episode deviation and interval are None."""
+
+    target: float  # the asked return, in the environment's units
+    episodes: int = 0
+    mean_return: float = Field(
+        default=math.nan, validation_alias="return", serialization_alias="return"
+    )
+    std: float | None = None
+    ci95: Interval = (None, None)
+    normalized_score: float | None = None
+    normalized_ci95: Interval = (None, None)
+    min: float | None = None
+    max: float | None = None
+    length_mean: float = 0.0
+    returns: tuple[float, ...] = ()  # achieved undiscounted returns; of goals: reached, 0 or 1
+    lengths: tuple[int, ...] = ()  # steps of each episode
+    terminated: tuple[bool, ...] = ()  # False where a time limit ended the episode
+    # (t, A) or (t,) of the first episode, for a video; not written
+    actions: Any = Field(default=None, exclude=True, repr=False)
+
+
+class TaskResult(_Record):
+    """What was achieved in one environment.
+
+    Its return is the highest mean return of a target (say so when citing it); of goals it is the
+    mean of all.
+    """
+
+    environment: str = ""
+    mean_return: float | None = Field(
+        default=None, validation_alias="return", serialization_alias="return"
+    )
+    normalized_score: float | None = None  # of `mean_return`
+    scale: str | None = None  # what scores are measured on; None: there are none
+    reference: ReferenceScores | None = None  # returns that 0 and 100 stand for, where known
+    data_worst: float | None = None  # else these, of the data's worst and best episode
+    data_best: float | None = None
+    seed: int | None = None
+    episodes: int = 0
+    environments: int = 0
+    goals: bool = False
+    confidence: str = ""
+    targets: tuple[TargetResult, ...] = ()  # in the order asked
+
+    @field_serializer("reference")
+    def _whole(self, scores: ReferenceScores | None) -> Any:
+        return scores and scores.model_dump()  # also what was not set
+
+    def normalized(self, value: float | None) -> float | None:
+        """Return the score of a return; None without a scale."""
+        low, high = self.data_worst, self.data_best
+        if self.reference is not None:
+            low, high = self.reference.minimum, self.reference.maximum
+        if value is None or low is None or high is None or high <= low:
+            return None
+        return 100.0 * (value - low) / (high - low)
+
+    def with_targets(self, targets: Sequence[TargetResult]) -> TaskResult:
+        """Return the task with what the episodes of `targets` came to."""
+        known = tuple(map(self._summed_up, targets))
+        means = [one.mean_return for one in known]
+        mean = float(np.mean(means)) if self.goals else max(means)
+        by_data = BY_DATA if self.normalized(mean) is not None else None
+        found = {
+            "mean_return": mean,
+            "normalized_score": self.normalized(mean),
+            "scale": by_data if self.reference is None else BY_REFERENCE,
+            "episodes": known[0].episodes,
+            "confidence": CONFIDENCE_OF_SHARES if self.goals else CONFIDENCE,
+            "targets": known,
+        }
+        return self.model_copy(update=found)
+
+    def _summed_up(self, target: TargetResult) -> TargetResult:
+        returns = np.array(target.returns)
+        mean, several = float(returns.mean()), returns.size > 1
+        interval: Interval = mean_interval(returns) if several else (None, None)
+        if self.goals:
+            interval = share_interval(returns)
+        found = {
+            "episodes": returns.size,
+            "mean_return": mean,
+            "std": float(returns.std(ddof=1)) if several else None,
+            "ci95": interval,
+            "normalized_score": self.normalized(mean),
+            "normalized_ci95": tuple(map(self.normalized, interval)),
+            "min": float(returns.min()),
+            "max": float(returns.max()),
+            "length_mean": float(np.mean(target.lengths)),
+        }
+        return target.model_copy(update=found)
+
+    def print_targets(self, console: Console, heading: str) -> None:
+        """Print a table, one row a target."""
+        console.print(f"{heading} in {self.environment}", markup=False, highlight=False)
+        digits = 2 if self.goals else 1
+        cells = []
+        for one in self.targets:
+            low, high = one.ci95
+            interval = "-" if low is None else f"{low:,.{digits}f} .. {high:,.{digits}f}"
+            cells.append(
+                [
+                    *(f"{one.target:,.6g}", f"{one.mean_return:,.{digits}f}", interval),
+                    "-" if one.std is None else f"{one.std:,.{digits}f}",
+                    *(score_text(one.normalized_score), f"{one.length_mean:,.0f}"),
+                    str(one.episodes),
+                ]
+            )
+        first = ("task", "success") if self.goals else ("asked return", "achieved")
+        print_table(console, (*first, *HEADINGS), cells)
+        note = self.reference.note if self.reference is not None else ""
+        if self.goals:
+            note = f"success over all tasks: {self.mean_return:.2f}"
+        if self.scale == BY_DATA:
+            ends = f"0 is {self.data_worst:,.6g}, 100 is {self.data_best:,.6g}"
+            note = f"score on the {BY_DATA}: {ends}"
+        if note:
+            console.print(note, style="dim", markup=False, highlight=False)
+
+
+class EvaluationReport(Printed, TaskResult):
+    """The results of a policy in its tasks; prints as a table.
+
+    It is ``evaluation.json``, or a line of ``evaluations.jsonl`` (docs/reference/run-files.md).
+    What a policy of one task achieved stands in the report itself; a policy of several has `named`
+    instead.  Their units differ, so the report of several says the mean of their scores, None if
+    one has none, and no return.
+    """
+
+    run: str | None = None
+    step: int | None = None  # of the weights
+    device: str | None = None  # where the policy ran
+    versions: dict[str, str] = {}  # of packages that matter, by name
+    seconds: float = 0.0  # wall time
+    error: str | None = None  # of an evaluation that failed
+    staleness_steps: int = 0
+    staleness_seconds: float = 0.0
+    named: dict[str, TaskResult] = Field(
+        default={}, validation_alias="tasks", serialization_alias="tasks"
+    )
+    videos: tuple[str, ...] = ()  # of the first episodes, seen from the run directory
+
+    @property
+    def tasks(self) -> tuple[TaskResult, ...]:
+        """The result of each task."""
+        return tuple(self.named.values()) or (self,)
+
+    @property
+    def ranking(self) -> float | None:
+        """What evaluations are compared by: their return, of several tasks the mean score."""
+        return self.normalized_score if self.mean_return is None else self.mean_return
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON-able document."""
+        return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+    def write(self, path: Path) -> None:
+        """Write `to_json` to `path`, whole or not at all."""
+        write_file(path, (json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n").encode())
+
+    def print(self, *, console: Console | None = None) -> None:
+        """Print a table a task, one row a target."""
+        console = console or Console()
+        place = f" at step {self.step:,}" if self.step is not None else ""
+        heading = f"{self.run or 'policy'}{place}"
+        if not self.named:
+            self.print_targets(console, heading)
+        for name, task in self.named.items():
+            task.print_targets(console, f"{name}: {heading}")
+        if len(self.named) > 1:
+            count = count_text(len(self.named), "task")
+            console.print(f"\nmean score of {count}: {score_text(self.normalized_score)}")
+
+    def summary(self) -> tuple[str, str]:
+        """Return what to say in a line: the best target in short, and all of it."""
+        if self.error is not None:
+            return "evaluation failed", f"evaluation failed: {self.error}"
+        if self.named:
+            text = f"mean score {score_text(self.normalized_score)}"
+            parts = [f"{name} {task.mean_return:,.4g}" for name, task in self.named.items()]
+            return text, f"{'; '.join(parts)}; {text}"
+        if self.goals:
+            text = f"success {self.mean_return:.2f}"
+            parts = [f"task {one.target:g} {one.mean_return:.2f}" for one in self.targets]
+            return text, f"{text}: {', '.join(parts)}"
+        score = self.normalized_score
+        scored = "" if score is None else f", score {score:.1f}"
+        text = f"return {self.mean_return:,.4g}{scored}"
+        pairs = "; ".join(f"asked {t.target:,.4g}, got {t.mean_return:,.4g}" for t in self.targets)
+        if len(self.targets) == 1:
+            return text, pairs + scored
+        # not "best return": a reader takes that for the best so far
+        return text, f"{pairs}; best of {len(self.targets)} targets: {text}"
+
+
+def mean_interval(values: Float64Array) -> tuple[float, float]:
+    """Return the 95 % Student t interval of the mean of `values` (n,), n >= 2."""
+    from scipy.special import stdtrit  # 0.1 s to import
+
+    quantile = float(stdtrit(values.size - 1, 0.975))
+    half = quantile * float(values.std(ddof=1)) / math.sqrt(values.size)
+    return float(np.mean(values)) - half, float(np.mean(values)) + half
+
+
+def share_interval(values: Float64Array) -> tuple[float, float]:
+    """Return Wilson's 95 % interval of the share of ones in `values` (n,), of zeros and ones."""
+    share, z2 = float(values.mean()), 1.959964**2 / values.size
+    half = math.sqrt(z2 * share * (1 - share) + z2 * z2 / 4)
+    low, high = ((share + z2 / 2 + side * half) / (1 + z2) for side in (-1, 1))
+    return max(low, 0.0), min(high, 1.0)
+
+
+def score_text(score: float | None) -> str:
+    """Return a score to print; ``-`` where there is none."""
+    return "-" if score is None else f"{score:.1f}"
+
+
+R = TypeVar("R", bound=_Record)
+
+
+def read_lines(path: Path, kind: type[R]) -> list[R]:
+    """Return the records of a JSON-lines file, without a torn last line; [] when missing."""
+    try:
+        return [kind.model_validate(line) for line in read_records(path)]
+    except ValidationError as error:
+        raise _unlike(path, error) from error
+
+
+def read_document(path: Path, kind: type[R]) -> R | None:
+    """Return the content of a JSON file; None when missing."""
+    try:
+        return kind.model_validate_json(read_regular(path, most=MOST_BYTES))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise _unlike(path, error) from error
+
+
+def _unlike(path: Path, error: Exception) -> InputError:
+    what = f"the file is damaged: {first_line(error)}"
+    return InputError("RUN_DAMAGED", what, where=str(path), remedy="remove the file")
+
+
+def read_summary(run: Path) -> RunSummary | None:
+    """Return the summary of a run directory; None without one that can be read."""
+    with suppress(InputError):  # it is written anew
+        return read_document(run / "summary.json", RunSummary)
+    return None
