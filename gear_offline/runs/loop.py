@@ -81,6 +81,7 @@ def train(
         check_micro_batches(world.rank_batch(recipe.loader.batch_size), recipe.train.accumulate)
         world.lead(lambda: check_recipe(recipe, where=f"recipe {recipe.name}"))
         directory = world.lead(lambda: held.enter_context(RunDirectory(path, resume=resume)))
+        world.lead(lambda: check_resumed(path, recipe, start, is_resolved=False))
 
         # the data, and a recipe that says everything in numbers
         held.enter_context(torch_settings(recipe, device))
@@ -265,11 +266,13 @@ def torch_settings(recipe: Recipe, device: torch.device) -> Iterator[None]:
         yield
 
 
-def check_resumed(path: Path, recipe: Recipe, start: Path | None = None) -> None:
-    """Refuse to go on with a run whose resolved recipe would have made another run, or is shorter.
+def check_resumed(
+    path: Path, recipe: Recipe, start: Path | None = None, *, is_resolved: bool = True
+) -> None:
+    """Refuse to go on with a run whose recipe would have made another run, or has fewer steps.
 
     A run without a checkpoint is not refused.  What goes on is `start`, a checkpoint of any run, or
-    by default the run at `path`.
+    by default the run at `path`.  A recipe that is not resolved yet leaves options to the data.
     """
     saved = reversed(list_checkpoints(path / "checkpoints"))
     places = [start] if start else [place for _, place in saved]
@@ -277,7 +280,7 @@ def check_resumed(path: Path, recipe: Recipe, start: Path | None = None) -> None
     if state is None:
         return
     before, done = Recipe.parse(state.recipe, where=str(path)), state.step
-    for key, was, now in _differences(before, recipe, done):
+    for key, was, now in _differences(before, recipe, done, is_resolved=is_resolved):
         remedy = "it may change with optimizer.schedule=constant; " * (key == "train.steps")
         remedy += f"undo that (here, or in {path / 'recipe.yaml'} if it was edited), or train "
         remedy += "into another directory"
@@ -296,7 +299,9 @@ def _states(places: Sequence[Path]) -> Iterator[SavedState]:
             yield read_state(place)
 
 
-def _differences(before: Recipe, now: Recipe, step: int) -> Iterator[tuple[str, Any, Any]]:
+def _differences(
+    before: Recipe, now: Recipe, step: int, *, is_resolved: bool
+) -> Iterator[tuple[str, Any, Any]]:
     """Yield each option that makes another run of `now` after so many steps, with both values."""
     old, new = flat(before.to_dict()), flat(now.to_dict())
     past = before.train.batch_of(step - 1) if step else -1
@@ -305,6 +310,8 @@ def _differences(before: Recipe, now: Recipe, step: int) -> Iterator[tuple[str, 
     free = set(RESUMABLE)
     if now.optimizer.schedule != "constant":
         free.remove("train.steps")  # the learning rates of the steps done depend on it
+    if not is_resolved:
+        free |= {key for key in {*old, *new} if new.get(key) is None} | {"model.action_tanh"}
     for key in sorted({*old, *new} - free):
         if old.get(key) != new.get(key):
             yield key, old.get(key), new.get(key)
