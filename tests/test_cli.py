@@ -54,6 +54,10 @@ SURFACE = {
 }
 
 
+PROGRAM = [sys.executable, "-m", "gear_offline"]
+PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+
 def commands(node: Any = None, path: str = "") -> dict[str, Any]:
     """Return every command by its words."""
     node = node or typer.main.get_command(cli.app)
@@ -103,13 +107,16 @@ def test_every_command_has_help_and_examples_that_parse(
         commands()[name].make_context(name, words, resilient_parsing=False).close()
 
 
-def test_the_overview_has_groups(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_overview_has_groups_and_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     for words, code in (["--help"], 0), ([], 2), (["recipes"], 2):
         assert cli.main(words) == code
         streams = capsys.readouterr()
         shown = streams.out + streams.err
         groups = ("Usage",) if words == ["recipes"] else ("─ Data ─", "─ Train ─", "─ Machines ─")
         assert all(group in shown for group in groups) and "error[" not in shown
+    for option in ("--version", "-V"):
+        assert cli.main([option]) == 0
+        assert capsys.readouterr().out.startswith("gear-offline ")
 
 
 @pytest.mark.parametrize(
@@ -138,28 +145,21 @@ def test_wrong_usage_is_one_line_that_says_the_way_out(
     assert line.startswith("error[USAGE]: ") and line.endswith(end)
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        ("convert nothing.hdf5 out", "SOURCE_READ"),
-        ("inspect nothing", "DATASET_NOT_FOUND"),
-        ("train nothing", "RECIPE"),
-        ("evaluate nothing", ""),
-        ("recipes validate nothing", "RECIPE"),
-        ("recipes show nothing", "RECIPE"),
-        ("recipes cp nothing", "RECIPE"),
-    ],
-)
 def test_bad_input_is_one_line_and_exit_2(
-    words: str,
-    code: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert said(capsys, *words.split()).startswith(f"error[{code}")
-    assert list(tmp_path.iterdir()) == []
+    for words, code in {
+        "convert nothing.hdf5 out": "SOURCE_READ",
+        "inspect nothing": "DATASET_NOT_FOUND",
+        "train nothing": "RECIPE",
+        "evaluate nothing": "",
+        "recipes validate nothing": "RECIPE",
+        "recipes show nothing": "RECIPE",
+        "recipes cp nothing": "RECIPE",
+    }.items():
+        assert said(capsys, *words.split()).startswith(f"error[{code}")
+        assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("words", ["train", "recipes validate", "plan", "sweep", "strategies"])
@@ -172,8 +172,8 @@ def test_a_typo_in_a_recipe_is_told_before_torch_is_loaded(words: str) -> None:
 
 
 def test_training_says_what_it_will_do_before_torch_is_loaded(tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "gear_offline", "train", "paper", "train.steps=500"]
-    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+    line = [*PROGRAM, "train", "paper", "train.steps=500"]
+    with subprocess.Popen(line, **PIPES, cwd=tmp_path) as process:
         assert process.stderr is not None
         first = process.stderr.readline()
         assert first == "paper: 500 steps, the first 50 of them warm-up; seed 0\n"
@@ -209,9 +209,8 @@ def test_any_error_is_one_line(
 def test_ctrl_c_is_exit_130_and_no_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    how_it_ends = {"return_value": 130}, {"side_effect": KeyboardInterrupt}  # typer's and Python's
-    for end in how_it_ends:
-        monkeypatch.setattr(cli, "app", Mock(**end))
+    for mock in (Mock(return_value=130), Mock(side_effect=KeyboardInterrupt)):  # typer's, Python's
+        monkeypatch.setattr(cli, "app", mock)
         assert command.main() == 130
         assert capsys.readouterr().err == "interrupted\n"
 
@@ -219,10 +218,8 @@ def test_ctrl_c_is_exit_130_and_no_error(
 def test_ctrl_c_while_modules_load_is_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(60)")
     process = subprocess.Popen(
-        [sys.executable, "-m", "gear_offline", "recipes", "ls"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [*PROGRAM, "recipes", "ls"],
+        **PIPES,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
     )
@@ -230,12 +227,6 @@ def test_ctrl_c_while_modules_load_is_no_traceback(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert (process.returncode, error) == (130, "interrupted\n")
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    for option in ("--version", "-V"):
-        assert cli.main([option]) == 0
-        assert capsys.readouterr().out.startswith("gear-offline ")
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", ".lock"])  # a kill or a copy leaves one
@@ -280,16 +271,6 @@ def test_recipes_are_listed_and_shown(
     assert capsys.readouterr().out == (ROOT / "recipes" / "smoke.yaml").read_text()
 
 
-def test_the_demo_is_commands_there_are(tmp_path: Path) -> None:
-    line = ["make", "-n", "-f", str(ROOT / "Makefile"), "demo/run/evaluation.json"]
-    shown = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    lines = shown.replace("\\\n", " ").splitlines()
-    ours = [shlex.split(line)[1:] for line in lines if "/gear-offline " in line]
-    assert [words[0] for words in ours] == ["collect", "convert", "inspect", "train", "evaluate"]
-    for name, *words in ours:
-        commands()[name].make_context(name, words, resilient_parsing=False).close()
-
-
 @pytest.mark.parametrize(
     ("words", "name", "value"),
     [
@@ -317,38 +298,33 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("words", "text"), [(w, text) for w in WRONG for text in WRONG[w]])
-def test_values_that_are_none(words: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, *words.split(), text).startswith("error[USAGE]: ")
+def test_values_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, texts in WRONG.items():
+        for text in texts:
+            assert said(capsys, *words.split(), text).startswith("error[USAGE]: ")
 
 
-@pytest.mark.parametrize("words", ["recipes ls --json", "--help"])
-def test_a_full_standard_output_is_one_error(words: str) -> None:
-    line = [sys.executable, "-m", "gear_offline", *words.split()]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error[OUTPUT_WRITE]: no space left: ")
-    assert "standard output" in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_a_reader_that_goes_is_no_error() -> None:
-    line = f"{sys.executable} -m gear_offline recipes ls --json | head -c 10"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
+def test_a_full_standard_output_is_one_error_and_a_reader_that_goes_is_none() -> None:
+    for words in ("recipes ls --json", "--help"):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [*PROGRAM, *words.split()], **PIPES | {"stdout": full}, timeout=120
+            )
+        assert done.returncode == 1
+        assert done.stderr.startswith("error[OUTPUT_WRITE]: no space left: ")
+        assert "standard output" in done.stderr and done.stderr.count("\n") == 1
+    line = f"{shlex.join(PROGRAM)} recipes ls --json | head -c 10"
+    done = subprocess.run(["bash", "-c", line], **PIPES, timeout=120)
     assert done.stderr == "" and len(done.stdout) == 10
 
 
-@pytest.mark.parametrize(
-    ("encoding", "printed"), [("utf-8", b"\xe2\x96\x88 ?\n"), ("latin-1", b"? ?\n")]
-)
-def test_what_the_encoding_lacks_does_not_end_a_command(
-    monkeypatch: pytest.MonkeyPatch, encoding: str, printed: bytes
-) -> None:
+def test_what_the_encoding_lacks_does_not_end_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bar of a histogram, and a byte of a file's name that is no text."""
-    written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
-    monkeypatch.setattr(cli, "app", lambda **_: print("\u2588 \udcff"))
-    assert command.main() == 0 and written.getvalue() == printed
+    for encoding, printed in (("utf-8", b"\xe2\x96\x88 ?\n"), ("latin-1", b"? ?\n")):
+        written = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+        monkeypatch.setattr(cli, "app", lambda **_: print("\u2588 \udcff"))
+        assert command.main() == 0 and written.getvalue() == printed
 
 
 def test_names_in_files_of_strangers_do_not_steer_the_terminal(
@@ -357,12 +333,6 @@ def test_names_in_files_of_strangers_do_not_steer_the_terminal(
     file = write(tmp_path / "mine.hdf5", {"\x1b[31mobs": [1.0], "rewards": [1.0]})
     assert cli.main(["convert", str(file), str(tmp_path / "d"), "-q"]) == 2
     assert "found: \\x1b[31mobs, rewards" in capsys.readouterr().err
-
-
-def run(code: str, folder: Path, **variables: str) -> str:
-    result = run_python("-c", code, variables=variables, cwd=folder, check=True)
-    assert result.stderr == ""
-    return result.stdout
 
 
 COMPLETE = """
@@ -375,54 +345,46 @@ finally:
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+COMPLETED = {
+    "sw": "sweep",
+    "recipes va": "validate",
+    "train smo": "smoke smokeless.yaml",
+    "train runs/": "runs/hopper-s0 runs/hopper-s1",
+    "train smoke train.st": "train.steps=",
+    "sweep smoke seed=1 optimizer.learning_rate": "optimizer.learning_rate=",
+    "evaluate ru": "runs/hopper-s0 runs/hopper-s1",
+    "evaluate runs/hopper-s0 --vi": "--video",
+    "evaluate nothing[": "",
+}
+
+
+def test_words_are_completed(tmp_path: Path) -> None:
+    """In bash with the script that it is given, and without torch."""
     for name in ("runs/hopper-s0", "runs/hopper-s1", "runs/other", "mine"):
         (tmp_path / name).mkdir(parents=True)
     for name in ("runs/hopper-s0/recipe.yaml", "runs/hopper-s1/recipe.yaml", "smokeless.yaml"):
         (tmp_path / name).touch()
-    return tmp_path
 
+    def run(**variables: str) -> str:
+        done = run_python("-c", COMPLETE, variables=variables, cwd=tmp_path, check=True)
+        assert done.stderr == ""
+        return done.stdout
 
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("sw", "sweep"),
-        ("recipes va", "validate"),
-        ("train smo", "smoke smokeless.yaml"),
-        ("train runs/", "runs/hopper-s0 runs/hopper-s1"),
-        ("train smoke train.st", "train.steps="),
-        ("sweep smoke seed=1 optimizer.learning_rate", "optimizer.learning_rate="),
-        ("evaluate ru", "runs/hopper-s0 runs/hopper-s1"),
-        ("evaluate runs/hopper-s0 --vi", "--video"),
-        ("evaluate nothing[", ""),
-    ],
-)
-def test_words_are_completed(folder: Path, line: str, found: str) -> None:
-    words = f"gear-offline {line}"
-    shell = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    shown = run(COMPLETE, folder, _GEAR_OFFLINE_COMPLETE="complete_bash", **shell)
-    assert shown.split() == found.split()
-
-
-def test_bash_completes_with_the_script_it_is_given(folder: Path) -> None:
+    for line, found in COMPLETED.items():
+        words = f"gear-offline {line}"
+        shell = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        assert run(_GEAR_OFFLINE_COMPLETE="complete_bash", **shell).split() == found.split()
     if shutil.which("bash") is None:
         pytest.skip("no bash")
-    script = run(COMPLETE, folder, _GEAR_OFFLINE_COMPLETE="source_bash")
-    tool = folder / "gear-offline"
-    tool.write_text(f"#!/bin/sh\nexec {sys.executable} -m gear_offline\n")
+    script = run(_GEAR_OFFLINE_COMPLETE="source_bash")
+    tool = tmp_path / "gear-offline"
+    tool.write_text(f"#!/bin/sh\nexec {shlex.join(PROGRAM)}\n")
     tool.chmod(0o755)
     press = (
         "\nCOMP_WORDS=(gear-offline train hopper-medium-r); COMP_CWORD=2"
         "\n_gear_offline_completion gear-offline\necho ${COMPREPLY[@]}"
     )
-    variables = {"PYTHONPATH": str(ROOT), "PATH": f"{folder}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-c", script + press],
-        env=os.environ | variables,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    places = {"PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    bash = ["bash", "-c", script + press]
+    done = subprocess.run(bash, **PIPES, env=os.environ | places, cwd=tmp_path, check=True)
     assert done.stdout.split() == ["hopper-medium-replay"], done.stderr
