@@ -34,6 +34,7 @@ from tests.model_support import (
     assert_same_state,
     inputs,
     largest_difference,
+    load_completely,
     make,
     mask,
     released_model,
@@ -41,91 +42,81 @@ from tests.model_support import (
 from tests.support import failing_code, one_error
 
 
-def load_completely(kind: Any, path: Path) -> Any:
-    model, info = kind.from_pretrained(path, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    return model
-
-
-def test_parameters_have_the_released_names_shapes_and_initial_values() -> None:
+def test_files_and_initial_values_are_those_of_the_released_class(tmp_path: Path) -> None:
+    """Names, shapes and weights, bit for bit, in both directions."""
     ours = make()
     torch.manual_seed(0)
     theirs = DecisionTransformerModel(ours.config)
     assert list(ours.state_dict()) == list(theirs.state_dict())
     assert_same_state(ours, theirs)
-
-
-def test_our_file_loads_in_the_released_class_bit_for_bit(tmp_path: Path) -> None:
-    ours = make()
-    ours.save_pretrained(tmp_path)
-    assert_same_state(load_completely(DecisionTransformerModel, tmp_path), ours)
-
-
-def test_a_released_file_loads_in_ours_bit_for_bit(tmp_path: Path) -> None:
-    torch.manual_seed(3)
+    ours.save_pretrained(tmp_path / "ours")
+    assert_same_state(load_completely(DecisionTransformerModel, tmp_path / "ours"), ours)
     config = DecisionTransformerConfig(
         state_dim=4, act_dim=2, hidden_size=8, max_ep_len=9, bos_token_id=None, eos_token_id=None
     )
     theirs = DecisionTransformerModel(config)
-    theirs.save_pretrained(tmp_path)
-    ours = load_completely(DecisionTransformer, tmp_path)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_completely(DecisionTransformer, tmp_path / "theirs")
     assert not ours.discrete and ours.padding == "any"
     assert_same_state(ours, theirs)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+PREDICTIONS = ("state_preds", "action_preds", "return_preds")
+
+
 @pytest.mark.parametrize("kind", ["none", "full", "right", "left", "holes"])
-@pytest.mark.parametrize("goals", [False, True])
-def test_outputs_equal_the_released_class_on_valid_steps(
-    kind: str, attention: Attention, goals: bool
-) -> None:
-    """Of goals: the class with a wider map of its first token, which is told the goal each step."""
-    ours = make(goals=goals).eval()
-    ours.attention = attention
-    batch = inputs()
-    if goals:
-        batch["goals"] = batch["states"].flip(0)[:, :1]
-        batch["returns_to_go"] = batch["goals"].expand(-1, STEPS, -1)
-    batch["attention_mask"] = mask(kind)
-    valid = batch["attention_mask"].bool()
-    given_batch = {k: v for k, v in batch.items() if kind != "none" or k != "attention_mask"}
-    with torch.no_grad():
-        expected = released_model(ours)(**given_batch)
-        found = ours(**given_batch)
-        actions_only = ours(**given_batch, only_actions=True)
-    for name in ("state_preds", "action_preds", "return_preds"):
-        assert largest_difference(found[name], expected[name], valid) <= TOLERANCE, name
-    assert largest_difference(actions_only.action_preds, expected.action_preds, valid) <= TOLERANCE
-    assert list(actions_only.keys()) == ["action_preds"]
-
-
 @given(
+    attention=st.sampled_from(["sdpa", "eager"]),
+    goals=st.booleans(),
     heads=st.sampled_from([1, 2, 4]),
     steps=st.integers(1, 12),
     activation=st.sampled_from(["relu", "gelu_new"]),
     tanh=st.booleans(),
     scaled=st.booleans(),
 )
-@settings(max_examples=15, deadline=None)
-def test_right_padding_needs_no_mask(
-    heads: int, steps: int, activation: str, tanh: bool, scaled: bool
+@settings(max_examples=8, deadline=None)
+def test_values_and_gradients_equal_those_of_the_released_class(
+    kind: str,
+    attention: Attention,
+    goals: bool,
+    heads: int,
+    steps: int,
+    activation: str,
+    tanh: bool,
+    scaled: bool,
 ) -> None:
-    ours = make(heads=heads, activation=activation, action_tanh=tanh)
-    ours.config.scale_attn_by_inverse_layer_idx = scaled
-    ours = DecisionTransformer(ours.config).eval()
-    batch = inputs(steps)
-    batch["attention_mask"] = mask("right", steps)
-    valid = batch["attention_mask"].bool()
-    with torch.no_grad():
-        expected = released_model(ours)(**batch)
-        found = ours(**batch, padding="right")
-        batch["states"][~valid] = 1e3  # what lies in the padding must not matter
-        batch["actions"][~valid] = -10.0
-        batch["returns_to_go"][~valid] = 1e3
+    """On valid steps.  Of goals: the class with a wider map of its first token, told each step."""
+    made = make(heads=heads, activation=activation, action_tanh=tanh, goals=goals, dropout=0.0)
+    made.config.scale_attn_by_inverse_layer_idx = scaled
+    torch.manual_seed(0)
+    ours = DecisionTransformer(made.config)
+    ours.attention = attention
+    theirs, batch = released_model(ours), inputs(steps)
+    if goals:
+        batch["goals"] = batch["states"].flip(0)[:, :1]
+        batch["returns_to_go"] = batch["goals"].expand(-1, steps, -1)
+    batch["attention_mask"] = mask(kind, steps)
+    valid, padding = batch["attention_mask"].bool(), "right" if kind == "right" else "any"
+    given_batch = {k: v for k, v in batch.items() if kind != "none" or k != "attention_mask"}
+    found, expected = ours(**given_batch, padding=padding), theirs(**given_batch)
+    for name in PREDICTIONS:
+        assert largest_difference(found[name], expected[name], valid) <= TOLERANCE, name
+    actions_only = ours(**given_batch, padding=padding, only_actions=True)
+    assert list(actions_only.keys()) == ["action_preds"]
+    predicted = actions_only.action_preds
+    assert largest_difference(predicted, expected.action_preds, valid) <= TOLERANCE
+    action_loss(predicted, batch["actions"], batch["attention_mask"]).backward()
+    torch.mean((expected.action_preds[valid] - batch["actions"][valid]) ** 2).backward()
+    for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        if one.grad is not None and other.grad is not None:
+            assert largest_difference(one.grad, other.grad) <= TOLERANCE, name
+    if kind == "right":  # what lies in the padding must not matter
+        for name, value in (("states", 1e3), ("actions", -10.0), ("returns_to_go", 1e3)):
+            batch[name] = batch[name].clone()
+            batch[name][~valid] = value
         disturbed = ours(**batch, padding="right")
-    for name in ("state_preds", "action_preds", "return_preds"):
-        assert largest_difference(found[name], expected[name], valid) <= TOLERANCE
-        assert torch.equal(found[name][valid], disturbed[name][valid])
+        assert all(torch.equal(found[name][valid], disturbed[name][valid]) for name in PREDICTIONS)
 
 
 def test_fully_padded_windows_are_finite_in_value_and_gradient() -> None:
@@ -153,32 +144,16 @@ def test_hidden_states_and_attentions_are_those_of_the_released_class() -> None:
         for one, other in zip(found[name], expected[name], strict=True):
             assert float((one - other).abs().max()) <= TOLERANCE
     assert torch.equal(found.last_hidden_state, found.hidden_states[-1])
-
-
-@pytest.mark.parametrize("chosen", [[1], [0, -1], 2, [7], True])
-def test_hidden_states_are_chosen_by_number(chosen: Any) -> None:
-    """As transformers 5.23 does; the others are None."""
-    ours = make().eval()
-    with torch.no_grad():
-        every = ours(**inputs(), output_hidden_states=True).hidden_states
-        found = ours(**inputs(), output_hidden_states=chosen).hidden_states
-        if chosen is not True and version("transformers") < "5.23":
-            pytest.skip("the released class gives all of them")
-        released = released_model(ours)(**inputs(), output_hidden_states=chosen).hidden_states
-    assert [part is None for part in found] == [part is None for part in released]
-    pairs = zip(found, every, strict=True)
-    assert all(one is None or torch.equal(one, other) for one, other in pairs)
-
-
-def test_return_dict_false_gives_the_three_predictions() -> None:
-    model = make().eval()
-    batch = inputs()
-    output = model(**batch)
-    predictions = model(**batch, return_dict=False)
-    for found, width in zip(predictions, (STATES, ACTIONS, 1), strict=True):
-        assert found.shape == (WINDOWS, STEPS, width)
-    assert torch.equal(predictions[1], output.action_preds)
-    assert output.hidden_states is None and output.attentions is None
+    if version("transformers") < "5.23":  # the released class gives all of them
+        return
+    every = ours(**batch, output_hidden_states=True).hidden_states
+    for chosen in ([1], [0, -1], 2, [7]):  # by number; the others are None
+        with torch.no_grad():
+            some = ours(**batch, output_hidden_states=chosen).hidden_states
+            released = theirs(**batch, output_hidden_states=chosen).hidden_states
+        assert [part is None for part in some] == [part is None for part in released]
+        pairs = zip(some, every, strict=True)
+        assert all(one is None or torch.equal(one, other) for one, other in pairs)
 
 
 def test_prediction_does_not_see_the_future_nor_its_own_action() -> None:
@@ -192,6 +167,9 @@ def test_prediction_does_not_see_the_future_nor_its_own_action() -> None:
     after = model(**changed).action_preds
     assert torch.equal(before[:, :4], after[:, :4])
     assert not torch.allclose(before[:, 4:], after[:, 4:])
+    three = model(**batch, return_dict=False)
+    assert [found.shape[-1] for found in three] == [STATES, ACTIONS, 1]
+    assert torch.equal(three[1], before)
 
 
 def test_discrete_actions_are_one_hot_vectors_for_the_released_class() -> None:
@@ -223,14 +201,6 @@ def test_floating_actions_are_no_targets_of_a_discrete_model() -> None:
             model.loss(batch_of(actions))
 
 
-@pytest.mark.parametrize("timestep", [50, -1])
-def test_timesteps_without_embedding_are_refused(timestep: int) -> None:
-    batch = inputs()
-    batch["timesteps"][2, 3] = timestep
-    with one_error("MODEL", str(timestep)):
-        make()(**batch)
-
-
 @pytest.mark.parametrize("missing", ["states", "actions", "returns_to_go", "timesteps"])
 def test_missing_inputs_are_refused(missing: str) -> None:
     batch = inputs()
@@ -239,26 +209,21 @@ def test_missing_inputs_are_refused(missing: str) -> None:
         make()(**batch)
 
 
-@pytest.mark.parametrize(
-    ("changes", "place"),
-    [
-        ({"hidden_size": 15}, "model.heads"),
-        ({"layers": 0}, "model.layers"),
-        ({"max_timestep": 0}, "model.max_timestep"),
-        ({"dropout": 1.0}, "model.dropout"),
-    ],
-)
-def test_impossible_sizes_are_refused(changes: dict[str, Any], place: str) -> None:
-    with pytest.raises(InputError) as caught:
-        make(**changes)
-    assert (caught.value.code, caught.value.where) == ("MODEL", place)
-
-
-@pytest.mark.parametrize("key", ["add_cross_attention", "discrete_actions"])
-def test_impossible_configurations_are_refused(key: str) -> None:
-    config = make().config
-    setattr(config, key, True)
-    assert failing_code(lambda: DecisionTransformer(config)) == "MODEL"
+def test_what_has_no_embedding_and_impossible_sizes_are_refused() -> None:
+    for timestep in (50, -1):
+        batch = inputs()
+        batch["timesteps"][2, 3] = timestep
+        with one_error("MODEL", str(timestep)):
+            make()(**batch)
+    sizes = {"heads": 3, "layers": 0, "max_timestep": 0, "dropout": 1.0}
+    for option, value in sizes.items():
+        with one_error("MODEL") as caught:
+            make(**{option: value})
+        assert caught.value.where == f"model.{option}"
+    for key in ("add_cross_attention", "discrete_actions"):
+        config = make().config
+        setattr(config, key, True)
+        assert failing_code(lambda config=config: DecisionTransformer(config)) == "MODEL"  # type: ignore[misc]
 
 
 def test_trainable_parameters_are_those_with_a_gradient() -> None:
@@ -280,24 +245,6 @@ def test_actions_that_a_tanh_cannot_reach_are_found() -> None:
     assert beyond_tanh(-3.0, 3.0) == [0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "padding"), [("right", "right"), ("left", "left"), ("holes", "any")]
-)
-def test_gradients_equal_those_of_the_released_class(kind: str, padding: str) -> None:
-    ours = make(dropout=0.0)
-    theirs = released_model(ours)
-    batch = inputs() | {"attention_mask": mask(kind)}
-    valid = batch["attention_mask"].bool()
-    found = ours(**batch, padding=padding, only_actions=True).action_preds
-    action_loss(found, batch["actions"], batch["attention_mask"]).backward()
-    expected = theirs(**batch).action_preds[valid]
-    torch.mean((expected - batch["actions"][valid]) ** 2).backward()
-    for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None), name
-        if one.grad is not None and other.grad is not None:
-            assert largest_difference(one.grad, other.grad, ...) <= TOLERANCE, name
-
-
 @pytest.mark.parametrize("probability", [0.1, 0.5])
 @pytest.mark.parametrize("via", ["drop", "add_dropped"])
 def test_dropout_keeps_the_share_and_the_mean(probability: float, via: str) -> None:
@@ -314,16 +261,12 @@ def test_dropout_keeps_the_share_and_the_mean(probability: float, via: str) -> N
     assert abs(float(found.double().mean()) - 1.0) < 5 * deviation / (1 - probability) + 1e-6
 
 
-def test_dropped_places_are_independent_of_their_neighbours() -> None:
+def test_dropped_places_are_independent_and_those_of_the_gradient() -> None:
     torch.manual_seed(1)
     kept = (drop(torch.ones(400_000), 0.5) > 0).double() - 0.5
     for lag in (1, 2, 3, 4, 8, 128):
         correlation = float((kept[lag:] * kept[:-lag]).mean()) * 4
         assert abs(correlation) < 5 / 400_000**0.5, lag
-
-
-def test_dropout_gradient_uses_the_mask_of_the_forward() -> None:
-    torch.manual_seed(0)
     values = torch.randn(1000, requires_grad=True)
     residual = torch.zeros(1000, requires_grad=True)
     result = add_dropped(residual, values, 0.25)

@@ -27,30 +27,17 @@ def stacked(single: Tensor, stack: int) -> Tensor:
     return single.unfold(1, stack, 1).movedim(-1, 2)
 
 
-def nature(encoder: FrameEncoder) -> nn.Sequential:
-    """The paper's network, written out, with the encoder's weights."""
-    convolutions: Any = list(encoder.convolutions)
-    return nn.Sequential(
-        *(part for layer in convolutions for part in (layer, nn.ReLU())),
-        LastToFirst(),
-        encoder.linear,
-        nn.Tanh(),
-    )
-
-
-class LastToFirst(nn.Module):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden.permute(0, 2, 3, 1).flatten(1)
-
-
 def test_cnn_is_the_networks_layers_on_scaled_pixels() -> None:
     torch.manual_seed(0)
-    encoder = FrameEncoder("cnn", frame_shape=(84, 84), frame_stack=STACK, features=16)
+    encoder: Any = FrameEncoder("cnn", frame_shape=(84, 84), frame_stack=STACK, features=16)
     assert encoder.linear.in_features == 3136
     states = stacked(frames(BATCH, STEPS + STACK - 1, 84, 84), STACK)
     found = encoder(states)
     assert found.shape == (BATCH, STEPS, 16) and found.dtype == torch.float32
-    plain = nature(encoder)(states.reshape(-1, STACK, 84, 84).float() / 255)
+    plain = states.reshape(-1, STACK, 84, 84).float() / 255
+    for layer in encoder.convolutions:  # the paper's network, written out
+        plain = layer(plain).relu()
+    plain = encoder.linear(plain.permute(0, 2, 3, 1).flatten(1)).tanh()
     torch.testing.assert_close(found.flatten(0, 1), plain, atol=2e-6, rtol=1e-5)
     assert found.abs().max() < 1 and found.std() > 0.01
     torch.testing.assert_close(encoder(states.contiguous()), found)
@@ -102,56 +89,44 @@ def test_learns_in_bfloat16_and_without_graph_breaks(kind: str) -> None:
 
 def model_of_frames(**changes: Any) -> DecisionTransformer:
     torch.manual_seed(0)
-    options: dict[str, Any] = {
-        "state_dim": 84 * 84,
-        "action_dim": 6,
-        "discrete": True,
-        "hidden_size": 16,
-        "layers": 1,
-        "max_timestep": 50,
-        "frame_shape": (84, 84),
-        "frame_stack": STACK,
-    }
-    return build_model(**(options | changes))
+    frame: dict[str, Any] = {"state_dim": 84 * 84, "frame_shape": (84, 84), "frame_stack": STACK}
+    sizes = {"action_dim": 6, "hidden_size": 16, "layers": 1, "max_timestep": 50}
+    return build_model(**{**frame, **sizes, "discrete": True, **changes})
 
 
-def inputs(states: Tensor) -> dict[str, Tensor]:
-    batch, steps = states.shape[:2]
+def inputs() -> dict[str, Tensor]:
+    count = BATCH * STEPS
     return {
-        "states": states,
-        "actions": torch.arange(batch * steps).view(batch, steps) % 6,
-        "returns_to_go": torch.linspace(-1, 1, batch * steps).view(batch, steps, 1),
-        "timesteps": torch.arange(steps).expand(batch, steps),
-        "attention_mask": torch.ones(batch, steps, dtype=torch.int64),
+        "states": stacked(frames(BATCH, STEPS + STACK - 1, 84, 84), STACK),
+        "actions": torch.arange(count).view(BATCH, STEPS) % 6,
+        "returns_to_go": torch.linspace(-1, 1, count).view(BATCH, STEPS, 1),
+        "timesteps": torch.arange(STEPS).expand(BATCH, STEPS),
+        "attention_mask": torch.ones(BATCH, STEPS, dtype=torch.int64),
     }
 
 
 @pytest.mark.parametrize("encoder", ["cnn", "patch", "none"])
 def test_files_keep_the_encoder(encoder: str, tmp_path: Path) -> None:
-    model = model_of_frames(encoder=encoder).eval()
-    given = inputs(stacked(frames(BATCH, STEPS + STACK - 1, 84, 84), STACK))
-    expected = model(**given).action_preds
+    model, given = model_of_frames(encoder=encoder).eval(), inputs()
     model.save_pretrained(tmp_path / "weights")
     again = DecisionTransformer.from_pretrained(tmp_path / "weights").eval()
     assert_same_state(again, model)
-    assert torch.equal(again(**given).action_preds, expected)
+    assert torch.equal(again(**given).action_preds, model(**given).action_preds)
     assert again.config.frame_shape == [84, 84] and again.config.frame_stack == STACK
     assert again.config.state_dim == (STACK * 84 * 84 if encoder == "none" else 16)
 
 
-def test_the_released_class_takes_the_features_as_states(tmp_path: Path) -> None:
-    model = model_of_frames().eval()
-    given = inputs(stacked(frames(BATCH, STEPS + STACK - 1, 84, 84), STACK))
+def test_the_released_class_takes_the_features_as_states() -> None:
+    model, given = model_of_frames().eval(), inputs()
     expected = model(**given).action_preds
     ours = {n: t for n, t in model.state_dict().items() if not n.startswith("frame_encoder.")}
-    config = type(model.config).from_dict(model.config.to_dict())
-    released = DecisionTransformerModel(config).eval()
+    released = DecisionTransformerModel(type(model.config).from_dict(model.config.to_dict())).eval()
     released.load_state_dict(ours, strict=True)
-    features = model.features(given["states"])
+    features = given | {"states": model.features(given["states"])}
     one_hot = nn.functional.one_hot(given["actions"], 6).float()
-    found = released(**(given | {"states": features, "actions": one_hot})).action_preds
+    found = released(**(features | {"actions": one_hot})).action_preds
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(model(**(given | {"states": features})).action_preds, expected)
+    torch.testing.assert_close(model(**features).action_preds, expected)
 
 
 def test_auto_and_what_is_refused() -> None:

@@ -24,33 +24,27 @@ K = 5
 
 
 def model_tasks() -> tuple[ModelTask, ...]:
+    def statistics(first: float, size: int) -> tuple[float, ...]:
+        return tuple(first + place for place in range(size))
+
     return tuple(
         ModelTask(
             name=name,
             state_dim=states,
             action_dim=actions,
             returns_scale=2.0,
-            state_mean=tuple(0.5 + i for i in range(states)),
-            state_std=tuple(1.0 + i for i in range(states)),
+            state_mean=statistics(0.5, states),
+            state_std=statistics(1.0, states),
         )
         for name, (states, actions) in WIDTHS.items()
     )
 
 
-def make_model(*, discrete: bool = False, **options: Any) -> DecisionTransformer:
+def make_model(*, discrete: bool = False, tasks: Any = None, **options: Any) -> DecisionTransformer:
     torch.manual_seed(0)
-    return build_model(
-        state_dim=6,
-        action_dim=4,
-        discrete=discrete,
-        action_tanh=not discrete,
-        hidden_size=16,
-        layers=2,
-        dropout=0.0,
-        max_timestep=30,
-        tasks=model_tasks(),
-        **options,
-    )
+    sizes: dict[str, Any] = {"state_dim": 6, "action_dim": 4, "hidden_size": 16, "layers": 2}
+    sizes |= {"dropout": 0.0, "max_timestep": 30, "discrete": discrete, "action_tanh": not discrete}
+    return build_model(**sizes, tasks=model_tasks() if tasks is None else tasks, **options)
 
 
 def make_batch(tasks: list[int], *, discrete: bool = False, seed: int = 0) -> Batch:
@@ -163,10 +157,7 @@ def test_the_shared_part_is_the_released_classs(tmp_path: Path) -> None:
     again = DecisionTransformer.from_pretrained(tmp_path)
     assert tasks_of_config(again.config) == model_tasks()
     assert_same_state(again, model)
-    torch.manual_seed(0)
-    plain = build_model(
-        state_dim=6, action_dim=4, hidden_size=16, layers=2, dropout=0.0, max_timestep=30
-    )
+    plain = make_model(tasks=())
     own = {name for name in model.state_dict() if name.startswith("embed_task.")}
     assert set(model.state_dict()) - set(plain.state_dict()) == own
     for name, tensor in plain.state_dict().items():
@@ -179,17 +170,9 @@ def test_what_does_not_fit_is_refused() -> None:
     assert failing_code(lambda: model(**inputs)) == "MODEL"
     assert failing_code(lambda: single_task(model, "nowhere")) == "RECIPE"
     good = json.loads(json.dumps(model.config.tasks))
-    for key, value in (
-        ("state_dim", 7),
-        ("action_dim", 0),
-        ("action_dim", True),
-        ("state_mean", [1.0]),
-        ("returns_scale", 0.0),
-        ("surprise", 1),
-        ("return_best", "high"),
-        ("return_worst", float("nan")),
-        ("state_std", None),
-        ("name", 3),
-    ):
-        model.config.tasks = [{**good[0], key: value}, *good[1:]]
-        assert failing_code(lambda: tasks_of_config(model.config)) == "MODEL", key
+    lies: list[dict[str, Any]] = [{"action_dim": True}, {"state_dim": 7}, {"action_dim": 0}]
+    lies += [{"state_mean": [1.0]}, {"state_std": None}, {"returns_scale": 0.0}, {"surprise": 1}]
+    lies += [{"return_best": "high"}, {"return_worst": float("nan")}, {"name": 3}]
+    for lie in lies:
+        model.config.tasks = [good[0] | lie, *good[1:]]
+        assert failing_code(lambda: tasks_of_config(model.config)) == "MODEL", lie

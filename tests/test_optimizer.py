@@ -37,21 +37,18 @@ SCHEDULE = Schedule(1e-2, warmup=2, steps=6, kind="linear")
 OPTIONS: dict[str, Any] = {"betas": (0.9, 0.99), "weight_decay": 0.1, "clip_norm": 0.5}
 
 
-def rates(kind: Any, *, warmup: int, steps: int) -> list[float]:
-    schedule = Schedule(2.0, warmup=warmup, steps=steps, kind=kind)
-    return [schedule.rate(step) for step in range(steps)]
-
-
-def test_warm_up_is_that_of_the_papers_code() -> None:
-    """``LambdaLR(lambda steps: min((steps + 1) / warmup_steps, 1))``."""
-    assert rates("constant", warmup=4, steps=6) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
-    assert rates("constant", warmup=0, steps=2) == [2.0, 2.0]
-
-
-def test_falling_schedules_start_full_and_near_zero_at_the_end() -> None:
-    assert rates("linear", warmup=2, steps=6) == [1.0, 2.0, 2.0, 1.5, 1.0, 0.5]
-    expected = [1 + math.cos(math.pi * k / 4) for k in range(4)]
-    assert rates("cosine", warmup=2, steps=6) == pytest.approx([1.0, 2.0, *expected])
+def test_schedules() -> None:
+    """``LambdaLR(lambda steps: min((steps + 1) / warmup_steps, 1))``, and then to near zero."""
+    falling = [1 + math.cos(math.pi * k / 4) for k in range(4)]
+    rates: list[tuple[Any, int, list[float]]] = [
+        ("constant", 4, [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]),
+        ("constant", 0, [2.0, 2.0]),
+        ("linear", 2, [1.0, 2.0, 2.0, 1.5, 1.0, 0.5]),
+        ("cosine", 2, [1.0, 2.0, *falling]),
+    ]
+    for kind, warmup, expected in rates:
+        schedule = Schedule(2.0, warmup=warmup, steps=len(expected), kind=kind)
+        assert [schedule.rate(n) for n in range(len(expected))] == pytest.approx(expected)
 
 
 def network() -> nn.Sequential:
@@ -200,6 +197,14 @@ def no_decay(weights: list[Tensor], schedule: Schedule, **options: Any) -> Devic
     return DeviceAdamW(weights, schedule, **(usual | options))
 
 
+def take(adamw: DeviceAdamW, *, step: int = 0, loss: float = 0.0) -> list[float]:
+    """Take a step; return the loss and the norm that it notes."""
+    window, index = torch.zeros(1, 2), torch.tensor([step])
+    row = torch.zeros(1, dtype=torch.int64)
+    adamw.enqueue(torch.tensor(loss), index=index, row=row, window=window)
+    return [float(value) for value in window[0]]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_the_kernel_computes_the_rate_of_any_step(
@@ -211,12 +216,9 @@ def test_the_kernel_computes_the_rate_of_any_step(
         for step in {0, 1, warmup, steps // 3, steps - 1}:
             weight = nn.Parameter(torch.zeros(1))
             weight.grad = torch.ones(1)
-            index, row = torch.tensor([step]), torch.zeros(1, dtype=torch.int64)
-            mine = no_decay([weight], schedule, betas=(0.0, 0.0))
-            mine.enqueue(torch.zeros(()), index=index, row=row, window=torch.zeros(1, 2))
-            assert -float(weight.detach()) == pytest.approx(
-                schedule.rate(step), rel=1e-6, abs=1e-12
-            )
+            take(no_decay([weight], schedule, betas=(0.0, 0.0)), step=step)
+            rate = -float(weight.detach())
+            assert rate == pytest.approx(schedule.rate(step), rel=1e-6, abs=1e-12)
 
 
 @settings(max_examples=60, deadline=None)
@@ -225,11 +227,9 @@ def test_shadows_are_rounded_as_pytorch_rounds(threads: ThreadedKernels, bits: l
     numbers = torch.from_numpy(np.array(bits, np.uint32).view(np.float32))
     weight, shadow = nn.Parameter(numbers.clone()), nn.Parameter(numbers.bfloat16() * 0)
     shadow.grad = torch.zeros_like(shadow)
-    place = torch.zeros(1, dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch, on_cpu(threads):
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        mine = no_decay([weight], Schedule(0.0), shadows=[shadow])
-        mine.enqueue(torch.zeros(()), index=place, row=place.clone(), window=torch.zeros(1, 2))
+        take(no_decay([weight], Schedule(0.0), shadows=[shadow]))
     same: Any = {"rtol": 0.0, "atol": 0.0, "equal_nan": True}
     torch.testing.assert_close(shadow.detach(), weight.detach().bfloat16(), **same)
 
@@ -240,11 +240,9 @@ def test_norm_of_many_sums(kernels: ThreadedKernels, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(adamw_module, "PIECE", 30)
     weight = nn.Parameter(torch.zeros(9000))
     weight.grad = torch.randn(9000, generator=torch.Generator().manual_seed(0))
-    place, window = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2)
     mine = no_decay([weight], Schedule(0.0))
-    mine.enqueue(torch.tensor(2.0), index=place, row=place.clone(), window=window)
+    assert take(mine, loss=2.0) == [2.0, pytest.approx(float(weight.grad.norm()), rel=1e-6)]
     assert kernels.launched[0] == ("adamw_norm", 301)
-    assert window[0].tolist() == [2.0, pytest.approx(float(weight.grad.norm()), rel=1e-6)]
     torch.testing.assert_close(mine.first[0], weight.grad / 2)
 
 
@@ -289,10 +287,8 @@ def test_several_models_take_the_steps_of_each(kernels: ThreadedKernels, count: 
 
 
 def test_a_missing_gradient_is_refused(kernels: ThreadedKernels) -> None:
-    mine = no_decay([nn.Parameter(torch.zeros(3, 2))], Schedule(1.0))
-    place = torch.zeros(1, dtype=torch.int64)
     with one_error("MODEL", r"shape \(3, 2\)"):
-        mine.enqueue(torch.zeros(()), index=place, row=place, window=torch.zeros(1, 2))
+        take(no_decay([nn.Parameter(torch.zeros(3, 2))], Schedule(1.0)))
 
 
 def test_strides_of_single_elements_mean_nothing() -> None:

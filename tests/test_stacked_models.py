@@ -24,17 +24,10 @@ STEPS, STATES, ACTIONS, LONGEST = 5, 6, 2, 20
 
 def make_model(seed: int, **options: Any) -> DecisionTransformer:
     torch.manual_seed(seed)
-    fixed: dict[str, Any] = {
-        "state_dim": STATES,
-        "action_dim": ACTIONS,
-        "hidden_size": 8,
-        "heads": 2,
-        "layers": 2,
-        "dropout": 0.0,
-        "max_timestep": LONGEST,
-        "context_length": STEPS,
-    }
-    built = build_model(**{**fixed, **options})
+    sizes: dict[str, Any] = {"state_dim": STATES, "action_dim": ACTIONS, "hidden_size": 8}
+    sizes |= {"heads": 2, "layers": 2, "dropout": 0.0}
+    sizes |= {"max_timestep": LONGEST, "context_length": STEPS}
+    built = build_model(**{**sizes, **options})
     trainable_parameters(built)
     built.train()
     return built
