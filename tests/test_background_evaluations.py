@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from gear_offline.runs.evaluations import RunEvaluations, plan_evaluations
 from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.metrics import best_evaluation, read_records
+from gear_offline.workers import WorkerPool
 from tests.test_resume import interrupted_in
 from tests.training_support import ENVIRONMENT, FakePool, learnt, register_importable, tiny_recipe
 
@@ -77,7 +79,7 @@ def test_real_workers_find_the_same_returns(data: Path, in_process: Path, tmp_pa
 
 
 def test_a_checkpoint_that_a_full_disk_does_not_take_is_not_played(
-    data: Path, in_process: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, in_process: Path, tmp_path: Path, fake: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first two checkpoints, of steps 5 and 7, are given up; the run is as without that."""
     rename, left = os.rename, 2
@@ -90,7 +92,7 @@ def test_a_checkpoint_that_a_full_disk_does_not_take_is_not_played(
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", full)
-    recipe = tiny_recipe(data, "evaluate.background=on", "evaluate.workers=1")
+    recipe = tiny_recipe(data, "evaluate.background=on")
     run = train(recipe, out=tmp_path / "run", quiet=True)
     assert played(run) == played(in_process)[1:]
     assert learnt(run)["model"] == learnt(in_process)["model"]
@@ -116,25 +118,25 @@ def test_every_evaluation_is_played_and_recorded_in_order(
     assert fake.made[0].most <= workers and all(pool.closed for pool in fake.made)
 
 
-def test_a_lost_worker_fails_one_evaluation_and_training_goes_on(
-    data: Path, in_process: Path, tmp_path: Path, fake: type[FakePool]
-) -> None:
-    fake.deadly = 14
-    run = train(tiny_recipe(data, "evaluate.background=on"), out=tmp_path / "run", quiet=True)
-    records = read_records(run / "evaluations.jsonl")
-    assert [record["step"] for record in records] == [7, 14, 20]
-    assert "WORKER_LOST" in records[1]["error"] and records[1]["return"] is None
-    assert [p for p in played(run) if p[0] != 14] == [p for p in played(in_process) if p[0] != 14]
-    assert learnt(run)["model"] == learnt(in_process)["model"]
-    assert all(pool.closed for pool in fake.made)
+def refuse(error: Exception) -> Callable[..., None]:
+    def call(*_: Any, **__: Any) -> None:
+        raise error
+
+    return call
+
+
+NAN = GearError("MODEL", "an action that is NaN")
+FULL = OSError(11, "Resource temporarily unavailable")
 
 
 @pytest.mark.parametrize(
-    ("mode", "error"),
+    ("mode", "place", "error", "recorded"),
     [
-        ("on", GearError("MODEL", "an action that is NaN")),
-        ("off", GearError("MODEL", "an action that is NaN")),
-        ("off", ZeroDivisionError()),
+        ("on", (jobs, "evaluate_tasks"), NAN, "NaN"),
+        ("off", (jobs, "evaluate_tasks"), NAN, "NaN"),
+        ("off", (jobs, "evaluate_tasks"), ZeroDivisionError(), ""),
+        ("on", (subprocess, "Popen"), FULL, "cannot be started"),
+        ("on", None, None, "WORKER_LOST"),
     ],
 )
 def test_an_evaluation_that_fails_is_recorded_and_training_goes_on(
@@ -145,67 +147,58 @@ def test_an_evaluation_that_fails_is_recorded_and_training_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     mode: str,
-    error: Exception,
+    place: tuple[Any, str] | None,
+    error: Exception | None,
+    recorded: str,
 ) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(jobs, "evaluate_tasks", refuse)
+    failed = [7, 14, 20]
+    if place is None or error is None:
+        fake.deadly, failed = 14, [14]
+    else:
+        monkeypatch.setattr(*place, refuse(error))
+    if error is FULL:
+        monkeypatch.setattr(evaluations, "WorkerPool", WorkerPool)
     run = train(tiny_recipe(data, f"evaluate.background={mode}"), out=tmp_path / "run")
-    assert [record["step"] for record in read_records(run / "evaluations.jsonl")] == [7, 14, 20]
     said = capfd.readouterr().err
-    assert said.count("evaluation failed") >= 3
     where = "in the training process" if mode == "off" else "in the background ("
-    assert f"evaluation: {where}" in said
-    assert learnt(run)["model"] == learnt(in_process)["model"]
-    assert json.loads((run / "summary.json").read_text())["evaluation_best"] is None
-
-
-def test_a_machine_without_room_for_a_process_goes_on(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(subprocess, "Popen", refuse)
-    run = train(tiny_recipe(data, "evaluate.background=on"), out=tmp_path / "run", quiet=True)
+    assert f"evaluation: {where}" in said and said.count("evaluation failed") >= len(failed)
     records = read_records(run / "evaluations.jsonl")
-    assert len(records) == 3 and all("cannot be started" in row["error"] for row in records)
+    assert [record["step"] for record in records] == [7, 14, 20]
+    for record in records:
+        assert ("error" in record) == (record["return"] is None) == (record["step"] in failed)
+        assert recorded in record.get("error", recorded)
+    good = [one for one in played(in_process) if one[0] not in failed]
+    assert [one for one in played(run) if one[0] not in failed] == good
+    assert learnt(run)["model"] == learnt(in_process)["model"]
+    best = json.loads((run / "summary.json").read_text())["evaluation_best"]
+    assert (best is None) == (len(failed) == 3)
+    assert all(pool.closed for pool in fake.made)
 
 
-@pytest.mark.parametrize("stop", [8, 19])
+@pytest.mark.parametrize("stop", [8, 19, "end"])
 def test_an_interrupted_run_makes_up_for_what_was_outstanding(
-    data: Path, in_process: Path, tmp_path: Path, fake: type[FakePool], stop: int
+    data: Path, in_process: Path, tmp_path: Path, fake: type[FakePool], stop: int | str
 ) -> None:
-    fake.delay, run = 1000, tmp_path / "run"
+    """At its end it waits for them: Ctrl-C leaves them to the resumed run, and it is no error."""
+    fake.delay, run, wait = 10**9, tmp_path / "run", RunEvaluations.wait
     recipe = tiny_recipe(data, "evaluate.background=on", "train.keep_checkpoints=1")
-    with interrupted_in(stop), pytest.raises(TrainingInterrupted):
-        train(recipe, out=run, quiet=True)
-    assert played(run) == []
-    fake.delay = 2
-    train(recipe, out=run, resume=True, quiet=True)
-    assert played(run) == played(in_process)
-    assert learnt(run)["training"] == learnt(in_process)["training"]
-
-
-def test_ctrl_c_at_the_end_leaves_evaluations_to_the_resumed_run(
-    data: Path, in_process: Path, tmp_path: Path, fake: type[FakePool]
-) -> None:
-    wait, run = RunEvaluations.wait, tmp_path / "run"
-    fake.delay = 10**9
-    recipe = tiny_recipe(data, "evaluate.background=on")
 
     def interrupted(self: RunEvaluations) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         wait(self)
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(RunEvaluations, "wait", interrupted)
-        train(recipe, out=run, quiet=True)
+    if isinstance(stop, int):
+        with interrupted_in(stop), pytest.raises(TrainingInterrupted):
+            train(recipe, out=run, quiet=True)
+    else:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(RunEvaluations, "wait", interrupted)
+            train(recipe, out=run, quiet=True)
     assert played(run) == []
-    fake.delay = 0
+    fake.delay = 2
     train(recipe, out=run, resume=True, quiet=True)
     assert played(run) == played(in_process)
+    assert learnt(run)["training"] == learnt(in_process)["training"]
 
 
 @pytest.mark.parametrize("mode", ["on", "off"])

@@ -15,26 +15,16 @@ from tests.training_support import tiny_recipe
 LONG = ("train.steps=1000000", "evaluate.episodes=0", "train.checkpoint_every=1000000")
 
 
-@pytest.fixture
-def recipe(data: Path, tmp_path: Path) -> Path:
-    """A recipe that nothing but a signal ends."""
-    place = tmp_path / "long.yaml"
-    place.write_text(tiny_recipe(data, *LONG).to_yaml())
-    return place
-
-
-def interrupted(words: list[str], number: int, *runs: Path) -> int:
+def interrupted(words: list[str], number: int, runs: list[Path]) -> int:
     """Return how a command ends that gets a signal when each of `runs` has written its metrics."""
     over = threading.Event()
 
     def interrupt() -> None:
         end = time.monotonic() + 120
-        while not over.is_set() and time.monotonic() < end:
-            if all(steps_done(run) for run in runs):
-                break
-            time.sleep(0.02)
-        if not over.is_set():
-            os.kill(os.getpid(), number)
+        while not all(steps_done(run) for run in runs) and time.monotonic() < end:
+            if over.wait(0.02):
+                return
+        os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
@@ -45,27 +35,32 @@ def interrupted(words: list[str], number: int, *runs: Path) -> int:
         thread.join()
 
 
-@pytest.mark.parametrize(("parallel", "number"), [(1, signal.SIGTERM), (2, signal.SIGINT)])
-def test_a_sweep_that_is_stopped_ends_with_130(
-    parallel: int, number: int, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("command", "number", "runs", "said"),
+    [
+        ("train", signal.SIGINT, [""], "a checkpoint is saved"),
+        ("train", signal.SIGTERM, [""], "a checkpoint is saved"),
+        ("sweep --seeds 2 --parallel 1", signal.SIGTERM, ["runs/s0"], "same command goes on"),
+        ("sweep --seeds 2 --parallel 2", signal.SIGINT, ["runs/s0", "runs/s1"], "same command"),
+    ],
+)
+def test_what_trains_and_is_stopped_ends_with_130(
+    command: str,
+    number: int,
+    runs: list[str],
+    said: str,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out = tmp_path / "sweep"
-    words = ["sweep", str(recipe), "--seeds", "2", "--out", str(out), "--quiet"]
-    begun = [out / "runs" / f"s{seed}" for seed in range(parallel)]
-    assert interrupted([*words, "--parallel", str(parallel)], number, *begun) == 130
-    said = capsys.readouterr().err
-    assert "error" not in said and "the same command goes on" in said
-    assert all(list((run / "checkpoints").glob("step-*")) for run in begun)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_stopped_ends_with_130(
-    number: int, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    words = ["train", str(recipe), "--out", str(run), "--quiet"]
+    recipe, out = tmp_path / "long.yaml", tmp_path / "out"
+    recipe.write_text(tiny_recipe(data, *LONG).to_yaml())
+    begun = [out / name for name in runs]
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    assert interrupted(words, number, run) == 130
+    name, *options = command.split()
+    words = [name, str(recipe), "--out", str(out), "--quiet", *options]
+    assert interrupted(words, number, begun) == 130
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
-    assert list((run / "checkpoints").glob("step-*"))
-    assert "a checkpoint is saved" in capsys.readouterr().err
+    assert all(list((run / "checkpoints").glob("step-*")) for run in begun)
+    error = capsys.readouterr().err
+    assert said in error and "error" not in error

@@ -1,6 +1,7 @@
 """Training on several tasks: what is learnt, saved, resumed, played, reported; one task or many."""
 
 import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,7 @@ import torch
 
 from gear_offline.analysis.strategies import compare_strategies
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.config.tasks import data_key, environments_of
 from gear_offline.errors import GearError
-from gear_offline.evaluation.evaluate import tasks_of
-from gear_offline.evaluation.jobs import play_saved
 from gear_offline.loaders.recipes import recipe_sampler
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.planning.workload import make_workload
@@ -33,9 +31,11 @@ from tests.task_support import make_learner, make_parts, tasks_recipe
 from tests.test_parallel_training import trained
 from tests.training_support import (
     ENVIRONMENT,
+    FakePool,
     TinyEnvironment,
     learnt,
     measured,
+    register_importable,
     tiny_data,
     tiny_recipe,
 )
@@ -59,9 +59,11 @@ class WideEnvironment(TinyEnvironment):
 
 def tiny_tasks(folder: Path, *overrides: str) -> Recipe:
     """Return a recipe over two tiny environments, with data that fit them."""
+    entry = "tests.test_multitask_training:WideEnvironment"
     if WIDE not in gymnasium.registry:
-        gymnasium.register(WIDE, lambda **_: WideEnvironment(), max_episode_steps=6)
+        gymnasium.register(WIDE, entry, max_episode_steps=6)
     tiny = tiny_data(folder / "tiny")
+    register_importable()
     wide = make_dataset(
         folder / "wide", [4, 6, 2], state_dim=5, action_dim=3, environment_id=WIDE, seed=1
     )
@@ -76,10 +78,18 @@ def tiny_tasks(folder: Path, *overrides: str) -> Recipe:
     return Recipe.parse(changed)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def beside() -> Iterator[None]:
+    """What is played beside the training is played in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gear_offline.runs.evaluations.WorkerPool", FakePool)
+        yield
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("several")
-    return train(tiny_tasks(folder), out=folder / "run", quiet=True)
+    return train(tiny_tasks(folder, "evaluate.background=on"), out=folder / "run", quiet=True)
 
 
 def test_a_run_says_what_each_task_achieved(run: Path) -> None:
@@ -123,6 +133,8 @@ def test_the_recipe_of_a_run_says_everything(run: Path) -> None:
 
 
 def test_a_run_is_evaluated_task_by_task(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a process beside the training played it."""
+    assert json.loads((run / "summary.json").read_text())["evaluation"]["background"]
     report = evaluate(run, episodes=2, device="cpu", quiet=True)
     assert list(report.named) == ["tiny", "wide"]
     played = json.loads((run / "evaluation.json").read_text())
@@ -130,6 +142,7 @@ def test_a_run_is_evaluated_task_by_task(run: Path, capsys: pytest.CaptureFixtur
     for name in ("tiny", "wide"):
         mine, theirs = (found["tasks"][name]["targets"] for found in (played, last))
         assert [row["returns"] for row in mine] == [row["returns"] for row in theirs]
+    assert played["normalized_score"] == last["normalized_score"]
     report.print()
     said = capsys.readouterr().out
     assert "mean score of 2 tasks" in said and "tiny: run at step 20" in said
@@ -233,10 +246,6 @@ def test_strategies_are_compared_in_every_task(
 def test_micro_batches_know_their_tasks(tmp_path: Path) -> None:
     recipe = tasks_recipe(make_parts(tmp_path), "model.dropout=0.0", "train.log_every=10")
     whole, parts = make_learner(recipe), make_learner(recipe.replace({"train.accumulate": 3}))
-    batch = whole.loader.batch_at(0)
-    assert batch.tasks is not None
-    found = [batch.part(slice(first, first + 4)).tasks for first in (0, 4, 8)]
-    assert torch.equal(torch.cat([part for part in found if part is not None]), batch.tasks)
     for _ in range(6):
         whole.advance()
         parts.advance()
@@ -248,29 +257,8 @@ def test_a_plan_counts_the_joint_table(tmp_path: Path) -> None:
     found = make_workload(recipe)
     assert found.steps == 60 + 74 + 21 and found.row_bytes == 4 * 28  # 17 + 6 + 2, to 16 bytes
     assert (found.sizes.state_dim, found.sizes.action_dim) == (17, 6)
-    missing = recipe.to_dict()
-    missing["data"]["tasks"]["hop"]["path"] = "nowhere"
-    assert failing_code(lambda: make_workload(Recipe.parse(missing))) == "DATASET_NOT_FOUND"
-
-
-def test_recipes_share_a_dataset_only_where_its_rows_are_the_same(tmp_path: Path) -> None:
-    recipe = tasks_recipe(make_parts(tmp_path))
-    assert data_key(recipe) == data_key(recipe.replace({"seed": 3, "model.hidden_size": 8}))
-    assert data_key(recipe) != data_key(recipe.replace({"loader.returns_scale": 7.0}))
-
-
-def test_a_process_beside_training_plays_the_same(run: Path, tmp_path: Path) -> None:
-    last = read_records(run / "evaluations.jsonl")[-1]
-    recipe = load_recipe(run)
-    assert environments_of(recipe) == (ENVIRONMENT, WIDE)
-    last_checkpoint = run / "checkpoints" / "step-00000020"
-    trained = trained_model(chosen_checkpoint(last_checkpoint))
-    tasks = tasks_of(recipe, tasks_of_config(trained.model.config))
-    found = play_saved(last_checkpoint, None, tasks, "cpu", threads=1).to_json()
-    for name, task in last["tasks"].items():
-        mine, theirs = (t["targets"] for t in (found["tasks"][name], task))
-        assert [row["returns"] for row in mine] == [row["returns"] for row in theirs]
-    assert found["normalized_score"] == last["normalized_score"]
+    missing = recipe.replace({"data.tasks.hop.path": "nowhere"})
+    assert failing_code(lambda: make_workload(missing)) == "DATASET_NOT_FOUND"
 
 
 def test_tasks_of_frames_share_an_encoder(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.convert.conversion import convert
-from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import train
 from gear_offline.runs.prepare import prepare_one, resolve
@@ -19,10 +20,8 @@ from gear_offline.training.policies import load_policy
 from tests.support import ArraySource, hopper_columns, make_dataset, one_error, write_hdf5
 from tests.training_support import (
     ACTION_DIM,
-    ENVIRONMENT,
     STATE_DIM,
     STEP_LIMIT,
-    register_environment,
     tiny_data,
     tiny_recipe,
 )
@@ -57,14 +56,7 @@ def test_smoke_as_a_new_user_runs_it(
 
 
 def test_resolving_twice_changes_nothing(tmp_path: Path) -> None:
-    register_environment()
-    dataset = make_dataset(
-        tmp_path,
-        [3, STEP_LIMIT + 4],
-        state_dim=STATE_DIM,
-        action_dim=ACTION_DIM,
-        environment_id=ENVIRONMENT,
-    )
+    dataset = open_dataset(tiny_data(tmp_path, [3, STEP_LIMIT + 4]))
     recipe = tiny_recipe(dataset.path)
     assert prepare_one(recipe).episodes.steps == dataset.episodes.steps
     resolved, sizes = resolve(recipe, dataset)
@@ -85,23 +77,19 @@ def test_data_of_one_return_are_asked_for_once(tmp_path: Path) -> None:
 def test_an_environment_that_only_the_data_name_may_be_missing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    dataset = make_dataset(tmp_path, [3, 3], environment_id="NoSuchEnvironment-v0")
-    resolved, _ = resolve(tiny_recipe(dataset.path), dataset)
-    assert resolved.evaluate.environment is None
-    assert "no evaluation: " in capfd.readouterr().err
-    with one_error("ENVIRONMENT"):
-        resolve(tiny_recipe(dataset.path, "evaluate.environment=NoSuch-v0"), dataset)
-
-
-def test_without_an_environment_a_line_says_that_nothing_is_evaluated(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    dataset = make_dataset(tmp_path, [3, 3], environment_id=None)
-    resolve(tiny_recipe(dataset.path, "evaluate.episodes=0"), dataset)
-    assert capfd.readouterr().err == ""
-    resolve(tiny_recipe(dataset.path), dataset)
-    said = capfd.readouterr().err
-    assert said.startswith("no evaluation: neither the recipe nor ") and said.count("\n") == 1
+    for name, said in (
+        ("NoSuchEnvironment-v0", "no evaluation: "),
+        (None, "no evaluation: neither the recipe nor "),
+    ):
+        dataset = make_dataset(tmp_path / f"of {name}", [3, 3], environment_id=name)
+        resolve(tiny_recipe(dataset.path, "evaluate.episodes=0"), dataset)
+        assert capfd.readouterr().err == ""
+        resolved, _ = resolve(tiny_recipe(dataset.path), dataset)
+        assert resolved.evaluate.environment is None
+        error = capfd.readouterr().err
+        assert error.startswith(said) and error.count("\n") == 1
+        with one_error("ENVIRONMENT"):
+            resolve(tiny_recipe(dataset.path, "evaluate.environment=NoSuch-v0"), dataset)
 
 
 def test_discrete_actions_that_never_occur_come_from_the_environment(tmp_path: Path) -> None:
@@ -114,51 +102,41 @@ def test_discrete_actions_that_never_occur_come_from_the_environment(tmp_path: P
     assert resolved.model.max_timestep == 500
 
 
-def refused(dataset: Dataset, *overrides: str) -> str:
-    recipe = load_recipe("paper", [f"data.path={dataset.path}", *overrides])
-    with pytest.raises(InputError) as caught:
-        resolve(recipe, dataset)
-    return caught.value.code
-
-
-def test_what_training_would_stumble_over_late_is_refused_early(tmp_path: Path) -> None:
-    register_environment()
-    dataset = make_dataset(
-        tmp_path, [3, 4], environment_id=ENVIRONMENT, state_dim=STATE_DIM, action_dim=ACTION_DIM
-    )
-    for huge in ("model.hidden_size=1e12", "model.max_timestep=1e15"):
-        assert refused(dataset, huge) == "MEMORY"
-    assert refused(dataset, "loader.batch_size=1e10") == "MEMORY"
-    for name, value in (("observations", np.nan), ("rewards", np.inf), ("observations", 1e300)):
-        columns = hopper_columns(7)
-        columns[name] = columns[name].astype(np.float64)
-        columns[name].reshape(-1)[2] = value
-        out = tmp_path / f"{name}-{value}"
-        convert(ArraySource(columns, [3, 4]), out, allow_nonfinite=True, quiet=True)
-        with np.errstate(all="ignore"):
-            recipe = load_recipe("paper", [f"data.path={out}", "evaluate.episodes=0"])
-            said = "1 value NaN or inf" if not np.isfinite(value) else "are usable"
-            with one_error("COLUMN", said) as caught:
-                resolve(recipe, open_dataset(out))
-            assert ("pick_episodes" in caught.value.remedy) == (not np.isfinite(value))
-    for number, actions in enumerate((np.full(7, -1), np.zeros((7, 2), np.int64))):
-        columns = hopper_columns(7) | {"actions": actions}
-        convert(ArraySource(columns, [3, 4]), tmp_path / str(number), quiet=True)
-        found = refused(open_dataset(tmp_path / str(number)), "evaluate.episodes=0")
-        assert found == "COLUMN"
-
-
-def test_evaluations_on_a_device_that_is_not_here_are_refused_early(
+def test_what_training_would_stumble_over_late_is_refused_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run on the CPU came to its first evaluation, and ended there with an error of torch's."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    data = tiny_data(tmp_path / "data")
-    recipe = tiny_recipe(data, "evaluate.device=cuda")
-    with one_error("DEVICE", r"\(evaluate\.device\)"):
-        train(recipe, out=tmp_path / "run", quiet=True)
-    assert not (tmp_path / "run").exists()
-    resolve(recipe.replace({"evaluate.episodes": 0}), open_dataset(data), quiet=True)
+    dataset = open_dataset(tiny_data(tmp_path / "data"))
+    for code, option in (
+        ("MEMORY", "model.hidden_size=1e12"),
+        ("MEMORY", "model.max_timestep=1e15"),
+        ("MEMORY", "loader.batch_size=1e10"),
+        ("DEVICE", "evaluate.device=cuda"),
+    ):
+        recipe = load_recipe("paper", [f"data.path={dataset.path}", option])
+        with one_error(code, "evaluate.device" if code == "DEVICE" else None):
+            resolve(recipe, dataset)
+    recipe = load_recipe("paper", [f"data.path={dataset.path}", "evaluate.device=cuda"])
+    resolve(recipe.replace({"evaluate.episodes": 0}), dataset, quiet=True)
+    columns: list[tuple[str, Any, str]] = [
+        ("observations", np.nan, "1 value NaN or inf"),
+        ("rewards", np.inf, "1 value NaN or inf"),
+        ("observations", 1e300, "are usable"),
+        ("actions", np.full(7, -1), "actions"),
+        ("actions", np.zeros((7, 2), np.int64), "actions"),
+    ]
+    for number, (name, value, said) in enumerate(columns):
+        found, out = hopper_columns(7), tmp_path / str(number)
+        if np.isscalar(value):
+            found[name] = found[name].astype(np.float64)
+            found[name].reshape(-1)[2] = value
+        else:
+            found[name] = value
+        convert(ArraySource(found, [3, 4]), out, allow_nonfinite=True, quiet=True)
+        recipe = load_recipe("paper", [f"data.path={out}", "evaluate.episodes=0"])
+        with np.errstate(all="ignore"), one_error("COLUMN", said) as caught:
+            resolve(recipe, open_dataset(out))
+        assert ("pick_episodes" in caught.value.remedy) == said.startswith("1 value")
 
 
 @pytest.mark.parametrize(

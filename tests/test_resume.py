@@ -46,6 +46,13 @@ def test_an_interrupted_run_goes_on(whole: Path, data: Path, tmp_path: Path, sto
     assert learnt(run) == learnt(whole)
 
 
+def stopped(step: int, data: Path, folder: Path, *overrides: str) -> Path:
+    """Return a run that a signal ended in the middle of a step."""
+    with interrupted_in(step), pytest.raises(TrainingInterrupted):
+        train(tiny_recipe(data, *overrides), out=folder / "run", quiet=True)
+    return folder / "run"
+
+
 @contextmanager
 def interrupted_in(step: int) -> Iterator[None]:
     """Send this process a signal in the middle of the optimiser step `step`."""
@@ -82,9 +89,7 @@ def test_ctrl_c_ends_an_evaluation_which_the_resumed_run_repeats(
 def test_a_damaged_checkpoint_is_passed_over(
     whole: Path, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = tmp_path / "run"
-    with interrupted_in(12), pytest.raises(TrainingInterrupted):
-        train(tiny_recipe(data), out=run, quiet=True)
+    run = stopped(12, data, tmp_path)
     newest = run / "checkpoints" / "step-00000012" / "model.safetensors"
     damaged = bytearray(newest.read_bytes())
     damaged[-1] ^= 1
@@ -105,30 +110,17 @@ def test_a_damaged_checkpoint_is_passed_over(
         train(tiny_recipe(data), out=run, resume=True, quiet=True)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "seed=1",
-        "loader.batch_size=5",
-        "model.dropout=0.2",
-        "optimizer.learning_rate=1e-3",
-        "train.log_every=4",
-        "evaluate.seed=5",
-        "evaluate.targets=[1.0]",
-    ],
-)
-def test_resuming_with_another_recipe_names_the_change(
-    whole: Path, data: Path, change: str
-) -> None:
-    with one_error("RUN_MISMATCH", change.split("=")[0]):
-        train(tiny_recipe(data, change), out=whole, resume=True, quiet=True)
+def test_resuming_with_another_recipe_names_the_change(whole: Path, data: Path) -> None:
+    changes = "seed=1 loader.batch_size=5 model.dropout=0.2 optimizer.learning_rate=1e-3 "
+    changes += "train.log_every=4 evaluate.seed=5 evaluate.targets=[1.0]"
+    for change in changes.split():
+        with one_error("RUN_MISMATCH", change.split("=")[0]):
+            train(tiny_recipe(data, change), out=whole, resume=True, quiet=True)
 
 
 def test_an_edited_recipe_of_a_run_is_told(whole: Path, data: Path, tmp_path: Path) -> None:
     """`recipe.yaml` is text in the user's hands; checkpoints say how the run began."""
-    run = tmp_path / "run"
-    with interrupted_in(4), pytest.raises(TrainingInterrupted):
-        train(tiny_recipe(data), out=run, quiet=True)
+    run = stopped(4, data, tmp_path)
     file = run / "recipe.yaml"
     begun = file.read_text()
     file.write_text(begun.replace("dropout: 0.1", "dropout: 0.2"))
@@ -158,9 +150,7 @@ def test_a_run_that_ends_where_it_was_stopped_has_no_rates_of_its_own(
     data: Path, tmp_path: Path
 ) -> None:
     """The last line had a learning rate of 0 and a rate of samples that nobody reached."""
-    run = tmp_path / "run"
-    with interrupted_in(8), pytest.raises(TrainingInterrupted):
-        train(tiny_recipe(data), out=run, quiet=True)
+    run = stopped(8, data, tmp_path)
     train(tiny_recipe(data, "train.steps=8"), out=run, resume=True, quiet=True)
     before, last = read_records(run / "metrics.jsonl")[-2:]
     assert (before["step"], last["step"]) == (6, 8) and last["loss"] > 0
@@ -169,23 +159,16 @@ def test_a_run_that_ends_where_it_was_stopped_has_no_rates_of_its_own(
 
 
 def test_another_dataset_is_not_resumed_with(data: Path, tmp_path: Path) -> None:
-    other = make_dataset(
-        tmp_path / "other",
-        EPISODE_LENGTHS,
-        seed=9,
-        state_dim=STATE_DIM,
-        action_dim=ACTION_DIM,
-        environment_id=ENVIRONMENT,
-    ).path
+    sizes: dict[str, Any] = {"state_dim": STATE_DIM, "action_dim": ACTION_DIM, "seed": 9}
+    sizes["environment_id"] = ENVIRONMENT
+    other = make_dataset(tmp_path / "other", EPISODE_LENGTHS, **sizes).path
     link = tmp_path / "link"
     link.symlink_to(data)
-    fixed = ("evaluate.targets=[1.0]",)
-    with interrupted_in(4), pytest.raises(TrainingInterrupted):
-        train(tiny_recipe(link, *fixed), out=tmp_path / "run", quiet=True)
+    run = stopped(4, link, tmp_path, "evaluate.targets=[1.0]")
     link.unlink()
     link.symlink_to(other)
     with one_error("LOADER_STATE"):
-        train(tiny_recipe(link, *fixed), out=tmp_path / "run", resume=True, quiet=True)
+        train(tiny_recipe(link, "evaluate.targets=[1.0]"), out=run, resume=True, quiet=True)
 
 
 def torch_settings() -> list[object]:
