@@ -1,4 +1,4 @@
-"""Sweeps on the CPU: a trial is what `train` would have made, however trials share the machine."""
+"""Sweeps on the CPU: their trials, and that each is what `train` would have made."""
 
 import json
 import os
@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gear_offline.cli.main import main
 from gear_offline.config.recipe import Recipe
@@ -22,7 +24,7 @@ from gear_offline.sweep.jobs import Job
 from gear_offline.sweep.report import SweepResult
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.run import run_trials, sweep
-from gear_offline.sweep.trials import make_trials
+from gear_offline.sweep.trials import make_trials, parse_options, parse_seeds, trial_name
 from tests.support import one_error
 from tests.training_support import learnt, tiny_recipe
 
@@ -90,34 +92,30 @@ def test_a_trial_that_fails_ends_alone_and_is_tried_again(recipe: Recipe, tmp_pa
 
 @pytest.mark.usefixtures("untrained")
 def test_directories_that_are_not_this_sweeps(recipe: Recipe, tmp_path: Path) -> None:
-    def code_of(out: Path, one: Recipe, options: Any = OPTIONS, seeds: int = 2) -> str:
-        with pytest.raises(InputError) as caught:
-            sweep(one, options, seeds=seeds, out=out, quiet=True)
-        return caught.value.code
+    def begin(name: str) -> SweepResult:
+        return sweep(recipe, OPTIONS, seeds=2, out=tmp_path / name, quiet=True)
 
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
-    assert code_of(tmp_path / "full", recipe) == "OUTPUT_EXISTS"
-    out = tmp_path / "sweep"
-    result = sweep(recipe, OPTIONS, seeds=2, out=out, quiet=True)
-    assert [one.status for one in result.trials] == ["open"] * 4
-    with SweepDirectory(out).hold():
-        assert code_of(out, recipe) == "RUN_LOCKED"
+    with one_error("OUTPUT_EXISTS"):
+        begin("full")
+    assert [one.status for one in begin("sweep").trials] == ["open"] * 4
+    with SweepDirectory(tmp_path / "sweep").hold(), one_error("RUN_LOCKED"):
+        begin("sweep")
 
 
 @pytest.mark.usefixtures("untrained")
 def test_nothing_starts_when_a_trial_does_not_fit(recipe: Recipe, tmp_path: Path) -> None:
     out = tmp_path / "sweep"
-
-    def code_of(**options: Any) -> str:
-        with pytest.raises(InputError) as caught:
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("MODEL", {"options": {"model.max_timestep": [None, 3]}}),
+        ("USAGE", {"options": {"train.device": ["cpu", "auto"]}}),
+        ("USAGE", {"parallel": 0}),
+    ]
+    for code, options in wrong:
+        with one_error(code):
             sweep(recipe, out=out, quiet=True, **options)
         assert not out.exists()
-        return caught.value.code
-
-    assert code_of(options={"model.max_timestep": [None, 3]}) == "MODEL"
-    assert code_of(options={"train.device": ["cpu", "auto"]}) == "USAGE"
-    assert code_of(parallel=0) == "USAGE"
     with pytest.raises(InputError, match="no trials"):
         run_trials([], out)
 
@@ -226,3 +224,66 @@ def test_the_command(
     rows = json.loads(capsys.readouterr().out)["table"]["rows"]
     assert [row["seeds"] for row in rows] == [[0, 1, 2]] * 2
     assert {p: p.stat().st_mtime_ns for p in before} == before and len(before) == 4
+
+
+def test_lists_are_multiplied_and_seeds_come_last() -> None:
+    options = parse_options(["optimizer.learning_rate=1e-3,1e-4", "model.layers=2,3"])
+    trials = make_trials("paper", options, [0, 7])
+    assert len(trials) == 8
+    assert trials[0].name == "learning_rate=0.001,layers=2,s0"
+    assert dict(trials[0].settings) == {"model.layers": 2, "optimizer.learning_rate": 0.001}
+    assert [trial.recipe.seed for trial in trials] == [0, 7] * 4
+    assert {trial.recipe.optimizer.learning_rate for trial in trials[:4]} == {0.001}
+    # keys with the same end are told apart
+    trials = make_trials("paper", {"evaluate.seed": [1, 2]}, [0])
+    assert [trial.name for trial in trials] == ["seed=1,s0", "seed=2,s0"]
+    trials = make_trials("paper", {"data.path": ["a", "b"], "data.tasks": [None]}, [0])
+    assert [trial.label for trial in trials] == ["path=a", "path=b"]
+
+
+def test_one_value_is_a_plain_override_and_names_nothing() -> None:
+    (trial,) = make_trials("paper", {"model.layers": [5]})
+    assert trial.recipe.model.layers == 5
+    assert (trial.name, dict(trial.settings), trial.label) == ("s0", {}, "paper")
+    (trial,) = make_trials("paper", {"model.layers": [5]}, named=["model.layers"])
+    assert (trial.name, dict(trial.settings)) == ("layers=5,s0", {"model.layers": 5})
+
+
+def test_commas_in_brackets_and_quotes_belong_to_a_value() -> None:
+    assert parse_options(["evaluate.targets=[3600, 1800],[100]", 'description="a, b",c']) == {
+        "evaluate.targets": [[3600, 1800], [100]],
+        "description": ["a, b", "c"],
+    }
+
+
+@given(st.text(alphabet="abAB/ :é.,=0123", min_size=1, max_size=150))
+def test_any_label_gives_a_name_that_is_a_directory_of_its_own(label: str) -> None:
+    names = {trial_name(label, 0), trial_name(label, 1), trial_name(f"{label}x", 0)}
+    assert len(names) == 3
+    for name in names:
+        assert "/" not in name and len(name) <= 100 and not name.startswith(".")
+
+
+def test_seeds() -> None:
+    given = {"3": [0, 1, 2], "3,5,7": [3, 5, 7], "12,": [12], "1": [0]}
+    assert {text: parse_seeds(text) for text in given} == given
+    for text in ("", "0", "-1", "1.5", "a", ",", "1,-2", "99999999999"):
+        with one_error("USAGE", "--seeds"):
+            parse_seeds(text)
+
+
+def test_trials_that_are_refused() -> None:
+    wrong: list[tuple[str, list[int] | None, str]] = [
+        ("train.stepz=1,2", None, "RECIPE"),
+        ("train.steps=100000,many", None, "RECIPE"),
+        ("model.layers", None, "USAGE"),
+        ("model.layers=2,2", None, "USAGE"),
+        ("model.layers=2,,3", None, "RECIPE"),
+        ("model.layers=2 model.layers=3", None, "USAGE"),
+        ("seed=1,2", [0], "USAGE"),
+        ("", [1, 1], "USAGE"),
+        ("", list(range(10_001)), "USAGE"),
+    ]
+    for overrides, seeds, code in wrong:
+        with one_error(code):
+            make_trials("paper", parse_options(overrides.split()), seeds)
