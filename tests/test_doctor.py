@@ -80,34 +80,25 @@ def test_what_is_missing_is_printed_with_its_remedy(
     assert "pip install 'gear-offline[mujoco]'" in page and "missing" in page
 
 
-@pytest.mark.parametrize(
-    ("torch", "cupy", "available", "path", "install"),
-    [
-        (here(threads=2, devices=[GPU]), here(), True, "one CUDA graph a training step", None),
-        (here(threads=2, devices=[GPU]), Probe(False, "x"), True, "gathered on the CPU", "cupy"),
-        (here(threads=2, cuda_build="13", devices=[]), here(), False, "uses the CPU", None),
-    ],
-)
-def test_the_path_of_a_gpu(
-    torch: Probe,
-    cupy: Probe,
-    available: bool,
-    path: str,
-    install: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    row = feature(diagnosis_with(monkeypatch, {"torch": torch, "cupy": cupy}), "gpu")
-    assert row["available"] is available and path in row["path"]
-    assert row["install"] == (install and OPTIONAL_PACKAGES[install][1])
+def test_the_path_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards, none = here(threads=2, devices=[GPU]), here(threads=2, cuda_build="13", devices=[])
+    for torch, cupy, available, path, install in (
+        (cards, here(), True, "one CUDA graph a training step", None),
+        (cards, Probe(False, "x"), True, "gathered on the CPU", "cupy"),
+        (none, here(), False, "uses the CPU", None),
+    ):
+        row = feature(diagnosis_with(monkeypatch, {"torch": torch, "cupy": cupy}), "gpu")
+        assert row["available"] is available and path in row["path"]
+        assert row["install"] == (install and OPTIONAL_PACKAGES[install][1])
 
 
-@pytest.mark.parametrize("broken", [{"missing": ("h5py",)}, {"probes": {"torch": Probe(False)}}])
-def test_a_broken_core_is_not_healthy(
-    broken: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    diagnosis = diagnosis_with(monkeypatch, **broken)
-    assert diagnosis["healthy"] is False
-    assert "install" in feature(diagnosis, "cpu")["install"]
+def test_a_broken_core_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for diagnosis in (
+        diagnosis_with(monkeypatch, missing=("h5py",)),
+        diagnosis_with(monkeypatch, {"torch": Probe(False)}),
+    ):
+        assert diagnosis["healthy"] is False
+        assert "install" in feature(diagnosis, "cpu")["install"]
 
 
 def test_rdma_needs_an_active_device_and_pyverbs(
@@ -129,16 +120,13 @@ def test_rdma_needs_an_active_device_and_pyverbs(
         assert feature(found, "rdma")["available"] is available
 
 
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        ("import time; time.sleep(60)", "no answer within 1 s"),
-        ("import os; os.abort()", "ended by signal 6"),
-        ("import nothing_like_this", "ModuleNotFoundError: No module named 'nothing_like_this'"),
-        ("raise SystemExit(3)", "failed"),
-    ],
-)
-def test_an_attempt_that_fails_is_a_reason(code: str, reason: str) -> None:
-    found = probe(code, seconds=1 if "sleep" in code else 60)
-    assert not found.works and found.reason == reason
+def test_an_attempt_that_fails_is_a_reason() -> None:
+    for code, reason in {
+        "import time; time.sleep(60)": "no answer within 1 s",
+        "import os; os.abort()": "ended by signal 6",
+        "import nothing_like_this": "ModuleNotFoundError: No module named 'nothing_like_this'",
+        "raise SystemExit(3)": "failed",
+    }.items():
+        found = probe(code, seconds=1 if "sleep" in code else 60)
+        assert not found.works and found.reason == reason
     assert probe("print('noise'); found = {'a': 1}").found == {"a": 1}

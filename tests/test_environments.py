@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import gymnasium
 import numpy as np
@@ -31,7 +31,17 @@ from gear_offline.sources import open_source
 from tests.support import failing_code, make_dataset, one_error
 from tests.training_support import TinyEnvironment, tiny_recipe
 
-SAID = "{} names no version: the newest one here is taken, {}"
+
+def said_of_versions(capfd: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the lines that speak of a version, Gymnasium's included."""
+    return [line for line in capfd.readouterr().err.splitlines() if "version" in line]
+
+
+def taken(name: str, version: int) -> list[str]:
+    newest = f"{name.partition(':')[2] or name}-v{version}"
+    return [f"{name} names no version: the newest one here is taken, {newest}"]
+
+
 needs_atari = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("ale_py", "cv2")),
     reason="pip install 'gear-offline[atari]'",
@@ -44,24 +54,17 @@ def test_what_cannot_be_made_is_one_clear_error(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(InputError, match="not one numeric Box"):
         probe("Blackjack-v1")
     assert failing_code(lambda: import_module_of("no_module_of_mine:A-v0")) == "ENVIRONMENT"
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise gymnasium.error.DependencyNotInstalled("MuJoCo is not installed\nlong advice")
-
-    monkeypatch.setattr(gymnasium, "make", refuse)
-    with one_error("ENVIRONMENT", r"gear-offline\[mujoco\]") as missing:
-        make_environment("Hopper-v5")
-    assert "long advice" not in str(missing.value)
-
-
-def test_discrete_actions_that_do_not_start_at_0_are_refused() -> None:
-    """A model's choices are counted from 0."""
     environment = gymnasium.make("CartPole-v1")
     facts = describe(environment, "CartPole-v1")
     assert (facts.state_size, facts.action_size, facts.discrete) == (4, 2, True)
     environment.action_space = gymnasium.spaces.Discrete(2, start=1)
-    with pytest.raises(InputError, match="do not start at 0"):
+    with pytest.raises(InputError, match="do not start at 0"):  # as a model's choices do
         describe(environment, "CartPole-v1")
+    missing = gymnasium.error.DependencyNotInstalled("MuJoCo is not installed\nlong advice")
+    monkeypatch.setattr(gymnasium, "make", Mock(side_effect=missing))
+    with one_error("ENVIRONMENT", r"gear-offline\[mujoco\]") as caught:
+        make_environment("Hopper-v5")
+    assert "long advice" not in str(caught.value)
 
 
 def test_other_processes_learn_what_this_one_knows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,26 +83,25 @@ def test_other_processes_learn_what_this_one_knows(monkeypatch: pytest.MonkeyPat
     assert found is not None and found.module == "gymnasium"
 
 
-def lines_about_versions(said: str) -> list[str]:
-    """Return the lines that speak of a version, Gymnasium's included."""
-    return [line for line in said.splitlines() if "version" in line]
-
-
 @pytest.mark.parametrize("processes", [1, 2])
 def test_collect_says_the_version_once(
     processes: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "x.hdf5"
     report = collect("CartPole", out, steps=300, processes=processes)
-    assert lines_about_versions(capfd.readouterr().err) == [SAID.format("CartPole", "CartPole-v1")]
+    assert said_of_versions(capfd) == taken("CartPole", 1)
     with open_source(out) as source:
         assert source.info.environment_id == report.environment_id == "CartPole-v1"
     named = out.read_bytes()
     collect("CartPole-v1", out, steps=300, processes=processes, overwrite=True)
-    assert lines_about_versions(capfd.readouterr().err) == []
+    assert said_of_versions(capfd) == []
     assert out.read_bytes() == named
     collect("CartPole", out, steps=30, overwrite=True, quiet=True)
     assert capfd.readouterr().err == ""
+    say_version("gymnasium:CartPole", quiet=False)
+    assert said_of_versions(capfd) == taken("gymnasium:CartPole", 1)
+    for other in ("Hopper-v4", "", "no id!", "a:b:c", "Nothing", "a/b"):
+        assert versioned_id(other) == other
 
 
 def test_training_and_evaluating_say_it_once_too(
@@ -112,25 +114,15 @@ def test_training_and_evaluating_say_it_once_too(
         name = f"GearOfflineVersions-v{version}"
         spec = EnvSpec(name, entry_point=lambda **_: TinyEnvironment(), max_episode_steps=6)
         monkeypatch.setitem(gymnasium.registry, name, spec)
-    said = [SAID.format("GearOfflineVersions", "GearOfflineVersions-v10")]
+    said = taken("GearOfflineVersions", 10)
     data = make_dataset(tmp_path / "data", [4, 3], state_dim=3, action_dim=2).path
     recipe = tiny_recipe(data, "evaluate.environment=GearOfflineVersions", "train.steps=4")
     resolve(recipe, open_dataset(data), quiet=False)
-    assert lines_about_versions(capfd.readouterr().err) == said
+    assert said_of_versions(capfd) == said
     train(recipe, out=tmp_path / "run", quiet=True)
-    assert lines_about_versions(capfd.readouterr().err) == []
+    assert said_of_versions(capfd) == []
     evaluate(tmp_path / "run")
-    assert lines_about_versions(capfd.readouterr().err) == said
-
-
-@pytest.mark.parametrize("name", ["Hopper-v4", "", "no id!", "a:b:c", "Nothing", "a/b"])
-def test_any_other_text_stays(name: str) -> None:
-    assert versioned_id(name) == name
-
-
-def test_names_with_a_module_are_understood(capfd: pytest.CaptureFixture[str]) -> None:
-    say_version("gymnasium:CartPole", quiet=False)
-    assert capfd.readouterr().err == f"{SAID.format('gymnasium:CartPole', 'CartPole-v1')}\n"
+    assert said_of_versions(capfd) == said
 
 
 def test_without_ale_py_or_opencv_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +133,8 @@ def test_without_ale_py_or_opencv_there_is_one_clear_error(monkeypatch: pytest.M
             make_environment("ALE/Pong-v5")
         assert unregistered("ALE/NoGame-v5") == "", "nobody can say"
     pytest.importorskip("ale_py")
-
-    def refuse(*_: object, **__: object) -> None:
-        raise gymnasium.error.DependencyNotInstalled("opencv is not installed")
-
-    monkeypatch.setattr(gymnasium.wrappers, "AtariPreprocessing", refuse)
+    missing = gymnasium.error.DependencyNotInstalled("opencv is not installed")
+    monkeypatch.setattr(gymnasium.wrappers, "AtariPreprocessing", Mock(side_effect=missing))
     with pytest.raises(UnavailableError, match=r"opencv.*gear-offline\[atari\]"):
         make_environment("ALE/Pong-v5")
 

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from gear_offline.errors import InputError
 from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.training.checkpoint import chosen_checkpoint, find_checkpoint
@@ -55,9 +54,9 @@ def test_report_numbers_and_json() -> None:
     half = 2.4469119 * np.std(returns, ddof=1) / math.sqrt(7)  # t of 6 degrees of freedom
     assert found["ci95"] == pytest.approx([12.0 - half, 12.0 + half])
     # D4RL's published pair for hopper: 0 is -20.272305, 100 is 3234.3
-    scale = 100.0 / (3234.3 + 20.272305)
-    assert found["normalized_score"] == pytest.approx((12.0 + 20.272305) * scale)
-    assert found["normalized_ci95"][1] == pytest.approx((12.0 + half + 20.272305) * scale)
+    low, scale = -20.272305, 100.0 / (3234.3 + 20.272305)
+    assert found["normalized_score"] == pytest.approx((12.0 - low) * scale)
+    assert found["normalized_ci95"][1] == pytest.approx((12.0 + half - low) * scale)
     assert report.to_json()["reference"]["indicative"] is True, "it was not played in D4RL's Hopper"
 
 
@@ -96,24 +95,25 @@ def test_evaluating_a_run_writes_its_results(tmp_path: Path) -> None:
     assert returned(checkpoint="best") != pytest.approx(first, rel=1e-3)
 
 
-def test_evaluating_what_is_not_there_says_what_is(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "tiny-s0")
-    names = [chosen_checkpoint(run, which).path.name for which in ("last", "20", "best", "10")]
-    assert names == ["step-00000020"] * 2 + ["step-00000010"] * 2
+def test_evaluating_what_is_not_there_says_what_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "runs" / "tiny-s0")
+    checkpoints = run / "checkpoints"
+    for which, step in (("last", 20), ("20", 20), ("best", 10), ("10", 10)):
+        assert chosen_checkpoint(run, which).path == checkpoints / f"step-{step:08d}"
     with one_error("RUN_NOT_FOUND") as caught:
         find_checkpoint(run, "15")
     assert "10, 20" in caught.value.remedy
-    assert failing_code(lambda: evaluate(tmp_path / "elsewhere", quiet=True)) == "RUN_NOT_FOUND"
     with one_error("ENVIRONMENT", "2 discrete actions"):
         evaluate(run, environment="CartPole-v1", quiet=True)
-
-
-def test_a_checkpoint_leaves_no_choice_of_one(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "tiny-s0")
-    checkpoint = run / "checkpoints" / "step-00000020"
-    assert find_checkpoint(checkpoint) == checkpoint
-    assert failing_code(lambda: evaluate(checkpoint, checkpoint="best")) == "USAGE"
-    alone = checkpoint.rename(tmp_path / "copied-out")
+    monkeypatch.chdir(tmp_path)
+    with one_error("RUN_NOT_FOUND", r"e\.g\. runs/tiny-s0"):  # a run of nearly that name
+        evaluate("tiny")
+    last = checkpoints / "step-00000020"
+    assert find_checkpoint(last) == last
+    assert failing_code(lambda: evaluate(last, checkpoint="best")) == "USAGE", "it is one already"
+    alone = last.rename(tmp_path / "copied-out")
     assert find_checkpoint(alone) == alone
     assert failing_code(lambda: find_checkpoint(alone, "last")) == "USAGE"
 
@@ -164,24 +164,14 @@ def test_a_file_that_was_asked_for_must_be_written_and_one_of_the_run_need_not(
     assert "could not be kept" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"seed": -1},
-        {"seed": 1 << 63},
-        {"episodes": 0},
-        {"targets": "3600"},
-        {"targets": []},
-        {"targets": [None]},
-        {"targets": float("nan")},
-        {"targets": 1e308},
-        {"targets": 1e29},
-        {"targets": [3600, 1800, 3600.0]},
-    ],
-)
-def test_options_that_cannot_be_played(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_options_that_cannot_be_played(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    assert failing_code(lambda: evaluate(run, quiet=True, **options)) == "USAGE"
+    wrong: dict[str, list[Any]] = {"seed": [-1, 1 << 63], "episodes": [0]}
+    wrong["targets"] = ["3600", [], [None], math.nan, 1e308, 1e29, [3600, 1800, 3600.0]]
+    for option, values in wrong.items():
+        for value in values:
+            with one_error("USAGE"):
+                evaluate(run, quiet=True, **{option: value})
 
 
 def test_a_checkpoint_that_training_removes_meanwhile_is_played_to_the_end(
@@ -198,23 +188,13 @@ def test_a_checkpoint_that_training_removes_meanwhile_is_played_to_the_end(
     assert json.loads((run / "evaluation.json").read_text())["step"] == 20
 
 
-def test_a_run_of_nearly_that_name_is_offered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "mine-s3" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(InputError, match=r"e\.g\. runs/mine-s3"):
-        evaluate("mine")
-
-
-def summarized(*targets: tuple[float, float], score: float | None = None) -> tuple[str, str]:
-    rows = [{"target": asked, "return": got} for asked, got in targets]
-    best = max(got for _, got in targets)
-    document = {"targets": rows, "return": best, "normalized_score": score}
-    return EvaluationReport.model_validate(document).summary()
-
-
 def test_the_best_is_said_to_be_that_of_the_targets() -> None:
+    def summarized(*targets: tuple[float, float], score: float | None = None) -> tuple[str, str]:
+        rows = [{"target": asked, "return": got} for asked, got in targets]
+        best = max(got for _, got in targets)
+        document = {"targets": rows, "return": best, "normalized_score": score}
+        return EvaluationReport.model_validate(document).summary()
+
     assert summarized((-765, -983)) == ("return -983", "asked -765, got -983")
     assert summarized((9, 7), score=50) == ("return 7, score 50.0", "asked 9, got 7, score 50.0")
     assert summarized((9, 7), (5, 4), score=50) == (

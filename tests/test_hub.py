@@ -7,11 +7,12 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ import gear_offline as go
 from gear_offline.cli.main import main
 from gear_offline.runs.prepare import prepare_dataset
 from tests.checkpoint_support import write_run
-from tests.support import hopper_columns, make_dataset, one_error
+from tests.support import make_dataset, one_error, write_hdf5
 
 # huggingface_hub's own upload, in the words of the HTTP library before its present one
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -37,8 +38,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[StandIn]:
-    with stand_in(tmp_path / "cache") as server:
+    """Serve, with huggingface_hub of this process turned to it and logged in."""
+    server, cache = StandIn(), tmp_path / "cache"
+    form = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    settings: dict[str, Any] = {"ENDPOINT": server.url, "HUGGINGFACE_CO_URL_TEMPLATE": form}
+    settings |= {"HF_HUB_CACHE": str(cache), "HF_TOKEN_PATH": str(cache / "no token")}
+    settings |= {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setattr(huggingface_hub.constants, name, value)
+        patch.setenv("HF_TOKEN", TOKEN)
         yield server
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.fixture(scope="module")
@@ -126,62 +139,57 @@ def test_a_dataset_goes_there_and_is_read_from_there(
         go.open_dataset("hub:me/data@broken")
 
 
+def read_rewards(path: Path, seed: int) -> Any:
+    """Return the rewards of a D4RL file that is written there."""
+    with h5py.File(write_hdf5(path, episodes=2, seed=seed)) as file:
+        return file["rewards"][:]
+
+
 def test_files_of_another_kind_are_converted(hub: StandIn, tmp_path: Path) -> None:
-    columns = hopper_columns(50)
-    columns["terminals"][[19, 49]] = True
     (tmp_path / "raw" / "medium").mkdir(parents=True)
-    for number, part in enumerate((slice(0, 20), slice(20, 50))):
-        with h5py.File(tmp_path / "raw" / "medium" / f"{number}.hdf5", "w") as file:
-            for name, values in columns.items():
-                file[name] = values[part]
+    rewards = [read_rewards(tmp_path / "raw" / "medium" / f"{n}.hdf5", n) for n in (0, 1)]
     (tmp_path / "raw" / "other.bin").write_bytes(b"not asked for")
     api = huggingface_hub.HfApi()
     api.create_repo("me/raw", repo_type="dataset")
     api.upload_folder(repo_id="me/raw", repo_type="dataset", folder_path=tmp_path / "raw")
-    for name, steps in (("hub:me/raw/medium", 50), ("hub:me/raw/medium/1.hdf5@main", 30)):
-        manifest = go.convert(name, tmp_path / str(steps), quiet=True)
-        assert (manifest.steps, manifest.source.uri) == (steps, name)
-        rewards = go.open_dataset(tmp_path / str(steps)).column("rewards")
-        np.testing.assert_array_equal(rewards, columns["rewards"][-steps:])
+    names = {"hub:me/raw/medium": rewards, "hub:me/raw/medium/1.hdf5@main": rewards[1:]}
+    for name, some in names.items():
+        manifest = go.convert(name, tmp_path / str(len(some)), quiet=True)
+        assert manifest.source.uri == name
+        found = go.open_dataset(tmp_path / str(len(some))).column("rewards")
+        np.testing.assert_array_equal(found, np.concatenate(some))
     assert not list((tmp_path / "cache").rglob("other.bin"))
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("hub:me/none", "no such model, or does not show it"),
-        ("none/at-all", "hub:none/at-all"),
-        ("hub:me/secret", "log in: hf auth login, or set HF_TOKEN"),
-        ("hub:me/pend@nope", "no such revision"),
-        ("hub:me/empty", "has no policy.json"),
-        ("hub:me", "is no name on the Hub"),
-        ("hub:me/pend/../..", "is no name on the Hub"),
-        ("hub:me/a..b", "can have this name"),
-    ],
-)
-def test_what_is_not_there_is_one_error(
-    name: str, what: str, hub: StandIn, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go.load_policy(run, device="cpu").push_to_hub("me/pend")
-    huggingface_hub.HfApi().create_repo("me/secret", private=True)
-    huggingface_hub.HfApi().create_repo("me/empty")
-    monkeypatch.delenv("HF_TOKEN")
-    with one_error("RUN_NOT_FOUND") as caught:
-        go.load_policy(name, device="cpu")
-    assert what in str(caught.value) and "\n" not in str(caught.value)
+NOT_THERE = {
+    "hub:me/none": "no such model, or does not show it",
+    "none/at-all": "hub:none/at-all",
+    "hub:me/secret": "log in: hf auth login, or set HF_TOKEN",
+    "hub:me/pend@nope": "no such revision",
+    "hub:me/empty": "has no policy.json",
+    "hub:me": "is no name on the Hub",
+    "hub:me/pend/../..": "is no name on the Hub",
+    "hub:me/a..b": "can have this name",
+}
 
 
-def test_without_a_token_or_a_network(
+def test_what_is_not_there_or_not_reached_is_one_error(
     hub: StandIn, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = go.load_policy(run, device="cpu")
     policy.push_to_hub("me/pend")
-    go.load_policy("me/pend", device="cpu")
+    huggingface_hub.HfApi().create_repo("me/secret", private=True)
+    huggingface_hub.HfApi().create_repo("me/empty")
     for token in ("wrong", ""):
         monkeypatch.setenv("HF_TOKEN", token)
         with one_error("OUTPUT_WRITE", "refuses") as caught:
             policy.push_to_hub("me/pend")
         assert "HF_TOKEN" in caught.value.remedy
+    monkeypatch.delenv("HF_TOKEN")
+    for name, what in NOT_THERE.items():
+        with one_error("RUN_NOT_FOUND", re.escape(what)):
+            go.load_policy(name, device="cpu")
+    go.load_policy("me/pend", device="cpu")
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     assert go.load_policy("me/pend", device="cpu").facts.step == 20, "it was fetched before"
     for call, code in (
@@ -216,15 +224,8 @@ def test_a_process_of_its_own_finds_the_hub_by_the_environment(
     (tmp_path / "home").mkdir()
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
     environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-    line = [
-        sys.executable,
-        "-m",
-        "gear_offline",
-        "export-policy",
-        "hub:me/pend",
-        str(tmp_path / "p"),
-    ]
-    subprocess.run(line, env=environment, check=True)
+    command = f"{sys.executable} -m gear_offline export-policy hub:me/pend {tmp_path / 'p'}"
+    subprocess.run(shlex.split(command), env=environment, check=True)
     assert go.load_policy(tmp_path / "p", device="cpu").facts.step == 20
 
 
@@ -234,14 +235,13 @@ LFS = (".safetensors", ".hdf5")  # as .gitattributes of a new repository says
 Tree = dict[str, bytes]
 
 
+@dataclass
 class Repo:
     """Branches and commits, each the files by path."""
 
-    def __init__(self, *, private: bool) -> None:
-        self.private = private
-        self.branches: dict[str, str] = {}
-        self.commits: dict[str, Tree] = {}
-        self.commit("main", {".gitattributes": b"*.safetensors filter=lfs\n"})
+    private: bool
+    branches: dict[str, str] = field(default_factory=dict)
+    commits: dict[str, Tree] = field(default_factory=dict)
 
     def commit(self, branch: str, tree: Tree) -> str:
         name = hashlib.sha1(repr((branch, tree, len(self.commits))).encode()).hexdigest()
@@ -338,7 +338,8 @@ class Handler(BaseHTTPRequestHandler):
         document = {"url": f"{self.server.url}/{kind.replace('models/', '')}{name}"}
         if kind + name in self.server.repos:
             raise Refused(409, "", {"error": "You already created this repo", **document})
-        self.server.repos[kind + name] = Repo(private=asked.get("visibility") == "private")
+        repo = self.server.repos[kind + name] = Repo(asked.get("visibility") == "private")
+        repo.commit("main", {".gitattributes": b"*.safetensors filter=lfs\n"})
         return document
 
     def branch(self, repo: Repo, name: str) -> Any:
@@ -383,24 +384,3 @@ def entry(path: str, content: bytes) -> dict[str, Any]:
         found["lfs"] = {"oid": oid, "size": len(content), "pointerSize": 130}
         content = oid.encode()
     return {**found, "oid": hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()}
-
-
-@contextmanager
-def stand_in(cache: Path) -> Iterator[StandIn]:
-    """Serve, with huggingface_hub of this process turned to it and logged in."""
-    from huggingface_hub import constants
-
-    server = StandIn()
-    form = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-    settings = {"ENDPOINT": server.url, "HUGGINGFACE_CO_URL_TEMPLATE": form}
-    settings |= {"HF_HUB_CACHE": str(cache), "HF_TOKEN_PATH": str(cache / "no token")}
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
-            patch.setattr(constants, name, value)
-        patch.setattr(constants, "HF_HUB_OFFLINE", False)
-        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        patch.setenv("HF_TOKEN", TOKEN)
-        yield server
-    server.shutdown()
-    server.server_close()

@@ -6,26 +6,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from gear_offline.cli.main import app
 from gear_offline.config.recipe import load_recipe
-from gear_offline.dataset.dataset import open_dataset
 from gear_offline.distributed.sharding import Assigner
 from gear_offline.errors import InputError
-from gear_offline.loaders.loader import GearLoader
 from gear_offline.planning.compute import model_size, step_cost
 from gear_offline.planning.hardware import HARDWARE, Cluster, load_hardware
 from gear_offline.planning.plan import crossing_share, lay_out, plan
 from gear_offline.planning.workload import make_workload
-from gear_offline.runs.prepare import resolve
-from gear_offline.training.learner import Learner
 from gear_offline.training.model import ModelSizes
 from tests.support import failing_code
-from tests.training_support import tiny_data, tiny_recipe
+from tests.task_support import make_learner
+from tests.training_support import EPISODE_LENGTHS, tiny_data, tiny_recipe
 
 H200 = load_hardware("h200")
 ONE_GPU = Cluster(nodes=1, gpus=1, hardware=H200)
@@ -44,14 +40,20 @@ def test_crossing_share_is_what_the_assignment_moves(shares: list[float]) -> Non
 
 
 @pytest.mark.parametrize("timesteps", ["100", "null"])  # null: those of the data
-def test_parameters_are_those_of_the_real_model(tmp_path: Path, timesteps: str) -> None:
-    data = tiny_data(tmp_path)
-    recipe = tiny_recipe(data, f"model.max_timestep={timesteps}")
-    resolved, sizes = resolve(recipe, open_dataset(data), quiet=True)
-    learner = Learner(resolved, sizes, open_dataset(data), torch.device("cpu"))
-    model = plan(recipe, make_workload(recipe), ONE_GPU)["model"]
+def test_parameters_and_rows_are_those_of_the_real_model_and_table(
+    tmp_path: Path, timesteps: str
+) -> None:
+    recipe = tiny_recipe(tiny_data(tmp_path), f"model.max_timestep={timesteps}")
+    learner, workload = make_learner(recipe), make_workload(recipe)
+    model = plan(recipe, workload, ONE_GPU)["model"]
     assert model["parameters"] == sum(p.numel() for p in learner.model.parameters())
     assert model["encoder_flops"] == 0.0
+    table = learner.loader.rows.table
+    row = sum(group.width * group.dtype.itemsize for group in table.groups)
+    assert workload.row_bytes == row
+    assert workload.window_bytes == row * recipe.loader.context_length
+    assert workload.table_bytes == row * sum(EPISODE_LENGTHS)
+    assert workload.weights.sum() == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("described", [False, True])
@@ -82,26 +84,7 @@ def test_frames_are_encoded_at_the_cost_of_the_convolutions() -> None:
     assert encoding == 2 * products
 
 
-def test_rows_are_those_of_the_real_table(tmp_path: Path) -> None:
-    data = tiny_data(tmp_path)
-    recipe = tiny_recipe(data)
-    workload = make_workload(recipe)
-    dataset = open_dataset(data)
-    loader = GearLoader(
-        dataset,
-        batch_size=4,
-        context_length=recipe.loader.context_length,
-        normalize_states=recipe.loader.normalize_states,
-        device="cpu",
-    )
-    row = sum(group.width * group.dtype.itemsize for group in loader.rows.table.groups)
-    assert workload.row_bytes == row
-    assert workload.window_bytes == row * recipe.loader.context_length
-    assert workload.table_bytes == row * dataset.spec.steps
-    assert workload.weights.sum() == pytest.approx(1.0)
-
-
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     terabytes=st.floats(0.1, 200.0),
     nodes=st.integers(1, 64),
@@ -165,13 +148,11 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], code: str) 
     assert isinstance(result.exception, InputError) and result.exception.code == code
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "h200: 3", "h200: {}", "h200: {gpu: {memory: -1}}", "a: [1"]
-)
-def test_a_hardware_file_that_is_none(tmp_path: Path, text: str) -> None:
+def test_a_hardware_file_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "machine.yaml"
-    path.write_text(text)
-    assert failing_code(lambda: load_hardware(str(path))) == "USAGE"
+    for text in ("", "[]", "h200: 3", "h200: {}", "h200: {gpu: {memory: -1}}", "a: [1"):
+        path.write_text(text)
+        assert failing_code(lambda: load_hardware(str(path))) == "USAGE"
     path.write_text(HARDWARE.read_text().replace("h200:", "mine:"))
     assert load_hardware(str(path)) == H200
 
@@ -235,6 +216,5 @@ def test_predictions_are_within_fifteen_percent_of_what_was_measured(
 
 def test_a_predicted_run_is_within_fifteen_percent_of_the_measured_one() -> None:
     recipe = load_recipe("paper")
-    workload = make_workload(recipe, columns=COLUMNS, data_bytes=60_000_000)
-    found = plan(recipe, workload, ONE_GPU)
+    found = plan(recipe, make_workload(recipe, columns=COLUMNS, data_bytes=60_000_000), ONE_GPU)
     assert found["run"]["seconds"] == pytest.approx(88.6, rel=0.15)  # 100,000 steps from nothing

@@ -27,7 +27,8 @@ from gear_offline.sampling import make_sampler, sampler_class, strategy_names
 from gear_offline.sampling.base import _SAMPLERS
 from gear_offline.sweep import run as sweep_run
 from tests.sampling_support import keys
-from tests.support import ArraySource, failing_code, hopper_columns, make_dataset, one_error
+from tests.support import ROOT, ArraySource, failing_code, hopper_columns, make_dataset, one_error
+from tests.test_docs import blocks
 from tests.training_support import tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("no_reports")
@@ -43,14 +44,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def recipe_of(dataset: Dataset, *overrides: str) -> Recipe:
-    settings = [
-        f"data.path={dataset.path}",
-        f"loader.batch_size={BATCH}",
-        f"loader.context_length={SPAN}",
-        f"train.steps={BATCHES}",
-        "optimizer.warmup_steps=1",
-    ]
-    return load_recipe("paper", [*settings, *overrides])
+    sizes = f"loader.batch_size={BATCH}", f"loader.context_length={SPAN}", f"train.steps={BATCHES}"
+    given = (f"data.path={dataset.path}", *sizes, "optimizer.warmup_steps=1", *overrides)
+    return load_recipe("paper", given)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +144,6 @@ def test_returns_that_are_equal_but_for_rounding(tmp_path: Path) -> None:
     """NumPy refuses a histogram whose range spans fewer floats than it has bins."""
     columns = hopper_columns(6)
     columns["rewards"] = np.array([0.1, 0.2, 0.3, 0.3, 0.2, 0.1])
-    columns["terminals"][[2, 5]] = True
     data = make_dataset(tmp_path, [3, 3], columns=columns)
     assert 0 < np.ptp(data.returns) < 1e-15
     found = compare_strategies(recipe_of(data), "top_k:k=1", out=tmp_path / "out", quiet=True)
@@ -288,15 +283,11 @@ def test_the_command(dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main(["strategies", "paper", *words, "--train", "--seeds", "0"]) == 2
 
 
-def code_blocks() -> list[str]:
-    text = (Path(__file__).parents[1] / "docs" / "how-to" / "own-strategy.md").read_text()
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-
-
 def test_the_file_in_the_documents_starts_commands(
     dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    parts = [block for block in code_blocks() if "@reg" in block or "__main__" in block]
+    page = blocks((ROOT / "docs" / "how-to" / "own-strategy.md").read_text(), "python")
+    parts = [block for block in page if "@reg" in block or "__main__" in block]
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(recipe_of(dataset).to_yaml())
     words = ["strategies", str(recipe), "--strategies", "fading:half_life=2", "--json", "-q"]
@@ -312,7 +303,7 @@ def test_the_file_in_the_documents_starts_commands(
 
 
 def test_every_strategy_and_option_is_documented() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "reference" / "strategies.md").read_text()
+    text = (ROOT / "docs" / "reference" / "strategies.md").read_text()
     for name in strategy_names():
         assert f"`{name}`" in text, name
         for option in (field.name for field in fields(cast(Any, sampler_class(name).Options))):

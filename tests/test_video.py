@@ -17,7 +17,7 @@ from gear_offline.runs.evaluate import evaluate
 from gear_offline.training.records import EvaluationReport
 from tests.checkpoint_support import write_run
 from tests.evaluation_support import Constant, Counted
-from tests.support import failing_code
+from tests.support import failing_code, one_error
 
 imageio = pytest.importorskip("imageio.v3")
 HopperEnv: Any = pytest.importorskip("gymnasium.envs.mujoco.hopper_v5").HopperEnv
@@ -95,12 +95,13 @@ def test_an_episode_that_does_not_repeat_is_not_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("environment", ["Pendulum-v1", "GearTest/FarHopper-v0", "ALE/Pong-v5"])
 def test_simulators_are_drawn_as_they_were_played(tmp_path: Path, environment: str) -> None:
-    policy: Any = Constant(np.zeros(3) if "Hopper" in environment else np.zeros(1))
-    if environment == "ALE/Pong-v5":
-        pytest.importorskip("ale_py")
-        policy = Constant(np.array(2))
-    if environment == "Pendulum-v1":
-        pytest.importorskip("pygame")
+    needs, action = {
+        "Pendulum-v1": ("pygame", np.zeros(1)),
+        "ALE/Pong-v5": ("ale_py", np.array(2)),
+        "GearTest/FarHopper-v0": ("mujoco", np.zeros(3)),
+    }[environment]
+    pytest.importorskip(needs)
+    policy: Any = Constant(action)
     tasks = [EvaluationTask(environment=environment, targets=(1.0,), episodes=1, seed=3)]
     path = tmp_path / "a.gif"
     video.check_video(path, tasks)
@@ -126,24 +127,18 @@ def test_a_run_is_shown_and_its_report_links_it(tmp_path: Path) -> None:
     assert "(<../a.gif>)" in (run / "report.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "environment", "code"),
-    [
-        ("a.avi", "Pendulum-v1", "USAGE"),
-        ("a", "Pendulum-v1", "USAGE"),
-        ("no/a.gif", "Pendulum-v1", "OUTPUT_WRITE"),
-        ("there.gif", "Pendulum-v1", "OUTPUT_EXISTS"),
-        ("a.gif", "GearTest/Counted-v0", "ENVIRONMENT"),
-    ],
-)
 def test_what_cannot_be_shown_is_refused_before_anything_is_played(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, environment: str, code: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = write_run(tmp_path / "run")
     (tmp_path / "there.gif").touch()
     monkeypatch.setattr("gear_offline.evaluation.jobs.evaluate_tasks", None)
-    call = lambda: evaluate(run, environment=environment, video=tmp_path / name)  # noqa: E731
-    assert failing_code(call) == code
+    names = {"a.avi": "USAGE", "a": "USAGE", "no/a.gif": "OUTPUT_WRITE"}
+    for name, code in (names | {"there.gif": "OUTPUT_EXISTS"}).items():
+        with one_error(code):
+            evaluate(run, environment="Pendulum-v1", video=tmp_path / name)
+    with one_error("ENVIRONMENT"):
+        evaluate(run, environment="GearTest/Counted-v0", video=tmp_path / "a.gif")
 
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
