@@ -108,33 +108,26 @@ def problem(words: list[str]) -> str | None:
     scripts = [word for word in words if word.endswith(".py")]
     if words[0] in ("python", "torchrun") and scripts:
         return None if (ROOT / scripts[0]).exists() else f"no {scripts[0]}"
-    return _our_problem(words[1:]) if words[0] == "gear-offline" else None
-
-
-def _our_problem(words: list[str]) -> str | None:
+    if words[0] != "gear-offline":
+        return None
     command: Any = typer.main.get_command(app)
-    path = []
+    path, words = [], words[1:]
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
         path.append(words.pop(0))
         if path[-1] not in command.commands:
             return f"no command {' '.join(path)}"
         command = command.commands[path[-1]]
-    if not path:
-        return None
     try:
-        command.make_context(" ".join(path), list(words))
-        if path[0] in ("train", "sweep", "strategies", "plan"):
-            _check_recipe(words)
+        if path:
+            command.make_context(" ".join(path), list(words))
+        if path and path[0] in ("train", "sweep", "strategies", "plan"):
+            given = [word for word in words[1:] if re.match(r"(\w+\.[\w.]+|name|seed)=", word)]
+            single = [re.sub(r"=([^\[{,]*),.*", r"=\1", word) for word in given]  # of a sweep
+            single = [word for word in single if not word.startswith("data.tasks.")]
+            load_recipe(words[0] if words[0] in recipe_paths() else "paper", single)
     except Exception as error:  # the parser's errors and ours alike
         return f"{' '.join(path)}: {getattr(error, 'message', error)}"
     return None
-
-
-def _check_recipe(words: list[str]) -> None:
-    overrides = [word for word in words[1:] if re.match(r"(\w+\.[\w.]+|name|seed)=", word)]
-    single = [re.sub(r"=([^\[{,]*),.*", r"=\1", word) for word in overrides]  # a list of a sweep
-    single = [word for word in single if not word.startswith("data.tasks.")]
-    load_recipe(words[0] if words[0] in recipe_paths() else "paper", single)
 
 
 def test_batch_files_can_be_parsed() -> None:
@@ -150,22 +143,32 @@ def test_commands_could_be_run(page: Path) -> None:
     assert {command: what for command, what in found.items() if what} == {}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "gear-offline frobnicate",
-        "gear-offline train paper --steps 5",
-        "gear-offline train paper trian.steps=5",
-        "torchrun -m gear_offline train paper seed=x",
-        "make nothing",
-        "python -m benchmarks nothing",
-        "python examples/nothing.py",
-    ],
-)
+WRONG = """
+gear-offline frobnicate
+gear-offline train paper --steps 5
+gear-offline train paper trian.steps=5
+torchrun -m gear_offline train paper seed=x
+make nothing
+python -m benchmarks nothing
+python examples/nothing.py
+"""
+
+
+@pytest.mark.parametrize("line", WRONG.split("\n")[1:-1])
 def test_a_wrong_command_is_found(line: str) -> None:
     """In a page that is written, so that the tests above cannot go blind."""
     (words,) = commands(f"```sh\nX=1 {line} \\\n  # a comment\n```\n")
     assert problem(words)
+
+
+def test_the_demo_is_commands_there_are(tmp_path: Path) -> None:
+    line = ["make", "-n", "-f", str(ROOT / "Makefile"), "demo/run/evaluation.json"]
+    shown = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    lines = shown.replace("\\\n", " ").splitlines()
+    ours = [["gear-offline", *shlex.split(line)[1:]] for line in lines if "/gear-offline " in line]
+    names = [words[1] for words in ours]
+    assert names == ["collect", "convert", "inspect", "train", "evaluate"]
+    assert [problem(words) for words in ours] == [None] * 5
 
 
 @each_page
@@ -180,32 +183,25 @@ def test_recipes_are_valid(page: Path, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the data and the run that pages speak of, in small."""
-    folder = tmp_path_factory.mktemp("docs")
-    (folder / "data").mkdir()
-    lengths = [40, 60, 50, 150]
-    steps = sum(lengths)
-    hopper = ArraySource(hopper_columns(steps), lengths, environment_id="Hopper-v5")
-    convert(hopper, folder / "data" / "hopper-medium-v2", quiet=True)
-    pendulum = ArraySource(hopper_columns(steps, state_dim=3, action_dim=1), lengths)
-    convert(pendulum, folder / "data" / "pendulum", quiet=True)
-    generator = np.random.default_rng(0)
+    folder, lengths = tmp_path_factory.mktemp("docs"), [40, 60, 50, 150]
+    steps, generator = sum(lengths), np.random.default_rng(0)
     frames = {
         "observations": generator.integers(0, 255, (steps, 84, 84), np.uint8),
         "actions": generator.integers(0, 6, steps),
         "rewards": generator.normal(size=steps).astype(np.float32),
     }
-    convert(ArraySource(frames, lengths), folder / "data" / "pong", quiet=True)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def cartpole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of the recipe `cartpole`, four steps on random play, without an evaluation."""
-    folder = tmp_path_factory.mktemp("run")
-    options = {"train.steps": 4, "train.device": "cpu", "evaluate.episodes": 0}
+    hopper = ArraySource(hopper_columns(steps), lengths, environment_id="Hopper-v5")
+    pendulum = ArraySource(hopper_columns(steps, state_dim=3, action_dim=1), lengths)
+    pong = ArraySource(frames, lengths)
+    sources = {"hopper-medium-v2": hopper, "pendulum": pendulum, "pong": pong}
+    (folder / "data").mkdir()
+    for name, source in sources.items():
+        convert(source, folder / "data" / name, quiet=True)
+    options: dict[str, object] = {"train.steps": 4, "train.device": "cpu", "evaluate.episodes": 0}
     options |= {"data.collect.policy": "random", "data.collect.quality": None}
-    options |= {"data.collect.steps": 300, "data.path": str(folder / "data")}
-    return gear_offline.train("cartpole", options, out=folder / "run", quiet=True).path
+    options |= {"data.collect.steps": 300, "data.path": str(folder / "data" / "of-the-run")}
+    gear_offline.train("cartpole", options, out=folder / "runs" / "cartpole-s0", quiet=True)
+    return folder
 
 
 WITH_PYTHON = [page for page in PAGES if blocks(page.read_text(), "python")]
@@ -213,11 +209,9 @@ WITH_PYTHON = [page for page in PAGES if blocks(page.read_text(), "python")]
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_run(
-    page: Path, workspace: Path, cartpole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = shutil.copytree(workspace, tmp_path / "here")
-    (here / "runs").mkdir()
-    (here / "runs" / "cartpole-s0").symlink_to(cartpole_run)
+    here = shutil.copytree(workspace, tmp_path / "here", symlinks=True)
     if page.name != "convert.md":  # which makes it
         (here / "data" / "mine").symlink_to("hopper-medium-v2")
     monkeypatch.chdir(here)

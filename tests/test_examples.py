@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -29,7 +28,7 @@ from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import joined_world
 from gear_offline.loaders.loader import GearLoader
 from tests.ranks_support import launch
-from tests.support import ArraySource, hopper_columns, make_dataset
+from tests.support import ROOT, ArraySource, hopper_columns, make_dataset
 
 BATCH, STEPS, SAVED = 4, 6, 3
 
@@ -39,27 +38,16 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return make_dataset(tmp_path_factory.mktemp("data"), [4, 3, 8, 2])
 
 
-def make_trainer(
-    dataset: Dataset, out: Path, *, padding: str = "right", **sizes: Any
-) -> GearTrainer:
-    arguments = training_arguments(
-        out,
-        steps=STEPS,
-        batch_size=BATCH,
-        save_steps=SAVED,
-        use_cpu=True,
-        disable_tqdm=True,
-        warmup_steps=2,
-        learning_rate=1e-2,
-        logging_steps=1,
-    )
+def make_trainer(dataset: Dataset, out: Path, **sizes: Any) -> GearTrainer:
+    settings: dict[str, Any] = {"steps": STEPS, "batch_size": BATCH, "save_steps": SAVED}
+    settings |= {"use_cpu": True, "disable_tqdm": True, "warmup_steps": 2, "logging_steps": 1}
+    arguments = training_arguments(out, learning_rate=1e-2, **settings)
     loader = GearLoader(
         dataset,
         batch_size=BATCH,
         context_length=5,
         normalize_states=True,
         returns_scale=10.0,
-        padding="right" if padding == "right" else "left",
         device="cpu",
         seed=5,
         world=joined_world(),
@@ -75,6 +63,7 @@ def weights(trainer: GearTrainer) -> dict[str, Tensor]:
 
 
 def test_resumed_run_equals_the_uninterrupted_one(dataset: Dataset, tmp_path: Path) -> None:
+    """And its checkpoint is enough to act."""
     whole = make_trainer(dataset, tmp_path / "run")
     start = weights(whole)
     whole.train()
@@ -88,6 +77,19 @@ def test_resumed_run_equals_the_uninterrupted_one(dataset: Dataset, tmp_path: Pa
     assert resumed.loader.step == whole.loader.step == STEPS
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert any(not torch.equal(start[name], value) for name, value in expected.items())
+
+    policy = load_policy(tmp_path / "run" / f"checkpoint-{STEPS}")
+    policy.reset([0, 1], [20.0, 10.0])
+    assert policy.context_length == 5 and policy.returns_scale == 10.0
+    raw = dataset.read("observations", 0, 2)
+    actions = policy.act(raw)
+    assert actions.shape == (2, 3) and np.isfinite(actions).all()
+    statistics = dataset.statistics["observations"]
+    assert policy.statistics is not None
+    for kept, known in zip(
+        policy.statistics, (statistics.mean, statistics.std + 1e-6), strict=True
+    ):
+        np.testing.assert_allclose(kept, known, rtol=1e-6)
 
 
 @pytest.mark.long
@@ -119,20 +121,6 @@ def test_a_checkpoint_that_a_kill_left_half_written_is_passed_over(tmp_path: Pat
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-1000"
 
 
-def test_checkpoint_is_enough_to_act(dataset: Dataset, tmp_path: Path) -> None:
-    trainer = make_trainer(dataset, tmp_path)
-    trainer.train()
-    policy = load_policy(tmp_path / f"checkpoint-{STEPS}")
-    policy.reset([0, 1], [20.0, 10.0])
-    assert policy.context_length == 5 and policy.returns_scale == 10.0
-    raw = dataset.read("observations", 0, 2)
-    actions = policy.act(raw)
-    assert actions.shape == (2, 3) and np.isfinite(actions).all()
-    statistics = dataset.statistics["observations"]
-    expected = (raw - statistics.mean) / (statistics.std + 1e-6)
-    np.testing.assert_allclose(policy._windows[0][:, 0].numpy(), expected, rtol=1e-6, atol=1e-7)
-
-
 def test_discrete_actions_train_too(tmp_path: Path) -> None:
     columns = hopper_columns(12) | {"actions": np.arange(12) % 3}
     discrete = make_dataset(tmp_path, [5, 7], columns=columns)
@@ -160,13 +148,9 @@ def chain(folder: Path, actions: npt.NDArray[Any]) -> Dataset:
     return go.open_dataset(folder / "chain")
 
 
-def continuous() -> npt.NDArray[Any]:
-    return np.linspace(-1, 1, 26, dtype=np.float32).reshape(13, 2)
-
-
 @pytest.mark.parametrize("context_length", [2, 5])
 def test_transitions_are_those_of_the_arrays(tmp_path: Path, context_length: int) -> None:
-    dataset = chain(tmp_path, continuous())
+    dataset = chain(tmp_path, np.linspace(-1, 1, 26, dtype=np.float32).reshape(13, 2))
     loader = go.GearLoader(
         dataset, batch_size=200, context_length=context_length, device="cpu", seed=3
     )
@@ -190,18 +174,21 @@ def test_transitions_are_those_of_the_arrays(tmp_path: Path, context_length: int
         next(stream(left))
 
 
+def taught(dataset: Dataset, loader: GearLoader, steps: int, **options: Any) -> Learner:
+    torch.manual_seed(0)
+    learner = Learner(dataset, hidden=16, learning_rate=1e-2, **options)
+    for _, data in zip(range(steps), stream(loader), strict=False):
+        found = learner.step(data)
+    assert (found.keys() == {"policy"}) == ("cloning" in options)
+    return learner
+
+
 @pytest.mark.parametrize("discrete", [False, True])
 def test_values_are_those_of_the_chain(tmp_path: Path, discrete: bool) -> None:
     """A cut is not an end: 1 + g + g^2 ... = 2 where it was cut, 1.75, 1.5 and 1 before an end."""
-    actions = np.zeros(13, np.int64) if discrete else np.zeros((13, 1), np.float32)
-    dataset = chain(tmp_path, actions)
+    dataset = chain(tmp_path, np.zeros(13, np.int64) if discrete else np.zeros((13, 1), np.float32))
     loader = go.GearLoader(dataset, batch_size=32, context_length=2, device="cpu")
-    torch.manual_seed(0)
-    learner = Learner(
-        dataset, hidden=16, learning_rate=1e-2, gamma=0.5, expectile=0.5, slow_rate=0.1
-    )
-    for _, data in zip(range(300), stream(loader), strict=False):
-        learner.step(data)
+    learner = taught(dataset, loader, 300, gamma=0.5, expectile=0.5, slow_rate=0.1)
     data = transitions(loader.batch_at(0), torch.from_numpy(dataset.terminated.copy()))
     states = data.states.argmax(1)
     expected = torch.tensor([2.0, 1.0, 1.5, 1.75])
@@ -214,40 +201,19 @@ def test_values_are_those_of_the_chain(tmp_path: Path, discrete: bool) -> None:
 def test_cloning_takes_the_action_of_the_data(tmp_path: Path) -> None:
     actions = np.asarray([2, 2, 0, *[1] * 4, 0, *[1] * 5])
     dataset = chain(tmp_path, actions)
-    loader = go.GearLoader(
-        dataset, batch_size=32, context_length=2, normalize_states=True, device="cpu"
-    )
-    torch.manual_seed(0)
-    learner = Learner(dataset, hidden=16, learning_rate=1e-2, cloning=True)
-    for _, data in zip(range(200), stream(loader), strict=False):
-        assert learner.step(data).keys() == {"policy"}
+    options: dict[str, Any] = {"normalize_states": True, "device": "cpu"}
+    loader = go.GearLoader(dataset, batch_size=32, context_length=2, **options)
+    learner = taught(dataset, loader, 200, cloning=True)
     taken = Greedy(learner, dataset).act(dataset.read("observations", 0, 13))
     np.testing.assert_array_equal(taken, actions)
-
-
-def cartpole_episodes() -> list[dict[str, object]]:
-    environment = gymnasium.make("CartPole-v1")
-    environment.action_space.seed(0)
-    episodes: list[dict[str, object]] = []
-    for seed in range(6):
-        states, actions, rewards, ended = [environment.reset(seed=seed)[0]], [], [], False
-        while not ended:
-            actions.append(int(environment.action_space.sample()))
-            state, reward, ended, _, _ = environment.step(actions[-1])
-            states.append(state)
-            rewards.append(float(reward))
-        episodes.append(
-            {"observations": states, "actions": actions, "rewards": rewards, "terminated": True}
-        )
-    return episodes
 
 
 @pytest.mark.parametrize("cloning", [[], ["--cloning"]])
 def test_the_program_trains_and_plays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], cloning: list[str]
 ) -> None:
-    source = go.from_episodes(cartpole_episodes(), environment="CartPole-v1")
-    convert(source, tmp_path / "data")
+    go.collect("CartPole-v1", tmp_path / "a.hdf5", steps=100, quiet=True)
+    convert(tmp_path / "a.hdf5", tmp_path / "data", quiet=True)
     main([str(tmp_path / "data"), "--steps", "3", "--episodes", "2", *cloning])
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("step 3: policy ")
@@ -255,28 +221,19 @@ def test_the_program_trains_and_plays(
     assert shown[-1].startswith("CartPole-v1: ")
 
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
-def cells_of_script() -> list[tuple[str, str]]:
-    """Return kind and text of each cell of the script."""
-    parts = re.split(r"^# %%(.*)\n", (EXAMPLES / "quickstart.py").read_text(), flags=re.M)[1:]
-    cells = []
-    for kind, text in zip(parts[::2], parts[1::2], strict=True):
-        if kind == " [markdown]":
-            cells.append(("markdown", re.sub(r"^# ?", "", text.strip(), flags=re.M)))
-        else:
-            cells.append(("code", text.strip()))
-    return cells
-
-
 @pytest.mark.slow
 def test_the_notebook_runs_and_is_the_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
+    parts = re.split(r"^# %%(.*)\n", (ROOT / "examples/quickstart.py").read_text(), flags=re.M)[1:]
+    script = []
+    for kind, text in zip(parts[::2], parts[1::2], strict=True):
+        prose = kind == " [markdown]"
+        plain = re.sub(r"^# ?", "", text.strip(), flags=re.M) if prose else text.strip()
+        script.append(("markdown" if prose else "code", plain))
+    cells = json.loads((ROOT / "examples/quickstart.ipynb").read_text())["cells"]
     notebook = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
-    assert notebook == cells_of_script()
+    assert notebook == script
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     names: dict[str, Any] = {}
     for kind, text in notebook:
