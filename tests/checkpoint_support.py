@@ -18,15 +18,11 @@ from gear_offline.training.learner import Learner
 RECIPE = load_recipe("smoke")
 
 
-def saved_state(step: int, recipe: Recipe = RECIPE) -> SavedState:
+def saved_state(step: int) -> SavedState:
     statistics = Normalisation(mean=(0.1, 1 / 3, -1e300), std=(1.0, 0.0, 5e-324))
-    return SavedState(
-        step=step,
-        seconds=1.25,
-        recipe=recipe.to_dict(),
-        loader={"step": step, "seed": 0},
-        normalisation=statistics,
-    )
+    loader = {"step": step, "seed": 0}
+    state: dict[str, Any] = {"step": step, "loader": loader, "normalisation": statistics}
+    return SavedState(seconds=1.25, recipe=RECIPE.to_dict(), **state)
 
 
 def training_tensors(step: int) -> dict[str, Tensor]:
@@ -80,34 +76,25 @@ def action_head(model: DecisionTransformer) -> torch.nn.Linear:
     return next(m for m in model.predict_action.modules() if isinstance(m, torch.nn.Linear))
 
 
+RUN: dict[str, Any] = {
+    "name": "tiny",
+    "loader": {"context_length": 4, "returns_scale": 50.0},
+    "model": {"hidden_size": 16, "layers": 2, "max_timestep": 300},
+}
+PLAY = {"targets": [-200.0, -900.0], "episodes": 2, "environments": 2, "seed": 3}
+
+
 def write_run(
     folder: Path, *, steps: Sequence[int] = (10, 20), environment: str = "Pendulum-v1"
 ) -> Path:
     """A run directory as training leaves it, with different weights at each checkpoint."""
-    recipe = Recipe.parse(
-        {
-            "name": "tiny",
-            "loader": {"context_length": 4, "returns_scale": 50.0},
-            "model": {"hidden_size": 16, "layers": 2, "max_timestep": 300},
-            "evaluate": {
-                "environment": environment,
-                "targets": [-200.0, -900.0],
-                "episodes": 2,
-                "environments": 2,
-                "seed": 3,
-            },
-        }
-    )
+    recipe = Recipe.parse(RUN | {"evaluate": PLAY | {"environment": environment}})
+    plain = Normalisation(mean=(0.0,) * 3, std=(1.0,) * 3)
     for step in steps:
         model = small_model()
         torch.nn.init.normal_(action_head(model).weight, std=0.1 * step)
-        state = SavedState(
-            step=step,
-            recipe=recipe.to_dict(),
-            loader={},
-            normalisation=Normalisation(mean=(0.0,) * 3, std=(1.0,) * 3),
-            seconds=1.0,
-        )
+        changes = {"recipe": recipe.to_dict(), "loader": {}, "normalisation": plain}
+        state = saved_state(step).model_copy(update=changes)
         save_checkpoint(folder / "checkpoints", model, step, state)
     (folder / "checkpoints" / "best").symlink_to(f"step-{steps[0]:08d}")
     return folder

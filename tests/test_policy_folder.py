@@ -95,9 +95,9 @@ def test_only_another_policy_folder_is_replaced(tmp_path: Path) -> None:
     assert failing_code(lambda: go.load_policy(folder, "hop")) == "RECIPE"
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new"),
-    [
+def test_damage_is_one_error(tmp_path: Path) -> None:
+    policy = go.load_policy(write_run(tmp_path / "run"), device="cpu")
+    changes: list[tuple[str, str, str]] = [
         ("policy.json", '"returns_scale": 50.0', '"returns_scale": -1.0'),
         ("policy.json", '"format_version": 1', '"format_version": 2'),
         ("policy.json", '"targets"', '"__import__"'),
@@ -105,18 +105,16 @@ def test_only_another_policy_folder_is_replaced(tmp_path: Path) -> None:
         ("config.json", "{", "{ "),
         ("model.safetensors", "format", "FORMAT"),
         ("model.safetensors", "", ""),
-    ],
-)
-def test_damage_is_one_error(file: str, old: str, new: str, tmp_path: Path) -> None:
-    policy = go.load_policy(write_run(tmp_path / "run"), device="cpu")
-    path = policy.save(tmp_path / "policy") / file
-    content = path.read_bytes()
-    assert old.encode() in content
-    path.write_bytes(content.replace(old.encode(), new.encode(), 1))
-    if not old:
-        path.unlink()
-    with one_error("RUN_DAMAGED", "the policy is damaged"):
-        go.load_policy(path.parent)
+    ]
+    for number, (file, old, new) in enumerate(changes):
+        path = policy.save(tmp_path / str(number)) / file
+        content = path.read_bytes()
+        assert old.encode() in content
+        path.write_bytes(content.replace(old.encode(), new.encode(), 1))
+        if not old:
+            path.unlink()
+        with one_error("RUN_DAMAGED", "the policy is damaged"):
+            go.load_policy(path.parent)
 
 
 def test_what_others_wrote_steers_nothing(tmp_path: Path) -> None:

@@ -106,33 +106,19 @@ def tiny_data(folder: Path, lengths: Sequence[int] = EPISODE_LENGTHS) -> Path:
     ).path
 
 
+TINY = """
+loader.batch_size=4 loader.context_length=3 loader.returns_scale=10
+model.hidden_size=8 model.layers=1 model.max_timestep=null
+optimizer.learning_rate=1e-2 optimizer.warmup_steps=3
+train.steps=20 train.device=cpu train.threads=1 train.trackers=[]
+train.log_every=3 train.checkpoint_every=5 train.evaluate_every=7
+evaluate.episodes=2 evaluate.environments=2
+"""
+
+
 def tiny_recipe(data: Path, *overrides: str) -> Recipe:
     """Return a recipe for the dataset at `data` that trains in a second."""
-    return load_recipe(
-        "paper",
-        [
-            "name=tiny",
-            f"data.path={data}",
-            "loader.batch_size=4",
-            "loader.context_length=3",
-            "loader.returns_scale=10",
-            "model.hidden_size=8",
-            "model.layers=1",
-            "model.max_timestep=null",
-            "optimizer.learning_rate=1e-2",
-            "optimizer.warmup_steps=3",
-            "train.steps=20",
-            "train.device=cpu",
-            "train.threads=1",
-            "train.log_every=3",
-            "train.checkpoint_every=5",
-            "train.evaluate_every=7",
-            "train.trackers=[]",
-            "evaluate.episodes=2",
-            "evaluate.environments=2",
-            *overrides,
-        ],
-    )
+    return load_recipe("paper", ["name=tiny", f"data.path={data}", *TINY.split(), *overrides])
 
 
 def measured(run: Path) -> list[dict[str, Any]]:
