@@ -58,13 +58,6 @@ def test_edges() -> None:
     assert shifted.t_p is None, "equal differences say nothing of their spread"
 
 
-def test_holm_by_hand() -> None:
-    # 0.01 * 4, 0.02 * 3, then 0.03 * 2 and max(0.06, 0.04)
-    assert holm([0.03, 0.01, 0.04, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
-    assert holm([0.5, None, 0.4]) == [0.8, None, 0.8]
-    assert holm([]) == [] and holm([None]) == [None]
-
-
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
 def test_holm_rejects_what_the_step_down_rule_rejects(values: list[float]) -> None:
     adjusted = holm(values)
@@ -75,6 +68,10 @@ def test_holm_rejects_what_the_step_down_rule_rejects(values: list[float]) -> No
             break
         rejected.add(place)
     assert {i for i, p in enumerate(adjusted) if p is not None and p < 0.05} == rejected
+    # by hand: 0.01 * 4, 0.02 * 3, then 0.03 * 2 and max(0.06, 0.04)
+    assert holm([0.03, 0.01, 0.04, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([0.5, None, 0.4]) == [0.8, None, 0.8]
+    assert holm([]) == [] and holm([None]) == [None]
 
 
 @pytest.mark.parametrize(("seeds", "tasks"), [(5, 1), (8, 3)])
@@ -100,23 +97,19 @@ def test_the_interquartile_mean_and_its_stratified_bootstrap(seeds: int, tasks: 
 
 def results(returns: dict[str, list[float]], failed: tuple[str, int] | None) -> list[TrialResult]:
     recipe, found = load_recipe("paper"), []
-    for label, values in returns.items():
-        for seed, value in enumerate(values):
-            one = recipe.replace({"seed": seed})
-            is_failed = (label, seed) == failed
-            found.append(
-                TrialResult(
-                    trial=Trial(name=f"{label},s{seed}", label=label, recipe=one, settings={}),
-                    path=Path(label),
-                    status="failed" if is_failed else "complete",
-                    error="MEMORY: x" if is_failed else None,
-                    losses={1: 1.0},
-                    evaluations=(
-                        EvaluationReport.model_validate({"step": 1, "return": 0.0}),
-                        EvaluationReport.model_validate({"step": 2, "return": value}),
-                    ),
-                )
-            )
+    rows = [(label, *row) for label, values in returns.items() for row in enumerate(values)]
+    for label, seed, value in rows:
+        one, is_failed = recipe.replace({"seed": seed}), (label, seed) == failed
+        played = ({"step": 1, "return": 0.0}, {"step": 2, "return": value})
+        result = TrialResult(
+            trial=Trial(name=f"{label},s{seed}", label=label, recipe=one, settings={}),
+            path=Path(label),
+            status="failed" if is_failed else "complete",
+            error="MEMORY: x" if is_failed else None,
+            losses={1: 1.0},
+            evaluations=tuple(map(EvaluationReport.model_validate, played)),
+        )
+        found.append(result)
     return found
 
 

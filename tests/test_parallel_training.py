@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from gear_offline.config.recipe import load_recipe
-from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import peers
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import train
@@ -22,25 +21,13 @@ from tests.support import make_dataset, one_error, write_hdf5
 from tests.training_support import measured
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    path = make_dataset(tmp_path_factory.mktemp("ranks"), [9, 30, 4, 17, 25]).path
-    return open_dataset(path)
-
-
-@pytest.mark.parametrize("error", [RuntimeError, torch.distributed.DistNetworkError])
-def test_a_failed_collective_is_a_lost_rank(error: type[RuntimeError]) -> None:
-    with one_error("RANK_LOST") as caught, peers("adding up"):
-        raise error("whatever torch says of 10.0.0.7")
-    assert "adding up: whatever torch" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("no"), InputError("MEMORY", "no"), ValueError("no")]
-)
-def test_other_errors_stay_what_they_are(error: Exception) -> None:
-    with pytest.raises(type(error), match="no"), peers("adding up"):
-        raise error
+def test_a_failed_collective_is_a_lost_rank_and_other_errors_stay_what_they_are() -> None:
+    for lost in (RuntimeError, torch.distributed.DistNetworkError):
+        with one_error("RANK_LOST", "adding up: whatever torch"), peers("adding up"):
+            raise lost("whatever torch says of 10.0.0.7")
+    for error in (torch.OutOfMemoryError("no"), InputError("MEMORY", "no"), ValueError("no")):
+        with pytest.raises(type(error), match="no"), peers("adding up"):
+            raise error
 
 
 def trained(ranks: int, *arguments: str) -> str:
@@ -86,15 +73,14 @@ def test_ranks_wait_for_the_first_ones_data_as_long_as_it_lives(first: str, tmp_
     ]
     said = [rank.communicate(timeout=150)[0] for rank in ranks]
     lost = first == "dies"
-    assert ([rank.returncode for rank in ranks], said) == (
-        [9 * lost, 0],
-        ["", "RANK_LOST\n" * lost],
-    )
+    assert [rank.returncode for rank in ranks] == [9 * lost, 0]
+    assert said == ["", "RANK_LOST\n" * lost]
 
 
-def test_ranks_learn_what_one_process_learns(dataset: Dataset, tmp_path: Path) -> None:
+def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
     """Two ranks of which one is killed at step 14, then three ranks that go on from step 20."""
-    recipe, run = ranks_recipe(tmp_path / "ranks.yaml", dataset.path), tmp_path / "run"
+    data = make_dataset(tmp_path, [9, 30, 4, 17, 25]).path
+    recipe, run = ranks_recipe(tmp_path / "ranks.yaml", data), tmp_path / "run"
     alone = train(load_recipe(recipe, ["train.steps=30"]), out=tmp_path / "alone", quiet=True)
     for ranks, steps, kill_at in ((2, 20, 14), (3, 30, 0)):
         said = trained(ranks, str(recipe), str(run), str(steps), str(kill_at))

@@ -120,7 +120,7 @@ def block(stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     return some.train()
 
 
-def test_a_block_draws_a_seed_of_torch(block: Any) -> None:
+def test_a_block_draws_a_seed_of_torch_and_none_where_it_only_plays(block: Any) -> None:
     hidden = torch.randn(6, 21, 16, generator=torch.Generator().manual_seed(1))
     packed = block.attn.c_attn(block.ln_1(hidden))
     scale = float(block.attn.scaling)
@@ -136,16 +136,10 @@ def test_a_block_draws_a_seed_of_torch(block: Any) -> None:
     torch.manual_seed(5)
     some, _ = block._attend(hidden, None, False, slice(1, None, 3))
     torch.testing.assert_close(some, first[:, 1::3])
-
-
-def test_a_block_that_only_plays_draws_nothing(block: Any) -> None:
-    hidden = torch.randn(6, 21, 16, generator=torch.Generator().manual_seed(1))
     before = torch.get_rng_state()
     found = block.eval()._attend(hidden, None, False, None)[0]
     assert torch.equal(torch.get_rng_state(), before)
-    packed = block.attn.c_attn(block.ln_1(hidden))
-    expected = packed_attention_reference(packed, 2, float(block.attn.scaling))
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, packed_attention_reference(packed, 2, scale))
 
 
 def test_recomputing_a_block_draws_the_same(block: Any) -> None:

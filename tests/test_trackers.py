@@ -134,14 +134,14 @@ def expected(run: Path) -> Shown:
 
 
 def check(name: str, run: Path, project: str = "gear-offline") -> None:
-    shown = {tag: sorted(points) for tag, points in shown_by(name, run, project).items()}
-    found = expected(run)
+    shown, found = shown_by(name, run, project), expected(run)
     assert found and set(shown) == set(found)
     for tag, points in found.items():
-        assert [step for step, _ in shown[tag]] == [step for step, _ in points], tag
+        there = sorted(shown[tag])
+        assert [step for step, _ in there] == [step for step, _ in points], tag
         if tag.startswith("evaluate") or tag.removeprefix("train/") in LEARNT:  # else it is a time
             values = [value for _, value in points]
-            assert [value for _, value in shown[tag]] == pytest.approx(values, rel=1e-6), tag
+            assert [value for _, value in there] == pytest.approx(values, rel=1e-6), tag
 
 
 class End(go.Callback):
