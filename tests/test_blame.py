@@ -128,7 +128,7 @@ def spoilt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, list[in
 
 
 def test_the_culprit_is_named_and_left_out(
-    spoilt: tuple[Path, int, list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    spoilt: tuple[Path, int, list[int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, culprit, batches = spoilt
     spikes = go.find_spikes(run)
@@ -149,16 +149,11 @@ def test_the_culprit_is_named_and_left_out(
     assert main(["blame", str(run)]) == 0
     assert capsys.readouterr().out.startswith(f"{spikes[0].first}..{spikes[0].last}: loss ")
     words = ["blame", str(run), f"{first}..{last}", "--device", "cpu"]
-    assert main([*words, "--out", str(tmp_path / "a.png"), "-q"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 24 and (tmp_path / "a.png").stat().st_size > 5000
+    assert main([*words, "-q"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) <= 24
     assert main([*words, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["episodes"][0]["episode"] == culprit
-    own = page.windows[page.windows["batch"] >= first]
-    assert len(own) == 4 * (last + 1 - first)
-    assert own["episode"][own["loss"].argmax()] == culprit
-    assert (run / "plots" / f"blame-{first}-{last}.png").is_file()
 
     again = go.train(str(run), {"train.skip": page.without}, checkpoint=page.checkpoint, quiet=True)
     assert go.find_spikes(again) == [] and again.steps == STEPS

@@ -42,7 +42,7 @@ SURFACE = {
     "export-policy": "run out task overwrite",
     "evaluate": "run targets episodes environment checkpoint seed device out video ray json quiet",
     "sweep": "recipe key=value seeds out parallel exact ray json quiet",
-    "blame": "run first..last device out json quiet",
+    "blame": "run first..last device json quiet",
     "strategies": "recipe key=value strategies train seeds parallel exact ray out json quiet",
     "plan": "recipe key=value nodes gpus nic-gbps nics hardware host-memory disk-rate data columns "
     "episode-length json",

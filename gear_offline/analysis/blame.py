@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ import numpy.typing as npt
 import torch
 from rich.console import Console
 
-from gear_offline import plots
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.text import printable, short
 from gear_offline.core.types import Int64Array
@@ -43,7 +41,7 @@ BEFORE, LEAST = 20, 5  # records before one that it is compared with
 MADS = 6.0  # a spike is so many median absolute deviations above the median of those ...
 FLAT = 0.01  # ... each taken for this share of the median at least
 DATA, PART = 0.5, 0.1  # shares of a rise from which on it is due to the data, or in part
-SHOWN, NAMED = 10, 3  # episodes that are printed, and that have a colour and a source
+SHOWN, NAMED = 10, 3  # episodes that are printed, and that are printed with their source
 DRAWS_AT_ONCE = 1 << 20
 HEADINGS = ("episode", "return", "length", "drawn", "usual", "seen", "loss", "adds", "worst")
 WINDOW = np.dtype(
@@ -90,7 +88,7 @@ class BlamedEpisode:
         ]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class Blame:
     """What `blame` found."""
 
@@ -105,12 +103,10 @@ class Blame:
     verdict: str
     without: list[list[int]] | None  # `train.skip` of them; None: the checkpoint has seen them
     episodes: tuple[BlamedEpisode, ...]  # by what they add, the most first
-    windows: npt.NDArray[Any]  # (w,) WINDOW records, of the ordinary batches too
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-able document, without the windows."""
+        """Return a JSON-able document."""
         document: dict[str, Any] = finite(asdict(self))
-        del document["windows"]
         return document
 
     def print(self) -> None:
@@ -130,28 +126,6 @@ class Blame:
             skip = str(self.without).replace(" ", "")
             command = f"gear-offline train {self.run} --checkpoint {self.checkpoint}"
             console.print(f"without these batches: {command} 'train.skip={skip}'")
-
-    def plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draw the logged loss around the batches, and the loss of each window; .png or .svg."""
-        figure, windows = plots.new_figure(), self.windows
-        above, below = figure.subplots(2, 1, height_ratios=(2, 3))
-        room = 10 * (self.last + 1 - self.first)
-        near = [*_logged(open_run(self.run), self.first - room, self.last + room)]
-        above.plot([last for _, last, _ in near], [loss for _, _, loss in near], ".-")
-        below.plot(windows["batch"], windows["loss"], ".", color=plots.GREY, markersize=3)
-        for one, colour in zip(self.episodes[:NAMED], plots.SERIES, strict=False):
-            own, label = windows[windows["episode"] == one.episode], f"episode {one.episode}"
-            below.plot(own["batch"], own["loss"], "o", color=colour, markersize=4, label=label)
-        plots.dress(above, y="logged loss")
-        plots.dress(below, x="batch", y="loss of a window")
-        below.set_yscale("log" if windows["loss"].min() > 0 else "linear")
-        plots.legend(below)
-        for axes in (above, below):
-            axes.axvspan(self.first - 0.5, self.last + 0.5, color=plots.FAINT, zorder=0)
-            plots.thousands(axes.xaxis)
-        subtitle = f"{self.run}: batches {self.first:,} to {self.last:,} are grey"
-        plots.titles(figure, self.verdict, subtitle)
-        return plots.save_figure(figure, Path(path))
 
 
 def find_spikes(run: Run | str | os.PathLike[str]) -> list[Spike]:
@@ -180,9 +154,7 @@ def find_spikes(run: Run | str | os.PathLike[str]) -> list[Spike]:
     return sorted(spikes, key=lambda spike: spike.usual - spike.loss)
 
 
-def _logged(
-    run: Run, first: float = -np.inf, last: float = np.inf
-) -> Iterator[tuple[int, int, float]]:
+def _logged(run: Run, first: int = 0, last: float = np.inf) -> Iterator[tuple[int, int, float]]:
     """Yield first and last batch, and the loss, of each record with batches from `first` on."""
     records, batch_of = read_records(run.path / "metrics.jsonl"), run.recipe.train.batch_of
     for before, now in pairwise([{"step": 0}, *records]):
@@ -280,7 +252,6 @@ def blame(
         verdict=_verdict(explained, loss, usual, episodes[0]),
         without=[*map(list, sorted({*recipe.train.skip, (first, last)}))] if earlier else None,
         episodes=episodes,
-        windows=windows,
     )
 
 
@@ -301,7 +272,7 @@ def _taken(recipe: Recipe, first: int, end: int) -> Int64Array:
 def _windows(
     loader: GearLoader, model: DecisionTransformer, batches: Sequence[int], name: str, quiet: bool
 ) -> npt.NDArray[Any]:
-    """Return (w,) what `Blame.windows` holds of some batches, under the weights of a model."""
+    """Return (w,) the windows of some batches, with their losses under the weights of a model."""
     model.train(False).to(loader.device)  # type: ignore[arg-type, unused-ignore]
     parts, total = [], len(batches)
     with Progress(f"blame {name}", total=total, unit="batches", quiet=quiet) as progress:

@@ -443,7 +443,6 @@ def blame(
         None, parser=parse_range, metavar="FIRST..LAST", help="Batches; without: find spikes."
     ),
     device: str = Option("auto", help="auto, cpu or cuda."),
-    out: Path | None = Option(None, help="Picture; default plots/blame-FIRST-LAST.png of the run."),
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -455,10 +454,6 @@ def blame(
         return
     page = go.blame(run, *batches, device=device, quiet=quiet or as_json)
     show(page.to_json(), as_json, page.print)
-    from gear_offline.progress import say
-
-    picture = page.plot(out or run / "plots" / f"blame-{page.first}-{page.last}.png")
-    say(f"written: {picture}", quiet=quiet or as_json)
 
 
 @command(

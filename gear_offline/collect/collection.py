@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gear_offline.collect import ars
-from gear_offline.collect.makers import Maker, make_makers, parts_of
 from gear_offline.collect.policies import (
+    LEVELS,
     LinearPolicy,
     RandomPolicy,
+    parts_of,
     play_policy,
     train_with_library,
 )
-from gear_offline.collect.record import Crew, Policy
+from gear_offline.collect.record import RECORD, Crew, EpisodePlan, Policy, episode_plan
 from gear_offline.core.system import usable_cores, versions
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
@@ -161,29 +162,29 @@ def collect(
                 used = train_steps or LIBRARY_STEPS
                 say(f"train {policy} for {count_text(used, 'step')}", quiet=quiet)
                 source = train_with_library(policy, environment, steps=used, seed=seed)
-            makers = make_makers(parts, source, steps, seed, action_noise)
+            makers = _makers(parts, source, steps, seed, action_noise)
             with Progress(f"record {out.name}", total=steps, unit="steps", quiet=quiet) as progress:
-                recorded = _record(crew, writer, makers, steps, progress, exact=exact_steps)
+                _record(crew, writer, makers, steps, progress, exact=exact_steps)
         told = tuple(
             MakerReport(
                 name=maker.name,
                 algorithm=maker.algorithm,
                 action_noise=maker.action_noise,
-                **_summary(episodes),
+                **_summary(maker.recorded),
             )
-            for maker, episodes in zip(makers, recorded, strict=True)
-            if episodes
+            for maker in makers
+            if maker.recorded
         )
         _check_gate(gate, max(one.mean_return for one in told), environment)
         report = CollectReport(
             path=out,
             environment_id=crew.facts.environment_id,
-            **_summary(list(chain(*recorded))),
+            **_summary([episode for maker in makers for episode in maker.recorded]),
             makers=told,
             train_steps=used,
         )
         best = source.best.policy if isinstance(source, ars.Training) else None
-        writer.publish(_attributes(report, seed), _metadata(makers, recorded, best))
+        writer.publish(_attributes(report, seed), _metadata(makers, best))
     if report.steps < steps:  # only rollouts of a training come to an end
         say(
             f"warning: {count_text(report.steps, 'step')} in place of {steps:,}: training "
@@ -221,20 +222,64 @@ class _Recorded(NamedTuple):
     total: float  # of the stored rewards
 
 
+@dataclass(frozen=True, eq=False)
+class _Maker:
+    """One part of a file."""
+
+    name: str  # random, policy or a part of a quality
+    algorithm: str  # what made its policy
+    steps: int  # that it should give
+    action_noise: float
+    policy: Policy | None  # None for replay, whose every episode has another one
+    plans: Iterator[EpisodePlan]  # endless, except for replay
+    recorded: list[_Recorded] = field(default_factory=list)
+
+
+def _makers(
+    parts: Mapping[str, float],
+    source: ars.Training | Policy,
+    steps: int,
+    seed: int,
+    action_noise: float,
+) -> list[_Maker]:
+    """Return the makers of parts, from a training or of one policy, with `steps` shared out.
+
+    Action noise is for the policies; random and replayed episodes have none.
+    """
+    makers = []
+    for number, (part, share) in enumerate(parts.items()):
+        wanted = max(1, round(share * steps))
+        if isinstance(source, ars.Training) and part == "replay":
+            algorithm = f"{ars.ALGORITHM}, training rollouts"
+            makers.append(_Maker(part, algorithm, wanted, 0.0, None, source.replay(wanted)))
+            continue
+        policy = source
+        if isinstance(policy, ars.Training):
+            policy = policy.at_level(LEVELS[part]).policy
+        noise = 0.0 if part == "random" else action_noise
+        plans = _endless(policy, (seed, RECORD, number), noise)
+        makers.append(_Maker(part, policy.algorithm, wanted, noise, policy, plans))
+    return makers
+
+
+def _endless(policy: Policy, path: tuple[int, ...], noise: float) -> Iterator[EpisodePlan]:
+    for episode in count():
+        yield episode_plan(policy, (*path, episode), noise)
+
+
 def _record(
     crew: Crew,
     writer: Hdf5Writer,
-    makers: Sequence[Maker],
+    makers: Sequence[_Maker],
     steps: int,
     progress: Progress,
     *,
     exact: bool,
-) -> list[list[_Recorded]]:
+) -> None:
     """Write every maker's episodes; the last one makes up what the others fell short of."""
-    done, recorded = 0, list[list[_Recorded]]()
+    done = 0
     for maker in makers:
         wanted = steps if maker is makers[-1] else min(steps, done + maker.steps)
-        recorded.append([])
         # an earlier maker's last episode may have used this one's share
         for episode in crew.play(maker.plans) if done < steps else ():
             rows = min(steps - done, episode.steps) if exact else episode.steps
@@ -242,12 +287,11 @@ def _record(
             part = {name: column[:rows] for name, column in episode.columns(crew.facts).items()}
             writer.write(part)
             total = float(part["rewards"].sum(dtype=np.float64))
-            recorded[-1].append(_Recorded(episode.reset_seed, rows, total))
+            maker.recorded.append(_Recorded(episode.reset_seed, rows, total))
             progress.advance(rows)
             done += rows
             if done >= wanted:
                 break
-    return recorded
 
 
 def _summary(episodes: Sequence[_Recorded]) -> dict[str, Any]:
@@ -282,14 +326,13 @@ def _attributes(report: CollectReport, seed: int) -> dict[str, Any]:
     }
 
 
-def _metadata(
-    makers: Sequence[Maker], recorded: Sequence[Sequence[_Recorded]], best: Policy | None
-) -> dict[str, Array | str]:
+def _metadata(makers: Sequence[_Maker], best: Policy | None) -> dict[str, Array | str]:
     """Return what stands beside the steps: who made each episode, and the weights."""
-    numbers = np.repeat(np.arange(len(makers), dtype=np.int32), [len(own) for own in recorded])
+    counts = [len(maker.recorded) for maker in makers]
+    seeds = [episode.reset_seed for maker in makers for episode in maker.recorded]
     content: dict[str, Array | str] = {
-        "episode_maker": numbers,
-        "episode_reset_seed": np.array([one.reset_seed for one in chain(*recorded)], np.int64),
+        "episode_maker": np.repeat(np.arange(len(makers), dtype=np.int32), counts),
+        "episode_reset_seed": np.array(seeds, np.int64),
         "algorithm": _algorithms(makers),
     }
     named = [("policy", best)] + [(f"makers/{maker.name}", maker.policy) for maker in makers]
@@ -301,5 +344,5 @@ def _metadata(
     return {f"metadata/{name}": value for name, value in content.items()}
 
 
-def _algorithms(makers: Sequence[Maker | MakerReport]) -> str:
+def _algorithms(makers: Sequence[_Maker | MakerReport]) -> str:
     return "; ".join(dict.fromkeys(maker.algorithm for maker in makers))

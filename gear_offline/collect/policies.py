@@ -1,4 +1,4 @@
-"""Policies that make data: random, linear, and an RL library's own.
+"""Who makes data, at which quality: random, linear policies, and an RL library's own.
 
 ``sb3:ALGORITHM`` or ``sbx:ALGORITHM``, e.g. ``sb3:PPO``, are trained on the spot by
 Stable-Baselines3 or its JAX sister, SBX.  Saved models are not read: those of these libraries hold
@@ -10,6 +10,7 @@ Shape legend: S numbers in an observation, A in an action.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.collect.record import Policy
+from gear_offline.config.problems import nearest
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import make_environment
@@ -25,6 +27,41 @@ from gear_offline.sources.base import package_needed
 
 # Name before the colon: module and what pip calls it.
 LIBRARIES = {"sb3": ("stable_baselines3", "stable-baselines3"), "sbx": ("sbx", "sbx-rl")}
+NAMED = ("random", "ars", "play")
+# Parts of a file and their shares of the steps.  Of a training, ``replay`` is its own rollouts,
+# ``expert`` its best policy, others the one nearest to a share of the best one's return.
+QUALITIES = {
+    "random": {"random": 1.0},
+    "medium": {"medium": 1.0},
+    "expert": {"expert": 1.0},
+    "replay": {"replay": 1.0},
+    "medium-expert": {"medium": 0.5, "expert": 0.5},
+    "mixed": {"replay": 0.4, "level:0.25": 0.15, "level:0.5": 0.15, "expert": 0.3},
+}
+LEVELS = {"expert": 1.0, "level:0.5": 0.5, "medium": 1 / 3, "level:0.25": 0.25}
+
+
+def parts_of(policy: str, quality: str | None) -> Mapping[str, float]:
+    """Return the parts that a file has, and their shares of the steps; ``USAGE``."""
+    library, _, algorithm = policy.partition(":")
+    of_library = library in LIBRARIES and algorithm.isidentifier() and algorithm.isupper()
+    if not (policy in NAMED or of_library):
+        known = ", ".join([*NAMED, *(f"{name}:ALGORITHM" for name in LIBRARIES)])
+        guess = nearest(policy, NAMED, cutoff=0.6)
+        remedy = f"did you mean {guess!r}?" if guess else "write an algorithm like sb3:PPO"
+        what = f"it must be one of {known}, got {policy!r}"
+        raise InputError("USAGE", what, where="policy", remedy=remedy)
+    if policy == "ars":
+        quality = quality or "expert"
+        if quality in QUALITIES:
+            return QUALITIES[quality]
+        remedy = f"use one of {', '.join(QUALITIES)}"
+        raise InputError("USAGE", f"no quality {quality!r}", where="quality", remedy=remedy)
+    if quality is not None:
+        what = f"policy {policy!r} has one quality only"
+        remedy = "leave quality out, or use policy 'ars'"
+        raise InputError("USAGE", what, where="quality", remedy=remedy)
+    return {"random" if policy == "random" else "policy": 1.0}
 
 
 @dataclass(frozen=True, eq=False)
