@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gear_offline.core.types import Array, Int64Array, UInt8Array
+from gear_offline.core.types import Int64Array, UInt8Array
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup, Field, convert
 from gear_offline.kernels.segments import Segments
@@ -163,8 +163,9 @@ class CpuGather:
             return
         words = view.new_empty(len(rows), view.shape[1])
         _select(view, torch.from_numpy(rows), words)
-        values = words.view(torch_dtype(group.dtype)).view(*out.shape[:2], group.width)
-        convert_rows(group, values.numpy(), out)
+        field, values = group.fields[0], words.view(torch_dtype(group.dtype)).numpy()
+        final = convert(values.reshape(*out.shape[:2], *field.shape), field)
+        out.numpy()[...] = final.reshape(out.shape)
 
     def _unfilled(self, starts: Int64Array, real: Int64Array, history: int) -> Int64Array:
         """Return the flat positions, in (n, K + history), that hold no row of the episode."""
@@ -232,13 +233,6 @@ def _select(view: Tensor, rows: Tensor, out: Tensor) -> None:
         copy()
         for job in jobs:
             job.result()
-
-
-def convert_rows(group: ColumnGroup, values: Array, out: Tensor) -> None:
-    """Cast or normalise (n, K, W) values of a group's only field into `out`."""
-    field = group.fields[0]
-    final = convert(values.reshape(*values.shape[:2], *field.shape), field)
-    out.numpy()[...] = final.reshape(values.shape)
 
 
 def _clear(out: Tensor, padded: Int64Array) -> None:

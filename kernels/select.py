@@ -24,12 +24,7 @@ class DeviceSelect:
     """Draws from episodes at (E + 1,) `offsets` in any way that the GPU has; masses move there."""
 
     def __init__(
-        self,
-        draw: Draw,
-        offsets: Int64Array,
-        *,
-        device: torch.device,
-        global_batch: int,
+        self, draw: Draw, offsets: Int64Array, *, device: torch.device, global_batch: int
     ) -> None:
         self.device, self.global_batch = device, global_batch
         self._arrays = DeviceArrays(device)  # what addresses in the job point to

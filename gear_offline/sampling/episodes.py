@@ -191,7 +191,12 @@ class ReturnSampler(WeightedEpisodes):
 
 @register("return_weighted")
 class ReturnWeighted(ReturnSampler):
-    """Episodes by their returns: softmax, rank or percentile, with a temperature."""
+    """Episodes by their returns; the best one's weight is 1.
+
+    ``softmax``: exp((x - 1) / temperature), x the return scaled to [0, 1] over the episodes.
+    ``percentile``: the same of x = the share of episodes that return no more.
+    ``rank``: (1 / r) ** (1 / temperature), r = 1 for the best; equals share their mean rank.
+    """
 
     @dataclass(frozen=True, kw_only=True, config=STRICT)
     class Options(UnitOptions):
@@ -203,7 +208,19 @@ class ReturnWeighted(ReturnSampler):
                 object.__setattr__(self, "temperature", DEFAULT_TEMPERATURE[self.rule])
 
     def weigh(self, returns: Float64Array) -> Float64Array:
-        return return_weights(returns, self.options.rule, self.options.temperature)
+        rule, temperature, ordered = self.options.rule, self.options.temperature, np.sort(returns)
+        no_more = np.searchsorted(ordered, returns, side="right")
+        if rule == "rank":
+            less = np.searchsorted(ordered, returns, side="left")
+            rank = returns.size - (less + no_more - 1) / 2  # 1 for the best
+            return np.asarray((rank / rank.min()) ** (-1.0 / temperature))
+        x = no_more / returns.size
+        if rule == "softmax":
+            half = returns / 2  # the difference of two finite returns need not be finite
+            spread = half.max() - half.min()
+            x = (half - half.min()) / spread if spread > 0 else np.ones_like(returns)
+        with np.errstate(over="ignore"):  # of a quotient, which is minus infinity then
+            return np.asarray(np.exp((x - 1.0) / temperature))
 
 
 @register("top_percent")
@@ -379,25 +396,3 @@ def column_of(facts: Facts, name: str) -> Array:
 def best_first(returns: Float64Array) -> Int64Array:
     """Return the episodes by falling return; among equals the earlier one comes first."""
     return np.argsort(-returns, kind="stable").astype(np.int64)
-
-
-def return_weights(returns: Float64Array, rule: str, temperature: float) -> Float64Array:
-    """Return (E,) weights of episodes by their returns, the best one's being 1.
-
-    ``softmax``: exp((x - 1) / temperature), x the return scaled to [0, 1] over the episodes.
-    ``percentile``: the same of x = the share of episodes that return no more.
-    ``rank``: (1 / r) ** (1 / temperature), r = 1 for the best; equals share their mean rank.
-    """
-    ordered = np.sort(returns)
-    no_more = np.searchsorted(ordered, returns, side="right")
-    if rule == "rank":
-        less = np.searchsorted(ordered, returns, side="left")
-        rank = returns.size - (less + no_more - 1) / 2  # 1 for the best
-        return np.asarray((rank / rank.min()) ** (-1.0 / temperature))
-    x = no_more / returns.size
-    if rule == "softmax":
-        half = returns / 2  # the difference of two finite returns need not be finite
-        spread = half.max() - half.min()
-        x = (half - half.min()) / spread if spread > 0 else np.ones_like(returns)
-    with np.errstate(over="ignore"):  # of a quotient, which is minus infinity then
-        return np.asarray(np.exp((x - 1.0) / temperature))

@@ -6,7 +6,7 @@ from math import prod
 
 import numpy as np
 
-from gear_offline.core.types import Array, Float64Array
+from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.schema import ColumnSpec
 from gear_offline.errors import InputError
@@ -54,7 +54,11 @@ def standard_fields(
             remedy="use normalize_states=False, in a recipe loader.normalize_states=false: models "
             "scale the pixels",
         )
-    mean, divisor = normalization(source) if normalize_states else (None, None)
+    mean = divisor = None
+    if normalize_states:
+        moments, shape = source.statistics[STATES], states.shape or (1,)
+        mean = np.asarray(moments.mean, dtype=np.float64).reshape(shape)
+        divisor = np.asarray(moments.std, dtype=np.float64).reshape(shape) + STD_FLOOR
     discrete = actions.dtype.kind in "iub"
     action_shape = () if discrete and actions.shape == (1,) else actions.shape
     fields = {
@@ -78,15 +82,6 @@ def standard_fields(
 def is_image(states: ColumnSpec) -> bool:
     """Return whether a column holds frames: uint8, two or more dimensions a step."""
     return states.dtype == np.uint8 and len(states.shape) >= 2
-
-
-def normalization(source: Dataset) -> tuple[Float64Array, Float64Array]:
-    """Return mean and divisor (``std + 1e-6``) of the states, float64, the states' batch shape."""
-    shape = source.spec[STATES].shape or (1,)
-    moments = source.statistics[STATES]
-    mean = np.asarray(moments.mean, dtype=np.float64).reshape(shape)
-    divisor = np.asarray(moments.std, dtype=np.float64).reshape(shape) + STD_FLOOR
-    return mean, divisor
 
 
 def to_float32(values: Array, column: str, first_step: int, *, finite: bool = False) -> Array:

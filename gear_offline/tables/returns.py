@@ -34,11 +34,7 @@ def whole_episodes(offsets: Sequence[int] | Int64Array, steps: int) -> Iterator[
 
 
 def sum_returns(
-    rewards: npt.NDArray[Any],
-    offsets: Sequence[int] | Int64Array,
-    *,
-    gamma: float,
-    scale: float,
+    rewards: npt.NDArray[Any], offsets: Sequence[int] | Int64Array, *, gamma: float, scale: float
 ) -> Float32Array:
     """Return (n,) float32 returns-to-go of whole episodes that begin at global steps `offsets`.
 

@@ -32,14 +32,7 @@ from gear_offline.core.types import Array, BoolArray, Int64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup, Field, convert
-from gear_offline.tables.fields import (
-    ACTIONS,
-    EXTRA,
-    REWARDS,
-    STATES,
-    standard_fields,
-    to_float32,
-)
+from gear_offline.tables.fields import ACTIONS, EXTRA, REWARDS, STATES, standard_fields, to_float32
 from gear_offline.tables.joint import JointDataset, Part, TableData, parts_of, shards_of
 from gear_offline.tables.returns import sum_returns, whole_episodes
 
