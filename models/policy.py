@@ -109,12 +109,12 @@ class Policy:
         # (E, K, ...) states, actions, what is asked, timesteps, and of frames the newest ones
         window, device = (0, context_length), self.device
         actions = torch.zeros((*window, self.action_dim), device=device)
-        self._windows = (
+        self._windows = [
             torch.zeros((*window, int(model.config.state_dim)), device=device),
             torch.zeros(window, dtype=torch.int64, device=device) if self.discrete else actions,
             torch.zeros((*window, model.embed_return.in_features), device=device),
             torch.zeros(window, dtype=torch.int64, device=device),
-        )
+        ]
         stack = (0, self.frame_stack, *self.frame_shape)  # the newest one last
         self._frames = torch.zeros(stack, dtype=torch.uint8, device=device)
 
@@ -284,9 +284,7 @@ class Policy:
         if generator is not None:
             drawn = generator.standard_normal((len(chosen), self.action_dim), np.float32)
             noise = torch.from_numpy(drawn).to(self.device)
-        prediction = self.model.predict_last_action(
-            inputs[0], inputs[1], inputs[2], inputs[3], last, noise
-        )
+        prediction = self.model.predict_last_action(*inputs, last, noise)
         chosen_actions = prediction.argmax(-1) if self.discrete else prediction
         self._windows[1][rows, last] = chosen_actions.to(self._windows[1].dtype)
         self._waiting[chosen] = True
@@ -373,20 +371,18 @@ class Policy:
         at = torch.from_numpy(place).to(self.device)
         asked: npt.NDArray[Any] = self._targets[chosen]
         asked = self._normalized(asked) if self.goals else asked[:, None] / self.returns_scale
-        window_states, window_actions, window_asked, window_timesteps = self._windows
-        window_states[rows, at] = states.to(window_states.dtype)
-        window_actions[rows, at] = 0  # not chosen yet; causality hides this slot anyway
-        window_asked[rows, at] = torch.from_numpy(asked.astype(np.float32)).to(self.device)
-        timesteps = np.minimum(steps, self.max_timestep - 1)
-        window_timesteps[rows, at] = torch.from_numpy(timesteps).to(self.device)
+        timesteps = torch.from_numpy(np.minimum(steps, self.max_timestep - 1))
+        action = torch.zeros((), device=self.device)  # not chosen yet; causality hides it anyway
+        now = (states, action, torch.from_numpy(asked.astype(np.float32)), timesteps)
+        for window, values in zip(self._windows, now, strict=True):
+            window[rows, at] = values.to(window)
         return place
 
     def _grow(self, added: int) -> None:
         def longer(values: Tensor) -> Tensor:
             return torch.cat([values, values.new_zeros((added, *values.shape[1:]))])
 
-        states, actions, asked, timesteps = map(longer, self._windows)
-        self._windows, self._frames = (states, actions, asked, timesteps), longer(self._frames)
+        self._windows, self._frames = [*map(longer, self._windows)], longer(self._frames)
         self._targets, self._steps, self._waiting = (
             np.concatenate([values, np.zeros((added, *values.shape[1:]), values.dtype)])
             for values in (self._targets, self._steps, self._waiting)

@@ -37,7 +37,7 @@ from gear_offline.training.stack import Stack, stack_key, why_not_stacked
 
 CHUNK = 8  # steps of a stack that are launched in one turn
 DEEP = 4  # turns of a stack on their way, at most
-LARGEST_STACK = 16  # more runs need memory and are hardly faster
+MOST_ON_A_GPU = 16  # by default, and in a stack: more runs need memory and are hardly faster
 PAUSE_SECONDS = 0.002  # of the host when every run waits for something
 MEMORY_SPARE = 1.25  # a further run begins if so many times what one takes is free
 
@@ -51,7 +51,7 @@ def train_concurrently(job: Job) -> None:
 
 def _alike(job: Job) -> Iterator[list[Trial]]:
     """Yield the trials that make one stack, in stacks of about the same size."""
-    most = min(job.parallel, LARGEST_STACK)
+    most = min(job.parallel, MOST_ON_A_GPU)
     alike: dict[str, list[Trial]] = {}
     for trial in job.trials:
         alike.setdefault(stack_key(trial.recipe), []).append(trial)

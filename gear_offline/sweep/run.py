@@ -26,7 +26,7 @@ from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.evaluations import MOST_WORKERS
 from gear_offline.runs.loop import TrainingInterrupted, check_resumed
 from gear_offline.runs.prepare import prepare_dataset, resolve
-from gear_offline.sweep.concurrent import train_concurrently
+from gear_offline.sweep.concurrent import MOST_ON_A_GPU, train_concurrently
 from gear_offline.sweep.directory import SweepDirectory, SweepFile
 from gear_offline.sweep.jobs import LOCK_SECONDS, Job, train_in_pool, train_in_processes
 from gear_offline.sweep.report import SweepResult, read_sweep
@@ -35,7 +35,6 @@ from gear_offline.sweep.trials import Trial, make_trials
 from gear_offline.tables.joint import TableData
 from gear_offline.workers import RayPool
 
-MOST_ON_A_GPU = 16  # more trials at a time need memory and are hardly faster
 # of the driver for streams; its default of 8 makes further ones wait for each other
 QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 

@@ -20,8 +20,6 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.distributed.world import World
 from gear_offline.errors import UnavailableError
 from gear_offline.kernels.adamw import Update
-from gear_offline.models.decision_transformer import DecisionTransformer
-from gear_offline.training.gradients import GradientPass
 from gear_offline.training.optimizer import Optimizer
 
 if TYPE_CHECKING:
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     from gear_offline.loaders.feedback import DeviceFeedback
     from gear_offline.loaders.loader import GearLoader
     from gear_offline.loaders.static_batch import StaticBatch
+    from gear_offline.training.gradients import GradientPass
 
 WARM_UPS = 3  # passes before capturing: libraries choose their algorithms and allocate
 TIMED_FILLS = 50
@@ -134,23 +133,18 @@ class CapturedStep:
     Building it runs some passes; random numbers and the batches' position are put back afterwards,
     so that nothing of them stays.  It is captured on torch's current stream if that is not the
     default one: graphs that run at once must not share a stream's workspace of cuBLAS.  All ranks
-    of `world` build theirs and replay it together.
+    of `world` build theirs and replay it together; `gradients` are those of this rank alone, with
+    `feedback`.
     """
 
     def __init__(
         self,
         part: RunPart,
-        model: DecisionTransformer,
-        *,
-        precision: torch.dtype | None,
-        compiled: bool,
-        feedback: DeviceFeedback | None = None,
+        gradients: GradientPass,
+        feedback: DeviceFeedback | None,
         world: World,
     ) -> None:
-        self.part = part
-        self._gradients = GradientPass(
-            model, World(), compiled=compiled, feedback=feedback, precision=precision
-        )
+        self.part, self._gradients = part, gradients
         self._ranks: RankGradients | None = None
         if world.size > 1:
             divisor = float(part.batches.batch.attention_mask.numel())

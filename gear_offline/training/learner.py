@@ -22,12 +22,7 @@ from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.gather import Windows
 from gear_offline.loaders.batch import Batch
-from gear_offline.loaders.feedback import (
-    DeviceFeedback,
-    LossFeedback,
-    as_arrays,
-    as_tensors,
-)
+from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback, as_arrays, as_tensors
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.recipes import loader_options, recipe_sampler
 from gear_offline.models.decision_transformer import DecisionTransformer
@@ -257,14 +252,12 @@ class Learner:
 
     def _capture(self) -> None:
         part, learns = self.join(None), self.loader.loss_sampler is not None
-        self._captured = CapturedStep(
-            part,
-            self.working,
-            precision=self.precision,
-            compiled=is_compiled(self.recipe.train),
-            feedback=DeviceFeedback(self.loader, part.batches) if learns else None,
-            world=self.world,
+        feedback = DeviceFeedback(self.loader, part.batches) if learns else None
+        compiled, precision = is_compiled(self.recipe.train), self.precision
+        alone = GradientPass(
+            self.working, World(), compiled=compiled, feedback=feedback, precision=precision
         )
+        self._captured = CapturedStep(part, alone, feedback, self.world)
 
     def count_replay(self) -> None:
         """Count a captured step that was launched."""

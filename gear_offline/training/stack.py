@@ -94,11 +94,6 @@ class Stack:
         """Whether a step is one replay of a graph that is there."""
         return self._captured is not None
 
-    def prepare(self) -> None:
-        """Capture a step, where steps are captured and that is not done yet: no step is done."""
-        if self.will_capture:
-            self._captured = CapturedStack(self.learners, self._gradients)
-
     def advance(self) -> dict[int, GearError]:
         """Do one step of each learner; return what ended some of them, by number.
 
@@ -106,8 +101,8 @@ class Stack:
         """
         if not self._is_captured:
             return self._launch()
-        self.prepare()
-        assert self._captured is not None, "it is prepared"
+        if self._captured is None:
+            self._captured = CapturedStack(self.learners, self._gradients)
         self._captured.replay()
         for number, learner in enumerate(self.learners):
             if number not in self._left:
