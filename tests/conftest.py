@@ -24,8 +24,8 @@ def same_environments() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The kernels' text compiled for the CPU, where one call does all blocks."""
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The kernels of the GPU, compiled for the CPU."""
     from tests.kernels_on_cpu import compile_kernels  # loads torch
 
     return compile_kernels(tmp_path_factory.mktemp("kernels"))

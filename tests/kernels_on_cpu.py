@@ -1,8 +1,7 @@
-"""The package's GPU classes on the CPU: launches call the kernels' own text, compiled for the CPU.
+"""The package's GPU classes on the CPU: launches run the kernels' own text, compiled for the CPU.
 
-`compile_kernels` leaves out how threads share the work: one call does all blocks.
-`compile_threads` has blocks and threads too (``cuda_on_cpu.h``).  What is left to the GPU tests is
-the compiler, the memory model, and torch.
+Blocks and threads are there (``cuda_on_cpu.h``), in any order.  What is left to GPU tests is the
+compiler, the memory model, and torch.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,58 +30,37 @@ from gear_offline.kernels.priorities import IMPORTANCE, UPDATE
 from gear_offline.tables.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror")
-CUDA_FLAGS = ("-pthread", "-Wno-unknown-pragmas", "-Wno-sign-compare")
+FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror",
+         "-pthread", "-Wno-unknown-pragmas", "-Wno-sign-compare")  # fmt: skip
 # `make sanitize`: every address that a kernel reads or writes is checked
 SANITIZED = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g")
 
 
-def compile_threads(folder: Path, name: str) -> ThreadedKernels:
-    """Return the kernels of ``tests/NAME_in_threads.cpp``; skips the test without a compiler."""
-    more = SANITIZED if os.environ.get("GEAR_OFFLINE_SANITIZE") else ()
-    return ThreadedKernels(_compile(folder, f"{name}_in_threads", (*FLAGS, *CUDA_FLAGS, *more)))
-
-
-def _compile(folder: Path, name: str, flags: Sequence[str]) -> Any:
+def compile_kernels(folder: Path) -> Kernels:
+    """Return all kernels, whose structures are those of the package; skips without a compiler."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
-    target = folder / f"{name}.so"
-    source = str(ROOT / "tests" / f"{name}.cpp")
+    target, source = folder / "kernels.so", ROOT / "tests" / "kernels_on_cpu.cpp"
+    more = SANITIZED if os.environ.get("GEAR_OFFLINE_SANITIZE") else ()
     include = f"-I{ROOT / 'kernels' / 'cuda'}"
-    subprocess.run([compiler, *flags, include, source, "-o", str(target)], check=True)
-    return ctypes.CDLL(str(target))
-
-
-def compile_kernels(folder: Path) -> Any:
-    """Return the library of all kernels; its structures are those of the package."""
-    library = _compile(folder, "sample_on_cpu", FLAGS)
+    subprocess.run([compiler, *FLAGS, *more, include, source, "-o", target], check=True)
+    library = ctypes.CDLL(str(target))
     library.size_of.restype = ctypes.c_longlong
     sizes = [library.size_of(number) for number in range(5)]
     assert sizes == [d.itemsize for d in (JOB, SAMPLING, UPDATE, IMPORTANCE, TREE)]
-    return library
-
-
-class _Kernel:
-    """A function of the library in the place of a kernel; one call does all blocks."""
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-
-    def launch(self, blocks: int, threads: int, stream: int, parameters: Any) -> None:
-        assert blocks > 0 and threads > 0
-        self._function(_job_of(parameters))
+    return Kernels(library)
 
 
 def _job_of(parameters: Any) -> ctypes.c_void_p:
     return ctypes.c_void_p(ctypes.cast(parameters.pointer, ctypes.POINTER(ctypes.c_void_p))[0])
 
 
-class ThreadedKernels:
+class Kernels:
     """Kernels with their blocks and threads, in an order that `seed` draws; `launched` counts."""
 
     def __init__(self, library: Any) -> None:
-        self._library = library
+        self.library = library
         self.seed, self.launched = 0, list[tuple[str, int]]()
 
     def load(self, source: str, names: tuple[str, ...], *, device: int) -> dict[str, Any]:
@@ -92,7 +70,7 @@ class ThreadedKernels:
     def _launch(self, name: str, blocks: int, threads: int, stream: int, parameters: Any) -> None:
         self.launched.append((name, blocks))
         self.seed += 1
-        function = getattr(self._library, f"launch_{name}")
+        function = getattr(self.library, f"launch_{name}")
         numbers = (ctypes.c_uint(number) for number in (blocks, threads, self.seed))
         function(_job_of(parameters), *numbers)
 
@@ -143,14 +121,10 @@ def gpu_gather(
 
 
 @contextmanager
-def on_cpu(library: Any) -> Iterator[torch.device]:
+def on_cpu(kernels: Kernels) -> Iterator[torch.device]:
     """Within it kernels run on the CPU; gives the device to name."""
-
-    def load(source: str, names: tuple[str, ...], *, device: int) -> dict[str, Any]:
-        return {name: _Kernel(getattr(library, f"run_{name}")) for name in names}
-
-    if isinstance(library, ThreadedKernels):
-        load = library.load
+    kernels.seed, load = 0, kernels.load
+    kernels.launched.clear()
     with (
         mock.patch.object(adamw, "load", load),
         mock.patch.object(priorities, "load", load),

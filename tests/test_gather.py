@@ -1,7 +1,6 @@
 """Gathers against naive loops written from the paper's text, bit for bit.
 
 One body for each gather: NumPy and torch on the CPU, the CUDA text compiled for the CPU, the GPU.
-How the GPU's threads share the work is in ``test_kernels_in_threads.py``.
 """
 
 import gc
@@ -46,12 +45,12 @@ Cut = Callable[..., Windows]
 
 
 @contextmanager
-def device(kind: str, library: Any) -> Iterator[str]:
+def device(kind: str, kernels: Any) -> Iterator[str]:
     """Yield the device of a GPU gather; of the CUDA text it is the CPU."""
     if kind == "cuda":
         yield "cuda"
     else:
-        with on_cpu(library):
+        with on_cpu(kernels):
             yield "cpu"
 
 
@@ -68,14 +67,14 @@ def cut(request: pytest.FixtureRequest) -> Cut:
         table: Table, segments: Segments, landing: Any, span: int, padding: Any, **local: Any
     ) -> Windows:
         options = {"context_length": span, "padding": padding, "rank_batch": 1, **local}
-        with device(request.param, library) as place:
+        with device(request.param, kernels) as place:
             gather = gpu_gather(table, device=place, **options)
             windows = gather.gather(segments, landing)
         return windows.map(lambda tensor: tensor.cpu())
 
     if request.param == "cpu":
         return by_cpu
-    library = request.getfixturevalue("library")
+    kernels = request.getfixturevalue("kernels")
     return by_gpu
 
 
@@ -293,13 +292,13 @@ def test_segments_outside_the_dataset_are_refused(cut: Cut, episode: int, start:
 
 
 @pytest.mark.parametrize("kind", GATHERS[1:])
-def test_a_ring_of_names_is_read_at_the_step_of_the_counter(library: Any, kind: str) -> None:
+def test_a_ring_of_names_is_read_at_the_step_of_the_counter(kernels: Any, kind: str) -> None:
     lengths, table = [4, 9, 2], memory_table([4, 9, 2], 3)
     options: dict[str, Any] = {"rank_batch": 4, "context_length": 3}
     drawn = np.random.default_rng(5).integers(0, 15, (20, 4))
     every = all_segments(lengths)
     named = [every[row] for row in drawn]
-    with device(kind, library) as place:
+    with device(kind, kernels) as place:
         fill = StaticFill(gpu_gather(table, device=place, **options), ring=6)
         fill.enqueue()  # before anything is named: some window, and no foreign memory
         first = 2**33 + 1

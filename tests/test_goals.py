@@ -106,7 +106,7 @@ def test_frequencies(dataset: Dataset, goals: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("frames", [False, True])
 def test_goals_are_states_of_the_dataset(
-    dataset: Dataset, tmp_path: Path, library: Any, frames: bool
+    dataset: Dataset, tmp_path: Path, kernels: Any, frames: bool
 ) -> None:
     """Prepared as the states are, in any block or rank, by the GPU's kernels as by the CPU.
 
@@ -130,7 +130,7 @@ def test_goals_are_states_of_the_dataset(
         assert torch.equal(torch.cat([next(rank)["goals"] for rank in ranks]), batch.goals)
     assert batch.model_inputs()["goals"] is batch.goals
     segments, goals = loader.segments_at(3)[None], loader.goals_at(3)[None]
-    with on_cpu(library):
+    with on_cpu(kernels):
         engines = [gpu_gather(loader.table, rank_batch=8, context_length=k) for k in (SPAN, 1)]
         windows = with_goals(engines[0].gather(segments), engines[1].gather(goals))
     same(split_steps(windows, "right")[0], loader.batch_at(3))

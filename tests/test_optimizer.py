@@ -27,7 +27,7 @@ from gear_offline.kernels.adamw import (
 )
 from gear_offline.training.optimizer import Optimizer
 from tests.gpu_support import NEEDS_CUPY, NEEDS_GPU
-from tests.kernels_on_cpu import ThreadedKernels, compile_threads, on_cpu
+from tests.kernels_on_cpu import Kernels, on_cpu
 from tests.model_support import assert_same_state
 from tests.support import one_error
 
@@ -99,17 +99,11 @@ def test_clipping(limit: float | None) -> None:
     assert after == pytest.approx(min(norm, limit or math.inf), rel=1e-4)
 
 
-@pytest.fixture(scope="module")
-def threads(tmp_path_factory: pytest.TempPathFactory) -> ThreadedKernels:
-    return compile_threads(tmp_path_factory.mktemp("threads"), "adamw")
-
-
 @pytest.fixture
-def kernels(threads: ThreadedKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadedKernels]:
+def launches(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    threads.launched.clear()
-    with on_cpu(threads):
-        yield threads
+    with on_cpu(kernels):
+        yield kernels
 
 
 class Placed:
@@ -182,7 +176,7 @@ def check_steps(
     ("sizes", "group"), [([1], 4), ([3, 7000, 128, 999], 4), ([20_001, 5], 7), ([1023, 1025, 4], 1)]
 )
 def test_steps_are_those_of_pytorch(
-    kernels: ThreadedKernels,
+    launches: Kernels,
     monkeypatch: pytest.MonkeyPatch,
     sizes: list[int],
     group: int,
@@ -208,7 +202,7 @@ def take(adamw: DeviceAdamW, *, step: int = 0, loss: float = 0.0) -> list[float]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_the_kernel_computes_the_rate_of_any_step(
-    kernels: ThreadedKernels, kind: Any, warmup: int
+    launches: Kernels, kind: Any, warmup: int
 ) -> None:
     """Of the last of 10^12 steps too: no memory grows with their number."""
     for steps in (9, 10**12):
@@ -223,18 +217,18 @@ def test_the_kernel_computes_the_rate_of_any_step(
 
 @settings(max_examples=60, deadline=None)
 @given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=9))
-def test_shadows_are_rounded_as_pytorch_rounds(threads: ThreadedKernels, bits: list[int]) -> None:
+def test_shadows_are_rounded_as_pytorch_rounds(kernels: Kernels, bits: list[int]) -> None:
     numbers = torch.from_numpy(np.array(bits, np.uint32).view(np.float32))
     weight, shadow = nn.Parameter(numbers.clone()), nn.Parameter(numbers.bfloat16() * 0)
     shadow.grad = torch.zeros_like(shadow)
-    with pytest.MonkeyPatch.context() as patch, on_cpu(threads):
+    with pytest.MonkeyPatch.context() as patch, on_cpu(kernels):
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         take(no_decay([weight], Schedule(0.0), shadows=[shadow]))
     same: Any = {"rtol": 0.0, "atol": 0.0, "equal_nan": True}
     torch.testing.assert_close(shadow.detach(), weight.detach().bfloat16(), **same)
 
 
-def test_norm_of_many_sums(kernels: ThreadedKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norm_of_many_sums(launches: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than there are threads in a block, of pieces that few threads have a part of."""
     monkeypatch.setattr(adamw_module, "LEAST_GROUP", 1)
     monkeypatch.setattr(adamw_module, "PIECE", 30)
@@ -242,12 +236,12 @@ def test_norm_of_many_sums(kernels: ThreadedKernels, monkeypatch: pytest.MonkeyP
     weight.grad = torch.randn(9000, generator=torch.Generator().manual_seed(0))
     mine = no_decay([weight], Schedule(0.0))
     assert take(mine, loss=2.0) == [2.0, pytest.approx(float(weight.grad.norm()), rel=1e-6)]
-    assert kernels.launched[0] == ("adamw_norm", 301)
+    assert launches.launched[0] == ("adamw_norm", 301)
     torch.testing.assert_close(mine.first[0], weight.grad / 2)
 
 
 @pytest.mark.parametrize("count", [1, 3, 17])
-def test_several_models_take_the_steps_of_each(kernels: ThreadedKernels, count: int) -> None:
+def test_several_models_take_the_steps_of_each(launches: Kernels, count: int) -> None:
     """Bit for bit, with rates, decay, limits, steps and rows of their own; 17 need two launches."""
     sizes, results = [1500, 7], []
     for together in (False, True):
@@ -286,7 +280,7 @@ def test_several_models_take_the_steps_of_each(kernels: ThreadedKernels, count: 
         assert all(torch.equal(a, b) for a, b in zip(alone, both, strict=True)), number
 
 
-def test_a_missing_gradient_is_refused(kernels: ThreadedKernels) -> None:
+def test_a_missing_gradient_is_refused(launches: Kernels) -> None:
     with one_error("MODEL", r"shape \(3, 2\)"):
         take(no_decay([nn.Parameter(torch.zeros(3, 2))], Schedule(1.0)))
 

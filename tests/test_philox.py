@@ -19,7 +19,7 @@ DRAW = st.integers(0, 2**64 - 1)
 @example(2**64 - 1, 3, 2**63, 2)
 @example(0, 0, 2**32, 2**20 + 1)  # beyond 64 bits of flat slot numbers only if they were cut
 def test_every_slot_has_its_place_in_the_stream(
-    library: Any, seed: int, stream: int, step: int, count: int
+    kernels: Any, seed: int, stream: int, step: int, count: int
 ) -> None:
     """Flat slot f takes numbers 2 f and 2 f + 1 of `numpy.random.Philox(key=(seed, stream))`."""
     first, second = draws(seed=seed, stream=stream, first_step=step, steps=3, count=count)
@@ -32,7 +32,7 @@ def test_every_slot_has_its_place_in_the_stream(
     assert [int(first[2, -1]), int(second[2, -1])] == pair
     out = np.empty((3, count, 2), dtype=np.uint64)
     arguments = [ctypes.c_ulonglong(number) for number in (seed, stream, step, 3, count)]
-    library.draw_all(*arguments, ctypes.c_void_p(out.ctypes.data))
+    kernels.library.draw_all(*arguments, ctypes.c_void_p(out.ctypes.data))
     assert np.array_equal(out[..., 0], first) and np.array_equal(out[..., 1], second)
 
 

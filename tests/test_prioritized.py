@@ -31,10 +31,12 @@ def losses_of(values: list[float]) -> npt.NDArray[np.float32]:
     return np.array(values, dtype=np.float32)
 
 
-def find_in_kernel(library: Any, tree: DevicePriorities, numbers: npt.NDArray[np.uint64]) -> Any:
+def find_in_kernel(kernels: Any, tree: DevicePriorities, numbers: npt.NDArray[np.uint64]) -> Any:
     found, row = np.empty(len(numbers), dtype=np.int64), np.array([tree.tree])
     addresses = [ctypes.c_void_p(array.ctypes.data) for array in (row, numbers, found)]
-    library.tree_find(addresses[0], addresses[1], ctypes.c_longlong(len(numbers)), addresses[2])
+    kernels.library.tree_find(
+        addresses[0], addresses[1], ctypes.c_longlong(len(numbers)), addresses[2]
+    )
     return found
 
 
@@ -46,14 +48,14 @@ def find_in_kernel(library: Any, tree: DevicePriorities, numbers: npt.NDArray[np
     st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=20),
 )
 def test_the_tree_is_a_list_of_cumulative_sums(
-    library: Any, place: str, masses: list[int], changes: list[tuple[int, int]], numbers: list[int]
+    kernels: Any, place: str, masses: list[int], changes: list[tuple[int, int]], numbers: list[int]
 ) -> None:
     offsets, codes = np.array([0, len(masses)]), np.ones(16, np.uint64)
     if place == "kernel":
-        with on_cpu(library) as device:
+        with on_cpu(kernels) as device:
             kernel = DevicePriorities(offsets, codes, device=device, first=1)
             kernel.load_state(np.array(masses), 0)
-        find: Any = partial(find_in_kernel, library, kernel)
+        find: Any = partial(find_in_kernel, kernels, kernel)
         assert kernel.total == sum(masses)
     else:
         tree = HostPriorities(offsets, codes, first=1)
@@ -188,7 +190,7 @@ def test_states_that_are_none_change_nothing(change: dict[str, Any]) -> None:
     ],
 )
 def test_updates_that_are_refused_change_nothing(
-    library: Any, place: str, name: tuple[int, int], loss: float
+    kernels: Any, place: str, name: tuple[int, int], loss: float
 ) -> None:
     """On the host an error, on the device a number: nobody there waits to hear of it."""
     law, names = make(), np.array([(0, 4), name, (0, 0)], dtype=np.int64)
@@ -197,7 +199,7 @@ def test_updates_that_are_refused_change_nothing(
         with one_error("SELECTION"):
             law.update(names, losses)
     else:
-        with on_cpu(library) as device:
+        with on_cpu(kernels) as device:
             tree = law.on_device(device)
             tree.update_from_host(names, losses)
             assert tree.refused == 1

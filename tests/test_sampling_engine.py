@@ -11,6 +11,7 @@ import torch
 from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.gather import Padding
 from gear_offline.kernels.gather_gpu import GpuGather, StaticFill
+from gear_offline.kernels.select import DeviceSelect
 from gear_offline.loaders.feedback import DeviceFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.static_batch import StaticBatch
@@ -24,6 +25,8 @@ from tests.segment_oracle import bits, cpu_gather, memory_table
 
 LENGTHS = [4, 1, 30, 7, 19, 2, 23, 11]
 SPAN, BATCH = 5, 7
+SHAPES = [(3, "float64", 7), (1, "float32", 7), (3, "float32", 40), (40, "float64", 9),
+          (3, "float32", 600)]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -42,49 +45,60 @@ def engine_of(table: Table, sampler: Any, padding: Padding = "right", **options:
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
-def test_fills_are_those_of_the_cpu(
-    library: Any, table: Table, name: str, options: dict[str, Any]
-) -> None:
-    sampler, reference = make(name, options), make(name, options)
-    padding: Padding = sampler.padding or "right"
-    gather = cpu_gather(table, context_length=SPAN, padding=padding)
-    with on_cpu(library):
-        engine = engine_of(table, sampler, padding)
-        for step in (0, 3, 2**33 - 1):
-            drawn = reference.sample(9, step, 3, BATCH)
-            if engine.draws:
-                assert bits(engine.draw_and_gather(step, 3)) == bits(gather.gather(drawn))
-            else:
-                assert bits(engine.gather(drawn)) == bits(gather.gather(drawn))
-        if not engine.draws:
-            return
-        fill = StaticFill(engine, chances=name == "prioritized")
-        fill.set_step(2**32 - 2)
-        for step in range(2**32 - 2, 2**32 + 2):
-            fill.enqueue()
-            drawn = reference.sample(9, step, 1, BATCH)[0]
-            assert bits(fill.windows) == bits(gather.gather(drawn))
-            assert int(fill.counter) == step + 1
-            if fill.chances is not None:
-                assert fill.chances.numpy().tobytes() == drawn.probability.tobytes()
+def test_fills_are_those_of_the_cpu(kernels: Any, name: str, options: dict[str, Any]) -> None:
+    """Of every kernel: 16 or 32 lanes a task, and a warp for many segments."""
+    every = name in ("uniform_steps", "shuffled_epochs", "prioritized")
+    used = set[str]()
+    for width, rewards, batch in SHAPES if every else SHAPES[:1]:
+        table = memory_table(LENGTHS, SPAN, width=width, rewards=rewards)
+        sampler, reference = make(name, options), make(name, options)
+        for padding in ("left", "right") if sampler.padding is None else (sampler.padding,):
+            gather = cpu_gather(table, context_length=SPAN, padding=padding)
+            with on_cpu(kernels):
+                engine = engine_of(table, sampler, padding, rank_batch=batch)
+                for step in (0, 2**33 - 1):
+                    drawn = reference.sample(9, step, 3, batch)
+                    found = (
+                        engine.draw_and_gather(step, 3) if engine.draws else engine.gather(drawn)
+                    )
+                    assert bits(found) == bits(gather.gather(drawn))
+                if engine.draws:
+                    check_static(engine, reference, gather, learns=name == "prioritized")
+                used |= {kernel for kernel, _ in kernels.launched}
+    if every:
+        source = "fill" if name == "uniform_steps" else "sample"
+        assert used >= {f"{source}_{suffix}" for suffix in ("16", "32", "many")}
+
+
+def check_static(engine: GpuGather, reference: Any, gather: Any, *, learns: bool) -> None:
+    """Each fill is one step more, also where the step's high word changes."""
+    fill = StaticFill(engine, chances=learns)
+    fill.set_step(2**32 - 2)
+    for step in range(2**32 - 2, 2**32 + 2):
+        fill.enqueue()
+        drawn = reference.sample(9, step, 1, engine.rank_batch)[0]
+        assert bits(fill.windows) == bits(gather.gather(drawn))
+        assert int(fill.counter) == step + 1, "the last block has counted, once"
+        if fill.chances is not None:
+            assert fill.chances.numpy().tobytes() == drawn.probability.tobytes()
 
 
 @pytest.mark.parametrize("name", ["shuffled_epochs", "return_weighted"])
-def test_a_rank_fills_its_slots_of_the_global_batch(library: Any, table: Table, name: str) -> None:
+def test_a_rank_fills_its_slots_of_the_global_batch(kernels: Any, table: Table, name: str) -> None:
     sampler = make(name, {})
     gather = cpu_gather(table, context_length=SPAN)
-    with on_cpu(library):
+    with on_cpu(kernels):
         engine = engine_of(table, sampler, rank_batch=3, first_slot=3, global_batch=8)
         drawn = sampler.sample(9, 40, 2, 8)
         assert bits(engine.draw_and_gather(40, 2)) == bits(gather.gather(drawn[:, 3:6]))
 
 
-def test_feedback_without_the_host(library: Any, table: Table) -> None:
+def test_feedback_without_the_host(kernels: Any, table: Table) -> None:
     """Batches, weights and masses over many steps are those of the CPU's sampler and feedback."""
     sampler, reference = (make("prioritized", {"beta_steps": 25, "alpha": 0.9}) for _ in range(2))
     gather = cpu_gather(table, context_length=SPAN)
     loader = cast(GearLoader, SimpleNamespace(selection=sampler, loss_sampler=sampler))
-    with on_cpu(library):
+    with on_cpu(kernels):
         batches = StaticBatch(
             engine_of(table, sampler), padding="right", step=0, ahead=True, learns=True
         )
@@ -114,10 +128,10 @@ def test_feedback_without_the_host(library: Any, table: Table) -> None:
         assert one.probability.tobytes() == two.probability.tobytes()
 
 
-def test_the_loss_weighs_segments_and_tells_their_losses(library: Any, table: Table) -> None:
+def test_the_loss_weighs_segments_and_tells_their_losses(kernels: Any, table: Table) -> None:
     sampler = make("prioritized", {})
     loader = cast(GearLoader, SimpleNamespace(selection=sampler, loss_sampler=sampler.loss_sampler))
-    with on_cpu(library):
+    with on_cpu(kernels):
         batches = StaticBatch(
             engine_of(table, sampler), padding="right", step=0, ahead=False, learns=True
         )
@@ -138,12 +152,12 @@ def test_the_loss_weighs_segments_and_tells_their_losses(library: Any, table: Ta
         assert sampler.on_device(torch.device("cpu")).refused == 1
 
 
-def test_priorities_move_with_what_they_learned(library: Any) -> None:
+def test_priorities_move_with_what_they_learned(kernels: Any) -> None:
     sampler, reference = (prioritized(LENGTHS) for _ in range(2))
     names, losses = np.array([[2, 5], [0, 1]]), np.array([3.0, 0.5], np.float32)
     for some in (sampler, reference):
         some.update(names, losses)
-    with on_cpu(library) as device:
+    with on_cpu(kernels) as device:
         tree = sampler.on_device(device)
         assert sampler.updates == 1 and sampler.on_device(device) is tree
         for some in (sampler, reference):
@@ -160,13 +174,13 @@ def test_priorities_move_with_what_they_learned(library: Any) -> None:
 )
 @pytest.mark.parametrize("new", [[], [9], [50, 60], [1, 4000]])
 def test_priorities_of_a_larger_table_are_as_if_made_anew(
-    library: Any, where: str, new: list[int]
+    kernels: Any, where: str, new: list[int]
 ) -> None:
     """Old masses, on the larger table's scale, and first masses; then they learn as before."""
     names = np.array([(2, s) for s in range(0, 30, 2)] + [(0, 1)])
     losses = np.geomspace(1e-9, 200, len(names)).astype(np.float32)
     small, large, fresh = (prioritized(each) for each in (LENGTHS, *[LENGTHS + new] * 2))
-    with on_cpu(library) if where != "gpu" else nullcontext(torch.device("cuda", 0)) as device:
+    with on_cpu(kernels) if where != "gpu" else nullcontext(torch.device("cuda", 0)) as device:
         if where != "host":
             small.on_device(device)
         small.update(names, losses)
@@ -181,15 +195,55 @@ def test_priorities_of_a_larger_table_are_as_if_made_anew(
         assert one.probability.tobytes() == other.probability.tobytes()
 
 
-def test_priorities_that_do_not_fit(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_priorities_that_do_not_fit(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 20, 1 << 30))
     sampler = make("prioritized", {})
-    with on_cpu(library) as device:
+    with on_cpu(kernels) as device:
         monkeypatch.setattr(torch, "zeros", full)
         with pytest.raises(GearError, match="MiB are free") as caught:
             sampler.on_device(device)
     assert caught.value.code == "MEMORY"
     assert sampler.sample(0, 0, 1, 3)[0].shape == (3,), "they stay on the host"
+
+
+@pytest.mark.parametrize("where", ["threads", pytest.param("gpu", marks=[*ON_GPU, NEEDS_CUPY])])
+@pytest.mark.parametrize("count", [1, 64, 3000, 8193])
+@pytest.mark.parametrize("episodes", [1, 16, 300, 3000])
+def test_updates(kernels: Any, where: str, count: int, episodes: int) -> None:
+    """Masses, sums and draws after updates with many repeated names, refused ones among them."""
+    if where == "gpu":
+        count, episodes = 25 * count, 7 * episodes
+    lengths = np.array([1 + (7 * e) % 29 for e in range(episodes)], dtype=np.int64)
+    generator = np.random.default_rng(count)
+    sampler, reference = prioritized(lengths, alpha=0.7), prioritized(lengths, alpha=0.7)
+    cuda = nullcontext(torch.device("cuda", 0))
+    with on_cpu(kernels) if where == "threads" else cuda as device:
+        tree = sampler.on_device(device)
+        for turn in range(3):
+            chosen = generator.integers(0, episodes, size=count)
+            names = np.stack([chosen, generator.integers(0, lengths[chosen])], 1)
+            losses = np.exp(generator.uniform(-30, 5, size=count)).astype(np.float32)
+            bad, wrong = losses.copy(), names.copy()
+            bad[-1] = [np.nan, np.inf, -1.0][turn]
+            wrong[-1] = [episodes, 0] if turn else [0, -1]
+            tree.update_from_host(names, bad)
+            tree.update_from_host(wrong, losses)
+            with tree.paused():
+                tree.update_from_host(names, losses)
+                tree.update_from_host(names, bad)  # and the next one is not refused for it
+            tree.update_from_host(names, losses)
+            reference.update(names, losses)
+            assert (tree.updates, tree.refused) == (turn + 1, 2 * (turn + 1))
+            assert np.array_equal(sampler.masses, reference.masses)
+            sums = [level.clone() for level in tree._levels]
+            tree.add_up()
+            assert all(torch.equal(a, b) for a, b in zip(sums, tree._levels, strict=True))
+        select = DeviceSelect(sampler.gpu, sampler.index.offsets, device=device, global_batch=500)
+        found = select.segments(seed=3, first_step=1, steps=2)
+    expected = reference.sample(3, 1, 2, 500)
+    assert np.array_equal(found.episodes, expected.episodes)
+    assert np.array_equal(found.starts, expected.starts)
+    assert found.probability.tobytes() == expected.probability.tobytes()
