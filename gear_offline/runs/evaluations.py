@@ -104,11 +104,6 @@ class RunEvaluations(Closing):
     """The evaluations of a run, of which the first rank has one.
 
     `concurrent_runs` share the cores that training leaves to them.
-
-    Attributes
-    ----------
-    count
-        Evaluations that this process has recorded.
     """
 
     def __init__(
@@ -130,7 +125,7 @@ class RunEvaluations(Closing):
         self._queue: dict[int, _Waiting] = {}  # by step, ascending
         self._jobs: dict[int, _Waiting] = {}  # by number in the pool
         self._polled = 0.0
-        self.count = 0
+        self.count = 0  # that this process has recorded
 
     @property
     def outstanding(self) -> tuple[int, ...]:

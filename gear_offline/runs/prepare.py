@@ -77,13 +77,13 @@ def open_growing(
         return None
     assert isinstance(dataset, Dataset), "data of several tasks do not grow"
 
+    def check(piece: Dataset) -> None:  # one that is admitted must end no run
+        _check(recipe, piece, sizes)
+        if REMOVERS[recipe.data.remover].has_priority:
+            episode_priorities(recipe.data, piece)  # refuses what has none
+
     def opened(*, admits: bool) -> GrowingDataset:
-        return GrowingDataset(
-            dataset,
-            admits=admits,
-            check=lambda piece: _check_piece(recipe, piece, sizes),
-            quiet=quiet,
-        )
+        return GrowingDataset(dataset, admits=admits, check=check, quiet=quiet)
 
     return world.lead(lambda: opened(admits=not recipe.data.replay)) or opened(admits=False)
 
@@ -342,13 +342,6 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
         what = f"actions reach {actions.min.min():g} .. {actions.max.max():g}, but "
         what += "model.action_tanh bounds what the model can predict to -1 .. 1"
         raise InputError("MODEL", what, where=path, remedy="set model.action_tanh=false")
-
-
-def _check_piece(recipe: Recipe, piece: Dataset, sizes: ModelSizes) -> None:
-    """Refuse a piece that would end every run which has admitted it."""
-    _check(recipe, piece, sizes)
-    if REMOVERS[recipe.data.remover].has_priority:
-        episode_priorities(recipe.data, piece)  # refuses what has none
 
 
 def _check_memory(recipe: Recipe, sizes: ModelSizes) -> None:

@@ -1,18 +1,9 @@
 """Checkpoints: everything a run needs to go on bit for bit, verified when read, never half there.
 
-A checkpoint is a directory ``step-00010000``:
-
-- ``config.json``, ``model.safetensors``: the model as Hugging Face's ``save_pretrained`` writes
-  it, for the released Decision Transformer class too;
-- ``training.safetensors``: optimiser moments, random-number states and unlogged losses;
-- ``sharded/``, only where the model is spread over ranks: weights and moments, a file of each rank
-  (`training.sharded`);
-- ``state.json``: step, loader state, normalisation, versions, the recipe, size and xxh3-128
-  digest of each other file, and a digest of itself.
-
-It is written under a hidden name, synced and renamed, so a killed run leaves whole checkpoints and
-a ``.partial-...`` directory that the next run removes.  Nothing is pickled.  Torch is loaded where
-tensors are written or read, not by who asks what is there.
+docs/reference/run-files.md lists the files of one; of a model that is spread over ranks weights and
+moments are in ``sharded/``, a file of each rank (`training.sharded`).  It is written under a hidden
+name, synced and renamed, so a killed run leaves whole checkpoints and a ``.partial-...`` directory
+that the next run removes.  Torch is loaded where tensors are read, not by who asks what is there.
 """
 
 from __future__ import annotations
