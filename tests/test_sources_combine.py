@@ -149,12 +149,15 @@ def test_what_d4rls_get_dataset_returns_is_a_source(tmp_path: Path) -> None:
     source = from_arrays(arrays)
     assert source.episodes.lengths.tolist() == [3, 3]
     assert not any(column.name.startswith("metadata") for column in source.spec)
-    convert(source, tmp_path / "d", quiet=True)
-    assert open_dataset(tmp_path / "d").manifest.source.attributes["metadata"] == {
-        "metadata/algorithm": "SAC",
-        "metadata/iteration": 500,
-        "metadata/policy/fc0/weight": "float32 [256, 11]",
-    }
+    file = write(tmp_path / "x.hdf5", arrays, attributes={"env_id": "Hopper-v5", "n": 3})
+    for given_ in (source, file):
+        facts = convert(given_, tmp_path / "d", overwrite=True, quiet=True).source.attributes
+        assert facts["metadata"] == {
+            "metadata/algorithm": "SAC",
+            "metadata/iteration": 500,
+            "metadata/policy/fc0/weight": "float32 [256, 11]",
+        }
+    assert facts["attributes"] == {"env_id": "Hopper-v5", "n": 3}
     only = {"metadata": {"a": [1]}}
     assert code(from_arrays, only) == ("SOURCE_LAYOUT", "there are no columns ()")
 

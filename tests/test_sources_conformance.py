@@ -28,7 +28,7 @@ from tests import test_sources_dqn_replay as dqn
 from tests import test_sources_robomimic as robomimic
 from tests.fixtures import make_lerobot as lerobot
 from tests.hdf5_files import write
-from tests.support import contents, one_error, refused
+from tests.support import contents, hopper_columns, one_error, refused
 
 Episode = dict[str, Any]  # column name to T rows
 LENGTHS = (5, 9, 4, 7)
@@ -44,20 +44,11 @@ class Made(NamedTuple):
     rule: str = ""  # of a format that stores episodes apart none
 
 
-def played(lengths: tuple[int, ...] = LENGTHS) -> list[Episode]:
+def played() -> list[Episode]:
     """Return episodes of which every second one terminates."""
-    rng, made = np.random.default_rng(0), list[Episode]()
-    for number, steps in enumerate(lengths):
-        last = np.arange(steps) == steps - 1
-        made.append(
-            {
-                "observations": rng.normal(size=(steps, 11)).astype(np.float32),
-                "actions": rng.uniform(-1, 1, (steps, 3)).astype(np.float32),
-                "rewards": rng.normal(size=steps).astype(np.float32),
-                "terminals": last & (number % 2 == 1),
-                "timeouts": last & (number % 2 == 0),
-            }
-        )
+    made = [dict(hopper_columns(steps, seed=steps)) for steps in LENGTHS]
+    for number, episode in enumerate(made):
+        episode[("timeouts", "terminals")[number % 2]][-1] = True
     return made
 
 

@@ -144,32 +144,6 @@ def test_cut_episodes_and_missing_flags_are_reported(tmp_path: Path) -> None:
         assert "1 episode longer than the 1000 steps" in warnings_of(source)
 
 
-def test_metadata_infos_and_attributes(tmp_path: Path) -> None:
-    columns = flagged(np.zeros(7, bool), np.zeros(7, bool))
-    extra = {
-        "metadata/algorithm": np.bytes_(b"SAC"),
-        "metadata/iteration": np.int32(12),
-        "metadata/policy/fc0/weight": np.zeros((7, 5)),
-        "infos/short": np.zeros(3),
-        "infos/text": np.array([b"a"] * 7),
-    }
-    path = write(
-        tmp_path / "hopper_x.hdf5", columns | extra, attributes={"env_id": "Hopper-v5", "n": 3}
-    )
-    with open_source(path) as source:
-        assert_same(source, columns, naive_episodes(columns, lambda *_: False))
-        info = source.info
-        assert (info.environment_id, info.reference_name) == ("Hopper-v5", None)
-        assert info.attributes["attributes"] == {"env_id": "Hopper-v5", "n": 3}
-        assert info.attributes["metadata"] == {
-            "metadata/algorithm": "SAC",
-            "metadata/iteration": 12,
-            "metadata/policy/fc0/weight": "float64 [7, 5]",
-        }
-        assert set(info.attributes["left_out"]) == {"infos/short", "infos/text"}
-        assert info.uri == "hopper_x.hdf5"
-
-
 def test_columns_of_width_one_are_one_number_a_step(tmp_path: Path) -> None:
     columns = flagged(np.zeros((9, 1), bool), np.eye(9, 1, -4, dtype=bool))
     columns["rewards"] = columns["rewards"][:, None]

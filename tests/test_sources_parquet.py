@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gear_offline.sources import open_source
-from tests.support import refused
+from tests.support import hopper_columns, refused
 
 LENGTHS = (5, 9, 4, 7)
 Episodes = dict[str, list[Any]]  # a list an episode
@@ -26,13 +26,10 @@ SCHEMA = pa.schema(
 
 
 def episodes() -> Episodes:
-    rng = np.random.default_rng(0)
-    return {
-        "observations": [rng.normal(size=(t, 11)).astype("f4").tolist() for t in LENGTHS],
-        "actions": [rng.uniform(-1, 1, (t, 3)).astype("f4").tolist() for t in LENGTHS],
-        "rewards": [rng.normal(size=t).astype("f4").tolist() for t in LENGTHS],
-        "dones": [[False] * (t - 1) + [t == 9] for t in LENGTHS],
-    }
+    made = [hopper_columns(steps, seed=steps) for steps in LENGTHS]
+    names = ("observations", "actions", "rewards")
+    rows: Episodes = {name: [episode[name].tolist() for episode in made] for name in names}
+    return rows | {"dones": [[False] * (steps - 1) + [steps == 9] for steps in LENGTHS]}
 
 
 def write(path: Path, rows: Episodes, schema: Any = SCHEMA, **options: Any) -> Path:

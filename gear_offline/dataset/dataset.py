@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Never, SupportsIndex, overload
 
@@ -212,18 +211,16 @@ class Dataset:
 
     def __getitem__(self, number: SupportsIndex | slice) -> Columns | list[Columns]:
         """Return an episode as `episode` does, or a list of them; -1 is the last one."""
-        if isinstance(number, slice):
-            which = range(*number.indices(len(self)))
-            return list(self.iter_episodes(which)) if which else []
         try:
-            episode = index(number)
+            which = range(len(self))[number]
+        except IndexError:
+            raise IndexError(f"episode {number} of {len(self)}") from None
         except TypeError as error:
             what = f"episodes have numbers, not {number!r}; whole columns: column(name)"
             raise TypeError(what) from error
-        episode += len(self) if episode < 0 else 0
-        if not 0 <= episode < len(self):
-            raise IndexError(f"episode {number} of {len(self)}")
-        return self.episode(episode)
+        if isinstance(which, int):
+            return self.episode(which)
+        return list(self.iter_episodes(which)) if which else []
 
     def __iter__(self) -> Iterator[Columns]:
         """Iterate over all episodes as `iter_episodes` does."""

@@ -116,6 +116,12 @@ def changed_error(name: str) -> InputError:
     return InputError("SOURCE_CHANGED", what, where=name, remedy=f"{remedy} to it")
 
 
+def misfit(what: str, where: Path | str) -> InputError:
+    """Return the error for files that are readable and do not belong together."""
+    remedy = "files are missing, damaged, out of order or of several sources: get them again"
+    return InputError("SOURCE_LAYOUT", what, where=str(where), remedy=remedy)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SourceInfo:
     """Where the data came from; goes into the manifest.

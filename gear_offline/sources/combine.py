@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.manifest import MANIFEST_NAME
 from gear_offline.dataset.schema import ColumnSpec, chosen_episodes
 from gear_offline.errors import InputError
@@ -245,8 +245,3 @@ def dataset_source(dataset: Dataset) -> Source:
             attributes=attributes,
         ),
     )
-
-
-def open_shards(path: Path) -> Source:
-    """Open the dataset directory at `path`; every digest is compared first."""
-    return dataset_source(open_dataset(path))

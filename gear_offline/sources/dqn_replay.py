@@ -21,7 +21,6 @@ import numpy as np
 
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.errors import InputError
 from gear_offline.sources.base import (
     InputFile,
     Kinds,
@@ -30,6 +29,7 @@ from gear_offline.sources.base import (
     SourceInfo,
     files_in,
     kinds_of,
+    misfit,
 )
 from gear_offline.sources.npz import Member
 
@@ -118,17 +118,17 @@ def _open_log(folder: Path) -> tuple[Source, list[int], bool]:
         path = folder / f"add_count_ckpt.{number}.gz"
         added = _member(path)
         if added.shape or added.dtype.kind not in "iu":
-            raise _misfit(f"{added.dtype} of shape {list(added.shape)} is no count", path)
+            raise misfit(f"{added.dtype} of shape {list(added.shape)} is no count", path)
         count = int(added.read(0, 1)[0])
         frames, *others = [member.shape for member in checkpoint.values() if member.fits] or [()]
         capacity = frames[0] if len(frames) == 3 else 0
         if capacity < 1 or count + known < 1 or others != [(capacity,)] * 3:
             shapes = [frames, *others]
-            raise _misfit(f"arrays of shapes {shapes}, {count_text(count, 'row')} added", path)
+            raise misfit(f"arrays of shapes {shapes}, {count_text(count, 'row')} added", path)
         native = {n: (m.dtype.newbyteorder("="), m.shape[1:]) for n, m in checkpoint.items()}
         kinds.append(native)
         if native != kinds[0]:
-            raise _misfit("another shape or dtype than in those before", path)
+            raise misfit("another shape or dtype than in those before", path)
         if count < known:  # the buffer that is logged last counts from 0
             count -= (count - known) // capacity * capacity
         first = max(count - capacity, known)
@@ -147,8 +147,3 @@ def _open_log(folder: Path) -> tuple[Source, list[int], bool]:
 
 def _member(path: Path) -> Member:
     return Member(InputFile.find(path), str(path), gzip.open)
-
-
-def _misfit(what: str, path: Path) -> InputError:
-    remedy = "the checkpoints are damaged or of several runs: get them again"
-    return InputError("SOURCE_LAYOUT", what, where=str(path), remedy=remedy)

@@ -33,6 +33,7 @@ from gear_offline.sources.base import (
     by_number,
     damage_told,
     files_in,
+    misfit,
     package_needed,
     renamed,
 )
@@ -147,9 +148,9 @@ class _Reader:
         episodes = len(set(self.episodes))
         if not self.steps or said != (self.steps, episodes):
             found = f"{count_text(self.steps, 'step')} of {count_text(episodes, 'episode')}"
-            raise _misfit(f"{found} are here, info.json says {said[0]:,} of {said[1]:,}", path)
+            raise misfit(f"{found} are here, info.json says {said[0]:,} of {said[1]:,}", path)
         if episodes < len(self.episodes):
-            raise _misfit("the steps of an episode do not follow each other", path)
+            raise misfit("the steps of an episode do not follow each other", path)
 
     def columns(self, asked: set[str]) -> tuple[dict[str, Read], dict[str, str]]:
         """Return what reads each column, and what is left out: frames that nobody asked for."""
@@ -220,7 +221,7 @@ class _Reader:
                         video = f"chunk-{chunk:03d}/file-{file:03d}.mp4"
                         found[number] = folder / name / video, begin
         if missing := set(self.episodes) - set(found):
-            raise _misfit(f"no video {name} of episode {min(missing)}", self.path / "meta")
+            raise misfit(f"no video {name} of episode {min(missing)}", self.path / "meta")
         paths = dict.fromkeys(found[n][0] for n in self.episodes)
         files = {path: InputFile.find(path) for path in paths}
         self.videos += files.values()
@@ -243,13 +244,13 @@ def _frames(file: InputFile, begin: float, fps: float, first: int, stop: int) ->
         if len(frames) == stop - first:
             return np.stack([frames[number] for number in range(first, stop)])
     what = f"the video has {len(frames)} of the frames {first} to {stop - 1} of an episode"
-    raise _misfit(what, file.path)
+    raise misfit(what, file.path)
 
 
 def _image(stored: Mapping[str, Any] | None, path: Path) -> Array:
     """Return a frame that parquet holds as a file of PNG or JPEG."""
     if not stored or not stored.get("bytes"):
-        raise _misfit("an image is missing", path)
+        raise misfit("an image is missing", path)
     with _opened(BytesIO(stored["bytes"]), path) as image:
         frame: Array = next(image.decode(video=0)).to_ndarray(format="rgb24")
         return frame
@@ -262,8 +263,3 @@ def _opened(file: Any, path: Path) -> Iterator[Any]:
     errors = (av.FFmpegError, OSError, ValueError, TypeError, LookupError, StopIteration)
     with damage_told("video or image", path, errors), av.open(file) as opened:
         yield opened
-
-
-def _misfit(what: str, path: Path) -> InputError:
-    remedy = "files are missing, damaged or out of order: get the dataset again"
-    return InputError("SOURCE_LAYOUT", what, where=str(path), remedy=remedy)

@@ -26,6 +26,7 @@ from gear_offline.sources.base import (
     Source,
     SourceInfo,
     common_columns,
+    misfit,
     renamed,
     some_names,
 )
@@ -131,8 +132,7 @@ def _kinds(file: Hdf5File, name: str, demo: Demo, left_out: dict[str, str]) -> t
     if not steps or (isinstance(said, int) and said != steps):
         what = f"actions have {count_text(steps, 'row')}"
         what += "" if said is None else f", num_samples is {said}"
-        remedy = "the file is damaged or was not written to its end: get it again"
-        raise InputError("SOURCE_LAYOUT", what, where, remedy)
+        raise misfit(what, where)
     kinds: dict[str, Any] = {}
     for column, found in demo.items():
         shape = (found.shape or ())[1:]
@@ -143,7 +143,7 @@ def _kinds(file: Hdf5File, name: str, demo: Demo, left_out: dict[str, str]) -> t
         else:
             rows = f"{count_text(found.rows, 'row')} for {count_text(steps, 'step')} in {name}"
             if column.split("/")[0] in STEPWISE:
-                raise InputError("SOURCE_LAYOUT", rows, f"{file.path}: {column}", JOINED)
+                raise misfit(rows, f"{file.path}: {column}")
             left_out[column] = rows
     return steps, kinds
 

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 from gear_offline.core.hub import fetch, is_hub
 from gear_offline.core.text import count_text
+from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import is_dataset
 from gear_offline.dataset.scores import dataset_file, dataset_of_file
 from gear_offline.errors import InputError, given_path
 from gear_offline.sources.base import Source, files_in
-from gear_offline.sources.combine import join_sources, open_shards, with_columns
+from gear_offline.sources.combine import dataset_source, join_sources, with_columns
 from gear_offline.sources.d4rl import locate
 from gear_offline.sources.dqn_replay import open_dqn_replay, replay_folder
 from gear_offline.sources.flat import SUFFIXES, open_hdf5
@@ -167,7 +168,7 @@ def _is_like(*suffixes: str) -> Callable[[Path], bool]:
 
 READERS = (  # the first that fits
     Reader(data_directory, open_minari, ("uri",)),
-    Reader(is_dataset, open_shards, ()),
+    Reader(is_dataset, lambda path: dataset_source(open_dataset(path)), ()),
     Reader(replay_folder, open_dqn_replay, ()),
     Reader(is_lerobot, open_lerobot, ("names",)),
     Reader(Path.is_dir, _open_folder, ("rule", "names")),
