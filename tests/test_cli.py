@@ -44,8 +44,7 @@ SURFACE = {
     "sweep": "recipe key=value seeds out parallel exact ray json quiet",
     "blame": "run first..last device json quiet",
     "strategies": "recipe key=value strategies train seeds parallel exact ray out json quiet",
-    "plan": "recipe key=value nodes gpus nic-gbps nics hardware host-memory disk-rate data columns "
-    "episode-length json",
+    "plan": "recipe key=value nodes gpus nic-gbps hardware host-memory disk-rate data columns json",
     "doctor": "json",
     "act": "run environment actors episodes target action-noise seed json quiet",
     "runs ls": "folder json",
@@ -134,7 +133,6 @@ def test_the_overview_has_groups_and_the_version(capsys: pytest.CaptureFixture[s
         ("evaluate run --targets 3600 1800", "as one word: --targets 3600,1800\n"),
         ("plan smoke --data lots", "; see gear-offline plan --help\n"),
         ("plan smoke --nodes two", "; see gear-offline plan --help\n"),
-        ("plan smoke --episode-length 5", "; add --columns, or leave it out\n"),
         ("strategies smoke --seeds 5", "; add --train\n"),
     ],
 )

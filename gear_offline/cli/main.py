@@ -513,8 +513,7 @@ def plan(
     overrides: list[str] = Overrides(),
     nodes: int = Count("1", help="Nodes."),
     gpus: int = Count("1", help="GPUs per node."),
-    nic_gbps: float = Option(400.0, min=0.001, help="Gigabits/s of one network card."),
-    nics: int | None = Count(None, help="Network cards per node; default one per GPU."),
+    nic_gbps: float = Option(400.0, min=0.001, help="Gigabits/s of a network card, one a GPU."),
     hardware: str = Option("h200", help="Measured machine, or a YAML file of the same form."),
     host_memory: int | None = Size(None, help="Memory of a node, e.g. 2TB; default as measured."),
     disk_rate: int | None = Size(None, help="Bytes/s of a node's storage, e.g. 20GB."),
@@ -522,14 +521,10 @@ def plan(
     columns: str | None = Option(
         None, help="Data that do not exist yet: observations=uint8[84,84],actions=int64,..."
     ),
-    episode_length: int | None = Count(None, help="With --columns: steps of an episode."),
     as_json: Json = False,
 ) -> None:
     """Predict memory, tiers, traffic and times of a recipe on a cluster."""
     whole = go.load_recipe(recipe, overrides)
-    if episode_length is not None and columns is None:
-        what = "--episode-length is for --columns; a dataset has its own episodes"
-        raise InputError("USAGE", what, remedy="add --columns, or leave it out")
     from gear_offline.planning.hardware import Cluster, load_hardware
     from gear_offline.planning.plan import plan as run
     from gear_offline.planning.plan import print_plan
@@ -540,11 +535,10 @@ def plan(
         gpus=gpus,
         hardware=load_hardware(hardware),
         nic_bits=nic_gbps * 1e9,
-        nics=gpus if nics is None else nics,
         host_memory=host_memory,
         disk_rate=disk_rate,
     )
-    workload = make_workload(whole, data_bytes=data, columns=columns, episode_length=episode_length)
+    workload = make_workload(whole, data_bytes=data, columns=columns)
     document = run(whole, workload, cluster)
     show(document, as_json, lambda: print_plan(document))
 

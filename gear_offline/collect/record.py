@@ -29,6 +29,7 @@ from gear_offline.evaluation.environments import (
     make_environment,
     simulator_data,
 )
+from gear_offline.evaluation.rollout import finite_actions
 from gear_offline.workers import Caller, WorkerPool
 
 # First element of a stream's path: what the stream is for.
@@ -149,7 +150,7 @@ class Player(Closing):
         infos: dict[str, list[Array]] = {} if self._data is None else {"qpos": [], "qvel": []}
         terminated = truncated = False
         while not (terminated or truncated):
-            chosen = plan.policy.act(seen[-1], generator)
+            chosen = finite_actions(plan.policy.act(seen[-1], generator), seen[-1], facts)
             # What is stored is what was applied: the environment gets the value after the cast.
             actions.append(noisy(facts, chosen, plan.action_noise, generator))
             for name, rows in infos.items():
@@ -185,9 +186,6 @@ def noisy(
     facts: EnvironmentFacts, action: Array, noise: float, generator: np.random.Generator
 ) -> Array:
     """Add noise as of `EpisodePlan` to an action, clip it, and cast it to what will be stored."""
-    if not np.isfinite(action).all():
-        what, remedy = "the policy returned an action that is NaN or infinite", "take smaller steps"
-        raise GearError("MODEL", what, facts.environment_id, remedy)
     if facts.discrete:
         if noise and generator.random() < noise:
             action = np.asarray(generator.integers(facts.choices))

@@ -280,7 +280,8 @@ def play_episodes(
         active = numbers[playing[numbers] >= 0]
         if active.size:
             seen = slots["observation"][active]
-            slots["action"][active] = facts.bounded(_finite(policy.act(seen, active), seen, facts))
+            chosen = finite_actions(policy.act(seen, active), seen, facts)
+            slots["action"][active] = facts.bounded(chosen)
             slots["todo"][active] = STEP
             for slot in active[playing[active] < keep_actions]:
                 kept[playing[slot]].append(slots["action"][slot].copy())
@@ -297,9 +298,10 @@ def play_episodes(
     return Episodes(returns=returns, lengths=lengths, terminated=terminated, actions=actions)
 
 
-def _finite(
+def finite_actions(
     actions: npt.NDArray[Any], observations: npt.NDArray[Any], facts: EnvironmentFacts
 ) -> npt.NDArray[Any]:
+    """Return what a policy chose, if it can be acted on; ``MODEL``, ``ENVIRONMENT``."""
     if np.isfinite(actions).all():
         return actions
     if not np.isfinite(observations).all():

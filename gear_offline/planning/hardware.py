@@ -84,15 +84,14 @@ class Cluster:
     nodes: int
     gpus: int  # of a node
     hardware: Hardware  # of a node
-    nic_bits: float = 400e9  # bits/s of one network card
-    nics: int = 1  # network cards of a node
+    nic_bits: float = 400e9  # bits/s of one network card, of which there is one for each GPU
     host_memory: float | None = None  # bytes of a node, if not the hardware's
     disk_rate: float | None = None  # bytes/s of a node's storage, if not the hardware's
 
     @property
     def node_rate(self) -> float:
         """Bytes/s between a node and the others."""
-        return self.nic_bits / 8 * self.nics * self.hardware.transfer.nic_share
+        return self.nic_bits / 8 * self.gpus * self.hardware.transfer.nic_share
 
     @property
     def memory(self) -> float:

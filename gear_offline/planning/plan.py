@@ -75,7 +75,7 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
         "cluster": {
             "nodes": cluster.nodes,
             "gpus_per_node": cluster.gpus,
-            "network_gigabits_per_node": cluster.nic_bits * cluster.nics / 1e9,
+            "network_gigabits_per_node": cluster.nic_bits * cluster.gpus / 1e9,
             "host_memory_bytes": cluster.memory,
             "disk_bytes_per_second": cluster.storage_rate,
         },

@@ -1,7 +1,7 @@
 """What a plan must know of the data: bytes of a step, shards and how often they are drawn from.
 
-A dataset that is there gives everything; one that does not exist yet is described by its columns,
-the length of its episodes and its bytes.
+A dataset that is there gives everything; one that does not exist yet is described by its columns
+and its bytes.
 
 Shape legend: S shards, K steps of a window.
 """
@@ -32,7 +32,7 @@ from gear_offline.training.model import ModelSizes
 
 SHARD_BYTES = 256 << 20  # as `convert` makes them
 MOST_SHARDS = 1 << 20  # that are planned one by one
-EPISODES = 4096  # of data that are described rather than there
+EPISODES, LENGTH = 4096, 1000  # of data that are described rather than there
 DISCRETE_ACTIONS = 18  # of the Arcade Learning Environment
 _COLUMN = re.compile(r"([\w./-]+)=(\w+)(?:\[([\d,\s]*)\])?")
 
@@ -59,16 +59,12 @@ class Workload:
 
 
 def make_workload(
-    recipe: Recipe,
-    *,
-    data_bytes: int | None = None,
-    columns: str | None = None,
-    episode_length: int | None = None,
+    recipe: Recipe, *, data_bytes: int | None = None, columns: str | None = None
 ) -> Workload:
     """Return what is known of a recipe's data, with `data_bytes` as a sample of so many in memory.
 
     `columns` such as ``"observations=uint8[84,84],actions=int64,rewards=float32"`` stand for data
-    that do not exist, with episodes of `episode_length` steps (1,000 by default).
+    that do not exist, with episodes of 1,000 steps.
     """
     loader, described = recipe.loader, columns is not None
     if columns is not None:
@@ -77,9 +73,8 @@ def make_workload(
             what = "columns alone do not say how much data there are"
             remedy = "add the bytes of all data in memory, such as --data 100TB"
             raise InputError("USAGE", what, "--columns", remedy)
-        length = episode_length or 1000
-        source: TableData = cast(Dataset, _describe(columns, length))
-        text = f"{columns}, episodes of {length:,} steps, as described"
+        source: TableData = cast(Dataset, _describe(columns))
+        text = f"{columns}, episodes of {LENGTH:,} steps, as described"
         strategies = [part["strategy"] for part in recipe.selection.options.get("parts", ())]
         learns = Prioritized.name in (recipe.selection.strategy, *strategies)
         shares = weights = np.ones(1)
@@ -123,7 +118,7 @@ def make_workload(
     )
 
 
-def _describe(text: str, episode_length: int) -> SimpleNamespace:
+def _describe(text: str) -> SimpleNamespace:
     """Return what a dataset of the columns that `text` names would say of itself."""
     columns = []
     for part in re.split(r",(?![^\[]*\])", text):
@@ -138,9 +133,9 @@ def _describe(text: str, episode_length: int) -> SimpleNamespace:
             what = f"{part.strip()!r} is not a column and its NumPy dtype"
             remedy = "write it like observations=float32[11] or rewards=float32"
             raise InputError("USAGE", what, "--columns", remedy) from None
-    spec = TableSpec(columns=tuple(columns), steps=EPISODES * episode_length, episodes=EPISODES)
+    spec = TableSpec(columns=tuple(columns), steps=EPISODES * LENGTH, episodes=EPISODES)
     unit = {c.name: SimpleNamespace(mean=np.zeros(c.shape), std=np.ones(c.shape)) for c in columns}
-    lengths = np.full(EPISODES, episode_length, np.int64)
+    lengths = np.full(EPISODES, LENGTH, np.int64)
     return SimpleNamespace(spec=spec, episodes=EpisodeIndex(lengths), statistics=unit, checked=True)
 
 
