@@ -22,7 +22,6 @@ from gear_offline.analysis.compare import (
 from gear_offline.config.recipe import load_recipe
 from gear_offline.sweep.results import TrialResult
 from gear_offline.sweep.trials import Trial
-from gear_offline.training.records import EvaluationReport
 
 
 def enumerated(differences: Sequence[float]) -> float:
@@ -100,14 +99,13 @@ def results(returns: dict[str, list[float]], failed: tuple[str, int] | None) -> 
     rows = [(label, *row) for label, values in returns.items() for row in enumerate(values)]
     for label, seed, value in rows:
         one, is_failed = recipe.replace({"seed": seed}), (label, seed) == failed
-        played = ({"step": 1, "return": 0.0}, {"step": 2, "return": value})
         result = TrialResult(
             trial=Trial(name=f"{label},s{seed}", label=label, recipe=one, settings={}),
             path=Path(label),
             status="failed" if is_failed else "complete",
             error="MEMORY: x" if is_failed else None,
-            losses={1: 1.0},
-            evaluations=tuple(map(EvaluationReport.model_validate, played)),
+            curves={"return": {1: 0.0, 2: value}, "loss": {1: 1.0}},
+            last=None,
         )
         found.append(result)
     return found

@@ -57,7 +57,7 @@ def test_trials_are_those_of_train_and_stay_as_they_are(
         alone = train(one.trial.recipe, out=tmp_path / one.trial.name, quiet=True)
         assert learnt(one.path) == learnt(alone)
         assert one.path == tmp_path / "sweep" / "runs" / one.trial.name
-        assert one.last is not None and one.last.step == 20 and max(one.losses) == 20
+        assert one.last is not None and one.last.step == 20 and max(one.curves["loss"]) == 20
     assert (tmp_path / "sweep" / "sweep.md").exists()
     assert (tmp_path / "sweep" / "plots" / "learning_curves.png").exists()
     stamps = [os.stat(one.path / "metrics.jsonl").st_mtime_ns for one in result.trials]
@@ -67,7 +67,7 @@ def test_trials_are_those_of_train_and_stay_as_they_are(
     # a longer one goes on where these ended, a shorter one is refused before anything is written
     longer = recipe.replace({"train.steps": 22})
     last = sweep(longer, OPTIONS, seeds=2, out=tmp_path / "sweep", parallel=1, quiet=True)
-    assert [max(one.losses) for one in last.trials] == [22] * 4
+    assert [max(one.curves["loss"]) for one in last.trials] == [22] * 4
     before = (tmp_path / "sweep" / "sweep.json").read_bytes()
     with pytest.raises(InputError, match="but 22 steps are done"):
         sweep(recipe, OPTIONS, seeds=2, out=tmp_path / "sweep", quiet=True)

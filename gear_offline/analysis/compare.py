@@ -24,7 +24,7 @@ from scipy import stats
 from gear_offline.analysis.sampling import Data, Strategy
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Float64Array
-from gear_offline.sweep.results import RANKING, Estimate, TrialResult, by_label, estimate
+from gear_offline.sweep.results import Estimate, TrialResult, by_label, estimate
 from gear_offline.training.metrics import finite
 
 VERDICTS = ("higher", "lower", "no difference", "too few seeds")
@@ -103,8 +103,8 @@ def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
 
     The metric is the return of the last evaluation, or the mean normalized score of several tasks.
     """
-    has_returns = any(RANKING[0] in one.metrics() for one in trials)
-    metric = RANKING[0] if has_returns else RANKING[1]
+    has_returns = any(one.curves["return"] for one in trials)
+    metric = "return" if has_returns else "normalized_score"
     baseline: dict[int, float] = {}
     outcomes: list[Outcome] = []
     for label, members in by_label(trials).items():
@@ -144,8 +144,8 @@ def _by_task(trials: dict[int, TrialResult], values: dict[int, float]) -> Float6
     """Return (n, T) scores: of one task `values`, of several their normalized scores."""
     rows = []
     for seed, value in values.items():
-        tasks = trials[seed].evaluations[-1].named.values()
-        scores = [task.normalized_score for task in tasks]
+        last = trials[seed].last
+        scores = [task.normalized_score for task in last.named.values()] if last else []
         rows.append([score for score in scores if score is not None] or [value])
     return np.array(rows, np.float64)
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
-from jinja2 import Environment, FileSystemLoader
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.markup import escape
@@ -25,6 +23,7 @@ from gear_offline.analysis.sampling import Draws
 from gear_offline.core.files import write_file, writing
 from gear_offline.core.text import count_text, printable, short
 from gear_offline.progress import print_table
+from gear_offline.runs.report import render_page
 
 MAIN = {  # what the terminal shows; the page has all
     *("steps shown", "effective starts", "duplicate starts", "padding", "mean return"),
@@ -119,16 +118,10 @@ def write_comparison(comparison: Comparison, folder: Path) -> None:
 
 def render(comparison: Comparison) -> str:
     """Return the page of a comparison."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["breakable"] = lambda label: re.sub(r"(?<=[_=])", "\u200b", str(label))
     drawn = _drawn(comparison)
     facts, *problems = _remarks(comparison)
-    return environment.get_template("page.html.j2").render(
+    return render_page(
+        Path(__file__).with_name("page.html.j2"),
         comparison=comparison,
         name=comparison.data.path.rstrip("/").rpartition("/")[2],
         facts=facts,

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, Template
+from jinja2 import Environment, FileSystemLoader
 from matplotlib.axes import Axes
 
+from gear_offline import plots
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.tasks import task_recipe
 from gear_offline.core.files import write_file
@@ -22,23 +24,7 @@ from gear_offline.core.hub import is_there
 from gear_offline.core.text import count_text, printable, short
 from gear_offline.core.types import Float64Array
 from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.dataset.scores import ReferenceScores, normalized_score
 from gear_offline.errors import InputError
-from gear_offline.plots import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    SERIES,
-    draw_mean,
-    dress,
-    legend,
-    new_figure,
-    save_figure,
-    thousands,
-    ticks_to,
-    titles,
-)
 from gear_offline.training.records import (
     EvaluationReport,
     MetricsRecord,
@@ -73,32 +59,45 @@ def write_report(run: str | Path) -> Path:
     if recipe is None and not metrics and final is None:
         what, remedy = "nothing here to report on", "give the directory of a run"
         raise InputError("RUN_NOT_FOUND", what, where=str(run), remedy=remedy)
-    data, tasks = None, {} if final is None else final.named
-    if tasks:
-        sections = [
-            _section(run, final, name, result, _dataset(recipe and task_recipe(recipe, name)))
-            for name, result in tasks.items()
-        ]
-    else:
-        data = _dataset(recipe)
-        sections = [_section(run, final, "", final, data)]
+    results: Mapping[str, TaskResult | None] = (final and final.named) or {"": final}
+    datasets = {
+        name: _dataset(task_recipe(recipe, name) if recipe and name else recipe) for name in results
+    }
+    sections = [
+        _section(run, final, name, result, datasets[name]) for name, result in results.items()
+    ]
     losses = {record.step: record.loss for record in metrics if record.loss is not None}
     curve = "plots/learning_curve.png" if losses else None
     if curve is not None:
         _plot_learning_curve(run / curve, losses, evaluations)
-    text = _template().render(
+    text = render_page(
+        Path(__file__).with_name("report.md.j2"),
+        interval=_interval,
+        quoted=_quoted,
         name=run.name,
         recipe=recipe,
         metrics=metrics,
         evaluations=evaluations,
         final=final,
         sections=sections,
-        data=data,
+        data=datasets.get(""),
         curve=curve,
     )
     path = run / "report.md"
     write_file(path, text.encode())
     return path
+
+
+def render_page(template: Path, **values: Any) -> str:
+    """Return the page that a template makes of `values`; in HTML they are escaped."""
+    environment = Environment(
+        loader=FileSystemLoader(template.parent),
+        autoescape=".html" in template.suffixes,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"short": short, "count": count_text, "score": score_text}
+    return environment.get_template(template.name).render(**values)
 
 
 def _dataset(recipe: Recipe | None) -> Dataset | None:
@@ -128,26 +127,6 @@ def _section(
     return _Section(task, result, levels, picture)
 
 
-def _template() -> Template:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {
-        "short": short,
-        "score": _score,
-        "score_text": score_text,
-        "interval": _interval,
-        "count": count_text,
-        "quoted": _quoted,
-        "absolute": lambda path: str(Path(path).resolve()),
-    }
-    return environment.get_template("report.md.j2")
-
-
-def _score(value: float, scale: ReferenceScores | None) -> str:
-    return "-" if scale is None else score_text(normalized_score(value, scale))
-
-
 def _interval(ends: tuple[float | None, float | None]) -> str:
     low, high = ends
     return "" if low is None or high is None else f"{short(low)} to {short(high)}"
@@ -167,10 +146,10 @@ def _plot_learning_curve(
     """Draw the training loss by step and, of a run of one task, the returns of evaluations."""
     steps, y = list(losses), np.array(list(losses.values()))
     points = [(row.step or 0, target) for row in evaluations for target in row.targets]
-    figure = new_figure()
+    figure = plots.new_figure()
     panels = figure.subplots(2 if points else 1, 1, sharex=True, squeeze=False)[:, 0]
-    panels[0].plot(steps, y, color=BLUE, linewidth=1.8, marker="o" if y.size == 1 else None)
-    dress(panels[0], y="training loss")
+    panels[0].plot(steps, y, color=plots.BLUE, linewidth=1.8, marker="o" if y.size == 1 else None)
+    plots.dress(panels[0], y="training loss")
     if y.min() > 0 and y.max() / y.min() > 20:
         panels[0].set_yscale("log")
     else:
@@ -183,10 +162,10 @@ def _plot_learning_curve(
         best = max(row.mean_return for row in evaluations if row.mean_return is not None)
         title = f"{title}; best {words[1]} {short(best)}"
     panels[-1].set_xlabel("optimizer step")
-    ticks_to(panels[-1], float(steps[-1]))
-    titles(figure, title, f"{path.parents[1].name}: mean loss of the logged steps")
+    plots.ticks_to(panels[-1], float(steps[-1]))
+    plots.titles(figure, title, f"{path.parents[1].name}: mean loss of the logged steps")
     figure.align_ylabels(list(panels))
-    save_figure(figure, path)
+    plots.save_figure(figure, path)
 
 
 def _plot_returns(
@@ -197,13 +176,13 @@ def _plot_returns(
         steps, targets = zip(*(one for one in points if one[1].target == asked), strict=True)
         means = [target.mean_return for target in targets]
         intervals = np.array([t.ci95 for t in targets], np.float64).T  # None becomes NaN
-        style = {"color": SERIES[index % len(SERIES)], "label": f"{asked_as} {short(asked)}"}
-        draw_mean(axes, steps, means, intervals, **style)
+        colour, label = plots.SERIES[index % len(plots.SERIES)], f"{asked_as} {short(asked)}"
+        plots.draw_mean(axes, steps, means, intervals, color=colour, label=label)
     lowest, highest = min(0.0, axes.get_ylim()[0]), axes.get_ylim()[1]
     axes.set_ylim(lowest, highest + 0.04 * (highest - lowest))  # room for the marker
-    dress(axes, y=named)
-    thousands(axes.yaxis)
-    legend(axes)
+    plots.dress(axes, y=named)
+    plots.thousands(axes.yaxis)
+    plots.legend(axes)
 
 
 def _plot_asked_vs_achieved(
@@ -212,28 +191,28 @@ def _plot_asked_vs_achieved(
     """Draw achieved over asked returns, with every episode, 95 % intervals and named levels."""
     targets = sorted(targets, key=lambda target: target.target)
     asked, means = np.array([(target.target, target.mean_return) for target in targets]).T
-    figure = new_figure()
+    figure = plots.new_figure()
     axes = figure.add_subplot()
     for target in targets:
         places = np.full(len(target.returns), target.target)
-        axes.scatter(places, target.returns, s=11, color=BLUE, alpha=0.25)
+        axes.scatter(places, target.returns, s=11, color=plots.BLUE, alpha=0.25)
     halves = [0.0 if t.ci95[1] is None else t.ci95[1] - t.mean_return for t in targets]
-    axes.errorbar(asked, means, yerr=halves, color=BLUE, linewidth=2, marker="o", capsize=4)
-    for (label, level), colour in zip(levels.items(), (ORANGE, GREEN), strict=False):
+    axes.errorbar(asked, means, yerr=halves, color=plots.BLUE, linewidth=2, marker="o", capsize=4)
+    for (label, level), colour in zip(levels.items(), (plots.ORANGE, plots.GREEN), strict=False):
         axes.axhline(level, color=colour, linewidth=1.5, label=f"{label}\n{short(level)}")
     low, high = min(0.0, float(asked.min())), max(0.0, float(asked.max()))
     room = 0.08 * (high - low) or 1.0
     ends = (low - room if low < 0 else 0.0, high + room)
-    axes.plot(ends, ends, color=GREY, linestyle="--", linewidth=1.2, label="achieved = asked")
+    axes.plot(ends, ends, color=plots.GREY, linestyle="--", linewidth=1.2, label="achieved = asked")
     axes.set_xlim(*ends)
-    dress(axes, x="asked return", y="achieved return")
-    thousands(axes.xaxis)
-    thousands(axes.yaxis)
-    legend(axes)
+    plots.dress(axes, x="asked return", y="achieved return")
+    plots.thousands(axes.xaxis)
+    plots.thousands(axes.yaxis)
+    plots.legend(axes)
     episodes = count_text(len(targets[0].returns), "episode")
     finding = f"Asked for {_span(asked)}, it achieves {_span(means)}"
-    titles(figure, finding, f"{name}: mean and 95 % interval of {episodes} each")
-    save_figure(figure, path)
+    plots.titles(figure, finding, f"{name}: mean and 95 % interval of {episodes} each")
+    plots.save_figure(figure, path)
 
 
 def _span(values: Float64Array) -> str:

@@ -19,7 +19,7 @@ from gear_offline.errors import InputError
 from gear_offline.progress import Printed
 from gear_offline.runs.run import Run, open_run
 from gear_offline.sweep.directory import SweepDirectory
-from gear_offline.sweep.report import plot_curves, print_settings
+from gear_offline.sweep.report import plot_curves
 from gear_offline.sweep.results import Table, TrialResult, make_table, read_result
 from gear_offline.sweep.trials import Trial, settings_label, trial_name
 from gear_offline.training.metrics import read_records
@@ -48,7 +48,7 @@ class RunComparison(Printed):
     def print(self, *, console: Console | None = None) -> None:
         """Print a row a setting, and which runs' returns may be compared."""
         console = console or Console()
-        print_settings(self.table, console)
+        self.table.print(console)
         if len(self.environments) > 1:
             console.print("Returns of one environment alone are comparable; they are left out:")
             for environment, names in self.environments.items():
@@ -110,7 +110,7 @@ def compare_runs(
         for run, trial in zip(opened, _trials(opened), strict=True)
     ]
     for one in results:
-        if not (one.losses or one.evaluations):
+        if not any(one.curves.values()):
             remedy = "wait for its first line of metrics, or leave it out"
             raise InputError("USAGE", "the run has logged nothing yet", str(one.path), remedy)
     environments = dict[str, tuple[str, ...]]()
@@ -137,17 +137,12 @@ def _runs_in(path: Path) -> list[Path]:
 
 def _without_returns(results: Sequence[TrialResult]) -> list[TrialResult]:
     """Leave normalized scores, where all have them, and losses."""
-    have_scores = all(e.normalized_score is not None for one in results for e in one.evaluations)
+    curves = [one.curves for one in results]
+    scored = all(own["normalized_score"].keys() >= own["return"].keys() for own in curves)
+    kept = {"normalized_score", "loss"} if scored else {"loss"}
     return [
-        replace(
-            one,
-            evaluations=tuple(
-                evaluation.model_copy(update={"mean_return": None})
-                for evaluation in one.evaluations
-                if have_scores
-            ),
-        )
-        for one in results
+        replace(one, curves={name: own[name] if name in kept else {} for name in own})
+        for one, own in zip(results, curves, strict=True)
     ]
 
 

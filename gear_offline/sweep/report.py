@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader
 from rich.console import Console
 from rich.markup import escape
 
 from gear_offline import plots
 from gear_offline.core.files import write_file
-from gear_offline.core.text import count_text, printable, short
-from gear_offline.progress import Printed, print_table
+from gear_offline.core.text import count_text, printable
+from gear_offline.progress import Printed
+from gear_offline.runs.report import render_page
 from gear_offline.sweep.directory import SweepDirectory
 from gear_offline.sweep.results import (
     INTERVAL,
-    METRICS,
+    RANKING,
     Table,
     TrialResult,
     by_label,
@@ -29,8 +29,6 @@ from gear_offline.sweep.results import (
     make_table,
     read_result,
 )
-
-AXES = {"loss": "training loss", "return": "mean return", "normalized_score": "normalized score"}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -58,10 +56,8 @@ class SweepResult(Printed):
         """Return what ``--json`` prints."""
         trials = [
             {
-                "name": one.trial.name,
-                "label": one.trial.label,
+                **one.trial.model_dump(include={"name", "label", "settings"}),
                 "seed": one.trial.recipe.seed,
-                "settings": dict(one.trial.settings),
                 "status": one.status,
                 "error": one.error,
                 "path": str(one.path),
@@ -74,7 +70,7 @@ class SweepResult(Printed):
     def print(self, *, console: Console | None = None) -> None:
         """Print a row a setting, the best one first, and what failed."""
         console = console or Console()
-        print_settings(self.table, console, self.remark)
+        self.table.print(console, self.remark)
         for one in self.trials:
             if one.status == "failed":
                 error = escape(printable(str(one.error)))
@@ -82,15 +78,12 @@ class SweepResult(Printed):
 
     def write(self) -> Path:
         """Write ``sweep.md`` and its plots; return its path."""
-        environment = Environment(
-            loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True
-        )
-        environment.filters |= {"cell": _cell, "count": count_text, "short": short}
         plot = plot_curves(self.path / "plots" / "learning_curves.png", self.trials, self.table)
-        text = environment.get_template("sweep.md.j2").render(
+        text = render_page(
+            Path(__file__).with_name("sweep.md.j2"),
+            cell=_cell,
             result=self,
             states=[one.status for one in self.trials],
-            headings=_headings(self.table),
             interval=INTERVAL,
             is_drawn=plot is not None,
         )
@@ -115,28 +108,9 @@ def read_sweep(path: str | os.PathLike[str]) -> SweepResult:
     )
 
 
-def _headings(table: Table) -> dict[str, str]:
-    """Return the headings of the metrics that some trial has."""
-    return {n: text for n, text in METRICS.items() if any(n in r.estimates for r in table.rows)}
-
-
 def _cell(text: str) -> str:
     """Return text of strangers for a Markdown table."""
     return " ".join(printable(html.escape(text, quote=False)).split()).replace("|", "\\|")
-
-
-def print_settings(table: Table, console: Console, remark: str = "") -> None:
-    """Print a row a setting, and what its intervals are."""
-    headings = _headings(table)
-    headings.pop("best_return", None)
-    cells = [
-        [row.label, str(len(row.seeds)), *(str(row.estimates.get(n, "-")) for n in headings)]
-        for row in table.rows
-    ]
-    print_table(console, ["setting", "seeds", *headings.values()], cells)
-    has_intervals = any("±" in text for row in cells for text in row[2:])
-    what = f"± is the {INTERVAL}." if has_intervals else "Intervals are shown from 3 seeds on."
-    console.print(f"{what} {remark}".rstrip(), highlight=False)
 
 
 def plot_curves(path: Path, trials: Sequence[TrialResult], table: Table) -> Path | None:
@@ -154,13 +128,13 @@ def plot_curves(path: Path, trials: Sequence[TrialResult], table: Table) -> Path
     panels = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
     for axes, metric in zip(panels, metrics, strict=True):
         for label, colour in zip(shown, plots.SERIES, strict=False):
-            runs = [one.curve(metric) for one in groups[label] if one.status == "complete"]
+            runs = [one.curves[metric] for one in groups[label] if one.status == "complete"]
             steps = sorted(set.intersection(*map(set, runs)))
             means = [estimate([run[step] for run in runs]) for step in steps]
             mean, half = np.array([[m.mean, m.half] for m in means], np.float64).reshape(-1, 2).T
             name = plots.shortened(label)
             plots.draw_mean(axes, steps, mean, [mean - half, mean + half], color=colour, label=name)
-        plots.dress(axes, y=AXES[metric])
+        plots.dress(axes, y=RANKING[metric])
         plots.thousands(axes.yaxis)
     panels[0].set_ylim(bottom=0)
     panels[-1].set_xlabel("optimizer step")
@@ -172,7 +146,7 @@ def plot_curves(path: Path, trials: Sequence[TrialResult], table: Table) -> Path
     hidden = f", the best {len(shown)} of {len(table.rows)}" if len(shown) < len(table.rows) else ""
     what = "mean over seeds, 95 % interval from 3 seeds on"
     best = table.rows[0]
-    title = f"{AXES[table.metric].capitalize()} {best.estimates[table.metric]}"
+    title = f"{RANKING[table.metric].capitalize()} {best.estimates[table.metric]}"
     if len(table.rows) > 1:
         title += f" with {plots.shortened(best.label)}, the best"
     plots.titles(figure, title, f"{runs_text}{hidden}; {what}")

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from rich.console import Console
 
 from gear_offline.core.files import open_regular
 from gear_offline.core.text import short
+from gear_offline.progress import print_table
 from gear_offline.runs.run import Run
 from gear_offline.sweep.trials import Trial
 from gear_offline.training.records import (
@@ -35,7 +37,11 @@ METRICS = {  # by name, with the heading of a table
     "normalized_score": "score",
     "loss": "loss",
 }
-RANKING = ("return", "normalized_score", "loss")  # of several tasks there is no common return
+RANKING = {  # with the name of an axis; of several tasks there is no common return
+    "return": "mean return",
+    "normalized_score": "normalized score",
+    "loss": "training loss",
+}
 LEAST_SEEDS = 3  # for an interval: that of two is 9 times as wide as they lie apart
 TAIL_BYTES = 4096  # holds the last line of a run's metrics
 
@@ -48,27 +54,13 @@ class TrialResult:
     path: Path  # its run directory, as `train` writes it
     status: Literal["complete", "failed", "open"]  # open: not done yet
     error: str | None  # of a failed one, "CODE: what was wrong"
-    losses: dict[int, float]  # mean training loss by step
-    evaluations: tuple[EvaluationReport, ...]  # that did not fail, in the order of steps
-
-    @property
-    def last(self) -> EvaluationReport | None:
-        """The last evaluation."""
-        return self.evaluations[-1] if self.evaluations else None
-
-    def curve(self, metric: str) -> dict[int, float]:
-        """Return the values of one of `RANKING` by step."""
-        if metric == "loss":
-            return self.losses
-        field = "mean_return" if metric == "return" else metric
-        points = ((one.step, getattr(one, field)) for one in self.evaluations)
-        return {step: value for step, value in points if step is not None and value is not None}
+    curves: dict[str, dict[int, float]]  # values by step, by `RANKING`
+    last: EvaluationReport | None  # the last evaluation that did not fail
 
     def metrics(self) -> dict[str, float]:
         """Return the `METRICS` that it has; the last ones, and the best return."""
-        found = {name: self.curve(name) for name in RANKING}
-        last = {name: curve[max(curve)] for name, curve in found.items() if curve}
-        returns = found["return"].values()
+        last = {name: curve[max(curve)] for name, curve in self.curves.items() if curve}
+        returns = self.curves["return"].values()
         return last | ({"best_return": max(returns)} if returns else {})
 
 
@@ -103,22 +95,49 @@ class Table:
     rows: tuple[Row, ...]
     metric: str
 
+    @property
+    def headings(self) -> dict[str, str]:
+        """The headings of the metrics that some trial has."""
+        return {n: text for n, text in METRICS.items() if any(n in r.estimates for r in self.rows)}
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able document."""
         return {"interval": INTERVAL, "metric": self.metric, "rows": [asdict(r) for r in self.rows]}
+
+    def print(self, console: Console, remark: str = "") -> None:
+        """Print a row a setting, and what its intervals are."""
+        shown = [name for name in self.headings if name != "best_return"]
+        cells = [
+            [row.label, str(len(row.seeds)), *(str(row.estimates.get(n, "-")) for n in shown)]
+            for row in self.rows
+        ]
+        print_table(console, ["setting", "seeds", *(METRICS[name] for name in shown)], cells)
+        has_intervals = any("±" in text for row in cells for text in row[2:])
+        what = f"± is the {INTERVAL}." if has_intervals else "Intervals are shown from 3 seeds on."
+        console.print(f"{what} {remark}".rstrip(), highlight=False)
 
 
 def read_result(trial: Trial, path: Path, error: str | None = None) -> TrialResult:
     """Return what a run directory says; `error` if the trial has failed."""
     metrics, done = read_lines(path / "metrics.jsonl", MetricsRecord), is_complete(trial, path)
+    played = Run(path).played()
     return TrialResult(
         trial=trial,
         path=path,
         status="complete" if done else "open" if error is None else "failed",
         error=None if done else error,
-        losses={row.step: row.loss for row in metrics if row.loss is not None},
-        evaluations=tuple(Run(path).played()),
+        curves={
+            "return": _curve(played, "mean_return"),
+            "normalized_score": _curve(played, "normalized_score"),
+            "loss": _curve(metrics, "loss"),
+        },
+        last=played[-1] if played else None,
     )
+
+
+def _curve(records: Sequence[Any], name: str) -> dict[int, float]:
+    values = {one.step: getattr(one, name) for one in records}
+    return {step: value for step, value in values.items() if value is not None}
 
 
 def is_complete(trial: Trial, path: Path) -> bool:
@@ -157,24 +176,22 @@ def by_label(results: Sequence[TrialResult]) -> dict[str, list[TrialResult]]:
     return groups
 
 
-def make_row(members: Sequence[TrialResult]) -> Row:
-    """Return the row of the trials of one setting."""
-    complete = [result for result in members if result.status == "complete"]
-    found = [result.metrics() for result in complete]
-    values = {name: [one[name] for one in found if name in one] for name in METRICS}
-    return Row(
-        label=members[0].trial.label,
-        settings=members[0].trial.settings,
-        trials=len(members),
-        seeds=tuple(result.trial.recipe.seed for result in complete),
-        failed=tuple(result.trial.name for result in members if result.status == "failed"),
-        estimates={name: estimate(known) for name, known in values.items() if known},
-    )
-
-
 def make_table(results: Sequence[TrialResult]) -> Table:
     """Return the table of trials; equal settings stay in the order of the trials."""
-    rows = [make_row(members) for members in by_label(results).values()]
+    rows = []
+    for label, members in by_label(results).items():
+        complete = [one for one in members if one.status == "complete"]
+        found = [one.metrics() for one in complete]
+        values = {name: [one[name] for one in found if name in one] for name in METRICS}
+        row = Row(
+            label=label,
+            settings=members[0].trial.settings,
+            trials=len(members),
+            seeds=tuple(one.trial.recipe.seed for one in complete),
+            failed=tuple(one.trial.name for one in members if one.status == "failed"),
+            estimates={name: estimate(known) for name, known in values.items() if known},
+        )
+        rows.append(row)
     metric = next((m for m in RANKING if any(m in row.estimates for row in rows)), "loss")
     sign = 1.0 if metric == "loss" else -1.0
 
