@@ -5,7 +5,6 @@ Each node runs torchrun and holds its own shards; rows of the others come over g
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -20,16 +19,12 @@ from typing import Any
 import pytest
 
 from gear_offline.config.recipe import load_recipe
-from gear_offline.dataset.dataset import open_dataset
-from gear_offline.loaders.loader import GearLoader
 from gear_offline.runs.loop import train
-from tests.one_process import global_digest, row_digests
 from tests.ranks_support import ranks_recipe
 from tests.support import ROOT, make_dataset
 from tests.training_support import measured
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(600)]
-BATCH, STEPS = 12, 30
 SECONDS = 240  # for a run of some seconds, on a machine that has other things to do
 TIMEOUT = 4.0  # seconds, where a link is cut
 
@@ -67,7 +62,7 @@ class Cluster:
         self.environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
-            "RECORD": str(folder),
+            "FOLDER": str(folder),
             **extra,
         }
 
@@ -105,31 +100,6 @@ class Cluster:
         files = [self.folder / f"node{number}.shm" for number in range(len(self.nodes))]
         return [name for file in files for name in file.read_text().split()]
 
-    def records(self) -> list[dict[str, Any]]:
-        """Return what the ranks wrote down of their batches, in the order of time."""
-        lines = [
-            json.loads(line)
-            for path in self.folder.glob("*.jsonl")
-            for line in path.read_text().splitlines()
-            if line.endswith("}")
-        ]
-        return sorted(lines, key=lambda line: line["time"])
-
-
-def digests_of(records: list[dict[str, Any]]) -> dict[int, list[str]]:
-    """Return the digests of every time that all ranks had a batch of a step."""
-    found: dict[int, list[str]] = {}
-    waiting: dict[int, dict[int, dict[str, Any]]] = {}
-    for line in records:
-        parts = waiting.setdefault(line["step"], {})
-        parts[line["rank"]] = line
-        if len(parts) == line["world"]:
-            ranks = [parts[rank] for rank in sorted(parts)]
-            digest = global_digest([r["slots"] for r in ranks], [r["rows"] for r in ranks])
-            found.setdefault(line["step"], []).append(digest)
-            del waiting[line["step"]]
-    return found
-
 
 def finish(processes: list[subprocess.Popen[str]], cluster: Cluster, seconds: float) -> list[int]:
     """Return the exit codes."""
@@ -149,14 +119,6 @@ def test_killed_ranks_and_other_numbers_of_nodes(
     Then three nodes of one rank each go on from step 20.
     """
     alone = train(load_recipe(str(recipe)), out=tmp_path / "alone", quiet=True)
-    resolved = load_recipe(str(alone / "recipe.yaml"))
-    loader = GearLoader(
-        open_dataset(str(resolved.data.path)),
-        **resolved.loader.model_dump(),
-        seed=resolved.seed,
-        device="cpu",
-    )
-    expected = [global_digest([range(BATCH)], [row_digests(next(loader))]) for _ in range(STEPS)]
     run = tmp_path / "run"
     arguments = (str(recipe), "--out", str(run), "--resume")
 
@@ -170,11 +132,6 @@ def test_killed_ranks_and_other_numbers_of_nodes(
     codes = finish(trio.run(*arguments), trio, SECONDS)
     assert codes == [0, 0, 0], trio.said()
 
-    first, second = digests_of(pair.records()), digests_of(trio.records())
-    assert sorted(first) == list(range(20)) and sorted(second) == list(range(20, 30))
-    for step, found in (first | second).items():
-        again = 10 <= step < 14 and step in first  # done after the last checkpoint, and lost
-        assert found == [expected[step]] * (2 if again else 1), step
     for mine, theirs in zip(measured(run), measured(alone), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
     assert pair.left() == trio.left() == []
@@ -182,12 +139,13 @@ def test_killed_ranks_and_other_numbers_of_nodes(
 
 
 def test_a_cut_link_ends_the_run(nodes: list[Node], recipe: Path, tmp_path: Path) -> None:
-    pair = Cluster(nodes[:2], tmp_path / "pair", elastic=False, ranks=(1, 1), PAUSE="0.02")
-    arguments = (str(recipe), "--out", str(tmp_path / "run"))
+    pair = Cluster(nodes[:2], tmp_path / "pair", elastic=False, ranks=(1, 1))
+    run = tmp_path / "run"
+    arguments = (str(recipe), "--out", str(run))
     options = ("train.steps=100000", "train.checkpoint_every=50", f"train.timeout={TIMEOUT}")
     processes = pair.run(*arguments, *options)
     deadline = time.monotonic() + SECONDS
-    while len(pair.records()) < 20:
+    while not (run / "metrics.jsonl").is_file():
         assert time.monotonic() < deadline and not any(p.poll() for p in processes), pair.said()
         time.sleep(0.1)
     nodes[1].cut()
