@@ -212,7 +212,9 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             wanted = output_hidden_states
         asked = goals if self.goals else returns_to_go
         tokens = self._embed(states, actions, asked, timesteps, tasks)
-        mask = self._mask(attention_mask, padding)
+        mask = None
+        if attention_mask is not None and (padding or self.padding) != "right":
+            mask = dense_mask(attention_mask)
         if only_actions:
             state_tokens = self._encode(tokens, mask, keep=STATE_TOKENS)
             return DecisionTransformerOutput(action_preds=self._head(state_tokens))
@@ -248,7 +250,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         """Return the scalar loss of a batch.
 
         `valid_steps` is as in `gear_offline.models.loss.action_loss`.  Under
-        DistributedDataParallel call the wrapper with ``only_actions=True`` and `prediction_loss`
+        DistributedDataParallel call the wrapper with ``only_actions=True`` and `step_losses`
         instead, for gradients are only exchanged when its forward ran.
         """
         actions = batch.actions
@@ -257,13 +259,8 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             remedy = "give integers (B, K), or build the model with discrete=False"
             raise InputError("MODEL", what, where="actions", remedy=remedy)
         output = self(**batch.model_inputs(), padding=batch.padding, only_actions=True)
-        return self.prediction_loss(output.action_preds, batch, valid_steps=valid_steps)
-
-    def prediction_loss(
-        self, predictions: Tensor, batch: TrainingBatch, *, valid_steps: Tensor | float | None
-    ) -> Tensor:
-        """Return the scalar loss of predictions of ``only_actions=True``; as `loss`."""
-        return mean_loss(self.step_losses(predictions, batch), batch.attention_mask, valid_steps)
+        losses = self.step_losses(output.action_preds, batch)
+        return mean_loss(losses, batch.attention_mask, valid_steps)
 
     def step_losses(self, predictions: Tensor, batch: TrainingBatch) -> Tensor:
         """Return (B, K) float32, the loss of each step of predictions of ``only_actions=True``."""
@@ -368,11 +365,6 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             remedy = "build the model with discrete=True, or give floating-point actions"
             raise InputError("MODEL", what, where="actions", remedy=remedy)
         return F.embedding(actions, layer.weight.t()) + layer.bias
-
-    def _mask(self, attention_mask: Tensor | None, padding: Padding | None) -> Tensor | None:
-        if attention_mask is None or (padding or self.padding) == "right":
-            return None
-        return dense_mask(attention_mask)
 
     def _encode(
         self,

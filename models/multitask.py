@@ -110,15 +110,18 @@ def make_embedding(config: DecisionTransformerConfig) -> TaskEmbedding | None:
     )
 
 
-def task_number(model: DecisionTransformer, name: str | None) -> int:
-    """Return the number of a model's task; raises `InputError` (``RECIPE``)."""
-    names = [task.name for task in tasks_of_config(model.config)]
+def find_task(model: DecisionTransformer, name: str | None) -> tuple[int, ModelTask]:
+    """Return number and facts of a model's task, None: the only one; `InputError` (``RECIPE``)."""
+    tasks = tasks_of_config(model.config)
+    names = [task.name for task in tasks]
+    if name is None and len(tasks) == 1:
+        return 0, tasks[0]
     if name not in names:
         several = "the model has several tasks, and none was named"
         what = several if name is None else f"no task {name!r}"
         remedy = f"tasks: {', '.join(names)}" if names else "the model was made for one dataset"
         raise InputError("RECIPE", what, where="model", remedy=remedy)
-    return names.index(name)
+    return names.index(name), tasks[names.index(name)]
 
 
 @torch.no_grad()
@@ -128,8 +131,7 @@ def single_task(model: DecisionTransformer, name: str) -> DecisionTransformer:
     Blocks and what else all tasks share are the same tensors as the model's, not copies; the
     embeddings are copies.  The released class loads what ``save_pretrained`` writes of it.
     """
-    number = task_number(model, name)
-    task = tasks_of_config(model.config)[number]
+    number, task = find_task(model, name)
     config = deepcopy(model.config)
     config.tasks = None
     frames = bool(getattr(config, "frame_shape", ()))

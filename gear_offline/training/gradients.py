@@ -20,7 +20,7 @@ from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import SegmentFeedback
 from gear_offline.models.decision_transformer import DecisionTransformer
-from gear_offline.models.loss import segment_losses
+from gear_offline.models.loss import mean_loss, segment_losses
 from gear_offline.training.parallel import ALONE, Parallel
 
 BLOCKWISE_FROM = 6  # blocks: compiled one by one they take seconds, as a whole a minute
@@ -124,11 +124,11 @@ class GradientPass:
 
     def _rank_loss(self, batch: Batch, *, valid_steps: Tensor | float | None) -> Tensor:
         output = self._forward(**batch.model_inputs(), padding=batch.padding, only_actions=True)
-        if self.feedback is not None:
-            losses = self._model.step_losses(output.action_preds, batch)
-            each = segment_losses(losses, batch.attention_mask)
-            return self.feedback.loss(each, batch, valid_steps=valid_steps)
-        return self._model.prediction_loss(output.action_preds, batch, valid_steps=valid_steps)
+        losses, mask = self._model.step_losses(output.action_preds, batch), batch.attention_mask
+        if self.feedback is None:
+            return mean_loss(losses, mask, valid_steps)
+        each = segment_losses(losses, mask)
+        return self.feedback.loss(each, batch, valid_steps=valid_steps)
 
 
 def global_steps(batch: Batch, world: World) -> Tensor:

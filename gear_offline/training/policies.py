@@ -21,7 +21,7 @@ from gear_offline.core.hub import PREFIX, fetch, is_hub
 from gear_offline.core.types import Float64Array
 from gear_offline.errors import InputError, given_path
 from gear_offline.models.decision_transformer import DecisionTransformer
-from gear_offline.models.multitask import single_task, task_number, tasks_of_config
+from gear_offline.models.multitask import find_task, single_task, tasks_of_config
 from gear_offline.models.policy import Policy
 from gear_offline.models.policy_folder import (
     CONFIG,
@@ -55,10 +55,8 @@ class TrainedModel:
         scale = recipe.loader.returns_scale
         mean: npt.ArrayLike | None = self.state_mean
         std: npt.ArrayLike | None = self.state_std
-        tasks = tasks_of_config(model.config)
-        if tasks or task is not None:
-            name = tasks[0].name if task is None and len(tasks) == 1 else task
-            one = tasks[task_number(model, name)]
+        if task is not None or tasks_of_config(model.config):
+            _, one = find_task(model, task)
             model, scale = single_task(model, one.name), one.returns_scale
             mean, std = one.state_mean, one.state_std
             if one.name in tasks_in(recipe):
