@@ -432,8 +432,3 @@ SCALARS = (
 def test_what_is_dumped_is_read_back_equal(document: dict[str, Any]) -> None:
     # as texts: equality is blind to 1 == 1.0 == True
     assert repr(parse_yaml(dump_yaml(document), where="test")) == repr(document)
-
-
-def test_runs_from_before_trackers_are_read() -> None:
-    for was, now in ((True, ("tensorboard",)), (False, ())):
-        assert Recipe.parse({"name": "old", "train": {"tensorboard": was}}).train.trackers == now

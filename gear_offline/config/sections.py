@@ -10,14 +10,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from gear_offline.config.strict_yaml import whole_number
 from gear_offline.errors import InputError
@@ -54,12 +47,10 @@ Targets = Annotated[
     Annotated[tuple[float, ...], Field(strict=False)] | None, BeforeValidator(target_list)
 ]
 
-
 Trackers = Annotated[
     tuple[Literal["tensorboard", "trackio", "wandb"], ...],
     Field(strict=False),
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-    BeforeValidator(lambda value: ["tensorboard"][:value] if isinstance(value, bool) else value),
 ]
 
 
@@ -395,9 +386,7 @@ class TrainSettings(Section):
     """Steps between two evaluations; null: at the end only."""
     deterministic: bool = False
     """Only kernels that give the same bits each time: resumed runs end in the same weights."""
-    trackers: Trackers = Field(
-        default=("tensorboard",), validation_alias=AliasChoices("trackers", "tensorboard")
-    )
+    trackers: Trackers = ("tensorboard",)
     """Where metrics and evaluations are shown too: tensorboard, trackio, wandb."""
     project: Name = "gear-offline"
     """Project that trackio and wandb show the run in."""
