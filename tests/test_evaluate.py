@@ -16,7 +16,7 @@ from scipy.stats import binomtest
 from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.training.checkpoint import chosen_checkpoint, find_checkpoint
-from gear_offline.training.records import EvaluationReport, share_interval
+from gear_offline.training.records import EvaluationReport, read_document, share_interval
 from tests.checkpoint_support import write_run
 from tests.evaluation_support import Constant
 from tests.support import failing_code, one_error
@@ -81,6 +81,8 @@ def test_evaluating_a_run_writes_its_results(tmp_path: Path) -> None:
     assert [result.target for result in report.tasks[0].targets] == [-200.0, -900.0]
     assert [len(result.returns) for result in report.tasks[0].targets] == [2, 2]
     assert json.loads((run / "evaluation.json").read_text()) == report.to_json()
+    again = read_document(run / "evaluation.json", EvaluationReport)
+    assert again is not None and again.to_json() == report.to_json() and repr(again) == repr(report)
     assert (run / "plots" / "asked_vs_achieved.png").stat().st_size > 10_000
     assert "| policy, asked -200 |" in (run / "report.md").read_text()
 
