@@ -52,10 +52,6 @@ def compile_kernels(folder: Path) -> Kernels:
     return Kernels(library)
 
 
-def _job_of(parameters: Any) -> ctypes.c_void_p:
-    return ctypes.c_void_p(ctypes.cast(parameters.pointer, ctypes.POINTER(ctypes.c_void_p))[0])
-
-
 class Kernels:
     """Kernels with their blocks and threads, in an order that `seed` draws; `launched` counts."""
 
@@ -72,15 +68,8 @@ class Kernels:
         self.seed += 1
         function = getattr(self.library, f"launch_{name}")
         numbers = (ctypes.c_uint(number) for number in (blocks, threads, self.seed))
-        function(_job_of(parameters), *numbers)
-
-
-class _Processor:
-    multi_processor_count = 2
-
-
-class _Stream:
-    cuda_stream = 0
+        job = ctypes.cast(parameters.pointer, ctypes.POINTER(ctypes.c_void_p))[0]
+        function(ctypes.c_void_p(job), *numbers)
 
 
 def gpu_gather(
@@ -124,13 +113,14 @@ def gpu_gather(
 def on_cpu(kernels: Kernels) -> Iterator[torch.device]:
     """Within it kernels run on the CPU; gives the device to name."""
     kernels.seed, load = 0, kernels.load
+    processor, stream = SimpleNamespace(multi_processor_count=2), SimpleNamespace(cuda_stream=0)
     kernels.launched.clear()
     with (
         mock.patch.object(adamw, "load", load),
         mock.patch.object(priorities, "load", load),
         mock.patch.object(select, "load", load),
         mock.patch.object(gather_gpu, "load", load),
-        mock.patch.object(torch.cuda, "get_device_properties", lambda _: _Processor),
-        mock.patch.object(torch.cuda, "current_stream", lambda _: _Stream),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda _: processor),
+        mock.patch.object(torch.cuda, "current_stream", lambda _: stream),
     ):
         yield torch.device("cpu")

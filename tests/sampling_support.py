@@ -130,7 +130,7 @@ def exact_law(name: str, data: Facts, **options: Any) -> dict[Key, float]:
     lengths = [int(n) for n in data.episodes.lengths]
     assert data.returns is not None and data.terminated is not None
     returns = [float(r) for r in data.returns]
-    count, total = len(lengths), sum(lengths)
+    count = len(lengths)
     per_step = options.get("unit", "steps") == "steps"
     unit = [Fraction(n if per_step else 1) for n in lengths]
     if name in (
@@ -153,18 +153,14 @@ def exact_law(name: str, data: Facts, **options: Any) -> dict[Key, float]:
             weights = [float(1 / r) ** (1 / heat) for r in ranks(returns)]
         return by_episode([w * float(u) for w, u in zip(weights, unit, strict=True)], lengths)
     if name in ("top_percent", "top_k"):
-        order = best(returns)
+        kept = order = best(returns)
         if name == "top_k":
             kept = order[: options["k"]]
-        elif options.get("of", "steps") == "episodes":
-            kept = order[: max(1, int(options.get("percent", 10) * count // 100))]
-        else:
-            kept, seen = order[:1], lengths[order[0]]
-            for e in order[1:]:
-                seen += lengths[e]
-                if seen * 100 > options.get("percent", 10) * total:
-                    break
-                kept.append(e)
+        else:  # the best, and more of them as long as they make up no more than so many percent
+            sizes = [1] * count if options.get("of", "steps") == "episodes" else lengths
+            most = options.get("percent", 10) * sum(sizes) / 100
+            sums = np.cumsum([sizes[e] for e in order])
+            kept = [e for e, size in zip(order, sums, strict=True) if e == order[0] or size <= most]
         return by_episode([u if e in kept else Fraction(0) for e, u in enumerate(unit)], lengths)
     if name == "recent":
         after = [sum(lengths[e:]) for e in range(count)]

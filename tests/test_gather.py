@@ -3,7 +3,6 @@
 One body for each gather: NumPy and torch on the CPU, the CUDA text compiled for the CPU, the GPU.
 """
 
-import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.kernels.columns import ColumnGroup, Field
-from gear_offline.kernels.gather import ALIGNMENT_BYTES, Arena, Padding, Windows, carve
+from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.kernels.gather_gpu import StaticFill
 from gear_offline.kernels.segments import Segments
 from gear_offline.tables.table import Table, TableOptions, build_table
@@ -333,29 +332,3 @@ def test_rows_beyond_two_gibibytes_are_reached() -> None:
     states = windows.tensors()["states"]
     assert states[0, :, 31, 31].tolist() == [7, 9, 0]
     assert not states[1].any()
-
-
-def test_arena_lends_a_block_until_its_last_tensor_is_gone() -> None:
-    arena = Arena()
-    one, two = carve(arena, [((3, 5), torch.int16), ((4,), torch.float64)])
-    assert one.shape == (3, 5) and two.dtype == torch.float64
-    assert one.data_ptr() % ALIGNMENT_BYTES == two.data_ptr() % ALIGNMENT_BYTES == 0
-    address = one.data_ptr()
-    one.fill_(3)
-    held = one[1].view(5)  # a view of a view keeps the block
-    del one, two
-    gc.collect()
-    (other,) = carve(arena, [((5,), torch.int64)])
-    assert not address <= other.data_ptr() < address + 100
-    other.fill_(-1)
-    assert held.tolist() == [3] * 5
-    as_numpy = held.numpy()  # and so does an array over it
-    del held
-    gc.collect()
-    (third,) = carve(arena, [((5,), torch.int64)])
-    third.fill_(-1)
-    assert as_numpy.tolist() == [3] * 5
-    del as_numpy
-    gc.collect()
-    (again,) = carve(arena, [((3, 5), torch.int16), ((4,), torch.float64)])[:1]
-    assert again.data_ptr() == address

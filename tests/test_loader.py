@@ -107,9 +107,12 @@ def test_batches_stay_valid_while_they_are_held(dataset: Dataset) -> None:
     loader = GearLoader(dataset, batch_size=700, device="cpu")
     held = take(loader, 3)
     copies = [{f: getattr(batch, f).clone() for f in FIELDS} for batch in held]
+    view = next(loader).states[1].numpy()  # keeps what it shows, of a batch that is gone
+    shown = view.copy()
     for _ in range(12):  # released blocks are used again meanwhile
         next(loader)
     gc.collect()
+    assert (view == shown).all()
     for batch, copy in zip(held, copies, strict=True):
         assert all(torch.equal(getattr(batch, f), copy[f]) for f in FIELDS)
     held[0].states.zero_()  # and belong to whoever holds them

@@ -12,7 +12,7 @@ from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling import Facts, WeightedEpisodes, make_sampler
 from tests.gpu_support import NEEDS_CUPY, ON_GPU, same
-from tests.sampling_support import facts, prioritized
+from tests.sampling_support import prioritized
 from tests.support import hopper_columns, make_dataset
 
 pytestmark = [*ON_GPU, NEEDS_CUPY]
@@ -25,22 +25,6 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Any:
     columns = hopper_columns(sum(LENGTHS))
     columns["rewards"] = np.abs(columns["rewards"])  # `weighted` draws by them
     return make_dataset(tmp_path_factory.mktemp("samplers"), LENGTHS, columns=columns)
-
-
-@pytest.mark.parametrize("name", ["return_weighted", "shuffled_epochs", "prioritized"])
-@pytest.mark.parametrize("count", [1, 5, 3000])
-def test_segments(name: str, count: int) -> None:
-    lengths = [1 + (7 * e) % 40 for e in range(4000)]
-    data = facts(lengths, [float(e % 11) for e in range(4000)])
-    sampler, reference = (make_sampler(name, data) for _ in range(2))
-    assert sampler.gpu is not None
-    select = DeviceSelect(sampler.gpu, sampler.index.offsets, device=CUDA, global_batch=count)
-    names = torch.empty(3, count, 2, dtype=torch.int64, device=CUDA)
-    for step in (0, 41, 2**40, 2**62):
-        select.enqueue(seed=2**63 + 9, first_step=step, names=names)
-        expected = reference.sample(2**63 + 9, step, 3, count)
-        assert np.array_equal(names[..., 0].cpu().numpy(), expected.episodes)
-        assert np.array_equal(names[..., 1].cpu().numpy(), expected.starts)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
