@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from gear_offline.convert.conversion import convert
-from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import GearError
 from gear_offline.sources import iter_episodes, open_source
 from tests.support import refused
@@ -85,14 +83,18 @@ def test_places_and_columns_that_not_all_have(root: Path, data_format: str) -> N
 def test_dict_and_tuple_spaces_become_columns(data_format: str) -> None:
     rng = np.random.default_rng(0)
     observation_space = spaces.Dict(
-        {"state": BOX, "goal": spaces.Dict({"id": spaces.Discrete(5)}), "text": spaces.Text(8)}
+        {
+            "state": BOX,
+            "goal": spaces.Dict({"a pan": spaces.Discrete(5)}),
+            "text": spaces.Text(8),
+        }
     )
     action_space = spaces.Tuple((PUSH, spaces.MultiDiscrete([3, 4])))
     made = [
         recorded(
             {
                 "state": rng.normal(size=(steps + 1, 3)),
-                "goal": {"id": rng.integers(0, 5, size=steps + 1)},
+                "goal": {"a pan": rng.integers(0, 5, size=steps + 1)},
                 "text": ["word"] * (steps + 1),
             },
             (rng.normal(size=(steps, 2)).astype(np.float32), rng.integers(0, 3, size=(steps, 2))),
@@ -105,19 +107,26 @@ def test_dict_and_tuple_spaces_become_columns(data_format: str) -> None:
     create("nested-v1", made, data_format=data_format, **options)
     with open_source("minari:nested-v1") as source:
         assert set(source.info.attributes["left_out"]) == {"observations/text"}
+        said = " ".join(source.info.attributes["warnings"])
+        assert "'observations/goal/a pan' is the column observations/goal/a_pan" in said
+        assert "observations/text is left out: text" in said
         for buffer, read in zip(made, iter_episodes(source), strict=True):
             observations, actions = buffer.observations, buffer.actions
             assert isinstance(observations, dict) and isinstance(actions, tuple)
             for name, values in (
                 ("observations/state", observations["state"][:-1]),
-                ("observations/goal/id", observations["goal"]["id"][:-1]),
+                ("observations/goal/a_pan", observations["goal"]["a pan"][:-1]),
                 ("next_observations/state", observations["state"][1:]),
-                ("next_observations/goal/id", observations["goal"]["id"][1:]),
+                ("next_observations/goal/a_pan", observations["goal"]["a pan"][1:]),
                 ("actions/0", actions[0]),
                 ("actions/1", actions[1]),
             ):
                 assert read[name].tobytes() == values.tobytes(), name
                 assert read[name].dtype == values.dtype, name
+    goal = "observations/goal/a pan + observations/goal/a_pan"
+    with open_source("minari:nested-v1", names={"both": goal}) as source:
+        wanted = np.concatenate([e.observations["goal"]["a pan"][:-1] for e in made])
+        assert source.read("both", 0, 9).tolist() == [[one, one] for one in wanted.tolist()]
 
 
 @pytest.mark.parametrize("data_format", FORMATS)
@@ -146,27 +155,6 @@ def test_ids_and_environments() -> None:
     create("x-v0", plain_episodes(2), env="Hopper-v5")
     with open_source("minari:x-v0") as source:
         assert source.info.environment_id == "Hopper-v5"
-
-
-@pytest.mark.parametrize("data_format", FORMATS)
-def test_goals_of_the_kitchen(tmp_path: Path, data_format: str) -> None:
-    rng = np.random.default_rng(0)
-    rows = {"bottom burner": rng.normal(size=(4, 3)), "kettle": rng.normal(size=(4, 3))}
-    observations = {"desired_goal": rows, "text": ["word"] * 4}
-    episode = recorded(observations, np.zeros((3, 2), np.float32), steps=3)
-    goals = spaces.Dict({"bottom burner": BOX, "kettle": BOX})
-    space = spaces.Dict({"desired_goal": goals, "text": spaces.Text(8)})
-    create("D4RL/kitchen-v0", [episode], observation_space=space, data_format=data_format)
-    with open_source("minari:D4RL/kitchen-v0") as source:
-        said = " ".join(source.info.attributes["warnings"])
-    assert "bottom burner' is the column observations/desired_goal/bottom_burner" in said
-    assert "observations/text is left out: text" in said
-    for stored in ("bottom burner", "bottom_burner"):
-        goal = f"observations/desired_goal/{stored}+observations/desired_goal/kettle"
-        wanted = [f"observations={goal}", "actions"]
-        convert("minari:D4RL/kitchen-v0", tmp_path / stored, columns=wanted, quiet=True)
-        found = open_dataset(tmp_path / stored).column("observations")
-        assert np.array_equal(found, np.concatenate(list(rows.values()), axis=1)[:-1])
 
 
 def test_episodes_are_decoded_again_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
