@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,8 +22,10 @@ import gear_offline.__main__ as command
 from gear_offline.cli import main as cli
 from gear_offline.config.files import recipe_paths
 from gear_offline.errors import GearError
+from gear_offline.sweep.results import steps_done
 from tests.hdf5_files import write
 from tests.support import ROOT, run_python
+from tests.training_support import tiny_recipe
 
 # New knobs go into recipes; a change of this list is a change of the product's surface.
 SURFACE = {
@@ -231,16 +235,11 @@ def test_ctrl_c_while_modules_load_is_no_traceback(tmp_path: Path) -> None:
 def test_a_run_that_is_named_is_resumed_where_it_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
-    asked: list[Path] = []
-
-    def train(recipe: object, out: Path, **_: object) -> Path:
-        asked.append(out)
-        return tmp_path
-
-    monkeypatch.setattr("gear_offline.runs.loop.train", train)
+    trained = Mock(return_value=tmp_path)
+    monkeypatch.setattr("gear_offline.runs.loop.train", lambda recipe, out, **_: trained(out))
+    monkeypatch.chdir(tmp_path)
     folder = tmp_path / "mine"
     folder.mkdir()
-    monkeypatch.chdir(tmp_path)
     (folder / "recipe.yaml").write_text("base: smoke\n")
     (folder / file).touch()
     for words, out in (
@@ -250,7 +249,8 @@ def test_a_run_that_is_named_is_resumed_where_it_lies(
         (["smoke", "--resume"], Path("runs/smoke-s0")),
         ([str(folder), "--resume", "--out", "other"], Path("other")),
     ):
-        assert cli.main(["train", *words]) == 0 and asked[-1] == out
+        assert cli.main(["train", *words]) == 0
+        trained.assert_called_with(out)
 
 
 def test_recipes_are_listed_and_shown(
@@ -386,3 +386,57 @@ def test_words_are_completed(tmp_path: Path) -> None:
     bash = ["bash", "-c", script + press]
     done = subprocess.run(bash, **PIPES, env=os.environ | places, cwd=tmp_path, check=True)
     assert done.stdout.split() == ["hopper-medium-replay"], done.stderr
+
+
+LONG = ("train.steps=1000000", "evaluate.episodes=0", "train.checkpoint_every=1000000")
+
+
+def interrupted(words: list[str], number: int, runs: list[Path]) -> int:
+    """Return how a command ends that gets a signal when each of `runs` has written its metrics."""
+    over = threading.Event()
+
+    def interrupt() -> None:
+        end = time.monotonic() + 120
+        while not all(steps_done(run) for run in runs) and time.monotonic() < end:
+            if over.wait(0.02):
+                return
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        return cli.main(words)
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "runs", "said"),
+    [
+        ("train", signal.SIGINT, [""], "a checkpoint is saved"),
+        ("train", signal.SIGTERM, [""], "a checkpoint is saved"),
+        ("sweep --seeds 2 --parallel 1", signal.SIGTERM, ["runs/s0"], "same command goes on"),
+        ("sweep --seeds 2 --parallel 2", signal.SIGINT, ["runs/s0", "runs/s1"], "same command"),
+    ],
+)
+def test_what_trains_and_is_stopped_ends_with_130(
+    command: str,
+    number: int,
+    runs: list[str],
+    said: str,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe, out = tmp_path / "long.yaml", tmp_path / "out"
+    recipe.write_text(tiny_recipe(data, *LONG).to_yaml())
+    begun = [out / name for name in runs]
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    name, *options = command.split()
+    words = [name, str(recipe), "--out", str(out), "--quiet", *options]
+    assert interrupted(words, number, begun) == 130
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+    assert all(list((run / "checkpoints").glob("step-*")) for run in begun)
+    error = capsys.readouterr().err
+    assert said in error and "error" not in error
