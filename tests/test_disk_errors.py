@@ -4,11 +4,13 @@ import errno
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 
 from gear_offline.errors import GearError
 from gear_offline.runs.loop import train
@@ -35,7 +37,7 @@ def failing(original: Callable[..., Any], number: int, after: int) -> Callable[.
     return call
 
 
-@pytest.mark.parametrize("call", ["fsync", "rename", "mkdir"])
+@pytest.mark.parametrize("call", ["fsync", "rename", "mkdir", "save_file"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_run_on_a_bad_disk_is_one_error_and_goes_on_later(
     data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
@@ -44,11 +46,14 @@ def test_a_run_on_a_bad_disk_is_one_error_and_goes_on_later(
     train(tiny_recipe(data, "train.steps=7"), out=run, quiet=True)
     before = [step for step, _ in list_checkpoints(run / "checkpoints")]
     with monkeypatch.context() as patched:
-        patched.setattr(os, call, failing(getattr(os, call), number, 2 if call == "fsync" else 1))
+        place: Any = safetensors.torch if call == "save_file" else os
+        refuse = failing(getattr(place, call), number, 2 if call == "fsync" else 1)
+        patched.setattr(place, call, refuse)
         with pytest.raises(GearError) as caught:
             train(tiny_recipe(data), out=run, resume=True, quiet=True)
     assert (caught.value.code, caught.value.exit_code) == ("OUTPUT_WRITE", 1)
     assert str(run) in str(caught.value) and caught.value.remedy
+    assert "gear-saver" not in [thread.name for thread in threading.enumerate()]
     assert [step for step, _ in list_checkpoints(run / "checkpoints")] == before
     train(tiny_recipe(data), out=run, resume=True, quiet=True)
     found, expected = learnt(run), learnt(whole)

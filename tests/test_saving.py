@@ -1,6 +1,5 @@
 """Saving while training goes on: what is written is the instant of the call, errors end the run."""
 
-import errno
 import os
 import resource
 import threading
@@ -102,30 +101,6 @@ def test_a_limit_of_file_size_is_an_error_of_the_disk(saver: Saver) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert caught.value.code == "OUTPUT_WRITE"
     assert os.listdir(saver.path(0).parent) == []
-
-
-def test_an_error_of_the_writer_ends_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write, calls = save_file, []
-
-    def refuse(*arguments: Any, **options: Any) -> Any:
-        calls.append(threading.current_thread())
-        if len(calls) > 2:  # two files a checkpoint
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return write(*arguments, **options)
-
-    monkeypatch.setattr(safetensors.torch, "save_file", refuse)
-    recipe = tiny_recipe(tiny_data(tmp_path), "evaluate.episodes=0")
-    run = tmp_path / "run"
-    assert failing_code(lambda: train(recipe, out=run, quiet=True)) == "OUTPUT_WRITE"
-    assert [step for step, _ in list_checkpoints(run / "checkpoints")] == [5]
-    assert not list((run / "checkpoints").glob(".*")), "nothing half written stays"
-    assert calls[0] is not threading.main_thread()
-    assert "gear-saver" not in [thread.name for thread in threading.enumerate()]
-    monkeypatch.setattr(safetensors.torch, "save_file", write)
-    train(recipe, out=run, resume=True, quiet=True)
-    assert list_checkpoints(run / "checkpoints")[-1][0] == 20
 
 
 def test_an_error_of_the_last_save_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
