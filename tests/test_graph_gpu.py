@@ -35,7 +35,9 @@ WIDE = ("model.hidden_size=256", "model.layers=2", "model.heads=4", "model.dropo
 DEEP = ("model.hidden_size=256", "model.layers=6", "model.heads=4", "model.dropout=0")
 
 
-def learner(path: Path, *overrides: str, model: tuple[str, ...] = SMALL) -> Learner:
+def learner(
+    path: Path, *overrides: str, model: tuple[str, ...] = SMALL, sizes: ModelSizes | None = None
+) -> Learner:
     settings = [
         *(*model, "loader.context_length=8", "loader.batch_size=16"),
         *("optimizer.warmup_steps=5", "optimizer.schedule=cosine"),
@@ -43,9 +45,10 @@ def learner(path: Path, *overrides: str, model: tuple[str, ...] = SMALL) -> Lear
     ]
     recipe = load_recipe("paper", [*settings, *overrides])
     dataset = open_dataset(path)
-    states, actions = (dataset.spec[c].shape[0] for c in ("observations", "actions"))
+    states, actions = (dataset.spec[c].shape[:1] for c in ("observations", "actions"))
     torch.manual_seed(0)
-    sizes = ModelSizes(state_dim=states, action_dim=actions, discrete=False)
+    if sizes is None:
+        sizes = ModelSizes(state_dim=states[0], action_dim=actions[0], discrete=False)
     return Learner(recipe, sizes, dataset, torch.device("cuda"))
 
 
@@ -108,17 +111,12 @@ def test_frames_are_trained_on(
     frames = make_dataset(tmp_path, lengths, columns=image_columns(sum(lengths), (84, 84)))
     sizes = ModelSizes(state_dim=84 * 84, action_dim=4, discrete=True, frame_shape=(84, 84))
 
+    model = ("model.hidden_size=32", "model.layers=1", "model.action_tanh=false")
+    kind = ("loader.frame_stack=4", "loader.normalize_states=false", f"model.encoder={encoder}")
+    fixed = (*kind, f"loader.placement={placement}", "optimizer.schedule=constant")
+
     def of_frames(*overrides: str) -> Learner:
-        settings = [
-            *("model.hidden_size=32", "model.layers=1", "loader.context_length=8"),
-            *("loader.batch_size=16", "loader.frame_stack=4", "optimizer.warmup_steps=5"),
-            *(f"model.encoder={encoder}", f"loader.placement={placement}", "train.device=cuda"),
-            *("loader.normalize_states=false", "model.action_tanh=false", "train.log_every=100"),
-            *(f"data.path={frames.path}", f"train.steps={STEPS}"),
-        ]
-        recipe = load_recipe("paper", [*settings, *overrides])
-        torch.manual_seed(0)
-        return Learner(recipe, sizes, open_dataset(frames.path), torch.device("cuda"))
+        return learner(frames.path, *fixed, *overrides, model=model, sizes=sizes)
 
     captured = of_frames("train.graph=on", *EXACT)
     graph = losses(captured)

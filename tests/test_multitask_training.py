@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import gymnasium
 import numpy as np
@@ -20,7 +21,6 @@ from gear_offline.planning.workload import make_workload
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train
 from gear_offline.runs.prepare import prepare_dataset, resolve
-from gear_offline.sweep.trials import Trial
 from gear_offline.tables.joint import JointDataset
 from gear_offline.training.checkpoint import chosen_checkpoint
 from gear_offline.training.metrics import read_records
@@ -67,15 +67,11 @@ def tiny_tasks(folder: Path, *overrides: str) -> Recipe:
     wide = make_dataset(
         folder / "wide", [4, 6, 2], state_dim=5, action_dim=3, environment_id=WIDE, seed=1
     )
-    changed = tiny_recipe(tiny, *overrides).to_dict()
-    changed["data"] |= {
-        "path": None,
-        "tasks": {
-            "tiny": {"path": str(tiny), "weight": 2.0, "reference": "hopper-medium-v2"},
-            "wide": {"path": str(wide.path), "returns_scale": 5.0, "targets": [3.0]},
-        },
+    tasks = {
+        "tiny": {"path": str(tiny), "weight": 2.0, "reference": "hopper-medium-v2"},
+        "wide": {"path": str(wide.path), "returns_scale": 5.0, "targets": [3.0]},
     }
-    return Recipe.parse(changed)
+    return tiny_recipe(tiny, *overrides).replace({"data.path": None, "data.tasks": tasks})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -178,20 +174,16 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(run: Path, tmp_path: Pa
     mine, theirs = learnt(out), learnt(run)
     for key in ("step", "model", "training", "config", "recipe"):
         assert mine[key] == theirs[key], key
-    other = again.to_dict()
-    other["data"]["tasks"]["wide"]["weight"] = 3.0
-    assert failing_code(lambda: train(Recipe.parse(other), out=out, resume=True, quiet=True)) == (
-        "RUN_MISMATCH"
-    )
+    with one_error("RUN_MISMATCH"):
+        train(again.replace({"data.tasks.wide.weight": 3.0}), out=out, resume=True, quiet=True)
 
 
 def test_one_task_learns_what_a_recipe_without_tasks_learns(tmp_path: Path) -> None:
     data = tiny_data(tmp_path)
     plain = tiny_recipe(data, "evaluate.episodes=0")
-    changed = plain.to_dict()
-    changed["data"] |= {"path": None, "tasks": {"only": {"path": str(data)}}}
+    only = plain.replace({"data.path": None, "data.tasks": {"only": {"path": str(data)}}})
     alone = train(plain, out=tmp_path / "plain", quiet=True)
-    one = train(Recipe.parse(changed), out=tmp_path / "one", quiet=True)
+    one = train(only, out=tmp_path / "one", quiet=True)
     for key in ("model", "training", "metrics"):
         assert learnt(one)[key] == learnt(alone)[key], key
     acted = []
@@ -204,10 +196,8 @@ def test_one_task_learns_what_a_recipe_without_tasks_learns(tmp_path: Path) -> N
 
 
 def test_each_task_may_have_a_strategy_of_its_own(tmp_path: Path) -> None:
-    recipe = tasks_recipe(make_parts(tmp_path)).to_dict()
-    recipe["data"]["tasks"]["walk"]["selection"] = {"strategy": "top_k", "k": 1}
-    recipe["data"]["tasks"]["point"]["weight"] = 0.0
-    found = Recipe.parse(recipe)
+    own = {"data.tasks.walk.selection": {"strategy": "top_k", "k": 1}}
+    found = tasks_recipe(make_parts(tmp_path)).replace({**own, "data.tasks.point.weight": 0.0})
     dataset = prepare_dataset(found, quiet=True)
     assert isinstance(dataset, JointDataset)
     drawn = recipe_sampler(found, dataset).sample(0, 0, 1, 500)[0].episodes
@@ -220,26 +210,19 @@ def test_each_task_may_have_a_strategy_of_its_own(tmp_path: Path) -> None:
 def test_strategies_are_compared_in_every_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = tasks_recipe(make_parts(tmp_path), "evaluate.episodes=1").to_dict()
-    recipe["data"]["tasks"]["walk"]["selection"] = {"strategy": "top_k", "k": 2}
-    asked: list[Trial] = []
-
-    def trained(trials: list[Trial], *_: Any, **__: Any) -> None:
-        asked.extend(trials)
-        raise GearError("MEMORY", "enough for this test")
-
-    monkeypatch.setattr("gear_offline.analysis.strategies.run_trials", trained)
-    compared = partial(
-        compare_strategies, Recipe.parse(recipe), "top_k:k=1,shuffled_epochs", out=tmp_path / "o"
-    )
-    rows = {row.strategy: row for row in compared(quiet=True).strategies}
+    recipe = tasks_recipe(make_parts(tmp_path), "evaluate.episodes=1")
+    recipe = recipe.replace({"data.tasks.walk.selection": {"strategy": "top_k", "k": 2}})
+    asked = Mock(side_effect=GearError("MEMORY", "enough for this test"))
+    monkeypatch.setattr("gear_offline.analysis.strategies.run_trials", asked)
+    names = "top_k:k=1,shuffled_epochs"
+    compared = partial(compare_strategies, recipe, names, out=tmp_path / "o", quiet=True)
+    rows = {row.strategy: row for row in compared().strategies}
     assert "cannot be mixed" in str(rows["shuffled_epochs"].error)
     assert rows["uniform_steps"].error is None and rows["top_k"].error is None
-    with pytest.raises(GearError):
-        compared(train=True, seeds=1, quiet=True)
-    own, best = (trial.recipe for trial in asked)
-    assert own.data.tasks is not None and own.data.tasks["walk"].selection is not None
-    assert best.selection.strategy == "top_k" and best.data.tasks is not None
+    assert failing_code(lambda: compared(train=True, seeds=1)) == "MEMORY"
+    own, best = (trial.recipe for trial in asked.call_args.args[0])
+    assert own.data.tasks["walk"].selection is not None
+    assert best.selection.strategy == "top_k"
     assert all(task.selection is None for task in best.data.tasks.values())
 
 

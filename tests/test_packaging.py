@@ -99,13 +99,8 @@ def test_an_editable_install_is_seen_by_type_checkers(tmp_path: Path) -> None:
         "reveal_type(go.convert('a.hdf5', 'b'))\n"
         "go.GearLoader('data', batch_size='64')\n"
     )
-    options: list[str | Path] = [
-        "--follow-imports=silent",
-        "--ignore-missing-imports",
-        "--cache-dir",
-        tmp_path,
-    ]
-    options += ["--python-executable", venv / "bin" / "python"]
-    done = run_python("-m", "mypy", *options, user, cwd=tmp_path, variables={"PYTHONPATH": ""})
+    options = f"--follow-imports=silent --ignore-missing-imports --cache-dir {tmp_path} "
+    options += f"--python-executable {venv}/bin/python {user}"
+    done = run_python("-m", "mypy", *options.split(), cwd=tmp_path, variables={"PYTHONPATH": ""})
     assert 'Revealed type is "gear_offline.dataset.manifest.Manifest"' in done.stdout
     assert 'Argument "batch_size" to "GearLoader" has incompatible type "str"' in done.stdout

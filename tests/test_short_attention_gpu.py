@@ -174,10 +174,7 @@ def test_recomputing_a_block_draws_the_same() -> None:
 @INDUCTOR
 def test_stacked_models_compiled() -> None:
     """The bias inside of the kernel against float32 without it, losses and gradients."""
-    results = [
-        compiled_stack("attn.c_attn.bias", count=4, windows=16, width=32, precision=precision)
-        for precision in (None, torch.bfloat16)
-    ]
+    results = [compiled_stack(precision) for precision in (None, torch.bfloat16)]
     torch.testing.assert_close(results[1][0], results[0][0], rtol=2e-3, atol=2e-3)
     for name, plain in results[0][1].items():
         error = float((results[1][1][name] - plain).norm() / plain.norm())
@@ -213,22 +210,14 @@ def test_compiled_gradients_use_the_same_draws(recompute: bool) -> None:
     assert len(drawn) == 2
 
 
-def compiled_stack(
-    bias: str,
-    *,
-    count: int,
-    windows: int,
-    width: int,
-    precision: torch.dtype | None = torch.bfloat16,
-    device: str = "cuda",
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return losses and gradients of fresh models whose blocks have random biases of one kind."""
-    batch = join_batches([make_batch(seed, windows) for seed in range(count)]).to(device)
-    models: list[Any] = [make_model(seed, hidden_size=width) for seed in range(count)]
+def compiled_stack(precision: torch.dtype | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return losses and gradients of fresh models whose attention has random biases."""
+    batch = join_batches([make_batch(seed, 16) for seed in range(4)]).to("cuda")
+    models: list[Any] = [make_model(seed, hidden_size=32) for seed in range(4)]
     for model in models:
-        model.to(device)
+        model.to("cuda")
         for block in model.encoder.h:
-            torch.nn.init.normal_(block.get_parameter(bias))
+            torch.nn.init.normal_(block.get_parameter("attn.c_attn.bias"))
     stacked = StackedModels(models, precision=precision)
     losses: Tensor = torch.compile(stacked.losses, dynamic=False)(batch)
     losses.sum().backward()

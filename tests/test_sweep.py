@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -162,9 +163,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def children() -> set[int]:
-    tasks = Path(f"/proc/{os.getpid()}/task")
-    words = [word for task in tasks.iterdir() for word in (task / "children").read_text().split()]
-    return {int(word) for word in words}
+    return {child.pid for child in psutil.Process().children()}
 
 
 def test_on_a_gpu_all_trials_share_it(
