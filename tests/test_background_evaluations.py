@@ -23,8 +23,9 @@ from gear_offline.evaluation.evaluate import tasks_of
 from gear_offline.runs import evaluations
 from gear_offline.runs.evaluations import RunEvaluations, plan_evaluations
 from gear_offline.runs.loop import TrainingInterrupted, train
+from gear_offline.runs.run import open_run
 from gear_offline.training.checkpoint import list_checkpoints
-from gear_offline.training.metrics import best_evaluation, read_records
+from gear_offline.training.metrics import read_records
 from gear_offline.workers import WorkerPool
 from tests.test_resume import interrupted_in
 from tests.training_support import ENVIRONMENT, FakePool, learnt, register_importable, tiny_recipe
@@ -70,12 +71,12 @@ def test_real_workers_find_the_same_returns(data: Path, in_process: Path, tmp_pa
     records = read_records(run / "evaluations.jsonl")
     assert all(record["staleness_seconds"] > 0 for record in records)
     assert records[0]["staleness_steps"] > 0 and records[0]["device"] == "cpu"
-    best = best_evaluation(records)
+    best = open_run(run).best
     assert best is not None
-    assert (run / "checkpoints" / "best").resolve().name == f"step-{best['step']:08d}"
+    assert (run / "checkpoints" / "best").resolve().name == f"step-{best.step:08d}"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["evaluation"]["background"]
-    assert summary["evaluation_best"]["step"] == best["step"]
+    assert summary["evaluation_best"]["step"] == best.step
 
 
 def test_a_checkpoint_that_a_full_disk_does_not_take_is_not_played(
@@ -112,9 +113,9 @@ def test_every_evaluation_is_played_and_recorded_in_order(
     assert [p for p in played(run) if p[0] in (14, 20)] == [
         p for p in played(in_process) if p[0] in (14, 20)
     ]
-    best = best_evaluation(read_records(run / "evaluations.jsonl"))
+    best = open_run(run).best
     kept = [step for step, _ in list_checkpoints(run / "checkpoints")]
-    assert best is not None and kept == sorted({best["step"], 20}), "pins are lifted at last"
+    assert best is not None and set(kept) == {best.step, 20}, "pins are lifted at last"
     assert fake.made[0].most <= workers and all(pool.closed for pool in fake.made)
 
 

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gear_offline.training.metrics import GrowingFile, Metrics, read_records, truncate_records
+from gear_offline.runs.run import best_of
+from gear_offline.training.metrics import GrowingFile, read_records, truncate_records
+from gear_offline.training.records import EvaluationReport
 from tests.support import failing_code, one_error
 
 
@@ -87,27 +89,22 @@ def test_only_files_of_the_run_are_read_and_written(tmp_path: Path) -> None:
     assert other.read_text() == "mine" and not missing.exists()
 
 
-def test_best_is_the_highest_return_and_the_latest_of_equals(tmp_path: Path) -> None:
+def test_best_is_the_highest_return_and_the_latest_of_equals() -> None:
     """Nothing is larger than NaN, and the best checkpoint is the one that stays."""
-    metrics = Metrics(tmp_path)
-    assert metrics.best is None
-    for step, value in ((10, math.nan), (20, 3.0), (30, 3.0), (40, math.inf), (50, 2.0)):
-        metrics.evaluation(step, {"return": value})
-    metrics.evaluation(60, {"return": None, "error": "no environment"})
-    assert metrics.best is not None and metrics.best["step"] == 30
-    assert metrics.evaluated(40) and not metrics.evaluated(41)
-    metrics.close()
-    truncate_records(tmp_path, last_step=25)
-    again = Metrics(tmp_path)
-    assert again.best is not None
-    assert (again.best["step"], [e["step"] for e in again.evaluations]) == (20, [10, 20])
-    again.close()
+    values = (math.nan, 3.0, 3.0, math.inf, 2.0, None)
+    reports = [
+        EvaluationReport(step=step).model_copy(update={"mean_return": value})
+        for step, value in enumerate(values)
+    ]
+    best = best_of(reports)
+    assert best is not None and best.step == 2
+    assert best_of(reports[-1:]) is None
 
 
 def test_lines_that_the_disk_takes_later_or_in_part_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    metrics, write, room = Metrics(tmp_path), os.write, 9
+    metrics, write, room = GrowingFile(tmp_path / "metrics.jsonl"), os.write, 9
 
     def nearly_full(file: int, content: bytes) -> int:
         nonlocal room
@@ -118,13 +115,13 @@ def test_lines_that_the_disk_takes_later_or_in_part_are_whole(
         return done
 
     monkeypatch.setattr(os, "write", nearly_full)
-    metrics.log(5, {"loss": 0.5})
-    metrics.log(6, {"loss": 0.25})
+    metrics.append({"step": 5, "loss": 0.5})
+    metrics.append({"step": 6, "loss": 0.25})
     with pytest.raises(OSError, match="No space left"):
         metrics.sync()
     assert read_records(tmp_path / "metrics.jsonl") == []
     room = 1000
-    metrics.log(7, {"loss": 0.125})
+    metrics.append({"step": 7, "loss": 0.125})
     metrics.close()
     lines = read_records(tmp_path / "metrics.jsonl")
     assert lines == [{"step": step, "loss": 2.0 ** (4 - step)} for step in (5, 6, 7)]

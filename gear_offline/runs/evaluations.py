@@ -32,9 +32,10 @@ from gear_offline.evaluation.evaluate import EvaluationTask, tasks_of
 from gear_offline.evaluation.jobs import known_to, play_job, play_saved, play_tasks
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.progress import Progress
+from gear_offline.runs.run import best_of
 from gear_offline.training.checkpoint import Keep, list_checkpoints
-from gear_offline.training.metrics import Metrics
-from gear_offline.training.records import EvaluationReport
+from gear_offline.training.metrics import GrowingFile, finite
+from gear_offline.training.records import EvaluationReport, read_lines
 from gear_offline.workers import Caller, WorkerPool
 
 if TYPE_CHECKING:
@@ -106,10 +107,8 @@ class RunEvaluations(Closing):
     `concurrent_runs` share the cores that training leaves to them.
     """
 
-    def __init__(
-        self, run: LiveRun, metrics: Metrics, progress: Progress, *, concurrent_runs: int
-    ) -> None:
-        self._run, self._metrics, self._progress = run, metrics, progress
+    def __init__(self, run: LiveRun, progress: Progress, *, concurrent_runs: int) -> None:
+        self._run, self._progress = run, progress
         self._recipe, learner = run.learner.recipe, run.learner
         tasks = tasks_of(self._recipe, tasks_of_config(learner.model.config))
         self._tasks = tasks if plays(self._recipe) else ()
@@ -125,7 +124,10 @@ class RunEvaluations(Closing):
         self._queue: dict[int, _Waiting] = {}  # by step, ascending
         self._jobs: dict[int, _Waiting] = {}  # by number in the pool
         self._polled = 0.0
-        self.count = 0  # that this process has recorded
+        file = run.path / "evaluations.jsonl"
+        self.recorded = read_lines(file, EvaluationReport)
+        self._before = len(self.recorded)
+        self._file = GrowingFile(file)
 
     @property
     def outstanding(self) -> tuple[int, ...]:
@@ -135,12 +137,20 @@ class RunEvaluations(Closing):
     @property
     def keep(self) -> Keep:
         """The checkpoints that stay."""
-        best, newest = self._metrics.best, self._recipe.train.keep_checkpoints
-        step = None if best is None else int(best["step"])
+        best, newest = best_of(self.recorded), self._recipe.train.keep_checkpoints
+        step = None if best is None else best.step
         return Keep(newest=newest, best=step, pinned=self.outstanding)
 
+    @property
+    def count(self) -> int:
+        """How many this process has recorded."""
+        return len(self.recorded) - self._before
+
+    def _is_recorded(self, step: int) -> bool:
+        return any(record.step == step for record in self.recorded)
+
     def _is_new(self, step: int) -> bool:
-        return not self._metrics.evaluated(step) and step not in self._queue
+        return not self._is_recorded(step) and step not in self._queue
 
     def must_wait(self, step: int) -> bool:
         """Whether an evaluation of `step` could not begin before another is done."""
@@ -153,7 +163,7 @@ class RunEvaluations(Closing):
     def take_up(self) -> None:
         """Play what a killed run left: checkpoints of steps that were due, without a result."""
         for step, _ in list_checkpoints(self._run.path / "checkpoints"):
-            if not evaluates_at(self._recipe, step) or self._metrics.evaluated(step):
+            if not evaluates_at(self._recipe, step) or self._is_recorded(step):
                 continue
             if self.plan.workers:
                 self._queue[step] = _Waiting()
@@ -180,8 +190,8 @@ class RunEvaluations(Closing):
             self._play(step, lambda: play_tasks(acting.on(device), self._tasks, str(device)))
         finally:
             learner.resume_training()
-        best = self._metrics.best
-        return best is not None and best["step"] == step
+        best = best_of(self.recorded)
+        return best is not None and best.step == step
 
     def _job(self, step: int) -> tuple[Any, ...]:
         """Return the arguments of `play_saved`."""
@@ -220,13 +230,13 @@ class RunEvaluations(Closing):
                 self._jobs[self._pool.submit(f"{__name__}:play_nicely", known, *job)] = waiting
             except GearError as error:
                 waiting.played = error
-        recorded = self.count
+        recorded = len(self.recorded)
         for step, waiting in list(self._queue.items()):
             if waiting.played is None:
                 break
             del self._queue[step]
             self._record(step, waiting.played, now - waiting.asked)
-        if self.count > recorded:
+        if len(self.recorded) > recorded:
             self._run.saver.prune(self.keep)
 
     def _drop_given_up(self) -> None:
@@ -249,14 +259,14 @@ class RunEvaluations(Closing):
                 error=text, mean_return=None, normalized_score=None, targets=()
             )
         stale = {"staleness_steps": now - step, "staleness_seconds": round(seconds, 3)}
-        record = played.model_copy(update={"run": name, **stale})
-        self.count += 1
-        self._metrics.evaluation(step, record.to_json())
+        record = played.model_copy(update={"run": name, "step": step, **stale})
+        self.recorded.append(record)
+        self._file.append(record.to_json())
         short, whole = record.summary()
         late = f" ({seconds:,.0f} s and {now - step:,} steps ago)" if now > step else ""
         self._progress.update(now, last=short)
         self._progress.say(f"step {step:,}{late}: {whole}")
-        self._run.callbacks.tell("on_evaluation", step, dict(self._metrics.evaluations[-1]))
+        self._run.callbacks.tell("on_evaluation", step, finite(record.to_json()))
 
     def wait(self) -> None:
         """Sleep a moment and record what has come in."""
@@ -272,11 +282,16 @@ class RunEvaluations(Closing):
                 while self._queue:
                     self.wait()
         except Aborted:
-            self.close()
+            self._pool.close()
+
+    def sync(self) -> None:
+        """Make what is recorded survive a power loss."""
+        self._file.sync()
 
     def close(self) -> None:
         """End the processes; what is outstanding is left to a resumed run."""
         self._pool.close()
+        self._file.close()
 
 
 def play_nicely(caller: Caller, *job: Any) -> EvaluationReport:

@@ -165,7 +165,7 @@ class LiveRun(Closing):
 
     def _sync(self) -> None:
         if self.writer is not None:
-            self.writer.metrics.sync()
+            self.writer.sync()
 
     @property
     def is_complete(self) -> bool:

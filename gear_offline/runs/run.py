@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -22,7 +23,7 @@ from gear_offline.errors import InputError, given_path
 from gear_offline.progress import Printed, print_table
 from gear_offline.training.checkpoint import list_checkpoints, no_run
 from gear_offline.training.metrics import read_records
-from gear_offline.training.records import EvaluationReport, read_lines
+from gear_offline.training.records import EvaluationReport, read_lines, score_text
 
 if TYPE_CHECKING:  # it loads torch
     from gear_offline.models.policy import Policy
@@ -100,7 +101,7 @@ class Run(os.PathLike[str]):
     @property
     def best(self) -> EvaluationReport | None:
         """The evaluation with the highest return, the latest of equals; None before any."""
-        return max(self.played(), key=lambda one: (one.ranking, one.step), default=None)
+        return best_of(self.played())
 
     @property
     def last(self) -> EvaluationReport | None:
@@ -169,7 +170,7 @@ class Run(os.PathLike[str]):
         for name, text in facts.items():
             console.print(f"{name:13}{printable(text)}", markup=False, highlight=False)
         rows = [
-            [f"{one['step'] or 0:,}", _number(one["return"]), _score(one["normalized_score"])]
+            [f"{one['step'] or 0:,}", _number(one["return"]), score_text(one["normalized_score"])]
             for one in document["evaluations"]
         ]
         if rows:
@@ -216,6 +217,13 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     return Run(folder)
 
 
+def best_of(records: Sequence[EvaluationReport]) -> EvaluationReport | None:
+    """Return the one of the highest return, the latest of equals; None if all have failed."""
+    known = [(one.ranking, one.step, one) for one in records if one.ranking is not None]
+    usable = [one for one in known if isfinite(one[0])]  # nothing is larger than NaN
+    return max(usable, key=lambda one: one[:2])[2] if usable else None
+
+
 def _frame(records: list[dict[str, Any]]) -> Any:
     try:
         import pandas
@@ -227,7 +235,7 @@ def _frame(records: list[dict[str, Any]]) -> Any:
 def _achieved(record: EvaluationReport) -> str:
     score, value = record.normalized_score, record.mean_return
     parts = [] if value is None else [f"return {_number(value)}"]
-    parts += [] if score is None else [f"score {_score(score)}"]
+    parts += [] if score is None else [f"score {score_text(score)}"]
     return f"{', '.join(parts)} at step {record.step or 0:,}"
 
 
@@ -273,7 +281,7 @@ class RunList(Printed):
         for row in self.rows:
             cells = [f"{row.steps:,}/{row.asked:,}"] if row.error is None else ["damaged"]
             cells += [_number(row.best_return), _number(row.last_return)]
-            cells += [_score(row.normalized_score), age_text(row.age_seconds)]
+            cells += [score_text(row.normalized_score), age_text(row.age_seconds)]
             rows.append([row.name, *cells, row.data])
         console = console or Console()
         widest = max(sum(map(len, cells)) for cells in rows)
@@ -345,7 +353,3 @@ def age_text(seconds: float) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.4g}"
-
-
-def _score(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"

@@ -18,7 +18,8 @@ from gear_offline.core.files import write_file
 from gear_offline.core.text import count_text
 from gear_offline.progress import Progress, say
 from gear_offline.runs.evaluations import RunEvaluations
-from gear_offline.training.metrics import Metrics, finite
+from gear_offline.runs.run import best_of
+from gear_offline.training.metrics import GrowingFile, finite
 from gear_offline.training.records import read_summary
 
 if TYPE_CHECKING:
@@ -41,11 +42,9 @@ class RunWriter(Closing):
         self._began = time.monotonic() - seconds
         self._stepped_from = self._stepped_to = self._logged = time.perf_counter()
         self._stalled = 0.0
-        self.metrics = Metrics(run.path)
+        self._metrics = GrowingFile(run.path / "metrics.jsonl")
         self.progress = Progress(self._recipe.name, total=steps, done=self._first_step, quiet=quiet)
-        self.evaluations = RunEvaluations(
-            run, self.metrics, self.progress, concurrent_runs=concurrent_runs
-        )
+        self.evaluations = RunEvaluations(run, self.progress, concurrent_runs=concurrent_runs)
         self._announce()
         self.progress.__enter__()
         try:
@@ -101,7 +100,7 @@ class RunWriter(Closing):
             share = (stalled - self._stalled) / (now - self._logged)
             values = {**values, "save_wait_share": share}
         self._logged, self._stalled = now, stalled
-        self.metrics.log(step, values)
+        self._metrics.append({"step": step, **values})
         self.progress.update(step, loss=f"{values['loss']:.4g}")
         self._run.callbacks.tell("on_log", step, dict(values))
 
@@ -109,13 +108,18 @@ class RunWriter(Closing):
         """Wait for evaluations that are under way."""
         self._stepped_to = time.perf_counter()
         self.evaluations.finish()
-        self.metrics.sync()
+        self.sync()
+
+    def sync(self) -> None:
+        """Make metrics and evaluations so far survive a power loss."""
+        self._metrics.sync()
+        self.evaluations.sync()
 
     def close(self) -> None:
         """Close the files and end what evaluates."""
         self.evaluations.close()
         self.progress.close()
-        self.metrics.close()
+        self._metrics.close()
 
     def sum_up(self) -> None:
         """Write ``summary.json``, the plots and the report."""
@@ -149,8 +153,8 @@ class RunWriter(Closing):
 
     def _summary(self) -> dict[str, Any]:
         """Return what a complete run says of itself, JSON-able but for NaN and infinities."""
-        learner, evaluations = self._learner, self.metrics.evaluations
-        plan = self.evaluations.plan
+        learner, evaluations = self._learner, self.evaluations.recorded
+        plan, best = self.evaluations.plan, best_of(evaluations)
         dataset = learner.loader.dataset  # as large as it is now
         spec, returns = dataset.spec, dataset.returns
         returns = returns[np.isfinite(returns)]
@@ -183,8 +187,8 @@ class RunWriter(Closing):
                 "return_mean": float(returns.mean()) if returns.size else None,
                 "return_max": float(returns.max()) if returns.size else None,
             },
-            "evaluation_last": evaluations[-1] if evaluations else None,
-            "evaluation_best": self.metrics.best,
+            "evaluation_last": evaluations[-1].to_json() if evaluations else None,
+            "evaluation_best": best and best.to_json(),
             "python": platform.python_version(),
             "versions": {name: version(name) for name in ("torch", "transformers", "numpy")},
         }

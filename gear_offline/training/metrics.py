@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -115,49 +115,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
     return value
-
-
-def best_evaluation(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the record of the highest return, the latest of equals; None without any.
-
-    Of several tasks the normalised score counts.
-    """
-    ranked = [(row.get("normalized_score" if "tasks" in row else "return"), row) for row in records]
-    known = [(value, row["step"], row) for value, row in ranked if value is not None]
-    return dict(max(known, key=lambda one: one[:2])[2]) if known else None
-
-
-class Metrics(Closing):
-    """The metrics and evaluations of a run, in files of `folder` that grow."""
-
-    def __init__(self, folder: Path) -> None:
-        self.evaluations = read_records(folder / FILES[1])
-        self._metrics, self._evaluations = (GrowingFile(folder / name) for name in FILES)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record training `values` at `step`."""
-        self._metrics.append({"step": step, **values})
-
-    def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
-        """Record an evaluation: what `EvaluationReport.to_json` gives, or one with ``error``."""
-        whole: dict[str, Any] = finite({**record, "step": step})  # as it is read back
-        self._evaluations.append(whole)
-        self.evaluations.append(whole)
-
-    def evaluated(self, step: int) -> bool:
-        """Whether there is an evaluation of `step`."""
-        return any(record["step"] == step for record in self.evaluations)
-
-    @property
-    def best(self) -> dict[str, Any] | None:
-        """The evaluation with the highest return, the latest of equals; None before any."""
-        return best_evaluation(self.evaluations)
-
-    def sync(self) -> None:
-        """Make everything so far survive a power loss."""
-        self._metrics.sync()
-        self._evaluations.sync()
-
-    def close(self) -> None:
-        self._metrics.close()
-        self._evaluations.close()
