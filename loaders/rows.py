@@ -248,8 +248,7 @@ class RowOpener:
             share=share,
             steps=min(self._block_steps(row_bytes * options.margin), SHARDED_STEPS),
             rank_batch=self.stream.rank_batch,
-            context_length=options.context_length,
-            history=options.frame_stack - 1,
+            options=options,
             place=self.world.members.index(self.world.rank),
         )
 

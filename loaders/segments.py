@@ -26,7 +26,7 @@ from gear_offline.errors import GearError
 from gear_offline.kernels.gather import Padding, filled, real_steps
 from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import Stream
-from gear_offline.tables.table import Table
+from gear_offline.tables.table import Table, TableOptions
 
 if TYPE_CHECKING:
     from gear_offline.distributed.exchange import Exchange
@@ -65,17 +65,12 @@ class Ring:
     share: NodeShare
     steps: int
     rank_batch: int
-    context_length: int
-    history: int
+    options: TableOptions
     place: int  # how many ranks of the node have theirs in front, in the same memory
 
     @property
-    def segment_rows(self) -> int:
-        return self.context_length + self.history
-
-    @property
     def part_rows(self) -> int:
-        return self.steps * self.rank_batch * self.segment_rows
+        return self.steps * self.rank_batch * self.options.margin
 
     @property
     def rows(self) -> int:
@@ -193,24 +188,19 @@ class ShardedSegments:
         The rows that lay in the same part of the ring are read when `event` has come.
         """
         ring, rank = self._ring, self._world.rank
+        span, history = ring.options.context_length, ring.options.history
         drawn = self._stream.draw(first_step, steps)
         homes = self._share.nodes[drawn.episodes]
         slots, moves = self._assigner.assign(homes)
         step, readers, places = np.nonzero(moves)
         moved = (step, slots[step, readers, places])
         named = drawn[moved]
-        real = real_steps(named, self._share.lengths, ring.context_length)
-        before = np.minimum(named.starts, ring.history)
+        real = real_steps(named, self._share.lengths, span)
+        before = np.minimum(named.starts, history)
         # A window lies as the gather copies it, so that what it copies besides is its own part.
-        begin, _ = filled(
-            named.starts,
-            real,
-            span=ring.context_length,
-            history=ring.history,
-            padding=self._padding,
-        )
+        begin, _ = filled(named.starts, real, span=span, history=history, padding=self._padding)
         rows = (number % PARTS) * ring.part_rows + begin
-        rows += (step * ring.rank_batch + places) * ring.segment_rows
+        rows += (step * ring.rank_batch + places) * ring.options.margin
         owners, home = np.empty(len(step), np.int64), homes[moved]
         for node, members in enumerate(self._members):  # the ranks of a node serve in turn
             at_node = home == node

@@ -221,7 +221,7 @@ class _Slots:
         *,
         pin: bool = False,
     ) -> None:
-        self._rows, self._history = options.margin, options.frame_stack - 1
+        self._rows, self._history = options.margin, options.history
         count = (slots + 2) * self._rows  # with two margins in front
         check_available(sum(count * plan.row_bytes for plan in plans))
         groups, self.targets = [], list[Array]()
@@ -259,14 +259,14 @@ def _open_reader(
         shards,
         load_columns(shards, plans, sizes.resident, options),
         span=options.context_length,
-        history=options.frame_stack - 1,
+        history=options.history,
         chunk_steps=sizes.chunk_steps,
     )
 
 
 def _needs(episodes: EpisodeIndex, stream: Stream, options: TableOptions) -> Needs:
     """Return the function that names the windows of steps; it refers to no gather or loader."""
-    span, history = options.context_length, options.frame_stack - 1
+    span, history = options.context_length, options.history
 
     def needs(first_step: int, steps: int) -> tuple[Int64Array, Int64Array, Int64Array]:
         drawn = stream.segments(first_step, steps)

@@ -79,9 +79,14 @@ class TableOptions:
         return cls(**{each.name: loader[each.name] for each in fields(cls) if each.name in loader})
 
     @property
+    def history(self) -> int:
+        """Frames before a step that are shown with it, H."""
+        return self.frame_stack - 1
+
+    @property
     def margin(self) -> int:
         """Rows that a window takes, with its history: K + H."""
-        return self.context_length + self.frame_stack - 1
+        return self.context_length + self.history
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
