@@ -26,7 +26,7 @@ from gear_offline.kernels.gather_gpu import GpuGather
 from gear_offline.kernels.segments import Segments
 from gear_offline.loaders.goals import GoalSampler, with_goals
 from gear_offline.loaders.options import LoaderOptions, Sharding
-from gear_offline.loaders.segments import OwnSegments, Ring, ShardedSegments, node_rows
+from gear_offline.loaders.segments import OwnSegments, Ring, ShardedSegments
 from gear_offline.progress import say
 from gear_offline.sampling import Sampler
 from gear_offline.sampling.base import Stream
@@ -157,14 +157,8 @@ class RowOpener:
         segments: RankSegments = OwnSegments(self.stream)
         steps = self._block_steps(window_bytes(table.groups, options.context_length))
         if ring is not None:
-            from gear_offline.distributed.exchange import open_exchange
-
-            own = node_rows(table, ring.share), ring.of(table)
-            exchange = open_exchange(*own, self.world, mode=options.exchange)
-            first_row, steps = ring.first_row(table), ring.steps
-            segments = ShardedSegments(
-                self.stream, self.world, exchange, ring, options.padding, first_row
-            )
+            segments = ShardedSegments(self.stream, self.world, ring, table)
+            steps = ring.steps
         if isinstance(gather, GpuGather):
             device = gather.device
             if ring is None and not gather.reads_host:
@@ -249,7 +243,6 @@ class RowOpener:
             steps=min(self._block_steps(row_bytes * options.margin), SHARDED_STEPS),
             rank_batch=self.stream.rank_batch,
             options=options,
-            place=self.world.members.index(self.world.rank),
         )
 
     def _build(self, ring: Ring | None) -> Table:

@@ -14,22 +14,20 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from gear_offline.core.types import Array, Int64Array
+from gear_offline.core.types import Int64Array
 from gear_offline.distributed.reads import NodeRows, Reads
 from gear_offline.distributed.sharding import Assigner, NodeShare
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
-from gear_offline.kernels.gather import Padding, filled, real_steps
+from gear_offline.kernels.gather import filled, real_steps
 from gear_offline.kernels.segments import Segments
+from gear_offline.loaders.options import LoaderOptions
 from gear_offline.sampling.base import Stream
-from gear_offline.tables.table import Table, TableOptions
-
-if TYPE_CHECKING:
-    from gear_offline.distributed.exchange import Exchange
+from gear_offline.tables.table import Table
 
 PARTS = 3  # of the ring: rows that are on their way, that are read, and that were read just now
 
@@ -65,8 +63,7 @@ class Ring:
     share: NodeShare
     steps: int
     rank_batch: int
-    options: TableOptions
-    place: int  # how many ranks of the node have theirs in front, in the same memory
+    options: LoaderOptions
 
     @property
     def part_rows(self) -> int:
@@ -75,22 +72,6 @@ class Ring:
     @property
     def rows(self) -> int:
         return PARTS * self.part_rows
-
-    def first_row(self, table: Table) -> int:
-        """Return the row of a table's memory that this rank's first landing row is."""
-        return table.landing_row + self.place * self.rows
-
-    def of(self, table: Table) -> tuple[Array, ...]:
-        """Return this rank's (rows, W) landing rows of each column group."""
-        first = self.first_row(table)
-        return tuple(group.rows[first : first + self.rows] for group in table.groups)
-
-
-def node_rows(table: Table, share: NodeShare) -> NodeRows:
-    """Return what other nodes may read from this one: whole episodes, in their order."""
-    first, end = table.margin, table.margin + table.episodes.steps
-    rows = tuple(group.rows[first:end] for group in table.groups)
-    return NodeRows(lengths=share.lengths, nodes=share.nodes, rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,30 +84,33 @@ class _Block:
 
 
 class ShardedSegments:
-    """Segments of a dataset that is spread over nodes; `exchange` fills `ring`.
+    """Segments of a dataset that is spread over nodes; an exchange fills the `ring` of a table.
 
     The methods are those of `OwnSegments`; rows that landed stay until the block has been released
-    and two more taken.  All ranks make the same calls in the same order.  A thread of its own uses
-    the exchange: it prepares the block that follows while one is trained on.  A sampler that
-    draws only when its step has come has nothing prepared.
+    and two more taken.  All ranks make the same calls in the same order, this one, too.  A thread
+    of its own uses the exchange: it prepares the block that follows while one is trained on.  A
+    sampler that draws only when its step has come has nothing prepared.
     """
 
-    def __init__(
-        self,
-        stream: Stream,
-        world: World,
-        exchange: Exchange,
-        ring: Ring,
-        padding: Padding,
-        first_row: int,
-    ) -> None:
-        self._stream, self._world, self._share = stream, world, ring.share
-        self._exchange, self._ring, self._padding = exchange, ring, padding
-        self._first_row = first_row
+    def __init__(self, stream: Stream, world: World, ring: Ring, table: Table) -> None:
+        from gear_offline.distributed.exchange import open_exchange
+
+        self._stream, self._world, self._ring = stream, world, ring
         self._blocks_ahead = 1 if stream.selection.ahead else 0
         self._assigner = Assigner(world.nodes, stream.global_batch)
-        nodes = np.array(world.nodes)
+        nodes, share = np.array(world.nodes), ring.share
         self._members = [np.flatnonzero(nodes == node) for node in range(world.node_count)]
+        # The ranks of a node have their landing rows one after the other in the same memory.
+        self._first_row = table.landing_row + world.members.index(world.rank) * ring.rows
+        landing = slice(self._first_row, self._first_row + ring.rows)
+        held = slice(table.margin, table.margin + table.episodes.steps)
+        own = tuple(group.rows[held] for group in table.groups)
+        self._exchange = open_exchange(
+            NodeRows(lengths=share.lengths, nodes=share.nodes, rows=own),
+            tuple(group.rows[landing] for group in table.groups),
+            world,
+            mode=ring.options.exchange,
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gear-exchange")
         self._coming: deque[tuple[int, int, Future[_Block]]] = deque()  # first step, steps
         self._posted = self._taken = -1
@@ -148,7 +132,7 @@ class ShardedSegments:
         self._read[self._taken % PARTS] = event
 
     def slots_at(self, step: int) -> Int64Array:
-        homes = self._share.nodes[self._stream.draw(step, 1).episodes]
+        homes = self._ring.share.nodes[self._stream.draw(step, 1).episodes]
         slots: Int64Array = self._assigner.assign(homes)[0][0, self._world.rank]
         return slots
 
@@ -187,18 +171,19 @@ class ShardedSegments:
 
         The rows that lay in the same part of the ring are read when `event` has come.
         """
-        ring, rank = self._ring, self._world.rank
-        span, history = ring.options.context_length, ring.options.history
+        ring, share, rank = self._ring, self._ring.share, self._world.rank
+        options = ring.options
+        span, history, padding = options.context_length, options.history, options.padding
         drawn = self._stream.draw(first_step, steps)
-        homes = self._share.nodes[drawn.episodes]
+        homes = share.nodes[drawn.episodes]
         slots, moves = self._assigner.assign(homes)
         step, readers, places = np.nonzero(moves)
         moved = (step, slots[step, readers, places])
         named = drawn[moved]
-        real = real_steps(named, self._share.lengths, span)
+        real = real_steps(named, share.lengths, span)
         before = np.minimum(named.starts, history)
         # A window lies as the gather copies it, so that what it copies besides is its own part.
-        begin, _ = filled(named.starts, real, span=span, history=history, padding=self._padding)
+        begin, _ = filled(named.starts, real, span=span, history=history, padding=padding)
         rows = (number % PARTS) * ring.part_rows + begin
         rows += (step * ring.rank_batch + places) * ring.options.margin
         owners, home = np.empty(len(step), np.int64), homes[moved]
