@@ -95,7 +95,7 @@ class ShardedSegments:
     def __init__(self, stream: Stream, world: World, ring: Ring, table: Table) -> None:
         from gear_offline.distributed.exchange import open_exchange
 
-        self._stream, self._world, self._ring = stream, world, ring
+        self._stream, self._world, self.ring = stream, world, ring
         self._blocks_ahead = 1 if stream.selection.ahead else 0
         self._assigner = Assigner(world.nodes, stream.global_batch)
         nodes, share = np.array(world.nodes), ring.share
@@ -132,7 +132,7 @@ class ShardedSegments:
         self._read[self._taken % PARTS] = event
 
     def slots_at(self, step: int) -> Int64Array:
-        homes = self._ring.share.nodes[self._stream.draw(step, 1).episodes]
+        homes = self.ring.share.nodes[self._stream.draw(step, 1).episodes]
         slots: Int64Array = self._assigner.assign(homes)[0][0, self._world.rank]
         return slots
 
@@ -171,7 +171,7 @@ class ShardedSegments:
 
         The rows that lay in the same part of the ring are read when `event` has come.
         """
-        ring, share, rank = self._ring, self._ring.share, self._world.rank
+        ring, share, rank = self.ring, self.ring.share, self._world.rank
         options = ring.options
         span, history, padding = options.context_length, options.history, options.padding
         drawn = self._stream.draw(first_step, steps)

@@ -168,7 +168,7 @@ def test_a_captured_step_reads_rows_of_other_nodes(
                 rank_batch=rank.rank_batch,
                 context_length=rank.context_length,
                 offsets=dataset.episodes.offsets,
-                local=segments._share.nodes == rank.world.node,
+                local=segments.ring.share.nodes == rank.world.node,
             )
             names = BlockNames(segments, rank.rows.block_steps, World())
             batches.append((rank, StaticBatch(engine, padding="right", step=5, names=names)))
