@@ -94,7 +94,9 @@ def test_the_interquartile_mean_and_its_stratified_bootstrap(seeds: int, tasks: 
     assert iqm_interval(scores[:1])[1:] == (None, None)
 
 
-def results(returns: dict[str, list[float]], failed: tuple[str, int] | None) -> list[TrialResult]:
+def outcomes_of(
+    returns: dict[str, list[float]], failed: tuple[str, int] | None = None
+) -> list[Outcome]:
     recipe, found = load_recipe("paper"), []
     rows = [(label, *row) for label, values in returns.items() for row in enumerate(values)]
     for label, seed, value in rows:
@@ -108,13 +110,7 @@ def results(returns: dict[str, list[float]], failed: tuple[str, int] | None) -> 
             last=None,
         )
         found.append(result)
-    return found
-
-
-def outcomes_of(
-    returns: dict[str, list[float]], failed: tuple[str, int] | None = None
-) -> list[Outcome]:
-    metric, outcomes = compare(results(returns, failed))
+    metric, outcomes = compare(found)
     assert metric == "return"
     return outcomes
 

@@ -44,22 +44,18 @@ def test_an_empty_or_just_begun_directory_may_be_used(tmp_path: Path) -> None:
 
 
 def test_foreign_directories_and_files_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("mine")
-    assert code_of(tmp_path, resume=False) == "OUTPUT_EXISTS"
-    assert code_of(tmp_path, resume=True) == "OUTPUT_EXISTS"
-    assert code_of(tmp_path / "thesis.txt", resume=False) == "OUTPUT_WRITE"
-    assert code_of(tmp_path / "thesis.txt" / "run", resume=False) == "OUTPUT_WRITE"
-    assert sorted(os.listdir(tmp_path)) == ["thesis.txt"]
-
-
-def test_a_folder_with_a_recipe_of_the_users_is_no_run(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text("base: paper  # mine")
-    (tmp_path / "plots").mkdir()
-    assert code_of(tmp_path, resume=False) == "OUTPUT_EXISTS"
-    assert code_of(tmp_path, resume=True) == "OUTPUT_EXISTS"
-    assert sorted(os.listdir(tmp_path)) == ["plots", "recipe.yaml"]
-    (tmp_path / "checkpoints" / "step-00000010").mkdir(parents=True)
-    assert code_of(tmp_path, resume=True) == "", "a copy without hidden files"
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.txt").write_text("mine")
+    (tmp_path / "mine" / "plots").mkdir(parents=True)
+    (tmp_path / "mine" / "recipe.yaml").write_text("base: paper  # mine")
+    for name, files in (("thesis", ["thesis.txt"]), ("mine", ["plots", "recipe.yaml"])):
+        for resume in (False, True):
+            assert code_of(tmp_path / name, resume=resume) == "OUTPUT_EXISTS"
+        assert sorted(os.listdir(tmp_path / name)) == files
+    for place in ("thesis/thesis.txt", "thesis/thesis.txt/run"):
+        assert code_of(tmp_path / place, resume=False) == "OUTPUT_WRITE"
+    (tmp_path / "mine" / "checkpoints" / "step-00000010").mkdir(parents=True)
+    assert code_of(tmp_path / "mine", resume=True) == "", "a copy without hidden files"
 
 
 def test_one_writer_also_across_processes(tmp_path: Path) -> None:
