@@ -52,6 +52,7 @@ MISTAKES: list[tuple[Callable[[Path], object], str]] = [
     (lambda d: DOOR.from_episodes([{"obs": np.zeros((3, 2))}]), "no column is named observations"),
     (lambda d: DOOR.load_recipe(d), "is a dataset, not a recipe"),
     (lambda d: DOOR.evaluate(d), "this is a dataset, not a run"),
+    (lambda d: DOOR.train("paper"), "[DATASET_NOT_FOUND]"),
     (lambda d: DOOR.train("smoke", steps=5), "go.train('smoke', {'train.steps': ...})"),
 ]
 
