@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -26,10 +26,9 @@ from gear_offline.kernels.columns import ColumnGroup
 from gear_offline.kernels.gather import CpuGather, Padding, Windows, real_steps
 from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import Stream
-from gear_offline.tables.disk_columns import load_columns
 from gear_offline.tables.joint import TableData, parts_of, shards_of
 from gear_offline.tables.read_ahead import REFERENCE_BYTES, Needs, ReadAhead, ReadPlan
-from gear_offline.tables.table import GroupPlan, Table, TableOptions, plan_groups
+from gear_offline.tables.table import GroupPlan, Table, TableOptions, build_table, plan_groups
 from gear_offline.tables.window_reader import (
     COPY_BYTES,
     Places,
@@ -252,16 +251,14 @@ class _Slots:
 def _open_reader(
     dataset: TableData, plans: Sequence[GroupPlan], sizes: DiskSizes, options: TableOptions
 ) -> WindowReader:
-    """Verify the shards and derive the returns-to-go; return what reads windows of them."""
+    """Verify the shards and load what stays in memory; return what reads windows of them."""
     # A window is not a block that could be compared while it is read.
-    shards = shards_of([replace(p, dataset=p.dataset.verify()) for p in parts_of(dataset)])
-    return WindowReader(
-        shards,
-        load_columns(shards, plans, sizes.resident, options),
-        span=options.context_length,
-        history=options.history,
-        chunk_steps=sizes.chunk_steps,
-    )
+    dataset = dataset.verify()
+    kept = [plan for plan, stays in zip(plans, sizes.resident, strict=True) if stays]
+    groups = iter(build_table(dataset, options, plans=kept, threads=1).groups)
+    whole = [next(groups).rows if stays else None for stays in sizes.resident]
+    shards = shards_of(parts_of(dataset))
+    return WindowReader(shards, plans, whole, options, chunk_steps=sizes.chunk_steps)
 
 
 def _needs(episodes: EpisodeIndex, stream: Stream, options: TableOptions) -> Needs:

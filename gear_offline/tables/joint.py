@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from numbers import Real
@@ -66,6 +66,11 @@ class JointDataset:
     def column(self, name: str) -> Array:
         """Return a whole column that every task has in one shape, (N, *shape)."""
         return np.concatenate([task.dataset.column(name) for task in self.tasks])
+
+    def verify(self) -> JointDataset:
+        """Return the same with every block of all datasets compared with its digest, once."""
+        tasks = tuple(replace(task, dataset=task.dataset.verify()) for task in self.tasks)
+        return replace(self, tasks=tasks)
 
     @cached_property
     def first_episodes(self) -> Int64Array:

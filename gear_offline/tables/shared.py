@@ -1,8 +1,9 @@
-"""One table for the processes of a node: memory that one of them fills and the others map.
+"""One table for the processes of a node, for several runs, or for a dataset that grows.
 
-The memory is an anonymous file (``memfd_create``): it has no name in any file system, only
-processes of the same user can reach it (mode 0600), its size is sealed, and the kernel frees it
-when the last process that holds it is gone, ``kill -9`` included.
+Of a node's processes one fills the memory and the others map it.  It is an anonymous file
+(``memfd_create``): it has no name in any file system, only processes of the same user can reach it
+(mode 0600), its size is sealed, and the kernel frees it when the last process that holds it is
+gone, ``kill -9`` included.
 
     rank 0:   table, memory = share_table(dataset, options); handle = memory.handle()
     others:   table, _ = share_table(dataset, options, handle=handle)  # the same pages
@@ -25,9 +26,19 @@ import numpy as np
 from gear_offline.core.system import RESERVE_BYTES, available_bytes, check_available
 from gear_offline.core.text import size_text
 from gear_offline.core.types import Array
+from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import GearError, UnavailableError
 from gear_offline.tables.joint import TableData, data_digest, data_name
-from gear_offline.tables.table import Table, TableOptions, build_table, table_bytes, whole_pages
+from gear_offline.tables.table import (
+    Table,
+    TableOptions,
+    build_table,
+    private_rows,
+    table_bytes,
+    whole_pages,
+)
+
+SPARE = 2  # a growing table asks for so much memory; what is not used takes none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +66,12 @@ class SharedMemory:
         self._used = 0
 
     @classmethod
-    def create(cls, nbytes: int, *, name: str = "gear-table") -> Self:
-        """Make at least `nbytes` zeros that take memory when touched; `name` is seen in /proc."""
+    def create(cls, nbytes: int) -> Self:
+        """Make at least `nbytes` zeros that take memory when touched."""
         nbytes = max(whole_pages(nbytes), mmap.PAGESIZE)
         check_available(nbytes)
         try:
-            descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            descriptor = os.memfd_create("gear-table", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except (AttributeError, OSError) as error:
             raise UnavailableError(
                 "SYSTEM",
@@ -176,6 +187,39 @@ class SharedTables:
     def handles(self) -> dict[str, dict[str, int]]:
         """Return what other processes take the tables by, JSON-able."""
         return {name: asdict(memory.handle()) for name, memory in self._memory.items()}
+
+
+class GrowingTable:
+    """Rows of a dataset at each of its sizes, in the same memory as long as they fit there.
+
+    Rows stay where they are: only the margin behind those of a table before becomes rows.
+    """
+
+    def __init__(self) -> None:
+        self._memory: list[Array] = []  # of each group, larger than it is now
+        self._shards = 0  # whose rows are there
+        self._placed: dict[tuple[Any, ...], Any] = {}  # copies of them on GPUs
+
+    def table(self, dataset: Dataset, loader: Mapping[str, Any]) -> Table | None:
+        """Return the table of a loader with these options; None where rows may stay on disk."""
+        options = TableOptions.of(loader)
+        if not fits_in_memory(dataset, loader, options):
+            return None
+        memory, self._memory = iter(self._memory), []
+
+        def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+            rows = next(memory, np.empty((0, *shape[1:]), dtype))
+            if len(rows) < shape[0]:
+                larger = private_rows((SPARE * shape[0], *shape[1:]), dtype)
+                larger[: len(rows)] = rows
+                rows = larger
+            self._memory.append(rows)
+            return rows[: shape[0]]
+
+        table = build_table(dataset, options, allocate=allocate, filled_shards=self._shards)
+        table.outgrown.update(self._placed)
+        self._shards, self._placed = len(dataset.manifest.shards), table.placed
+        return table
 
 
 def fits_in_memory(source: TableData, loader: Mapping[str, Any], options: TableOptions) -> bool:

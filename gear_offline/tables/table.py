@@ -227,6 +227,7 @@ def build_table(
     source: TableData,
     options: TableOptions,
     *,
+    plans: Sequence[GroupPlan] | None = None,
     shards: Sequence[int] | None = None,
     allocate: Allocate = private_rows,
     fill: bool = True,
@@ -244,6 +245,8 @@ def build_table(
     ----------
     source
         A dataset, or several as `gear_offline.tables.joint.join_datasets` joins them.
+    plans
+        The groups that it has, by default all that `plan_groups` names.
     shards
         Numbers of the shards that the table holds, ascending; by default all.
     allocate
@@ -258,7 +261,7 @@ def build_table(
     threads
         That read at once, by default one per core up to 8.
     """
-    plans, margin = plan_groups(source, options), options.margin
+    plans, margin = plan_groups(source, options) if plans is None else plans, options.margin
     jobs = list(_jobs(source, shards))
     lengths = [job.lengths for job in jobs]
     index = EpisodeIndex(np.concatenate(lengths) if lengths else np.zeros(0, np.int64))

@@ -8,30 +8,38 @@ A read says nothing about digests, which cover blocks of 16 MiB.  So datasets ar
 and after each read, before anything of it is used, device, inode, size and times of the files must
 still be those from before the verification.
 
-Shape legend: n windows, s shards, K steps of a window, H rows of history in front, S slots.
+Columns that take little of the budget are in memory whole; their windows are copied from there.
+
+Shape legend: N steps, n windows, s shards, K steps of a window, H rows of history in front, S
+slots, m rows.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 
 from gear_offline.core.files import file_identity
 from gear_offline.core.types import Array, Int64Array, UInt8Array
 from gear_offline.dataset.shard import damaged
-from gear_offline.tables.disk_columns import DiskColumn
+from gear_offline.kernels.columns import convert
+from gear_offline.tables.fields import standard_fields
 from gear_offline.tables.joint import Part
+from gear_offline.tables.table import GroupPlan, TableOptions
 
 PAGE_BYTES = 4096  # offsets, sizes and addresses of direct reads are multiples of this
 GAP_BYTES = 64 << 10  # a read takes about as long as this many bytes more: see docs/dev/log.md
 SLICE_BYTES = 4 << 10  # windows from this size on are copied one by one
 COPY_BYTES = 256 << 10  # of smaller ones, copied together
+
+Lay = Callable[[UInt8Array], UInt8Array]  # (m, stored bytes) to (m, bytes of a row in a slot)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,32 +86,47 @@ def read_pages(handle: int, memory: UInt8Array, begin: int, least: int, where: s
         got = max(got, at + count)
 
 
-class WindowReader:
-    """Copies windows from files to slots.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Stored:
+    """Where the rows of a column lie in the files, and how they become those of its slots."""
 
-    `span` K and `history` H; windows that begin in one chunk of `chunk_steps` are read together.
+    number: int  # of the column
+    history: int  # rows in front of a window that are wanted too, H or 0
+    row_bytes: Int64Array  # (s,), of a step in each shard
+    offsets: Int64Array  # (s,), byte of each shard's first row
+    lay: Sequence[Lay | None]  # (s,): from stored rows to those of slots; None: the same
+
+
+class WindowReader:
+    """Copies windows to slots, from files or, of columns that are in memory whole, from there.
+
+    `whole` has the (margin + N + margin, width) rows of those, None of others.  Windows that begin
+    in one chunk of `chunk_steps` are read together.
     """
 
     def __init__(
         self,
         shards: Sequence[tuple[Part, int]],
-        columns: Sequence[DiskColumn],
+        plans: Sequence[GroupPlan],
+        whole: Sequence[Array | None],
+        options: TableOptions,
         *,
-        span: int,
-        history: int,
         chunk_steps: int,
     ) -> None:
-        self._columns = tuple(columns)
-        self._shards = shards
-        self._history, self._rows = history, history + span
+        self._shards, self._chunk_steps = shards, chunk_steps
+        self._history, self._rows = options.history, options.margin
         steps = [part.dataset.manifest.shards[number].steps for part, number in shards]
         self._first_steps = np.cumsum([0, *steps])
-        self._chunk_steps = chunk_steps
-        read = [column for column in columns if column.rows is None]
-        widest = [max(column.row_bytes, int(column.stored_bytes.max())) for column in read]
+        self._whole, self._stored = list[tuple[int, UInt8Array]](), list[_Stored]()
+        widest = []
+        for number, (plan, rows) in enumerate(zip(plans, whole, strict=True)):
+            if rows is not None:
+                self._whole.append((number, rows.view(np.uint8)))
+            else:
+                self._stored.append(_find(number, plan, shards))
+                widest.append(max(plan.row_bytes, int(self._stored[-1].row_bytes.max())))
         self._margin = margin_bytes(widest, self._rows)
-        self._buffer_bytes = 2 * self._margin
-        self._buffer_bytes += chunk_bytes(widest, self._rows, chunk_steps)
+        self._buffer_bytes = 2 * self._margin + chunk_bytes(widest, self._rows, chunk_steps)
 
     def buffer(self) -> UInt8Array:
         """Return memory for `read`, of one thread, from a multiple of a page on."""
@@ -131,13 +154,10 @@ class WindowReader:
         """Read windows that begin in one chunk: what lies near together at once."""
         low, ends = places.low, np.maximum.accumulate(places.low + places.real)
         reads: list[tuple[int, int, int]] = []  # begin and end in the file, place in the buffer
-        starts: list[Int64Array | None] = []  # where in the buffer step 0 of the table would be
+        starts: list[Int64Array] = []  # where in the buffer step 0 of the table would be
         at = self._margin
-        for column in self._columns:
-            if column.rows is not None:
-                starts.append(None)
-                continue
-            row_bytes = int(column.stored_bytes[shard])
+        for column in self._stored:
+            row_bytes = int(column.row_bytes[shard])
             origin = int(column.offsets[shard] - self._first_steps[shard] * row_bytes)
             first = low - np.minimum(places.before, column.history)
             apart = np.flatnonzero((first[1:] - ends[:-1]) * row_bytes > GAP_BYTES)
@@ -152,13 +172,12 @@ class WindowReader:
         assert at + self._margin <= len(buffer), "the parts of a chunk have room"
         self._fill(shard, reads, buffer)
         row = low - self._history
-        for column, start, target in zip(self._columns, starts, targets, strict=True):
-            if column.rows is not None:
-                begins = (row + column.margin) * column.row_bytes
-                _copy(column.rows.reshape(-1), begins, places.slots, target)
-            elif start is not None:
-                begins = start + row * column.stored_bytes[shard]
-                self._lay(column, shard, buffer, begins, places.slots, target)
+        for column, start in zip(self._stored, starts, strict=True):
+            begins = start + row * column.row_bytes[shard]
+            self._lay(column, shard, buffer, begins, places.slots, targets[column.number])
+        for number, rows in self._whole:
+            begins = (row + self._rows) * rows.shape[1]  # behind the margin
+            _copy(rows.reshape(-1), begins, places.slots, targets[number])
 
     def _fill(self, shard: int, reads: Sequence[tuple[int, int, int]], buffer: UInt8Array) -> None:
         """Read parts of a shard into the buffer; it may not have changed at the end."""
@@ -175,7 +194,7 @@ class WindowReader:
 
     def _lay(
         self,
-        column: DiskColumn,
+        column: _Stored,
         shard: int,
         buffer: UInt8Array,
         begins: Int64Array,
@@ -187,7 +206,7 @@ class WindowReader:
         if lay is None:
             _copy(buffer, begins, slots, target)
             return
-        stored = self._rows * int(column.stored_bytes[shard])
+        stored = self._rows * int(column.row_bytes[shard])
         windows, step = _windows(buffer, stored), max(COPY_BYTES // max(stored, target.itemsize), 1)
         for at in range(0, len(begins), step):
             some = slice(at, at + step)
@@ -195,6 +214,48 @@ class WindowReader:
             # What lies around the rows of a window's episode may be any bits.
             with np.errstate(invalid="ignore", over="ignore"):
                 target[slots[some]] = lay(rows).reshape(-1).view(target.dtype)
+
+
+def _find(number: int, plan: GroupPlan, shards: Sequence[tuple[Part, int]]) -> _Stored:
+    """Return where the rows of a column lie."""
+    name, field = plan.only
+    assert name is not None, "what is in no file is in memory"
+    layouts = [
+        (shard.header_bytes + tensor.start, tensor.bytes // shard.steps)
+        for part, number in shards
+        for shard in [part.dataset.manifest.shards[number]]
+        for tensor in part.dataset.manifest.tensors(shard)
+        if tensor.name == name
+    ]
+    offsets, row_bytes = np.array(layouts, np.int64).T
+    lays = {part.name: _lay_of(plan, name, part) for part in {part for part, _ in shards}}
+    return _Stored(
+        number=number,
+        history=field.history,
+        row_bytes=row_bytes,
+        offsets=offsets,
+        lay=[lays[part.name] for part, _ in shards],
+    )
+
+
+def _lay_of(plan: GroupPlan, name: str, part: Part) -> Lay | None:
+    """Return how the stored rows of a part become those of the table; None: they are the same."""
+    column, single = part.dataset.spec[name], None
+    if plan.final:  # normalised by the moments of each task
+        single = standard_fields(part.dataset, normalize_states=True)[name]
+    elif (column.dtype, prod(column.shape)) == (plan.dtype, plan.width):
+        return None
+
+    def lay(stored: UInt8Array) -> UInt8Array:
+        values = stored.view(column.dtype).reshape(len(stored), *column.shape)
+        if single is not None:
+            values = convert(values.reshape(len(values), *single.shape), single)
+        rows = np.zeros((len(stored), plan.width), plan.dtype)
+        flat = values.reshape(len(values), -1)
+        rows[:, : flat.shape[1]] = flat
+        return rows.view(np.uint8)
+
+    return lay
 
 
 def chunk_bytes(row_bytes: Sequence[int], rows: int, chunk_steps: int) -> int:

@@ -27,9 +27,8 @@ from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.recipes import loader_options, recipe_sampler
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.sampling.items import Items
-from gear_offline.tables.growing import GrowingTable
 from gear_offline.tables.joint import TableData
-from gear_offline.tables.shared import SharedTables
+from gear_offline.tables.shared import GrowingTable, SharedTables
 from gear_offline.training.cost import Meter, is_compiled
 from gear_offline.training.gradients import GradientPass
 from gear_offline.training.graph import CapturedStep, RunPart, start_compilers, why_not_captured
