@@ -119,9 +119,7 @@ class Player:
             from gear_offline.distributed.world import World
 
             world = World(rank=self.rank, nodes=self.nodes, timeout=seconds)
-            self.exchange = open_exchange(
-                held, self.landing, world, mode=cast(Any, mode), quiet=True
-            )
+            self.exchange = open_exchange(held, self.landing, world, mode=cast(Any, mode))
             return
         folder = self.folder / str(self.opened)
         folder.mkdir(exist_ok=True)

@@ -57,7 +57,7 @@ def read(
 ) -> list[bytes]:
     """Post and wait for steps, `ahead` of them at a time; return what has landed."""
     player.open(table, ROWS)
-    if room is not None and player.exchange.name == "rdma":
+    if room is not None and player.transport == "rdma":
         player.exchange._endpoint.room = room
     if player.rank == 1:
         time.sleep(late)
@@ -216,7 +216,7 @@ def test_a_rank_that_cannot_register_memory_is_an_error_of_all() -> None:
 
 def open_as(player: Player, mode: str) -> str:
     player.open(SMALL, ROWS, mode=mode)
-    name = str(player.exchange.name)
+    name = type(player.exchange).__name__
     player.exchange.close()
     return name
 
@@ -224,7 +224,7 @@ def open_as(player: Player, mode: str) -> str:
 def test_rdma_that_is_missing(team: Team, transport: str) -> None:
     if transport == "rdma":
         pytest.skip("it is there")
-    assert team.run(open_as, "auto") == ["collective"] * len(NODES)
+    assert team.run(open_as, "auto") == ["CollectiveExchange"] * len(NODES)
     for answer in team.run(open_as, "on"):
         assert answer.code in ("PACKAGE_MISSING", "EXCHANGE"), answer.trace
 

@@ -47,7 +47,7 @@ def test_another_user_cannot_reach_a_shared_table() -> None:
 
 def test_two_jobs_of_one_user_have_tables_of_their_own() -> None:
     """Blocks have no names that could clash: both jobs ask for the same one."""
-    first, second = (SharedMemory.create(1 << 16, name="gear-table") for _ in range(2))
+    first, second = (SharedMemory.create(1 << 16) for _ in range(2))
     assert first.handle().inode != second.handle().inode
     assert not [entry for entry in os.listdir("/dev/shm") if "gear" in entry]
 

@@ -2,7 +2,7 @@
 
 `world` has the ranks and their small messages, `sharding` gives shards to nodes and segments to
 ranks, and `exchange` brings rows of other nodes into landing memory: by collectives
-of torch (`collective`) or by RDMA reads (`rdma`, which does not import torch).
+of torch or by RDMA reads (`rdma`, which does not import torch).
 """
 
 from __future__ import annotations

@@ -1,20 +1,29 @@
-"""Rows that other nodes hold, brought into landing memory of this rank ahead of their use."""
+"""Rows that other nodes hold, brought into landing memory of this rank ahead of their use.
+
+By RDMA reads (`gear_offline.distributed.rdma`), or by collectives of torch, here.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from gear_offline.config.sections import Mode
-from gear_offline.distributed.collective import CollectiveExchange
+from gear_offline.core.types import Int64Array
 from gear_offline.distributed.rdma import Endpoint, RdmaExchange
-from gear_offline.distributed.reads import NodeRows, Reads
-from gear_offline.distributed.world import World
+from gear_offline.distributed.reads import NodeRows, Reads, as_bytes, ranges
+from gear_offline.distributed.world import World, rank_lost
 from gear_offline.errors import GearError, UnavailableError
 from gear_offline.progress import say
 
-__all__ = ["Exchange", "NodeRows", "Reads", "open_exchange"]
+Bytes = npt.NDArray[np.uint8]
 
 
 class Exchange(Protocol):
@@ -23,8 +32,6 @@ class Exchange(Protocol):
     All ranks open, post the same steps with the same reads in the same order, and close.  Posted
     steps run in the background.  After an error the exchange can only be closed.
     """
-
-    name: str  # "collective" or "rdma"
 
     def post(self, step: int, reads: Reads) -> None:
         """Begin the reads of a step; its landing rows must not be touched until `wait` returns."""
@@ -47,8 +54,7 @@ def open_exchange(
     landing: tuple[npt.NDArray[Any], ...],
     world: World,
     *,
-    mode: Mode = "auto",
-    quiet: bool = False,
+    mode: Mode,
 ) -> Exchange:
     """Open an exchange; all ranks of `world` call it together, with the same mode.
 
@@ -63,7 +69,7 @@ def open_exchange(
     assert len({len(rows) for rows in landing}) == 1, "as many landing rows in every column group"
     endpoint, why = (None, "exchange='off'") if mode == "off" else _agree(world, mode)
     kind = "RDMA reads" if endpoint else "collectives"
-    say(f"exchange: {kind} ({why})", quiet=quiet or not world.is_first)
+    say(f"exchange: {kind} ({why})", quiet=not world.is_first)
     if endpoint is None:
         return CollectiveExchange(node_rows, landing, world)
     return RdmaExchange(node_rows, landing, world, endpoint)
@@ -88,3 +94,109 @@ def _agree(world: World, mode: Mode) -> tuple[Endpoint | None, str]:
         return None, f"no RDMA at rank {rank}: {why}"
     what, remedy = f"rank {rank} cannot use RDMA: {why}", "use loader.exchange=auto or off"
     raise problem or UnavailableError("EXCHANGE", what, remedy=f"{remedy}, or mend that node")
+
+
+@dataclass(kw_only=True, eq=False)
+class _Step:
+    """A posted step: its collective, and the bytes that it sends and receives."""
+
+    reads: Reads  # of this rank, in the order of their owners
+    sent: Tensor
+    received: Tensor
+    work: Any
+
+
+class CollectiveExchange:
+    """Owners push rows: one all_to_all_single a step, over gloo, from and to host memory.
+
+    Every rank knows all reads of a step, so every rank knows all sizes and there is no round for
+    them.  The rows for one reader travel as one run of bytes, column group after column group.  The
+    gloo group is the exchange's own, so that a thread may use it while others use the world's.
+    """
+
+    def __init__(
+        self, node_rows: NodeRows, landing: tuple[npt.NDArray[np.generic], ...], world: World
+    ) -> None:
+        self._world, self._node_rows = world, node_rows
+        self._sources = [as_bytes(rows) for rows in node_rows.rows]
+        self._landing = [as_bytes(rows) for rows in landing]
+        self._first_rows = node_rows.first_rows()
+        self._row_bytes = sum(source.shape[1] for source in self._sources)
+        self._posted: dict[int, _Step | None] = {}
+        with world.guard("opening the exchange"):
+            members = dist.get_process_group_ranks(world.control or dist.group.WORLD)
+            self._group = dist.new_group(
+                members,
+                backend="gloo",
+                timeout=timedelta(seconds=world.timeout),
+                use_local_synchronization=True,
+            )
+
+    def post(self, step: int, reads: Reads) -> None:
+        assert step not in self._posted, "each step is posted once"
+        self._posted[step] = None
+        if not len(reads):
+            return
+        rank, size = self._world.rank, self._world.size
+        own, served = reads.made_by(rank), reads.served_by(rank)
+        own.check(self._node_rows, len(self._landing[0]))
+        sizes_in = _bytes_by(own.owners, own.steps * self._row_bytes, size)
+        sizes_out = _bytes_by(served.readers, served.steps * self._row_bytes, size)
+        sent = torch.from_numpy(self._pack(served, sizes_out))
+        received = torch.empty(sum(sizes_in), dtype=torch.uint8)
+        with self._world.guard(f"posting the rows of step {step}"):
+            work = dist.all_to_all_single(
+                received, sent, sizes_in, sizes_out, group=self._group, async_op=True
+            )
+        self._posted[step] = _Step(reads=own, sent=sent, received=received, work=work)
+
+    def _pack(self, served: Reads, sizes: list[int]) -> Bytes:
+        """Return the bytes for all readers, in the order of ranks."""
+        sent = np.empty(sum(sizes), np.uint8)
+        rows = ranges(self._first_rows[served.episodes] + served.starts, served.steps)
+        for run, index in _runs(sent, rows, sizes, self._row_bytes):
+            begin = 0
+            for source in self._sources:
+                part = run[begin : begin + len(index) * source.shape[1]]
+                part = part.reshape(len(index), source.shape[1])
+                np.take(source, index, axis=0, out=part, mode="clip")  # mode: without a copy
+                begin += part.size
+        return sent
+
+    def wait(self, step: int) -> None:
+        posted = self._posted.pop(step)
+        if posted is None:
+            return
+        try:
+            posted.work.wait(timedelta(seconds=self._world.timeout))
+        except RuntimeError as error:
+            owners = ", ".join(map(str, np.unique(posted.reads.owners)))
+            doing = f"waiting for the rows of step {step}" + f" from ranks {owners}" * bool(owners)
+            raise rank_lost(doing, error) from error
+        reads, received = posted.reads, posted.received.numpy()
+        sizes = _bytes_by(reads.owners, reads.steps * self._row_bytes, self._world.size)
+        for run, index in _runs(received, ranges(reads.rows, reads.steps), sizes, self._row_bytes):
+            begin = 0
+            for landing in self._landing:
+                part = run[begin : begin + len(index) * landing.shape[1]]
+                landing[index] = part.reshape(len(index), landing.shape[1])
+                begin += part.size
+
+    def close(self) -> None:
+        self._posted.clear()  # the group ends with torch's: its name cannot be used again
+
+
+def _bytes_by(ranks: Int64Array, sizes: Int64Array, count: int) -> list[int]:
+    """Return the sum of sizes for each rank."""
+    sums = np.zeros(count, np.int64)
+    np.add.at(sums, ranks, sizes)
+    return sums.tolist()
+
+
+def _runs(
+    flat: Bytes, rows: Int64Array, sizes: list[int], row_bytes: int
+) -> list[tuple[Bytes, Int64Array]]:
+    """Cut bytes and the rows that they belong to at the borders of ranks."""
+    ends = np.cumsum(sizes)[:-1]
+    runs = zip(np.split(flat, ends), np.split(rows, ends // row_bytes), strict=True)
+    return [(run, index) for run, index in runs if len(index)]

@@ -60,8 +60,6 @@ class Memory(NamedTuple):
 class RdmaExchange:
     """An `Exchange` by RDMA reads; `endpoint` belongs to it from now on."""
 
-    name = "rdma"
-
     def __init__(
         self,
         node_rows: NodeRows,

@@ -34,7 +34,7 @@ from gear_offline.loaders.recipes import open_one, open_tasks
 from gear_offline.models.decision_transformer import beyond_tanh
 from gear_offline.models.multitask import ModelTask
 from gear_offline.progress import say
-from gear_offline.sampling.items import REMOVERS, episode_priorities
+from gear_offline.sampling.items import HAVE_PRIORITY, episode_priorities
 from gear_offline.sources import open_source
 from gear_offline.sources.uri import was_read_from
 from gear_offline.tables.fields import STATES, is_image, standard_fields
@@ -79,7 +79,7 @@ def open_growing(
 
     def check(piece: Dataset) -> None:  # one that is admitted must end no run
         _check(recipe, piece, sizes)
-        if REMOVERS[recipe.data.remover].has_priority:
+        if recipe.data.remover in HAVE_PRIORITY:
             episode_priorities(recipe.data, piece)  # refuses what has none
 
     def opened(*, admits: bool) -> GrowingDataset:

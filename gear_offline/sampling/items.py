@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 
@@ -30,29 +29,8 @@ from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import REMOVER_STREAM, Members, Sampler, slot_draws
 from gear_offline.sampling.prioritized import HostPriorities
 
-
-class Remover(NamedTuple):
-    """Takes the item of the smallest key, among equals the oldest.
-
-    `key` makes keys of the items' numbers and priorities; by chance, it makes weights.  Then the
-    key is the time of a clock that rings once, exponentially distributed with the weight as its
-    rate, wound up when the item comes: the next to ring is each item with a probability in
-    proportion to its weight, whatever has rung before.
-    """
-
-    key: Callable[[Float64Array, Float64Array], Float64Array]
-    has_priority: bool = True
-    by_chance: bool = False
-
-
-REMOVERS = {
-    "fifo": Remover(lambda number, _: number, has_priority=False),
-    "lifo": Remover(lambda number, _: -number, has_priority=False),
-    "min_heap": Remover(lambda _, priority: priority),
-    "max_heap": Remover(lambda _, priority: -priority),
-    "uniform": Remover(lambda number, _: np.ones_like(number), has_priority=False, by_chance=True),
-    "prioritized": Remover(lambda _, priority: priority, by_chance=True),
-}
+HAVE_PRIORITY = ("min_heap", "max_heap", "prioritized")  # removers that look at it
+BY_CHANCE = ("uniform", "prioritized")
 
 
 class Counted(Members):
@@ -191,18 +169,25 @@ class Items:
         return self.kept
 
     def _new_keys(self, dataset: Dataset) -> Float64Array:
-        """Return (n,) keys of the episodes that have come; of clocks, how long they run."""
-        first, count = len(self.kept), len(dataset) - len(self.kept)
-        remover = REMOVERS[self._data.remover]
-        numbers = np.arange(first, first + count, dtype=np.float64)
-        has_priority, data = remover.has_priority, self._data
-        priorities = episode_priorities(data, dataset, first) if has_priority else numbers
-        keys = remover.key(numbers, priorities)
-        if not remover.by_chance:
+        """Return (n,) keys of the episodes that have come.
+
+        The smallest key is removed, among equals the oldest.  By chance it is the time of a clock
+        that rings once, exponentially distributed with the item's weight as its rate, wound up when
+        the item comes: the next to ring is each item with a probability in proportion to its
+        weight, whatever has rung before.  Returned is how long the clocks run.
+        """
+        remover, first, count = self._data.remover, len(self.kept), len(dataset) - len(self.kept)
+        keys = np.arange(first, first + count, dtype=np.float64)
+        if remover in HAVE_PRIORITY:
+            keys = episode_priorities(self._data, dataset, first)
+        if remover in ("lifo", "max_heap"):
+            keys = -keys
+        if remover not in BY_CHANCE:
             return keys
+        weights = np.ones(count) if remover == "uniform" else keys
         at, _ = slot_draws(self._seed, first, count, 1, stream=REMOVER_STREAM)
         with np.errstate(divide="ignore"):  # of a weight of 0, whose clock never rings
-            return np.asarray(-np.log((at[:, 0] + 0.5) * 2.0**-64) / keys)
+            return np.asarray(-np.log((at[:, 0] + 0.5) * 2.0**-64) / weights)
 
     def _insert(self, keys: Float64Array) -> None:
         """Insert items of these keys one after the other; beyond `max_size` each removes one."""
@@ -226,7 +211,7 @@ class Items:
                 size -= 1
                 key, removed = heapq.heappop(heap)
                 self.kept[removed] = False
-                if REMOVERS[self._data.remover].by_chance and key < math.inf:
+                if self._data.remover in BY_CHANCE and key < math.inf:
                     self._clock = key
 
     def counted(self, sampler: Sampler, step: int) -> Sampler:

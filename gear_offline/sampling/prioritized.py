@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 DROPPED_BITS = 13  # of a float32's mantissa of 23: 10 stay
 CODES = 0x7F800000 >> DROPPED_BITS  # of finite, non-negative numbers
 MAX_TOTAL = (1 << 63) - 1  # of all masses: sums and draws stay below 2^63
-GROUP = 8  # items under a leaf of the binary tree: one cache line
+FAN = 8  # of the tree: one cache line
 TOP = 1 << 15  # sums whose cumulative sums are computed anew after a change, at most
 AT_ONCE = 16384  # draws that go down the tree together
 
@@ -226,15 +226,15 @@ class Prioritized(Sampler):
             what = f"not the state of priorities over {self.index.steps} steps"
             remedy = "load what state() of the same strategy over the same data returned"
             raise InputError("LOADER_STATE", what, remedy=remedy)
-        self._priorities.load_state(masses.copy(), int(updates[0]))
+        self._priorities.load_state(masses, int(updates[0]))
 
 
 class HostPriorities:
     """The masses of N items in host memory; the interface is that of `DevicePriorities`.
 
-    Sums over eights of items, a binary tree over those, and cumulative sums in the place of its
+    Sums over eights of items, over eights of those, and so on; cumulative sums in the place of the
     upper levels, which would cost most of the time.  The shape of the tree changes nothing but the
-    speed.  Memory: 8 bytes an item, and 2 for the sums.
+    speed.  Memory: 8 bytes an item, and 1.2 for the sums.
     """
 
     def __init__(self, offsets: Int64Array, mass_of_code: UInt64Array, *, first: int) -> None:
@@ -244,17 +244,15 @@ class HostPriorities:
     def load_state(self, masses: Int64Array, updates: int) -> None:
         """Take over (N,) masses and the number of updates."""
         self.updates = updates
-        self._masses = _padded(masses.view(np.uint64), GROUP)
-        self._levels: list[UInt64Array] = [self._masses.reshape(-1, GROUP).sum(axis=1)]
+        self._levels = [_padded(masses.view(np.uint64))]
         while self._levels[-1].size > TOP:
-            self._levels[-1] = _padded(self._levels[-1], 2)
-            self._levels.append(self._levels[-1].reshape(-1, 2).sum(axis=1))
+            self._levels.append(_padded(self._levels[-1].reshape(-1, FAN).sum(axis=1)))
         self._ends: UInt64Array | None = None  # cumulative sums of the last level, when needed
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
         """Return masses (N,) int64 and the number of updates (1,) int64."""
         return {
-            "masses": self._masses[: self.steps].view(np.int64).copy(),
+            "masses": self._levels[0][: self.steps].view(np.int64).copy(),
             "updates": np.array([self.updates], dtype=np.int64),
         }
 
@@ -265,7 +263,7 @@ class HostPriorities:
 
     def masses_of(self, rows: Int64Array) -> UInt64Array:
         """Return the masses of rows, of any shape."""
-        return self._masses[rows]
+        return self._levels[0][rows]
 
     def update_from_host(self, segments: Int64Array, losses: Float32Array) -> None:
         """Take the (B,) losses of (B, 2) segments."""
@@ -281,15 +279,12 @@ class HostPriorities:
         """Give (m,) ascending items, each named once, new masses."""
         if items.size == 0:
             return
-        more = masses - self._masses[items]  # modulo 2^64, as all sums are
-        self._masses[items] = masses
-        shift = GROUP.bit_length() - 1
+        more = masses - self._levels[0][items]  # modulo 2^64, as all sums are
         for sums in self._levels:
-            items = items >> shift
             first = np.flatnonzero(np.append(True, items[1:] != items[:-1]))
             items, more = items[first], np.add.reduceat(more, first)
             sums[items] += more
-            shift = 1
+            items = items // FAN
         self._ends = None
 
     def find(self, numbers: UInt64Array) -> Int64Array:
@@ -299,35 +294,21 @@ class HostPriorities:
         flat = numbers.reshape(-1)
         items = np.empty(flat.size, dtype=np.int64)
         for begin in range(0, flat.size, AT_ONCE):
-            part = slice(begin, begin + AT_ONCE)
-            items[part] = self._descend(flat[part], self._ends)
+            rest = flat[begin : begin + AT_ONCE]
+            at = np.searchsorted(self._ends, rest, side="right")
+            rest = rest - (self._ends[at] - self._levels[-1][at])
+            for level in reversed(self._levels[:-1]):
+                masses = np.take(level.reshape(-1, FAN), at, axis=0)
+                passed = rest[:, None] >= np.cumsum(masses, axis=1)
+                rest -= (masses * passed).sum(axis=1)
+                at = at * FAN + passed.sum(axis=1)
+            items[begin : begin + AT_ONCE] = at
         return items.reshape(numbers.shape)
 
-    def _descend(self, numbers: UInt64Array, ends: UInt64Array) -> Int64Array:
-        at = np.searchsorted(ends, numbers, side="right").astype(np.int64)
-        rest = numbers - (ends[at] - self._levels[-1][at])
-        for level in reversed(self._levels[:-1]):
-            at *= 2
-            left = level[at]
-            right = rest >= left
-            rest -= left * right
-            at += right
-        rows = np.take(self._masses.reshape(-1, GROUP), at, axis=0)
-        sums = rows[:, 0].copy()
-        place = (rest >= sums).view(np.uint8)
-        for column in range(1, GROUP - 1):
-            sums += rows[:, column]
-            place += (rest >= sums).view(np.uint8)
-        items: Int64Array = at * GROUP + place
-        return items
 
-
-def _padded(masses: UInt64Array, multiple: int) -> UInt64Array:
-    """Return the masses with zeros up to a multiple of a number."""
-    missing = -masses.size % multiple
-    if not missing:
-        return np.ascontiguousarray(masses, dtype=np.uint64)
-    return np.concatenate([masses, np.zeros(missing, dtype=np.uint64)])
+def _padded(masses: UInt64Array) -> UInt64Array:
+    """Return the masses with zeros up to a multiple of `FAN`."""
+    return np.append(masses, np.zeros(-masses.size % FAN, dtype=np.uint64))
 
 
 @lru_cache(maxsize=2)  # a table that grows has the same most of the time, and it takes 10 ms
