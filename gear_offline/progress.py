@@ -114,7 +114,7 @@ class Progress(Closing):
         self._done = done
         self._facts.update(facts)
         self._changed = now = time.monotonic()
-        is_due = now - self._printed >= PLAIN_SECONDS and done < self.total
+        is_due = now - self._printed >= PLAIN_SECONDS and done != self.total
         if self._live is None and is_due and not self._quiet:
             self._printed = now
             say("  ".join([f"{self._description}: {self._amount()}", *self._remarks()]))

@@ -8,7 +8,6 @@ from typing import Any
 from gear_offline.config.problems import no_data
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import SelectionSettings
-from gear_offline.config.tasks import task_recipe, tasks_in
 from gear_offline.core.hub import is_there
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.sampling import Sampler, Schedule, TaskPart, make_sampler, mix_tasks
@@ -37,8 +36,8 @@ def open_one(recipe: Recipe) -> Dataset:
 def open_tasks(recipe: Recipe, open_one: Callable[[Recipe], Dataset]) -> JointDataset:
     """Return the joint table of a recipe's tasks; `open_one` opens or makes one's dataset."""
     tasks, normalize = [], recipe.loader.normalize_states
-    for name in tasks_in(recipe):
-        single = task_recipe(recipe, name)
+    for name in recipe.data.tasks or {}:
+        single = recipe.of_task(name)
         task = Part(name=name, dataset=open_one(single), returns_scale=single.loader.returns_scale)
         standard_fields(task.dataset, normalize_states=normalize)  # refuses what fits no batch
         tasks.append(task)
@@ -70,7 +69,7 @@ def recipe_sampler(
         return items.counted(sampler, step)
     parts = []
     for task in dataset.tasks:
-        own = tasks_in(recipe)[task.name]
+        own = (recipe.data.tasks or {})[task.name]
         chosen = settings or own.selection or recipe.selection
         sampler = make_sampler(chosen.strategy, task.dataset, context_length=span, **chosen.options)
         parts.append(TaskPart(name=task.name, sampler=sampler, weight=own.weight))

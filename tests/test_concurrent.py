@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.tasks import data_key
 from gear_offline.errors import GearError
 from gear_offline.progress import Progress
 from gear_offline.runs.loop import TrainingInterrupted, train
@@ -72,7 +71,7 @@ def concurrently(
     trials: Sequence[Trial], folder: Path, *, exact: bool = False, parallel: int = 4
 ) -> dict[str, str | None]:
     """Train together; return the code of the error that each ended with."""
-    recipes = {data_key(trial.recipe): trial.recipe for trial in trials}
+    recipes = {trial.recipe.data_key: trial.recipe for trial in trials}
     job = Job(
         trials=trials,
         folder=folder,

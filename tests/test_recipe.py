@@ -15,7 +15,6 @@ from gear_offline.config.problems import ALIASES, dotted_fields, section_of
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.sections import SchedulePoint, TaskSettings
 from gear_offline.config.strict_yaml import MAX_BYTES, dump_yaml, parse_yaml
-from gear_offline.config.tasks import task_recipe
 from gear_offline.errors import InputError
 from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.loop import train
@@ -319,11 +318,11 @@ def test_tasks_are_sections_by_name(tmp_path: Path) -> None:
     path = write(tmp_path / "several.yaml", TASKS)
     recipe = validate_recipe(path, "data.tasks.two.weight=3")
     assert recipe.data.tasks is not None and recipe.data.tasks["two"].weight == 3.0
-    single = task_recipe(recipe, "one")
+    single = recipe.of_task("one")
     assert (single.data.path, single.selection.options) == ("a", {"k": 5})
     assert single.data.tasks is None and single.evaluate.episodes == 5
     assert single.loader.returns_scale == 1000.0
-    assert task_recipe(recipe, "two").loader.returns_scale == 10.0
+    assert recipe.of_task("two").loader.returns_scale == 10.0
     child = write(tmp_path / "child.yaml", "base: several.yaml\ndata: {tasks: {one: {path: c}}}")
     tasks = load_recipe(child).data.tasks
     assert tasks is not None and (tasks["one"].path, tasks["one"].weight) == ("c", 2.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,14 @@ from gear_offline.core.types import Array
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import Known, known_of, probe, say_version
 from gear_offline.models.policy import Policy
-from gear_offline.progress import say
+from gear_offline.progress import Progress, say
 from gear_offline.training.checkpoint import chosen_checkpoint, list_checkpoints, no_run
 from gear_offline.training.policies import trained_model
 from gear_offline.workers import Caller, WorkerPool
 
-REPORT_SECONDS = 10.0  # between two lines
 WAIT_SECONDS = 600.0  # for a run's first checkpoint
 POLL_SECONDS = 0.5
-RECENT = 20  # episodes of a line's mean
+RECENT = 20  # episodes of the mean that is shown
 
 
 @dataclass(kw_only=True)
@@ -42,21 +41,6 @@ class ActReport:
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name, JSON-able."""
         return asdict(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Part:
-    """What one actor does."""
-
-    run: Path
-    data: Path
-    environment: str
-    known: Known
-    target: float
-    noise: float
-    began: float
-    seed: tuple[int, int]
-    episodes: int | None
 
 
 def act(
@@ -121,67 +105,41 @@ def act(
         what, remedy = "only this process knows the environment", "register it with an entry point"
         raise InputError("ENVIRONMENT", what, name, remedy)
     say_version(name, quiet=quiet)
-    stochastic = recipe.model.policy == "gaussian"
     if target is None:
         target = float(max(targets or ()))
     if action_noise is None:
-        action_noise = 0.0 if stochastic else 0.1
+        action_noise = 0.0 if recipe.model.policy == "gaussian" else 0.1
     base = time.time_ns() if seed is None else seed
-    parts = [
-        _Part(
-            run=path,
-            data=Path(recipe.data.path),
-            environment=name,
-            known=known,
-            target=target,
-            noise=action_noise,
-            began=time.time(),
-            seed=(base, number),
-            episodes=episodes and (episodes + actors - 1 - number) // actors,
-        )
+    shared = path, Path(recipe.data.path), name, known, target, action_noise, time.time()
+    jobs = [
+        (*shared, (base, number), episodes and (episodes + actors - 1 - number) // actors)
         for number in range(min(actors, episodes or actors))
     ]
-    played = _Played(quiet=quiet)
+    played: list[tuple[float, int, int, Path]] = []  # return, steps, the policy's step, its piece
+    what, total = f"act for {path.name}", episodes or 0
     try:
-        with WorkerPool(actors) as pool:
-            jobs = [(part,) for part in parts]
-            list(pool.run(f"{__name__}:play_in_worker", jobs, on_message=played.add))
+        with (
+            WorkerPool(actors) as pool,
+            Progress(what, total=total, unit="episodes", quiet=quiet) as progress,
+        ):
+
+            def add(episode: tuple[float, int, int, Path]) -> None:
+                played.append(episode)
+                mean = np.mean([one[0] for one in played[-RECENT:]])
+                facts = {"mean return": f"{mean:,.1f}", "policy of step": f"{episode[2]:,}"}
+                progress.update(len(played), **facts)
+
+            list(pool.run(f"{__name__}:play_in_worker", jobs, on_message=add))
     except KeyboardInterrupt:
         say("stopped: the episodes under way are lost, the others appended", quiet=quiet)
-    return played.report()
-
-
-@dataclass(kw_only=True)
-class _Played:
-    """What actors told: of each episode return, steps, the policy's step, and its piece."""
-
-    quiet: bool
-    episodes: list[tuple[float, int, int, Path]] = field(default_factory=list)
-    told: float = field(default_factory=time.monotonic)
-
-    def add(self, episode: tuple[float, int, int, Path]) -> None:
-        self.episodes.append(episode)
-        if time.monotonic() - self.told < REPORT_SECONDS:
-            return
-        self.told = time.monotonic()
-        returns, steps, policies, _ = zip(*self.episodes, strict=True)
-        recent = returns[-RECENT:]
-        say(
-            f"{count_text(len(returns), 'episode')}, {count_text(sum(steps), 'step')}; mean return "
-            f"of the last {len(recent)}: {np.mean(recent):,.1f}, policy of step {policies[-1]:,}",
-            quiet=self.quiet,
-        )
-
-    def report(self) -> ActReport:
-        if not self.episodes:
-            return ActReport()
-        returns, steps, _, pieces = zip(*self.episodes, strict=True)
-        waiting = sum(piece.exists() for piece in pieces)
-        if waiting:
-            what = f"{waiting:,} of {count_text(len(returns), 'episode')} are not admitted yet"
-            say(f"{what}: the run does so at its next look", quiet=self.quiet)
-        mean = float(np.mean(returns))
-        return ActReport(episodes=len(returns), steps=sum(steps), mean_return=mean, waiting=waiting)
+    if not played:
+        return ActReport()
+    returns, steps, _, pieces = zip(*played, strict=True)
+    if waiting := sum(piece.exists() for piece in pieces):
+        what = f"{waiting:,} of {count_text(len(played), 'episode')} are not admitted yet"
+        say(f"{what}: the run does so at its next look", quiet=quiet)
+    mean = float(np.mean(returns))
+    return ActReport(episodes=len(played), steps=sum(steps), mean_return=mean, waiting=waiting)
 
 
 def _wait_for_checkpoint(path: Path, *, quiet: bool) -> None:
@@ -212,23 +170,34 @@ class _Acting:
         self.policy.observe_reward([reward], actions=action[None])
 
 
-def play_in_worker(caller: Caller, part: _Part) -> None:
+def play_in_worker(
+    caller: Caller,
+    run: Path,
+    data: Path,
+    environment: str,
+    known: Known,
+    target: float,
+    noise: float,
+    began: float,
+    seed: tuple[int, int],
+    episodes: int | None,
+) -> None:
     """Play episodes until there are enough, or the run has ended; send each one's facts."""
-    part.known.learn()
-    appender, policy, step, played = Appender(part.data), None, -1, 0
-    summary = part.run / "summary.json"
-    with Player(part.environment) as player:
-        while part.episodes is None or played < part.episodes:
-            is_over = summary.is_file() and summary.stat().st_mtime > part.began
-            if part.episodes is None and is_over:
+    known.learn()
+    appender, policy, step, played = Appender(data), None, -1, 0
+    summary = run / "summary.json"
+    with Player(environment) as player:
+        while episodes is None or played < episodes:
+            is_over = summary.is_file() and summary.stat().st_mtime > began
+            if episodes is None and is_over:
                 return
-            newest = list_checkpoints(part.run / "checkpoints")[-1:]
+            newest = list_checkpoints(run / "checkpoints")[-1:]
             if policy is None or (newest and newest[0][0] > step):
-                checkpoint = chosen_checkpoint(part.run)
+                checkpoint = chosen_checkpoint(run)
                 policy, step = trained_model(checkpoint).policy(), checkpoint.state.step
-            policy.reset(part.target)
+            policy.reset(target)
             acting = _Acting(policy)
-            plan = episode_plan(acting, (*part.seed, played), part.noise)
+            plan = episode_plan(acting, (*seed, played), noise)
             episode = player.play(replace(plan, on_step=acting.observe))
             piece = appender.append([episode.columns(player.facts)])
             played += 1

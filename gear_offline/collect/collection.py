@@ -43,32 +43,32 @@ RANGES = {  # the least, and what a number must stay below
 
 
 @dataclass(frozen=True, kw_only=True)
-class MakerReport:
-    """What a maker has recorded; returns are undiscounted sums of the stored rewards."""
+class Recorded:
+    """Episodes that were recorded; returns are undiscounted sums of the stored rewards."""
 
-    name: str  # the part of the quality
-    algorithm: str  # what its policy was made with
-    episodes: int
-    steps: int
+    episodes: int  # a partial last one included
+    steps: int  # rows in the file
     mean_return: float
     std_return: float
     min_return: float
     max_return: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakerReport(Recorded):
+    """What a maker has recorded."""
+
+    name: str  # the part of the quality
+    algorithm: str  # what its policy was made with
     action_noise: float  # as asked of `collect`
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectReport:
+class CollectReport(Recorded):
     """What `collect` has written."""
 
     path: Path  # the file
     environment_id: str  # Gymnasium id, with the version that was taken
-    steps: int  # rows in the file
-    episodes: int
-    mean_return: float  # over all episodes, a partial last one included, from stored rewards
-    std_return: float
-    min_return: float
-    max_return: float
     makers: tuple[MakerReport, ...]  # one entry a part
     train_steps: int = 0  # environment steps that training used; 0 without one
 
@@ -311,17 +311,13 @@ def _attributes(report: CollectReport, seed: int) -> dict[str, Any]:
     """Return the attributes of the file; no times or paths, so that equal runs are equal bytes."""
     atari = ["ale_py"] if is_atari(report.environment_id) else []
     packages = ["gymnasium", "mujoco", "numpy", "gear_offline", *atari]
+    told, told_of = asdict(report), "train_steps steps episodes mean_return std_return makers"
     return {
         "env_id": report.environment_id,
         "algorithm": _algorithms(report.makers),
         "note": NOTE,
         "seed": seed,
-        "train_steps": report.train_steps,
-        "steps": report.steps,
-        "episodes": report.episodes,
-        "mean_return": report.mean_return,
-        "std_return": report.std_return,
-        "makers": [asdict(maker) for maker in report.makers],
+        **{name: told[name] for name in told_of.split()},
         **(dict.fromkeys(packages, "") | versions(*packages)),
     }
 

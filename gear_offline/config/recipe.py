@@ -112,6 +112,48 @@ class Recipe(Section):
                     f"say {leaf} in each task, as data.tasks.NAME.{leaf}"
                 )
 
+    def of_task(self, name: str) -> Recipe:
+        """Return the recipe of one task alone, with what the tasks share."""
+        task = (self.data.tasks or {})[name]
+        data = {"path": task.path, "source": task.source, "collect": task.collect}
+        evaluate = {key: getattr(task, key) for key in ("environment", "reference", "targets")}
+        scale = task.returns_scale or self.loader.returns_scale
+        # copies, not `replace`: its cost would be quadratic in the number of tasks
+        return self.model_copy(
+            update={
+                "data": self.data.model_copy(update={**data, "tasks": None, "schedule": None}),
+                "evaluate": self.evaluate.model_copy(update=evaluate),
+                "loader": self.loader.model_copy(update={"returns_scale": scale}),
+                "selection": task.selection or self.selection,
+            }
+        )
+
+    @property
+    def environments(self) -> tuple[str, ...]:
+        """The environments that it names to evaluate in or to collect in, each once."""
+        tasks = list((self.data.tasks or {}).values())
+        makers = [self.data.collect, *(task.collect for task in tasks)]
+        names = [self.evaluate.environment, *(task.environment for task in tasks)]
+        names += [maker.environment for maker in makers if maker is not None]
+        return tuple(dict.fromkeys(filter(None, names)))
+
+    @property
+    def plays(self) -> bool:
+        """Whether it is resolved and has an environment to evaluate in, and episodes to play."""
+        names = [task.environment for task in (self.data.tasks or {}).values()]
+        return self.evaluate.episodes > 0 and any([self.evaluate.environment, *names])
+
+    def evaluates_at(self, step: int) -> bool:
+        """Return whether the policy is played after `step`."""
+        every, last = self.train.evaluate_every, step == self.train.steps
+        return self.plays and (last or (every is not None and step % every == 0))
+
+    @property
+    def data_key(self) -> str:
+        """What its dataset depends on; recipes of one key may share it."""
+        of_tasks = f" {self.loader.returns_scale}" if self.data.tasks else ""
+        return self.data.model_dump_json() + of_tasks
+
     @classmethod
     def parse(cls, value: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
         """Build a recipe from nested mappings; `where` is what errors (``RECIPE``) name."""

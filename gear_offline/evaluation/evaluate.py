@@ -16,7 +16,6 @@ import numpy as np
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import EvaluateSettings, TaskSettings, target_list
-from gear_offline.config.tasks import tasks_in
 from gear_offline.core.system import versions
 from gear_offline.core.text import count_text
 from gear_offline.dataset.scores import ReferenceScores, reference_scores
@@ -170,7 +169,7 @@ def tasks_of(recipe: Recipe, model_tasks: Sequence[ModelTask] = ()) -> tuple[Eva
     """
     data_returns = {task.name: (task.return_worst, task.return_best) for task in model_tasks}
     shared = recipe.evaluate
-    sections: Mapping[str, TaskSettings | EvaluateSettings] = tasks_in(recipe) or {"": shared}
+    sections: Mapping[str, TaskSettings | EvaluateSettings] = recipe.data.tasks or {"": shared}
     return tuple(
         EvaluationTask(
             name=name,

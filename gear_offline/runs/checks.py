@@ -9,7 +9,6 @@ from gear_offline.collect.policies import parts_of
 from gear_offline.config.problems import nearest
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings
-from gear_offline.config.tasks import task_recipe
 from gear_offline.core.environment_id import check_environment_id
 from gear_offline.dataset.scores import dataset_names, reference_scores
 from gear_offline.errors import InputError, UnavailableError
@@ -20,7 +19,7 @@ from gear_offline.sampling import parse_options
 def check_recipe(recipe: Recipe, *, where: str = "") -> None:
     """Refuse names that nothing answers to (``RECIPE``, ``SELECTION``, ``ENVIRONMENT``)."""
     for name in recipe.data.tasks or {}:
-        check_recipe(task_recipe(recipe, name), where=f"{where}: task {name}" if where else name)
+        check_recipe(recipe.of_task(name), where=f"{where}: task {name}" if where else name)
     check_selection(recipe, where)
     check_trackers(recipe.train.trackers)
     if recipe.data.collect is not None:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.tasks import evaluates_at, plays
 from gear_offline.core.closing import Closing
 from gear_offline.core.interruption import Aborted
 from gear_offline.core.system import usable_cores
@@ -111,7 +110,7 @@ class RunEvaluations(Closing):
         self._run, self._progress = run, progress
         self._recipe, learner = run.learner.recipe, run.learner
         tasks = tasks_of(self._recipe, tasks_of_config(learner.model.config))
-        self._tasks = tasks if plays(self._recipe) else ()
+        self._tasks = tasks if self._recipe.plays else ()
         self.plan = plan_evaluations(
             self._recipe,
             self._tasks,
@@ -163,7 +162,7 @@ class RunEvaluations(Closing):
     def take_up(self) -> None:
         """Play what a killed run left: checkpoints of steps that were due, without a result."""
         for step, _ in list_checkpoints(self._run.path / "checkpoints"):
-            if not evaluates_at(self._recipe, step) or self._is_recorded(step):
+            if not self._recipe.evaluates_at(step) or self._is_recorded(step):
                 continue
             if self.plan.workers:
                 self._queue[step] = _Waiting()

@@ -18,7 +18,6 @@ import torch
 
 from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.tasks import evaluates_at
 from gear_offline.core.closing import Closing
 from gear_offline.core.device import resolve_device
 from gear_offline.core.files import write_error
@@ -182,7 +181,7 @@ class LiveRun(Closing):
             return Due(word=word)
         return Due(
             log=self.is_complete or step % settings.log_every == 0,
-            evaluation=evaluates_at(self.learner.recipe, step),
+            evaluation=self.learner.recipe.evaluates_at(step),
             save=self.is_complete or step % settings.checkpoint_every == 0,
             word=word,
         )

@@ -16,7 +16,6 @@ import numpy as np
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, DataSettings
-from gear_offline.config.tasks import task_recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.core.device import resolve_device
 from gear_offline.core.files import check_folder
@@ -174,7 +173,7 @@ def resolve(
     options = recipe.to_dict()
     recipes, sizes_of = [], []
     for task in dataset.tasks:
-        single, sizes = _resolve_one(task_recipe(recipe, task.name), task.dataset, quiet=quiet)
+        single, sizes = _resolve_one(recipe.of_task(task.name), task.dataset, quiet=quiet)
         evaluate = single.evaluate
         options["data"]["tasks"][task.name] |= {
             "returns_scale": single.loader.returns_scale,

@@ -18,7 +18,6 @@ from matplotlib.axes import Axes
 
 from gear_offline import plots
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.config.tasks import task_recipe
 from gear_offline.core.files import write_file
 from gear_offline.core.hub import is_there
 from gear_offline.core.text import count_text, printable, short
@@ -61,7 +60,7 @@ def write_report(run: str | Path) -> Path:
         raise InputError("RUN_NOT_FOUND", what, where=str(run), remedy=remedy)
     results: Mapping[str, TaskResult | None] = (final and final.named) or {"": final}
     datasets = {
-        name: _dataset(task_recipe(recipe, name) if recipe and name else recipe) for name in results
+        name: _dataset(recipe.of_task(name) if recipe and name else recipe) for name in results
     }
     sections = [
         _section(run, final, name, result, datasets[name]) for name, result in results.items()

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Never
 from gear_offline.config.files import Overrides, apply_overrides, flat
 from gear_offline.config.problems import guess_option, no_data
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.config.tasks import named_environments
 from gear_offline.core.hub import is_there
 from gear_offline.distributed import is_first_process
 from gear_offline.errors import InputError
@@ -113,7 +112,7 @@ def train(
         data = whole.data
         if not (data.tasks or data.source or data.collect or (data.path and is_there(data.path))):
             raise no_data(data)
-    names = named_environments(whole)
+    names = whole.environments
     if resume or start:  # a run's own recipe imports no module, what is typed here does
         typed = flat(apply_overrides({}, overrides))
         names = tuple(str(typed[key]) for key in typed if key.endswith("environment"))

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gear_offline.config.tasks import plays
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import write_file
 from gear_offline.core.text import count_text
@@ -66,7 +65,7 @@ class RunWriter(Closing):
         ]
         if learner.step:
             lines.append(f"resuming after step {learner.step:,}")
-        if plays(self._recipe):
+        if self._recipe.plays:
             plan = self.evaluations.plan
             count = count_text(plan.workers, "process", "processes")
             away = f"in the background ({count} on {plan.device})"

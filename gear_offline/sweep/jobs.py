@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.tasks import data_key
 from gear_offline.core.device import resolve_device
 from gear_offline.core.files import write_error
 from gear_offline.core.interruption import StopRequest
@@ -48,14 +47,14 @@ class Job:
     parallel: int  # trials at a time
     threads: int | None  # of a trial in a process of its own
     exact: bool  # stack none on a GPU: each run has the bits that it has alone
-    datasets: Mapping[str, TableData]  # by `data_key`, opened and checked
+    datasets: Mapping[str, TableData]  # by `Recipe.data_key`, opened and checked
     progress: Progress  # of all trials together
     steps: dict[str, int]  # done, by trial, also of complete ones
     failures: dict[str, str]  # "CODE: what was wrong" by trial
 
     def dataset(self, recipe: Recipe) -> TableData:
         """Return the data of a recipe."""
-        return self.datasets[data_key(recipe)]
+        return self.datasets[recipe.data_key]
 
     def moved(self, trial: Trial, steps: int) -> None:
         """Note where a trial stands; cheap enough for every few steps."""

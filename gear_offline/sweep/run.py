@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.config.tasks import data_key
 from gear_offline.core.device import resolve_device
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text
@@ -196,10 +195,10 @@ def _check_trials(trials: Sequence[Trial], parallel: int | None) -> None:
 def _prepared(
     trials: Sequence[Trial], *, quiet: bool
 ) -> tuple[dict[str, TableData], dict[str, Recipe]]:
-    """Return data by `data_key`, and recipes by trial: what does not fit shows before any step."""
+    """Return data by their key, and recipes by trial: what does not fit shows before any step."""
     datasets, resolved = dict[str, TableData](), dict[str, Recipe]()
     for trial in trials:
-        key = data_key(trial.recipe)
+        key = trial.recipe.data_key
         if key not in datasets:
             datasets[key] = prepare_dataset(trial.recipe, quiet=quiet)
         resolved[trial.name], _ = resolve(trial.recipe, datasets[key], quiet=True)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.tasks import task_recipe, tasks_in
 from gear_offline.core.device import resolve_device
 from gear_offline.core.hub import PREFIX, fetch, is_hub
 from gear_offline.core.types import Float64Array
@@ -59,8 +58,8 @@ class TrainedModel:
             _, one = find_task(model, task)
             model, scale = single_task(model, one.name), one.returns_scale
             mean, std = one.state_mean, one.state_std
-            if one.name in tasks_in(recipe):
-                recipe = task_recipe(recipe, one.name)
+            if one.name in (recipe.data.tasks or {}):
+                recipe = recipe.of_task(one.name)
         names = (self.facts.data, recipe.data.source, recipe.data.path)  # none of this machine's
         facts = {
             "environment": recipe.evaluate.environment,
