@@ -152,11 +152,6 @@ class Batch:
         """
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> Batch:
-        """Return a copy in page-locked memory, for asynchronous copies to a GPU."""
-        # Stacks share memory, which a copy with the same strides could not be written to.
-        return self._map(lambda tensor: tensor.contiguous().pin_memory())
-
     def contiguous(self) -> Batch:
         """Return the batch with every tensor contiguous, copying only those that are not."""
         return self._map(lambda tensor: tensor.contiguous())

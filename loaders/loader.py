@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn, Self
+from typing import Any, Literal, Never, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 
 from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.config.sections import GoalSettings, Mode
+from gear_offline.config.sections import GoalSettings, Mode, Placement, Sharding
 from gear_offline.core.closing import Closing
 from gear_offline.core.device import resolve_device
 from gear_offline.core.types import Int64Array
@@ -31,8 +31,6 @@ from gear_offline.kernels.segments import Segments
 from gear_offline.loaders.batch import Batch, split_steps
 from gear_offline.loaders.goals import GOALS, GoalSampler
 from gear_offline.loaders.options import (
-    Placement,
-    Sharding,
     bad_option,
     check_keywords,
     check_options,
@@ -41,15 +39,12 @@ from gear_offline.loaders.options import (
     no_engine,
 )
 from gear_offline.loaders.recipes import loader_options, open_data, recipe_sampler
-from gear_offline.loaders.rows import DiskRows, RowOpener, Rows
+from gear_offline.loaders.rows import RowOpener, Rows
 from gear_offline.loaders.static_batch import BlockNames, StaticBatch
 from gear_offline.sampling import Sampler, check_range
 from gear_offline.sampling.base import Stream, plain
 from gear_offline.tables.joint import JointDataset, TableData, data_digest, data_name
 from gear_offline.tables.table import Table
-
-if TYPE_CHECKING:
-    from gear_offline.tables.disk import DiskGather
 
 STATE_FORMAT = 1
 IDENTITY = (  # options that the content of batches depends on
@@ -265,11 +260,6 @@ class GearLoader(Closing, Iterator[Batch]):
     def engine(self) -> GpuGather | None:
         """The GPU that gathers; None where the CPU does."""
         return self.rows.gather if isinstance(self.rows.gather, GpuGather) else None
-
-    @property
-    def disk(self) -> DiskGather | None:
-        """The reader of rows that stay on disk; None where they are in memory."""
-        return self.rows.gather if isinstance(self.rows, DiskRows) else None
 
     @property
     def table(self) -> Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal
@@ -13,8 +12,8 @@ from pydantic import ConfigDict, ValidationError
 from pydantic import Field as Range
 from pydantic.dataclasses import dataclass
 
-from gear_offline.config.problems import problem_text
-from gear_offline.config.sections import GoalSettings, Mode
+from gear_offline.config.problems import nearest, problem_text
+from gear_offline.config.sections import GoalSettings, Mode, Placement, Sharding
 from gear_offline.distributed.world import World, joined_world
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.gather import Padding
@@ -22,9 +21,6 @@ from gear_offline.progress import say
 from gear_offline.sampling import Sampler, make_sampler, parse_strategy
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.table import TableOptions
-
-Placement = Literal["auto", "hbm", "peer", "host", "disk"]
-Sharding = Literal["auto", "replicate", "shard"]
 
 ELSEWHERE = {  # arguments of other libraries' loaders
     "shuffle": "batches are random already; selection='shuffled_epochs' takes each start once",
@@ -165,8 +161,6 @@ def check_keywords(positional: Sequence[Any], unknown: Mapping[str, Any]) -> Non
             remedy=f"GearLoader(dataset, batch_size=64, context_length={positional[0]!r})",
         )
     for name in unknown:
-        near = difflib.get_close_matches(name, KEYWORDS, n=1)
-        hint = ELSEWHERE.get(name) or (
-            f"did you mean {near[0]}?" if near else "see help(GearLoader)"
-        )
+        near = nearest(name, KEYWORDS, cutoff=0.6)
+        hint = ELSEWHERE.get(name) or (f"did you mean {near}?" if near else "see help(GearLoader)")
         raise InputError("LOADER_OPTION", f"a GearLoader has no argument {name!r}", remedy=hint)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from gear_offline.config.sections import Sharding
 from gear_offline.core.system import RESERVE_BYTES, available_bytes
 from gear_offline.core.text import size_text
 from gear_offline.core.types import BoolArray
@@ -25,7 +26,7 @@ from gear_offline.kernels.gather import CpuGather, Windows
 from gear_offline.kernels.gather_gpu import GpuGather
 from gear_offline.kernels.segments import Segments
 from gear_offline.loaders.goals import GoalSampler, with_goals
-from gear_offline.loaders.options import LoaderOptions, Sharding
+from gear_offline.loaders.options import LoaderOptions
 from gear_offline.loaders.segments import OwnSegments, Ring, ShardedSegments
 from gear_offline.progress import say
 from gear_offline.sampling import Sampler

@@ -58,15 +58,6 @@ def test_to_moves_everything_and_copies_nothing_that_is_there() -> None:
     assert moved.extras["infos/x"].dtype == torch.float64
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device")
-def test_pin_memory_keeps_the_values() -> None:
-    batch = make_batch()
-    pinned = batch.pin_memory()
-    for name, tensor in tensors(pinned).items():
-        assert tensor.is_pinned() and torch.equal(tensor, tensors(batch)[name])
-
-
 @pytest.mark.parametrize("frames", [True, False])
 def test_data_without_rewards(tmp_path: Path, frames: bool) -> None:
     """Batches have neither rewards nor returns-to-go; all else is as with rewards."""

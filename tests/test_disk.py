@@ -21,6 +21,7 @@ from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import GearError, InputError
 from gear_offline.loaders import rows as rows_module
 from gear_offline.loaders.loader import GearLoader
+from gear_offline.loaders.rows import DiskRows, MemoryRows
 from gear_offline.tables import disk, window_reader
 from tests.support import failing_code, hopper_columns, make_dataset, one_error, run_python
 from tests.test_gather import random_column
@@ -212,18 +213,18 @@ def test_auto_goes_to_disk_where_memory_is_short(
     made = make_dataset(tmp_path, [500] * 20)
     small = least_budget(made, **OPTIONS)
     large = GearLoader(made, host_budget=1 << 30, **OPTIONS)
-    assert large.disk is None and not capsys.readouterr().err
+    assert isinstance(large.rows, MemoryRows) and not capsys.readouterr().err
     with GearLoader(made, host_budget=small, **OPTIONS) as loader:
-        assert loader.disk is not None
+        assert isinstance(loader.rows, DiskRows)
     line = capsys.readouterr().err
     assert "placement auto: the rows stay on disk, since they take" in line
     assert "are the budget" in line and line.count("\n") == 1
     monkeypatch.setattr(rows_module, "RESERVE_BYTES", 0)
     needed = large.table.owned_bytes
     monkeypatch.setattr(rows_module, "available_bytes", lambda: needed + 16384)
-    assert GearLoader(made, **OPTIONS).disk is None
+    assert isinstance(GearLoader(made, **OPTIONS).rows, MemoryRows)
     monkeypatch.setattr(rows_module, "available_bytes", lambda: needed - 16384)
-    assert GearLoader(made, placement="host", **OPTIONS).disk is None
+    assert isinstance(GearLoader(made, placement="host", **OPTIONS).rows, MemoryRows)
     assert not capsys.readouterr().err
     with GearLoader(made, **OPTIONS) as loader:
         assert same(next(loader), large.batch_at(0))

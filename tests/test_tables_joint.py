@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.loaders.loader import GearLoader
+from gear_offline.loaders.rows import DiskRows
 from gear_offline.tables.joint import JointDataset, Part, join_datasets
 from gear_offline.tables.table import TableOptions, build_table
 from tests.image_support import image_columns
@@ -133,8 +134,8 @@ def test_rows_on_disk_are_those_in_memory(tmp_path: Path, padding: Padding) -> N
         with GearLoader(
             joint, placement="disk", host_budget=budget, padding=padding, **options
         ) as disk:
-            assert disk.disk is not None
-            kept.append(sum(disk.disk.sizes.resident))
+            assert isinstance(disk.rows, DiskRows)
+            kept.append(sum(disk.rows.gather.sizes.resident))
             for step in range(20):
                 mine, theirs = next(disk).model_inputs(), memory.batch_at(step).model_inputs()
                 for name, tensor in theirs.items():

@@ -40,6 +40,8 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Mode = Literal["auto", "on", "off"]
+Placement = Literal["auto", "hbm", "peer", "host", "disk"]
+Sharding = Literal["auto", "replicate", "shard"]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 Range = Annotated[tuple[Count, Count], Field(strict=False)]
@@ -287,13 +289,13 @@ class LoaderSettings(Section):
     """States by hindsight that the model is asked to reach, in place of returns."""
     engine: Mode = "auto"
     """On CUDA: select and gather on the GPU; auto: where that is possible."""
-    placement: Literal["auto", "hbm", "peer", "host", "disk"] = "auto"
+    placement: Placement = "auto"
     """Rows in GPU memory, over the node's GPUs, in host memory or on disk; auto: as they fit."""
     hbm_budget: Positive | None = None
     """Bytes of GPU memory that rows may take; null: 60 % of what is free."""
     host_budget: Positive | None = None
     """For auto and disk, bytes of host memory for rows; null: half of it if on disk, else all."""
-    sharding: Literal["auto", "replicate", "shard"] = "auto"
+    sharding: Sharding = "auto"
     """With several nodes: each holds all, or its shards; auto: its shards where all do not fit."""
     exchange: Mode = "auto"
     """Rows of other nodes by RDMA: on; by torch.distributed: off; auto: RDMA where it works."""

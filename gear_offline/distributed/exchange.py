@@ -5,6 +5,7 @@ By RDMA reads (`gear_offline.distributed.rdma`), or by collectives of torch, her
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -154,13 +155,8 @@ class CollectiveExchange:
         """Return the bytes for all readers, in the order of ranks."""
         sent = np.empty(sum(sizes), np.uint8)
         rows = ranges(self._first_rows[served.episodes] + served.starts, served.steps)
-        for run, index in _runs(sent, rows, sizes, self._row_bytes):
-            begin = 0
-            for source in self._sources:
-                part = run[begin : begin + len(index) * source.shape[1]]
-                part = part.reshape(len(index), source.shape[1])
-                np.take(source, index, axis=0, out=part, mode="clip")  # mode: without a copy
-                begin += part.size
+        for part, source, index in _parts(sent, rows, sizes, self._sources):
+            np.take(source, index, axis=0, out=part, mode="clip")  # mode: without a copy
         return sent
 
     def wait(self, step: int) -> None:
@@ -175,12 +171,9 @@ class CollectiveExchange:
             raise rank_lost(doing, error) from error
         reads, received = posted.reads, posted.received.numpy()
         sizes = _bytes_by(reads.owners, reads.steps * self._row_bytes, self._world.size)
-        for run, index in _runs(received, ranges(reads.rows, reads.steps), sizes, self._row_bytes):
-            begin = 0
-            for landing in self._landing:
-                part = run[begin : begin + len(index) * landing.shape[1]]
-                landing[index] = part.reshape(len(index), landing.shape[1])
-                begin += part.size
+        rows = ranges(reads.rows, reads.steps)
+        for part, landing, index in _parts(received, rows, sizes, self._landing):
+            landing[index] = part
 
     def close(self) -> None:
         self._posted.clear()  # the group ends with torch's: its name cannot be used again
@@ -193,10 +186,15 @@ def _bytes_by(ranks: Int64Array, sizes: Int64Array, count: int) -> list[int]:
     return sums.tolist()
 
 
-def _runs(
-    flat: Bytes, rows: Int64Array, sizes: list[int], row_bytes: int
-) -> list[tuple[Bytes, Int64Array]]:
-    """Cut bytes and the rows that they belong to at the borders of ranks."""
+def _parts(
+    flat: Bytes, rows: Int64Array, sizes: list[int], groups: list[Bytes]
+) -> Iterator[tuple[Bytes, Bytes, Int64Array]]:
+    """Yield each rank's and column group's part of `flat`, the group, and which of its rows."""
     ends = np.cumsum(sizes)[:-1]
-    runs = zip(np.split(flat, ends), np.split(rows, ends // row_bytes), strict=True)
-    return [(run, index) for run, index in runs if len(index)]
+    row_bytes = sum(group.shape[1] for group in groups)
+    for run, index in zip(np.split(flat, ends), np.split(rows, ends // row_bytes), strict=True):
+        begin = 0
+        for group in groups if len(index) else []:
+            end = begin + len(index) * group.shape[1]
+            yield run[begin:end].reshape(len(index), -1), group, index
+            begin = end

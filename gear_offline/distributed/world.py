@@ -34,8 +34,6 @@ from gear_offline.errors import GearError, InputError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["World", "data_world", "joined_world", "open_world"]
-
 T = TypeVar("T")
 TIMEOUT_SECONDS = 600.0  # longer than an evaluation between two steps
 JOIN_PAUSE_SECONDS = 0.002

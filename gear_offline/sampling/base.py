@@ -8,7 +8,6 @@ Shape legend: E episodes, N steps, B slots of a batch.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import operator
 import runpy
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 import numpy as np
 from pydantic import ConfigDict, ValidationError
 
-from gear_offline.config.problems import problem_text
+from gear_offline.config.problems import nearest, problem_text
 from gear_offline.config.strict_yaml import parse_yaml
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array, UInt64Array
 from gear_offline.dataset.schema import EpisodeIndex
@@ -260,8 +259,8 @@ def sampler_class(name: object) -> type[Sampler]:
     """Return the class of a strategy."""
     if isinstance(name, str) and name in _SAMPLERS:
         return _SAMPLERS[name]
-    near = difflib.get_close_matches(str(name), _SAMPLERS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    near = nearest(str(name), list(_SAMPLERS), cutoff=0.6)
+    hint = f"did you mean {near!r}? " if near else ""
     remedy = f"{hint}strategies: {', '.join(strategy_names())}; one of your own is known where "
     remedy += "its file starts the command: docs/how-to/own-strategy.md"
     raise InputError("SELECTION", f"no selection strategy {name!r}", remedy=remedy)

@@ -199,10 +199,6 @@ def mix_tasks(tasks: Sequence[TaskPart], schedule: Schedule | None = None) -> Sa
     takes would be missing from their order, and those that learn from losses, whose weights would
     undo the tasks'.
     """
-    weights = schedule or Schedule([0], [[task.weight for task in tasks]])
-    if not all(sum(row) > 0 for row in weights.weights):
-        what, remedy = "the weights of the tasks are all zero", "give one task a positive weight"
-        raise InputError("SELECTION", what, "data.tasks", remedy)
     if len(tasks) == 1:
         return tasks[0].sampler
     for task in tasks:
@@ -210,7 +206,7 @@ def mix_tasks(tasks: Sequence[TaskPart], schedule: Schedule | None = None) -> Sa
             what = f"strategy {task.sampler.name!r} cannot be mixed with those of other tasks"
             remedy = "use one that treats slots and steps alike, such as uniform_steps"
             raise InputError("SELECTION", what, f"data.tasks.{task.name}.selection", remedy)
-    return TaskMixture(tasks, weights, scheduled=schedule is not None)
+    return TaskMixture(tasks, schedule)
 
 
 class TaskMixture(Mixture):
@@ -225,19 +221,18 @@ class TaskMixture(Mixture):
         parts: Sequence[Mapping[str, Any]]
         schedule: Schedule | None
 
-    def __init__(self, tasks: Sequence[TaskPart], weights: Schedule, *, scheduled: bool) -> None:
+    def __init__(self, tasks: Sequence[TaskPart], schedule: Schedule | None) -> None:
         samplers = [task.sampler for task in tasks]
         index = EpisodeIndex(np.concatenate([own.index.lengths for own in samplers]))
         firsts = np.cumsum([0, *(own.index.episodes for own in samplers)])
         parts = [
             {"task": task.name, "strategy": own.name, "options": asdict(own.options)}
-            | ({} if scheduled else {"weight": task.weight})
+            | ({"weight": task.weight} if schedule is None else {})
             for task, own in zip(tasks, samplers, strict=True)
         ]
-        options = self.Options(parts, weights if scheduled else None)
-        Sampler.__init__(self, Facts(episodes=index), options)
+        Sampler.__init__(self, Facts(episodes=index), self.Options(parts, schedule))
         joint = [
             Members(own, np.arange(first, end), index)
             for own, (first, end) in zip(samplers, pairwise(firsts), strict=True)
         ]
-        self._mix(joint, weights)
+        self._mix(joint, schedule or Schedule([0], [[task.weight for task in tasks]]))
