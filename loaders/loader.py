@@ -170,7 +170,7 @@ class GearLoader(Closing, Iterator[Batch]):
         **unknown: Never,
     ) -> None:
         given = dict(locals())  # the arguments by their names
-        check_keywords(positional, unknown)
+        check_keywords(positional, unknown, list(given))
         self.device = resolve_device(device)
         self._options = options = check_options(given, self.device)
         check_range(seed, start_step, 0, options.batch_size)

@@ -19,6 +19,7 @@ from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.gather import Padding
 from gear_offline.progress import say
 from gear_offline.sampling import Sampler, make_sampler, parse_strategy
+from gear_offline.sampling.base import plain
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.table import TableOptions
 
@@ -53,9 +54,8 @@ class LoaderOptions(TableOptions):
 def check_options(given: Mapping[str, Any], device: torch.device) -> LoaderOptions:
     """Return the options among a loader's arguments; refuse what no loader can do."""
     asked = {option.name: given[option.name] for option in fields(LoaderOptions)}
-    plain = {k: v.item() if isinstance(v, np.generic) else v for k, v in asked.items()}
     try:
-        options = LoaderOptions(**plain)
+        options = LoaderOptions(**plain(asked))
     except ValidationError as error:
         raise InputError("LOADER_OPTION", problem_text(error.errors()[0])) from error
     if options.engine == "on" and device.type != "cuda":
@@ -66,12 +66,6 @@ def check_options(given: Mapping[str, Any], device: torch.device) -> LoaderOptio
         if options.goals is not None and getattr(options, name) == value:
             raise bad_option(name, value, f"{name}='auto' with goals, which may be any row")
     return options
-
-
-KEYWORDS = (
-    *(field.name for field in fields(LoaderOptions)),
-    *("selection", "seed", "device", "start_step", "world", "table"),
-)
 
 
 def bad_option(name: str, value: object, allowed: str) -> InputError:
@@ -152,7 +146,9 @@ def _named(selection: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return name, dict(options)
 
 
-def check_keywords(positional: Sequence[Any], unknown: Mapping[str, Any]) -> None:
+def check_keywords(
+    positional: Sequence[Any], unknown: Mapping[str, Any], known: Sequence[str]
+) -> None:
     """Refuse arguments that the loader does not have, with a hint to its own."""
     if positional:
         raise InputError(
@@ -161,6 +157,6 @@ def check_keywords(positional: Sequence[Any], unknown: Mapping[str, Any]) -> Non
             remedy=f"GearLoader(dataset, batch_size=64, context_length={positional[0]!r})",
         )
     for name in unknown:
-        near = nearest(name, KEYWORDS, cutoff=0.6)
+        near = nearest(name, known, cutoff=0.6)
         hint = ELSEWHERE.get(name) or (f"did you mean {near}?" if near else "see help(GearLoader)")
         raise InputError("LOADER_OPTION", f"a GearLoader has no argument {name!r}", remedy=hint)

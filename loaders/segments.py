@@ -11,7 +11,6 @@ Shape legend: T steps of a block, B segments of a rank, E episodes.
 
 from __future__ import annotations
 
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -74,13 +73,7 @@ class Ring:
         return PARTS * self.part_rows
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Block:
-    """The (T, B) segments of a rank, whose rows have landed."""
-
-    number: int  # of the exchange's steps
-    segments: Segments
-    landing: Int64Array
+Block = tuple[Segments, Int64Array]  # what `take` returns of blocks whose rows have landed
 
 
 class ShardedSegments:
@@ -96,7 +89,6 @@ class ShardedSegments:
         from gear_offline.distributed.exchange import open_exchange
 
         self._stream, self._world, self.ring = stream, world, ring
-        self._blocks_ahead = 1 if stream.selection.ahead else 0
         self._assigner = Assigner(world.nodes, stream.global_batch)
         nodes, share = np.array(world.nodes), ring.share
         self._members = [np.flatnonzero(nodes == node) for node in range(world.node_count)]
@@ -112,21 +104,24 @@ class ShardedSegments:
             mode=ring.options.exchange,
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gear-exchange")
-        self._coming: deque[tuple[int, int, Future[_Block]]] = deque()  # first step, steps
+        # The block that follows: its first step, steps, number among those of the exchange.
+        self._coming: tuple[int, int, int, Future[Block]] | None = None
         self._posted = self._taken = -1
         self._read: list[Any] = [None] * PARTS  # event behind the gather of each part of the ring
         self._error: BaseException | None = None  # which ended the exchange
 
-    def take(self, first_step: int, steps: int) -> tuple[Segments, Int64Array]:
-        if not self._coming or self._coming[0][:2] != (first_step, steps):
+    def take(self, first_step: int, steps: int) -> Block:
+        if self._coming is None or self._coming[:2] != (first_step, steps):
             self._drop()
             self._prepare(first_step, steps)
-        _, _, coming = self._coming.popleft()
-        while len(self._coming) < self._blocks_ahead:
-            self._prepare(first_step + (len(self._coming) + 1) * steps, steps)
+        assert self._coming is not None
+        *_, number, coming = self._coming
+        self._coming = None
+        if self._stream.selection.ahead:
+            self._prepare(first_step + steps, steps)
         block = coming.result()
-        self._taken = block.number
-        return block.segments, block.landing
+        self._taken = number
+        return block
 
     def release(self, event: Any = None) -> None:
         self._read[self._taken % PARTS] = event
@@ -146,17 +141,18 @@ class ShardedSegments:
             self._exchange.close()
 
     def _drop(self) -> None:
-        while self._coming:
-            self._coming.popleft()[2].result()
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            coming[-1].result()
 
     def _prepare(self, first_step: int, steps: int) -> None:
         self._posted += 1
         number, part = self._posted, self._posted % PARTS
         event, self._read[part] = self._read[part], None
         block = self._thread.submit(self._try, number, first_step, steps, event)
-        self._coming.append((first_step, steps, block))
+        self._coming = (first_step, steps, number, block)
 
-    def _try(self, *arguments: Any) -> _Block:
+    def _try(self, *arguments: Any) -> Block:
         """`_fetch`, but after an error nothing is asked of the exchange any more."""
         if self._error is not None:
             raise self._error
@@ -166,7 +162,7 @@ class ShardedSegments:
             self._error = error
             raise
 
-    def _fetch(self, number: int, first_step: int, steps: int, event: Any) -> _Block:
+    def _fetch(self, number: int, first_step: int, steps: int, event: Any) -> Block:
         """Draw and assign a block, and read what this rank's node does not hold; in the thread.
 
         The rows that lay in the same part of the ring are read when `event` has come.
@@ -209,4 +205,4 @@ class ShardedSegments:
         every = np.arange(steps)[:, None]
         segments = drawn[every, slots[:, rank]]
         self._exchange.wait(number)
-        return _Block(number=number, segments=segments, landing=landing)
+        return segments, landing

@@ -113,16 +113,11 @@ class World:
         if self.size == 1:
             return [value]
         message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        with self.guard("exchanging a message"):
-            lengths = [torch.zeros(1, dtype=torch.int64) for _ in self.nodes]
-            dist.all_gather(lengths, torch.tensor([len(message)]), group=self.control)
-            longest = max(int(length) for length in lengths)
-            padded = torch.zeros(longest, dtype=torch.uint8)
-            padded[: len(message)] = message
-            messages = [torch.zeros_like(padded) for _ in self.nodes]
-            dist.all_gather(messages, padded, group=self.control)
-        sizes = zip(messages, lengths, strict=True)
-        return [json.loads(m[: int(n)].numpy().tobytes()) for m, n in sizes]
+        lengths = [int(length) for length in self.gather_tensor(torch.tensor([len(message)]))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(message)] = message
+        sizes = zip(self.gather_tensor(padded), lengths, strict=True)
+        return [json.loads(text[:length].numpy().tobytes()) for text, length in sizes]
 
     def lead(self, make: Callable[[], T], *, leader: int = 0) -> T | None:
         """Return what `make` gives on `leader` (of each rank's choice), ``None`` on the others.
@@ -222,7 +217,7 @@ class World:
         if self.size == 1:
             return [own]
         tensors = [torch.empty_like(own) for _ in self.nodes]
-        with self.guard("collecting tensors"):
+        with self.guard("exchanging a message"):
             dist.all_gather(tensors, own, group=self.control)
         return tensors
 
