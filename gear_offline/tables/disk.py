@@ -29,14 +29,7 @@ from gear_offline.sampling.base import Stream
 from gear_offline.tables.joint import TableData, parts_of, shards_of
 from gear_offline.tables.read_ahead import REFERENCE_BYTES, Needs, ReadAhead, ReadPlan
 from gear_offline.tables.table import GroupPlan, Table, TableOptions, build_table, plan_groups
-from gear_offline.tables.window_reader import (
-    COPY_BYTES,
-    Places,
-    WindowReader,
-    chunk_bytes,
-    margin_bytes,
-    pages,
-)
+from gear_offline.tables.window_reader import COPY_BYTES, Places, WindowReader, buffer_bytes
 
 CHUNK_BYTES = 8 << 20  # of all columns, at most: windows that begin in a chunk are read together
 THREADS = 4  # that read: a disk is fast with several reads under way, more wait for the interpreter
@@ -95,20 +88,18 @@ def share_out(
         if least:
             resident, output_bytes, room = in_no_file, batch * window_bytes, 0
         read = [n for n, stays in zip(row_bytes, resident, strict=True) if not stays]
-        own_bytes = 2 * margin_bytes(read, rows) + COPY_BYTES + pages(1)  # of a thread's buffer
-        threads = min(max(room // (own_bytes + 2 * chunk_bytes(read, rows, 1)), 1), THREADS)
-        around = own_bytes + chunk_bytes(read, rows, 0)
-        chunk = min(CHUNK_BYTES, max(room // threads - around, 0))
+        threads = min(max(room // (2 * (buffer_bytes(read, rows, 1) + COPY_BYTES)), 1), THREADS)
+        chunk = min(CHUNK_BYTES, room // threads - buffer_bytes(read, rows, 0) - COPY_BYTES)
         chunk_steps = max(min(chunk // sum(read), steps), 1)
         taken = fixed_bytes + sum(n for n, stays in zip(kept, resident, strict=True) if stays)
         taken += OUTPUT_BLOCKS * output_bytes
         taken += CONVERSION_FACTOR * converted * output_bytes // window_bytes
-        taken += threads * (own_bytes + chunk_bytes(read, rows, chunk_steps))
+        taken += threads * (buffer_bytes(read, rows, chunk_steps) + COPY_BYTES)
         slots = (budget_bytes - taken) // slot_bytes
         if slots >= 2 * batch:
             break
     else:
-        needed = pages(taken + 2 * batch * slot_bytes)
+        needed = taken + 2 * batch * slot_bytes
         raise InputError(
             "LOADER_OPTION",
             f"host_budget={budget_bytes} ({size_text(budget_bytes)}) is too small to keep two "

@@ -17,6 +17,7 @@ slots, m rows.
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -32,9 +33,9 @@ from gear_offline.dataset.shard import damaged
 from gear_offline.kernels.columns import convert
 from gear_offline.tables.fields import standard_fields
 from gear_offline.tables.joint import Part
-from gear_offline.tables.table import GroupPlan, TableOptions
+from gear_offline.tables.table import GroupPlan, TableOptions, private_rows, whole_pages
 
-PAGE_BYTES = 4096  # offsets, sizes and addresses of direct reads are multiples of this
+PAGE_BYTES = mmap.PAGESIZE  # offsets, sizes and addresses of direct reads are multiples of this
 GAP_BYTES = 64 << 10  # a read takes about as long as this many bytes more: see docs/dev/log.md
 SLICE_BYTES = 4 << 10  # windows from this size on are copied one by one
 COPY_BYTES = 256 << 10  # of smaller ones, copied together
@@ -54,11 +55,6 @@ class Places:
     def part(self, begin: int, end: int) -> Places:
         """Return windows `begin` to `end`."""
         return Places(**{name: values[begin:end] for name, values in vars(self).items()})
-
-
-def pages(nbytes: int) -> int:
-    """Return `nbytes` rounded up to whole pages."""
-    return nbytes + -nbytes % PAGE_BYTES
 
 
 def _read_directly(handle: int) -> None:
@@ -125,15 +121,13 @@ class WindowReader:
             else:
                 self._stored.append(_find(number, plan, shards))
                 widest.append(max(plan.row_bytes, int(self._stored[-1].row_bytes.max())))
-        self._margin = margin_bytes(widest, self._rows)
-        self._buffer_bytes = 2 * self._margin + chunk_bytes(widest, self._rows, chunk_steps)
+        self._margin = _margin_bytes(widest, self._rows)
+        self._buffer_bytes = buffer_bytes(widest, self._rows, chunk_steps)
 
     def buffer(self) -> UInt8Array:
         """Return memory for `read`, of one thread, from a multiple of a page on."""
         # NumPy asks for large pages from 4 MiB on; a disk reads into those with fewer commands.
-        memory = np.empty(self._buffer_bytes + PAGE_BYTES, np.uint8)
-        begin = -memory.ctypes.data % PAGE_BYTES
-        return memory[begin : begin + self._buffer_bytes]
+        return private_rows((self._buffer_bytes,), np.dtype(np.uint8))
 
     def read(self, places: Places, targets: Sequence[Array], buffer: UInt8Array) -> None:
         """Read windows into their slots.
@@ -187,7 +181,7 @@ class WindowReader:
         with open(dataset.open_shard(number), "rb", buffering=0) as file:
             _read_directly(file.fileno())
             for begin, end, place in reads:
-                memory = buffer[place : place + pages(end - begin)]
+                memory = buffer[place : place + whole_pages(end - begin)]
                 read_pages(file.fileno(), memory, begin, end - begin, str(path))
             if file_identity(file.fileno()) != dataset.identities[number]:
                 raise damaged("a shard changed since it was verified", path)
@@ -258,14 +252,15 @@ def _lay_of(plan: GroupPlan, name: str, part: Part) -> Lay | None:
     return lay
 
 
-def chunk_bytes(row_bytes: Sequence[int], rows: int, chunk_steps: int) -> int:
-    """Return the bytes that a chunk takes in a buffer: its steps, `rows` around, whole pages."""
-    return sum(pages((chunk_steps + rows) * nbytes) + 2 * PAGE_BYTES for nbytes in row_bytes)
+def buffer_bytes(row_bytes: Sequence[int], rows: int, chunk_steps: int) -> int:
+    """Return the bytes of a buffer: a chunk's steps, `rows` around, whole pages, two margins."""
+    chunk = sum(whole_pages((chunk_steps + rows) * n) + 2 * PAGE_BYTES for n in row_bytes)
+    return chunk + 2 * _margin_bytes(row_bytes, rows)
 
 
-def margin_bytes(row_bytes: Sequence[int], rows: int) -> int:
+def _margin_bytes(row_bytes: Sequence[int], rows: int) -> int:
     """Return the bytes in front of and behind a buffer, into which windows may reach."""
-    return pages(rows * max(row_bytes, default=0))
+    return whole_pages(rows * max(row_bytes, default=0))
 
 
 def _windows(buffer: UInt8Array, window: int) -> Array:
