@@ -197,17 +197,22 @@ def test_a_run_of_before_is_sent_once(
     check(name, other.path, "other")
 
 
-def test_a_tracker_that_fails_is_told_once_and_training_goes_on(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("later", ["sync", "resume"])
+def test_what_a_tracker_that_failed_lacks_is_sent_later(
+    later: str,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    write = os.write
+    write, run = os.write, tmp_path / "run"
 
     def full(file: int, content: bytes) -> int:
-        if b"train/loss" in content:
+        if b"train/loss" in content and (run / "metrics.jsonl").read_bytes().count(b"\n") > 2:
             raise OSError(5, os.strerror(5))
         return write(file, content)
 
-    run, recipe = tmp_path / "run", tiny_recipe(data, "train.trackers=tensorboard")
+    recipe = tiny_recipe(data, "train.trackers=tensorboard", "evaluate.background=off")
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", full)
         assert go.train(recipe, out=run, quiet=True).steps == 20
@@ -215,6 +220,12 @@ def test_a_tracker_that_fails_is_told_once_and_training_goes_on(
         "warning: tensorboard failed and is told no more ([Errno 5] Input/output error); "
         f"training goes on; `gear-offline sync {run} --tracker tensorboard` sends the rest\n"
     )
+    assert 0 < len(shown_by_tensorboard(run)["train/loss"]) < len(expected(run)["train/loss"])
+    if later == "sync":
+        go.sync(run)
+    else:
+        go.train(recipe, out=run, resume=True, quiet=True)
+    check("tensorboard", run)
 
 
 def test_what_a_tracker_needs_is_told_before_training(

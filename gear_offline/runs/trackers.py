@@ -57,14 +57,18 @@ class TensorBoard:
     """
 
     def __init__(self, run: Run, project: str) -> None:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         folder = run.path / "tensorboard"
         folder.mkdir(exist_ok=True)
-        goes_on = any(folder.iterdir())
-        self.told = {kind: row["step"] for kind, row in _lines(run) if goes_on}
+        self.told, board = {}, EventAccumulator(str(folder), {"scalars": 0})
+        for tag in board.Reload().Tags()["scalars"]:
+            kind, shown = tag.partition("/")[0], (one.step for one in board.Scalars(tag))
+            steps = (step for step in shown if step <= run.steps)  # later ones are hidden below
+            self.told[kind] = max([self.told.get(kind, 0), *steps])
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = GrowingFile(folder / name)
         self._records = RecordWriter(self._file)
@@ -74,9 +78,9 @@ class TensorBoard:
         self._write(step=run.steps + 1, session_log=start)
 
     def send(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            scalar = self._summary.Value(tag=name, simple_value=value)
-            self._write(step=step, summary=self._summary(value=[scalar]))
+        value = self._summary.Value
+        scalars = [value(tag=name, simple_value=number) for name, number in values.items()]
+        self._write(step=step, summary=self._summary(value=scalars))  # all of a line, or none
 
     def _write(self, **content: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
