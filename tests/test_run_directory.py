@@ -29,7 +29,7 @@ def test_a_run_is_not_begun_twice(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "x"
     with RunDirectory(path) as run:
         run.begin(load_recipe("paper"), step=0)
-        assert load_recipe(run.recipe_path) == load_recipe("paper") == load_recipe(path)
+        assert load_recipe(run.path) == load_recipe("paper") == load_recipe(path)
         assert code_of(path, resume=True) == "RUN_LOCKED"
     (path / "checkpoints" / "step-00000010").mkdir(parents=True)
     assert code_of(path, resume=False) == "OUTPUT_EXISTS"

@@ -13,9 +13,10 @@ import torch
 
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.errors import GearError
-from gear_offline.evaluation.jobs import play_saved
+from gear_offline.evaluation.jobs import play_job
 from gear_offline.training.checkpoint import checkpoint_name, list_checkpoints
 from gear_offline.training.metrics import read_records
+from gear_offline.workers import Caller
 from tests.support import make_dataset
 
 ENVIRONMENT = "GearOfflineTiny-v0"
@@ -72,7 +73,7 @@ class FakePool:
     def has_room(self) -> bool:
         return len(self.left) < self.workers
 
-    def submit(self, function: str, known: Any, *job: Any) -> int:
+    def submit(self, function: str, *job: Any) -> int:
         self.jobs.append(job)
         self.left[len(self.jobs)] = FakePool.delay
         self.most = max(self.most, len(self.left))
@@ -86,11 +87,11 @@ class FakePool:
     def _value(self, number: int) -> Any:
         del self.left[number]
         job = self.jobs[number - 1]
-        if job[0].name == checkpoint_name(FakePool.deadly):
+        if job[1].name == checkpoint_name(FakePool.deadly):
             return GearError("WORKER_LOST", "a worker process has ended (killed by SIGKILL)")
         try:
             with torch.random.fork_rng(devices=[]):
-                return play_saved(*job)
+                return play_job(Caller(), *job)
         except GearError as error:
             return error
 

@@ -18,7 +18,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import EvaluateSettings, TaskSettings, target_list
 from gear_offline.core.system import versions
 from gear_offline.core.text import count_text
-from gear_offline.dataset.scores import ReferenceScores, reference_scores
+from gear_offline.dataset.scores import ReferenceScores, known_scores, reference_scores
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import EnvironmentFacts
 from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_episodes
@@ -198,11 +198,7 @@ def resolve_reference(
     own = reference_scores(environment_id)
     if reference is None:
         return own
-    scores = reference_scores(reference) if isinstance(reference, str) else reference
-    if scores is None:
-        what = f"no reference scores under the name {reference!r}"
-        remedy = "use a D4RL name such as hopper-medium-v2, or leave it empty"
-        raise InputError("USAGE", what, "evaluate.reference", remedy)
+    scores = known_scores(reference) if isinstance(reference, str) else reference
     exact = own is not None and not own.indicative
     if exact or scores.indicative:
         return scores

@@ -43,18 +43,6 @@ def play_tasks(
     return report.model_copy(update=facts)
 
 
-def play_saved(
-    run: Path,
-    checkpoint: int | None,
-    tasks: Sequence[EvaluationTask],
-    device: str,
-    threads: int | None,
-) -> EvaluationReport:
-    """Read a model as `find_trained` does and play it in this process, with `threads` of torch."""
-    with torch_threads(threads):
-        return play_tasks(find_trained(run, checkpoint), tasks, device, processes=1)
-
-
 def known_to(tasks: Sequence[EvaluationTask]) -> list[Known]:
     """Return what another process has to learn before it can play `tasks`."""
     return [known_of(task.environment) or Known() for task in tasks]
@@ -69,10 +57,11 @@ def play_job(
     device: str,
     threads: int | None,
 ) -> EvaluationReport:
-    """Do what `play_saved` does in a worker."""
+    """Read a model as `find_trained` does and play it: a job, with `threads` of torch."""
     for known in environments:
         known.learn()
-    return play_saved(run, checkpoint, tasks, device, threads)
+    with torch_threads(threads):
+        return play_tasks(find_trained(run, checkpoint), tasks, device, processes=1)
 
 
 def play_sets(

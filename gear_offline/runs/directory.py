@@ -125,25 +125,24 @@ class RunDirectory(HeldDirectory):
         except InputError:
             self.close()
             raise
-        self.recipe_path = path / "recipe.yaml"
-        self.checkpoints_path = path / "checkpoints"
+        self.checkpoints = path / "checkpoints"
 
     def begin(self, recipe: Recipe, *, step: int) -> None:
         """Make the run's first changes: store its recipe, remove what comes after `step`."""
         truncate_records(self.path, last_step=step)  # it may refuse the run
-        write_file(self.recipe_path, recipe.to_yaml().encode())
-        remove_leftovers(self.checkpoints_path)
-        for done, path in list_checkpoints(self.checkpoints_path):
+        write_file(self.path / "recipe.yaml", recipe.to_yaml().encode())
+        remove_leftovers(self.checkpoints)
+        for done, path in list_checkpoints(self.checkpoints):
             if done > step:  # passed over: it would count as saved, and as the newest to keep
                 remove_checkpoint(path)
 
     def branch(self, recipe: Recipe, start: Path) -> Path:
         """Make this the run of the checkpoint `start` as it was then; `begin` cuts its records."""
-        write_file(self.recipe_path, recipe.to_yaml().encode())
+        write_file(self.path / "recipe.yaml", recipe.to_yaml().encode())
         for name in ("metrics.jsonl", "evaluations.jsonl"):
             if (start.parents[1] / name).is_file():
                 shutil.copyfile(start.parents[1] / name, self.path / name)
-        partial = self.checkpoints_path / f".partial-{start.name}"
-        remove_leftovers(self.checkpoints_path)
+        partial = self.checkpoints / f".partial-{start.name}"
+        remove_leftovers(self.checkpoints)
         shutil.copytree(start, partial)
-        return partial.rename(self.checkpoints_path / start.name)
+        return partial.rename(self.checkpoints / start.name)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -172,10 +172,5 @@ def _keep_earlier(path: Path) -> Path | None:
     """Copy the result at `path`, if there is one, to ``NAME-1.json`` or the next free number."""
     if not path.is_file():
         return None
-    content = path.read_bytes()
-    for number in itertools.count(1):
-        kept = path.with_name(f"{path.stem}-{number}{path.suffix}")
-        with suppress(FileExistsError), open(kept, "xb") as file:
-            file.write(content)
-            return kept
-    raise AssertionError("numbers do not end")
+    places = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
+    return Path(shutil.copyfile(path, next(place for place in places if not place.exists())))

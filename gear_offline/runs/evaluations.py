@@ -28,7 +28,7 @@ from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import known_of
 from gear_offline.evaluation.evaluate import EvaluationTask, tasks_of
-from gear_offline.evaluation.jobs import known_to, play_job, play_saved, play_tasks
+from gear_offline.evaluation.jobs import known_to, play_job, play_tasks
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.progress import Progress
 from gear_offline.runs.run import best_of
@@ -125,7 +125,6 @@ class RunEvaluations(Closing):
         self._polled = 0.0
         file = run.path / "evaluations.jsonl"
         self.recorded = read_lines(file, EvaluationReport)
-        self._before = len(self.recorded)
         self._file = GrowingFile(file)
 
     @property
@@ -140,16 +139,9 @@ class RunEvaluations(Closing):
         step = None if best is None else best.step
         return Keep(newest=newest, best=step, pinned=self.outstanding)
 
-    @property
-    def count(self) -> int:
-        """How many this process has recorded."""
-        return len(self.recorded) - self._before
-
-    def _is_recorded(self, step: int) -> bool:
-        return any(record.step == step for record in self.recorded)
-
     def _is_new(self, step: int) -> bool:
-        return not self._is_recorded(step) and step not in self._queue
+        is_recorded = any(record.step == step for record in self.recorded)
+        return not is_recorded and step not in self._queue
 
     def must_wait(self, step: int) -> bool:
         """Whether an evaluation of `step` could not begin before another is done."""
@@ -162,12 +154,12 @@ class RunEvaluations(Closing):
     def take_up(self) -> None:
         """Play what a killed run left: checkpoints of steps that were due, without a result."""
         for step, _ in list_checkpoints(self._run.path / "checkpoints"):
-            if not self._recipe.evaluates_at(step) or self._is_recorded(step):
+            if not (self._recipe.evaluates_at(step) and self._is_new(step)):
                 continue
             if self.plan.workers:
                 self._queue[step] = _Waiting()
             elif step < self._run.learner.step:  # that of this step comes of itself
-                self._play(step, partial(play_saved, *self._job(step)))
+                self._play(step, partial(play_job, Caller(), *self._job(step)))
 
     def evaluate(self, step: int) -> bool:
         """Play the weights of `step`; return whether a checkpoint of them is needed now.
@@ -193,9 +185,9 @@ class RunEvaluations(Closing):
         return best is not None and best.step == step
 
     def _job(self, step: int) -> tuple[Any, ...]:
-        """Return the arguments of `play_saved`."""
-        path, plan = self._run.saver.path(step).absolute(), self.plan
-        return path, None, self._tasks, str(plan.device), plan.threads
+        """Return the arguments of `play_job`."""
+        path, plan, known = self._run.saver.path(step), self.plan, known_to(self._tasks)
+        return known, path.absolute(), None, self._tasks, str(plan.device), plan.threads
 
     def _play(self, step: int, play: Callable[[], EvaluationReport]) -> None:
         """Play in this process; Ctrl-C leaves it to a resumed run."""
@@ -220,13 +212,13 @@ class RunEvaluations(Closing):
         for number, played in self._pool.wait(0):
             self._jobs.pop(number).played = played
         for step, waiting in self._queue.items():
-            job = self._job(step)
-            if waiting.begun or not self._pool.has_room or not job[0].is_dir():
-                continue  # a checkpoint may still be being written
+            is_saved = self._run.saver.path(step).is_dir()  # it may still be being written
+            if waiting.begun or not self._pool.has_room or not is_saved:
+                continue
             waiting.begun = True
             try:
-                known = known_to(self._tasks)
-                self._jobs[self._pool.submit(f"{__name__}:play_nicely", known, *job)] = waiting
+                number = self._pool.submit(f"{__name__}:play_nicely", *self._job(step))
+                self._jobs[number] = waiting
             except GearError as error:
                 waiting.played = error
         recorded = len(self.recorded)

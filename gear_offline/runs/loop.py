@@ -116,7 +116,7 @@ def train(
             run.sum_up()
         except OSError as error:  # of the run's own files: the data's errors have codes
             if directory is not None:
-                remove_leftovers(directory.checkpoints_path)
+                remove_leftovers(directory.checkpoints)
             raise write_error(error, str(path)) from error
     return path
 

@@ -64,7 +64,8 @@ class TensorBoard:
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         folder = run.path / "tensorboard"
         folder.mkdir(exist_ok=True)
-        self.told, board = {}, EventAccumulator(str(folder), {"scalars": 0})
+        self.told: dict[str, int] = {}
+        board = EventAccumulator(str(folder), {"scalars": 0})
         for tag in board.Reload().Tags()["scalars"]:
             kind, shown = tag.partition("/")[0], (one.step for one in board.Scalars(tag))
             steps = (step for step in shown if step <= run.steps)  # later ones are hidden below

@@ -44,6 +44,7 @@ class RunWriter(Closing):
         self._metrics = GrowingFile(run.path / "metrics.jsonl")
         self.progress = Progress(self._recipe.name, total=steps, done=self._first_step, quiet=quiet)
         self.evaluations = RunEvaluations(run, self.progress, concurrent_runs=concurrent_runs)
+        self._played_before = len(self.evaluations.recorded)
         self._announce()
         self.progress.__enter__()
         try:
@@ -127,7 +128,8 @@ class RunWriter(Closing):
         learner, before = self._learner, read_summary(self._path)
         text = f"{self._recipe.name}: was complete already, {count_text(learner.step, 'step')}"
         steps = learner.step - self._first_step
-        is_new = steps or self.evaluations.count or before is None or before.steps != learner.step
+        played = len(self.evaluations.recorded) > self._played_before
+        is_new = steps or played or before is None or before.steps != learner.step
         if is_new:  # else its figures are of the process that did the steps
             summary = self._summary()
             content = json.dumps(finite(summary), indent=2, allow_nan=False) + "\n"

@@ -203,16 +203,14 @@ class Saver:
 
 
 def _state(learner: Learner, seconds: float) -> SavedState:
-    mean, std = learner.statistics
-    normalisation = None
-    if mean is not None and std is not None:
-        normalisation = Normalisation(mean=tuple(mean.tolist()), std=tuple(std.tolist()))
+    moments = zip(("mean", "std"), learner.statistics, strict=True)
+    known = {name: tuple(values.tolist()) for name, values in moments if values is not None}
     return SavedState(
         step=learner.step,
         seconds=seconds,
         recipe=learner.recipe.to_dict(),
         loader=learner.loader.state_dict(),
-        normalisation=normalisation,
+        normalisation=Normalisation(**known) if known else None,
     )
 
 
