@@ -22,8 +22,6 @@ from gear_offline.sampling import Prioritized
 if TYPE_CHECKING:
     from gear_offline.loaders.loader import GearLoader
 
-__all__ = ["DeviceFeedback", "LossFeedback", "SegmentFeedback"]
-
 
 class SegmentFeedback(ABC):
     """Weights the losses of a batch's segments, and tells the sampler what they are.

@@ -16,11 +16,6 @@ from gear_offline.tables.fields import standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData, join_datasets
 
 
-def open_data(recipe: Recipe) -> TableData:
-    """Return the dataset of a recipe, or the joint table of its tasks; all must be there."""
-    return open_tasks(recipe, open_one) if recipe.data.tasks else open_one(recipe)
-
-
 def open_one(recipe: Recipe) -> Dataset:
     """Open the dataset of a recipe of one, as training begins with it.
 
@@ -33,10 +28,15 @@ def open_one(recipe: Recipe) -> Dataset:
     raise no_data(data)
 
 
-def open_tasks(recipe: Recipe, open_one: Callable[[Recipe], Dataset]) -> JointDataset:
-    """Return the joint table of a recipe's tasks; `open_one` opens or makes one's dataset."""
+def open_data(recipe: Recipe, open_one: Callable[[Recipe], Dataset] = open_one) -> TableData:
+    """Return the dataset of a recipe, or the joint table of its tasks.
+
+    `open_one` opens or makes one dataset; by default each must be there.
+    """
+    if not recipe.data.tasks:
+        return open_one(recipe)
     tasks, normalize = [], recipe.loader.normalize_states
-    for name in recipe.data.tasks or {}:
+    for name in recipe.data.tasks:
         single = recipe.of_task(name)
         task = Part(name=name, dataset=open_one(single), returns_scale=single.loader.returns_scale)
         standard_fields(task.dataset, normalize_states=normalize)  # refuses what fits no batch

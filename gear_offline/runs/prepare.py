@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from math import isclose, prod
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from gear_offline.distributed.world import World
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.environments import EnvironmentFacts, probe, say_version
 from gear_offline.evaluation.evaluate import check_sizes
-from gear_offline.loaders.recipes import open_one, open_tasks
+from gear_offline.loaders.recipes import open_data, open_one
 from gear_offline.models.decision_transformer import beyond_tanh
 from gear_offline.models.multitask import ModelTask
 from gear_offline.progress import say
@@ -48,12 +49,9 @@ MOST_FLOAT32 = float(np.finfo(np.float32).max)
 
 def prepare_dataset(
     recipe: Recipe, *, world: World | None = None, quiet: bool = False
-) -> Dataset | JointDataset:
+) -> TableData:
     """Open the recipe's dataset, or those of its tasks, on every rank; make what is missing."""
-    alone = world or World()
-    if recipe.data.tasks:
-        return open_tasks(recipe, lambda task: _open_on_ranks(task, alone, quiet=quiet))
-    return _open_on_ranks(recipe, alone, quiet=quiet)
+    return open_data(recipe, partial(_open_on_ranks, world=world or World(), quiet=quiet))
 
 
 def _open_on_ranks(recipe: Recipe, world: World, *, quiet: bool) -> Dataset:
