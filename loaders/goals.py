@@ -14,7 +14,7 @@ from gear_offline.config.sections import GoalSettings
 from gear_offline.kernels.gather import Windows, real_steps
 from gear_offline.kernels.philox import bounded, draws
 from gear_offline.kernels.segments import Segments
-from gear_offline.sampling.base import GOAL_STREAM, StepLocator, Stream
+from gear_offline.sampling.base import GOAL_STREAM, Stream
 from gear_offline.sampling.episodes import WeightedChoice
 from gear_offline.tables.fields import EXTRA
 
@@ -28,7 +28,6 @@ class GoalSampler:
     def __init__(self, options: GoalSettings, stream: Stream, context_length: int) -> None:
         index, o = stream.selection.index, options
         self._stream, self._index, self._span = stream, index, context_length
-        self._locate = StepLocator(index)
         self._kinds = WeightedChoice(np.array([o.current, o.future, o.final, o.random]))
         self._ahead: WeightedChoice | None = None
         if o.discount is not None:
@@ -61,7 +60,7 @@ class GoalSampler:
             ahead = self._ahead.search.find(second)
         kind = self._kinds.search.find(first)
         inside = np.choose(kind, [now, np.minimum(now + 1 + ahead, last), last, last])
-        episodes, anywhere = self._locate(bounded(second, self._index.steps))
+        episodes, anywhere = self._stream.selection.locate(bounded(second, self._index.steps))
         goals = np.where(kind == RANDOM, anywhere, inside)
         episodes = np.where(kind == RANDOM, episodes, segments.episodes)
         # how probable that goal was, whatever kind it came from

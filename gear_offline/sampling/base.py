@@ -14,6 +14,7 @@ import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
@@ -130,13 +131,13 @@ class Sampler:
     Options: ClassVar[Callable[..., Any]] = NoOptions
     padding: Literal["left", "right"] | None = None
     cuts_windows: bool = False
+    context_length: int | None = None
+    episode_order: Int64Array | None = None
     leaves_out: ClassVar[bool] = False  # whether it looks at `Facts.kept` itself
 
     def __init__(self, facts: Facts, options: Any = None) -> None:
         self.index = facts.episodes
         self.options = self.Options() if options is None else options
-        self.context_length: int | None = None
-        self.episode_order: Int64Array | None = None
 
     def __init_subclass__(cls) -> None:
         """Forget what the parent class says about its draws if this class draws in its own way."""
@@ -164,6 +165,11 @@ class Sampler:
     def episode_weight(self) -> Float64Array | None:
         """(E,) how likely each episode is, where that is known: likely ones go into GPU memory."""
         return None
+
+    @cached_property
+    def locate(self) -> StepLocator:
+        """Finds the episode and the start of steps of the table."""
+        return StepLocator(self.index)
 
     @property
     def loss_sampler(self) -> Prioritized | None:

@@ -29,7 +29,6 @@ from gear_offline.sampling.base import (
     STRICT,
     Facts,
     Sampler,
-    StepLocator,
     register,
     slot_draws,
 )
@@ -307,7 +306,6 @@ class Weighted(ChosenEpisodes):
             values if self._by_steps else values[first], f"column {options.column}"
         )
         self._search, self._chance = choice.search, choice.probability
-        self._locate = StepLocator(self.index)
         self.chances = np.add.reduceat(self._chance, first) if self._by_steps else self._chance
 
     def choose(self, seed: int, first_step: int, numbers: UInt64Array) -> Int64Array:
@@ -317,7 +315,7 @@ class Weighted(ChosenEpisodes):
         if not self._by_steps:
             return super().sample(seed, first_step, steps, count)
         rows = self._search.find(slot_draws(seed, first_step, steps, count)[0])
-        episodes, starts = self._locate(rows)
+        episodes, starts = self.locate(rows)
         return Segments(episodes=episodes, starts=starts, probability=self._chance[rows])
 
     def density(self, segments: Segments) -> Float64Array:

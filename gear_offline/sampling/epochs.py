@@ -14,14 +14,7 @@ from gear_offline.core.types import Int64Array, UInt64Array
 from gear_offline.kernels.draws import KeyedPermutation
 from gear_offline.kernels.philox import bounded, draws
 from gear_offline.kernels.segments import Segments
-from gear_offline.sampling.base import (
-    EPOCH_STREAM,
-    Facts,
-    Sampler,
-    StepLocator,
-    check_range,
-    register,
-)
+from gear_offline.sampling.base import EPOCH_STREAM, Facts, Sampler, check_range, register
 
 ROUNDS = 8
 MULTIPLIERS = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
@@ -39,13 +32,12 @@ class FirstInFirstOut(Sampler):
 
     def __init__(self, facts: Facts, options: object = None) -> None:
         super().__init__(facts, options)
-        self._locate = StepLocator(self.index)
         self.episode_order = np.arange(self.index.episodes)[:: self.direction]
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
         check_range(seed, first_step, steps, count)
         first_epoch, epochs, at = places(first_step, steps, count, size=self.index.steps)
-        episodes, starts = self._locate(self._rows(seed, first_epoch, epochs, at))
+        episodes, starts = self.locate(self._rows(seed, first_epoch, epochs, at))
         chance = np.broadcast_to(np.float64(self.chance), starts.shape)
         return Segments(episodes=episodes, starts=starts, probability=chance)
 
@@ -76,7 +68,7 @@ class ShuffledEpochs(FirstInFirstOut):
 
     @property
     def gpu(self) -> KeyedPermutation:
-        return KeyedPermutation(self._locate.search)
+        return KeyedPermutation(self.locate.search)
 
 
 def places(

@@ -28,7 +28,6 @@ from gear_offline.sampling.base import (
     STRICT,
     Facts,
     Sampler,
-    StepLocator,
     check_range,
     register,
     slot_draws,
@@ -81,10 +80,6 @@ class Prioritized(Sampler):
         self._select: DeviceSelect | None = None  # of the GPU, for draws that the host asks for
 
     @cached_property
-    def _locate(self) -> StepLocator:
-        return StepLocator(self.index)
-
-    @cached_property
     def _on_host(self) -> HostPriorities:
         own = HostPriorities(self.index.offsets, self.mass_of_code, first=self.first_mass)
         if self._kept is not None:
@@ -106,7 +101,7 @@ class Prioritized(Sampler):
 
     @property
     def gpu(self) -> PriorityTree:
-        return PriorityTree(self._locate.search, self.on_device)
+        return PriorityTree(self.locate.search, self.on_device)
 
     def on_device(self, device: torch.device) -> DevicePriorities:
         """Move the masses to a GPU, where draws and updates are done from then on; return them."""
@@ -145,7 +140,7 @@ class Prioritized(Sampler):
         first, _ = slot_draws(seed, first_step, steps, count)
         priorities = self._on_host
         rows = priorities.find(bounded(first, priorities.total).astype(np.uint64))
-        episodes, starts = self._locate(rows)
+        episodes, starts = self.locate(rows)
         chance = priorities.masses_of(rows) / np.float64(priorities.total)
         return Segments(episodes=episodes, starts=starts, probability=chance)
 
