@@ -73,7 +73,8 @@ class Ring:
         return PARTS * self.part_rows
 
 
-Block = tuple[Segments, Int64Array]  # what `take` returns of blocks whose rows have landed
+Block = tuple[Segments, Int64Array]  # what `take` returns, when its rows have landed
+Coming = tuple[int, int, int, Future[Block]]  # first step, steps, number among the exchange's
 
 
 class ShardedSegments:
@@ -104,24 +105,19 @@ class ShardedSegments:
             mode=ring.options.exchange,
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gear-exchange")
-        # The block that follows: its first step, steps, number among those of the exchange.
-        self._coming: tuple[int, int, int, Future[Block]] | None = None
+        self._coming: Coming | None = None
         self._posted = self._taken = -1
         self._read: list[Any] = [None] * PARTS  # event behind the gather of each part of the ring
         self._error: BaseException | None = None  # which ended the exchange
 
     def take(self, first_step: int, steps: int) -> Block:
-        if self._coming is None or self._coming[:2] != (first_step, steps):
+        coming, ahead = self._coming, self._stream.selection.ahead
+        if coming is None or coming[:2] != (first_step, steps):
             self._drop()
-            self._prepare(first_step, steps)
-        assert self._coming is not None
-        *_, number, coming = self._coming
-        self._coming = None
-        if self._stream.selection.ahead:
-            self._prepare(first_step + steps, steps)
-        block = coming.result()
-        self._taken = number
-        return block
+            coming = self._prepare(first_step, steps)
+        self._coming = self._prepare(first_step + steps, steps) if ahead else None
+        *_, self._taken, block = coming
+        return block.result()
 
     def release(self, event: Any = None) -> None:
         self._read[self._taken % PARTS] = event
@@ -145,12 +141,12 @@ class ShardedSegments:
         if coming is not None:
             coming[-1].result()
 
-    def _prepare(self, first_step: int, steps: int) -> None:
+    def _prepare(self, first_step: int, steps: int) -> Coming:
         self._posted += 1
         number, part = self._posted, self._posted % PARTS
         event, self._read[part] = self._read[part], None
         block = self._thread.submit(self._try, number, first_step, steps, event)
-        self._coming = (first_step, steps, number, block)
+        return first_step, steps, number, block
 
     def _try(self, *arguments: Any) -> Block:
         """`_fetch`, but after an error nothing is asked of the exchange any more."""
