@@ -50,16 +50,14 @@ def print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequen
     """Print rows whose first column is a name; headings and names are broken where it is narrow."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     cells = [[printable(cell) for cell in row] for row in rows]
-    least = [max(map(len, column)) for column in zip(*cells, strict=True)] or [0] * len(headings)
-    widths = list(map(max, least, map(len, headings)))
-    if sum(widths) + 2 * len(widths) > console.width:  # rich would cut the last column's numbers
-        words = (max(map(len, heading.split()), default=0) for heading in headings)
-        widths = list(map(max, least, words))
-        room = console.width - sum(widths[1:]) - 2 * len(widths)
-        widths[0] = min(widths[0], max(room, MOST_NAME))
-    for heading, width in zip(headings, widths, strict=True):
-        justify: Any = "right" if table.columns else "left"
-        table.add_column(heading, justify=justify, width=width, overflow="fold")
+    columns = list(zip(headings, *cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    is_wide = sum(widths) + 2 * len(widths) > console.width
+    for heading in headings:  # numbers stay whole
+        text, name = heading.replace(" ", "\n") if is_wide else heading, not table.columns
+        least = min(widths[0], MOST_NAME) if name else None
+        justify: Any = "left" if name else "right"
+        table.add_column(text, justify=justify, no_wrap=not name, min_width=least, overflow="fold")
     for row in cells:
         table.add_row(*map(Text, row))
     console.print(table, highlight=False)

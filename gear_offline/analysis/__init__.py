@@ -1,5 +1,5 @@
 """What sampling strategies draw and what is learnt from it: `strategies.compare_strategies`.
 
-`candidates` names what is compared, `sampling` counts draws, `compare` has the statistics of
-trained strategies, `page` the tables and the page.
+`sampling` names what is compared and counts draws, `compare` has the statistics of trained
+strategies, `page` the tables and the page.
 """

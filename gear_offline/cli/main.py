@@ -480,7 +480,7 @@ def strategies(
         what = "--seeds, --parallel, --exact and --ray are for --train"
         raise InputError("USAGE", what, remedy="add --train")
     whole = go.load_recipe(recipe, overrides)
-    from gear_offline.analysis.candidates import parse_candidates
+    from gear_offline.analysis.sampling import parse_candidates
 
     parse_candidates(strategies, whole)  # before torch is loaded
     from gear_offline.analysis.page import print_comparison

@@ -8,27 +8,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from glob import escape, glob
 from typing import Annotated, Any
 
 from typer import Argument, BadParameter, Option
 
-SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-SIZE_UNITS |= {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
-
 
 def parse_size(text: str) -> int:
     """Return the bytes of ``"256MiB"``, ``"2GB"`` or ``"1048576"``."""
-    stripped = text.strip().upper().removesuffix("B")
-    digits = stripped.rstrip("KMGTI")
-    try:
-        size = int(float(digits) * SIZE_UNITS[stripped[len(digits) :].strip()])
-    except (ValueError, KeyError, OverflowError):
-        size = 0
-    if size < 1:
-        raise BadParameter(f"{text!r} is not a size; write it like 256MiB, 2GB or 1048576")
-    return size
+    from pydantic import ByteSize, TypeAdapter  # slow to load
+
+    with suppress(ValueError):
+        if size := TypeAdapter(ByteSize).validate_python(text):
+            return int(size)
+    raise BadParameter(f"{text!r} is not a size; write it like 256MiB, 2GB or 1048576")
 
 
 def parse_count(text: str) -> int:

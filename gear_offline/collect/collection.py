@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import count
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,7 +139,11 @@ def collect(
     """
     out, parts = Path(out), parts_of(policy, quality)
     numbers = {"steps": steps, "processes": processes, "action_noise": action_noise, "seed": seed}
-    _check_numbers({**numbers, "train_steps": train_steps, "gate": gate})
+    for name, number in {**numbers, "train_steps": train_steps, "gate": gate}.items():
+        least, below = RANGES.get(name, (-math.inf, math.inf))
+        if number is not None and not least <= number < below:
+            need = f"need {least} <= {name} < {below}"
+            raise InputError("USAGE", f"got {number}, {need}", where=name)
     of_library = ":" in policy
     if of_library or (processes is None and policy != "ars" and steps < PARALLEL_STEPS):
         processes = 1  # a library's model stays in the process that trained it
@@ -199,14 +203,6 @@ def collect(
     return report
 
 
-def _check_numbers(numbers: Mapping[str, float | None]) -> None:
-    for name, value in numbers.items():
-        least, below = RANGES.get(name, (-math.inf, math.inf))
-        if value is not None and not least <= value < below:
-            need = f"need {least} <= {name} < {below}"
-            raise InputError("USAGE", f"got {value}, {need}", where=name)
-
-
 def _check_gate(gate: float | None, reached: float, environment: str) -> None:
     if gate is not None and not reached >= gate:
         what = f"best maker's mean return is {reached:.1f}, below the gate of {gate:g}"
@@ -248,23 +244,18 @@ def _makers(
     """
     makers = []
     for number, (part, share) in enumerate(parts.items()):
-        wanted = max(1, round(share * steps))
-        if isinstance(source, ars.Training) and part == "replay":
-            algorithm = f"{ars.ALGORITHM}, training rollouts"
-            makers.append(_Maker(part, algorithm, wanted, 0.0, None, source.replay(wanted)))
-            continue
-        policy = source
+        wanted, policy = max(1, round(share * steps)), source
         if isinstance(policy, ars.Training):
+            if part == "replay":
+                algorithm = f"{ars.ALGORITHM}, training rollouts"
+                makers.append(_Maker(part, algorithm, wanted, 0.0, None, policy.replay(wanted)))
+                continue
             policy = policy.at_level(LEVELS[part]).policy
         noise = 0.0 if part == "random" else action_noise
-        plans = _endless(policy, (seed, RECORD, number), noise)
+        paths = ((seed, RECORD, number, episode) for episode in count())
+        plans = map(episode_plan, repeat(policy), paths, repeat(noise))
         makers.append(_Maker(part, policy.algorithm, wanted, noise, policy, plans))
     return makers
-
-
-def _endless(policy: Policy, path: tuple[int, ...], noise: float) -> Iterator[EpisodePlan]:
-    for episode in count():
-        yield episode_plan(policy, (*path, episode), noise)
 
 
 def _record(

@@ -51,15 +51,11 @@ def parts_of(policy: str, quality: str | None) -> Mapping[str, float]:
         remedy = f"did you mean {guess!r}?" if guess else "write an algorithm like sb3:PPO"
         what = f"it must be one of {known}, got {policy!r}"
         raise InputError("USAGE", what, where="policy", remedy=remedy)
-    if policy == "ars":
-        quality = quality or "expert"
-        if quality in QUALITIES:
-            return QUALITIES[quality]
-        remedy = f"use one of {', '.join(QUALITIES)}"
-        raise InputError("USAGE", f"no quality {quality!r}", where="quality", remedy=remedy)
-    if quality is not None:
-        what = f"policy {policy!r} has one quality only"
-        remedy = "leave quality out, or use policy 'ars'"
+    if policy == "ars" and (quality or "expert") in QUALITIES:
+        return QUALITIES[quality or "expert"]
+    if policy == "ars" or quality is not None:
+        what = f"no quality {quality!r} with policy {policy!r}"
+        remedy = f"leave it out, or use policy 'ars' with one of {', '.join(QUALITIES)}"
         raise InputError("USAGE", what, where="quality", remedy=remedy)
     return {"random" if policy == "random" else "policy": 1.0}
 

@@ -73,16 +73,14 @@ def guess_option(model: type[BaseModel], path: Sequence[str]) -> str | None:
     leaf, options = path[-1], list(dotted_fields(model))
     if leaf in ALIASES and len(path) <= 2:
         return ALIASES[leaf]
-    if len(path) > 1 and (close := nearest(".".join(path), options)):
-        return close
     of_a_task = nearest(leaf, list(TaskSettings.model_fields))
     if of_a_task and list(path[:2]) == ["data", "tasks"]:
         return ".".join([*path[:-1], of_a_task])
     # of several options of one name the one that stands highest
     highest = sorted(options, key=lambda option: option.count("."))
-    leaves = {option.rpartition(".")[2]: option for option in reversed(highest)}
-    close = nearest(leaf, list(leaves))
-    return leaves[close] if close else None
+    known = {option.rpartition(".")[2]: option for option in reversed(highest)}
+    known |= {option: option for option in options}
+    return known.get(nearest(".".join(path), options) or nearest(leaf, list(known)) or "")
 
 
 def _line(model: type[BaseModel], problem: Any) -> str:

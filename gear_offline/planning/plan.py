@@ -215,13 +215,8 @@ def crossing_share(shares: Sequence[float], batch: int) -> float:
     `shares`, (D,), sum 1: how often each node's shards are drawn from.
     """
     capacity = batch // len(shares)
-    return sum(expected_excess(batch, share, capacity) for share in shares) / batch
-
-
-def expected_excess(count: int, share: float, capacity: int) -> float:
-    """Return E max(0, X - capacity) for X binomial with `count` draws of probability `share`."""
-    k = np.arange(capacity + 1, count + 1)
-    return float(binom.pmf(k, count, share) @ (k - capacity))
+    drawn = np.arange(capacity + 1, batch + 1)
+    return sum(float(binom.pmf(drawn, batch, s) @ (drawn - capacity)) for s in shares) / batch
 
 
 def print_plan(document: Mapping[str, Any]) -> None:
