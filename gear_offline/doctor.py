@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 import gear_offline
-from gear_offline.core.system import processor, usable_cores
+from gear_offline.core.system import processor, usable_cores, versions
 from gear_offline.core.text import count_text
 
 SECONDS = 90.0  # that an attempt may take
@@ -103,17 +102,13 @@ def diagnose(*, seconds: float = SECONDS) -> dict[str, Any]:
         tried = dict(zip(PROBES, answers, strict=True))
     cpu = {"model": processor(), "cores": os.cpu_count() or 1, "usable": usable_cores()}
     devices = rdma_devices()
+    mujoco, tasks = tried["mujoco"], "collect and evaluate MuJoCo tasks with Gymnasium"
+    install = None if mujoco.works else OPTIONAL_PACKAGES["mujoco"][1]
     features = [
         _cpu(cpu, tried["torch"]),
         _gpu(tried["torch"], tried["cupy"]),
         _rdma(tried["pyverbs"], devices),
-        Feature(
-            "mujoco",
-            tried["mujoco"].works,
-            "collect and evaluate MuJoCo tasks with Gymnasium",
-            "tried: works" if tried["mujoco"].works else tried["mujoco"].reason,
-            None if tried["mujoco"].works else OPTIONAL_PACKAGES["mujoco"][1],
-        ),
+        Feature("mujoco", mujoco.works, tasks, mujoco.reason or "tried: works", install),
     ]
     known = {name: ("core", f"pip install {name}") for name in CORE_PACKAGES} | OPTIONAL_PACKAGES
     packages = [
@@ -182,11 +177,8 @@ def probe(code: str, *, seconds: float = SECONDS) -> Probe:
 
 def package_version(name: str) -> str | None:
     """Return the installed version of `name`, ``None`` when it is not installed."""
-    for distribution in WHEELS.get(name, (name,)):
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
+    for found in versions(*WHEELS.get(name, (name,))).values():
+        return found
     # distributions of Linux install pyverbs without Python's metadata
     return "of the system" if name == "pyverbs" and find_spec(name) else None
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import xxhash
 from rich.console import Console
 from rich.table import Table
 
-from gear_offline.core.text import count_text, printable
+from gear_offline.core.text import Document, count_text, printable
 from gear_offline.core.types import Float64Array
 from gear_offline.dataset.dataset import Columns, Dataset, open_dataset
 from gear_offline.errors import GearError
@@ -47,17 +47,13 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit:
+class Audit(Document):
     """What `audit` found."""
 
     path: str
     episodes: int
     steps: int
     findings: tuple[Finding, ...]  # empty where nothing looks wrong
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-able document."""
-        return asdict(self)
 
     def print(self) -> None:
         """Print the page."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.text import printable, short
+from gear_offline.core.text import Document, printable, short
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
@@ -32,7 +32,7 @@ from gear_offline.runs.run import Run, open_run
 from gear_offline.sampling import Sampler
 from gear_offline.tables.joint import JointDataset, TableData
 from gear_offline.training.checkpoint import list_checkpoints, no_run, read_checkpoint
-from gear_offline.training.metrics import finite, read_records
+from gear_offline.training.metrics import read_records
 from gear_offline.training.policies import trained_model
 
 __all__ = ["Blame", "BlamedEpisode", "Spike", "blame", "find_spikes"]
@@ -89,7 +89,7 @@ class BlamedEpisode:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blame:
+class Blame(Document):
     """What `blame` found."""
 
     run: str
@@ -103,11 +103,6 @@ class Blame:
     verdict: str
     without: list[list[int]] | None  # `train.skip` of them; None: the checkpoint has seen them
     episodes: tuple[BlamedEpisode, ...]  # by what they add, the most first
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-able document."""
-        document: dict[str, Any] = finite(asdict(self))
-        return document
 
     def print(self) -> None:
         """Print the verdict and the episodes that add most."""

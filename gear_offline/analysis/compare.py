@@ -15,17 +15,17 @@ Shape legend: n seeds, T tasks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
 from gear_offline.analysis.sampling import Data, Strategy
-from gear_offline.core.text import count_text
+from gear_offline.core.text import Document, count_text
 from gear_offline.core.types import Float64Array
 from gear_offline.sweep.results import Estimate, TrialResult, by_label, estimate
-from gear_offline.training.metrics import finite
 
 VERDICTS = ("higher", "lower", "no difference", "too few seeds")
 LEVEL = 0.05  # of significance
@@ -77,8 +77,8 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """What strategies draw and, if they were trained, what they came to."""
+class Comparison(Document):
+    """What strategies draw and, if trained, what they came to; ``strategies.json`` holds it."""
 
     recipe: str
     seed: int
@@ -92,11 +92,6 @@ class Comparison:
     outcomes: tuple[Outcome, ...] = ()  # of trained ones
     verdict: str = ""  # the result in a sentence or two
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the document that ``strategies.json`` holds."""
-        document: dict[str, Any] = finite(asdict(self))
-        return document
-
 
 def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
     """Return the metric and the outcome of each setting; the first setting is the baseline.
@@ -108,12 +103,12 @@ def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
     baseline: dict[int, float] = {}
     outcomes: list[Outcome] = []
     for label, members in by_label(trials).items():
-        done = {one.trial.recipe.seed: one for one in members if one.status == "complete"}
-        found = {seed: one.metrics() for seed, one in done.items()}
-        values = {seed: one[metric] for seed, one in found.items() if metric in one}
-        scores = [found[seed].get("normalized_score") for seed in values]
-        known = [score for score in scores if score is not None]
-        middle = iqm_interval(_by_task(done, values)) if values else (None, None, None)
+        done = [one for one in members if one.status == "complete" and one.curves[metric]]
+        found = [one.metrics() for one in done]
+        values = {one.trial.recipe.seed: own[metric] for one, own in zip(done, found, strict=True)}
+        known = [own["normalized_score"] for own in found if "normalized_score" in own]
+        rows = np.array([_scores(one) or [one.metrics()[metric]] for one in done], np.float64)
+        middle = iqm_interval(rows) if values else (None, None, None)
         pairs = [seed for seed in values if seed in baseline]
         versus = None
         if pairs:
@@ -125,7 +120,7 @@ def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
                 label=label,
                 seeds=tuple(values),
                 final=estimate(list(values.values())) if values else None,
-                score=estimate(known) if known and len(known) == len(scores) else None,
+                score=estimate(known) if known and len(known) == len(found) else None,
                 iqm=middle[0],
                 iqm_low=middle[1],
                 iqm_high=middle[2],
@@ -140,14 +135,10 @@ def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
     ]
 
 
-def _by_task(trials: dict[int, TrialResult], values: dict[int, float]) -> Float64Array:
-    """Return (n, T) scores: of one task `values`, of several their normalized scores."""
-    rows = []
-    for seed, value in values.items():
-        last = trials[seed].last
-        scores = [task.normalized_score for task in last.named.values()] if last else []
-        rows.append([score for score in scores if score is not None] or [value])
-    return np.array(rows, np.float64)
+def _scores(trial: TrialResult) -> list[float]:
+    """Return the normalized scores of several tasks."""
+    tasks = trial.last.named.values() if trial.last else ()
+    return [task.normalized_score for task in tasks if task.normalized_score is not None]
 
 
 def difference(new: Sequence[float], baseline: Sequence[float]) -> Difference:
@@ -174,13 +165,10 @@ def difference(new: Sequence[float], baseline: Sequence[float]) -> Difference:
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
     """Return p values adjusted by Holm's step-down method; None stays and does not count."""
-    known = sorted((p, place) for place, p in enumerate(values) if p is not None)
-    adjusted: list[float | None] = [None] * len(values)
-    highest = 0.0
-    for rank, (p, place) in enumerate(known):
-        highest = max(highest, min(1.0, p * (len(known) - rank)))
-        adjusted[place] = highest
-    return adjusted
+    known = sorted(p for p in values if p is not None)
+    raised = [min(1.0, p * (len(known) - rank)) for rank, p in enumerate(known)]
+    adjusted = dict(zip(known, accumulate(raised, max), strict=True))
+    return [None if p is None else adjusted[p] for p in values]
 
 
 def iqm_interval(scores: Float64Array) -> tuple[float, float | None, float | None]:

@@ -154,21 +154,17 @@ def measure(
     """Draw the batches of steps 0 to `batches` of a recipe, and count."""
     index, returns = dataset.episodes, dataset.returns
     size, span = recipe.loader.batch_size, recipe.loader.context_length
-    episodes, starts, real, probability = [], [], [], []
-    at_once = max(1, DRAWS_AT_ONCE // size)
+    drawn, at_once = [], max(1, DRAWS_AT_ONCE // size)
     for first in range(0, batches, at_once):
         count = min(at_once, batches - first)
-        drawn = sampler.sample(recipe.seed, first, count, size)
-        lengths = np.minimum(index.lengths[drawn.episodes] - drawn.starts, span)
-        if drawn.lengths is not None:
-            lengths = np.minimum(lengths, drawn.lengths)
-        episodes.append(drawn.episodes)
-        starts.append(index.offsets[drawn.episodes] + drawn.starts)
-        real.append(lengths)
-        probability.append(drawn.probability)
+        drawn.append(sampler.sample(recipe.seed, first, count, size))
         advance(count)
-    chosen, rows = np.concatenate(episodes), np.concatenate(starts)  # (batches, B)
-    shown, p = np.concatenate(real), np.concatenate(probability)
+    chosen = np.concatenate([part.episodes for part in drawn])  # (batches, B), as starts and p
+    starts = np.concatenate([part.starts for part in drawn])
+    p = np.concatenate([part.probability for part in drawn])
+    rows, shown = index.offsets[chosen] + starts, np.minimum(index.lengths[chosen] - starts, span)
+    if cut := [part.lengths for part in drawn if part.lengths is not None]:
+        shown = np.minimum(shown, np.concatenate(cut))
     draws, steps = rows.size, index.steps
     middle = np.partition(rows, (draws - 1) // 2, axis=None)[(draws - 1) // 2]
     _, drawn_at = np.unique(rows, return_index=True)  # where each start is drawn first
@@ -179,7 +175,7 @@ def measure(
     weights = 1.0 / p
     # The mean probability of what is drawn is the sum of squared probabilities; where every start
     # comes once an epoch, its probability is 1 and says nothing of it.
-    in_turn = (p == 1.0).all() and sampler.density(drawn) is None
+    in_turn = (p == 1.0).all() and sampler.density(drawn[0]) is None
     effective = float(steps) if in_turn else min(1.0 / float(p.mean()), float(steps))
     return Draws(
         draws=draws,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from gear_offline.collect.record import Player, episode_plan
 from gear_offline.convert.append import Appender
-from gear_offline.core.text import count_text
+from gear_offline.core.text import Document, count_text
 from gear_offline.core.types import Array
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import Known, known_of, probe, say_version
@@ -26,8 +25,8 @@ POLL_SECONDS = 0.5
 RECENT = 20  # episodes of the mean that is shown
 
 
-@dataclass(kw_only=True)
-class ActReport:
+@dataclass(frozen=True, kw_only=True)
+class ActReport(Document):
     """What actors have appended; `mean_return` is None where no episode was played.
 
     `waiting`: episodes that the run has not admitted yet.
@@ -37,10 +36,6 @@ class ActReport:
     steps: int = 0
     mean_return: float | None = None
     waiting: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields by name, JSON-able."""
-        return asdict(self)
 
 
 def act(

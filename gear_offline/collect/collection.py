@@ -22,7 +22,7 @@ from gear_offline.collect.policies import (
 )
 from gear_offline.collect.record import RECORD, Crew, EpisodePlan, Policy, episode_plan
 from gear_offline.core.system import usable_cores, versions
-from gear_offline.core.text import count_text
+from gear_offline.core.text import Document, count_text
 from gear_offline.core.types import Array
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import import_module_of, is_atari, say_version
@@ -43,7 +43,7 @@ RANGES = {  # the least, and what a number must stay below
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded:
+class Recorded(Document):
     """Episodes that were recorded; returns are undiscounted sums of the stored rewards."""
 
     episodes: int  # a partial last one included
@@ -71,10 +71,6 @@ class CollectReport(Recorded):
     environment_id: str  # Gymnasium id, with the version that was taken
     makers: tuple[MakerReport, ...]  # one entry a part
     train_steps: int = 0  # environment steps that training used; 0 without one
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields by name, JSON-able."""
-        return asdict(self) | {"path": str(self.path)}
 
 
 def collect(
@@ -210,7 +206,7 @@ def _check_gate(gate: float | None, reached: float, environment: str) -> None:
         raise GearError("USAGE", f"{what}; no file was written", environment, remedy)
 
 
-class _Recorded(NamedTuple):
+class _Episode(NamedTuple):
     """An episode in the file."""
 
     reset_seed: int
@@ -228,7 +224,7 @@ class _Maker:
     action_noise: float
     policy: Policy | None  # None for replay, whose every episode has another one
     plans: Iterator[EpisodePlan]  # endless, except for replay
-    recorded: list[_Recorded] = field(default_factory=list)
+    recorded: list[_Episode] = field(default_factory=list)
 
 
 def _makers(
@@ -278,14 +274,14 @@ def _record(
             part = {name: column[:rows] for name, column in episode.columns(crew.facts).items()}
             writer.write(part)
             total = float(part["rewards"].sum(dtype=np.float64))
-            maker.recorded.append(_Recorded(episode.reset_seed, rows, total))
+            maker.recorded.append(_Episode(episode.reset_seed, rows, total))
             progress.advance(rows)
             done += rows
             if done >= wanted:
                 break
 
 
-def _summary(episodes: Sequence[_Recorded]) -> dict[str, Any]:
+def _summary(episodes: Sequence[_Episode]) -> dict[str, Any]:
     """Return what both reports say of episodes."""
     returns = [episode.total for episode in episodes]
     return {

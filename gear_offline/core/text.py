@@ -1,8 +1,11 @@
-"""How things are written for people: counts with their noun, bytes with a unit, lines of errors."""
+"""How things are written: counts with their noun, bytes with a unit, lines of errors, JSON."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -50,3 +53,24 @@ def show_error(code: str, message: str) -> None:
     if len(line) > MOST_CHARACTERS:  # an argument may be long; place and remedy stand at the end
         line = f"{line[: MOST_CHARACTERS // 2]} ... {line[-MOST_CHARACTERS // 2 :]}"
     print(f"error[{code}]: {line}", file=sys.stderr)
+
+
+def finite(value: Any) -> Any:
+    """Return `value` for strict JSON: NaN and infinities are None, paths are text."""
+    if isinstance(value, float):
+        return value if value - value == 0.0 else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+@dataclass(frozen=True)
+class Document:
+    """What a command prints as JSON."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields by name, JSON-able."""
+        document: dict[str, Any] = finite(asdict(self))
+        return document

@@ -23,7 +23,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.core.closing import Closing
 from gear_offline.core.interruption import Aborted
 from gear_offline.core.system import usable_cores
-from gear_offline.core.text import count_text
+from gear_offline.core.text import count_text, finite
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import known_of
@@ -33,7 +33,7 @@ from gear_offline.models.multitask import tasks_of_config
 from gear_offline.progress import Progress
 from gear_offline.runs.run import best_of
 from gear_offline.training.checkpoint import Keep, list_checkpoints
-from gear_offline.training.metrics import GrowingFile, finite
+from gear_offline.training.metrics import GrowingFile
 from gear_offline.training.records import EvaluationReport, read_lines
 from gear_offline.workers import Caller, WorkerPool
 

@@ -14,11 +14,11 @@ import torch
 
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import write_file
-from gear_offline.core.text import count_text
+from gear_offline.core.text import count_text, finite
 from gear_offline.progress import Progress, say
 from gear_offline.runs.evaluations import RunEvaluations
 from gear_offline.runs.run import best_of
-from gear_offline.training.metrics import GrowingFile, finite
+from gear_offline.training.metrics import GrowingFile
 from gear_offline.training.records import read_summary
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from typing import Any
 
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import open_regular
+from gear_offline.core.text import finite
 from gear_offline.errors import NO_SPACE, InputError
 
 FILES = ("metrics.jsonl", "evaluations.jsonl")
@@ -104,14 +105,3 @@ class GrowingFile(Closing):
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-
-
-def finite(value: Any) -> Any:
-    """Return `value` with NaN and infinities replaced by None, for strict JSON."""
-    if isinstance(value, float):
-        return value if value - value == 0.0 else None
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return value
