@@ -445,11 +445,10 @@ def _check_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> int:
             f"not a loader state of format {STATE_FORMAT}",
             remedy="pass what GearLoader.state_dict() returned",
         )
-    saved = {"frame_stack": 1, "goals": None, **state}  # states of 0.1 do not say it
     differ = [
-        f"{key} is {value!r} here and {saved.get(key)!r} in the state"
+        f"{key} is {value!r} here and {state.get(key)!r} in the state"
         for key, value in identity.items()
-        if plain(saved.get(key)) != value
+        if plain(state.get(key)) != value
     ]
     if differ:
         raise InputError(

@@ -138,27 +138,30 @@ class DiskGather:
         pin: bool,
     ) -> None:
         plans = plan_groups(dataset, options, apart=True)
-        self.sizes = share_out(
+        self.sizes = sizes = share_out(
             dataset, plans, options, batch=stream.rank_batch, budget_bytes=host_budget
         )
-        self._windows = _open_reader(dataset, plans, self.sizes, options)
+        dataset = dataset.verify()  # a window is no block that could be compared as it is read
+        kept = [plan for plan, stays in zip(plans, sizes.resident, strict=True) if stays]
+        groups = iter(build_table(dataset, options, plans=kept, threads=1).groups)
+        whole = [next(groups).rows if stays else None for stays in sizes.resident]
+        shards = shards_of(parts_of(dataset))
+        self._windows = WindowReader(shards, plans, whole, options, chunk_steps=sizes.chunk_steps)
         self._memory = partial(_Slots, plans, dataset.episodes, options, padding)
-        self._slots = self._memory(self.sizes.slots, pin=pin)
+        self._slots = self._memory(sizes.slots, pin=pin)
         self.table = Table(
             episodes=dataset.episodes, groups=self._slots.groups, margin=options.margin
         )
         plan = ReadPlan(
             _needs(dataset.episodes, stream, options),
             batch=stream.rank_batch,
-            slots=self.sizes.slots,
-            depth=self.sizes.depth,
-            horizon=self.sizes.horizon,
-            sweep_steps=self.sizes.chunk_steps,
+            slots=sizes.slots,
+            depth=sizes.depth,
+            horizon=sizes.horizon,
+            sweep_steps=sizes.chunk_steps,
         )
         self._rank_batch, self._span = stream.rank_batch, options.context_length
-        self._ahead = ReadAhead(
-            self._windows, plan, self._slots.targets, threads=self.sizes.threads
-        )
+        self._ahead = ReadAhead(self._windows, plan, self._slots.targets, threads=sizes.threads)
         # Also when the interpreter ends: then the threads are waited for.
         self._close = weakref.finalize(self, self._ahead.stop)
 
@@ -237,19 +240,6 @@ class _Slots:
         # What a slot holds around the rows of an episode may be any bits, until it is cleared.
         with np.errstate(invalid="ignore"):
             return self._gather.gather(segments, landing)
-
-
-def _open_reader(
-    dataset: TableData, plans: Sequence[GroupPlan], sizes: DiskSizes, options: TableOptions
-) -> WindowReader:
-    """Verify the shards and load what stays in memory; return what reads windows of them."""
-    # A window is not a block that could be compared while it is read.
-    dataset = dataset.verify()
-    kept = [plan for plan, stays in zip(plans, sizes.resident, strict=True) if stays]
-    groups = iter(build_table(dataset, options, plans=kept, threads=1).groups)
-    whole = [next(groups).rows if stays else None for stays in sizes.resident]
-    shards = shards_of(parts_of(dataset))
-    return WindowReader(shards, plans, whole, options, chunk_steps=sizes.chunk_steps)
 
 
 def _needs(episodes: EpisodeIndex, stream: Stream, options: TableOptions) -> Needs:
