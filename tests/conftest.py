@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# A busy machine is slow, not wrong.
-settings.register_profile("suite", deadline=None)
+# A busy machine is slow, not wrong; fixtures that examples share are made so that they may.
+allowed = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+settings.register_profile("suite", deadline=None, suppress_health_check=allowed)
 settings.load_profile("suite")
 
 

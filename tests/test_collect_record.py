@@ -40,7 +40,7 @@ def check_counter_episode(episode: Episode) -> None:
     np.testing.assert_array_equal(c["timeouts"], last & (not terminated))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 2**20), min_size=1, max_size=12))
 def test_every_transition_is_real(seeds: list[int]) -> None:
     player = Player(COUNTER)

@@ -77,7 +77,7 @@ def test_columns_keep_bytes_dtype_and_shape(
             assert found.tobytes() == expected.tobytes()
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_row_range(
     dataset: Dataset, columns: dict[str, npt.NDArray[Any]], data: st.DataObject

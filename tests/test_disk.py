@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from gear_offline.dataset.dataset import Dataset, open_dataset
@@ -95,9 +95,7 @@ KINDS = [((3,), d) for d in (np.float16, np.float32, np.float64, np.int64, np.ui
 
 @settings(
     max_examples=20,
-    deadline=None,
     phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=25),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.distributed.rdma import RETRIES, TICK_SECONDS, Endpoint, find_port, retry_exponent
@@ -106,11 +106,7 @@ def reads(draw: st.DrawFn, table: Table, free: list[int]) -> list[ReadRow]:
     return made
 
 
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_rows_are_the_owners_bit_for_bit(team: Team, data: st.DataObject) -> None:
     table, free = data.draw(tables()), [0] * len(NODES)

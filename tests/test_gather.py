@@ -104,7 +104,7 @@ def expected_kinds(states: Kind, actions: Kind) -> dict[str, tuple[str, Any, tup
     }
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     lengths=LENGTHS,
     span=st.integers(1, 15),
@@ -183,7 +183,7 @@ def frames_table(lengths: list[int], frame: tuple[int, ...], span: int, stack: i
     return columns["observations"], table
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     span=st.integers(1, 11),
@@ -212,7 +212,7 @@ def test_stacks_of_frames_hold_the_frames_before_each_step(
             assert np.array_equal(states[i, first + k], expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=2, max_size=8),
     span=st.integers(1, 9),

@@ -69,7 +69,7 @@ def law(goals: dict[str, Any], episode: int, start: int) -> dict[tuple[int, int]
     return {goal: float(chance / whole) for goal, chance in found.items() if chance}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     shares=st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.5]), min_size=4, max_size=4).filter(any),
     discount=st.none() | st.sampled_from([0.0, 0.5, 0.99]),

@@ -63,7 +63,7 @@ STEPS = 30
 MOVES = st.tuples(st.sampled_from(["take", "look", "skip", "resume"]), st.integers(0, STEPS - 1))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(block=st.sampled_from([1, 21, 2000]), moves=st.lists(MOVES, max_size=6))
 def test_a_batch_is_a_pure_function_of_seed_and_step(
     dataset: Dataset, stream: list[Batch], block: int, moves: list[tuple[str, int]]

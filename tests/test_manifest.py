@@ -145,7 +145,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(path=PATHS, value=VALUES, data=st.data())
 def test_random_values_are_refused_or_harmless(
     raw: bytes, path: str, value: Any, data: st.DataObject

@@ -14,7 +14,7 @@ from gear_offline.kernels.short_attention import philox4x32
 DRAW = st.integers(0, 2**64 - 1)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(DRAW, st.integers(0, 9), st.integers(0, 2**63) | st.integers(0, 99), st.integers(1, 40))
 @example(2**64 - 1, 3, 2**63, 2)
 @example(0, 0, 2**32, 2**20 + 1)  # beyond 64 bits of flat slot numbers only if they were cut

@@ -41,7 +41,7 @@ def find_in_kernel(kernels: Any, tree: DevicePriorities, numbers: npt.NDArray[np
 
 
 @pytest.mark.parametrize("place", ["host", "kernel"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 2**40), min_size=1, max_size=700).filter(any),
     st.lists(st.tuples(st.integers(0, 699), st.integers(1, 2**50)), max_size=40),
@@ -106,7 +106,7 @@ def test_draws_are_those_of_cumulative_integer_sums() -> None:
         assert NAMES[row].tolist() == [e, s]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.integers(0, STEPS - 1), st.floats(0, 200, width=32)), min_size=1, max_size=30

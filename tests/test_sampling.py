@@ -61,7 +61,7 @@ def test_every_strategy_is_tested() -> None:
 
 
 @NAMED
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     lengths=TABLES,
     seed=st.integers(0, 2**64 - 1),
@@ -146,7 +146,7 @@ def test_an_epoch_takes_each_thing_once(name: str, count: int) -> None:
         assert epochs[0] != epochs[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     size=st.integers(1, 300) | st.sampled_from([2**10 - 1, 2**10, 2**10 + 1]),
     seed=st.integers(0, 2**64 - 1),
@@ -183,7 +183,7 @@ WEIGHTS = st.lists(
 ).filter(any)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(WEIGHTS)
 def test_masses_are_the_weights_and_sum_to_all(weights: list[float]) -> None:
     masses = [int(m) for m in masses_of(np.array(weights))]
@@ -198,7 +198,7 @@ def test_masses_are_the_weights_and_sum_to_all(weights: list[float]) -> None:
         assert abs(mass - ideal) <= ideal / 2**50 + 6 + len(weights)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(WEIGHTS, st.lists(st.integers(0, WHOLE - 1), max_size=20))
 def test_a_choice_finds_every_edge(weights: list[float], numbers: list[int]) -> None:
     choice, masses = WeightedChoice(np.array(weights)), masses_of(np.array(weights)).astype(object)
@@ -212,7 +212,7 @@ def test_a_choice_finds_every_edge(weights: list[float], numbers: list[int]) -> 
     np.testing.assert_allclose(choice.probability, exact, rtol=1e-15)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(table=TABLES, data=st.data(), episodes=st.booleans(), seed=st.integers(0, 2**64 - 1))
 def test_a_column_weighs_steps_or_episodes(
     table: list[int], data: st.DataObject, episodes: bool, seed: int

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.dataset.dataset import Dataset
@@ -58,9 +58,7 @@ def short_blocks() -> Iterator[None]:
         yield
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30)
 @given(
     data=st.data(),
     images=st.booleans(),
@@ -260,7 +258,7 @@ def batches(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
     return nodes, draw(st.lists(home, min_size=steps, max_size=steps))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(batches())
 def test_equal_shares_with_the_least_movement(batch: tuple[list[int], list[list[int]]]) -> None:
     nodes, homes = batch

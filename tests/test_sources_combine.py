@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.convert.conversion import convert
@@ -28,10 +28,6 @@ from gear_offline.sources.base import files_in
 from gear_offline.sources.combine import with_columns
 from tests.hdf5_files import table, write
 from tests.support import ArraySource, hopper_columns
-
-FILES = settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 
 
 def episode(steps: int, *, seed: int = 0, **more: Any) -> dict[str, Any]:
@@ -179,7 +175,7 @@ def test_flags_in_memory_are_true_or_false() -> None:
             assert code(from_arrays, episode(4, terminated=flag))[0] == "SOURCE_LAYOUT"
 
 
-@FILES
+@settings(max_examples=20)
 @given(which=st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True))
 def test_picked_episodes_are_those_of_the_source(which: list[int]) -> None:
     lengths = [3, 1, 4, 1, 5, 9]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.errors import InputError, UnavailableError
@@ -17,9 +17,6 @@ from gear_offline.sources import Source, d4rl, open_source
 from tests.hdf5_files import Columns, assert_same, naive_episodes, table, write
 from tests.support import one_error
 
-FILES = settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 Flags = npt.NDArray[np.bool_]
 
 
@@ -69,7 +66,7 @@ FAMILIES: dict[str, tuple[str, tuple[int, int], str, bool, bool, str]] = {
 }
 
 
-@FILES
+@settings(max_examples=15)
 @given(flags=flag_pairs(), repeats=st.sampled_from([1, 40]), dtype=st.sampled_from(["?", "f4"]))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_episodes_of_every_family(
@@ -172,7 +169,7 @@ def test_gymnasium_id_means_plain_flags(tmp_path: Path, environment: str) -> Non
         assert source.info.reference_name == "antmaze-umaze-v2"
 
 
-@FILES
+@settings(max_examples=15)
 @given(flags=flag_pairs(), limit=st.integers(1, 20))
 def test_rule_can_be_given(tmp_path: Path, flags: tuple[Flags, Flags], limit: int) -> None:
     terminals, timeouts = flags

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.cli.main import main
@@ -59,9 +59,7 @@ EXPRESSIONS: dict[str, Callable[[float, int, bool, int], Any]] = {
 }
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12),
     seed=st.integers(0, 99),

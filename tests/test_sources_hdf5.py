@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 from h5py import h5d, h5p, h5s, h5t
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.convert.conversion import convert
@@ -22,9 +22,6 @@ from tests.hdf5_files import Columns, assert_same, naive_episodes, table, write
 from tests.support import one_error, refused
 
 STEPS = 40
-FILES = settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 
 
 def good_columns(steps: int = STEPS) -> Columns:
@@ -50,7 +47,7 @@ LAYOUTS: list[dict[str, Any]] = [
 DTYPES = ["?", "i1", "u1", "<i2", ">i4", "<u8", "<f2", "<f4", ">f4", "<f8", ">f8", "<c8", "<c16"]
 
 
-@FILES
+@settings(max_examples=30)
 @given(
     dtype=st.sampled_from(DTYPES),
     shape=st.lists(st.integers(1, 5), max_size=3),
@@ -256,9 +253,7 @@ def test_what_another_program_writes(tmp_path: Path, good: Path) -> None:
 
 @settings(
     max_examples=150,
-    deadline=None,
     derandomize=True,  # a crash of the HDF5 library must not come and go between runs
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
 def test_damage_gives_an_error_or_rows_never_a_crash(
@@ -302,7 +297,7 @@ FLAG_PAIRS = [
 ]
 
 
-@FILES
+@settings(max_examples=30)
 @given(steps=st.integers(1, 50), seed=st.integers(0, 2**32 - 1), names=st.sampled_from(FLAG_PAIRS))
 def test_explicit_flags(
     tmp_path: Path, names: tuple[str | None, str | None], steps: int, seed: int

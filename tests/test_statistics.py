@@ -68,7 +68,7 @@ def test_constant_columns_have_no_spread() -> None:
         assert (found.std == 0).all() and (found.mean == constant).all()
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     values=hnp.arrays(
         np.float64,
@@ -82,7 +82,7 @@ def test_any_values_any_cut(values: npt.NDArray[np.float64], cut: int) -> None:
     check(values, feed(values, min(cut, len(values))), tolerance=1e-11)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     values=hnp.arrays(
         np.float32,

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.convert.conversion import convert
@@ -104,9 +104,7 @@ def test_records_are_aligned_and_cost_what_is_stated(
     assert not group.rows[:5].any() and not group.rows[18:].any()
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30)
 @given(
     threads=st.sampled_from([1, 2, 16]),
     chunk=st.sampled_from([1, 90, 700, 1 << 20]),
@@ -151,7 +149,7 @@ lengths_of = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     lengths=lengths_of,
     gamma=st.sampled_from([1.0, 0.99, 0.5, 0.0]),

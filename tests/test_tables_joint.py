@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.dataset.dataset import Dataset
@@ -44,9 +44,7 @@ def rows_of(joint: JointDataset, **options: Any) -> dict[str, Any]:
     }
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25)
 @given(
     normalize_states=st.booleans(),
     padding=st.sampled_from(["right", "left"]),

@@ -106,7 +106,7 @@ def test_a_table_that_has_grown_uploads_only_what_is_new(
     assert_addresses_lead_to_the_rows(result, table)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=lengths_of,
     nodes=st.sampled_from([[0, 0], [0, 0, 0, 0], [0, 0, 1, 1], [0, 1], [0, 0, 1]]),
