@@ -12,9 +12,9 @@ import numpy as np
 
 from gear_offline.config.sections import GoalSettings
 from gear_offline.kernels.gather import Windows, real_steps
-from gear_offline.kernels.philox import bounded, draws
+from gear_offline.kernels.philox import bounded
 from gear_offline.kernels.segments import Segments
-from gear_offline.sampling.base import GOAL_STREAM, Stream
+from gear_offline.sampling.base import GOAL_STREAM, Stream, slot_draws
 from gear_offline.sampling.episodes import WeightedChoice
 from gear_offline.tables.fields import EXTRA
 
@@ -42,14 +42,9 @@ class GoalSampler:
         `starts` are the goals' steps, `probability` that of each one given its segment.
         """
         (steps, slots), stream = segments.shape, self._stream
-        first_slot = stream.first_slot if slots < stream.global_batch else 0
-        numbers = draws(
-            seed=stream.seed,
-            stream=GOAL_STREAM,
-            first_step=first_step,
-            steps=steps,
-            count=stream.global_batch,
-        )
+        count = stream.global_batch
+        first_slot = stream.first_slot if slots < count else 0
+        numbers = slot_draws(stream.seed, first_step, steps, count, stream=GOAL_STREAM)
         first, second = (some[:, first_slot : first_slot + slots] for some in numbers)
         lengths = self._index.lengths[segments.episodes]
         real = real_steps(segments, self._index.lengths, self._span).reshape(steps, slots)
