@@ -1,8 +1,6 @@
 """Prioritised selection: exact integer sums, deterministic updates, importance weights, state."""
 
-import ctypes
 import math
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.kernels.philox import draws
-from gear_offline.kernels.priorities import DevicePriorities
-from gear_offline.sampling.prioritized import HostPriorities, Prioritized
+from gear_offline.sampling.prioritized import Prioritized
 from tests.kernels_on_cpu import on_cpu
 from tests.sampling_support import p_value, prioritized
 from tests.support import one_error
@@ -29,48 +26,6 @@ def make(**options: Any) -> Prioritized:
 
 def losses_of(values: list[float]) -> npt.NDArray[np.float32]:
     return np.array(values, dtype=np.float32)
-
-
-def find_in_kernel(kernels: Any, tree: DevicePriorities, numbers: npt.NDArray[np.uint64]) -> Any:
-    found, row = np.empty(len(numbers), dtype=np.int64), np.array([tree.tree])
-    addresses = [ctypes.c_void_p(array.ctypes.data) for array in (row, numbers, found)]
-    kernels.library.tree_find(
-        addresses[0], addresses[1], ctypes.c_longlong(len(numbers)), addresses[2]
-    )
-    return found
-
-
-@pytest.mark.parametrize("place", ["host", "kernel"])
-@settings(max_examples=60)
-@given(
-    st.lists(st.integers(0, 2**40), min_size=1, max_size=700).filter(any),
-    st.lists(st.tuples(st.integers(0, 699), st.integers(1, 2**50)), max_size=40),
-    st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=20),
-)
-def test_the_tree_is_a_list_of_cumulative_sums(
-    kernels: Any, place: str, masses: list[int], changes: list[tuple[int, int]], numbers: list[int]
-) -> None:
-    offsets, codes = np.array([0, len(masses)]), np.ones(16, np.uint64)
-    if place == "kernel":
-        with on_cpu(kernels) as device:
-            kernel = DevicePriorities(offsets, codes, device=device, first=1)
-            kernel.load_state(np.array(masses), 0)
-        find: Any = partial(find_in_kernel, kernels, kernel)
-        assert kernel.total == sum(masses)
-    else:
-        tree = HostPriorities(offsets, codes, first=1)
-        tree.load_state(np.array(masses), 0)
-        if new := {item % len(masses): mass for item, mass in changes}:
-            values = np.array([new[item] for item in sorted(new)], np.uint64)
-            tree.set(np.array(sorted(new), np.int64), values)
-            masses = [new.get(item, mass) for item, mass in enumerate(masses)]
-        find = tree.find
-        assert tree.state()["masses"].tolist() == masses and tree.total == sum(masses)
-    bounds = np.cumsum(np.array(masses, dtype=object)).tolist()
-    asked = sorted({n % bounds[-1] for n in numbers} | {0, bounds[-1] - 1})
-    asked += [b - d for b in bounds for d in (0, 1) if 0 <= b - d < bounds[-1]]
-    found = find(np.array(asked, dtype=np.uint64)).tolist()
-    assert found == np.searchsorted(np.array(bounds), np.array(asked), side="right").tolist()
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
@@ -93,17 +48,29 @@ def test_frequencies_follow_the_losses(alpha: float) -> None:
     assert p_value(cells, expected * (cells.sum() / expected.sum())) > 1e-4
 
 
-def test_draws_are_those_of_cumulative_integer_sums() -> None:
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(1, 2**50), min_size=1, max_size=700),
+    st.lists(st.tuples(st.integers(0, 699), st.floats(0, 200, width=32)), max_size=40),
+    st.integers(0, 2**64 - 1),
+)
+def test_draws_are_those_of_cumulative_integer_sums(
+    masses: list[int], changes: list[tuple[int, float]], seed: int
+) -> None:
     """Pins the stream: floor(draw * total / 2^64) falls into a start's range of masses."""
-    law = make(alpha=1.0)
-    law.update(NAMES[[3, 9]], losses_of([7.0, 0.01]))
-    first, _ = draws(seed=21, stream=0, first_step=4, steps=1, count=64)
-    bounds = np.cumsum(law.masses.astype(object)).tolist()
-    drawn = law.sample(21, 4, 1, 64)[0]
-    for number, e, s in zip(first[0].tolist(), drawn.episodes, drawn.starts, strict=True):
-        value = number * bounds[-1] // 2**64
-        row = next(i for i, bound in enumerate(bounds) if value < bound)
-        assert NAMES[row].tolist() == [e, s]
+    law = prioritized([len(masses)], alpha=1.0)
+    law.load_state({"masses": np.array(masses), "updates": np.array([3])})
+    if changes:
+        starts = [item % len(masses) for item, _ in changes]
+        law.update(np.array([(0, s) for s in starts]), losses_of([loss for _, loss in changes]))
+        assert [int(m) for s, m in enumerate(law.masses) if s not in starts] == [
+            mass for s, mass in enumerate(masses) if s not in starts
+        ]
+    first, _ = draws(seed=seed, stream=0, first_step=4, steps=1, count=64)
+    bounds = np.cumsum(law.masses.astype(object))
+    asked = np.array([number * bounds[-1] // 2**64 for number in first[0].tolist()], object)
+    found = law.sample(seed, 4, 1, 64)[0].starts.tolist()
+    assert found == np.searchsorted(bounds, asked, side="right").tolist()
 
 
 @settings(max_examples=40)

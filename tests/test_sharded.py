@@ -275,11 +275,3 @@ def test_equal_shares_with_the_least_movement(batch: tuple[list[int], list[list[
         for node in room:  # of a node's ranks none reads more than one segment more than another
             reads = [int(far[rank].sum()) for rank, of in enumerate(nodes) if of == node]
             assert max(reads) - min(reads) <= 1
-
-
-def test_share_that_moves_is_that_of_chance() -> None:
-    """With equal owners ``sqrt(B / 2 pi)`` of B segments a rank exceed its share."""
-    ranks, share, steps = 8, 1024, 50
-    homes = np.random.default_rng(0).integers(0, ranks, (steps, ranks * share))
-    moved = Assigner(range(ranks), ranks * share).assign(homes)[1].mean()
-    assert moved == pytest.approx((1 - 1 / ranks) ** 0.5 / (2 * np.pi * share) ** 0.5, rel=0.05)
