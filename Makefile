@@ -97,7 +97,7 @@ trust:
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.kill_convert
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.kill_train
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.kill_grow
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.fuzz_hdf5 --runs 20000 --finds build/finds
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.fuzz_hdf5 --runs 20000
 
 lint:
 	@.ci/setup test

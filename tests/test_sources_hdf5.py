@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.convert.conversion import convert
-from gear_offline.errors import GearError
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source
 from gear_offline.sources.episode_ends import PAIRS
@@ -249,27 +248,6 @@ def test_what_another_program_writes(tmp_path: Path, good: Path) -> None:
         write(good, good_columns())
         with one_error("SOURCE_CHANGED"):
             source.read("rewards", 0, 1)
-
-
-@settings(
-    max_examples=150,
-    derandomize=True,  # a crash of the HDF5 library must not come and go between runs
-)
-@given(data=st.data())
-def test_damage_gives_an_error_or_rows_never_a_crash(
-    tmp_path: Path, good: Path, data: st.DataObject
-) -> None:
-    raw = bytearray(good.read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        raw[data.draw(st.integers(0, min(len(raw), 6000) - 1))] = data.draw(st.integers(0, 255))
-    damaged = tmp_path / "damaged.hdf5"
-    damaged.write_bytes(raw)
-    try:
-        with open_source(damaged) as source:
-            for column in source.spec:
-                assert source.read(column.name, 0, source.spec.steps).shape[1:] == column.shape
-    except GearError as error:
-        assert error.code.isupper()
 
 
 def test_flags_that_are_neither_true_nor_false(tmp_path: Path, good: Path) -> None:

@@ -50,20 +50,21 @@ def test_existing_targets(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["dataset", "empty"]
 
 
-def test_only_datasets_are_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "notes.txt").write_text("mine")
-    mixed = make_dataset(tmp_path, [3]).path
-    (mixed / "notes.txt").write_text("mine")
-    (tmp_path / "app").mkdir()
-    (tmp_path / "app" / MANIFEST_NAME).write_text('{"name": "my web app"}')
-    for name in ("file", "folder", "dataset", "app"):
-        call = lambda n=name: convert(source(), tmp_path / n, overwrite=True, quiet=True)  # noqa: E731
-        assert failing_code(call) == "OUTPUT_EXISTS"
-    assert (tmp_path / "file").read_text() == "mine"
-    assert (mixed / "notes.txt").read_text() == "mine"
-    assert sorted(os.listdir(tmp_path)) == ["app", "dataset", "file", "folder"]
+def test_what_is_no_dataset_is_not_overwritten(tmp_path: Path) -> None:
+    mine = ["file", "folder/notes.txt", "dataset/notes.txt", f"app/{MANIFEST_NAME}"]
+    make_dataset(tmp_path, [3])
+    for name in mine:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"name": "mine"}')
+    before = sorted(tmp_path.rglob("*"))
+    refused = {tmp_path / name.partition("/")[0]: "OUTPUT_EXISTS" for name in mine}
+    refused |= {Path("/"): "OUTPUT_EXISTS", Path("/proc/d"): "OUTPUT_WRITE"}
+    refused |= {tmp_path / "file" / "d": "OUTPUT_WRITE", tmp_path / ("x" * 250): "OUTPUT_WRITE"}
+    for target, code in refused.items():
+        call = lambda t=target: convert(source(), t, overwrite=True, quiet=True)  # noqa: E731
+        assert failing_code(call) == code, target
+    assert sorted(tmp_path.rglob("*")) == before
+    assert all((tmp_path / name).read_text() == '{"name": "mine"}' for name in mine)
 
 
 def test_a_link_as_target_keeps_pointing(tmp_path: Path) -> None:
@@ -121,15 +122,6 @@ def test_a_real_file_size_limit(tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == ["x.hdf5"]
 
 
-def test_places_that_cannot_hold_a_dataset(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for target in (tmp_path / "file" / "d", Path("/proc/d"), tmp_path / ("x" * 250)):
-        call = lambda t=target: convert(source(), t, quiet=True)  # noqa: E731
-        assert failing_code(call) == "OUTPUT_WRITE"
-    assert os.listdir(tmp_path) == ["file"]
-    assert failing_code(lambda: convert(source(), Path("/"), quiet=True)) == "OUTPUT_EXISTS"
-
-
 def test_an_old_dataset_caught_between_two_renames_is_put_back(tmp_path: Path) -> None:
     path = make_dataset(tmp_path, [3, 4]).path
     before = contents(path)
@@ -176,19 +168,13 @@ def test_workers_die_with_a_killed_parent(tmp_path: Path) -> None:
         "import sys\nfrom pathlib import Path\nfrom gear_offline import convert\n"
         "convert(sys.argv[1], Path(sys.argv[2]), shard_bytes=20_000, workers=2, quiet=True)\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script, str(path), str(tmp_path / "d")])
-    deadline = time.monotonic() + 60
-    pattern = ".d.gear-part-*/shard-*"
-    while not list(tmp_path.glob(pattern)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert list(tmp_path.glob(pattern)), "no worker wrote anything"
-    children = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(parent.pid)], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert len(children) >= 2  # two, and what keeps account of Python's semaphores
-    parent.kill()
-    parent.wait()
-    assert all(is_gone(int(pid)) for pid in children)
+    command = [sys.executable, "-c", script, str(path), str(tmp_path / "d")]
+    with subprocess.Popen(command, start_new_session=True) as parent:
+        while not list(tmp_path.glob(".d.gear-part-*/shard-*")):  # until a worker has begun
+            assert parent.poll() is None
+            time.sleep(0.01)
+        parent.kill()
+    assert is_gone(parent.pid, session=True), "its workers have ended too"
     assert not (tmp_path / "d").exists()
     convert(path, tmp_path / "d", shard_bytes=1 << 20, quiet=True)
     assert sorted(os.listdir(tmp_path)) == ["d", "x.hdf5"]

@@ -9,7 +9,7 @@ from tests.support import run_python
 
 
 def run(program: str, *arguments: str) -> Any:
-    """Return what a program of `tests.trust` prints."""
+    """Return what a program of `tests.trust` prints, which must find nothing broken."""
     done = run_python("-m", f"tests.trust.{program}", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
@@ -17,24 +17,24 @@ def run(program: str, *arguments: str) -> Any:
 
 def test_every_class_of_byte_is_covered_by_a_digest() -> None:
     found: Any = run("flip_bits", "--flips", "400", "--checkpoint-flips", "300")
-    assert found["dataset"]["flips"] >= 300 and len(found["dataset"]["classes"]) >= 15
-    assert found["checkpoint"]["flips"] >= 250 and len(found["checkpoint"]["classes"]) == 6
-    for part in ("dataset", "checkpoint"):
-        assert (found[part]["silent"], found[part]["unnamed"]) == ([], [])
+    for part, (flips, classes) in {"dataset": (300, 15), "checkpoint": (250, 6)}.items():
+        assert found[part]["flips"] >= flips and len(found[part]["classes"]) >= classes
+
+
+def test_damaged_hdf5_is_refused_or_converted_and_never_crashes() -> None:
+    assert {"converted", "SOURCE_READ"} <= set(run("fuzz_hdf5", "--runs", "100")["outcomes"])
 
 
 def test_killed_conversions_leave_the_old_state_or_the_new() -> None:
     found: Any = run("kill_convert", "--workers", "1", "4", "--kills", "3")
-    assert found["points"] > 60 and found["broken"] == []
-    assert set(found["seen_after"]) == {"absent", "old", "new"}
+    assert found["points"] > 60 and set(found["seen_after"]) == {"absent", "old", "new"}
 
 
 def test_killed_actors_and_learners_of_growing_data_lose_nothing() -> None:
-    found: Any = run("kill_grow", "--kills", "6")
-    assert found["broken"] == [] and found["admissions"] > 3
+    assert run("kill_grow", "--kills", "6")["admissions"] > 3
 
 
 @pytest.mark.parametrize("options", [("--kills", "12"), ("--kills", "6", "--background")])
 def test_a_run_survives_sigkill_at_any_instant(options: tuple[str, ...]) -> None:
     """Also inside the thread that writes checkpoints, and with evaluations under way."""
-    assert run("kill_train", "--seed", "7", *options)["broken"] == []
+    assert run("kill_train", "--seed", "7", *options)["runs"]

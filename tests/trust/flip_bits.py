@@ -7,18 +7,13 @@ opened with everything compared at once, and a second time loaded with blocks co
 """
 
 import argparse
-import json
 import os
 import random
 import shutil
-import sys
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest
@@ -28,6 +23,7 @@ from gear_offline.tables.fields import ACTIONS, REWARDS, STATES
 from gear_offline.tables.table import TableOptions, build_table
 from gear_offline.training.checkpoint import read_checkpoint
 from tests.training_support import tiny_data, tiny_recipe
+from tests.trust.kills import Judged, program
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "v1"
 
@@ -44,11 +40,11 @@ def dataset_spans(path: Path) -> Iterator[Span]:
     for shard in manifest.shards:
         file = path / shard.name
         text = file.read_bytes()[8 : shard.header_bytes].rstrip(b" ")
-        yield "shard length field", file, 0, 8, f"{shard.name}"
-        yield "shard header", file, 8, 8 + len(text), f"{shard.name}"
+        yield "shard length field", file, 0, 8, shard.name
+        yield "shard header", file, 8, 8 + len(text), shard.name
         if 8 + len(text) < shard.header_bytes:
             padding = (8 + len(text), shard.header_bytes)
-            yield "shard padding", file, *padding, f"{shard.name}"
+            yield "shard padding", file, *padding, shard.name
         for tensor in manifest.tensors(shard):
             for block, start in enumerate(range(tensor.start, tensor.stop, manifest.block_bytes)):
                 stop = min(start + manifest.block_bytes, tensor.stop)
@@ -86,13 +82,11 @@ def flipped(file: Path, bit: int) -> Iterator[None]:
 
 
 def flip_all(
-    spans: list[Span], read: Callable[[], object], flips: int, *, seed: int
-) -> dict[str, Any]:
-    """Flip about `flips` bits, an equal share in each class; return figures."""
+    spans: list[Span], read: Callable[[], object], flips: int, seed: int
+) -> tuple[Counter[str], list[str]]:
+    """Flip about `flips` bits, an equal share in each class; return how many, and what is wrong."""
     generator, names = random.Random(seed), sorted({span[0] for span in spans})
-    done: Counter[str] = Counter()
-    silent: list[str] = []
-    unnamed: list[str] = []
+    done, broken = Counter[str](), list[str]()
     for name in names:
         mine = [span for span in spans if span[0] == name]
         bits = [(span, bit) for span in mine for bit in range(8 * span[2], 8 * span[3])]
@@ -102,12 +96,12 @@ def flip_all(
             with flipped(span[1], bit):
                 try:
                     read()
-                    silent.append(place)
+                    broken.append(f"{place}: silent")
                 except InputError as error:
                     if span[4] not in str(error):
-                        unnamed.append(f"{place}: {error}")
+                        broken.append(f"{place}: not named: {error}")
     read()  # everything was put back
-    return {"flips": done.total(), "classes": done, "silent": silent, "unnamed": unnamed}
+    return done, broken
 
 
 def load(path: Path) -> None:
@@ -117,34 +111,22 @@ def load(path: Path) -> None:
     build_table(dataset, TableOptions(context_length=3, extra_columns=extra), threads=1)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--flips", type=int, default=60_000, help="of the dataset")
-    parser.add_argument("--checkpoint-flips", type=int, default=15_000)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="gear-flips-") as temporary:
-        dataset = Path(shutil.copytree(FIXTURE, Path(temporary) / "d"))
-        recipe = tiny_recipe(tiny_data(Path(temporary) / "data"), "train.steps=3")
-        run = train(recipe, out=Path(temporary) / "run", quiet=True)
-        checkpoint = run / "checkpoints" / "step-00000003"
-        seed, flips = arguments.seed, arguments.flips
-        spans = list(dataset_spans(dataset))
-        document = {
-            "dataset": flip_all(spans, lambda: open_dataset(dataset), flips, seed=seed),
-            "dataset, loaded": flip_all(spans, lambda: load(dataset), flips, seed=seed + 1),
-            "checkpoint": flip_all(
-                list(checkpoint_spans(checkpoint)),
-                lambda: read_checkpoint(checkpoint),
-                arguments.checkpoint_flips,
-                seed=seed,
-            ),
-        }
-    print(json.dumps({**document, "seconds": round(time.monotonic() - began, 1)}, indent=1))
-    lost = [found[key] for found in document.values() for key in ("silent", "unnamed")]
-    return 1 if any(lost) else 0
+def judge(options: argparse.Namespace, folder: Path) -> Judged:
+    dataset, seed = Path(shutil.copytree(FIXTURE, folder / "d")), options.seed
+    recipe = tiny_recipe(tiny_data(folder / "data"), "train.steps=3")
+    run = train(recipe, out=folder / "run", quiet=True)
+    saved = run / "checkpoints" / "step-00000003"
+    bytes_of, parts = list(dataset_spans(dataset)), list(checkpoint_spans(saved))
+    found = {
+        "dataset": flip_all(bytes_of, lambda: open_dataset(dataset), options.flips, seed),
+        "dataset, loaded": flip_all(bytes_of, lambda: load(dataset), options.flips, seed + 1),
+        "checkpoint": flip_all(
+            parts, lambda: read_checkpoint(saved), options.checkpoint_flips, seed
+        ),
+    }
+    figures = {name: {"flips": done.total(), "classes": done} for name, (done, _) in found.items()}
+    return figures, [text for _, broken in found.values() for text in broken]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program(__doc__, judge, flips=60_000, checkpoint_flips=15_000, seed=0)

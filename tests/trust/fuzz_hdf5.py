@@ -1,10 +1,9 @@
-"""Fuzz the import of HDF5: ``python -m tests.trust.fuzz_hdf5 --runs 5000 --finds FOLDER``.
+"""Fuzz the import of HDF5: ``python -m tests.trust.fuzz_hdf5``.
 
 Each input is a damaged copy of a small valid file, converted by the command line in a forked child.
 Nothing may crash, take much memory, leave a file, or say more than one line.  That HDF5 itself can
 turn in circles is known (docs say: convert files of strangers in a container), so children that
-used up their processor time are only counted.  Prints one JSON document; an input that breaks a
-promise is kept in FOLDER.
+used up their processor time are only counted.  An input that breaks a promise is kept.
 """
 
 import argparse
@@ -17,8 +16,6 @@ import resource
 import shutil
 import signal
 import sys
-import tempfile
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -31,7 +28,7 @@ import h5py
 import numpy as np
 
 from tests.hdf5_files import table
-from tests.trust.kills import finish
+from tests.trust.kills import Judged, program
 
 FINDS = Path(__file__).parents[1] / "fixtures" / "fuzz_finds"  # KIND-WHAT.bin
 ROWS = 12
@@ -205,46 +202,31 @@ def try_input(raw: bytes, scratch: Path) -> tuple[str, str, int]:
     return outcome, wrong, peak
 
 
-def fuzz(runs: int, *, seed: int, finds: Path | None) -> int:
-    """Run the fuzzer, print its figures; return the exit status."""
+def judge(options: argparse.Namespace, folder: Path) -> Judged:
     prepare()
     files, names = valid_files(), sorted(VALID)
-    outcomes: Counter[str] = Counter()
-    broken: list[str] = []
-    highest, began = 0, time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="gear-fuzz-") as temporary:
-        for path in sorted(FINDS.glob("*.bin")):
-            if wrong := try_input(path.read_bytes(), Path(temporary))[1]:
-                broken.append(f"{path.name}: {wrong}")
-        for run in range(runs):
-            kind = names[run % len(names)]
-            raw = files[kind]
-            if run >= len(names):  # the first inputs are the valid files themselves
-                raw = mutate(raw, random.Random(f"{seed} {run}"), list(files.values()))
-            outcome, wrong, peak = try_input(raw, Path(temporary))
-            if run < len(names) and outcome != "converted":
-                wrong = f"the valid file {kind} is {outcome}"
-            outcomes[outcome] += 1
-            highest = max(highest, peak)
-            if wrong:
-                broken.append(f"run {run}, {kind}: {wrong}")
-                if finds is not None:
-                    finds.mkdir(parents=True, exist_ok=True)
-                    (finds / f"{kind}-{seed}-{run}.bin").write_bytes(raw)
-            if run % 1000 == 999:
-                print(f"{run + 1:,} runs, {len(broken)} finds", file=sys.stderr, flush=True)
-    figures = {"outcomes": dict(outcomes.most_common()), "peak_mib": highest >> 20}
-    return finish(began, broken, runs=runs, seed=seed, **figures)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=5000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--finds", type=Path)
-    arguments = parser.parse_args()
-    return fuzz(arguments.runs, seed=arguments.seed, finds=arguments.finds)
+    outcomes, broken, highest = Counter[str](), list[str](), 0
+    for path in sorted(FINDS.glob("*.bin")):
+        if wrong := try_input(path.read_bytes(), folder)[1]:
+            broken.append(f"{path.name}: {wrong}")
+    for run in range(options.runs):
+        kind = names[run % len(names)]
+        raw = files[kind]
+        if run >= len(names):  # the first inputs are the valid files themselves
+            raw = mutate(raw, random.Random(f"{options.seed} {run}"), list(files.values()))
+        outcome, wrong, peak = try_input(raw, folder)
+        if run < len(names) and outcome != "converted":
+            wrong = f"the valid file {kind} is {outcome}"
+        outcomes[outcome] += 1
+        highest = max(highest, peak)
+        if wrong:
+            broken.append(f"run {run}, {kind}: {wrong}")
+            Path(options.finds).mkdir(parents=True, exist_ok=True)
+            Path(options.finds, f"{kind}-{options.seed}-{run}.bin").write_bytes(raw)
+        if run % 1000 == 999:
+            print(f"{run + 1:,} runs, {len(broken)} finds", file=sys.stderr, flush=True)
+    return {"outcomes": dict(outcomes.most_common()), "peak_mib": highest >> 20}, broken
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program(__doc__, judge, runs=5000, seed=0, finds="build/finds")

@@ -2,16 +2,13 @@
 
 Before every system call that changes the disk, in turn, and then at random instants with one worker
 and with several.  Afterwards a reader must see the old state or the new one, a second conversion
-must succeed and sweep what was left, and no process or shared memory may stay.  Prints one JSON
-document.
+must succeed and sweep what was left, and no process or shared memory may stay.
 """
 
 import argparse
 import os
 import random
 import signal
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +21,7 @@ from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import InputError
 from tests.support import hopper_columns, write_hdf5
-from tests.trust.kills import begin, finish, shared_memory, status_of, wait_until_gone
+from tests.trust.kills import Judged, begin, is_gone, program, status_of
 
 CALLS = {os: ("open", "pwrite", "fsync", "mkdir", "rename", "unlink", "rmdir")}
 EPISODES, LENGTH, SHARD_BYTES = 4, 25, 3300  # two shards
@@ -63,7 +60,7 @@ class Places:
             status_of(start(self.sources["old"], target))
         child = start(self.sources["new"], target, **options)
         kill(child)
-        status, gone = status_of(child), wait_until_gone(child)
+        status, gone = status_of(child), is_gone(child, session=True)
         after = self._state(target)
         self.seen[after] += 1
         # Between the two renames of an overwrite there is one instant without; it is repaired.
@@ -100,8 +97,8 @@ def kill_at_calls(places: Places) -> int:
     return points
 
 
-def kill_at_random(places: Places, kills: int, *, workers: int, seed: int) -> int:
-    """Kill `kills` conversions, alone or with their process group; return how many were begun."""
+def kill_at_random(places: Places, kills: int, *, workers: int, seed: int) -> None:
+    """Kill `kills` conversions, alone or with their process group."""
     generator, duration, killed, attempts = random.Random(f"{seed} {workers}"), 0.0, 0, 0
     while killed < kills:
         attempts += 1
@@ -114,7 +111,6 @@ def kill_at_random(places: Places, kills: int, *, workers: int, seed: int) -> in
         if status == 0:
             duration = max(0.02, 0.5 * duration + 0.15 * (time.monotonic() - began))
         killed += status == -signal.SIGKILL
-    return attempts
 
 
 def kill_after(seconds: float | None, send: Callable[[int, int], None], child: int) -> None:
@@ -124,21 +120,13 @@ def kill_after(seconds: float | None, send: Callable[[int, int], None], child: i
             send(child, signal.SIGKILL)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=320, help="of each number of workers")
-    parser.add_argument("--workers", type=int, nargs="*", default=[1, 4])
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    before, began = shared_memory(), time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="gear-kill-") as temporary:
-        places = Places(Path(temporary))
-        points = kill_at_calls(places)
-        for workers in arguments.workers:
-            kill_at_random(places, arguments.kills, workers=workers, seed=arguments.seed)
-    broken = places.broken + sorted(shared_memory() - before)
-    return finish(began, broken, points=points, seen_after=dict(places.seen))
+def judge(options: argparse.Namespace, folder: Path) -> Judged:
+    places = Places(folder)
+    points = kill_at_calls(places)
+    for workers in options.workers:
+        kill_at_random(places, options.kills, workers=workers, seed=options.seed)
+    return {"points": points, "seen_after": dict(places.seen)}, places.broken
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program(__doc__, judge, kills=320, workers=[1, 4], seed=0)  # so many of each of `workers`

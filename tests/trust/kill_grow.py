@@ -3,7 +3,7 @@
 A learner that is resumed after each kill trains while actors append episodes, each with a number of
 its own in its rewards.  Half of the kills strike inside a call that changes files, half after a
 random time.  Then each episode that was admitted is there once and whole, none that was appended is
-lost, and a run that replays the admissions learns the same weights.  Prints one JSON document.
+lost, and a run that replays the admissions learns the same weights.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -21,10 +20,11 @@ import numpy as np
 
 import gear_offline as go
 import gear_offline.runs.report
+from gear_offline.config.recipe import Recipe
 from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.runs.loop import train
 from tests.training_support import ACTION_DIM, STATE_DIM, learnt, tiny_recipe
-from tests.trust.kills import begin, finish, status_of
+from tests.trust.kills import Judged, begin, program, status_of
 
 CHANGES = {os: ("fsync", "rename", "replace", "link", "unlink", "ftruncate", "mkdir", "write")}
 FIRST, LONGEST = 3, 6
@@ -54,70 +54,60 @@ def act(data: Path, first: int, told: Path) -> None:
         time.sleep(0.002)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=200, help="of learners, and of actors")
-    parser.add_argument("--seed", type=int, default=5)
-    arguments = parser.parse_args()
+def kill_many(data: Path, told: Path, recipe: Recipe, options: argparse.Namespace) -> Recipe:
+    """Kill until `kills` learners are killed, and actors beside them; return the last recipe."""
+    generator, killed, turn = random.Random(options.seed), 0, 0
+    while killed < options.kills:
+        turn += 1
+        in_actor, in_learner = (generator.randint(1, n) * (killed % 2) for n in (60, 120))
+        actor = begin(partial(act, data, 1000 * turn, told), CHANGES, kill_at=in_actor)
+        learner = start(recipe, data.with_name("run"), kill_at=in_learner)
+        time.sleep(generator.uniform(0.05, 0.6))
+        for child in (actor, learner):
+            os.kill(child, signal.SIGKILL)
+            status = status_of(child)
+            if status > 0:
+                sys.exit(f"{'a learner' if child == learner else 'an actor'} failed")
+            if child == learner and status == 0:  # complete: longer
+                recipe = recipe.replace({"train.steps": recipe.train.steps + 100})
+        killed += status == -signal.SIGKILL
+    return recipe
+
+
+def start(recipe: Recipe, run: Path, *, kill_at: int = 0) -> int:
+    work = partial(train, recipe, out=run, resume=True, quiet=True)
+    return begin(work, CHANGES, kill_at=kill_at)
+
+
+def judge(options: argparse.Namespace, folder: Path) -> Judged:
     gear_offline.runs.report.write_report = lambda run, **_: Path(run)
-    generator, began, broken = random.Random(arguments.seed), time.monotonic(), list[str]()
-    killed = {"learner": 0, "actor": 0}
-    with tempfile.TemporaryDirectory(prefix="gear-kill-") as temporary:
-        data, told = Path(temporary) / "data", Path(temporary) / "told"
-        first = [episode for number in range(FIRST) for episode in episodes(number)]
-        go.convert(go.from_episodes(first), data, quiet=True)
-        often = ["data.admit_every=1", "train.checkpoint_every=3", "evaluate.episodes=0"]
-        often.append(f"model.max_timestep={LONGEST}")
-        recipe = tiny_recipe(data, *often, f"train.steps={4 * arguments.kills}")
-        run, next_number = Path(temporary) / "run", 1000
-
-        def learner(kill_at: int) -> int:
-            work = partial(train, recipe, out=run, resume=True, quiet=True)
-            return begin(work, CHANGES, kill_at=kill_at)
-
-        def actor(kill_at: int) -> int:
-            return begin(partial(act, data, next_number, told), CHANGES, kill_at=kill_at)
-
-        while killed["learner"] < arguments.kills:
-            inside = killed["learner"] % 2
-            children = {
-                "actor": actor(generator.randint(1, 60) if inside else 0),
-                "learner": learner(generator.randint(1, 120) if inside else 0),
-            }
-            next_number += 1000
-            time.sleep(generator.uniform(0.05, 0.6))
-            for name, child in children.items():
-                os.kill(child, signal.SIGKILL)
-                status = status_of(child)
-                if status == -signal.SIGKILL:
-                    killed[name] += 1
-                elif name == "learner" and status == 0:  # complete: longer
-                    recipe = recipe.replace({"train.steps": recipe.train.steps + 100})
-                elif status > 0:
-                    sys.exit(f"a {name} failed")
-        if status_of(learner(0)) != 0:
-            sys.exit("the last learner failed")
-        with GrowingDataset(data, quiet=True) as growing:  # what is left
-            dataset = growing.admit(1 << 40)
-        numbers = [float(episode["rewards"][0]) for episode in dataset[len(first) :]]
-        if len(set(numbers)) != len(numbers):
-            broken.append("an episode was admitted twice")
-        whole = {int(line) for line in told.read_text().split()}
-        if missing := whole - {int(number) for number in numbers}:
-            broken.append(f"appended and lost: {sorted(missing)[:5]}")
-        for place, episode in enumerate(dataset[len(first) :]):
-            number = int(episode["rewards"][0])
-            wanted = episodes(number)[round(4 * (numbers[place] - number))]
-            if any(not np.array_equal(episode[name], wanted[name]) for name in episode):
-                broken.append(f"episode {number} has changed")
-        left = sorted(p.name for p in (data / "incoming").iterdir())
-        broken += [f"left: {name}" for name in left]
-        train(recipe.replace({"data.replay": True}), out=run.with_name("again"), quiet=True)
-        if learnt(run.with_name("again"))["model"] != learnt(run)["model"]:
-            broken.append("the replayed run learnt something else")
-    figures = {"admissions": growing.admissions, "episodes": len(numbers)}
-    return finish(began, broken, kills=killed, **figures)
+    data, told, run, broken = folder / "data", folder / "told", folder / "run", list[str]()
+    first = [episode for number in range(FIRST) for episode in episodes(number)]
+    go.convert(go.from_episodes(first), data, quiet=True)
+    often = ["data.admit_every=1", "train.checkpoint_every=3", "evaluate.episodes=0"]
+    often.append(f"model.max_timestep={LONGEST}")
+    recipe = tiny_recipe(data, *often, f"train.steps={4 * options.kills}")
+    recipe = kill_many(data, told, recipe, options)
+    if status_of(start(recipe, run)) != 0:
+        sys.exit("the last learner failed")
+    with GrowingDataset(data, quiet=True) as growing:  # what is left
+        dataset = growing.admit(1 << 40)
+    grown = dataset[len(first) :]
+    numbers = [float(episode["rewards"][0]) for episode in grown]
+    if len(set(numbers)) != len(numbers):
+        broken.append("an episode was admitted twice")
+    if missing := {int(line) for line in told.read_text().split()} - set(map(int, numbers)):
+        broken.append(f"appended and lost: {sorted(missing)[:5]}")
+    for number, episode in zip(numbers, grown, strict=True):
+        wanted = episodes(int(number))[round(4 * (number % 1))]
+        if any(not np.array_equal(episode[name], wanted[name]) for name in episode):
+            broken.append(f"episode {number} has changed")
+    broken += [f"left: {path.name}" for path in (data / "incoming").iterdir()]
+    train(recipe.replace({"data.replay": True}), out=folder / "again", quiet=True)
+    if learnt(folder / "again")["model"] != learnt(run)["model"]:
+        broken.append("the replayed run learnt something else")
+    return {"admissions": growing.admissions, "episodes": len(numbers)}, broken
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program(__doc__, judge, kills=200, seed=5)

@@ -4,7 +4,7 @@ Half of the kills strike inside a call that changes files (where a checkpoint ha
 show), half after a random time.  The run goes on with ``--resume`` until it is complete; weights,
 moments, metrics and evaluations must then equal those of a run that nobody killed, bit for bit.
 Everything is done in forked children of a process that never computes, so that each starts with
-all imported and no threads.  Prints one JSON document.
+all imported and no threads.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import random
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from tests.training_support import (
     tiny_data,
     tiny_recipe,
 )
-from tests.trust.kills import begin, finish, shared_memory, status_of
+from tests.trust.kills import Judged, begin, program, status_of
 
 CHANGES = {  # calls that change files
     os: ("fsync", "rename", "replace", "symlink", "truncate", "mkdir", "write"),
@@ -39,7 +38,6 @@ CHANGES = {  # calls that change files
 
 def start(data: Path, run: Path, *overrides: str, kill_at: int = 0) -> int:
     """Train in a child, from where the run stands; return the child."""
-
     recipe = tiny_recipe(data, *overrides)
     work = partial(train, recipe, out=run, resume=True, quiet=True)
     return begin(work, CHANGES, kill_at=kill_at)
@@ -65,40 +63,29 @@ def kill_many(data: Path, run: Path, *overrides: str, kills: int, seed: int) -> 
         killed += 1
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=11)
-    parser.add_argument("--background", action="store_true", help="with evaluations under way")
-    arguments = parser.parse_args()
+def judge(options: argparse.Namespace, folder: Path) -> Judged:
     gear_offline.runs.report.write_report = lambda run, **_: Path(run)
-    before, began, broken = shared_memory(), time.monotonic(), []
+    data, broken = tiny_data(folder), list[str]()
     overrides: tuple[str, ...] = ()
-    with tempfile.TemporaryDirectory(prefix="gear-kill-") as temporary:
-        folder = Path(temporary)
-        data = tiny_data(folder)
-        register_environment()
-        if status_of(start(data, folder / "whole")) != 0:
-            sys.exit("the run that nobody kills failed")
-        whole = learnt(folder / "whole")
-        if arguments.background:  # results come some steps after their evaluation began
-            register_importable()
-            overrides = ("evaluate.background=on", "train.keep_checkpoints=1")
-            FakePool.delay = 4
-            gear_offline.runs.evaluations.POLL_SECONDS = 0.0
-            vars(gear_offline.runs.evaluations)["WorkerPool"] = FakePool
-        runs = kill_many(
-            data, folder / "killed", *overrides, kills=arguments.kills, seed=arguments.seed
-        )
-        for run in runs:
-            result = learnt(run)
-            if any(result[key] != whole[key] for key in whole if key != "recipe"):
-                broken.append(f"{run.name} learnt something else")
-            if list((run / "checkpoints").glob(".*")):
-                broken.append(f"{run.name} keeps leftovers")
-    broken += sorted(shared_memory() - before)
-    return finish(began, broken, kills=arguments.kills, runs=len(runs))
+    register_environment()
+    if status_of(start(data, folder / "whole")) != 0:
+        sys.exit("the run that nobody kills failed")
+    whole = learnt(folder / "whole")
+    if options.background:  # with evaluations under way, whose results come some steps later
+        register_importable()
+        overrides = ("evaluate.background=on", "train.keep_checkpoints=1")
+        FakePool.delay = 4
+        gear_offline.runs.evaluations.POLL_SECONDS = 0.0
+        vars(gear_offline.runs.evaluations)["WorkerPool"] = FakePool
+    runs = kill_many(data, folder / "killed", *overrides, kills=options.kills, seed=options.seed)
+    for run in runs:
+        result = learnt(run)
+        if any(result[key] != whole[key] for key in whole if key != "recipe"):
+            broken.append(f"{run.name} learnt something else")
+        if list((run / "checkpoints").glob(".*")):
+            broken.append(f"{run.name} keeps leftovers")
+    return {"kills": options.kills, "runs": len(runs)}, broken
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program(__doc__, judge, kills=60, seed=11, background=False)

@@ -1,14 +1,37 @@
-"""Children that kill themselves inside a chosen call, and what a killed program leaves behind."""
+"""What the programs share: options, children that kill themselves, what a killed one leaves."""
 
+import argparse
 import json
 import os
 import signal
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 Calls = Mapping[Any, Sequence[str]]  # functions by module
+Judged = tuple[dict[str, Any], list[str]]  # figures, broken promises
+
+
+def program(
+    text: str | None, judge: Callable[[argparse.Namespace, Path], Judged], **defaults: Any
+) -> NoReturn:
+    """Do ``judge(options, folder)``; print what it found as one JSON document, and exit."""
+    parser = argparse.ArgumentParser(description=text)
+    for name, value in defaults.items():
+        kind: dict[str, Any] = {"action": "store_true"} if value is False else {"type": type(value)}
+        if isinstance(value, list):
+            kind = {"type": int, "nargs": "*"}
+        parser.add_argument(f"--{name.replace('_', '-')}", default=value, **kind)
+    options, before, began = parser.parse_args(), shared_memory(), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="gear-trust-") as folder:
+        figures, broken = judge(options, Path(folder))
+    broken += sorted(shared_memory() - before)
+    seconds = round(time.monotonic() - began, 1)
+    print(json.dumps({**figures, "seconds": seconds, "broken": broken}, indent=1))
+    sys.exit(1 if broken else 0)
 
 
 def kill_in_call(number: int, calls: Calls) -> None:
@@ -53,49 +76,26 @@ def status_of(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def finish(began: float, broken: Sequence[str], **figures: Any) -> int:
-    """Print the document of a program that began then; return its exit status."""
-    seconds = round(time.monotonic() - began, 1)
-    print(json.dumps({**figures, "seconds": seconds, "broken": list(broken)}, indent=1))
-    return 1 if broken else 0
-
-
 def shared_memory() -> set[str]:
     """Return the names of our shared memory and semaphores on this machine."""
     return {str(path) for path in Path("/dev/shm").glob("*gear*") if path.is_file()}
 
 
-def session_processes(session: int) -> list[int]:
-    """Return the live processes of a session; zombies wait for whoever adopted them."""
-    processes = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            processes.append(int(path.parent.name))
-    return processes
-
-
-def is_gone(pid: int, *, seconds: float = 30.0) -> bool:
-    """Return whether a process ends within `seconds`."""
+def is_gone(number: int, *, session: bool = False, seconds: float = 30.0) -> bool:
+    """Return whether a process, or all of a session, end in time; zombies are gone."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
+        files = Path("/proc").glob("[0-9]*/stat" if session else f"{number}/stat")
+        states = [_after_name(file) for file in files]
+        if not any(s and s[0] != "Z" and (not session or int(s[3]) == number) for s in states):
             return True
-        time.sleep(0.02)
+        time.sleep(0.01)
     return False
 
 
-def wait_until_gone(session: int, *, seconds: float = 30.0) -> bool:
-    """Return whether all processes of a session end within `seconds`."""
-    deadline = time.monotonic() + seconds
-    while session_processes(session):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
+def _after_name(file: Path) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on, nothing of a process that is gone."""
+    try:
+        return file.read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
