@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from math import prod
 from types import SimpleNamespace
 from typing import cast
 
@@ -25,10 +24,9 @@ from gear_offline.errors import InputError
 from gear_offline.loaders.recipes import open_data, recipe_sampler
 from gear_offline.runs.checks import check_selection
 from gear_offline.sampling import Prioritized
-from gear_offline.tables.fields import is_image
-from gear_offline.tables.joint import TableData, parts_of
+from gear_offline.tables.joint import TableData
 from gear_offline.tables.table import TableOptions, plan_groups
-from gear_offline.training.model import ModelSizes
+from gear_offline.training.model import ModelSizes, data_sizes
 
 SHARD_BYTES = 256 << 20  # as `convert` makes them
 MOST_SHARDS = 1 << 20  # that are planned one by one
@@ -112,7 +110,7 @@ def make_workload(
         row_bytes=rows,
         window_bytes=window,
         reads=len(groups),
-        sizes=_sizes(source, described=described),
+        sizes=data_sizes(source, choices=DISCRETE_ACTIONS if described else None),
         longest=int(source.episodes.lengths.max()),
         learns=learns,
     )
@@ -137,19 +135,3 @@ def _describe(text: str) -> SimpleNamespace:
     unit = {c.name: SimpleNamespace(mean=np.zeros(c.shape), std=np.ones(c.shape)) for c in columns}
     lengths = np.full(EPISODES, LENGTH, np.int64)
     return SimpleNamespace(spec=spec, episodes=EpisodeIndex(lengths), statistics=unit, checked=True)
-
-
-def _sizes(source: TableData, *, described: bool) -> ModelSizes:
-    """Return the model's sizes; discrete actions that are only described are taken for 18."""
-    states, actions = source.spec["observations"], source.spec["actions"]
-    discrete = actions.dtype.kind in "iub"
-    choices = DISCRETE_ACTIONS
-    if discrete and not described:
-        actions_of = (part.dataset.statistics["actions"] for part in parts_of(source))
-        choices = 1 + max(int(moments.max.max()) for moments in actions_of)
-    return ModelSizes(
-        state_dim=prod(states.shape),
-        action_dim=choices if discrete else prod(actions.shape),
-        discrete=discrete,
-        frame_shape=states.shape if is_image(states) else (),
-    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import partial
-from math import isclose, prod
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from gear_offline.sources import open_source
 from gear_offline.sources.uri import was_read_from
 from gear_offline.tables.fields import STATES, is_image, standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData
-from gear_offline.training.model import ModelSizes
+from gear_offline.training.model import ModelSizes, data_sizes
 from gear_offline.training.policies import find_trained
 
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -223,7 +223,7 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         what = "the data have no rewards, and the Decision Transformer is asked for returns"
         remedy = "give it goals (loader.goals={future: 1.0}), or add a column rewards to the source"
         raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
-    sizes, environment = _sizes(dataset), recipe.evaluate.environment or dataset.environment_id
+    sizes, environment = data_sizes(dataset), recipe.evaluate.environment or dataset.environment_id
     longest, facts = int(dataset.episodes.lengths.max()), None
     if recipe.evaluate.episodes > 0:
         resolve_device(recipe.evaluate.device, where="evaluate.device")
@@ -284,25 +284,6 @@ def _probe_environment(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> Envi
     if dataset.environment_id not in (None, name):
         say(f"evaluation in {name}; the data are of {dataset.environment_id}", quiet=quiet)
     return facts
-
-
-def _sizes(dataset: Dataset) -> ModelSizes:
-    """Return the sizes that the columns show; of discrete actions those that occur."""
-    observations, actions = dataset.spec["observations"], dataset.spec["actions"]
-    discrete = actions.dtype.kind in "iub"
-    lowest = float(dataset.statistics["actions"].min.min())
-    if discrete and (prod(actions.shape) != 1 or lowest < 0):
-        what = f"integer actions of per-step shape {actions.shape} from {lowest:g} on are not the "
-        what += "numbers of one discrete choice"
-        remedy = "store one number from 0 a step, or store continuous actions as float32"
-        raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
-    highest = int(dataset.statistics["actions"].max.max()) + 1 if discrete else 0
-    return ModelSizes(
-        state_dim=prod(observations.shape),
-        action_dim=highest if discrete else prod(actions.shape),
-        discrete=discrete,
-        frame_shape=observations.shape if is_image(observations) else (),
-    )
 
 
 def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:

@@ -20,6 +20,8 @@ from gear_offline.models.decision_transformer import (
     trainable_parameters,
 )
 from gear_offline.models.multitask import ModelTask
+from gear_offline.tables.fields import STATES, is_image
+from gear_offline.tables.joint import TableData, data_name, parts_of
 from gear_offline.training.cost import has_half_gradients
 from gear_offline.training.parallel import Parallel, choose_parallel, shard_model, take_over
 
@@ -33,6 +35,27 @@ class ModelSizes:
     discrete: bool
     frame_shape: tuple[int, ...] = ()  # of an observation that is one: (h, w) or (h, w, colours)
     tasks: tuple[ModelTask, ...] = ()  # of a recipe of several
+
+
+def data_sizes(source: TableData, *, choices: int | None = None) -> ModelSizes:
+    """Return the sizes that columns show; of discrete actions, by default, those that occur."""
+    states, actions = source.spec[STATES], source.spec["actions"]
+    discrete, width = actions.dtype.kind in "iub", prod(actions.shape)
+    if discrete and choices is None:
+        found = [part.dataset.statistics["actions"] for part in parts_of(source)]
+        lowest = min(float(one.min.min()) for one in found)
+        choices = 1 + max(int(one.max.max()) for one in found)
+        if width != 1 or lowest < 0:
+            what = f"integer actions of per-step shape {actions.shape} from {lowest:g} on are not "
+            what += "the numbers of one discrete choice"
+            remedy = "store one number from 0 a step, or store continuous actions as float32"
+            raise InputError("COLUMN", what, where=data_name(source), remedy=remedy)
+    return ModelSizes(
+        state_dim=prod(states.shape),
+        action_dim=choices if discrete and choices else width,
+        discrete=discrete,
+        frame_shape=states.shape if is_image(states) else (),
+    )
 
 
 def sizes_of(model: DecisionTransformer) -> ModelSizes:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -169,19 +168,11 @@ def find_trained(
         what, remedy = f"{path} is one policy", "leave the choice of a checkpoint out"
         raise InputError("USAGE", what, where="checkpoint", remedy=remedy)
     model, file = read_policy(path)
-    loader: dict[str, Any] = {
-        "context_length": file.context_length,
-        "returns_scale": file.returns_scale,
-        "goals": file.goals and file.goals.model_dump(),
-    }
-    evaluate = {
-        "environment": file.environment,
-        "reference": file.reference,
-        "targets": list(file.targets) or None,
-    }
-    recipe = Recipe.parse(
-        {"name": "policy", "loader": loader, "evaluate": evaluate}, where=str(path)
-    )
+    loader = file.model_dump(include={"context_length", "returns_scale", "goals"})
+    evaluate = file.model_dump(include={"environment", "reference"})
+    evaluate["targets"] = list(file.targets) or None
+    options = {"name": "policy", "loader": loader, "evaluate": evaluate}
+    recipe = Recipe.parse(options, where=str(path))
     mean, std = (None if n is None else np.array(n) for n in (file.state_mean, file.state_std))
     return TrainedModel(model, recipe, mean, std, file)
 
