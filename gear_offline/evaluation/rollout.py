@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, Protocol
@@ -103,9 +103,12 @@ class Environments(Closing):
         goals: bool = False,
     ) -> None:
         self._workers: list[Worker] = []
-        self._made = [make_environment(environment_id)]  # slot -> environment; one to look at
         with ExitStack() as stack:
-            stack.callback(self._close_made)
+
+            def make() -> Any:
+                return stack.enter_context(closing(make_environment(environment_id)))
+
+            self._made = [make()]  # slot -> environment; one to look at
             self.facts = describe(self._made[0], environment_id)
             self.groups = np.array_split(np.arange(count), 2 if count >= SLOTS_FOR_GROUPS else 1)
             known, record = known_of(environment_id), _record(self.facts, goals)
@@ -115,7 +118,7 @@ class Environments(Closing):
                 processes = 1 if few else min(usable_cores(), -(-count // SLOTS_OF_A_WORKER))
             processes = min(processes, count)
             if processes == 1 or known is None:
-                self._made += [make_environment(environment_id) for _ in range(count - 1)]
+                self._made += [make() for _ in range(count - 1)]
                 self.slots = np.zeros(count, record)
             else:
                 # without a name: nothing stays of it when this process is killed
@@ -150,10 +153,6 @@ class Environments(Closing):
         slots = self.groups[group]
         busy = slots[self.slots["todo"][slots] != IDLE]
         return [self._workers[number] for number in np.unique(busy % len(self._workers))]
-
-    def _close_made(self) -> None:
-        for environment in self._made:
-            environment.close()
 
     def close(self) -> None:
         self._stack.close()

@@ -20,7 +20,7 @@ from gear_offline.training.checkpoint import (
     remove_checkpoint,
     remove_leftovers,
 )
-from gear_offline.training.metrics import truncate_records
+from gear_offline.training.metrics import FILES, truncate_records
 
 NEGLIGIBLE = {LOCK, ".recipe.yaml.partial"}  # a kill leaves them before the run has begun
 OWN_FILES = ("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "summary.json", "report.md", "id")
@@ -43,13 +43,6 @@ def default_run_path(recipe: Recipe) -> Path:
     return Path("runs") / f"{recipe.name}-s{recipe.seed}"
 
 
-def run_in(recipe: str | Path) -> Path | None:
-    """Return the run directory that a recipe was named by: itself, or its ``recipe.yaml``."""
-    place = Path(recipe)
-    folder = place.parent if place.name == "recipe.yaml" and place.is_file() else place
-    return folder if is_run(folder) else None
-
-
 def places(
     named: Recipe | str | os.PathLike[str],
     recipe: Recipe,
@@ -60,10 +53,13 @@ def places(
 ) -> tuple[Path, Path | None]:
     """Return where the run of a `recipe` goes, and the checkpoint that it begins with.
 
-    It was `named` by itself, a file or a run, which is resumed where it lies; the checkpoint is
-    that run's.
+    It was `named` by itself, a file or a run (or its ``recipe.yaml``), which is resumed where it
+    lies; the checkpoint is that run's.
     """
-    run = None if isinstance(named, Recipe) else run_in(os.fspath(named))
+    run = None
+    if not isinstance(named, Recipe):
+        folder = Path(named).parent if Path(named).name == "recipe.yaml" else Path(named)
+        run = folder if is_run(folder) else None
     place = None if out is None else given_path(out, "OUTPUT_WRITE", where="out")
     if checkpoint is None:
         return place or (run if resume and run else default_run_path(recipe)), None
@@ -139,7 +135,7 @@ class RunDirectory(HeldDirectory):
     def branch(self, recipe: Recipe, start: Path) -> Path:
         """Make this the run of the checkpoint `start` as it was then; `begin` cuts its records."""
         write_file(self.path / "recipe.yaml", recipe.to_yaml().encode())
-        for name in ("metrics.jsonl", "evaluations.jsonl"):
+        for name in FILES:
             if (start.parents[1] / name).is_file():
                 shutil.copyfile(start.parents[1] / name, self.path / name)
         partial = self.checkpoints / f".partial-{start.name}"

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from gear_offline.core.files import check_new_file, write_file, writing
-from gear_offline.errors import InputError, UnavailableError
+from gear_offline.errors import InputError
 from gear_offline.models.policy import Policy
+from gear_offline.sources.base import package_needed
 from gear_offline.training.policies import load_policy
 
 __all__ = ["export_policy"]
@@ -81,12 +82,9 @@ def export_policy(
         policy = load_policy(policy, task, device="cpu")
     if target.suffix != ".onnx":
         return policy.save(target, overwrite=overwrite)
-    try:
+    with package_needed("an ONNX file", "onnx"):
         import onnx
         import onnxscript  # noqa: F401 - what torch exports with
-    except ImportError as error:
-        what, remedy = f"the export needs {error.name}", "pip install 'gear-offline[onnx]'"
-        raise UnavailableError("PACKAGE_MISSING", what, remedy=remedy) from error
     graph = _ActingModel(policy).eval()
     length = max(2, policy.context_length)  # a size of 1 would become a constant of the graph
     steps = torch.export.Dim("L", min=1, max=length)
