@@ -84,13 +84,8 @@ def make_workload(
         sampler = recipe_sampler(recipe, source)
         learns = sampler.loss_sampler is not None
         shares, weights = shard_weights(source), shard_weights(source, sampler.episode_weight)
-    options = TableOptions(
-        context_length=loader.context_length,
-        normalize_states=loader.normalize_states,
-        frame_stack=loader.frame_stack,
-    )
     rows, window = 0, 0
-    groups = plan_groups(source, options)
+    groups = plan_groups(source, TableOptions.of(loader.model_dump()))
     for group in groups:
         row = group.width * group.dtype.itemsize
         history = max((field.history for field in group.fields.values()), default=0)
