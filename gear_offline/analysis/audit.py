@@ -33,16 +33,27 @@ CLIPPED_SHARE = 0.05  # of steps that lie exactly on an element's extreme
 OUTLIER = 50.0  # standard deviations from the mean
 SAME_LENGTH = 5  # episodes that end as terminated at the greatest length
 EXAMPLES = 5  # places that a finding names
+CHECKS = {  # what is counted, and what to do
+    "boundary": ("step", "look at the source's flags, or convert with another --rule"),
+    "clipped": ("element", "expected of clipped actions; a tanh head reaches its ends slowly"),
+    "outlier": ("element", "look at these steps: a simulation may have diverged"),
+    "repeated": ("episode", "expected of joined datasets; else they weigh more than others"),
+    "nonfinite": ("value", "leave these episodes out, or repair the source"),
+    "constant": ("element", "harmless for training; check the source if they should change"),
+    "ending": ("episode", "harmless for the Decision Transformer; Q-learning needs true flags"),
+    "bounds": ("element", "clip them at the source; the environment would"),
+    "shared": ("episode", "expected of medium-expert; else evaluation data may have leaked"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """Something that looks wrong."""
 
-    check: str  # boundary, ending, constant, clipped, bounds, outlier, nonfinite, repeated, shared
+    check: str  # one of `CHECKS`
     what: str  # a sentence
     remedy: str  # another one
-    count: int  # steps, elements or episodes concerned
+    count: int  # steps, elements, episodes or values concerned
     places: tuple[tuple[int, ...], ...] = ()  # the first: (episode, step), (episode,) or (element,)
 
 
@@ -122,16 +133,11 @@ def audit(
             steps.read(number, episode)
             progress.advance()
         for other in others:
-            theirs = set()
-            for episode in other.iter_episodes(columns=[n for n in COMPARED if n in other.spec]):
-                theirs.add(_digest(episode))
-                progress.advance()
-            shared += _found(
-                "shared",
-                [e for e, digest in enumerate(steps.digests) if digest in theirs],
-                f"of {len(data):,} are in {other.path} too",
-                "expected of medium-expert and medium; else evaluation data may have leaked",
-            )
+            columns = [name for name in COMPARED if name in other.spec]
+            theirs = {_digest(episode) for episode in other.iter_episodes(columns=columns)}
+            both = [e for e, digest in enumerate(steps.digests) if digest in theirs]
+            shared += _found("shared", both, f"of {len(data):,} are in {other.path} too")
+            progress.advance(len(other))
     return Audit(
         path=str(data.path),
         episodes=len(data),
@@ -181,51 +187,25 @@ class _Steps:
                 self._outliers[name].setdefault(element, place)
 
     def findings(self) -> Iterator[Finding]:
-        yield from _found(
-            "boundary",
-            self._jumps,
-            "inside episodes go farther than the data's own steps: an episode boundary may be "
-            "missing before",
-            "look at the source's flags, or convert with another --rule",
-            noun="step",
-        )
+        what = "inside episodes go farther than the data's own steps: an episode boundary may be "
+        yield from _found("boundary", self._jumps, what + "missing before")
         shares = np.atleast_1d(self._clipped) / self._data.spec.steps
-        yield from _found(
-            "clipped",
-            np.flatnonzero(shares > CLIPPED_SHARE),
-            f"of actions lie on their extreme in up to {shares.max():.0%} of the steps",
-            "expected of clipped actions; a tanh head reaches its ends slowly",
-            noun="element",
-        )
+        what = f"of actions lie on their extreme in up to {shares.max():.0%} of the steps"
+        yield from _found("clipped", np.flatnonzero(shares > CLIPPED_SHARE), what)
         for name, first in self._outliers.items():
-            yield from _found(
-                "outlier",
-                first.values(),
-                f"of {name} reach more than {OUTLIER:g} standard deviations from their mean",
-                "look at these steps: a simulation may have diverged",
-                noun="element",
-            )
+            what = f"of {name} reach more than {OUTLIER:g} standard deviations from their mean"
+            yield from _found("outlier", first.values(), what)
         times = Counter(self.digests)
-        yield from _found(
-            "repeated",
-            [e for e, digest in enumerate(self.digests) if times[digest] > 1],
-            "are in the dataset more than once",
-            "expected of joined datasets; else they weigh more than others",
-        )
+        several = [e for e, digest in enumerate(self.digests) if times[digest] > 1]
+        yield from _found("repeated", several, "are in the dataset more than once")
 
 
 def _columns(data: Dataset) -> Iterator[Finding]:
     for name, facts in data.statistics.items():
-        if count := facts.nonfinite:
-            what = f"{name} has {count_text(count, 'value')} NaN or infinite"
-            remedy = "leave these episodes out, or repair the source"
-            yield Finding(check="nonfinite", what=what, remedy=remedy, count=count)
+        yield from _found("nonfinite", (), f"of {name} are NaN or infinite", count=facts.nonfinite)
         if name in COMPARED:
             constant = np.flatnonzero(facts.std.reshape(-1) == 0)
-            remedy = "harmless for training; check the source if they should change"
-            yield from _found(
-                "constant", constant, f"of {name} never change", remedy, noun="element"
-            )
+            yield from _found("constant", constant, f"of {name} never change")
 
 
 def _endings(data: Dataset) -> Iterator[Finding]:
@@ -233,12 +213,10 @@ def _endings(data: Dataset) -> Iterator[Finding]:
     at_limit = np.flatnonzero((lengths == lengths.max()) & data.terminated)
     if at_limit.size >= SAME_LENGTH:
         what = f"of the greatest length, {lengths.max():,} steps, are said to have terminated: "
-        remedy = "if so, the source's time limits are flagged as terminals"
-        yield from _found("ending", at_limit, what + "that looks like a time limit", remedy)
+        yield from _found("ending", at_limit, what + "that looks like a time limit")
     open_ends = np.flatnonzero(~(data.terminated | data.truncated))
     if open_ends.size > 1:  # the last one is often cut
-        remedy = "harmless for the Decision Transformer; Q-learning must not take them as ends"
-        yield from _found("ending", open_ends, "end without a flag", remedy)
+        yield from _found("ending", open_ends, "end without a flag")
 
 
 def _bounds(data: Dataset) -> Iterator[Finding]:
@@ -259,18 +237,18 @@ def _bounds(data: Dataset) -> Iterator[Finding]:
     if beyond.size:
         what = f"of actions reach {low[beyond].min():.4g} to {high[beyond].max():.4g}; "
         what += f"{data.environment_id} takes {least.min():g} to {most.max():g}"
-        remedy = "clip them at the source; the environment would"
-        yield from _found("bounds", beyond, what, remedy, noun="element")
+        yield from _found("bounds", beyond, what)
 
 
 def _found(
-    check: str, places: Iterable[Any], what: str, remedy: str, *, noun: str = "episode"
+    check: str, places: Iterable[Any], what: str, *, count: int | None = None
 ) -> Iterator[Finding]:
-    """Yield what is wrong at `places`, numbers or tuples, if there are any."""
+    """Yield what is wrong at `places`, numbers or tuples, if there are any, or `count` of it."""
     every = [place if isinstance(place, tuple) else (int(place),) for place in places]
-    if every:
-        what, first = f"{count_text(len(every), noun)} {what}", tuple(every[:EXAMPLES])
-        yield Finding(check=check, what=what, remedy=remedy, count=len(every), places=first)
+    if count := len(every) if count is None else count:
+        (noun, remedy), first = CHECKS[check], tuple(every[:EXAMPLES])
+        what = f"{count_text(count, noun)} {what}"
+        yield Finding(check=check, what=what, remedy=remedy, count=count, places=first)
 
 
 def _moves(episode: Columns) -> Float64Array:

@@ -69,30 +69,21 @@ class Recipe(Section):
     def _problems(self) -> Iterator[str]:
         model, loader, train = self.model, self.loader, self.train
         if model.hidden_size % model.heads:
-            yield (
-                f"model.hidden_size must be a multiple of model.heads ({model.heads}), got "
-                f"{model.hidden_size}: try {-(-model.hidden_size // model.heads) * model.heads}"
-            )
+            near = -(-model.hidden_size // model.heads) * model.heads
+            what = f"model.hidden_size must be a multiple of model.heads ({model.heads})"
+            yield f"{what}, got {model.hidden_size}: try {near}"
         if loader.batch_size % train.accumulate:
-            yield (
-                f"train.accumulate must divide loader.batch_size ({loader.batch_size}), "
-                f"got {train.accumulate}"
-            )
+            what = f"train.accumulate must divide loader.batch_size ({loader.batch_size})"
+            yield f"{what}, got {train.accumulate}"
         if train.deterministic and train.compile == "on":
-            yield (
-                "train.compile=on and train.deterministic exclude each other: compiled kernels are "
-                "chosen by timing them, use train.compile=auto"
-            )
+            yield "train.compile=on (it times kernels) and train.deterministic exclude each other"
         if model.max_timestep is not None and model.max_timestep < loader.context_length:
-            yield (
-                f"model.max_timestep must be at least loader.context_length "
-                f"({loader.context_length}), got {model.max_timestep}: raise it to the longest "
-                "episode, or null for that of the data"
-            )
+            need = f"at least loader.context_length ({loader.context_length})"
+            remedy = "raise it to the longest episode, or null for that of the data"
+            yield f"model.max_timestep must be {need}, got {model.max_timestep}: {remedy}"
         if self.data.tasks and (train.init is not None or model.policy == "gaussian"):
             yield "train.init and model.policy=gaussian are for one task, data.tasks for several"
-        every = self.data.admit_every
-        limiter = self.data.limiter
+        every, limiter = self.data.admit_every, self.data.limiter
         if every is not None and limiter and limiter.samples_per_insert:
             low, high = limiter.allowed(0)
             least = max(every * loader.batch_size, limiter.samples_per_insert)
@@ -107,10 +98,8 @@ class Recipe(Section):
             yield "loader.goals and data.admit_every exclude each other: goals need fixed data"
         for leaf in ("environment", "reference", "targets") if self.data.tasks else ():
             if getattr(self.evaluate, leaf) is not None:
-                yield (
-                    f"evaluate.{leaf} and data.tasks exclude each other: "
-                    f"say {leaf} in each task, as data.tasks.NAME.{leaf}"
-                )
+                what = f"evaluate.{leaf} and data.tasks exclude each other"
+                yield f"{what}: say {leaf} in each task, as data.tasks.NAME.{leaf}"
 
     def of_task(self, name: str) -> Recipe:
         """Return the recipe of one task alone, with what the tasks share."""
