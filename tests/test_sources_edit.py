@@ -219,4 +219,4 @@ def test_groups_are_renamed_and_arrays_of_the_user_stay(tmp_path: Path) -> None:
     with open_source(tmp_path / "d") as opened:
         both = ["observations=observations/a+observations/b"]
         manifest = convert(opened, tmp_path / "e", columns=both, map=lambda e: {}, quiet=True)
-    assert [str(c) for c in manifest.spec] == ["rewards float64", "observations float64[3]"]
+    assert [str(c) for c in manifest.spec] == ["observations float64[3]", "rewards float64"]

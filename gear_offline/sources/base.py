@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,6 @@ READ_BYTES = 8 << 20  # a read of about this size amortises the call
 MAX_NAME_CHARS = 200
 DIFFERS = "give every step the same shape and dtype; if the source has changed, open it again"
 
-Stored = TypeVar("Stored")
 Kinds = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]  # dtype and step shape by column
 
 
@@ -183,6 +182,8 @@ class Source(Closing):
         Provenance.
     preferred
         Rows per read that suit the storage, by name of the source; default about 8 MiB.
+    usual
+        Columns that are made of others unless these are asked for: ``{"actions": "action"}``.
     by_piece
         Read all columns of a piece before those of the next: a read loads a whole piece.
 
@@ -211,6 +212,7 @@ class Source(Closing):
         truncated: npt.ArrayLike | None = None,
         info: SourceInfo,
         preferred: Mapping[str, int] | None = None,
+        usual: Mapping[str, str] | None = None,
         by_piece: bool = False,
     ) -> None:
         columns = {  # a reward or flag of shape (1,) is one number
@@ -219,6 +221,7 @@ class Source(Closing):
         }
         names = legal_names(columns)
         self._stored = {new: old for old, new in names.items()}
+        self.usual = usual or {}
         self._pieces = tuple(pieces)
         self._firsts = np.cumsum([0, *(piece.steps for piece in pieces)], dtype=np.int64)
         self._preferred = preferred or {}
@@ -282,6 +285,11 @@ class Source(Closing):
             start, index = end, index + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
+    def named(self, stored: str) -> str:
+        """Return the column, or group of columns, that the format calls `stored`."""
+        columns = {old: new for new, old in self._stored.items()}
+        return columns.get(stored) or legal_names([stored])[stored]
+
     def preferred_rows(self, column: str) -> int:
         """Rows per read that suit the storage (a multiple of its chunks); at least 1."""
         preferred = self._preferred.get(self._stored[column])
@@ -326,32 +334,9 @@ def legal_names(names: Iterable[str]) -> dict[str, str]:
     return columns
 
 
-def renamed(
-    stored: Mapping[str, Stored], names: Mapping[str, str], where: Path | str
-) -> dict[str, Stored]:
-    """Return what is stored by column name; one that already has a given name is hidden.
-
-    A name that stands for a group moves all that is below it.  Several, ``"a + b"``, become leaves
-    of the new one, ``new/0`` and ``new/1``: a reader takes them for it.
-    """
-    columns: dict[str, Stored] = {}
-    moved: set[str] = set()
-    leaves = [(new, [old.strip().strip("/") for old in o.split("+")]) for new, o in names.items()]
-    for to, old in [
-        (new if len(olds) == 1 else f"{new}/{index}", old)
-        for new, olds in leaves
-        for index, old in enumerate(olds)
-    ]:
-        parts = [n for n in stored if n == old or n.startswith(f"{old}/")]
-        if not parts:
-            what, remedy = f"no {old!r} to take as {to!r}", f"found: {some_names(stored)}"
-            raise InputError("COLUMN", what, where=str(where), remedy=remedy)
-        moved.update(parts)
-        columns |= {to + name.removeprefix(old): stored[name] for name in parts}
-    hidden = tuple(f"{new}/" for new in names)
-    taken = moved | columns.keys() | names.keys()
-    rest = {n: one for n, one in stored.items() if n not in taken and not n.startswith(hidden)}
-    return columns | rest
+def parts_of(text: str) -> list[str]:
+    """Return the columns that ``"a + b"`` names."""
+    return [part.strip().strip("/") for part in text.split("+")]
 
 
 def common_columns(

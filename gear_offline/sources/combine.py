@@ -28,8 +28,7 @@ from gear_offline.sources.base import (
     SourceInfo,
     common_columns,
     kinds_of,
-    legal_names,
-    renamed,
+    parts_of,
     some_names,
 )
 
@@ -143,24 +142,27 @@ def _check_open(source: object) -> None:
         raise InputError("SOURCE_READ", what, remedy=remedy)
 
 
-def with_columns(
-    source: Source, names: Mapping[str, str] | None, *, by_reader: bool = False
-) -> Source:
+def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
     """Return `source` with columns under other names, or several side by side: ``{"x": "a + b"}``.
 
-    `by_reader` says that its reader has called `renamed`, so that only the latter is left to do.
+    A name of a group stands for all columns below it; a column that has a new name is hidden.
     """
+    usual, names = source.usual, names or {}
+    names = {new: usual.get(old, old) for new, old in names.items()}
+    names |= {
+        new: old
+        for new, old in usual.items()
+        if new.removeprefix("next_") not in names and old not in names.values()
+    }
     if not names:
         return source
-    columns = {column.name: column for column in source.spec}
-    asked = {new: [part.strip() for part in old.split("+")] for new, old in names.items()}
-    if not by_reader:  # the name that the source has for one with a space, say, is its legal form
-        legal = {new: "+".join(legal_names([n])[n] for n in olds) for new, olds in asked.items()}
-        columns = renamed(columns, legal, source.info.uri)
-    several = {new: olds for new, olds in asked.items() if len(olds) > 1}
-    below = tuple(f"{new}/" for new in several)
-    parts = {new: [one] for new, one in columns.items() if not new.startswith(below)}
-    parts |= {n: [_part(columns, n, i, o) for i in range(len(o))] for n, o in several.items()}
+    parts: dict[str, list[ColumnSpec]] = {}
+    for new, old in names.items():
+        parts |= _taken(source, new, parts_of(old))
+    moved = {column.name for taken in parts.values() for column in taken} | names.keys()
+    below = tuple(f"{new}/" for new in names)
+    rest = [c for c in source.spec if c.name not in moved and not c.name.startswith(below)]
+    parts |= {column.name: [column] for column in rest}
     kinds = {
         new: (of[0].dtype, of[0].shape if len(of) == 1 else (sum(prod(o.shape) for o in of),))
         for new, of in parts.items()
@@ -173,7 +175,7 @@ def with_columns(
         return np.concatenate([part.reshape(stop - start, -1) for part in rows], axis=1)
 
     facts = source.info.attributes
-    made_of = {new: " + ".join(olds) for new, olds in asked.items()}
+    made_of = {new: " + ".join(parts_of(old)) for new, old in names.items()}
     return source.derived(
         [Piece(read=read, steps=source.spec.steps)],
         kinds,
@@ -182,12 +184,41 @@ def with_columns(
     )
 
 
-def observation_vectors(columns: Kinds, prefix: str, path: Path) -> dict[str, str]:
-    """Return what makes ``observations``, and ``next_observations``, where none are stored.
+def _taken(source: Source, new: str, olds: Sequence[str]) -> dict[str, list[ColumnSpec]]:
+    """Return the columns that make `new`, or each column of a group that gets this name."""
+    columns = {column.name: column for column in source.spec}
+    taken: list[ColumnSpec] = []
+    for old in olds:
+        name = source.named(old)
+        below = [n for n in columns if n == name or n.startswith(f"{name}/")]
+        if not below:
+            what, why = f"no {old!r} to take as {new!r}", source.info.attributes.get("left_out", {})
+            what += f": {why[old]}" if old in why else ""
+            found = f"found: {some_names(columns)}"
+            raise InputError("COLUMN", what, where=source.info.uri, remedy=found)
+        if len(olds) == 1:
+            return {new + n.removeprefix(name): [columns[n]] for n in below}
+        if name not in columns:
+            what = f"{old} is a group of {count_text(len(below), 'column')}"
+            remedy = f"name its parts: {'+'.join(below)}"
+            raise InputError("COLUMN", what, where=f"column {new}", remedy=remedy)
+        taken.append(columns[name])
+        dtype, shape = taken[-1].dtype, taken[-1].shape
+        if len(shape) > 1 or dtype != taken[0].dtype:
+            what = f"{old} is {dtype} {shape} a step: it makes no column of {taken[0].dtype}"
+            remedy = "put vectors and numbers of one dtype together"
+            raise InputError("COLUMN", what, where=f"column {new}", remedy=remedy)
+    return {new: taken}
+
+
+def observation_vectors(
+    columns: Kinds, prefix: str, path: Path, names: Mapping[str, str]
+) -> dict[str, str]:
+    """Return what makes ``observations``, and ``next_observations``, where there are none.
 
     The float vectors whose names begin with `prefix` are put side by side, in the order of names.
     """
-    if any(name.split("/")[0] == "observations" for name in columns):
+    if any(name.split("/")[0] == "observations" for name in (*columns, *names)):
         return {}
     stored = sorted(name for name in columns if name.startswith(prefix))
     vectors = [n for n in stored if columns[n][0].kind == "f" and len(columns[n][1]) <= 1]
@@ -197,28 +228,10 @@ def observation_vectors(columns: Kinds, prefix: str, path: Path) -> dict[str, st
         remedy = f"take one: --columns observations={(*stored, 'NAME')[0]},actions"
         raise InputError("COLUMN", what, where=str(path), remedy=remedy)
     following = [f"next_{name}" for name in used]
-    names = {"observations": " + ".join(used)}
+    made = {"observations": " + ".join(used)}
     if set(following) <= set(columns):
-        names["next_observations"] = " + ".join(following)
-    return names
-
-
-def _part(
-    columns: Mapping[str, ColumnSpec], new: str, index: int, olds: Sequence[str]
-) -> ColumnSpec:
-    """Return one of the columns that are put side by side as `new`, or refuse it (``COLUMN``)."""
-    old, name = olds[index], f"{new}/{index}"
-    if name not in columns:
-        below = [old + n.removeprefix(name) for n in columns if n.startswith(f"{name}/")]
-        what = f"{old} is a group of {count_text(len(below), 'column')}"
-        remedy = f"name its parts: {'+'.join(below)}"
-        raise InputError("COLUMN", what, where=f"column {new}", remedy=remedy)
-    part, dtype = columns[name], columns.get(f"{new}/0", columns[name]).dtype
-    if len(part.shape) > 1 or part.dtype != dtype:
-        what = f"{old} is {part.dtype} {part.shape} a step: it makes no column of {dtype}"
-        remedy = "put vectors and numbers of one dtype together"
-        raise InputError("COLUMN", what, where=f"column {new}", remedy=remedy)
-    return part
+        made["next_observations"] = " + ".join(following)
+    return made
 
 
 def dataset_source(dataset: Dataset) -> Source:

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gear_offline.core.text import count_text
+from gear_offline.core.types import Array
 from gear_offline.dataset.schema import is_step_shape
 from gear_offline.errors import InputError
-from gear_offline.sources.base import Kinds, Piece, Source, SourceInfo, renamed, some_names
+from gear_offline.sources.base import Kinds, Piece, Source, SourceInfo, parts_of, some_names
 from gear_offline.sources.d4rl import D4rlFile
 from gear_offline.sources.episode_ends import FLAGS, Read, default_rule, split_episodes
 from gear_offline.sources.hdf5 import Hdf5File
@@ -22,12 +23,11 @@ REQUIRED = ("observations", "actions", "rewards")
 
 def open_hdf5(file: Hdf5File, *, uri: str, rule: str | None, names: Mapping[str, str]) -> Source:
     """Open an HDF5 file of D4RL's or the generic layout; `uri` tells D4RL's family."""
-    found, attributes = renamed(file.datasets, names, file.path), file.attributes()
+    found, attributes = file.datasets, file.attributes()
     d4rl = D4rlFile.detect(uri.removeprefix("d4rl:"), attributes, found)
-    flags = [flag for flag in (("terminals", "timeouts") if d4rl else FLAGS) if flag in found]
-    optional = ("next_observations", *flags)
-    stored, left_out = find_columns(found, REQUIRED, optional, where=str(file.path))
-    columns = {name: file.column(found[name].path) for name in stored}
+    optional = ("next_observations", *(("terminals", "timeouts") if d4rl else FLAGS))
+    stored, left_out = find_columns(found, names, REQUIRED, optional, where=str(file.path))
+    columns = {name: file.column(name) for name in stored}
     facts: dict[str, Any] = {"attributes": attributes, "metadata": file.metadata()}
     if d4rl:
         facts |= {"family": d4rl.family.name, "family_from": d4rl.evidence}
@@ -36,6 +36,7 @@ def open_hdf5(file: Hdf5File, *, uri: str, rule: str | None, names: Mapping[str,
         {name: (column.dtype, column.shape[1:]) for name, column in columns.items()},
         lambda column, start, stop: columns[column].read(start, stop),
         columns[stored[0]].shape[0],
+        names=names,
         uri=uri,
         format="d4rl" if d4rl else "hdf5",
         rule=d4rl.rule if d4rl and rule is None else rule,
@@ -59,17 +60,27 @@ def flat_source(
     *,
     rule: str | None,
     where: str,
+    names: Mapping[str, str] | None = None,
     facts: Mapping[str, Any],
     notes: Sequence[str] = (),
     preferred: Mapping[str, int] | None = None,
     **info: Any,
 ) -> Source:
-    """Return a source of columns which a rule, or else the flags among them, cut into episodes."""
+    """Return a source of columns which a rule, or else the flags among them, cut into episodes.
+
+    A column that is to be named as a flag is one already; one that gives its name up stays one.
+    """
     warnings = list(notes)
+    flags = {new: old for new, old in (names or {}).items() if new in FLAGS and old in columns}
+    known = {name: name for name in columns if name not in flags.values()} | flags
     if rule is None:
-        rule, more = default_rule([flag for flag in FLAGS if flag in columns], where=where)
+        rule, more = default_rule([flag for flag in FLAGS if flag in known], where=where)
         warnings += more
-    ends = split_episodes(rule, columns, steps, read, where=where)
+
+    def read_flag(flag: str, start: int, stop: int) -> Array:
+        return read(known[flag], start, stop)
+
+    ends = split_episodes(rule, known, steps, read_flag, where=where)
     facts = {**facts, "unfinished_tail_steps": ends.tail_steps, "warnings": warnings}
     return Source(
         [Piece(read=read, steps=steps)],
@@ -82,22 +93,29 @@ def flat_source(
 
 
 def find_columns(
-    found: Mapping[str, Any], required: Sequence[str], optional: Sequence[str], *, where: str
+    found: Mapping[str, Any],
+    names: Mapping[str, str],
+    required: Sequence[str],
+    optional: Sequence[str],
+    *,
+    where: str,
 ) -> tuple[list[str], dict[str, str]]:
     """Return the columns of a file in the table's order, what is left out and why.
 
-    `found` has shape, rows and dtype of each array.  Columns are those that are needed, and all
-    others with as many rows; `optional` ones must have as many if they are there.
+    `found` has shape, rows and dtype of each array.  Columns are those that are needed, or are to
+    have their `names`, and all others with as many rows; `optional` ones must have as many if they
+    are there.
     """
     chosen: list[str] = []
     for column in (*required, *optional):
-        # of Dict observations the leaves
-        leaves = sorted(n for n in found if n == column or n.startswith(f"{column}/"))
+        leaves: list[str] = []  # of Dict observations
+        for part in parts_of(names.get(column, column)):
+            leaves += sorted(n for n in found if n == part or n.startswith(f"{part}/"))
         if not leaves and column in required:
             remedy = f"needed: {', '.join(required)}; found: {some_names(found)}; other "
             remedy += f"names: --columns {column}=NAME,...; other layouts: docs/how-to/convert.md"
             raise InputError("COLUMN", f"no dataset {column!r}", where=where, remedy=remedy)
-        chosen.extend(leaves)
+        chosen.extend(name for name in leaves if name not in chosen)
     count = found[chosen[0]].rows
     for name in chosen:
         rows = found[name].rows

@@ -35,9 +35,9 @@ from gear_offline.sources.base import (
     files_in,
     misfit,
     package_needed,
-    renamed,
+    parts_of,
 )
-from gear_offline.sources.combine import observation_vectors, with_columns
+from gear_offline.sources.combine import observation_vectors
 from gear_offline.sources.parquet import ParquetFile, is_numeric, step_rows
 
 INFO = Path("meta", "info.json")
@@ -72,11 +72,7 @@ def open_lerobot(path: Path, *, names: Mapping[str, str]) -> Source:
     path = path.absolute()
     reader = _Reader(path)
     info, groups, notes = reader.info, reader.groups, list[str]()
-    asked = {part.strip() for old in names.values() for part in old.split("+")}
-    stored, left_out = reader.columns(asked)
-    free = {new: old for new, old in NAMES.items() if new not in names and old in stored}
-    usual = {new: old for new, old in free.items() if old not in asked}
-    columns = renamed(stored, {**names, **usual}, path)
+    columns, left_out = reader.columns({p for old in names.values() for p in parts_of(old)})
 
     def read(group: Group, name: str, start: int, stop: int) -> Array:
         with damage_told("LeRobot", group.file.file.path, WRONG):
@@ -84,15 +80,17 @@ def open_lerobot(path: Path, *, names: Mapping[str, str]) -> Source:
 
     first = {name: read(groups[0], name, 0, 1) for name in columns}
     kinds: dict[str, Any] = {name: (rows.dtype, rows.shape[1:]) for name, rows in first.items()}
-    if "rewards" not in kinds:
+    rewards = names.get("rewards", NAMES["rewards"])
+    if rewards not in kinds:
         notes.append(NO_REWARDS + (SUCCESS if "next.success" in kinds else ""))
-    elif kinds["rewards"][0].kind == "b":
-        kinds["rewards"] = np.dtype(np.float32), ()
+    elif kinds[rewards][0].kind == "b":
+        kinds[rewards] = np.dtype(np.float32), ()
+    usual = {new: old for new, old in NAMES.items() if old in kinds}
     terminated, cut = reader.flags("next.done"), reader.flags("next.truncated")
     if terminated is None:
         notes.append(NO_DONE)
         terminated = np.zeros(reader.firsts.size, np.bool_)
-    source = Source(
+    return Source(
         [Piece(read=partial(read, g), first=g.first, steps=g.steps) for g in groups],
         kinds,
         lengths=np.diff(reader.bounds),
@@ -113,8 +111,8 @@ def open_lerobot(path: Path, *, names: Mapping[str, str]) -> Source:
             for name, (_, shape) in kinds.items()
             if len(shape) == 3
         },
+        usual=usual | observation_vectors(kinds, "observation.", path, names),
     )
-    return with_columns(source, observation_vectors(kinds, "observation.", path))
 
 
 class _Reader:

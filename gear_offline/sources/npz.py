@@ -26,7 +26,7 @@ from numpy.lib import format as npy
 from gear_offline.core.types import Array
 from gear_offline.dataset.schema import is_step_shape
 from gear_offline.errors import InputError
-from gear_offline.sources.base import InputFile, Source, damage_told, renamed
+from gear_offline.sources.base import InputFile, Source, damage_told
 from gear_offline.sources.episode_ends import ARTIFICIAL, SCALARS, TIME_FLAGS
 from gear_offline.sources.flat import find_columns, flat_source
 
@@ -100,7 +100,7 @@ def open_npz(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str]
     path = path.absolute()
     file = InputFile.find(path)
     left_out: dict[str, str] = {}
-    members = renamed(dict(_members(file, left_out)), names, path)
+    members = dict(_members(file, left_out))
     if "valids" in members:
         what = "a compact dataset of OGBench: two rows are flagged at each end"
         remedy = "give the file that ogbench downloads, or save with compact_dataset=False"
@@ -110,19 +110,19 @@ def open_npz(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str]
         "masks" in members or not {"rewards", *TIME_FLAGS} & set(members)
     )
     required = ("observations", "actions", *(() if ogbench else ("rewards",)))
-    optional = [name for name in SCALARS if name in members and name not in required]
-    chosen, others = find_columns(members, required, optional, where=str(path))
+    chosen, others = find_columns(members, names, required, SCALARS, where=str(path))
     return flat_source(
         {name: (members[name].dtype, members[name].shape[1:]) for name in chosen},
         lambda column, start, stop: members[column].read(start, stop),
         members[chosen[0]].rows,
+        names=names,
         uri=uri,
         format="ogbench" if ogbench else "npz",
         rule=rule or (ARTIFICIAL if ogbench else None),
         where=str(path),
         files=(file,),
         facts={"left_out": left_out | others},
-        notes=[NO_REWARDS] if "rewards" not in members else [],
+        notes=[NO_REWARDS] if names.get("rewards", "rewards") not in members else [],
     )
 
 

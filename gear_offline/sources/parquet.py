@@ -26,12 +26,11 @@ from gear_offline.sources.base import (
     SourceInfo,
     damage_told,
     package_needed,
-    renamed,
+    parts_of,
     some_names,
 )
 from gear_offline.sources.episode_ends import FLAGS, TERMINAL_FLAGS
-
-REQUIRED = ("observations", "actions", "rewards")
+from gear_offline.sources.flat import REQUIRED
 
 
 def open_parquet(path: Path, *, uri: str, names: Mapping[str, str]) -> Source:
@@ -39,17 +38,18 @@ def open_parquet(path: Path, *, uri: str, names: Mapping[str, str]) -> Source:
     path = path.absolute()
     file = ParquetFile(path)
     types = {field.name: field.type for field in file.schema}
-    lists = {name: name for name, kind in types.items() if is_list(kind) and is_numeric(kind)}
-    stored = renamed(lists, names, path)
-    for name in REQUIRED:
-        if name not in stored:
-            remedy = f"needed are lists over the steps of an episode; found: {some_names(stored)}; "
+    lists = [name for name, kind in types.items() if is_list(kind) and is_numeric(kind)]
+    needed = [part for name in REQUIRED for part in parts_of(names.get(name, name))]
+    for name in needed:
+        if name not in lists:
+            remedy = f"needed are lists over the steps of an episode; found: {some_names(lists)}; "
             remedy += f"other names: --columns {name}=NAME,..."
             what = f"no column {name!r} of one list an episode"
             raise InputError("COLUMN", what, str(path), remedy)
-    stored = {name: stored[name] for name in (*REQUIRED, *stored)}
+    stored = list(dict.fromkeys([*needed, *lists]))
+    rewards = parts_of(names.get("rewards", "rewards"))[0]
     numbers = [number for number, rows in enumerate(file.rows) if rows]
-    groups = {number: _lengths(file.column(number, stored["rewards"])) for number in numbers}
+    groups = {number: _lengths(file.column(number, rewards)) for number in numbers}
     lengths = np.concatenate([np.zeros(0, np.int64), *groups.values()])
     if not lengths.all() or not lengths.size:
         what = "an episode without steps" if lengths.size else "no episodes"
@@ -59,17 +59,17 @@ def open_parquet(path: Path, *, uri: str, names: Mapping[str, str]) -> Source:
 
     def read(group: int, name: str, start: int, stop: int) -> Array:
         if recent.get(name, (-1,))[0] != group:
-            values = file.column(group, stored[name])
+            values = file.column(group, name)
             if not np.array_equal(_lengths(values), groups[group]):
-                what = "its lists are not as long as those of rewards"
+                what = f"its lists are not as long as those of {rewards}"
                 remedy = "give every column one value a step"
                 raise InputError("SOURCE_LAYOUT", what, f"{path}: {name}", remedy)
             recent[name] = group, step_rows(values.flatten(), name, path)
         return recent[name][1][start:stop]
 
     first = {name: read(numbers[0], name, 0, 1) for name in stored}
-    flags = [flag for flag in FLAGS if flag in stored]
-    terminal = next((name for name in flags if name in TERMINAL_FLAGS), None)
+    flags = [flag for flag in FLAGS if names.get(flag, flag) in stored]
+    terminal = next((names.get(flag, flag) for flag in flags if flag in TERMINAL_FLAGS), None)
     terminated = []
     for group, steps in groups.items() if terminal else ():
         rows = read(group, str(terminal), 0, int(steps.sum()))

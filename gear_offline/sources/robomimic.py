@@ -27,10 +27,10 @@ from gear_offline.sources.base import (
     SourceInfo,
     common_columns,
     misfit,
-    renamed,
+    parts_of,
     some_names,
 )
-from gear_offline.sources.combine import observation_vectors, with_columns
+from gear_offline.sources.combine import observation_vectors
 from gear_offline.sources.d4rl import is_gymnasium_id
 from gear_offline.sources.hdf5 import Hdf5Column, Hdf5Dataset, Hdf5File
 
@@ -51,10 +51,10 @@ def open_robomimic(
     """Open a file's `demonstrations`; with a filter key only those of ``mask/KEY``."""
     masks = [n.removeprefix("mask/") for n in file.datasets if n.startswith("mask/")]
     chosen = _chosen(file, key, masks, demos) if key else list(demos)
-    demos = {name: renamed(demos[name], names, file.path) for name in chosen}
+    asked = {part for old in names.values() for part in parts_of(old)}
     left_out: dict[str, str] = {}
-    found = {name: _kinds(file, name, demo, left_out) for name, demo in demos.items()}
-    needed = (*STEPWISE, *(new.split("/")[0] for new in names))
+    found = {name: _kinds(file, name, demos[name], names, left_out) for name in chosen}
+    needed = (*STEPWISE, *(old.split("/")[0] for old in asked))
     columns, others = common_columns(
         [(name, kinds) for name, (_, kinds) in found.items()],
         needed,
@@ -63,11 +63,11 @@ def open_robomimic(
     )
     columns = {name: columns[name] for name in sorted(columns, key=_order)}
     pieces = []
-    for name, demo in demos.items():
-        opened = {column: file.column(demo[column].path) for column in columns}
+    for name in chosen:
+        opened = {column: file.column(demos[name][column].path) for column in columns}
         pieces.append(Piece(read=partial(_read, opened), steps=found[name][0]))
     attributes, environment, reference = _environment(file)
-    source = Source(
+    return Source(
         pieces,
         columns,
         terminated=[False] * len(pieces),
@@ -85,8 +85,8 @@ def open_robomimic(
                 "warnings": [*file.warnings, *([DONES] if "dones" in columns else [])],
             },
         ),
+        usual=observation_vectors(columns, "obs/", file.path, names),
     )
-    return with_columns(source, observation_vectors(columns, "obs/", file.path))
 
 
 def demonstrations(file: Hdf5File) -> dict[str, Demo]:
@@ -119,16 +119,19 @@ def _chosen(file: Hdf5File, key: str, masks: list[str], demos: Mapping[str, Demo
     return [name for name in demos if name in listed]
 
 
-def _kinds(file: Hdf5File, name: str, demo: Demo, left_out: dict[str, str]) -> tuple[int, Kinds]:
+def _kinds(
+    file: Hdf5File, name: str, demo: Demo, names: Mapping[str, str], left_out: dict[str, str]
+) -> tuple[int, Kinds]:
     """Return T of a demonstration, and its columns; what cannot be one comes into `left_out`."""
     where = f"{file.path}: data/{name}"
     groups = {column.split("/")[0] for column in demo}
-    missing = [column for column in ("actions", "rewards") if column not in demo]
-    if missing or not groups & {"obs", "observations"}:
+    actions, rewards = (names.get(column, column) for column in ("actions", "rewards"))
+    missing = [column for column in (actions, rewards) if column not in demo]
+    if missing or not ("observations" in names or groups & {"obs", "observations"}):
         remedy = f"found: {some_names(demo)}; recorded states become observations and rewards "
         remedy += "with robomimic's dataset_states_to_obs.py"
         raise InputError("COLUMN", f"no dataset or group {(*missing, 'obs')[0]!r}", where, remedy)
-    steps, said = demo["actions"].rows, file.attribute(f"data/{name}", "num_samples")
+    steps, said = demo[actions].rows, file.attribute(f"data/{name}", "num_samples")
     if not steps or (isinstance(said, int) and said != steps):
         what = f"actions have {count_text(steps, 'row')}"
         what += "" if said is None else f", num_samples is {said}"

@@ -98,8 +98,7 @@ def open_source(
     else:
         _check_there(text, path)
         given["uri"] = path.name
-    source, options = _open(path, given)
-    return with_columns(source, names, by_reader="names" in options)
+    return _open(path, given)
 
 
 def was_read_from(source: str, uri: str, files: Sequence[str]) -> bool:
@@ -114,16 +113,20 @@ def was_read_from(source: str, uri: str, files: Sequence[str]) -> bool:
     return not files or not path.is_file() or path.name in files
 
 
-def _open(path: Path, given: Mapping[str, Any]) -> tuple[Source, tuple[str, ...]]:
-    reader = next(reader for reader in READERS if reader.fits(path))
+def _open(path: Path, given: Mapping[str, Any]) -> Source:
+    readers = FOLDERS if path.is_dir() else FILES
+    reader = next((reader for reader in readers if reader.fits(path)), None)
+    if reader is None:
+        return _open_folder(path, given)
     if "rule" not in reader.options:
         _refuse_rule(given["rule"], given["uri"])
     if given["key"] is not None and "key" not in reader.options:
         raise _unknown(f"{str(path)!r} is no file of robomimic")
-    return reader.open(path, **{name: given[name] for name in reader.options}), reader.options
+    source = reader.open(path, **{name: given[name] for name in reader.options})
+    return with_columns(source, given["names"])
 
 
-def _open_folder(path: Path, **options: Any) -> Source:
+def _open_folder(path: Path, given: Mapping[str, Any]) -> Source:
     """Open the files of a folder that make one dataset.
 
     Sets of Hugging Face's hub have theirs in a folder ``train``.
@@ -140,7 +143,7 @@ def _open_folder(path: Path, **options: Any) -> Source:
         raise InputError("SOURCE_READ", what, where=str(folder), remedy=remedy)
     validation = {f.with_name(f"{f.stem}-val.npz") for f in found[0] if f.suffix == ".npz"}
     files = [file for file in found[0] if file not in validation]
-    parts = [_open(f, {"uri": f.name, "key": None, **options})[0] for f in files]
+    parts = [_open(file, {**given, "uri": file.name, "key": None}) for file in files]
     source = join_sources(parts, uri=folder.name)
     if left := len(found[0]) - len(files):
         what = f"{count_text(left, 'file')} for validation (NAME-val.npz beside NAME.npz)"
@@ -166,12 +169,13 @@ def _is_like(*suffixes: str) -> Callable[[Path], bool]:
     return lambda path: path.suffix.lower() in suffixes
 
 
-READERS = (  # the first that fits
+FOLDERS = (  # the first that fits, else a folder of FILES
     Reader(data_directory, open_minari, ("uri",)),
     Reader(is_dataset, lambda path: dataset_source(open_dataset(path)), ()),
     Reader(replay_folder, open_dqn_replay, ()),
     Reader(is_lerobot, open_lerobot, ("names",)),
-    Reader(Path.is_dir, _open_folder, ("rule", "names")),
+)
+FILES = (
     Reader(_is_like(".npz"), open_npz, ("uri", "rule", "names")),
     Reader(_is_like(".parquet"), open_parquet, ("uri", "names")),
     Reader(lambda path: True, _open_hdf5, ("uri", "rule", "names", "key")),
