@@ -62,6 +62,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [  # every strategy is here
     ("mixture", {"parts": MIXED, "schedule": SCHEDULE}),
 ]
 IDS = [f"{number}-{name}" for number, (name, _) in enumerate(CASES)]
+EVEN = ("uniform_steps", "original", "huggingface", "corl", "shuffled_epochs", "prioritized")
 Key = tuple[int, int, int]  # episode, start, steps of the window
 
 
@@ -133,12 +134,6 @@ def exact_law(name: str, data: Facts, **options: Any) -> dict[Key, float]:
     count = len(lengths)
     per_step = options.get("unit", "steps") == "steps"
     unit = [Fraction(n if per_step else 1) for n in lengths]
-    if name in (
-        *("uniform_steps", "original", "huggingface", "corl", "shuffled_epochs", "prioritized"),
-    ):
-        return by_episode([Fraction(n) for n in lengths], lengths)
-    if name == "uniform_episodes":
-        return by_episode([Fraction(1)] * count, lengths)
     if name == "return_weighted":
         rule = options.get("rule", "softmax")
         heat = options.get("temperature", {"softmax": 0.1, "rank": 1.0, "percentile": 0.1}[rule])
@@ -152,20 +147,6 @@ def exact_law(name: str, data: Facts, **options: Any) -> dict[Key, float]:
         else:
             weights = [float(1 / r) ** (1 / heat) for r in ranks(returns)]
         return by_episode([w * float(u) for w, u in zip(weights, unit, strict=True)], lengths)
-    if name in ("top_percent", "top_k"):
-        kept = order = best(returns)
-        if name == "top_k":
-            kept = order[: options["k"]]
-        else:  # the best, and more of them as long as they make up no more than so many percent
-            sizes = [1] * count if options.get("of", "steps") == "episodes" else lengths
-            most = options.get("percent", 10) * sum(sizes) / 100
-            sums = np.cumsum([sizes[e] for e in order])
-            kept = [e for e, size in zip(order, sums, strict=True) if e == order[0] or size <= most]
-        return by_episode([u if e in kept else Fraction(0) for e, u in enumerate(unit)], lengths)
-    if name == "recent":
-        after = [sum(lengths[e:]) for e in range(count)]
-        last = [e == count - 1 or after[e] <= options["steps"] for e in range(count)]
-        return by_episode([Fraction(n * k) for n, k in zip(lengths, last, strict=True)], lengths)
     if name == "stratified_return":
         strata = min(options.get("strata", 4), count)
         order = best(returns)[::-1]
@@ -176,13 +157,6 @@ def exact_law(name: str, data: Facts, **options: Any) -> dict[Key, float]:
             for e in order[a:b]:
                 weights_[e] = unit[e] / whole / strata
         return by_episode(weights_, lengths)
-    if name == "heap":
-        if "column" in options:
-            assert data.column is not None
-            firsts = data.episodes.offsets.tolist()
-            returns = [float(-data.column("")[first]) for first in firsts[:-1]]
-        first_best = best(returns)[0]
-        return by_episode([Fraction(e == first_best) for e in range(count)], lengths)
     if name == "weighted":
         assert data.column is not None
         values, firsts = data.column(options["column"]).tolist(), data.episodes.offsets.tolist()
@@ -220,7 +194,27 @@ def exact_law(name: str, data: Facts, **options: Any) -> dict[Key, float]:
             for key, chance in exact_law(part["strategy"], data, **more).items():
                 law[key] = law.get(key, 0.0) + float(weight / sum(mass)) * chance
         return {key: chance for key, chance in law.items() if chance}
-    raise AssertionError(name)
+    order = best(returns)
+    if name == "top_k":
+        order = order[: options["k"]]
+    elif name == "top_percent":  # the best, and more while they are no more than so many percent
+        sizes = [1] * count if options.get("of", "steps") == "episodes" else lengths
+        most = options.get("percent", 10) * sum(sizes) / 100
+        sums = np.cumsum([sizes[e] for e in order])
+        order = [e for e, size in zip(order, sums, strict=True) if e == order[0] or size <= most]
+    elif name == "recent":
+        order = [e for e in range(count) if e == count - 1 or sum(lengths[e:]) <= options["steps"]]
+    elif name == "heap":
+        if "column" in options:
+            assert data.column is not None
+            firsts = data.episodes.offsets[:-1].tolist()
+            order = best([float(-data.column("")[first]) for first in firsts])
+        order = order[:1]
+    elif name == "uniform_episodes":
+        unit = [Fraction(1)] * count
+    else:
+        assert name in EVEN
+    return by_episode([u if e in order else Fraction(0) for e, u in enumerate(unit)], lengths)
 
 
 def p_value(counts: npt.NDArray[Any], expected: npt.NDArray[np.float64]) -> float:

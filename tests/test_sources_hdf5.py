@@ -250,10 +250,7 @@ def test_what_another_program_writes(tmp_path: Path, good: Path) -> None:
             source.read("rewards", 0, 1)
 
 
-def test_flags_that_are_neither_true_nor_false(tmp_path: Path, good: Path) -> None:
-    flags = np.zeros(STEPS, "f4")
-    flags[11] = np.nan
-    refused(write(tmp_path / "nan.hdf5", good_columns() | {"timeouts": flags}), "SOURCE", "row 11")
+def test_bytes_of_flags_that_are_neither_true_nor_false(tmp_path: Path, good: Path) -> None:
     with h5py.File(good) as file:
         where = file["timeouts"].id.get_offset()
     raw = bytearray(good.read_bytes())
@@ -327,14 +324,7 @@ def test_columns_of_the_generic_layout(tmp_path: Path) -> None:
     assert "'bottom burner/ü' is the column bottom_burner/_" in attributes["warnings"]
 
 
-def test_lengths_must_agree_and_something_must_end_episodes(tmp_path: Path) -> None:
-    columns = {name: values for name, values in table(9).items() if "/" not in name}
-    for name in ("next_observations", "dones"):
-        unequal = columns | {"dones": np.zeros(9, bool)}
-        unequal[name] = unequal[name][:-1]
-        refused(write(tmp_path / "x.hdf5", unequal), "SOURCE_LAYOUT", name)
-    del unequal["actions"]
-    refused(write(tmp_path / "x.hdf5", unequal), "COLUMN", "--columns actions=")
+def test_something_must_end_episodes(tmp_path: Path) -> None:
     path = write(tmp_path / "y.hdf5", table(9))
     refused(path, "COLUMN", "steps=N")
     for rule in ("sometimes", "", "steps=0", "terminals|terminals"):
