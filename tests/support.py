@@ -18,6 +18,7 @@ import pytest
 
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.dataset.shard import digest
 from gear_offline.errors import GearError
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Piece, Source, SourceInfo
@@ -127,6 +128,11 @@ def write_hdf5(path: Path, *, episodes: int = 40, length: int = 25, seed: int = 
 def contents(folder: Path) -> dict[str, bytes]:
     """Return the bytes of each file in a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def sealed(body: bytes) -> bytes:
+    """Return a manifest of which that is the text, with a digest that fits, as a forger would."""
+    return body + f',\n"digest": "xxh3-128:{digest(body)}"\n}}\n'.encode()
 
 
 def run_python(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:

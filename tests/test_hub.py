@@ -5,11 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import re
-import shlex
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,7 +26,7 @@ import gear_offline as go
 from gear_offline.cli.main import main
 from gear_offline.runs.prepare import prepare_dataset
 from tests.checkpoint_support import write_run
-from tests.support import make_dataset, one_error, write_hdf5
+from tests.support import make_dataset, one_error, run_python, write_hdf5
 
 # huggingface_hub's own upload, in the words of the HTTP library before its present one
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -222,10 +218,10 @@ def test_a_process_of_its_own_finds_the_hub_by_the_environment(
 ) -> None:
     go.load_policy(run, device="cpu").push_to_hub("me/pend", private=True)
     (tmp_path / "home").mkdir()
-    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
-    environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-    command = f"{sys.executable} -m gear_offline export-policy hub:me/pend {tmp_path / 'p'}"
-    subprocess.run(shlex.split(command), env=environment, check=True)
+    variables = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
+    variables["HF_HOME"] = str(tmp_path / "home")
+    words = ("-m", "gear_offline", "export-policy", "hub:me/pend", tmp_path / "p")
+    run_python(*words, variables=variables, check=True)
     assert go.load_policy(tmp_path / "p", device="cpu").facts.step == 20
 
 

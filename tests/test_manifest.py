@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest
-from gear_offline.dataset.shard import digest
 from gear_offline.errors import InputError
-from tests.support import failing_code, hopper_columns, make_dataset
+from tests.support import failing_code, hopper_columns, make_dataset, sealed
 
 Document = dict[str, Any]
 
@@ -30,11 +29,9 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def seal(document: Document) -> bytes:
-    """Write a document with a digest that fits, as a forger would."""
     document = {k: v for k, v in document.items() if k != "digest"}
     lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in document.items()]
-    body = ("{\n" + ",\n".join(lines)).encode()
-    return body + f',\n"digest": "xxh3-128:{digest(body)}"\n}}\n'.encode()
+    return sealed(("{\n" + ",\n".join(lines)).encode())
 
 
 def refused(raw: bytes) -> str:
@@ -130,9 +127,7 @@ def test_sealed_nonsense_is_refused(raw: bytes, name: str) -> None:
 def test_deep_nesting_and_numbers_that_are_none_are_refused(raw: bytes) -> None:
     body = raw[: raw.rindex(b',\n"digest"')]
     for extra in (b',\n"x": ' + b"[" * 100_000, b',\n"x": 1e999', b',\n"x": NaN'):
-        changed = body + extra
-        sealed = changed + f',\n"digest": "xxh3-128:{digest(changed)}"\n}}\n'.encode()
-        assert refused(sealed) == "DATASET_DAMAGED"
+        assert refused(sealed(body + extra)) == "DATASET_DAMAGED"
 
 
 PATHS = st.sampled_from(
@@ -158,9 +153,8 @@ def test_random_values_are_refused_or_harmless(
         target[data.draw(st.sampled_from(sorted(target)))] = value
     else:
         document[path] = value
-    sealed = seal(document)
     try:
-        found = Manifest.decode(sealed)
+        found = Manifest.decode(seal(document))
     except InputError as error:
         assert error.code == "DATASET_DAMAGED"
     else:

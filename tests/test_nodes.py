@@ -26,7 +26,7 @@ from tests.training_support import measured
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(600)]
 SECONDS = 240  # for a run of some seconds, on a machine that has other things to do
-TIMEOUT = 4.0  # seconds, where a link is cut
+TIMEOUT = 2.5  # seconds, where a link is cut
 
 
 @pytest.fixture(scope="module")

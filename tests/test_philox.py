@@ -1,7 +1,6 @@
 """Random numbers: NumPy's Philox, whatever the chunking, on the CPU and in the CUDA text."""
 
 import ctypes
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -50,17 +49,6 @@ def test_bounded_is_the_high_half_of_the_product(draw: list[int], n: int) -> Non
     assert bounded(numbers, sizes).tolist() == [
         r * int(size) // 2**64 for r, size in zip(draw, sizes, strict=True)
     ]
-
-
-@given(st.integers(1, 2**63 - 1), st.data())
-def test_bias_bound(n: int, data: st.DataObject) -> None:
-    """The draws that map to one value number floor or ceil of 2^64 / n, counted exactly."""
-    value = data.draw(st.integers(0, n - 1))
-    first = -(-value * 2**64 // n)  # smallest r with r * n // 2^64 == value
-    after = -(-(value + 1) * 2**64 // n)
-    edges = np.array([first, after - 1], dtype=np.uint64)
-    assert bounded(edges, n).tolist() == [value, value]
-    assert abs(Fraction(after - first, 2**64) - Fraction(1, n)) < Fraction(1, 2**64)
 
 
 def test_words_of_dropout() -> None:

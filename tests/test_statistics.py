@@ -80,6 +80,9 @@ def test_constant_columns_have_no_spread() -> None:
 )
 def test_any_values_any_cut(values: npt.NDArray[np.float64], cut: int) -> None:
     check(values, feed(values, min(cut, len(values))), tolerance=1e-11)
+    merged = feed(values[:cut])
+    merged.merge(feed(values[cut:]))
+    check(values, merged, tolerance=1e-11)
 
 
 @settings(max_examples=60)
@@ -106,13 +109,6 @@ def test_nonfinite_values_are_counted_and_left_out(values: npt.NDArray[np.float3
         assert found.mean[element] / scale == pytest.approx(kept.mean() / scale, abs=1e-9)
         assert found.min[element] == kept.min()
         assert found.max[element] == kept.max()
-
-
-def test_merging_equals_streaming() -> None:
-    values = np.random.default_rng(5).normal(100, 3, size=(5_000, 4)).astype("f4")
-    first, second = feed(values[:1_234]), feed(values[1_234:])
-    first.merge(second)
-    check(values, first)
 
 
 def test_distribution_counts_every_value_once() -> None:

@@ -2,11 +2,8 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ from gear_offline.loaders.loader import GearLoader
 from gear_offline.tables.shared import Handle, SharedMemory, SharedTables, share_table
 from gear_offline.tables.table import TableOptions, build_table
 from tests.segment_oracle import same_bits
-from tests.support import ROOT, failing_code, make_dataset, one_error
+from tests.support import failing_code, make_dataset, one_error, run_python
 
 F4 = np.dtype(np.float32)
 CREATE = """
@@ -53,27 +50,6 @@ print(table.groups[0].rows.tobytes().hex())
 """
 
 
-@contextmanager
-def python(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     folder = tmp_path_factory.mktemp("shared")
@@ -81,18 +57,19 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def test_processes_share_the_same_pages_until_the_last_is_gone() -> None:
-    with python(CREATE) as owner:
-        handle = Handle(**json.loads(line(owner)))
+    piped: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", CREATE], **piped) as owner:
+        assert owner.stdin is not None and owner.stdout is not None
+        handle = Handle(**json.loads(owner.stdout.readline()))
         path = f"/proc/{owner.pid}/fd/{handle.descriptor}"
         assert os.readlink(path) == "/memfd:gear-table (deleted)"
         assert os.stat(path).st_mode & 0o777 == 0o600
         rows = SharedMemory.attach(handle).allocate((1000, 4), F4)
         rows[7, 3] = -5  # the owner sees it: one copy
-        assert owner.stdin is not None
         owner.stdin.write("\n")
         owner.stdin.flush()
-        assert float(line(owner)) == -5
-        owner.send_signal(signal.SIGKILL)
+        assert float(owner.stdout.readline()) == -5
+        owner.kill()
         owner.wait()
         assert rows[999, 3] == 3999  # still here, through us alone
         with one_error("MEMORY") as caught:
@@ -139,8 +116,8 @@ def test_published_tables_are_attached_by_other_processes(dataset: Dataset) -> N
     assert table is not None and tables.table(dataset, loader) is table
     assert tables.table(dataset, loader | {"gamma": 1.0}) is not table
     assert len(tables.handles()) == 2
-    with python(ATTACH, str(dataset.path), json.dumps(tables.handles())) as other:
-        assert line(other) == table.groups[0].rows.tobytes().hex()
+    other = run_python("-c", ATTACH, dataset.path, json.dumps(tables.handles()))
+    assert other.stdout.strip() == table.groups[0].rows.tobytes().hex(), other.stderr
     assert asdict(Handle(**next(iter(tables.handles().values()))))["process"] == os.getpid()
 
 

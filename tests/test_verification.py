@@ -13,7 +13,7 @@ from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest
 from gear_offline.dataset.shard import digest
 from gear_offline.errors import InputError
 from gear_offline.tables.table import TableOptions, build_table
-from tests.support import ArraySource, failing_code, hopper_columns, make_dataset, one_error
+from tests.support import ArraySource, failing_code, hopper_columns, make_dataset, one_error, sealed
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +110,7 @@ def test_a_replaced_dataset_is_noticed(copy: Path, tmp_path: Path) -> None:
 
 
 def reseal(path: Path, raw: bytes) -> None:
-    body = raw[: raw.rindex(b',\n"digest"')]
-    path.write_bytes(body + f',\n"digest": "xxh3-128:{digest(body)}"\n}}\n'.encode())
+    path.write_bytes(sealed(raw[: raw.rindex(b',\n"digest"')]))
 
 
 def forge(copy: Path, name: str, data: bytes) -> None:
