@@ -228,7 +228,8 @@ def test_numpy_integers_are_integers(dataset: Dataset) -> None:
     numbers: dict[str, Any] = {"batch_size": np.int64(3), "context_length": np.int32(4)}
     numbers |= {"seed": np.uint64(5), "start_step": np.uint32(2)}
     ours = GearLoader(dataset, **numbers, device="cpu")
-    plain = GearLoader(dataset, **{name: int(n) for name, n in numbers.items()}, device="cpu")
+    whole: dict[str, Any] = {name: int(number) for name, number in numbers.items()}
+    plain = GearLoader(dataset, **whole, device="cpu")
     assert same(plain.batch_at(7), ours.batch_at(np.int64(7)))  # type: ignore[arg-type]
     ours.skip(np.int64(4))  # type: ignore[arg-type]
     plain.skip(4)
