@@ -67,18 +67,8 @@ class Progress(Closing):
     """Shows how far some work is; a context manager.
 
     On a terminal that is one line, cut where the terminal ends.  Elsewhere a plain line is printed
-    every ten seconds at most, and one at the end.
-
-    Parameters
-    ----------
-    description
-        What is done.
-    total, done
-        Units of the work, and those that were done before; `total` may be set anew.
-    unit
-        In the plural; ``"bytes"`` are shown as sizes.
-    quiet
-        Show nothing, and say nothing.
+    every ten seconds at most, and one at the end.  `done` of `total` units (0: nobody knows) were
+    done before; a unit is in the plural, ``"bytes"`` are shown as sizes.
     """
 
     def __init__(
@@ -157,7 +147,7 @@ class Progress(Closing):
         return count_text(units, self._unit.removesuffix("s"))
 
     def _amount(self) -> str:
-        if not self.total:  # nobody knows
+        if not self.total:
             return self._text(self._done)
         if self._unit == "bytes":
             return f"{size_text(self._done)} of {size_text(self.total)}"

@@ -285,14 +285,9 @@ class RayPool(Pool):
     process, which has to be on a file system that all nodes share; what they send comes with their
     values.
 
-    `address` is that of the cluster, ``"auto"`` or ``"HOST:PORT"``; this machine is one of its
-    nodes.  `workers` are tasks at a time, 1: as many as there are CPUs.  `cpus` and `gpus` are
-    those of all nodes together, `node_cpus` those of the smallest one that has any.
-
-    Raises
-    ------
-    UnavailableError
-        ``PACKAGE_MISSING``; ``UNAVAILABLE`` where there is no such cluster.
+    `address` is ``"auto"`` or ``"HOST:PORT"``; this machine is one of the cluster's nodes (else
+    ``UNAVAILABLE``).  `workers` are tasks at a time, 1: as many as there are CPUs.  `cpus` and
+    `gpus` are those of all nodes together, `node_cpus` those of the smallest one that has any.
     """
 
     def __init__(self, address: str, workers: int = 1) -> None:
@@ -441,10 +436,7 @@ def _answer(caller: Caller, request: bytes) -> bytes:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Have the kernel (Linux) kill this process when its parent is gone.
-
-    The workers of a killed program would stay while they work; idle ones see the pipe's end.
-    """
+    """Have the kernel (Linux) kill this process with its parent; idle ones see the pipe's end."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -77,15 +77,7 @@ class Strategy:
 
 
 def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[Strategy]:
-    """Return what to compare: the recipe's own strategy first, then those named or the usual.
-
-    Parameters
-    ----------
-    asked
-        ``"uniform_steps,top_k:k=50,return_weighted:rule=rank:temperature=2"``, or a list of such
-        names and of mappings with ``strategy``, its options and, if wanted, a ``label``; or the
-        name of a YAML file that holds such a list.
-    """
+    """Return what to compare, as `compare_strategies` takes it; the recipe's own strategy first."""
     items = DEFAULT if asked is None else asked
     if isinstance(items, str) and items.strip().endswith((".yaml", ".yml")):
         if not isinstance(items := read_yaml(Path(items.strip())), list):

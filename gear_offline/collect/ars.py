@@ -104,9 +104,7 @@ class RunningMoments:
 
     def std(self) -> Float64Array:
         """Return the sample deviation (S,); 1 where a feature has not moved."""
-        if self.count < 2:
-            return np.ones_like(self.mean)
-        std = np.sqrt(self.squares / (self.count - 1))
+        std = np.sqrt(self.squares / max(self.count - 1, 1))
         return np.where(std < MIN_STD, 1.0, std)
 
 
@@ -229,13 +227,9 @@ class Training:
 def train(
     crew: Crew, options: ArsOptions, seed: int, *, action_noise: float = 0.0, quiet: bool = False
 ) -> Training:
-    """Train a linear policy.
+    """Train a linear policy in attempts with fresh streams: the method's luck varies much by seed.
 
-    An attempt that has used `ArsOptions.attempt_steps` (three times those, if it is promising) is
-    followed by one with fresh streams, until `train_steps` are used or `target` is reached: the
-    method's luck varies much by seed.  Budgets are steps, not seconds, so that the result does not
-    depend on the machine's speed.
-
+    Budgets are steps, not seconds, so that the result does not depend on the machine's speed.
     Snapshots are evaluated under `action_noise`: a gait that only holds without it is worth little
     when its recordings are to have noise, so training goes on past such a gait.
     """

@@ -234,10 +234,7 @@ def _makers(
     seed: int,
     action_noise: float,
 ) -> list[_Maker]:
-    """Return the makers of parts, from a training or of one policy, with `steps` shared out.
-
-    Action noise is for the policies; random and replayed episodes have none.
-    """
+    """Return the makers of parts; action noise is for policies, not for random or replayed ones."""
     makers = []
     for number, (part, share) in enumerate(parts.items()):
         wanted, policy = max(1, round(share * steps)), source

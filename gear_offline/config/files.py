@@ -141,15 +141,12 @@ def _plain(value: Any) -> Any:
 
 
 def _merge(below: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    """Return `below` with the options of `top` laid over it, section by section.
-
-    Options of a strategy mean nothing to another one: they go when another is named.
-    """
+    """Return `below` with the options of `top` laid over it, section by section."""
     merged = dict(below)
     for key, value in top.items():
         under: Any = merged.get(key)
         sections = isinstance(under, dict) and isinstance(value, dict)
-        if sections and key == "selection" and "strategy" in value:
+        if sections and key == "selection" and "strategy" in value:  # each has its own options
             sections = value["strategy"] == under.get("strategy")
         merged[key] = _merge(under, value) if sections else value
     return merged

@@ -82,10 +82,7 @@ def machine() -> dict[str, Any]:
 
 
 def _memory_groups() -> Iterator[tuple[Path, str, str, str]]:
-    """Yield each cgroup above this process that may limit memory, with the names of its files.
-
-    The last is the prefix of what its ``memory.stat`` sums up over groups below.
-    """
+    """Yield each cgroup above this process: limit, use, prefix of sums over groups below."""
     for line in _OWN_CGROUP.read_text().splitlines() if _OWN_CGROUP.exists() else ():
         _, controllers, name = line.split(":", 2)
         if not controllers:  # version 2

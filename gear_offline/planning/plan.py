@@ -181,11 +181,7 @@ def _step(
 
 
 def _averaging_seconds(cluster: Cluster, nbytes: float) -> float:
-    """Return the seconds of averaging `nbytes` of gradients over all GPUs.
-
-    Rings within a node (2 (G - 1) / G of the bytes over its links), and between nodes with the
-    bytes spread over the node's cards (2 (D - 1) / D of them), one after the other.
-    """
+    """Return the seconds of averaging `nbytes` of gradients: rings in nodes, then between them."""
     nodes, gpus, rates = cluster.nodes, cluster.gpus, cluster.hardware.transfer
     inside = 2 * (gpus - 1) / gpus * nbytes / rates.allreduce
     between = 2 * (nodes - 1) / nodes * nbytes / cluster.node_rate
