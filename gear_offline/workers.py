@@ -158,6 +158,7 @@ class Pool(Closing):
         self.workers = workers
         self._numbers = count()
         self._running: dict[Any, int] = {}  # whatever does a job -> the job's number
+        self._on_message: Callable[[Any], object] = lambda message: None
 
     @property
     def has_room(self) -> bool:
@@ -170,28 +171,26 @@ class Pool(Closing):
         self._running[self._begin(function, arguments)] = number
         return number
 
-    def wait(
-        self, seconds: float | None = None, on_message: Callable[[Any], None] = lambda message: None
-    ) -> list[tuple[int, Any]]:
+    def wait(self, seconds: float | None = None) -> list[tuple[int, Any]]:
         """Wait until something comes; return the numbers and values of jobs that have ended.
 
         In place of a value stands the `GearError` of a job that failed: ``WORKER_LOST`` where its
-        process is gone.  `on_message` is called with what jobs send.
+        process is gone.
         """
-        return [(self._running.pop(one), value) for one, value in self._ended(seconds, on_message)]
+        return [(self._running.pop(one), value) for one, value in self._ended(seconds)]
 
     def run(
         self,
         function: str,
         jobs: Iterable[Sequence[Any]],
         *,
-        on_message: Callable[[Any], None] = lambda message: None,
+        on_message: Callable[[Any], object] = lambda message: None,
     ) -> Iterator[Any]:
         """Yield the values of jobs in their order; the first error that comes is raised.
 
-        `jobs` are the arguments of each, read as there is room; `on_message` as of `wait`.
+        `jobs` are the arguments of each, read as there is room; `on_message` gets what they send.
         """
-        waiting, expected = iter(jobs), deque[int]()
+        self._on_message, waiting, expected = on_message, iter(jobs), deque[int]()
         early: dict[int, Any] = {}  # values that jobs before theirs are waited for
         try:
             while True:
@@ -199,7 +198,7 @@ class Pool(Closing):
                     expected.append(self.submit(function, *arguments))
                 if not expected:
                     return
-                for number, value in self.wait(on_message=on_message):
+                for number, value in self.wait():
                     if isinstance(value, GearError):
                         raise value
                     early[number] = value
@@ -220,9 +219,7 @@ class Pool(Closing):
     def _begin(self, function: str, arguments: tuple[Any, ...]) -> Any: ...
 
     @abstractmethod
-    def _ended(
-        self, seconds: float | None, on_message: Callable[[Any], None]
-    ) -> Iterator[tuple[Any, Any]]: ...
+    def _ended(self, seconds: float | None) -> Iterator[tuple[Any, Any]]: ...
 
 
 class WorkerPool(Pool):
@@ -242,9 +239,7 @@ class WorkerPool(Pool):
             raise
         return worker
 
-    def _ended(
-        self, seconds: float | None, on_message: Callable[[Any], None]
-    ) -> Iterator[tuple[Worker, Any]]:
+    def _ended(self, seconds: float | None) -> Iterator[tuple[Worker, Any]]:
         workers = {worker.connection: worker for worker in self._running}
         for connection in wait(list(workers), seconds):
             worker = workers[connection]
@@ -253,7 +248,7 @@ class WorkerPool(Pool):
             except GearError as error:
                 value = error
             if worker.busy:
-                on_message(value)
+                self._on_message(value)
                 continue
             if isinstance(value, GearError) and value.code == LOST:
                 worker.close()
@@ -347,7 +342,7 @@ class RayPool(Pool):
                 for node in self._nodes
             ]
             for node, look in zip(self._nodes, looks, strict=True):
-                seen = self._value(look, lambda message: None)
+                seen = self._value(look)
                 if seen != __version__:
                     why = seen.what if isinstance(seen, GearError) else f"gear-offline {seen}"
                     host = node["NodeManagerHostname"]
@@ -362,21 +357,19 @@ class RayPool(Pool):
     def _begin(self, function: str, arguments: tuple[Any, ...]) -> Any:
         return self._remote((function, arguments), **self._options)
 
-    def _ended(
-        self, seconds: float | None, on_message: Callable[[Any], None]
-    ) -> Iterator[tuple[Any, Any]]:
+    def _ended(self, seconds: float | None) -> Iterator[tuple[Any, Any]]:
         ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=seconds)
         for task in ready:
-            yield task, self._value(task, on_message)
+            yield task, self._value(task)
 
-    def _value(self, task: Any, on_message: Callable[[Any], None]) -> Any:
+    def _value(self, task: Any) -> Any:
         try:
             messages, answer = self._ray.get(task)
         except self._ray.exceptions.RayError as error:
             remedy = "look at Ray's logs: memory may have run out"
             return GearError(LOST, f"a task of Ray has ended: {first_line(error)}", remedy=remedy)
         for message in messages:
-            on_message(message)
+            self._on_message(message)
         return pickle.loads(answer)[1]
 
     def interrupt(self) -> None:
