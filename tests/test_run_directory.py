@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from gear_offline.errors import InputError
 from gear_offline.runs.directory import RunDirectory
 from gear_offline.runs.loop import train
 from tests.support import failing_code, one_error, run_python, write_hdf5
-from tests.training_support import tiny_recipe
+from tests.training_support import learnt, tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("no_reports")
 
@@ -103,24 +104,21 @@ def test_a_lock_whose_file_has_gone_is_not_held(
     assert code_of(path, resume=False) == ""
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_nothing_is_written_through_a_link(tmp_path: Path, kind: str) -> None:
-    """A link to a file without a newline was cut to nothing, as if that were a torn line."""
-    token, folder = tmp_path / "token", tmp_path / "folder"
+def test_a_folder_may_be_a_link_and_no_file_is_written_through_one(
+    whole: Path, tmp_path: Path
+) -> None:
+    run, disk, token = tmp_path / "run", tmp_path / "disk", tmp_path / "token"
+    shutil.copytree(whole, run, symlinks=True)
+    shutil.rmtree(run / "checkpoints" / "step-00000020")
+    shutil.move(run / "checkpoints", disk)
+    (run / "checkpoints").symlink_to(disk)
     token.write_text("secret")
-    (folder / "step-00000010").mkdir(parents=True)
-    files = ("metrics.jsonl", "summary.json", ".lock")
-    for name in ("tensorboard", "checkpoints", "plots") if kind == "folder" else files:
-        run = tmp_path / f"run-{name}"
-        run.mkdir()
-        (run / "recipe.yaml").write_text("name: x")
-        if kind == "pipe":
-            os.mkfifo(run / name)
-        else:
-            (run / name).symlink_to(token if kind == "link" else folder)
-        (run / (".lock" if name == "metrics.jsonl" else "metrics.jsonl")).touch()
-        assert code_of(run, resume=True) == "RUN_DAMAGED"
-    assert token.read_text() == "secret" and os.listdir(folder) == ["step-00000010"]
+    for name in ("summary.json", "recipe.yaml"):
+        (run / name).unlink()
+        (run / name).symlink_to(token if name == "summary.json" else whole / name)
+    train(load_recipe(whole), run, resume=True, quiet=True)
+    assert learnt(run)["model"] == learnt(whole)["model"] and token.read_text() == "secret"
+    assert not (run / "recipe.yaml").is_symlink() and (disk / "step-00000020").is_dir()
 
 
 # found after the directory was made: with the data, with the model, and before the first step

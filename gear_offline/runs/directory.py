@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 from pathlib import Path
 
 from gear_offline.config.recipe import Recipe
@@ -23,8 +22,6 @@ from gear_offline.training.checkpoint import (
 from gear_offline.training.metrics import FILES, truncate_records
 
 NEGLIGIBLE = {LOCK, ".recipe.yaml.partial"}  # a kill leaves them before the run has begun
-OWN_FILES = ("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "summary.json", "report.md", "id")
-OWN_FOLDERS = ("tensorboard", "wandb", "checkpoints", "plots")
 
 # what may differ when a run is resumed: none of it changes a step that was done
 RESUMABLE = (
@@ -93,13 +90,6 @@ def check_place(path: Path, *, resume: bool) -> None:
         what = "the directory is not empty and holds no run"
         remedy = "train into another directory: --out"
         raise InputError("OUTPUT_EXISTS", what, str(path), remedy)
-    for name in content & {LOCK, *OWN_FILES, *OWN_FOLDERS}:
-        mode = os.lstat(path / name).st_mode
-        if not (stat.S_ISDIR(mode) if name in OWN_FOLDERS else stat.S_ISREG(mode)):
-            # writing through a link would change a file that is somebody else's
-            what = f"{name} is not the run's own, but a link or a device"
-            remedy = f"put what it stands for there, or remove {path / name}"
-            raise InputError("RUN_DAMAGED", what, str(path), remedy)
     if not resume:
         remedy = "go on with --resume, or train into another directory (--out, name=, seed=)"
         raise InputError("OUTPUT_EXISTS", "there is a run already", str(path), remedy)

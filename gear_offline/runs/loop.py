@@ -155,16 +155,13 @@ class LiveRun(Closing):
         self._world, self._settings = learner.world, learner.recipe.train
         folder = self.path / "checkpoints"
         self.writer: RunWriter | None = None
-        self.saver = Saver(learner, folder, before=self._sync)
+        self.saver = Saver(learner, folder)
         seconds = restore(learner, folder, partial(say, quiet=quiet))
         if directory is not None:
             directory.begin(learner.recipe, step=learner.step)
             callbacks.tell("on_begin")
             self.writer = RunWriter(self, seconds, concurrent_runs, quiet=quiet)
-
-    def _sync(self) -> None:
-        if self.writer is not None:
-            self.writer.sync()
+            self.saver.before = self.writer.sync
 
     @property
     def is_complete(self) -> bool:

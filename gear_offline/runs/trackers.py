@@ -65,10 +65,10 @@ class TensorBoard:
         folder = run.path / "tensorboard"
         folder.mkdir(exist_ok=True)
         self.told: dict[str, int] = {}
-        board = EventAccumulator(str(folder), {"scalars": 0})
+        board, last = EventAccumulator(str(folder), {"scalars": 0}), run.steps
         for tag in board.Reload().Tags()["scalars"]:
             kind, shown = tag.partition("/")[0], (one.step for one in board.Scalars(tag))
-            steps = (step for step in shown if step <= run.steps)  # later ones are hidden below
+            steps = (step for step in shown if step <= last)  # later ones are hidden below
             self.told[kind] = max([self.told.get(kind, 0), *steps])
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = GrowingFile(folder / name)
@@ -76,7 +76,7 @@ class TensorBoard:
         # The start of a session hides the events of the steps that are about to be repeated.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._write(file_version="brain.Event:2")
-        self._write(step=run.steps + 1, session_log=start)
+        self._write(step=last + 1, session_log=start)
 
     def send(self, step: int, values: dict[str, float]) -> None:
         value = self._summary.Value

@@ -293,7 +293,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def find_checkpoint(run: Path, which: str | int | None = None) -> Path:
-    """Return the checkpoint ``best`` or of a step of `run`; None: `run` is a checkpoint itself."""
+    """Return a checkpoint of `run`, by default the newest, or `run` if it is one itself."""
     folder = run / "checkpoints"
     if not folder.is_dir():
         if not (run / STATE).exists():
@@ -308,9 +308,10 @@ def find_checkpoint(run: Path, which: str | int | None = None) -> Path:
         known["last"] = [*known.values()][-1]
     if (folder / "best").is_dir():
         known["best"] = folder / "best"
-    if (name := str(which).lstrip("0") or "0") in known:
+    name = "last" if which is None else str(which).lstrip("0") or "0"
+    if name in known:
         return known[name].resolve()
-    what = f"no checkpoint {'last' if which is None else which!r}"
+    what = f"no checkpoint {name!r}"
     remedy = f"use last, best (the run must have evaluated) or a step; there are: {steps}"
     raise InputError("RUN_NOT_FOUND", what, str(folder), remedy)
 
@@ -350,7 +351,7 @@ def chosen_checkpoint(
 def check_trained(run: Path, which: str | None) -> None:
     """Refuse a path of this machine where no policy is; what there is may still be damaged."""
     if not (is_hub(run) or (run / "policy.json").is_file()):
-        find_checkpoint(run, which or ("last" if (run / "checkpoints").is_dir() else None))
+        find_checkpoint(run, which)
 
 
 def no_run(path: Path) -> InputError:

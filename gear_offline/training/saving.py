@@ -55,22 +55,19 @@ STAGED_BYTES = 64 << 20  # of GPU memory that go to the host at once
 class Saver:
     """Saves and prunes the checkpoints of one run; the ranks make it, and call `save`, together.
 
-    `before` is called before a checkpoint takes its name, in the writer's thread: it makes metrics
-    durable.
-
     Attributes
     ----------
+    before
+        Called in the writer's thread before a checkpoint takes its name: it makes metrics durable.
     written, given_up
         Steps whose checkpoints became whole, or did not; readers take them out.
     stalled_seconds
         How long `save` has held up training so far.
     """
 
-    def __init__(
-        self, learner: Learner, folder: Path, *, before: Callable[[], None] = lambda: None
-    ) -> None:
-        self._learner, self._folder, self._before = learner, folder, before
-        self._world = learner.world
+    def __init__(self, learner: Learner, folder: Path) -> None:
+        self._learner, self._folder, self._world = learner, folder, learner.world
+        self.before: Callable[[], None] = lambda: None
         self.written, self.given_up = deque[int](), deque[int]()
         self.stalled_seconds = 0.0
         self._thread: threading.Thread | None = None  # that does what was begun last
@@ -144,7 +141,7 @@ class Saver:
                 if self._world.is_first:
                     model = part(read_whole(place / SHARDED, MODEL_PREFIX), MODEL_PREFIX)
             if self._world.is_first:
-                self._before()
+                self.before()
                 write_checkpoint(place, state, config, model, part(tensors, TRAINING_PREFIX))
                 self._full, is_whole = None, True
                 self.written.append(state.step)
@@ -222,16 +219,12 @@ def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float
     """
     world = learner.world
     checkpoint = world.lead(lambda: newest_checkpoint(folder, say))
-    facts: Any = None
-    if checkpoint is not None:
-        state = checkpoint.state
-        facts = state.model_dump(include={"step", "seconds", "loader"})
-        facts |= {"name": checkpoint.path.name, "shards": bool(state.shards)}
-    facts = world.gather(facts)[0]
-    if facts is None:
+    found = world.gather(None if checkpoint is None else checkpoint.state.model_dump_json())[0]
+    if found is None:
         return 0.0
-    path = folder / facts["name"]
-    in_parts = facts["shards"] and learner.parallel.sharded  # each rank reads what it holds
+    state = SavedState.model_validate_json(found)
+    path = folder / checkpoint_name(state.step)
+    in_parts = state.shards and learner.parallel.sharded  # each rank reads what it holds
     tensors = world.send_tensors(world.lead(lambda: _tensors_of(checkpoint, whole=not in_parts)))
     try:
         if in_parts:
@@ -243,10 +236,10 @@ def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float
             read_into(path / SHARDED, held)
             tensors |= held
         model, training = part(tensors, MODEL_PREFIX), part(tensors, TRAINING_PREFIX)
-        learner.load(step=facts["step"], model=model, tensors=training, loader=facts["loader"])
+        learner.load(step=state.step, model=model, tensors=training, loader=state.loader)
     except (KeyError, RuntimeError) as error:
         raise damaged(path, f"it does not fit the recipe ({error})") from error
-    return float(facts["seconds"])
+    return state.seconds
 
 
 def _tensors_of(checkpoint: Checkpoint | None, *, whole: bool) -> dict[str, Tensor]:
