@@ -29,10 +29,6 @@ LAUNCHED(adamw_step_together, gear::AdamwJobs)
 
 using namespace gear;
 
-extern "C" void tree_find(const Tree* tree, const u64* numbers, i64 count, i64* items) {
-    for (i64 i = 0; i < count; ++i) items[i] = find(*tree, numbers[i]);
-}
-
 extern "C" void draw_all(u64 seed, u64 stream, u64 step, u64 steps, u64 count, u64* out) {
     for (u64 i = 0; i < steps * count; ++i) {
         Draws numbers = draw(seed, stream, step + i / count, count, i % count);

@@ -117,21 +117,10 @@ KINDS = [((3,), d) for d in (np.float16, np.float32, np.float64, np.int64, np.ui
     moves=st.lists(st.integers(0, 40) | st.just(1000), max_size=6),
 )
 def test_bits_equal_those_from_memory(
-    lengths: list[int],
-    batch_size: int,
-    states: Any,
-    actions: Any,
-    extra: Any,
-    normalize: bool,
-    shard_bytes: int,
-    more: int,
-    resident: bool,
-    stack: int,
-    disk_kind: str,
-    seed: int,
-    moves: list[int],
-    **options: Any,
-) -> None:
+    lengths: list[int], batch_size: int, states: Any, actions: Any, extra: Any, normalize: bool,
+    shard_bytes: int, more: int, resident: bool, stack: int, disk_kind: str, seed: int,
+    moves: list[int], **options: Any,
+) -> None:  # fmt: skip
     generator = np.random.default_rng(seed)
     steps = sum(lengths)
     columns = {

@@ -47,14 +47,9 @@ def team(transport: str) -> Iterator[Team]:
 
 
 def read(
-    player: Player,
-    table: Table,
-    steps: Sequence[Sequence[ReadRow]],
-    ahead: int = 1,
-    backwards: bool = False,
-    late: float = 0.0,
-    room: int | None = None,
-) -> list[bytes]:
+    player: Player, table: Table, steps: Sequence[Sequence[ReadRow]], ahead: int = 1,
+    backwards: bool = False, late: float = 0.0, room: int | None = None,
+) -> list[bytes]:  # fmt: skip
     """Post and wait for steps, `ahead` of them at a time; return what has landed."""
     player.open(table, ROWS)
     if room is not None and player.transport == "rdma":

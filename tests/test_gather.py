@@ -62,18 +62,20 @@ def cut(request: pytest.FixtureRequest) -> Cut:
     ) -> Windows:
         return cpu_gather(table, span, padding, **local).gather(segments, landing)
 
-    def by_gpu(
-        table: Table, segments: Segments, landing: Any, span: int, padding: Any, **local: Any
-    ) -> Windows:
-        options = {"context_length": span, "padding": padding, "rank_batch": 1, **local}
-        with device(request.param, kernels) as place:
-            gather = gpu_gather(table, device=place, **options)
-            windows = gather.gather(segments, landing)
-        return windows.map(lambda tensor: tensor.cpu())
-
     if request.param == "cpu":
         return by_cpu
     kernels = request.getfixturevalue("kernels")
+
+    def by_gpu(
+        table: Table, segments: Segments, landing: Any, span: int, padding: Any, **local: Any
+    ) -> Windows:
+        with device(request.param, kernels) as place:
+            gather = gpu_gather(
+                table, device=place, context_length=span, padding=padding, rank_batch=1, **local
+            )
+            windows = gather.gather(segments, landing)
+        return windows.map(lambda tensor: tensor.cpu())
+
     return by_gpu
 
 
@@ -122,16 +124,9 @@ def expected_kinds(states: Kind, actions: Kind) -> dict[str, tuple[str, Any, tup
     extra=st.sampled_from([*NUMERIC, *map(np.dtype, ("i2", "i4", "u4", "u8", "c8", "c16"))]),
 )
 def test_every_field_of_every_segment_equals_the_oracle(
-    cut: Cut,
-    lengths: list[int],
-    span: int,
-    padding: Padding,
-    states: Kind,
-    actions: Kind,
-    gamma: float,
-    normalize: bool,
-    extra: Any,
-) -> None:
+    cut: Cut, lengths: list[int], span: int, padding: Padding, states: Kind, actions: Kind,
+    gamma: float, normalize: bool, extra: Any,
+) -> None:  # fmt: skip
     """Extra columns keep every bit: NaN payloads, negative zeros and subnormals included."""
     generator, total = np.random.default_rng(sum(lengths)), sum(lengths)
     raw = generator.integers(0, 256, (total, 2 * np.dtype(extra).itemsize), np.uint8)

@@ -67,14 +67,9 @@ def test_every_strategy_is_tested() -> None:
     count=st.integers(1, 2),
 )
 def test_a_step_alone_is_that_row_of_a_block(
-    name: str,
-    options: dict[str, Any],
-    lengths: list[int],
-    seed: int,
-    first_step: int,
-    cut: int,
-    count: int,
-) -> None:
+    name: str, options: dict[str, Any], lengths: list[int], seed: int, first_step: int,
+    cut: int, count: int,
+) -> None:  # fmt: skip
     sampler = make(name, options, lengths)
     whole = sampler.sample(seed, first_step, 6, count)
     assert whole.shape == (6, count)

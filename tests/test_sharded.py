@@ -67,15 +67,9 @@ def short_blocks() -> Iterator[None]:
     normalize=st.booleans(),
 )
 def test_the_stream_is_that_of_one_process(
-    dataset: Dataset,
-    frames: Dataset,
-    data: st.DataObject,
-    images: bool,
-    stack: int,
-    normalize: bool,
-    span: int,
-    **more: Any,
-) -> None:
+    dataset: Dataset, frames: Dataset, data: st.DataObject, images: bool, stack: int,
+    normalize: bool, span: int, **more: Any,
+) -> None:  # fmt: skip
     """Worlds change after any step; each goes on from the state that the last one left."""
     source = frames if images else dataset
     assert len(source.manifest.shards) >= 8, "a shard for each of eight nodes"

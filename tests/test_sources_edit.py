@@ -3,6 +3,7 @@
 Shape legend: E episodes, T steps of an episode.
 """
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,8 @@ from tests.support import ArraySource, hopper_columns
 
 Columns = dict[str, Any]
 
-RELABEL = """
-import numpy as np
-def halved(episode):
-    past = np.cumsum(episode["rewards"], dtype=np.float32)
-    return {"rewards": episode["rewards"] / 2, "past": past, "pair": np.stack([past, -past], 1)}
-"""
-
 
 def relabelled(episode: Columns) -> Columns:
-    """Do what RELABEL does."""
     past = np.cumsum(episode["rewards"], dtype=np.float32)
     return {"rewards": episode["rewards"] / 2, "past": past, "pair": np.stack([past, -past], 1)}
 
@@ -69,41 +62,33 @@ EXPRESSIONS: dict[str, Callable[[float, int, bool, int], Any]] = {
     shard_bytes=st.sampled_from([200, 1 << 20]),
 )
 def test_what_is_written_is_what_numpy_makes(
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-    lengths: list[int],
-    seed: int,
-    where: str,
-    mapped: bool,
-    window: int,
-    shard_bytes: int,
-) -> None:
-    monkeypatch.setattr(edit, "WINDOW_BYTES", window)
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seed: int, where: str,
+    mapped: bool, window: int, **options: Any,
+) -> None:  # fmt: skip
     episodes, out = episodes_of(lengths, seed), tmp_path_factory.mktemp("edit") / "d"
     wanted = [e | (relabelled(e) if mapped else {}) for e in episodes]
+    kept, returns = EXPRESSIONS[where], [e["rewards"].sum(dtype=float) for e in wanted]
     keep = [
-        bool(
-            EXPRESSIONS[where](
-                e["rewards"].sum(dtype=float), len(e["rewards"]), e["terminals"][-1], i
-            )
-        )
-        for i, e in enumerate(wanted)
+        bool(kept(total, len(e["rewards"]), e["terminals"][-1], i))
+        for i, (e, total) in enumerate(zip(wanted, returns, strict=True))
     ]
     given_: Columns = {"map": relabelled if mapped else None, "rename": {"observations": "state"}}
-    given_ |= {"where": where, "shard_bytes": shard_bytes, "quiet": True}
+    given_ |= {"where": where, "quiet": True, **options}
     if not any(keep):
         with pytest.raises(InputError, match="is kept"):
             convert(from_episodes(episodes), out, **given_)
         return
-    record = convert(from_episodes(episodes), out, **given_).source.attributes["edits"]
-    wanted = [e for e, kept in zip(wanted, keep, strict=True) if kept]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(edit, "WINDOW_BYTES", window)
+        record = convert(from_episodes(episodes), out, **given_).source.attributes["edits"]
+    wanted = [e for e, stays in zip(wanted, keep, strict=True) if stays]
     dataset = open_dataset(out)
     assert {c.name for c in dataset.spec} == {*wanted[0], "state"} - {"observations"}
     for found, made in zip(dataset, wanted, strict=True):
         for name, rows in found.items():
             again = made["observations" if name == "state" else name]
             assert rows.dtype == again.dtype and rows.tobytes() == again.tobytes(), name
-    returns = [e["rewards"].sum(dtype=float) for e in wanted]
+    returns = [total for total, stays in zip(returns, keep, strict=True) if stays]
     np.testing.assert_allclose(dataset.returns, returns, rtol=1e-12, atol=1e-12)
     assert dataset.terminated.tolist() == [bool(e["terminals"][-1]) for e in wanted]
     mean = np.concatenate([e["rewards"] for e in wanted]).mean(dtype=float)
@@ -113,11 +98,12 @@ def test_what_is_written_is_what_numpy_makes(
 
 
 def test_edits_of_a_command_are_recorded(tmp_path: Path) -> None:
-    (tmp_path / "relabel.py").write_text(RELABEL)
+    text = "from __future__ import annotations\nimport numpy as np\n"
+    (tmp_path / "relabel.py").write_text(text + inspect.getsource(relabelled))
     episodes, source = episodes_of([3, 4, 5, 6, 7, 8, 9, 3, 4]), tmp_path / "x.hdf5"
     write(source, {name: np.concatenate([e[name] for e in episodes]) for name in episodes[0]})
     options = ["--where", "return > -9 and length > 3", "--rename", "level=stage", "-q"]
-    options += ["--map", f"{tmp_path / 'relabel.py'}:halved"]
+    options += ["--map", f"{tmp_path / 'relabel.py'}:relabelled"]
     assert main(["convert", str(source), str(tmp_path / "1"), *options]) == 0
     dataset = open_dataset(tmp_path / "1")
     wanted = [e | relabelled(e) for e in episodes if len(e["rewards"]) > 3]
@@ -126,7 +112,7 @@ def test_edits_of_a_command_are_recorded(tmp_path: Path) -> None:
             found["stage" if n == "level" else n].tobytes() == made[n].tobytes() for n in made
         )
     edits = dataset.manifest.source.attributes["edits"]
-    assert edits[1].startswith("map relabel.py:halved, xxh3-128:") and "7 of 9 epi" in edits[2]
+    assert edits[1].startswith("map relabel.py:relabelled, xxh3-128:") and "7 of 9 epi" in edits[2]
     manifest = convert(tmp_path / "1", tmp_path / "again", where="length > 8", quiet=True)
     assert manifest.source.attributes["edits"] == [*edits, "where length > 8: 1 of 7 episodes"]
 

@@ -57,15 +57,9 @@ DTYPES = ["?", "i1", "u1", "<i2", ">i4", "<u8", "<f2", "<f4", ">f4", "<f8", ">f8
     data=st.data(),
 )
 def test_any_dtype_width_and_storage_has_exact_bytes(
-    tmp_path: Path,
-    dtype: str,
-    shape: list[int],
-    chunk: list[int] | None,
-    layout: dict[str, Any],
-    user_block: int | None,
-    compressible: bool,
-    data: st.DataObject,
-) -> None:
+    tmp_path: Path, dtype: str, shape: list[int], chunk: list[int] | None, layout: dict[str, Any],
+    user_block: int | None, compressible: bool, data: st.DataObject,
+) -> None:  # fmt: skip
     high = 2 if dtype == "?" else 3 if compressible else 120
     rows = np.random.default_rng(len(shape)).integers(0, high, size=(STEPS, *shape)).astype(dtype)
     path = tmp_path / "x.hdf5"

@@ -113,14 +113,9 @@ def test_records_are_aligned_and_cost_what_is_stated(
     normalize=st.booleans(),
 )
 def test_shards_give_the_bits_of_the_arrays_whatever_is_read_at_a_time(
-    data: tuple[Dataset, MemoryTable],
-    monkeypatch: pytest.MonkeyPatch,
-    threads: int,
-    chunk: int,
-    run: int,
-    gamma: float,
-    normalize: bool,
-) -> None:
+    data: tuple[Dataset, MemoryTable], monkeypatch: pytest.MonkeyPatch, threads: int, chunk: int,
+    run: int, gamma: float, normalize: bool,
+) -> None:  # fmt: skip
     dataset, arrays = data
     options: dict[str, Any] = {
         "context_length": 4,
