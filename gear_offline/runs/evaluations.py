@@ -101,12 +101,9 @@ class _Waiting:
 
 
 class RunEvaluations(Closing):
-    """The evaluations of a run, of which the first rank has one.
+    """The evaluations of a run, of which the first rank has one."""
 
-    `concurrent_runs` share the cores that training leaves to them.
-    """
-
-    def __init__(self, run: LiveRun, progress: Progress, *, concurrent_runs: int) -> None:
+    def __init__(self, run: LiveRun, progress: Progress) -> None:
         self._run, self._progress = run, progress
         self._recipe, learner = run.learner.recipe, run.learner
         tasks = tasks_of(self._recipe, tasks_of_config(learner.model.config))
@@ -117,7 +114,7 @@ class RunEvaluations(Closing):
             learner.device,
             learner.world,
             parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
-            concurrent_runs=concurrent_runs,
+            concurrent_runs=run.concurrent_runs,
         )
         self._pool = WorkerPool(self.plan.workers, threads=self.plan.threads)
         self._queue: dict[int, _Waiting] = {}  # by step, ascending

@@ -138,6 +138,7 @@ class LiveRun(Closing):
 
     The first rank holds its `directory` and has a `writer`, which also holds its evaluations; both
     are None on the others.  `is_stopped` once a callback has ended it, on all ranks alike.
+    `concurrent_runs` share the cores that training leaves to evaluations.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class LiveRun(Closing):
         self.learner, self.stop, self.callbacks = learner, stop, callbacks
         self.path, self.is_stopped = callbacks.run.path, False
         self._world, self._settings = learner.world, learner.recipe.train
+        self.concurrent_runs = concurrent_runs
         folder = self.path / "checkpoints"
         self.writer: RunWriter | None = None
         self.saver = Saver(learner, folder)
@@ -160,7 +162,7 @@ class LiveRun(Closing):
         if directory is not None:
             directory.begin(learner.recipe, step=learner.step)
             callbacks.tell("on_begin")
-            self.writer = RunWriter(self, seconds, concurrent_runs, quiet=quiet)
+            self.writer = RunWriter(self, seconds, quiet=quiet)
             self.saver.before = self.writer.sync
 
     @property
@@ -215,23 +217,20 @@ class LiveRun(Closing):
         signal = next((answer["signal"] for answer in answers if answer["signal"]), None)
         self.is_stopped = answers[0]["stops"]
         if answers[0]["saves"] or signal or self.is_stopped:
-            seconds = 0.0 if self.writer is None else self.writer.seconds
-            self.saver.save(seconds=seconds, keep=self._keep)
+            seconds, keep = 0.0, Keep(newest=1)  # the first rank's count
+            if self.writer is not None:
+                seconds, keep = self.writer.seconds, self.writer.evaluations.keep
+            self.saver.save(seconds=seconds, keep=keep)
         if signal and not self.is_complete:
             self.saver.wait()
             what = f"stopped by {signal} after step {self.learner.step:,}, a checkpoint is saved"
             remedy = f"go on with `gear-offline train {self.path} --resume`"
             raise TrainingInterrupted("INTERRUPTED", what, str(self.path), remedy)
 
-    @property
-    def _keep(self) -> Keep:
-        return Keep(newest=1) if self.writer is None else self.writer.evaluations.keep
-
     def finish(self) -> None:
         """Wait for what the last step left under way."""
         if self.writer is not None:
             self.writer.finish()
-        self.saver.prune(self._keep)
         self.saver.wait()
         if self.writer is not None:
             self.writer.tell_saved()

@@ -6,7 +6,6 @@ import json
 import platform
 import time
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import write_file
+from gear_offline.core.system import versions
 from gear_offline.core.text import count_text, finite
 from gear_offline.progress import Progress, say
 from gear_offline.runs.evaluations import RunEvaluations
@@ -29,10 +29,9 @@ class RunWriter(Closing):
     """The files and the display of a run.
 
     The learner stands where the run goes on after `seconds`; the run's directory has begun.
-    `concurrent_runs` share the cores that training leaves to evaluations.
     """
 
-    def __init__(self, run: LiveRun, seconds: float, concurrent_runs: int, *, quiet: bool) -> None:
+    def __init__(self, run: LiveRun, seconds: float, *, quiet: bool) -> None:
         self._run, self._path, self._saver = run, run.path, run.saver
         self._learner = learner = run.learner
         self._recipe, self._quiet = learner.recipe, quiet
@@ -43,7 +42,7 @@ class RunWriter(Closing):
         self._stalled = 0.0
         self._metrics = GrowingFile(run.path / "metrics.jsonl")
         self.progress = Progress(self._recipe.name, total=steps, done=self._first_step, quiet=quiet)
-        self.evaluations = RunEvaluations(run, self.progress, concurrent_runs=concurrent_runs)
+        self.evaluations = RunEvaluations(run, self.progress)
         self._played_before = len(self.evaluations.recorded)
         self._announce()
         self.progress.__enter__()
@@ -105,10 +104,11 @@ class RunWriter(Closing):
         self._run.callbacks.tell("on_log", step, dict(values))
 
     def finish(self) -> None:
-        """Wait for evaluations that are under way."""
+        """Wait for evaluations that are under way, which no checkpoint is kept for then."""
         self._stepped_to = time.perf_counter()
         self.evaluations.finish()
         self.sync()
+        self._saver.prune(self.evaluations.keep)
 
     def sync(self) -> None:
         """Make metrics and evaluations so far survive a power loss."""
@@ -191,5 +191,5 @@ class RunWriter(Closing):
             "evaluation_last": evaluations[-1].to_json() if evaluations else None,
             "evaluation_best": best and best.to_json(),
             "python": platform.python_version(),
-            "versions": {name: version(name) for name in ("torch", "transformers", "numpy")},
+            "versions": versions("torch", "transformers", "numpy"),
         }

@@ -17,7 +17,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -28,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import read_regular, sync_directory, write_error, write_file
 from gear_offline.core.hub import is_hub
+from gear_offline.core.system import versions
 from gear_offline.core.types import Float64Array
 from gear_offline.errors import GearError, InputError, is_out_of_memory
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
@@ -66,7 +66,7 @@ class SavedState(BaseModel):
     loader: dict[str, Any]  # `GearLoader.state_dict` after `step` batches
     normalisation: Normalisation | None
     versions: dict[str, str] = Field(
-        default_factory=lambda: {name: version(name) for name in ("torch", "transformers", "numpy")}
+        default_factory=lambda: versions("torch", "transformers", "numpy")
     )
     files: dict[str, FileFacts] = {}
 
