@@ -117,7 +117,11 @@ def only_images(file: Any) -> None:
 
 OBJECT, TRAIN = "data/demo_2/obs/object", "mask/train"
 BAD: dict[str, tuple[Callable[[Any], Any], str, str]] = {
-    "a column too short": (put(OBJECT, np.zeros((4, 10))), "SOURCE_LAYOUT", "4 rows for 5 steps"),
+    "a column too short": (
+        put(OBJECT, np.zeros((4, 10))),
+        "SOURCE_LAYOUT",
+        "obs/object has 4 rows",
+    ),
     "another width": (put(OBJECT, np.zeros((5, 11))), "SOURCE_LAYOUT", "(11,) in demo_2"),
     "a vector less": (lambda f: f.pop(OBJECT), "SOURCE_LAYOUT", "missing in demo_2"),
     "states only": (lambda f: f.pop("data/demo_2/obs"), "COLUMN", "dataset_states_to_obs.py"),

@@ -30,7 +30,13 @@ from gear_offline.core.closing import Closing
 from gear_offline.core.files import FileIdentity, file_identity, open_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray
-from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec, is_column_name
+from gear_offline.dataset.schema import (
+    ColumnSpec,
+    EpisodeIndex,
+    TableSpec,
+    is_column_name,
+    is_step_shape,
+)
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.sources.episode_ends import SCALARS
 
@@ -316,6 +322,13 @@ def iter_episodes(source: Source) -> Iterator[dict[str, Array]]:
     offsets = source.episodes.offsets
     for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         yield {c.name: source.read(c.name, start, stop) for c in source.spec}
+
+
+def can_be_column(shape: tuple[int, ...] | None, dtype: np.dtype[Any] | None) -> bool:
+    """Whether an array is one of numbers or bools, with a row for each step."""
+    if not shape or dtype is None or dtype.kind not in "biufc":
+        return False
+    return is_step_shape(shape[1:], dtype.itemsize)
 
 
 def legal_names(names: Iterable[str]) -> dict[str, str]:

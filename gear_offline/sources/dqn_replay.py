@@ -27,6 +27,7 @@ from gear_offline.sources.base import (
     Piece,
     Source,
     SourceInfo,
+    can_be_column,
     files_in,
     kinds_of,
     misfit,
@@ -120,7 +121,9 @@ def _open_log(folder: Path) -> tuple[Source, list[int], bool]:
         if added.shape or added.dtype.kind not in "iu":
             raise misfit(f"{added.dtype} of shape {list(added.shape)} is no count", path)
         count = int(added.read(0, 1)[0])
-        frames, *others = [member.shape for member in checkpoint.values() if member.fits] or [()]
+        frames, *others = [
+            m.shape for m in checkpoint.values() if can_be_column(m.shape, m.dtype)
+        ] or [()]
         capacity = frames[0] if len(frames) == 3 else 0
         if capacity < 1 or count + known < 1 or others != [(capacity,)] * 3:
             shapes = [frames, *others]

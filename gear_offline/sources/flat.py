@@ -10,9 +10,16 @@ from typing import Any
 
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.dataset.schema import is_step_shape
 from gear_offline.errors import InputError
-from gear_offline.sources.base import Kinds, Piece, Source, SourceInfo, parts_of, some_names
+from gear_offline.sources.base import (
+    Kinds,
+    Piece,
+    Source,
+    SourceInfo,
+    can_be_column,
+    parts_of,
+    some_names,
+)
 from gear_offline.sources.d4rl import D4rlFile
 from gear_offline.sources.episode_ends import FLAGS, Read, default_rule, split_episodes
 from gear_offline.sources.hdf5 import Hdf5File
@@ -102,20 +109,29 @@ def find_columns(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the columns of a file in the table's order, what is left out and why.
 
-    `found` has shape, rows and dtype of each array.  Columns are those that are needed, or are to
-    have their `names`, and all others with as many rows; `optional` ones must have as many if they
-    are there.
+    `found` has rows, shape, dtype and type name of each array.  Columns are those that are needed,
+    or are to have their `names`, and all others with as many rows; `optional` ones must have as
+    many if they are there.
     """
+    found = {n: found[n] for n in sorted(found) if n.split("/")[0] != "metadata"}
+    left_out = {
+        name: f"{one.type_name} of shape {list(one.shape or ())}"
+        for name, one in found.items()
+        if not can_be_column(one.shape, one.dtype)
+    }
+    usable = [name for name in found if name not in left_out]
     chosen: list[str] = []
     for column in (*required, *optional):
-        leaves: list[str] = []  # of Dict observations
-        for part in parts_of(names.get(column, column)):
-            leaves += sorted(n for n in found if n == part or n.startswith(f"{part}/"))
+        # of Dict observations the leaves
+        parts = parts_of(names.get(column, column))
+        leaves = [n for p in parts for n in usable if n == p or n.startswith(f"{p}/")]
         if not leaves and column in required:
+            what = f"no dataset {column!r}"
+            what += "".join(f": it is {left_out[part]}" for part in parts if part in left_out)
             remedy = f"needed: {', '.join(required)}; found: {some_names(found)}; other "
             remedy += f"names: --columns {column}=NAME,...; other layouts: docs/how-to/convert.md"
-            raise InputError("COLUMN", f"no dataset {column!r}", where=where, remedy=remedy)
-        chosen.extend(name for name in leaves if name not in chosen)
+            raise InputError("COLUMN", what, where=where, remedy=remedy)
+        chosen += [name for name in leaves if name not in chosen]
     count = found[chosen[0]].rows
     for name in chosen:
         rows = found[name].rows
@@ -123,13 +139,10 @@ def find_columns(
             what = f"{name} has {count_text(rows, 'row')}, {chosen[0]} has {count:,}"
             remedy = "every column needs one row a step: the file is damaged or of another layout"
             raise InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
-    left_out: dict[str, str] = {}
-    for name in sorted(n for n in found.keys() - set(chosen) if n.split("/")[0] != "metadata"):
-        one, shape = found[name], list(found[name].shape or ())
-        if one.rows != count:
-            left_out[name] = f"shape {shape} does not have {count_text(count, 'row')}"
-        elif one.dtype is None or not is_step_shape(shape[1:], one.dtype.itemsize):
-            left_out[name] = f"{one.type_name} of shape {shape}"
-        else:
+    for name in (n for n in usable if n not in chosen):
+        if found[name].rows == count:
             chosen.append(name)
+        else:
+            shape = list(found[name].shape)
+            left_out[name] = f"shape {shape} does not have {count_text(count, 'row')}"
     return chosen, left_out

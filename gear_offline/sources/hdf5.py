@@ -28,9 +28,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import read_at
 from gear_offline.core.types import Int64Array
-from gear_offline.dataset.schema import MAX_DIMENSIONS, MAX_STEP_BYTES
 from gear_offline.errors import InputError
-from gear_offline.sources.base import READ_BYTES, InputFile, damage_told
+from gear_offline.sources.base import READ_BYTES, InputFile, can_be_column, damage_told
 from gear_offline.sources.hdf5_filters import FILTERS, Bytes, decode_chunk
 
 MAX_READ_BYTES = 256 << 20  # beyond this a row of chunks is read in parts
@@ -127,7 +126,7 @@ class Hdf5File(Closing):
                     pending.append((f"{name}/", item))
 
     def column(self, path: str) -> Hdf5Column:
-        """Return a dataset's rows for reading, which does not need this object any more."""
+        """Return the rows of one that can be a column; to read them does not need this object."""
         with _told_as_damaged(self.path):
             column = Hdf5Column(
                 self.file, self.datasets[path], h5d.open(self._file.id, path.encode())
@@ -144,7 +143,7 @@ class Hdf5File(Closing):
         were in memory before.
         """
         for name, header in self.datasets.items():
-            if header.shape and header.dtype is not None:
+            if can_be_column(header.shape, header.dtype):
                 self.column(name).check()
                 continue
             with _told_as_damaged(self.path):  # text lies elsewhere in the file
@@ -207,7 +206,8 @@ class Hdf5Column:
 
     def __init__(self, file: InputFile, header: Hdf5Dataset, dataset: h5d.DatasetID) -> None:
         self._file, where = file, (file.path, header.path)
-        self.shape, self._stored_dtype = _checked(header, file.path)
+        assert header.shape and header.dtype is not None, "it can be a column"
+        self.shape, self._stored_dtype = header.shape, header.dtype
         self.dtype, shape = self._stored_dtype.newbyteorder("="), self.shape
         plan = dataset.get_create_plist()
         layout, self._filters = plan.get_layout(), _filters(plan, *where)
@@ -340,22 +340,6 @@ class Hdf5Column:
 def _unsafe(what: str, path: Path, name: str, remedy: str = _PLAIN) -> InputError:
     where = f"{path}: {name}"
     return InputError("SOURCE_UNSAFE", f"{what} is not accepted", where=where, remedy=remedy)
-
-
-def _checked(header: Hdf5Dataset, path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return (N, *step shape) and the dtype; refuse what is no column."""
-    shape, dtype, where = header.shape or (), header.dtype, f"{path}: {header.path}"
-    if dtype is None:
-        what = f"{header.type_name} is neither numeric nor bool"
-        remedy = "store the column as a NumPy bool, integer, float or complex dtype"
-        raise InputError("COLUMN", what, where, remedy)
-    if not 1 <= len(shape) <= MAX_DIMENSIONS + 1 or min(shape[1:], default=1) < 1:
-        what = f"shape {header.shape} is not rows by positive step dimensions"
-        remedy = "the file is damaged, cut short or not a table of steps"
-        raise InputError("SOURCE_LAYOUT", what, where, remedy)
-    if prod(shape[1:]) * dtype.itemsize > MAX_STEP_BYTES:
-        raise _unsafe(f"a step of more than {MAX_STEP_BYTES >> 20} MiB", path, header.path)
-    return shape, dtype
 
 
 def _listed_chunks(dataset: h5d.DatasetID, chunked: bool) -> Int64Array:

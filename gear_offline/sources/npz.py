@@ -24,7 +24,6 @@ import numpy as np
 from numpy.lib import format as npy
 
 from gear_offline.core.types import Array
-from gear_offline.dataset.schema import is_step_shape
 from gear_offline.errors import InputError
 from gear_offline.sources.base import InputFile, Source, damage_told
 from gear_offline.sources.episode_ends import ARTIFICIAL, SCALARS, TIME_FLAGS
@@ -52,18 +51,12 @@ class Member:
             self.shape, fortran, self.dtype = header(stream)
             if fortran and len(self.shape) > 1:
                 raise ValueError("it is stored by columns: save np.ascontiguousarray(array)")
-            self._begin = int(stream.tell())
+            self.type_name, self._begin = str(self.dtype), int(stream.tell())
 
     @property
     def rows(self) -> int:
         """N."""
         return self.shape[0] if self.shape else 1
-
-    @property
-    def fits(self) -> bool:
-        """Whether it can be a column."""
-        shape, dtype = self.shape, self.dtype
-        return dtype.kind in "biufc" and len(shape) > 0 and is_step_shape(shape[1:], dtype.itemsize)
 
     def read(self, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)``, native byte order."""
@@ -99,8 +92,7 @@ def open_npz(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str]
     """Open an ``.npz`` file of OGBench, or of flat arrays with flags."""
     path = path.absolute()
     file = InputFile.find(path)
-    left_out: dict[str, str] = {}
-    members = dict(_members(file, left_out))
+    members = dict(_members(file))
     if "valids" in members:
         what = "a compact dataset of OGBench: two rows are flagged at each end"
         remedy = "give the file that ogbench downloads, or save with compact_dataset=False"
@@ -110,7 +102,7 @@ def open_npz(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str]
         "masks" in members or not {"rewards", *TIME_FLAGS} & set(members)
     )
     required = ("observations", "actions", *(() if ogbench else ("rewards",)))
-    chosen, others = find_columns(members, names, required, SCALARS, where=str(path))
+    chosen, left_out = find_columns(members, names, required, SCALARS, where=str(path))
     return flat_source(
         {name: (members[name].dtype, members[name].shape[1:]) for name in chosen},
         lambda column, start, stop: members[column].read(start, stop),
@@ -121,22 +113,19 @@ def open_npz(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str]
         rule=rule or (ARTIFICIAL if ogbench else None),
         where=str(path),
         files=(file,),
-        facts={"left_out": left_out | others},
+        facts={"left_out": left_out},
         notes=[NO_REWARDS] if names.get("rewards", "rewards") not in members else [],
     )
 
 
-def _members(file: InputFile, left_out: dict[str, str]) -> Iterator[tuple[str, Member]]:
-    """Yield the arrays of a file; those that are no columns come into `left_out`."""
+def _members(file: InputFile) -> Iterator[tuple[str, Member]]:
+    """Yield the arrays of a file."""
     with damage_told(".npz", file.path, DAMAGE), file.open() as raw:
         entries = zipfile.ZipFile(raw).infolist()
     for entry in entries:
         name = entry.filename.removesuffix(".npy")
-        member = Member(file, f"{file.path}: {name}", partial(_decoded, name=entry.filename))
-        if not member.fits:
-            left_out[name] = f"{member.dtype} of shape {list(member.shape)}"
-        else:
-            yield name, member
+        decoded = partial(_decoded, name=entry.filename)
+        yield name, Member(file, f"{file.path}: {name}", decoded)
 
 
 def _decoded(raw: FileIO, *, name: str) -> IO[bytes]:

@@ -17,7 +17,6 @@ from typing import Any
 
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.dataset.schema import is_step_shape
 from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError
 from gear_offline.sources.base import (
@@ -32,6 +31,7 @@ from gear_offline.sources.base import (
 )
 from gear_offline.sources.combine import observation_vectors
 from gear_offline.sources.d4rl import is_gymnasium_id
+from gear_offline.sources.flat import find_columns
 from gear_offline.sources.hdf5 import Hdf5Column, Hdf5Dataset, Hdf5File
 
 _DEMO = re.compile(r"data/(demo_[0-9]+)/(.+)")
@@ -51,21 +51,20 @@ def open_robomimic(
     """Open a file's `demonstrations`; with a filter key only those of ``mask/KEY``."""
     masks = [n.removeprefix("mask/") for n in file.datasets if n.startswith("mask/")]
     chosen = _chosen(file, key, masks, demos) if key else list(demos)
-    asked = {part for old in names.values() for part in parts_of(old)}
-    left_out: dict[str, str] = {}
-    found = {name: _kinds(file, name, demos[name], names, left_out) for name in chosen}
-    needed = (*STEPWISE, *(old.split("/")[0] for old in asked))
+    found = {name: _columns(file, name, demos[name], names) for name in chosen}
+    asked = {part.split("/")[0] for old in names.values() for part in parts_of(old)}
     columns, others = common_columns(
-        [(name, kinds) for name, (_, kinds) in found.items()],
-        needed,
+        [(name, kinds) for name, (kinds, _) in found.items()],
+        (*STEPWISE, *asked),
         where=file.path,
         remedy=JOINED,
     )
-    columns = {name: columns[name] for name in sorted(columns, key=_order)}
+    left_out = {n: why for _, left in found.values() for n, why in left.items()}
     pieces = []
     for name in chosen:
         opened = {column: file.column(demos[name][column].path) for column in columns}
-        pieces.append(Piece(read=partial(_read, opened), steps=found[name][0]))
+        steps = next(iter(opened.values())).shape[0]
+        pieces.append(Piece(read=partial(_read, opened), steps=steps))
     attributes, environment, reference = _environment(file)
     return Source(
         pieces,
@@ -81,7 +80,7 @@ def open_robomimic(
             attributes={
                 **attributes,
                 "filter_keys": sorted(masks),
-                "left_out": others | left_out,
+                "left_out": left_out | others,
                 "warnings": [*file.warnings, *([DONES] if "dones" in columns else [])],
             },
         ),
@@ -119,42 +118,24 @@ def _chosen(file: Hdf5File, key: str, masks: list[str], demos: Mapping[str, Demo
     return [name for name in demos if name in listed]
 
 
-def _kinds(
-    file: Hdf5File, name: str, demo: Demo, names: Mapping[str, str], left_out: dict[str, str]
-) -> tuple[int, Kinds]:
-    """Return T of a demonstration, and its columns; what cannot be one comes into `left_out`."""
+def _columns(
+    file: Hdf5File, name: str, demo: Demo, names: Mapping[str, str]
+) -> tuple[Kinds, dict[str, str]]:
+    """Return the columns of a demonstration in the table's order, what is left out and why."""
     where = f"{file.path}: data/{name}"
     groups = {column.split("/")[0] for column in demo}
-    actions, rewards = (names.get(column, column) for column in ("actions", "rewards"))
-    missing = [column for column in (actions, rewards) if column not in demo]
-    if missing or not ("observations" in names or groups & {"obs", "observations"}):
+    named = "observations" in {*names, *groups}
+    if not named and "obs" not in groups:
         remedy = f"found: {some_names(demo)}; recorded states become observations and rewards "
         remedy += "with robomimic's dataset_states_to_obs.py"
-        raise InputError("COLUMN", f"no dataset or group {(*missing, 'obs')[0]!r}", where, remedy)
-    steps, said = demo[actions].rows, file.attribute(f"data/{name}", "num_samples")
-    if not steps or (isinstance(said, int) and said != steps):
-        what = f"actions have {count_text(steps, 'row')}"
-        what += "" if said is None else f", num_samples is {said}"
-        raise misfit(what, where)
-    kinds: dict[str, Any] = {}
-    for column, found in demo.items():
-        shape = (found.shape or ())[1:]
-        if found.dtype is None or not is_step_shape(shape, found.dtype.itemsize):
-            left_out[column] = f"{found.type_name} of shape {found.shape}"
-        elif found.rows == steps:
-            kinds[column] = found.dtype, shape
-        else:
-            rows = f"{count_text(found.rows, 'row')} for {count_text(steps, 'step')} in {name}"
-            if column.split("/")[0] in STEPWISE:
-                raise misfit(rows, f"{file.path}: {column}")
-            left_out[column] = rows
-    return steps, kinds
-
-
-def _order(column: str) -> tuple[int, str]:
-    known = ("observations", "obs", "actions", "rewards", "next_observations", "next_obs")
-    top = column.split("/")[0]
-    return known.index(top) if top in known else len(known), column
+        raise InputError("COLUMN", "no group 'obs'", where, remedy)
+    needed = ("observations" if named else "obs", "actions", "rewards")
+    chosen, left_out = find_columns(demo, names, needed, ("next_obs",), where=where)
+    steps, said = demo[chosen[0]].rows, file.attribute(f"data/{name}", "num_samples")
+    if isinstance(said, int) and said != steps:
+        raise misfit(f"{count_text(steps, 'row')}, num_samples is {said}", where)
+    kinds: dict[str, Any] = {n: (demo[n].dtype, (demo[n].shape or ())[1:]) for n in chosen}
+    return kinds, left_out
 
 
 def _read(columns: Mapping[str, Hdf5Column], name: str, start: int, stop: int) -> Array:
