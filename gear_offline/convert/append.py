@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gear_offline.core.files import new_part, writing
 from gear_offline.core.types import Array
+from gear_offline.dataset.growing import INCOMING
 from gear_offline.dataset.manifest import Manifest
-from gear_offline.dataset.pieces import INCOMING, write_piece
-from gear_offline.dataset.schema import ColumnSpec
+from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, fold_episodes
+from gear_offline.dataset.shard import EPISODE_COLUMNS, digest, encode_header, plan_tensors
 from gear_offline.errors import InputError
-from gear_offline.sources.arrays import read_episode
+from gear_offline.sources.arrays import Columns, read_episode
 from gear_offline.sources.episode_ends import FLAGS, TERMINAL_FLAGS, TIME_FLAGS
+
+REWARDS, SUFFIX = "rewards", ".safetensors"
+Episode = tuple[Columns, tuple[bool, bool]]  # terminated, truncated
 
 
 class Appender:
@@ -76,7 +84,7 @@ class Appender:
         read = [read_episode(number, self._cast(one)) for number, one in enumerate(episodes)]
         if not read:
             raise InputError("SOURCE_LAYOUT", "there are no episodes", remedy="give at least one")
-        return write_piece(self._folder, self._manifest.spec.columns, read)
+        return _write_piece(self._folder, self._manifest.spec.columns, read)
 
     def _cast(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the dataset's columns in its dtypes, and how the episode ended."""
@@ -109,3 +117,48 @@ def _rows(episode: Mapping[str, Any], column: ColumnSpec) -> Array:
         what, remedy = "NaN or infinity in the data", "leave such an episode out"
         raise InputError("COLUMN", what, where=str(column), remedy=remedy)
     return rows
+
+
+def _write_piece(
+    folder: Path, columns: tuple[ColumnSpec, ...], episodes: Sequence[Episode]
+) -> Path:
+    """Write episodes, which have these columns, as a piece in `folder`; return its path."""
+    content = _encode(columns, episodes)
+    # Names in the order of time are admitted in that order.
+    place = folder / f"{time.time_ns():020d}-{digest(content)}{SUFFIX}"
+    with writing(place):
+        folder.mkdir(exist_ok=True)
+        # Durable before it has its name, so that a learner, which makes names durable, admits only
+        # what a power cut leaves.  The name itself is not synced: that costs as much again, and
+        # loses at most the pieces of the last seconds, whole, and none when the actor is killed.
+        with new_part(place) as (part, handle):
+            rest = memoryview(content)
+            while rest:
+                rest = rest[os.write(handle, rest) :]
+            os.fsync(handle)
+            part.rename(place)
+    return place
+
+
+def _encode(columns: tuple[ColumnSpec, ...], episodes: Sequence[Episode]) -> memoryview:
+    """Return a shard's bytes."""
+    index = EpisodeIndex(lengths=np.array([len(next(iter(e.values()))) for e, _ in episodes]))
+    tensors = plan_tensors(columns, steps=index.steps, episodes=index.episodes)
+    header = encode_header(tensors)
+    content = bytearray(header).ljust(len(header) + tensors[-1].stop)
+    values: dict[str, Array] = {}
+    for tensor in tensors:
+        place, count = len(header) + tensor.start, math.prod(tensor.shape)
+        values[tensor.name] = np.frombuffer(content, tensor.dtype, count, place)
+    for column in columns:
+        rows = values[column.name].view(column.dtype).reshape(-1, *column.shape)
+        np.concatenate([e[column.name] for e, _ in episodes], out=rows)
+    returns = np.full(index.episodes, np.nan)
+    if REWARDS in values:
+        returns[:] = 0.0
+        fold_episodes(np.add, returns, index.offsets, values[REWARDS].astype(np.float64), 0)
+    terminated, truncated = zip(*(ends for _, ends in episodes), strict=True)
+    own = (index.lengths, returns, terminated, truncated)
+    for column, numbers in zip(EPISODE_COLUMNS, own, strict=True):
+        values[column.name][:] = numbers
+    return memoryview(content)

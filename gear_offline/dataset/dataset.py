@@ -22,8 +22,13 @@ from gear_offline.core.hub import card, fetch, is_hub, put
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
-from gear_offline.dataset.admissions import Admission, grown, read_admissions
-from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest, ShardRecord
+from gear_offline.dataset.manifest import (
+    MANIFEST_NAME,
+    Admission,
+    Manifest,
+    ShardRecord,
+    read_admissions,
+)
 from gear_offline.dataset.schema import EpisodeIndex, TableSpec, chosen_episodes
 from gear_offline.dataset.scores import ReferenceScores
 from gear_offline.dataset.shard import (
@@ -385,7 +390,7 @@ def grow_dataset(dataset: Dataset, admissions: Sequence[Admission]) -> Dataset:
     """Return the dataset with further admissions, whose shards lie in its directory."""
     if not admissions:
         return dataset
-    manifest = grown(dataset.manifest, admissions)
+    manifest = dataset.manifest.grown(admissions)
     larger = with_shards(dataset.path, manifest, dataset)
     spread = {
         "returns": distribution(larger.returns),

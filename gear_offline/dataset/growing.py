@@ -1,9 +1,10 @@
 """A dataset that grows while a learner trains on it: pieces are admitted, one after the other.
 
-Actors append pieces, shards of whole episodes, to the folder ``incoming``, where each appears by a
-rename (`gear_offline.convert.append`).  A learner admits them between two of its steps: it links a
-piece behind the shards that are there, adds a line to ``admissions.jsonl``, and removes the piece.
-Killed at any instant, it has admitted a piece wholly or not at all.
+Actors append pieces to the folder ``incoming``, where each appears by a rename, a shard of whole
+episodes with a digest of its bytes in its name (`gear_offline.convert.append`).  A learner admits
+them between two of its steps: it links a piece behind the shards that are there, adds a line to
+``admissions.jsonl``, and removes the piece.  Killed at any instant, it has admitted a piece wholly
+or not at all.
 
 As far as the lines go they decide what is admitted when, so that a resumed or repeated run sees the
 same data at every step.  Only from the last line on new pieces are admitted.
@@ -15,24 +16,44 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import safetensors.numpy
+from safetensors import SafetensorError
 
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import remove_leftovers, sync_directory, writing
 from gear_offline.core.text import count_text
-from gear_offline.dataset.admissions import (
+from gear_offline.core.types import Array
+from gear_offline.dataset.dataset import Dataset, grow_dataset, open_dataset, with_shards
+from gear_offline.dataset.manifest import (
     ADMISSIONS_NAME,
     Admission,
+    Endings,
+    Manifest,
+    ShardRecord,
     encode_admissions,
     read_admissions,
+    shard_name,
 )
-from gear_offline.dataset.dataset import Dataset, grow_dataset, open_dataset
-from gear_offline.dataset.manifest import shard_name
-from gear_offline.dataset.pieces import INCOMING, read_piece
+from gear_offline.dataset.shard import (
+    DIGEST_CHARS,
+    EPISODE_COLUMNS,
+    BlockDigests,
+    byte_view,
+    damaged,
+    digest,
+    encode_header,
+    open_member,
+    plan_tensors,
+)
+from gear_offline.dataset.statistics import Moments
 from gear_offline.errors import NO_SPACE, GearError, InputError
 from gear_offline.progress import say
 
-REFUSED = "refused"
+INCOMING, REFUSED = "incoming", "refused"
 POLL_SECONDS = 0.02
 
 
@@ -226,3 +247,49 @@ class GrowingDataset(Closing):
         if self._log >= 0:
             os.close(self._log)
             self._log = -1
+
+
+def read_piece(path: Path, manifest: Manifest) -> Dataset:
+    """Return the piece at `path` of a dataset with this `manifest`, as a dataset of its own.
+
+    Raises
+    ------
+    InputError
+        ``DATASET_DAMAGED``; ``COLUMN`` if it is not laid out as the dataset.
+    """
+    with open(open_member(path), "rb") as file:
+        content = file.read()
+    if digest(content) != path.stem[-DIGEST_CHARS:]:
+        raise damaged("data do not match their digest", path)
+    header, rows = b"", dict[str, Array]()
+    with suppress(SafetensorError, KeyError, TypeError, UnicodeDecodeError):
+        rows = safetensors.numpy.load(content)
+        steps, episodes = (
+            len(rows[name]) for name in (manifest.columns[0].name, EPISODE_COLUMNS[0].name)
+        )
+        header = encode_header(plan_tensors(manifest.spec.columns, steps=steps, episodes=episodes))
+    if not header or not content.startswith(header) or not steps or not episodes:
+        columns, remedy = ", ".join(map(str, manifest.columns)), "append it with go.Appender"
+        what = f"its columns are not those of the dataset: {columns}"
+        raise InputError("COLUMN", what, str(path), remedy)
+    digests, statistics = {}, {}
+    for name, part in rows.items():
+        blocks = BlockDigests(manifest.block_bytes)
+        blocks.update(byte_view(part))
+        digests[name] = blocks.finish()
+    for column in manifest.columns:
+        moments = Moments(rows[column.name].shape[1:])
+        moments.update(rows[column.name])
+        statistics[column.name] = moments.result()
+    ends = Endings(**{key: int(rows[f"episode_{key}"].sum()) for key in Endings.model_fields})
+    counts: dict[str, Any] = {"episodes": episodes, "steps": steps}
+    record = ShardRecord.model_construct(  # under a name that is not yet a shard's
+        **counts,
+        name=path.name,
+        bytes=len(content),
+        header_bytes=len(header),
+        header_digest=digest(header),
+        digests=digests,
+    )
+    own = manifest.replaced(**counts, statistics=statistics, endings=ends, shards=[record])
+    return with_shards(path.parent, own)

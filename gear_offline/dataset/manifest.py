@@ -1,7 +1,9 @@
 """The manifest: what a dataset holds, and the digests that let any damage be found.
 
 docs/reference/format.md specifies the bytes: JSON as the pydantic models below allow it, and a last
-line with a digest of every byte before it.
+line with a digest of every byte before it.  What was admitted to a dataset that grows is said, in
+order, by the lines of its ``admissions.jsonl``.  The first n of them never change, so that the
+dataset as it was then can be had again.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -36,8 +39,8 @@ from gear_offline.dataset.statistics import ColumnStatistics, Count, Distributio
 from gear_offline.errors import InputError, given_path
 
 FORMAT_VERSION = 1
-MANIFEST_NAME = "manifest.json"
-MAX_MANIFEST_BYTES = 256 << 20
+MANIFEST_NAME, ADMISSIONS_NAME = "manifest.json", "admissions.jsonl"
+MAX_MANIFEST_BYTES, MAX_ADMISSIONS_BYTES = 256 << 20, 1 << 30
 MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 64, 1 << 30
 
 _SHARD_NAME = r"shard-[0-9]{5,9}\.safetensors"
@@ -91,6 +94,27 @@ class Endings(Model):
 
     terminated: Count
     truncated: Count
+
+
+class Admission(Model):
+    """A piece that a learner has admitted.
+
+    Attributes
+    ----------
+    step
+        Of the learner: the first step that may draw from the piece.
+    piece
+        Its name, which no other piece of the dataset has.
+    endings
+        How many of its episodes terminated, and were truncated.
+    shards
+        Under the names that they have in the dataset.
+    """
+
+    step: Count
+    piece: Annotated[str, Field(min_length=1, max_length=200)]
+    endings: Endings
+    shards: Annotated[list[ShardRecord], Field(min_length=1)]
 
 
 class Environment(Model):
@@ -213,6 +237,32 @@ class Manifest(Model):
             self.check_shard(shard)
         return self
 
+    def grown(self, admissions: Iterable[Admission]) -> Manifest:
+        """Return the manifest with the shards of further admissions.
+
+        The statistics of columns stay as they are: what was normalised by them stays comparable.
+        """
+        shards, endings = list(self.shards), self.endings
+        for admission in admissions:
+            for shard in admission.shards:
+                try:
+                    self.check_shard(shard)
+                except ValueError as error:
+                    raise damaged(str(error), ADMISSIONS_NAME) from error
+                if shard.name != shard_name(len(shards)):
+                    raise damaged(f"{shard.name} is not the next shard", ADMISSIONS_NAME)
+                shards.append(shard)
+            endings = Endings(
+                terminated=endings.terminated + admission.endings.terminated,
+                truncated=endings.truncated + admission.endings.truncated,
+            )
+        return self.replaced(
+            shards=shards,
+            endings=endings,
+            episodes=sum(shard.episodes for shard in shards),
+            steps=sum(shard.steps for shard in shards),
+        )
+
     def encode(self) -> bytes:
         """Return the file's bytes, digest included."""
         lines = []
@@ -258,6 +308,49 @@ class Manifest(Model):
             return cls.model_validate(document)
         except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
             raise damaged(f"manifest is not usable: {first_line(error)[:300]}", where) from error
+
+
+def _sealed(body: bytes, before: bytes) -> bytes:
+    """Return a line: a digest of it, and of the digest of the line `before`, behind its body."""
+    return body + b', "digest": "%s"}' % digest(before + body).encode("ascii")
+
+
+def _seal_of(line: bytes) -> bytes:
+    return line[-DIGEST_CHARS - 2 : -2]
+
+
+def encode_admissions(admissions: Iterable[Admission], before: bytes) -> tuple[bytes, bytes]:
+    """Return the lines behind one with the digest `before`, and the digest of the last one."""
+    lines = list[bytes]()
+    for admission in admissions:
+        body = admission.model_dump_json().encode("ascii").removesuffix(b"}")
+        lines.append(_sealed(body, before))
+        before = _seal_of(lines[-1])
+    return b"".join(line + b"\n" for line in lines), before
+
+
+def read_admissions(path: Path) -> tuple[list[Admission], bytes]:
+    """Return the admissions of the dataset at `path`, and the digest of the last one.
+
+    A line without an end is being written, or was when its writer was killed: it does not count.
+    """
+    where, found, before = path / ADMISSIONS_NAME, list[Admission](), b""
+    try:
+        content = read_regular(where, most=MAX_ADMISSIONS_BYTES)
+    except FileNotFoundError:
+        return [], before
+    except (OSError, ValueError) as error:
+        raise damaged(f"cannot be read: {error}", where) from error
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+        body = line.rpartition(b', "digest": ')[0]
+        try:
+            if line != _sealed(body, before):
+                raise ValueError("it does not match its digest")
+            found.append(Admission.model_validate_json(body + b"}"))
+        except ValueError as error:  # pydantic's, too
+            raise damaged(f"line {number}: {str(error)[:200]}", where) from error
+        before = _seal_of(line)
+    return found, before
 
 
 def shard_name(index: int) -> str:
