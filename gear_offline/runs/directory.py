@@ -1,4 +1,4 @@
-"""The directory of one training run: who may write it, and how files get in.
+"""The directory of one training run: who may write it, how files get in, what may change.
 
 docs/reference/run-files.md says what lies in it.
 """
@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import write_file
 from gear_offline.core.held import LOCK, HeldDirectory, unusable
@@ -16,23 +20,13 @@ from gear_offline.errors import InputError, given_path
 from gear_offline.training.checkpoint import (
     find_checkpoint,
     list_checkpoints,
+    read_state,
     remove_checkpoint,
     remove_leftovers,
 )
 from gear_offline.training.metrics import FILES, truncate_records
 
 NEGLIGIBLE = {LOCK, ".recipe.yaml.partial"}  # a kill leaves them before the run has begun
-
-# what may differ when a run is resumed: none of it changes a step that was done
-RESUMABLE = (
-    "description",
-    *(f"loader.{n}" for n in ("engine", "placement", "hbm_budget", "host_budget")),
-    *(f"loader.{n}" for n in ("sharding", "exchange")),
-    *(f"train.{n}" for n in ("steps", "device", "graph", "parallel", "reshard", "accumulate")),
-    *(f"train.{n}" for n in ("recompute", "threads", "timeout", "checkpoint_every")),
-    *(f"train.{n}" for n in ("keep_checkpoints", "trackers", "project")),
-    *(f"evaluate.{n}" for n in ("background", "device", "workers")),
-)
 
 
 def default_run_path(recipe: Recipe) -> Path:
@@ -93,6 +87,64 @@ def check_place(path: Path, *, resume: bool) -> None:
     if not resume:
         remedy = "go on with --resume, or train into another directory (--out, name=, seed=)"
         raise InputError("OUTPUT_EXISTS", "there is a run already", str(path), remedy)
+
+
+# what may differ when a run is resumed: none of it changes a step that was done
+RESUMABLE = (
+    "description",
+    *(f"loader.{n}" for n in ("engine", "placement", "hbm_budget", "host_budget")),
+    *(f"loader.{n}" for n in ("sharding", "exchange")),
+    *(f"train.{n}" for n in ("steps", "device", "graph", "parallel", "reshard", "accumulate")),
+    *(f"train.{n}" for n in ("recompute", "threads", "timeout", "checkpoint_every")),
+    *(f"train.{n}" for n in ("keep_checkpoints", "trackers", "project")),
+    *(f"evaluate.{n}" for n in ("background", "device", "workers")),
+)
+
+
+def check_resumed(
+    path: Path, recipe: Recipe, start: Path | None = None, *, is_resolved: bool = True
+) -> None:
+    """Refuse to go on with a run whose recipe would have made another run, or has fewer steps.
+
+    A run without a checkpoint is not refused.  What goes on is `start`, a checkpoint of any run, or
+    by default the run at `path`.  A recipe that is not resolved yet leaves options to the data.
+    """
+    saved = [start] if start else [place for _, place in list_checkpoints(path / "checkpoints")]
+    state = None
+    while saved and state is None:
+        with suppress(InputError):  # recipe.yaml may be edited, a checkpoint is not
+            state = read_state(saved.pop())
+    if state is None:
+        return
+    before, done = Recipe.parse(state.recipe, where=str(path)), state.step
+    for key, was, now in _differences(before, recipe, done, is_resolved=is_resolved):
+        remedy = "it may change with optimizer.schedule=constant; " * (key == "train.steps")
+        remedy += f"undo that (here, or in {path / 'recipe.yaml'} if it was edited), or train "
+        remedy += "into another directory"
+        what = f"{key} was {was!r} when the run began and is {now!r} now"
+        raise InputError("RUN_MISMATCH", what, str(path), remedy)
+    if done > (steps := recipe.train.steps):
+        what = f"train.steps is {steps}, but {done} steps are done"
+        remedy = "ask for at least as many steps, or train into another directory"
+        raise InputError("RUN_MISMATCH", what, where=str(path), remedy=remedy)
+
+
+def _differences(
+    before: Recipe, now: Recipe, step: int, *, is_resolved: bool
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each option that makes another run of `now` after so many steps, with both values."""
+    old, new = flat(before.to_dict()), flat(now.to_dict())
+    past = before.train.batch_of(step - 1) if step else -1
+    for options, recipe in ((old, before), (new, now)):  # what is skipped later is free
+        options["train.skip"] = [list(one) for one in recipe.train.skip if one[0] <= past]
+    free = set(RESUMABLE)
+    if now.optimizer.schedule != "constant":
+        free.remove("train.steps")  # the learning rates of the steps done depend on it
+    if not is_resolved:
+        free |= {key for key in {*old, *new} if new.get(key) is None} | {"model.action_tanh"}
+    for key in sorted({*old, *new} - free):
+        if old.get(key) != new.get(key):
+            yield key, old.get(key), new.get(key)
 
 
 class RunDirectory(HeldDirectory):

@@ -9,37 +9,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.closing import Closing
 from gear_offline.core.device import resolve_device
 from gear_offline.core.files import write_error
 from gear_offline.core.interruption import StopRequest
 from gear_offline.distributed.world import current, open_world, rank_device
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import GearError
 from gear_offline.progress import say
 from gear_offline.runs.callbacks import Callback, Callbacks
 from gear_offline.runs.checks import check_recipe
-from gear_offline.runs.directory import RESUMABLE, RunDirectory, default_run_path
+from gear_offline.runs.directory import RunDirectory, check_resumed, default_run_path
 from gear_offline.runs.prepare import open_growing, prepare_dataset, resolve
 from gear_offline.runs.run import Run
 from gear_offline.runs.trackers import trackings
 from gear_offline.runs.writer import RunWriter
 from gear_offline.tables.shared import SharedTables
-from gear_offline.training.checkpoint import (
-    Keep,
-    SavedState,
-    list_checkpoints,
-    read_state,
-    remove_leftovers,
-)
+from gear_offline.training.checkpoint import Keep, remove_leftovers
 from gear_offline.training.gradients import check_micro_batches
 from gear_offline.training.learner import Learner
 from gear_offline.training.saving import Saver, restore
@@ -259,54 +252,3 @@ def torch_settings(recipe: Recipe, device: torch.device) -> Iterator[None]:
     with current(device), random, threads, kernels:
         torch.manual_seed(recipe.seed)
         yield
-
-
-def check_resumed(
-    path: Path, recipe: Recipe, start: Path | None = None, *, is_resolved: bool = True
-) -> None:
-    """Refuse to go on with a run whose recipe would have made another run, or has fewer steps.
-
-    A run without a checkpoint is not refused.  What goes on is `start`, a checkpoint of any run, or
-    by default the run at `path`.  A recipe that is not resolved yet leaves options to the data.
-    """
-    saved = reversed(list_checkpoints(path / "checkpoints"))
-    places = [start] if start else [place for _, place in saved]
-    state = next(_states(places), None)  # recipe.yaml may be edited, a checkpoint is not
-    if state is None:
-        return
-    before, done = Recipe.parse(state.recipe, where=str(path)), state.step
-    for key, was, now in _differences(before, recipe, done, is_resolved=is_resolved):
-        remedy = "it may change with optimizer.schedule=constant; " * (key == "train.steps")
-        remedy += f"undo that (here, or in {path / 'recipe.yaml'} if it was edited), or train "
-        remedy += "into another directory"
-        what = f"{key} was {was!r} when the run began and is {now!r} now"
-        raise InputError("RUN_MISMATCH", what, str(path), remedy)
-    if done > (steps := recipe.train.steps):
-        what = f"train.steps is {steps}, but {done} steps are done"
-        remedy = "ask for at least as many steps, or train into another directory"
-        raise InputError("RUN_MISMATCH", what, where=str(path), remedy=remedy)
-
-
-def _states(places: Sequence[Path]) -> Iterator[SavedState]:
-    """Yield what those checkpoints say that can be read."""
-    for place in places:
-        with suppress(InputError):
-            yield read_state(place)
-
-
-def _differences(
-    before: Recipe, now: Recipe, step: int, *, is_resolved: bool
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each option that makes another run of `now` after so many steps, with both values."""
-    old, new = flat(before.to_dict()), flat(now.to_dict())
-    past = before.train.batch_of(step - 1) if step else -1
-    for options, recipe in ((old, before), (new, now)):  # what is skipped later is free
-        options["train.skip"] = [list(one) for one in recipe.train.skip if one[0] <= past]
-    free = set(RESUMABLE)
-    if now.optimizer.schedule != "constant":
-        free.remove("train.steps")  # the learning rates of the steps done depend on it
-    if not is_resolved:
-        free |= {key for key in {*old, *new} if new.get(key) is None} | {"model.action_tanh"}
-    for key in sorted({*old, *new} - free):
-        if old.get(key) != new.get(key):
-            yield key, old.get(key), new.get(key)

@@ -23,8 +23,8 @@ from gear_offline.distributed.world import current
 from gear_offline.errors import GearError
 from gear_offline.loaders.recipes import recipe_sampler
 from gear_offline.runs.callbacks import Callbacks
-from gear_offline.runs.directory import RunDirectory
-from gear_offline.runs.loop import LiveRun, TrainingInterrupted, check_resumed
+from gear_offline.runs.directory import RunDirectory, check_resumed
+from gear_offline.runs.loop import LiveRun, TrainingInterrupted
 from gear_offline.runs.prepare import resolve
 from gear_offline.runs.run import Run
 from gear_offline.runs.trackers import trackings

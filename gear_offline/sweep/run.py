@@ -22,8 +22,9 @@ from gear_offline.errors import InputError
 from gear_offline.progress import Progress, say
 from gear_offline.runs import report
 from gear_offline.runs.checks import check_recipe
+from gear_offline.runs.directory import check_resumed
 from gear_offline.runs.evaluations import MOST_WORKERS
-from gear_offline.runs.loop import TrainingInterrupted, check_resumed
+from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.runs.prepare import prepare_dataset, resolve
 from gear_offline.sweep.concurrent import MOST_ON_A_GPU, train_concurrently
 from gear_offline.sweep.directory import SweepDirectory, SweepFile
