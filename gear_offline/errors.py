@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the system's error numbers
@@ -19,6 +20,8 @@ OUT_OF_MEMORY = (
     "Storage size calculation overflow",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
+# at most 200 characters of module:namespace/name-vN
+ENVIRONMENT_ID = re.compile(r"(?!.{201})(?:[\w.]+:)?(?:[\w:-]+/)?[\w:.-]+", re.ASCII)
 
 
 class GearError(Exception):
@@ -77,12 +80,15 @@ def given_path(given: str | os.PathLike[str], code: str, *, where: str) -> Path:
     try:
         return Path(given)
     except TypeError as error:
-        raise InputError(
-            code,
-            f"a {type(given).__name__} is not a path",
-            where=where,
-            remedy="give a str or a pathlib.Path",
-        ) from error
+        what = f"a {type(given).__name__} is not a path"
+        raise InputError(code, what, where, "give a str or a pathlib.Path") from error
+
+
+def check_environment_id(name: str, *, where: str = "") -> None:
+    """Refuse a text that cannot be the id of a Gymnasium environment, known or not."""
+    if not ENVIRONMENT_ID.fullmatch(name):
+        what = f"{name[:60]!r} cannot be the id of a Gymnasium environment"
+        raise InputError("ENVIRONMENT", what, where, "ids look like Hopper-v5 or namespace/Name-v0")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -9,9 +9,8 @@ from gear_offline.collect.policies import parts_of
 from gear_offline.config.problems import nearest
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings
-from gear_offline.core.environment_id import check_environment_id
 from gear_offline.dataset.scores import dataset_names, reference_scores
-from gear_offline.errors import InputError, UnavailableError
+from gear_offline.errors import InputError, UnavailableError, check_environment_id
 from gear_offline.evaluation.environments import unregistered
 from gear_offline.sampling import parse_options
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from gear_offline.core.environment_id import check_environment_id
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, check_environment_id
 from gear_offline.sources.base import Kinds, Piece, Source, SourceInfo, common_columns
 from gear_offline.sources.episode_ends import FLAGS, SCALARS, TERMINAL_FLAGS
 from gear_offline.sources.flat import flat_source
