@@ -9,12 +9,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from gear_offline.config.files import flat
 from gear_offline.core.files import check_new_file, writing
+from gear_offline.core.text import Document
 from gear_offline.errors import InputError
 from gear_offline.progress import Printed
 from gear_offline.runs.run import Run, open_run
@@ -31,19 +31,13 @@ NO_SETTINGS = ("name", "description", "seed")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class RunComparison(Printed):
+class RunComparison(Printed, Document):
     """What runs came to, side by side; prints as a table."""
 
     table: Table  # a row a setting, over its seeds, the best one first
     runs: dict[str, str]  # path of each run, and the setting that it is of
     environments: dict[str, tuple[str, ...]]  # names of runs by where they were evaluated
     plot: Path | None  # the picture of the curves, if one was asked for
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
-        plot = None if self.plot is None else str(self.plot)
-        document = {"runs": self.runs, "environments": self.environments}
-        return {**document, "plot": plot, "table": self.table.to_json()}
 
     def print(self, *, console: Console | None = None) -> None:
         """Print a row a setting, and which runs' returns may be compared."""

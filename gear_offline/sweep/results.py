@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 
 from gear_offline.core.files import open_regular
-from gear_offline.core.text import short
+from gear_offline.core.text import Document, short
 from gear_offline.progress import print_table
 from gear_offline.runs.run import Run
 from gear_offline.sweep.trials import Trial
@@ -89,20 +89,17 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class Table(Document):
     """The rows of a sweep, the best first by `metric`: one of `RANKING`, the first there is."""
 
     rows: tuple[Row, ...]
     metric: str
+    interval: str = INTERVAL
 
     @property
     def headings(self) -> dict[str, str]:
         """The headings of the metrics that some trial has."""
         return {n: text for n, text in METRICS.items() if any(n in r.estimates for r in self.rows)}
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-able document."""
-        return {"interval": INTERVAL, "metric": self.metric, "rows": [asdict(r) for r in self.rows]}
 
     def print(self, console: Console, remark: str = "") -> None:
         """Print a row a setting, and what its intervals are."""
