@@ -96,7 +96,7 @@ class _Waiting:
     """An evaluation in the background."""
 
     asked: float = field(default_factory=time.monotonic)
-    begun: bool = False
+    job: int | None = None  # its number in the pool, once begun; -1: it could not
     played: EvaluationReport | GearError | None = None
 
 
@@ -118,7 +118,6 @@ class RunEvaluations(Closing):
         )
         self._pool = WorkerPool(self.plan.workers, threads=self.plan.threads)
         self._queue: dict[int, _Waiting] = {}  # by step, ascending
-        self._jobs: dict[int, _Waiting] = {}  # by number in the pool
         self._polled = 0.0
         file = run.path / "evaluations.jsonl"
         self.recorded = read_lines(file, EvaluationReport)
@@ -206,18 +205,15 @@ class RunEvaluations(Closing):
         if not self._queue or now - self._polled < POLL_SECONDS:
             return
         self._polled = now
-        for number, played in self._pool.wait(0):
-            self._jobs.pop(number).played = played
+        ended = dict(self._pool.wait(0))
         for step, waiting in self._queue.items():
-            is_saved = self._run.saver.path(step).is_dir()  # it may still be being written
-            if waiting.begun or not self._pool.has_room or not is_saved:
-                continue
-            waiting.begun = True
-            try:
-                number = self._pool.submit(f"{__name__}:play_nicely", *self._job(step))
-                self._jobs[number] = waiting
-            except GearError as error:
-                waiting.played = error
+            if waiting.job is not None:
+                waiting.played = ended.get(waiting.job, waiting.played)
+            elif self._pool.has_room and self._run.saver.path(step).is_dir():  # else not saved yet
+                try:
+                    waiting.job = self._pool.submit(f"{__name__}:play_nicely", *self._job(step))
+                except GearError as error:
+                    waiting.job, waiting.played = -1, error
         recorded = len(self.recorded)
         for step, waiting in list(self._queue.items()):
             if waiting.played is None:
