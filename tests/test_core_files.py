@@ -3,30 +3,19 @@
 import errno
 import fcntl
 import os
-import time
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from gear_offline.core.files import (
-    file_identity,
     new_directory,
-    new_file,
     open_regular,
     read_at,
     read_regular,
-    write_file,
 )
 from gear_offline.core.system import available_bytes
-from tests.support import failing_code, one_error
 
 TOKEN = "0123456789ab"
-
-
-def enter(making: AbstractContextManager[Path]) -> None:
-    with making:
-        pytest.fail("it was begun")
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
@@ -46,31 +35,6 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     assert read_at(handle, memoryview(buffer), 1) == 4 and buffer == b"bcde"
     assert read_at(handle, memoryview(buffer), 4) == 2 and buffer[:2] == b"ef"
     os.close(handle)
-
-
-def test_a_change_with_its_time_set_back_is_another_identity(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-    times, before = os.stat(path), file_identity(path)
-    time.sleep(0.02)  # the clock of file times ticks every 4 ms or so
-    path.write_bytes(b"new")
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert path.stat().st_mtime_ns == times.st_mtime_ns and file_identity(path) != before
-
-
-def test_a_new_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    with new_file(path, overwrite=False) as part:
-        part.write_text("one")
-        assert not path.exists()
-    assert failing_code(lambda: enter(new_file(path, overwrite=False))) == "OUTPUT_EXISTS"
-    with one_error("OUTPUT_WRITE", "no space"), new_file(path, overwrite=True):
-        raise OSError(errno.ENOSPC, "No space left on device")
-    assert path.read_text() == "one"
-    with new_file(path, overwrite=True) as part:
-        part.write_text("three")
-    write_file(tmp_path / "other", b"four")
-    assert sorted(os.listdir(tmp_path)) == ["file", "other"] and path.read_text() == "three"
 
 
 def test_only_our_own_leftovers_of_the_dead_are_removed(tmp_path: Path) -> None:

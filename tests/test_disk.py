@@ -23,7 +23,7 @@ from gear_offline.loaders import rows as rows_module
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.rows import DiskRows, MemoryRows
 from gear_offline.tables import disk, window_reader
-from tests.support import failing_code, hopper_columns, make_dataset, one_error, run_python
+from tests.support import failing_code, hopper_columns, make_dataset, run_python
 from tests.test_gather import random_column
 from tests.test_loader import same, take
 
@@ -235,35 +235,28 @@ def replace(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [overwrite, cut, replace])
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("used", [0, 3])
+@pytest.mark.parametrize(("verify", "used"), [(True, 0), (True, 3), (False, 0), (False, 3)])
+@pytest.mark.parametrize("while_read", [False, True])
 def test_a_shard_that_changes_after_it_was_opened_is_refused(
-    tmp_path: Path, change: Callable[[Path], None], verify: bool, used: int
-) -> None:
-    made = make_dataset(tmp_path, LENGTHS, shard_bytes=8192, verify=verify)
-    with on_disk(made, **OPTIONS) as loader:
-        take(loader, used)
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], verify: bool,
+    used: int, while_read: bool,
+) -> None:  # fmt: skip
+    made, read = make_dataset(tmp_path, LENGTHS, shard_bytes=8192, verify=verify), os.preadv
+
+    def change_all(*arguments: Any) -> int:
         for shard in made.manifest.shards[1:]:
             change(made.path / shard.name)
+        return read(*arguments) if arguments else 0
+
+    with on_disk(made, **OPTIONS) as loader:
+        take(loader, used)
+        if while_read:
+            monkeypatch.setattr(os, "preadv", change_all)
+        else:
+            change_all()
         for call in (lambda: take(loader, 200), lambda: take(loader, 1)):
             assert failing_code(call) == "DATASET_DAMAGED"
         assert failing_code(lambda: loader.batch_at(0)) == "DATASET_DAMAGED"
-
-
-def test_a_shard_that_changes_while_it_is_read_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, real = make_dataset(tmp_path, LENGTHS, shard_bytes=8192), os.preadv
-
-    def preadv(*arguments: Any) -> int:
-        for shard in made.manifest.shards:
-            overwrite(made.path / shard.name)
-        return real(*arguments)
-
-    with on_disk(made, **OPTIONS) as loader:
-        monkeypatch.setattr(os, "preadv", preadv)
-        with one_error("DATASET_DAMAGED", "changed since it was verified"):
-            take(loader, 200)
 
 
 @pytest.mark.parametrize("column", ["observations", "rewards"])

@@ -129,15 +129,15 @@ def test_rows_on_disk_are_compared_once_and_then_the_new_ones_alone(
     assert len(shards) == 6 and sorted(compared) == [shard.name for shard in shards]
 
 
-LIMITED = ["data.max_size=3", "data.remover=uniform"]
-STRATEGIES = ["uniform_steps", "recent:steps=20", "prioritized"]
 WAITING = ("data.limiter", "data.max_times_sampled")
+LIMITED = ["data.max_size=3", "data.remover=uniform"]
+COUNTED = ["data.max_times_sampled=12"]
 RATIO = ["data.limiter.samples_per_insert=12", "data.limiter.error_buffer=32"]
 RUNS: list[tuple[str, list[str], int]] = [
-    *((name, [], stop) for name, stop in zip(STRATEGIES, (4, 7, 13), strict=True)),
-    *((name, LIMITED, 13) for name in STRATEGIES[::2]),
-    ("return_weighted:rule=rank", ["data.max_times_sampled=12", *RATIO], 7),
-    ("fifo", ["data.max_times_sampled=12", "data.max_size=4"], 13),
+    *(("uniform_steps", [], 4), ("recent:steps=20", [], 7), ("prioritized", [], 13)),
+    *(("uniform_steps", LIMITED, 13), ("prioritized", LIMITED, 13)),
+    ("return_weighted:rule=rank", COUNTED + RATIO, 7),
+    ("fifo", [*COUNTED, "data.max_size=4"], 13),
 ]
 
 
@@ -198,10 +198,8 @@ def played(tmp_path: Path) -> Path:
 
 def test_a_learner_and_its_actors_wait_for_each_other(played: Path, tmp_path: Path) -> None:
     """Two actors in processes of their own; the run repeats from what it has written."""
-    often = ("train.checkpoint_every=4", "data.admit_every=4", *WAITS)
-    recipe = tiny_recipe(played, "evaluate.episodes=0", "evaluate.targets=[3]", *often).replace(
-        {"evaluate.environment": ENVIRONMENT}
-    )
+    acting = ("evaluate.targets=[3]", f"evaluate.environment={ENVIRONMENT}")
+    recipe = recipe_of(played, "train.checkpoint_every=4", *acting, *WAITS)
     out = tmp_path / "run"
     with ThreadPoolExecutor() as pool:
         run = pool.submit(go.train, recipe, out=out, quiet=True)
@@ -228,8 +226,7 @@ def test_a_learner_and_its_actors_wait_for_each_other(played: Path, tmp_path: Pa
 def test_a_learner_without_actors_says_what_it_waits_for(
     played: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rare = ("train.checkpoint_every=4", "data.admit_every=4", *WAITS)
-    recipe = tiny_recipe(played, "evaluate.episodes=0", "train.timeout=1", *rare)
+    recipe = recipe_of(played, "train.timeout=1", "train.checkpoint_every=4", *WAITS)
     with pytest.raises(GearError, match=r"step 4 has waited 0\.9 s for 2 episodes \(samples_"):
         go.train(recipe, out=tmp_path / "run")
     assert "step 4: waiting for 2 episodes (samples_per_insert 8)" in capsys.readouterr().err
@@ -306,7 +303,9 @@ def test_pieces_that_do_not_fit_are_put_aside(
         others.add(other.name)
     appender.append(episodes([5], 2))
     (path / "incoming" / ".half").mkdir()  # somebody is writing it
-    with GrowingDataset(path) as growing:
+    with GrowingDataset(path) as growing, GrowingDataset(path, admits=False):
+        with pytest.raises(InputError, match="another run grows this dataset"):
+            GrowingDataset(path)
         assert len(growing.admit(0)) == 4
     said = capsys.readouterr().err
     assert "do not match their digest" in said and said.count("its columns are not those") == 3
@@ -330,7 +329,7 @@ def test_ctrl_c_while_a_run_waits_keeps_its_steps(
     played: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGINT))
-    recipe = tiny_recipe(played, "evaluate.episodes=0", "data.admit_every=4", *WAITS)
+    recipe = recipe_of(played, *WAITS)
     with pytest.raises(TrainingInterrupted, match="after step 4"):
         go.train(recipe, out=tmp_path / "run", quiet=True)
     assert (tmp_path / "run/checkpoints/step-00000004").is_dir()
@@ -393,13 +392,6 @@ def test_batches_tell_of_draws_that_are_counted(path: Path) -> None:
         for name in ("probability", "times_sampled", "table_size"):
             assert np.array_equal(batch[name], getattr(segments, name)), name
     assert batch["times_sampled"].max() > 1
-
-
-def test_one_run_at_a_time_admits(path: Path) -> None:
-    with GrowingDataset(path) as first, GrowingDataset(path, admits=False):
-        with pytest.raises(InputError, match="another run grows this dataset"):
-            GrowingDataset(path)
-        assert first.admissions == 0
 
 
 # kills ----------------------------------------------------------------------------------------
