@@ -1,5 +1,6 @@
 """Settings of the whole suite, and fixtures of several files."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,14 @@ from hypothesis import HealthCheck, settings
 allowed = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 settings.register_profile("suite", deadline=None, suppress_health_check=allowed)
 settings.load_profile("suite")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_waits_for_the_disk() -> Iterator[None]:
+    """No test loses power; many would wait for the disk most of their time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -94,7 +94,7 @@ KINDS = [((3,), d) for d in (np.float16, np.float32, np.float64, np.int64, np.ui
 
 
 @settings(
-    max_examples=20,
+    max_examples=15,
     phases=[Phase.explicit, Phase.generate],
 )
 @given(
