@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from gear_offline.core.text import count_text, printable, size_text
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import Manifest
 from gear_offline.dataset.shard import DIGEST_CHARS
-from gear_offline.progress import Progress
+from gear_offline.progress import Progress, print_table
 
 MOST_LEFT_OUT = 8  # that `convert` names
 LONGEST_TEXT = 300  # of what the source says; --json shows all
@@ -76,10 +74,14 @@ def print_inspection(
     document: Mapping[str, Any], *, full: bool = False, console: Console | None = None
 ) -> None:
     """Print a `document` that `inspect` returned, on a screen of 24 lines unless `full`."""
-    parts = [_facts(document, full), Text(), _columns(document, full), _endings(document)]
+    console = console or Console()
+    _print_facts(console, _facts(document, full))
+    console.print()
+    _print_columns(console, document, full)
+    console.print()
+    _print_facts(console, _endings(document))
     if not full:
-        parts.append(Text("--full shows all columns and what the source says of itself", "dim"))
-    (console or Console()).print(Group(*parts))
+        console.print("--full shows all columns and what the source says of itself", style="dim")
 
 
 def summary(manifest: Manifest) -> list[str]:
@@ -109,7 +111,7 @@ def number_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _facts(document: Mapping[str, Any], full: bool) -> RenderableType:
+def _facts(document: Mapping[str, Any], full: bool) -> dict[str, str]:
     source, environment = document["source"], document["environment"]
     counts = ", ".join(count_text(document[f"{what}s"], what) for what in ("episode", "step"))
     shards = count_text(len(document["shards"]), "shard")
@@ -134,40 +136,33 @@ def _facts(document: Mapping[str, Any], full: bool) -> RenderableType:
             if value not in (None, [], {}, ""):
                 text = value if isinstance(value, str) else json.dumps(value)
                 rows[f"  {key}"] = text[:LONGEST_TEXT] + " …" * (len(text) > LONGEST_TEXT)
+    return rows
+
+
+def _print_facts(console: Console, facts: Mapping[str, str]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", overflow="fold", max_width=30)
     table.add_column(overflow="fold")
-    for name, value in rows.items():
+    for name, value in facts.items():
         table.add_row(escape(printable(name)), escape(printable(value)))
-    return table
+    console.print(table)
 
 
-def _columns(document: Mapping[str, Any], full: bool) -> RenderableType:
+def _print_columns(console: Console, document: Mapping[str, Any], full: bool) -> None:
     columns, statistics = document["columns"], document["statistics"]
-    shown = columns if full else columns[:MOST_COLUMNS]
-    main = _table("column", "dtype", "shape", "min", "mean", "max")
-    more = _table("column", "bytes", "std", "NaN or Inf")
-    for column in shown:
+    main, more = list[tuple[str, ...]](), list[tuple[str, ...]]()
+    for column in columns if full else columns[:MOST_COLUMNS]:
         name, facts = column["name"], statistics[column["name"]]
         shape = " x ".join(map(str, column["shape"])) or "scalar"
-        spread = {key: _spread(key, facts[key]) for key in ("min", "mean", "max", "std")}
-        main.add_row(escape(name), column["dtype"], shape, *list(spread.values())[:3])
-        nonfinite = f"{facts['nonfinite']:,}"
-        more.add_row(escape(name), size_text(column["bytes"]), spread["std"], nonfinite)
-    parts: list[RenderableType] = [main]
-    if rest := len(columns) - len(shown):
-        parts.append(Text(f"and {count_text(rest, 'column')} more", "dim"))
+        low, mean, high, std = (_spread(key, facts[key]) for key in ("min", "mean", "max", "std"))
+        main.append((name, column["dtype"], shape, low, mean, high))
+        more.append((name, size_text(column["bytes"]), std, f"{facts['nonfinite']:,}"))
+    print_table(console, ("column", "dtype", "shape", "min", "mean", "max"), main)
+    if rest := len(columns) - len(main):
+        console.print(f"and {count_text(rest, 'column')} more", style="dim")
     if full or any(statistics[column["name"]]["nonfinite"] for column in columns):
-        parts.append(more)
-    return Group(*parts)
-
-
-def _table(*headings: str) -> Table:
-    """Return a table without rows; in a narrow terminal cells are folded."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left", overflow="fold")
-    return table
+        console.print()
+        print_table(console, ("column", "bytes", "std", "NaN or Inf"), more)
 
 
 def _spread(key: str, statistic: Any) -> str:
@@ -182,23 +177,22 @@ def _spread(key: str, statistic: Any) -> str:
     return f"{low} to {high}"
 
 
-def _endings(document: Mapping[str, Any]) -> RenderableType:
-    table = Table(box=None, show_header=False, pad_edge=False)
+def _endings(document: Mapping[str, Any]) -> dict[str, str]:
     names = {"terminated": "terminated", "truncated": "truncated", "neither": "unmarked"}
     shares = [
         f"{name} {count:,} ({100 * count / document['episodes']:.1f} %)"
         for key, name in names.items()
         if (count := document["endings"][key])
     ]
-    table.add_row("[bold]episodes end[/]", ", ".join(shares))
+    rows = {"episodes end": ", ".join(shares)}
     for what in ("return", "length"):
         spread = document[f"{what}s"]
         facts = [f"{name} {number_text(spread[name])}" for name in ("mean", "std", "min", "max")]
         counts = spread["histogram"]["counts"]
         most = max(counts, default=0) or 1
         bars = "".join(_HEIGHTS[-(-count * (len(_HEIGHTS) - 1) // most)] for count in counts)
-        table.add_row(f"[bold]episode {what}[/]", f"{', '.join(facts)}  {bars}")
+        rows[f"episode {what}"] = f"{', '.join(facts)}  {bars}"
         if left_out := spread.get("left_out", 0):
             count = count_text(left_out, "episode")
-            table.add_row("", f"left out: {count} with a {what} that is NaN or infinite")
-    return table
+            rows[""] = f"left out: {count} with a {what} that is NaN or infinite"
+    return rows
