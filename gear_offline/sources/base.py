@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -170,6 +170,15 @@ class Piece:
     read: Callable[[str, int, int], Array]
     first: int = 0
     steps: int
+
+
+class Asked(NamedTuple):
+    """What a user asks of a source: a boundary rule, names of columns, a robomimic filter key."""
+
+    uri: str
+    rule: str | None
+    names: Mapping[str, str]
+    key: str | None = None
 
 
 class Source(Closing):

@@ -22,6 +22,7 @@ import numpy as np
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.sources.base import (
+    Asked,
     InputFile,
     Kinds,
     Piece,
@@ -53,7 +54,7 @@ def replay_folder(path: Path) -> Path | None:
     return None
 
 
-def open_dqn_replay(folder: Path) -> Source:
+def open_dqn_replay(folder: Path, asked: Asked) -> Source:
     """Open one run's checkpoints, or the folder above; reads rewards, actions and terminals."""
     folder = replay_folder(folder.absolute()) or folder
     log, gaps, fresh = _open_log(folder)

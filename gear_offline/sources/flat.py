@@ -12,6 +12,7 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.errors import InputError
 from gear_offline.sources.base import (
+    Asked,
     Kinds,
     Piece,
     Source,
@@ -28,12 +29,12 @@ SUFFIXES = (".hdf5", ".h5")
 REQUIRED = ("observations", "actions", "rewards")
 
 
-def open_hdf5(file: Hdf5File, *, uri: str, rule: str | None, names: Mapping[str, str]) -> Source:
-    """Open an HDF5 file of D4RL's or the generic layout; `uri` tells D4RL's family."""
-    found, attributes = file.datasets, file.attributes()
-    d4rl = D4rlFile.detect(uri.removeprefix("d4rl:"), attributes, found)
+def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
+    """Open an HDF5 file of D4RL's or the generic layout; its name tells D4RL's family."""
+    found, attributes, rule = file.datasets, file.attributes(), asked.rule
+    d4rl = D4rlFile.detect(asked.uri.removeprefix("d4rl:"), attributes, found)
     optional = ("next_observations", *(("terminals", "timeouts") if d4rl else FLAGS))
-    stored, left_out = find_columns(found, names, REQUIRED, optional, where=str(file.path))
+    stored, left_out = find_columns(found, asked.names, REQUIRED, optional, where=str(file.path))
     columns = {name: file.column(name) for name in stored}
     facts: dict[str, Any] = {"attributes": attributes, "metadata": file.metadata()}
     if d4rl:
@@ -43,8 +44,8 @@ def open_hdf5(file: Hdf5File, *, uri: str, rule: str | None, names: Mapping[str,
         {name: (column.dtype, column.shape[1:]) for name, column in columns.items()},
         lambda column, start, stop: columns[column].read(start, stop),
         columns[stored[0]].shape[0],
-        names=names,
-        uri=uri,
+        names=asked.names,
+        uri=asked.uri,
         format="d4rl" if d4rl else "hdf5",
         rule=d4rl.rule if d4rl and rule is None else rule,
         environment_id=environment if isinstance(environment, str) else None,

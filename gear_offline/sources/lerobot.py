@@ -26,6 +26,7 @@ from gear_offline.core.types import Array, BoolArray
 from gear_offline.errors import InputError
 from gear_offline.sources.base import (
     READ_BYTES,
+    Asked,
     InputFile,
     Piece,
     Source,
@@ -67,9 +68,9 @@ def is_lerobot(path: Path) -> bool:
     return (path / INFO).is_file() and (path / "data").is_dir()
 
 
-def open_lerobot(path: Path, *, names: Mapping[str, str]) -> Source:
+def open_lerobot(path: Path, asked: Asked) -> Source:
     """Open a dataset's folder; reads episode numbers and flags."""
-    path = path.absolute()
+    path, names = path.absolute(), asked.names
     reader = _Reader(path)
     info, groups, notes = reader.info, reader.groups, list[str]()
     columns, left_out = reader.columns({p for old in names.values() for p in parts_of(old)})

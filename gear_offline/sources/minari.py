@@ -27,6 +27,7 @@ from gear_offline.core.types import Array
 from gear_offline.errors import InputError
 from gear_offline.sources.arrays import kinds_of_arrays
 from gear_offline.sources.base import (
+    Asked,
     InputFile,
     Kinds,
     Piece,
@@ -75,7 +76,7 @@ def data_directory(path: Path) -> Path | None:
     return None
 
 
-def open_minari(path: Path, *, uri: str) -> Source:
+def open_minari(path: Path, asked: Asked) -> Source:
     """Open a Minari dataset's directory, or the ``data`` in it; reads each episode once."""
     data = data_directory(path.absolute())
     assert data is not None, "the caller looked"
@@ -98,6 +99,7 @@ def open_minari(path: Path, *, uri: str) -> Source:
     empty = total - len(lengths)
     notes = [f"{count_text(empty, 'episode')} without steps left out"] if empty else []
     notes += [f"{n} is left out: {y}" for n, y in left_out.items() if not n.startswith("infos/")]
+    uri = asked.uri
     if not uri.startswith("minari:") and metadata.get("dataset_id"):
         uri = f"minari:{metadata['dataset_id']}"
     return Source(

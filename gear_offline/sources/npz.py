@@ -12,7 +12,7 @@ import tokenize
 import weakref
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from io import FileIO
@@ -25,7 +25,7 @@ from numpy.lib import format as npy
 
 from gear_offline.core.types import Array
 from gear_offline.errors import InputError
-from gear_offline.sources.base import InputFile, Source, damage_told
+from gear_offline.sources.base import Asked, InputFile, Source, damage_told
 from gear_offline.sources.episode_ends import ARTIFICIAL, SCALARS, TIME_FLAGS
 from gear_offline.sources.flat import find_columns, flat_source
 
@@ -88,7 +88,7 @@ class Member:
         return damage_told(self._file.path.suffix, self.where, DAMAGE)
 
 
-def open_npz(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str]) -> Source:
+def open_npz(path: Path, asked: Asked) -> Source:
     """Open an ``.npz`` file of OGBench, or of flat arrays with flags."""
     path = path.absolute()
     file = InputFile.find(path)
@@ -102,19 +102,19 @@ def open_npz(path: Path, *, uri: str, rule: str | None, names: Mapping[str, str]
         "masks" in members or not {"rewards", *TIME_FLAGS} & set(members)
     )
     required = ("observations", "actions", *(() if ogbench else ("rewards",)))
-    chosen, left_out = find_columns(members, names, required, SCALARS, where=str(path))
+    chosen, left_out = find_columns(members, asked.names, required, SCALARS, where=str(path))
     return flat_source(
         {name: (members[name].dtype, members[name].shape[1:]) for name in chosen},
         lambda column, start, stop: members[column].read(start, stop),
         members[chosen[0]].rows,
-        names=names,
-        uri=uri,
+        names=asked.names,
+        uri=asked.uri,
         format="ogbench" if ogbench else "npz",
-        rule=rule or (ARTIFICIAL if ogbench else None),
+        rule=asked.rule or (ARTIFICIAL if ogbench else None),
         where=str(path),
         files=(file,),
         facts={"left_out": left_out},
-        notes=[NO_REWARDS] if names.get("rewards", "rewards") not in members else [],
+        notes=[NO_REWARDS] if asked.names.get("rewards", "rewards") not in members else [],
     )
 
 

@@ -7,7 +7,7 @@ Shape legend: T steps of an episode, R steps of a group of rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from gear_offline.core.types import Array, Int64Array
 from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError
 from gear_offline.sources.base import (
+    Asked,
     InputFile,
     Piece,
     Source,
@@ -33,9 +34,9 @@ from gear_offline.sources.episode_ends import FLAGS, TERMINAL_FLAGS
 from gear_offline.sources.flat import REQUIRED
 
 
-def open_parquet(path: Path, *, uri: str, names: Mapping[str, str]) -> Source:
+def open_parquet(path: Path, asked: Asked) -> Source:
     """Open a file of one row an episode; reads rewards and flags."""
-    path = path.absolute()
+    path, names = path.absolute(), asked.names
     file = ParquetFile(path)
     types = {field.name: field.type for field in file.schema}
     lists = [name for name, kind in types.items() if is_list(kind) and is_numeric(kind)]
@@ -82,7 +83,7 @@ def open_parquet(path: Path, *, uri: str, names: Mapping[str, str]) -> Source:
         lengths=lengths,
         terminated=np.concatenate(terminated) if terminal else np.zeros(lengths.size, np.bool_),
         info=SourceInfo(
-            uri=uri,
+            uri=asked.uri,
             format="parquet",
             rule="rows",
             reference_name=next((d for f in folders if (d := dataset_of_file(f))), None),

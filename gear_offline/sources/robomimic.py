@@ -20,6 +20,7 @@ from gear_offline.core.types import Array
 from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError
 from gear_offline.sources.base import (
+    Asked,
     Kinds,
     Piece,
     Source,
@@ -45,17 +46,16 @@ STEPWISE = ("actions", "rewards", "obs", "next_obs")
 Demo = dict[str, Hdf5Dataset]
 
 
-def open_robomimic(
-    file: Hdf5File, demos: Mapping[str, Demo], *, uri: str, names: Mapping[str, str], key: str
-) -> Source:
+def open_robomimic(file: Hdf5File, demos: Mapping[str, Demo], asked: Asked) -> Source:
     """Open a file's `demonstrations`; with a filter key only those of ``mask/KEY``."""
+    names, key = asked.names, asked.key
     masks = [n.removeprefix("mask/") for n in file.datasets if n.startswith("mask/")]
     chosen = _chosen(file, key, masks, demos) if key else list(demos)
     found = {name: _columns(file, name, demos[name], names) for name in chosen}
-    asked = {part.split("/")[0] for old in names.values() for part in parts_of(old)}
+    wanted = {part.split("/")[0] for old in names.values() for part in parts_of(old)}
     columns, others = common_columns(
         [(name, kinds) for name, (kinds, _) in found.items()],
-        (*STEPWISE, *asked),
+        (*STEPWISE, *wanted),
         where=file.path,
         remedy=JOINED,
     )
@@ -71,7 +71,7 @@ def open_robomimic(
         columns,
         terminated=[False] * len(pieces),
         info=SourceInfo(
-            uri=f"{uri}#{key}" if key else uri,
+            uri=f"{asked.uri}#{key}" if key else asked.uri,
             format="robomimic",
             rule="demonstrations",
             environment_id=environment,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gear_offline.core.hub import fetch, is_hub
 from gear_offline.core.text import count_text
@@ -13,7 +13,7 @@ from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import is_dataset
 from gear_offline.dataset.scores import dataset_file, dataset_of_file
 from gear_offline.errors import InputError, given_path
-from gear_offline.sources.base import Source, files_in
+from gear_offline.sources.base import Asked, Source, files_in
 from gear_offline.sources.combine import dataset_source, join_sources, with_columns
 from gear_offline.sources.d4rl import locate
 from gear_offline.sources.dqn_replay import open_dqn_replay, replay_folder
@@ -32,14 +32,6 @@ ACCEPTED = (
     "Minari or LeRobot dataset, of DQN-Replay's checkpoints, or of GEAR shards; "
     "arrays are given from Python, see docs/how-to/convert.md"
 )
-
-
-class Reader(NamedTuple):
-    """Opens the paths that it fits."""
-
-    fits: Callable[[Path], Any]
-    open: Callable[..., Source]
-    options: tuple[str, ...]  # of open_source's and `uri`, those that it takes
 
 
 def open_source(
@@ -86,7 +78,7 @@ def open_source(
         raise InputError("COLUMN", what, remedy=remedy)
     text, path = str(uri), given_path(uri, "SOURCE_READ", where="uri")
     scheme, _, name = text.partition(":") if isinstance(uri, str) else ("", "", "")
-    given = {"uri": text, "rule": rule, "names": names, "key": None}
+    asked = Asked(text, rule, names)
     if scheme == "d4rl" and name:
         path = locate(name)
     elif scheme == "minari" and name:
@@ -94,11 +86,11 @@ def open_source(
     elif scheme == "robomimic" and name:
         file, _, key = (name, "", "") if Path(name).is_file() else name.partition("#")
         path = Path(file)
-        given |= {"uri": path.name, "key": key}
+        asked = Asked(path.name, rule, names, key)
     else:
         _check_there(text, path)
-        given["uri"] = path.name
-    return _open(path, given)
+        asked = Asked(path.name, rule, names)
+    return _open(path, asked)
 
 
 def was_read_from(source: str, uri: str, files: Sequence[str]) -> bool:
@@ -113,20 +105,22 @@ def was_read_from(source: str, uri: str, files: Sequence[str]) -> bool:
     return not files or not path.is_file() or path.name in files
 
 
-def _open(path: Path, given: Mapping[str, Any]) -> Source:
+def _open(path: Path, asked: Asked) -> Source:
     readers = FOLDERS if path.is_dir() else FILES
-    reader = next((reader for reader in readers if reader.fits(path)), None)
+    if asked.key is not None:
+        readers = HDF5
+    reader = next((reader for fits, reader in readers if fits(path)), None)
     if reader is None:
-        return _open_folder(path, given)
-    if "rule" not in reader.options:
-        _refuse_rule(given["rule"], given["uri"])
-    if given["key"] is not None and "key" not in reader.options:
-        raise _unknown(f"{str(path)!r} is no file of robomimic")
-    source = reader.open(path, **{name: given[name] for name in reader.options})
-    return with_columns(source, given["names"])
+        return _open_folder(path, asked)
+    source = reader(path, asked)
+    if asked.rule not in (None, source.info.rule):
+        what = f"boundary rule {asked.rule!r} does not apply to a format that stores episodes apart"
+        remedy = "leave the rule out, or convert the first source again"
+        raise InputError("SOURCE_LAYOUT", what, where=asked.uri, remedy=remedy)
+    return with_columns(source, asked.names)
 
 
-def _open_folder(path: Path, given: Mapping[str, Any]) -> Source:
+def _open_folder(path: Path, asked: Asked) -> Source:
     """Open the files of a folder that make one dataset.
 
     Sets of Hugging Face's hub have theirs in a folder ``train``.
@@ -143,7 +137,7 @@ def _open_folder(path: Path, given: Mapping[str, Any]) -> Source:
         raise InputError("SOURCE_READ", what, where=str(folder), remedy=remedy)
     validation = {f.with_name(f"{f.stem}-val.npz") for f in found[0] if f.suffix == ".npz"}
     files = [file for file in found[0] if file not in validation]
-    parts = [_open(file, {**given, "uri": file.name, "key": None}) for file in files]
+    parts = [_open(file, asked._replace(uri=file.name)) for file in files]
     source = join_sources(parts, uri=folder.name)
     if left := len(found[0]) - len(files):
         what = f"{count_text(left, 'file')} for validation (NAME-val.npz beside NAME.npz)"
@@ -151,42 +145,31 @@ def _open_folder(path: Path, given: Mapping[str, Any]) -> Source:
     return source
 
 
-def _open_hdf5(
-    path: Path, *, uri: str, rule: str | None, names: Mapping[str, str], key: str | None
-) -> Source:
-    """Open an HDF5 file by its layout; with a `key`, which may be empty, it is robomimic's."""
+def _open_hdf5(path: Path, asked: Asked) -> Source:
+    """Open an HDF5 file by its layout; with a key, which may be empty, it is robomimic's."""
     with Hdf5File(path.absolute()) as file:
         if demos := demonstrations(file):
-            _refuse_rule(rule, uri)
-            return open_robomimic(file, demos, uri=uri, names=names, key=key or "")
-        if key is None:
-            return open_hdf5(file, uri=uri, rule=rule, names=names)
+            return open_robomimic(file, demos, asked)
+        if asked.key is None:
+            return open_hdf5(file, asked)
     remedy = "leave robomimic: out for a file of another layout"
     raise InputError("SOURCE_LAYOUT", "no group data/demo_0", where=str(path), remedy=remedy)
 
 
-def _is_like(*suffixes: str) -> Callable[[Path], bool]:
-    return lambda path: path.suffix.lower() in suffixes
+def _is_like(suffix: str) -> Callable[[Path], bool]:
+    return lambda path: path.suffix.lower() == suffix
 
 
-FOLDERS = (  # the first that fits, else a folder of FILES
-    Reader(data_directory, open_minari, ("uri",)),
-    Reader(is_dataset, lambda path: dataset_source(open_dataset(path)), ()),
-    Reader(replay_folder, open_dqn_replay, ()),
-    Reader(is_lerobot, open_lerobot, ("names",)),
+# What fits a path, and opens it: the first, in a folder else all FILES that it holds.
+Readers = tuple[tuple[Callable[[Path], Any], Callable[[Path, Asked], Source]], ...]
+HDF5: Readers = ((lambda path: True, _open_hdf5),)
+FILES: Readers = ((_is_like(".npz"), open_npz), (_is_like(".parquet"), open_parquet), *HDF5)
+FOLDERS: Readers = (
+    (data_directory, open_minari),
+    (is_dataset, lambda path, asked: dataset_source(open_dataset(path))),
+    (replay_folder, open_dqn_replay),
+    (is_lerobot, open_lerobot),
 )
-FILES = (
-    Reader(_is_like(".npz"), open_npz, ("uri", "rule", "names")),
-    Reader(_is_like(".parquet"), open_parquet, ("uri", "names")),
-    Reader(lambda path: True, _open_hdf5, ("uri", "rule", "names", "key")),
-)
-
-
-def _refuse_rule(rule: str | None, where: str) -> None:
-    if rule is not None:
-        what = f"boundary rule {rule!r} does not apply to a format that stores episodes apart"
-        remedy = "leave the rule out, or convert the first source again"
-        raise InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
 
 
 def _check_there(text: str, path: Path) -> None:
