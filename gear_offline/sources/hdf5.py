@@ -23,7 +23,6 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 from h5py import h5d, h5g, h5l, h5o, h5t
-from numpy.lib.stride_tricks import sliding_window_view
 
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import read_at
@@ -34,7 +33,6 @@ from gear_offline.sources.hdf5_filters import FILTERS, Bytes, decode_chunk
 
 MAX_READ_BYTES = 256 << 20  # beyond this a row of chunks is read in parts
 KEPT_BYTES = 64 << 20  # of each column the row of chunks that was decoded last, up to this
-SMALL_CHUNK_BYTES, GATHERED_CHUNKS = 4096, 4096
 MAX_CHUNK_BYTES = 1 << 30
 MAX_UNWRITTEN_BYTES = 16 << 20  # fill values in place of chunks that were never written
 MAX_ATTRIBUTES, MAX_ATTRIBUTE_BYTES = 200, 4096
@@ -270,10 +268,6 @@ class Hdf5Column:
         bands = range(start // most, -(-stop // most))  # rows of chunks
         offsets = self._stored[bands.start : bands.stop, 0]
         whole = not self._filters and self._chunks[1:] == self.shape[1:] and offsets.min() >= 0
-        if whole and self._chunk_bytes <= SMALL_CHUNK_BYTES and len(bands) > 1:
-            before = (start - bands.start * most) * row_bytes
-            view[:] = self._gather(file, offsets)[before : before + len(view)]
-            return
         for index in bands:
             first, last = max(start, index * most), min(stop, (index + 1) * most)
             if whole:
@@ -283,25 +277,6 @@ class Hdf5Column:
             else:
                 band = self._decode(file, index)
                 rows[first - start : last - start] = band[first - index * most :][: last - first]
-
-    def _gather(self, file: int, offsets: Int64Array) -> npt.NDArray[np.uint8]:
-        """Return the bytes of small chunks, read with those that lie between them.
-
-        One call a chunk takes 10 us: 40 s for the columns of 1,000,000 steps in chunks of one row.
-        """
-        size = self._chunk_bytes
-        chunks = np.empty((len(offsets), size), np.uint8)
-        for begin in range(0, len(offsets), GATHERED_CHUNKS):
-            part = offsets[begin : begin + GATHERED_CHUNKS]
-            low, high = int(part.min()), int(part.max()) + size
-            if high - low <= READ_BYTES:
-                span = np.empty(high - low, np.uint8)
-                _pread_into(file, span.data, low)
-                chunks[begin : begin + len(part)] = sliding_window_view(span, size)[part - low]
-            else:
-                for row, offset in zip(chunks[begin:], part.tolist(), strict=False):
-                    _pread_into(file, row.data, offset)
-        return chunks.reshape(-1)
 
     def _decode(self, file: int, index: int) -> npt.NDArray[Any]:
         """Return a row of chunks, (chunk rows, *stored step); the next read may go on in it."""
