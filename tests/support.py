@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,12 @@ class ArraySource(Source):
             ),
             preferred=dict.fromkeys(arrays, rows_per_read),
         )
+
+
+def iter_episodes(source: Source) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    """Yield each episode of `source` as ``{column: (T, *shape)}``."""
+    for start, stop in pairwise(source.episodes.offsets.tolist()):
+        yield {c.name: source.read(c.name, start, stop) for c in source.spec}
 
 
 def hopper_columns(

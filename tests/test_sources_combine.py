@@ -19,14 +19,13 @@ from gear_offline.loaders.loader import GearLoader
 from gear_offline.sources import (
     from_arrays,
     from_episodes,
-    iter_episodes,
     join_sources,
     open_source,
     pick_episodes,
 )
 from gear_offline.sources.combine import with_columns
 from tests.hdf5_files import table, write
-from tests.support import ArraySource, hopper_columns
+from tests.support import ArraySource, hopper_columns, iter_episodes
 
 
 def episode(steps: int, *, seed: int = 0, **more: Any) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import pytest
 from gymnasium import spaces
 
 from gear_offline.errors import GearError
-from gear_offline.sources import iter_episodes, open_source
-from tests.support import refused
+from gear_offline.sources import open_source
+from tests.support import iter_episodes, refused
 
 pytest.importorskip("minari", reason="needs pip install 'gear-offline[minari]'")
 import minari

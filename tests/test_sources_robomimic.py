@@ -9,8 +9,8 @@ import h5py
 import numpy as np
 import pytest
 
-from gear_offline.sources import iter_episodes, join_sources, open_source, pick_episodes
-from tests.support import refused
+from gear_offline.sources import join_sources, open_source, pick_episodes
+from tests.support import iter_episodes, refused
 
 LENGTHS = {"demo_10": 7, "demo_2": 5, "demo_0": 9}
 ORDER = ("demo_0", "demo_2", "demo_10")

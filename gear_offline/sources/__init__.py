@@ -5,7 +5,7 @@ end, `hdf5` reads files from outside without trusting them; `combine` and `edit`
 """
 
 from gear_offline.sources.arrays import from_arrays, from_episodes
-from gear_offline.sources.base import Source, SourceInfo, iter_episodes
+from gear_offline.sources.base import Source, SourceInfo
 from gear_offline.sources.combine import join_sources, pick_episodes
 from gear_offline.sources.uri import open_source
 
@@ -14,7 +14,6 @@ __all__ = [
     "SourceInfo",
     "from_arrays",
     "from_episodes",
-    "iter_episodes",
     "join_sources",
     "open_source",
     "pick_episodes",

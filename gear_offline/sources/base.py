@@ -326,13 +326,6 @@ def kinds_of(source: Any) -> Kinds:
     return {column.name: (column.dtype, column.shape) for column in source.spec}
 
 
-def iter_episodes(source: Source) -> Iterator[dict[str, Array]]:
-    """Yield each episode of `source` as ``{column: (T, *shape)}``, one at a time."""
-    offsets = source.episodes.offsets
-    for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
-        yield {c.name: source.read(c.name, start, stop) for c in source.spec}
-
-
 def can_be_column(shape: tuple[int, ...] | None, dtype: np.dtype[Any] | None) -> bool:
     """Whether an array is one of numbers or bools, with a row for each step."""
     if not shape or dtype is None or dtype.kind not in "biufc":

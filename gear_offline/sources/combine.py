@@ -32,8 +32,6 @@ from gear_offline.sources.base import (
     some_names,
 )
 
-MOST_NAMED = 20  # parts that a joined source describes one by one
-
 
 def pick_episodes(source: Source, which: npt.ArrayLike) -> Source:
     """Return a source of some of a source's episodes.
@@ -126,7 +124,6 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
             files=tuple(file for info in infos for file in info.files),
             attributes={
                 "parts": len(sources),
-                "part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]],
                 "left_out": left_out,
                 "warnings": notes,
             },
