@@ -18,7 +18,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from gear_offline.core.files import write_file
-from gear_offline.core.types import Float64Array
 
 BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#E69F00")
@@ -97,16 +96,3 @@ def save_figure(figure: Figure, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, content.getvalue())
     return path
-
-
-def histogram_edges(values: Float64Array, bins: int) -> Float64Array:
-    """Return the (bins + 1,) edges of a picture of finite `values` (n,), n >= 1.
-
-    Values that are equal but for the rounding of their sums lie in the middle of a wider range:
-    NumPy refuses one that spans fewer floats than there are bins.
-    """
-    low, high = float(values.min()), float(values.max())
-    if high - low <= 1e-12 * max(abs(low), abs(high)):
-        room = max(0.5, 1e-6 * abs(low))
-        low, high = low - room, high + room
-    return np.linspace(low, high, bins + 1)

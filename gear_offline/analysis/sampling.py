@@ -21,7 +21,6 @@ from gear_offline.config.strict_yaml import read_yaml
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Float64Array, Int64Array
 from gear_offline.errors import InputError
-from gear_offline.plots import histogram_edges
 from gear_offline.sampling import Sampler, parse_options, parse_strategy
 from gear_offline.tables.joint import TableData, data_name
 
@@ -126,13 +125,14 @@ def describe(dataset: TableData) -> Data:
         what = f"{count_text(bad, 'episode')} with a return that is NaN or infinite"
         remedy = "convert the source again without --allow-nonfinite, or leave them out"
         raise InputError("COLUMN", what, data_name(dataset), remedy)
+    shares, edges = _histogram(returns, lengths)
     return Data(
         path=data_name(dataset),
         episodes=dataset.spec.episodes,
         steps=dataset.spec.steps,
         mean_return=float(np.average(returns, weights=lengths)),
-        edges=tuple(histogram_edges(returns, BINS).tolist()),
-        returns=_return_shares(returns, lengths),
+        edges=edges,
+        returns=shares,
     )
 
 
@@ -178,7 +178,7 @@ def measure(
         duplicate_starts=int((np.diff(np.sort(rows, axis=1), axis=1) == 0).sum()) / draws,
         padding=1.0 - int(shown.sum()) / (draws * span),
         mean_return=float(np.average(returns, weights=per_episode)),
-        returns=_return_shares(returns, per_episode),
+        returns=_histogram(returns, per_episode)[0],
         median_age=1.0 - (float(middle) + 0.5) / steps,
         coverage=tuple(coverage),
     )
@@ -193,7 +193,11 @@ def _covered(starts: Int64Array, lengths: Int64Array) -> int:
     return int(np.maximum(last[1:] - begun, 0).sum() + last[0] - first[0])
 
 
-def _return_shares(returns: Float64Array, weights: Int64Array) -> tuple[float, ...]:
-    """Return the share of `weights` (E,) in each bin of `returns` (E,)."""
-    counts, _ = np.histogram(returns, bins=histogram_edges(returns, BINS), weights=weights)
-    return tuple((counts / weights.sum()).tolist())
+def _histogram(
+    returns: Float64Array, weights: Int64Array
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the share of `weights` (E,) in each bin of `returns` (E,), and the bins' edges."""
+    # NumPy refuses a range of few floats: returns that are equal but for the rounding of sums
+    rounded = returns.astype(np.float32).astype(np.float64)
+    counts, edges = np.histogram(rounded, BINS, weights=weights)
+    return tuple((counts / weights.sum()).tolist()), tuple(edges.tolist())
