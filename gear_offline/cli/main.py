@@ -467,7 +467,7 @@ def strategies(
     overrides: list[str] = Overrides(),
     strategies: str | None = Option(None, help="uniform_steps,top_k:k=50 or such; or a YAML file."),
     train: bool = Option(False, "--train", help="Train each as well, and compare the returns."),
-    seeds: int | None = Option(None, help="Runs of each strategy, with --train; default 3."),
+    seeds: int | None = Option(None, min=1, help="Runs of each, with --train; default 3."),
     parallel: int | None = Option(None, min=1, help="Runs at a time, with --train."),
     exact: Exact = False,
     ray: Ray = None,
@@ -487,10 +487,8 @@ def strategies(
 
     folder = out or Path("runs") / f"{whole.name}-strategies"
     how: dict[str, Any] = {"parallel": parallel, "exact": exact, "ray": ray, "quiet": quiet}
-    number = 3 if seeds is None else seeds
-    comparison = go.compare_strategies(
-        whole, strategies, train=train, seeds=number, out=folder, **how
-    )
+    how |= {"train": train, "seeds": seeds or 3}
+    comparison = go.compare_strategies(whole, strategies, out=folder, **how)
     if not as_json:
         print_comparison(comparison)
     show(comparison.to_json(), as_json, lambda: print(folder / "strategies.html"))

@@ -45,13 +45,6 @@ def copy_recipe(name: str, destination: str | Path = ".") -> Path:
     return target
 
 
-def read_merged(name_or_path: str | Path, overrides: Overrides = ()) -> dict[str, Any]:
-    """Return the options of a recipe, with those of its bases below and `overrides` on top."""
-    path = find_recipe(name_or_path)
-    options = {"name": path.stem, "description": ""} | _with_bases(path)
-    return apply_overrides(options, overrides)
-
-
 def apply_overrides(options: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
     """Return nested `options` with dotted ones set: ``{"a.b": 1}``, or ``"a.b=1"``, one or many."""
     pairs, before = list(_pairs(overrides)), (options.get("evaluate") or {}).get("environment")
@@ -90,7 +83,7 @@ def find_recipe(name_or_path: str | Path, *, relative_to: Path | None = None) ->
     raise InputError("RECIPE", what, str(relative_to or ""), remedy)
 
 
-def _with_bases(path: Path, depth: int = 0) -> dict[str, Any]:
+def with_bases(path: Path, depth: int = 0) -> dict[str, Any]:
     """Return the options in a recipe file, laid over those of its base."""
     content = _read(path)
     base = content.pop("base", None)
@@ -101,7 +94,7 @@ def _with_bases(path: Path, depth: int = 0) -> dict[str, Any]:
     if depth == MAX_BASES:
         what = f"bases go round, or deeper than {MAX_BASES} files"
         raise InputError("RECIPE", what, str(path), "shorten the chain")
-    below = _with_bases(find_recipe(base, relative_to=path), depth + 1)
+    below = with_bases(find_recipe(base, relative_to=path), depth + 1)
     about_base = ("name", "description")
     return _merge({k: v for k, v in below.items() if k not in about_base}, content)
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 
-from gear_offline.config.files import Overrides, apply_overrides, read_merged
+from gear_offline.config.files import Overrides, apply_overrides, find_recipe, with_bases
 from gear_offline.config.problems import recipe_error
 from gear_offline.config.sections import (
     DataSettings,
@@ -202,4 +202,6 @@ def load_recipe(recipe: Recipe | str | os.PathLike[str], overrides: Overrides = 
     if isinstance(recipe, Recipe):
         return recipe.replace(overrides) if overrides else recipe
     name = recipe if isinstance(recipe, str) else Path(recipe)
-    return Recipe.parse(read_merged(name, overrides), where=str(name))
+    path = find_recipe(name)
+    options = {"name": path.stem, "description": ""} | with_bases(path)
+    return Recipe.parse(apply_overrides(options, overrides), where=str(name))
