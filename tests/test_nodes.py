@@ -8,19 +8,18 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import pytest
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.runs.loop import train
-from tests.ranks_support import ranks_recipe
+from tests.ranks_support import environment, ranks_recipe, torchrun
 from tests.support import ROOT, make_dataset
 from tests.training_support import measured
 
@@ -46,68 +45,44 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Cluster:
-    """One torchrun a node, which starts as many ranks as `ranks` says of it."""
+    """One torchrun a node, with as many ranks as `ranks` says; what they say goes to files."""
 
     def __init__(
-        self,
-        nodes: list[Node],
-        folder: Path,
-        *,
-        elastic: bool,
-        ranks: tuple[int, ...],
-        **extra: str,
-    ) -> None:
-        self.nodes, self.folder, self.elastic, self.ranks = nodes, folder, elastic, ranks
+        self, nodes: list[Node], folder: Path, *words: str, ranks: tuple[int, ...],
+        elastic: bool = False, kill: str = "",
+    ) -> None:  # fmt: skip
+        self.nodes, self.folder, self.processes = nodes, folder, list[subprocess.Popen[str]]()
         folder.mkdir(parents=True)
-        self.environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "FOLDER": str(folder),
-            **extra,
-        }
+        first = nodes[0].address
+        for number, node in enumerate(nodes):
+            options = ["--local-addr", node.address, "--nnodes", str(len(nodes))]
+            if elastic:
+                options += ["--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-id", "nodes"]
+                options += ["--rdzv-endpoint", f"{first}:29400"]
+                options += ["--rdzv-conf", f"is_host={int(number == 0)},join_timeout=60"]
+            else:
+                options += ["--master-addr", first, "--master-port", "29401"]
+                options += ["--node-rank", str(number)]
+            command = torchrun(ranks[number], *options, "-m", "tests.nodes_child", "train", *words)
+            variables = {"GEAR_OFFLINE_INTERFACE": node.interface, "FOLDER": str(folder)}
+            variables |= {"LEFT": f"{folder}/node{number}.shm"} | ({"KILL": kill} if kill else {})
+            with (folder / f"node{number}.txt").open("w") as said:
+                self.processes.append(node.start(command, environment() | variables, said))
 
-    def run(self, *arguments: str) -> list[subprocess.Popen[str]]:
-        """Start the training command on every node; what it says goes to files."""
-        return [self._start(number, arguments) for number in range(len(self.nodes))]
-
-    def _start(self, number: int, arguments: tuple[str, ...]) -> subprocess.Popen[str]:
-        node, first = self.nodes[number], self.nodes[0]
-        command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", node.address]
-        command += ["--nnodes", str(len(self.nodes)), "--nproc-per-node", str(self.ranks[number])]
-        if self.elastic:
-            command += ["--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-id", "nodes"]
-            command += ["--rdzv-endpoint", f"{first.address}:29400"]
-            command += ["--rdzv-conf", f"is_host={int(number == 0)},join_timeout=60"]
-        else:
-            command += ["--master-addr", first.address, "--master-port", "29401"]
-            command += ["--node-rank", str(number)]
-        with (self.folder / f"node{number}.txt").open("w") as said:
-            return node.start(
-                [*command, "-m", "tests.nodes_child", "train", *arguments],
-                left=self.folder / f"node{number}.shm",
-                env=self.environment | {"GEAR_OFFLINE_INTERFACE": node.interface},
-                cwd=ROOT,
-                stdout=said,
-                stderr=said,
-            )
+    def finish(self, seconds: float = SECONDS) -> list[int]:
+        """Return the exit codes; nothing is left of the processes nor of their shared memory."""
+        deadline = time.monotonic() + seconds
+        try:
+            codes = [p.wait(max(deadline - time.monotonic(), 0.1)) for p in self.processes]
+        except subprocess.TimeoutExpired:
+            pytest.fail("a node hangs:\n" + "\n".join(self.said()))
+        assert not any(file.read_text() for file in self.folder.glob("node*.shm"))
+        assert not any(node.processes() for node in self.nodes)
+        return codes
 
     def said(self) -> list[str]:
         """Return what every node said so far."""
         return [(self.folder / f"node{n}.txt").read_text() for n in range(len(self.nodes))]
-
-    def left(self) -> list[str]:
-        """Return what lies in the nodes' shared memory after they have ended."""
-        files = [self.folder / f"node{number}.shm" for number in range(len(self.nodes))]
-        return [name for file in files for name in file.read_text().split()]
-
-
-def finish(processes: list[subprocess.Popen[str]], cluster: Cluster, seconds: float) -> list[int]:
-    """Return the exit codes."""
-    deadline = time.monotonic() + seconds
-    try:
-        return [p.wait(max(deadline - time.monotonic(), 0.1)) for p in processes]
-    except subprocess.TimeoutExpired:
-        pytest.fail("a node hangs:\n" + "\n".join(cluster.said()))
 
 
 @pytest.mark.long
@@ -120,45 +95,37 @@ def test_killed_ranks_and_other_numbers_of_nodes(
     """
     alone = train(load_recipe(str(recipe)), out=tmp_path / "alone", quiet=True)
     run = tmp_path / "run"
-    arguments = (str(recipe), "--out", str(run), "--resume")
+    words = (str(recipe), "--out", str(run), "--resume")
 
-    pair = Cluster(nodes[:2], tmp_path / "pair", elastic=True, ranks=(2, 1), KILL="2 14")
-    codes = finish(pair.run(*arguments, "train.steps=20"), pair, SECONDS)
-    assert codes == [0, 0], pair.said()
-    assert "of 2 nodes" in pair.said()[0] and "exchange: collectives" in pair.said()[0]
-    assert "resuming after step 10" in pair.said()[0]
-    assert "error[RANK_LOST]" in pair.said()[0]
-    trio = Cluster(nodes, tmp_path / "trio", elastic=False, ranks=(1, 1, 1))
-    codes = finish(trio.run(*arguments), trio, SECONDS)
-    assert codes == [0, 0, 0], trio.said()
+    fewer = (*words, "train.steps=20")
+    pair = Cluster(nodes[:2], tmp_path / "2", *fewer, ranks=(2, 1), elastic=True, kill="2 14")
+    assert pair.finish() == [0, 0], pair.said()
+    for words_said in ("of 2 nodes", "exchange: collectives", "after step 10", "error[RANK_LOST]"):
+        assert words_said in pair.said()[0]
+    trio = Cluster(nodes, tmp_path / "3", *words, ranks=(1, 1, 1))
+    assert trio.finish() == [0, 0, 0], trio.said()
 
     for mine, theirs in zip(measured(run), measured(alone), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
-    assert pair.left() == trio.left() == []
-    assert not any(node.processes() for node in nodes)
 
 
 def test_a_cut_link_ends_the_run(nodes: list[Node], recipe: Path, tmp_path: Path) -> None:
-    pair = Cluster(nodes[:2], tmp_path / "pair", elastic=False, ranks=(1, 1))
     run = tmp_path / "run"
-    arguments = (str(recipe), "--out", str(run))
-    options = ("train.steps=100000", "train.checkpoint_every=50", f"train.timeout={TIMEOUT}")
-    processes = pair.run(*arguments, *options)
+    words = (str(recipe), "--out", str(run), "train.steps=100000", "train.checkpoint_every=50")
+    pair = Cluster(nodes[:2], tmp_path / "pair", *words, f"train.timeout={TIMEOUT}", ranks=(1, 1))
     deadline = time.monotonic() + SECONDS
     while not (run / "metrics.jsonl").is_file():
-        assert time.monotonic() < deadline and not any(p.poll() for p in processes), pair.said()
+        assert time.monotonic() < deadline, pair.said()
+        assert not any(process.poll() for process in pair.processes), pair.said()
         time.sleep(0.1)
     nodes[1].cut()
     with ExitStack() as stack:
-        for process in processes:
+        for process in pair.processes:
             stack.callback(process.kill)
-        codes = finish(processes, pair, TIMEOUT + 60)
-    assert codes == [1, 1], pair.said()
+        assert pair.finish(TIMEOUT + 60) == [1, 1], pair.said()
     for said in pair.said():
         lines = [line for line in said.splitlines() if line.startswith("error[")]
         assert len(lines) == 1 and lines[0].startswith("error[RANK_LOST]"), said
-    assert pair.left() == []
-    assert not any(node.processes() for node in nodes[:2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,17 +136,17 @@ class Node:
     interface: str
     address: str
 
-    def start(self, command: Sequence[str], *, left: Path, **options: Any) -> subprocess.Popen[str]:
+    def start(
+        self, command: Sequence[str], variables: dict[str, str], said: IO[str]
+    ) -> subprocess.Popen[str]:
         """Start a process on the node, with shared memory of its own as a node has.
 
-        The names of what it leaves there are written to the file `left`.
+        The names of what it leaves there are written to the file that the variable LEFT names.
         """
         script = 'mount -t tmpfs shm /dev/shm; "$@"; code=$?; ls -A /dev/shm >"$LEFT"; exit $code'
+        command = ["ip", "netns", "exec", self.namespace, "sh", "-c", script, "sh", *command]
         return subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace, "sh", "-c", script, "sh", *command],
-            text=True,
-            env=options.pop("env") | {"LEFT": str(left)},
-            **options,
+            command, env=variables, cwd=ROOT, stdout=said, stderr=said, text=True
         )
 
     def cut(self) -> None:
