@@ -9,8 +9,8 @@ Also a table source over arrays in memory, without files.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,6 @@ from gear_offline.tables.table import Table, TableOptions, build_table
 from tests.support import hopper_columns
 
 Array = npt.NDArray[Any]
-
-
-@dataclass
-class Moments:
-    mean: npt.NDArray[np.float64]
-    std: npt.NDArray[np.float64]
 
 
 class MemoryTable(Dataset):
@@ -62,9 +56,9 @@ class MemoryTable(Dataset):
     def statistics(self) -> Any:
         with np.errstate(all="ignore"):  # bytes of an extra column may be any number
             return {
-                name: Moments(values.astype(np.float64).mean(0), values.astype(np.float64).std(0))
+                name: SimpleNamespace(mean=wide.mean(0), std=wide.std(0))
                 for name, values in self.columns.items()
-                if values.dtype.kind != "c"
+                if values.dtype.kind != "c" and (wide := values.astype(np.float64)) is not None
             }
 
     def stream(

@@ -93,13 +93,14 @@ Kind = tuple[tuple[int, ...], Any]  # per-step shape, dtype
 def expected_kinds(states: Kind, actions: Kind) -> dict[str, tuple[str, Any, tuple[int, ...]]]:
     """Return, per field of a batch, its column, dtype and per-step shape."""
     image = states[1] is np.uint8 and len(states[0]) == 2
-    discrete = np.dtype(actions[1]).kind == "i"
+    discrete = np.dtype(actions[1]).kind in "iub"
+    whole = actions[0] if discrete else (math.prod(actions[0]),)
     return {
         "states": ("observations", np.uint8 if image else np.float32, states[0] or (1,)),
         "actions": (
             "actions",
             np.int64 if discrete else np.float32,
-            actions[0] if discrete else (math.prod(actions[0]),),
+            () if discrete and actions[0] == (1,) else whole,
         ),
         "rewards": ("rewards", np.float32, (1,)),
         "returns_to_go": ("returns_to_go", np.float32, (1,)),
@@ -118,6 +119,7 @@ def expected_kinds(states: Kind, actions: Kind) -> dict[str, tuple[str, Any, tup
     actions=st.sampled_from(
         [((n,), d) for n in (2, 3) for d in (np.float32, np.float64, np.int32)]
         + [((), np.int8), ((), np.float32), ((2, 3), np.float64), ((2, 200), np.float32)]
+        + [((), np.bool_), ((1,), np.uint16)]
     ),
     gamma=st.sampled_from([1.0, 0.9]),
     normalize=st.booleans(),

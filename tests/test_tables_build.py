@@ -13,7 +13,6 @@ from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
 from gear_offline.tables import returns as returns_module
 from gear_offline.tables import table as module
-from gear_offline.tables.fields import standard_fields
 from gear_offline.tables.returns import sum_returns
 from gear_offline.tables.table import Table, TableOptions, build_table, table_bytes
 from tests.segment_oracle import MemoryTable, same_bits
@@ -179,29 +178,6 @@ def test_infinite_rewards_stay_and_sums_that_overflow_are_refused() -> None:
     with one_error("COLUMN", "column rewards, step 11"):
         sum_returns(large, [10, 13], gamma=1.0, scale=1.0)
     assert sum_returns(large, [10, 13], gamma=1.0, scale=2.0).tolist()[1] == np.float32(3e38)
-
-
-@pytest.mark.parametrize(
-    ("column", "dtype", "shape", "expected"),
-    [
-        ("observations", np.float32, (3,), (np.float32, (3,))),
-        ("observations", np.float64, (), (np.float32, (1,))),
-        ("observations", np.int64, (2, 2), (np.float32, (2, 2))),
-        ("observations", np.uint8, (4,), (np.float32, (4,))),
-        ("observations", np.uint8, (4, 4), (np.uint8, (4, 4))),
-        ("observations", np.bool_, (3,), (np.float32, (3,))),
-        ("actions", np.float64, (3,), (np.float32, (3,))),
-        ("actions", np.float32, (), (np.float32, (1,))),
-        ("actions", np.int8, (), (np.int64, ())),
-        ("actions", np.uint16, (1,), (np.int64, ())),
-        ("actions", np.int32, (2,), (np.int64, (2,))),
-        ("actions", np.bool_, (), (np.int64, ())),
-    ],
-)
-def test_kinds(column: str, dtype: Any, shape: tuple[int, ...], expected: tuple[Any, Any]) -> None:
-    arrays = columns() | {column: np.ones((13, *shape), dtype=dtype)}
-    field = standard_fields(MemoryTable(arrays, LENGTHS), normalize_states=False)[column]
-    assert (field.dtype, field.shape) == (np.dtype(expected[0]), expected[1])
 
 
 def test_refusals() -> None:
