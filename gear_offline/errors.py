@@ -91,6 +91,8 @@ def check_environment_id(name: str, *, where: str = "") -> None:
         raise InputError("ENVIRONMENT", what, where, "ids look like Hopper-v5 or namespace/Name-v0")
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that there is not enough memory, of the host or of a GPU."""
-    return isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY)
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether an error, or one that it hides as captures do, says that memory is short."""
+    if isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY):
+        return True
+    return error is not None and is_out_of_memory(error.__cause__ or error.__context__)

@@ -163,7 +163,7 @@ def run_errors(name: str, path: Path, device: torch.device) -> Iterator[None]:
             what = f"the GPU does nothing more for this process after {type(error).__name__}"
             remedy = "the same command goes on from the newest checkpoints"
             raise GearError("DEVICE", f"{what}: {first}", name, remedy) from error
-        if any(is_out_of_memory(cause) for cause in _with_contexts(error)):
+        if is_out_of_memory(error):
             remedy = "fewer runs at a time (sweep --parallel), or a smaller model or batch"
             raise GearError("MEMORY", f"out of memory: {first}", name, remedy) from error
         remedy = f"`gear-offline train {path} --resume --debug` repeats it alone and shows where"
@@ -178,10 +178,3 @@ def _is_lost(device: torch.device) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def _with_contexts(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those that were being handled: a failed capture hides why it failed."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
