@@ -47,7 +47,7 @@ def test_a_folder_and_the_file_for_validation(tmp_path: Path) -> None:
     with open_source(tmp_path) as source:
         whole = np.concatenate([parts[n]["observations"] for n in (2, 10)])
         np.testing.assert_array_equal(source.read("observations", 0, 44), whole)
-        assert "2 files for validation" in source.info.attributes["warnings"][0]
+        assert "2 files for validation" in source.info.attributes["warnings"][-1]
     with open_source(tmp_path / "cube-v0-2-val.npz") as source:
         assert source.episodes.lengths.tolist() == [11]
 

@@ -274,7 +274,7 @@ def _split_names(
 def _edited(
     source: Source, rename: Mapping[str, str], map: str | EpisodeFunction | None, where: str | None
 ) -> tuple[Source, bytes | None]:
-    """Return a source that says what was edited, and packed bits of which episodes are kept."""
+    """Return a source that says what was edited, and which episodes are kept."""
     function = kept = None
     notes = [f"rename {old} to {new}" for old, new in rename.items()]
     if map is not None:
@@ -288,7 +288,7 @@ def _edited(
     if notes:
         before = source.info.attributes.get("edits", ())
         source.info = source.info.with_facts(edits=[*before, *notes])
-    return source, None if kept is None else np.packbits(kept).tobytes()
+    return source, None if kept is None else kept.tobytes()
 
 
 def _pick_columns(

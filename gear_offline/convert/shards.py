@@ -236,7 +236,7 @@ class Opening:
     rule: str | None
     names: tuple[tuple[str, str], ...]
     map: str | None
-    kept: bytes | None  # packed bits, of each episode
+    kept: bytes | None  # a bool of each episode
 
 
 def write_in_processes(
@@ -269,8 +269,7 @@ def write_shard(
 
 @lru_cache(maxsize=1)
 def _opened(opening: Opening) -> Source:
-    source, kept = open_source(opening.uri, rule=opening.rule, names=dict(opening.names)), None
-    if opening.kept is not None:
-        bits = np.unpackbits(np.frombuffer(opening.kept, np.uint8), count=source.spec.episodes)
-        kept = bits.view(np.bool_)
-    return edit_source(source, find_function(opening.map)[0] if opening.map else None, kept)
+    source = open_source(opening.uri, rule=opening.rule, names=dict(opening.names))
+    function = find_function(opening.map)[0] if opening.map else None
+    kept = None if opening.kept is None else np.frombuffer(opening.kept, np.bool_)
+    return edit_source(source, function, kept)

@@ -260,15 +260,15 @@ class Dataset:
     def _read_runs(self, chosen: Int64Array, names: Sequence[str], most: int) -> Iterator[Columns]:
         """Yield episodes; those that follow each other are read together, about `most` steps."""
         offsets = self.episodes.offsets
-        for run in np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1):
-            groups = (offsets[run] - offsets[run[0]]) // most
-            for part in np.split(run, np.flatnonzero(np.diff(groups)) + 1):
-                bounds = offsets[part[0] : part[-1] + 2].tolist()
-                rows = {name: self.read(name, bounds[0], bounds[-1]) for name in names}
-                for begin, end in pairwise(bounds):
-                    # Copies: holding one episode must not hold all that were read with it.
-                    own = slice(begin - bounds[0], end - bounds[0])
-                    yield {name: together[own].copy() for name, together in rows.items()}
+        groups = offsets[chosen] // most
+        cuts = np.flatnonzero((np.diff(chosen) != 1) | (np.diff(groups) != 0)) + 1
+        for run in np.split(chosen, cuts):
+            bounds = offsets[run[0] : run[-1] + 2].tolist()
+            rows = {name: self.read(name, bounds[0], bounds[-1]) for name in names}
+            for begin, end in pairwise(bounds):
+                # Copies: holding one episode must not hold all that were read with it.
+                own = slice(begin - bounds[0], end - bounds[0])
+                yield {name: together[own].copy() for name, together in rows.items()}
 
     def verify(self, *, on_progress: OnProgress = lambda n: None) -> Dataset:
         """Return the dataset with every block of every shard compared with its digest, once.

@@ -250,13 +250,7 @@ class GrowingDataset(Closing):
 
 
 def read_piece(path: Path, manifest: Manifest) -> Dataset:
-    """Return the piece at `path` of a dataset with this `manifest`, as a dataset of its own.
-
-    Raises
-    ------
-    InputError
-        ``DATASET_DAMAGED``; ``COLUMN`` if it is not laid out as the dataset.
-    """
+    """Return a piece as a dataset; ``DATASET_DAMAGED``, ``COLUMN`` if it is laid out otherwise."""
     with open(open_member(path), "rb") as file:
         content = file.read()
     if digest(content) != path.stem[-DIGEST_CHARS:]:

@@ -259,7 +259,7 @@ class Source(Closing):
         self.info = info
         self._where = info.files[0].path if len(info.files) == 1 else info.uri
         if renamed:
-            self.warn(*renamed, first=True)
+            self.warn(*renamed)
 
     def derived(
         self, pieces: Sequence[Piece], columns: Kinds, chosen: Any = slice(None), **options: Any
@@ -274,11 +274,10 @@ class Source(Closing):
             **{"info": self.info, **options},
         )
 
-    def warn(self, *notes: str, first: bool = False) -> None:
-        """Put warnings behind those that there are, or before them."""
+    def warn(self, *notes: str) -> None:
+        """Put warnings behind those that there are."""
         before = self.info.attributes.get("warnings", ())
-        notes = (*notes, *before) if first else (*before, *notes)
-        self.info = self.info.with_facts(warnings=list(notes))
+        self.info = self.info.with_facts(warnings=[*before, *notes])
 
     def read(self, column: str, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""

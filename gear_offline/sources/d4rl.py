@@ -69,24 +69,19 @@ class D4rlFile:
         cls, name: str, attributes: Mapping[str, Any], datasets: Mapping[str, Hdf5Dataset]
     ) -> D4rlFile | None:
         """Find out by the file's name, then ``env_id``, then its content; None: another layout."""
-        if not {"observations", "actions", "rewards", "terminals"} <= set(datasets):
+        has_timeouts = "timeouts" in datasets
+        foreign = not has_timeouts and any(flag in datasets for flag in TIME_FLAGS)
+        if foreign or not {"observations", "actions", "rewards", "terminals"} <= set(datasets):
             return None
         env_id = str(attributes.get("env_id") or "")
         environment = env_id if is_gymnasium_id(env_id) else None
-        has_timeouts = "timeouts" in datasets
-        foreign = next((f for f in TIME_FLAGS if f in datasets and not has_timeouts), None)
-        if foreign:
-            known = "d4rl", f"a column {foreign}, which no file of D4RL has"
-        else:
-            known = _family_told(name, env_id, datasets)
-        family = _BY_NAME[known[0]]
-        rule = family.rule if has_timeouts else family.rule_without_timeouts
-        dataset = dataset_of_file(name)
+        family_name, evidence = _family_told(name, env_id, datasets)
+        family, dataset = _BY_NAME[family_name], dataset_of_file(name)
         return cls(
             name=dataset or name,
             family=family,
-            evidence=known[1],
-            rule=f"terminals|{foreign}" if foreign else rule,
+            evidence=evidence,
+            rule=family.rule if has_timeouts else family.rule_without_timeouts,
             environment=environment,
             reference=None if environment else dataset or dataset_of_file(env_id),
         )

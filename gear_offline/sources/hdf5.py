@@ -188,19 +188,7 @@ class Hdf5File(Closing):
 
 
 class Hdf5Column:
-    """Rows of one dataset of an HDF5 file.  Between reads nothing is open.
-
-    Attributes
-    ----------
-    shape
-        Begins with N.
-    dtype
-        Of native byte order.
-    preferred_rows
-        Rows a read that suit the chunks: whole rows of chunks, about 8 MiB, at least 1.
-    unwritten
-        Bytes of the chunks that were never written, which read as the fill value.
-    """
+    """Rows of one dataset of an HDF5 file.  Between reads nothing is open."""
 
     def __init__(self, file: InputFile, header: Hdf5Dataset, dataset: h5d.DatasetID) -> None:
         self._file, where = file, (file.path, header.path)
@@ -220,6 +208,7 @@ class Hdf5Column:
             raise _unsafe("a chunk of more than 1 GiB", *where, remedy)
         grid = tuple(-(-n // max(c, 1)) for n, c in zip(shape, self._chunks, strict=True))
         listed = _listed_chunks(dataset, chunked)
+        # bytes of the chunks that were never written, which read as the fill value
         self.unwritten = max((prod(grid) - len(listed)) * self._chunk_bytes, 0)
         if self.unwritten > MAX_UNWRITTEN_BYTES:
             what = f"a column of shape {shape} of which {self.unwritten} bytes were never written"
@@ -241,6 +230,7 @@ class Hdf5Column:
         self._fill = np.asarray(fill).astype(self._stored_dtype)
         self._kept: tuple[int, npt.NDArray[Any]] | None = None  # the last row of chunks
         chunk_rows = self._chunks[0] if chunked else 1
+        # rows a read that suit the chunks: whole rows of them, about 8 MiB
         rows = max(READ_BYTES // self._row_bytes // chunk_rows, 1) * chunk_rows
         self.preferred_rows = max(1, min(rows, MAX_READ_BYTES // self._row_bytes))
 

@@ -141,7 +141,7 @@ def _open_folder(path: Path, asked: Asked) -> Source:
     source = join_sources(parts, uri=folder.name)
     if left := len(found[0]) - len(files):
         what = f"{count_text(left, 'file')} for validation (NAME-val.npz beside NAME.npz)"
-        source.warn(f"{what} left out: convert them apart", first=True)
+        source.warn(f"{what} left out: convert them apart")
     return source
 
 
