@@ -31,7 +31,7 @@ from gear_offline.sampling import (
     register,
     strategy_names,
 )
-from tests.sampling_support import CASES, CONTEXT, IDS, MIXED, exact_law, facts, keys, p_value
+from tests.sampling_support import CASES, CONTEXT, IDS, MIXED, Key, exact_law, facts, keys, p_value
 from tests.support import failing_code, one_error
 
 LENGTHS = [1, 7, 2, 9, 5, 3]
@@ -89,25 +89,25 @@ def test_a_step_alone_is_that_row_of_a_block(
         np.testing.assert_allclose(density, whole.probability, rtol=1e-14)
 
 
-@pytest.mark.parametrize(("name", "options"), RANDOM)
-def test_frequencies_and_probabilities_are_exact(name: str, options: dict[str, Any]) -> None:
-    """Chi-square over all segments at significance 1e-4; the seed is fixed."""
-    sampler, law = make(name, options, LENGTHS), exact_law(name, facts(LENGTHS), **options)
+def check_law(drawn: Segments, lengths: list[int], law: dict[Key, float]) -> None:
+    """Probabilities are exact; frequencies by chi-square at 1e-4, with the seed of the draws."""
     assert math.isclose(sum(law.values()), 1.0)
-    scheduled = "schedule" in options  # its first point lasts for eight steps
-    shape = (7, 2000) if scheduled else (4000, 3)
-    drawn = sampler.sample(5, 0, *shape)
-    counts = Counter(keys(drawn, LENGTHS))
-    assert set(counts) <= set(law)
-    for key, chance in zip(keys(drawn, LENGTHS), drawn.probability.reshape(-1), strict=True):
+    named = keys(drawn, lengths)
+    for key, chance in zip(named, drawn.probability.reshape(-1), strict=True):
         assert math.isclose(chance, law[key], rel_tol=1e-12), key
-    names = sorted(law)
-    expected = np.array([law[key] for key in names]) * drawn.episodes.size
-    seen = np.array([counts[key] for key in names])
-    often = expected >= 5
+    counts = Counter(named)
+    expected = np.array([law[key] for key in law]) * len(named)
+    seen, often = np.array([counts[key] for key in law]), expected >= 5
     seen = np.append(seen[often], seen[~often].sum())
     expected = np.append(expected[often], max(expected[~often].sum(), 1e-9))
     assert p_value(seen, expected) > 1e-4
+
+
+@pytest.mark.parametrize(("name", "options"), RANDOM)
+def test_frequencies_and_probabilities_are_exact(name: str, options: dict[str, Any]) -> None:
+    shape = (7, 2000) if "schedule" in options else (4000, 3)  # its first point lasts eight steps
+    drawn = make(name, options, LENGTHS).sample(5, 0, *shape)
+    check_law(drawn, LENGTHS, exact_law(name, facts(LENGTHS), **options))
 
 
 @NAMED
@@ -183,19 +183,16 @@ def test_a_column_weighs_steps_or_episodes(
     np.testing.assert_allclose(sampler.episode_weight, by_episode, rtol=1e-9, atol=least)
 
 
-@pytest.mark.parametrize(
-    ("column", "words"),
-    [
+def test_columns_that_are_no_weights() -> None:
+    for column, words in (
         (np.ones((7, 2)), r"float64 \(2,\) a step is not one"),
         (np.ones(7, np.complex64), "complex64"),
         (np.array([1, 0, math.nan, 0, 0, 0, 0]), "number 2 is nan"),
         (np.array([1, 0, 0, -1, 0, math.inf, 0]), "column w.*inspect"),
         (np.zeros(7), "not all 0"),
-    ],
-)
-def test_columns_that_are_no_weights(column: Any, words: str) -> None:
-    with one_error("SELECTION", words):
-        make_sampler("weighted", facts([3, 4], column=column), column="w")
+    ):
+        with one_error("SELECTION", words):
+            make_sampler("weighted", facts([3, 4], column=column), column="w")
 
 
 POINTS = [{"step": 10, "weights": [1, 0]}, {"step": 20, "weights": [1, 3]}]
@@ -221,10 +218,7 @@ def test_a_mixture_of_weights_is_drawn_in_one_go() -> None:
     combined = make("mixture", {"parts": parts}, LENGTHS)
     assert combined.gpu is not None and combined.episode_weight is not None
     assert combined.episode_weight.sum() == pytest.approx(1)
-    learning = [
-        {"strategy": "prioritized", "weight": 1},
-        {"strategy": "uniform_steps", "weight": 2},
-    ]
+    learning = [{"strategy": "prioritized", "weight": 1}, {**parts[0], "weight": 2}]
     mixed = make("mixture", {"parts": learning}, LENGTHS)
     assert mixed.gpu is None and mixed.loss_sampler is not None
     mixed.loss_sampler.update(np.array([[1, 3]]), np.array([50.0], np.float32))
@@ -244,22 +238,13 @@ def test_tasks(scheduled: bool) -> None:
         for n, (name, more, table) in enumerate(zip(names, options, lengths, strict=True))
     ]
     joint = mix_tasks(tasks, Schedule([0], [[1.0, 2.0, 3.0]]) if scheduled else None)
-    flat = [n for table in lengths for n in table]
+    flat, law = [n for table in lengths for n in table], dict[Key, float]()
     assert joint.index.lengths.tolist() == flat and joint.name == "tasks"
-    drawn, law, first = joint.sample(2, 0, 40, 50), {}, 0
-    for number, (task, table) in enumerate(zip(tasks, lengths, strict=True)):
-        for key, chance in exact_law(task.sampler.name, facts(table), **options[number]).items():
-            law[key[0] + first, key[1]] = chance * (number + 1) / 6
-        first += len(table)
-    for e, s, chance in zip(
-        *(part.reshape(-1).tolist() for part in (drawn.episodes, drawn.starts, drawn.probability)),
-        strict=True,
-    ):
-        assert math.isclose(chance, law[e, s], rel_tol=1e-12)
-    rows = np.stack([drawn.episodes, drawn.starts], -1).reshape(-1, 2)
-    counts = Counter(map(tuple, rows.tolist()))
-    seen = np.array([counts[key] for key in law])
-    assert p_value(seen, np.array(list(law.values())) * 2000) > 1e-4
+    for n, (name, more, table) in enumerate(zip(names, options, lengths, strict=True)):
+        first = sum(map(len, lengths[:n]))
+        for (episode, *rest), chance in exact_law(name, facts(table), **more).items():
+            law[episode + first, rest[0], rest[1]] = chance * (n + 1) / 6
+    check_law(joint.sample(2, 0, 40, 50), flat, law)
     assert mix_tasks(tasks[:1]) is tasks[0].sampler
 
 
