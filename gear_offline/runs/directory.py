@@ -14,8 +14,7 @@ from typing import Any
 
 from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.files import write_file
-from gear_offline.core.held import LOCK, HeldDirectory, unusable
+from gear_offline.core.files import LOCK, HeldDirectory, unusable, write_file
 from gear_offline.errors import InputError, given_path
 from gear_offline.training.checkpoint import (
     find_checkpoint,

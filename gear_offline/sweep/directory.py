@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from gear_offline.core.files import read_regular, write_file
-from gear_offline.core.held import LOCK, HeldDirectory
+from gear_offline.core.files import LOCK, HeldDirectory, read_regular, write_file
 from gear_offline.core.text import finite, first_line
 from gear_offline.errors import InputError
 from gear_offline.sweep.trials import Trial
