@@ -12,9 +12,9 @@ import pytest
 from gear_offline.convert.conversion import convert
 from gear_offline.errors import GearError
 from gear_offline.runs.evaluate import evaluate
-from gear_offline.sweep.directory import SweepDirectory
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.run import sweep
+from gear_offline.sweep.trials import SweepDirectory
 from gear_offline.workers import RayPool
 from tests.support import contents, one_error, write_hdf5
 from tests.test_sweep import table_of, wait_for

@@ -20,12 +20,17 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.errors import GearError, InputError
 from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.sweep import run as sweep_run
-from gear_offline.sweep.directory import SweepDirectory
 from gear_offline.sweep.jobs import Job
 from gear_offline.sweep.report import SweepResult
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.run import run_trials, sweep
-from gear_offline.sweep.trials import make_trials, parse_options, parse_seeds, trial_name
+from gear_offline.sweep.trials import (
+    SweepDirectory,
+    make_trials,
+    parse_options,
+    parse_seeds,
+    trial_name,
+)
 from tests.support import one_error
 from tests.training_support import learnt, tiny_recipe
 

@@ -11,9 +11,8 @@ import pytest
 from rich.console import Console
 
 from gear_offline.config.recipe import load_recipe
-from gear_offline.sweep.directory import SweepDirectory
 from gear_offline.sweep.report import read_sweep
-from gear_offline.sweep.trials import make_trials
+from gear_offline.sweep.trials import SweepDirectory, make_trials
 from tests.support import one_error
 
 STEPS = 30

@@ -18,10 +18,9 @@ from gear_offline.core.text import Document
 from gear_offline.errors import InputError
 from gear_offline.progress import Printed
 from gear_offline.runs.run import Run, open_run
-from gear_offline.sweep.directory import SweepDirectory
 from gear_offline.sweep.report import plot_curves
 from gear_offline.sweep.results import Table, TrialResult, make_table, read_result
-from gear_offline.sweep.trials import Trial, settings_label, trial_name
+from gear_offline.sweep.trials import SweepDirectory, Trial, settings_label, trial_name
 from gear_offline.training.metrics import read_records
 
 __all__ = ["RunComparison", "compare_runs"]

@@ -18,7 +18,6 @@ from gear_offline.core.files import write_file
 from gear_offline.core.text import count_text, printable
 from gear_offline.progress import Printed
 from gear_offline.runs.report import render_page
-from gear_offline.sweep.directory import SweepDirectory
 from gear_offline.sweep.results import (
     INTERVAL,
     RANKING,
@@ -29,6 +28,7 @@ from gear_offline.sweep.results import (
     make_table,
     read_result,
 )
+from gear_offline.sweep.trials import SweepDirectory
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

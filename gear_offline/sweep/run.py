@@ -27,11 +27,10 @@ from gear_offline.runs.evaluations import MOST_WORKERS
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.runs.prepare import prepare_dataset, resolve
 from gear_offline.sweep.concurrent import MOST_ON_A_GPU, train_concurrently
-from gear_offline.sweep.directory import SweepDirectory, SweepFile
 from gear_offline.sweep.jobs import LOCK_SECONDS, Job, train_in_pool, train_in_processes
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.results import is_complete, steps_done
-from gear_offline.sweep.trials import Trial, make_trials
+from gear_offline.sweep.trials import SweepDirectory, SweepFile, Trial, make_trials
 from gear_offline.tables.joint import TableData
 from gear_offline.workers import RayPool
 
