@@ -186,6 +186,8 @@ class Manifest(Model):
         columns = ", ".join(column.name for column in self.columns)
         return f"Manifest({self.source.uri!r}: {facts}, columns {columns})"
 
+    __str__ = __repr__
+
     @cached_property
     def spec(self) -> TableSpec:
         """Columns, steps and episodes."""

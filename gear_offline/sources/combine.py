@@ -142,10 +142,11 @@ def _check_open(source: object) -> None:
 def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
     """Return `source` with columns under other names, or several side by side: ``{"x": "a + b"}``.
 
-    A name of a group stands for all columns below it; a column that has a new name is hidden.
+    A name of a group stands for all columns below it.  A column that has a name is hidden by one
+    that gets it.  What is usual is made too, where nothing else is asked for.
     """
-    usual, names = source.usual, names or {}
-    names = {new: usual.get(old, old) for new, old in names.items()}
+    usual = source.usual
+    names = {new: usual.get(old, old) for new, old in (names or {}).items()}
     names |= {
         new: old
         for new, old in usual.items()
@@ -173,10 +174,12 @@ def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
 
     facts = source.info.attributes
     made_of = {new: " + ".join(parts_of(old)) for new, old in names.items()}
+    made_of = {**facts.get("columns_from", {}), **made_of}
+    notes = [n for n in facts.get("warnings", ()) if n.split(" is the column ")[-1] not in moved]
     return source.derived(
         [Piece(read=read, steps=source.spec.steps)],
         kinds,
-        info=source.info.with_facts(columns_from={**facts.get("columns_from", {}), **made_of}),
+        info=source.info.with_facts(columns_from=made_of, warnings=notes),
         preferred={new: min(source.preferred_rows(o.name) for o in p) for new, p in parts.items()},
     )
 

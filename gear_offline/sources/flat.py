@@ -140,7 +140,7 @@ def find_columns(
             what = f"{name} has {count_text(rows, 'row')}, {chosen[0]} has {count:,}"
             remedy = "every column needs one row a step: the file is damaged or of another layout"
             raise InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
-    for name in (n for n in usable if n not in chosen):
+    for name in sorted(set(usable) - set(chosen)):
         if found[name].rows == count:
             chosen.append(name)
         else:
