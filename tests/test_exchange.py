@@ -110,13 +110,11 @@ def test_rows_are_the_owners_bit_for_bit(team: Team, data: st.DataObject) -> Non
     right(team.run(read, table, steps, ahead, backwards), table, steps)
 
 
-def test_a_late_rank_is_waited_for(team: Team) -> None:
-    right(team.run(read, SMALL, [EVERYONE], 1, False, 1.0), SMALL, [EVERYONE])
-
-
-def test_many_steps_into_the_same_rows(team: Team) -> None:
-    """More at once than the device has room for, again and again."""
-    right(team.run(read, SMALL, [EVERYONE] * 30, 1, False, 0.0, 3), SMALL, [EVERYONE])
+@pytest.mark.parametrize(("steps", "late", "room"), [(1, 1.0, None), (30, 0.0, 3)])
+def test_late_ranks_and_many_steps(team: Team, steps: int, late: float, room: int | None) -> None:
+    """Also more reads into the same rows than the device has room for at once."""
+    asked = [EVERYONE] * steps
+    right(team.run(read, SMALL, asked, 1, False, late, room), SMALL, asked)
 
 
 def leave_open(player: Player, step: int) -> None:

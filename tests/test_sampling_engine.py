@@ -93,16 +93,19 @@ def test_a_rank_fills_its_slots_of_the_global_batch(kernels: Any, table: Table, 
         assert bits(engine.draw_and_gather(40, 2)) == bits(gather.gather(drawn[:, 3:6]))
 
 
+def learning(table: Table, sampler: Any, *, ahead: bool) -> tuple[StaticBatch, DeviceFeedback]:
+    loader = cast(GearLoader, SimpleNamespace(selection=sampler, loss_sampler=sampler))
+    engine = engine_of(table, sampler)
+    batches = StaticBatch(engine, padding="right", step=0, ahead=ahead, learns=True)
+    return batches, DeviceFeedback(loader, batches)
+
+
 def test_feedback_without_the_host(kernels: Any, table: Table) -> None:
     """Batches, weights and masses over many steps are those of the CPU's sampler and feedback."""
     sampler, reference = (make("prioritized", {"beta_steps": 25, "alpha": 0.9}) for _ in range(2))
     gather = cpu_gather(table, context_length=SPAN)
-    loader = cast(GearLoader, SimpleNamespace(selection=sampler, loss_sampler=sampler))
     with on_cpu(kernels):
-        batches = StaticBatch(
-            engine_of(table, sampler), padding="right", step=0, ahead=True, learns=True
-        )
-        feedback = DeviceFeedback(loader, batches)
+        batches, feedback = learning(table, sampler, ahead=True)
         for step in range(40):
             batches.begin()
             drawn = reference.sample(9, step, 1, BATCH)[0]
@@ -116,9 +119,7 @@ def test_feedback_without_the_host(kernels: Any, table: Table) -> None:
             reference.update(np.stack([drawn.episodes, drawn.starts], 1), losses.numpy())
             batches.end()
         state, other = sampler.state(), reference.state()
-        assert {k: v.tobytes() for k, v in state.items()} == {
-            k: v.tobytes() for k, v in other.items()
-        }
+        assert all(state[key].tobytes() == other[key].tobytes() for key in state | other)
         assert sampler.updates == 40
         again = make("prioritized", {"beta_steps": 25, "alpha": 0.9})
         again.load_state(state)
@@ -130,12 +131,8 @@ def test_feedback_without_the_host(kernels: Any, table: Table) -> None:
 
 def test_the_loss_weighs_segments_and_tells_their_losses(kernels: Any, table: Table) -> None:
     sampler = make("prioritized", {})
-    loader = cast(GearLoader, SimpleNamespace(selection=sampler, loss_sampler=sampler.loss_sampler))
     with on_cpu(kernels):
-        batches = StaticBatch(
-            engine_of(table, sampler), padding="right", step=0, ahead=False, learns=True
-        )
-        feedback = DeviceFeedback(loader, batches)
+        batches, feedback = learning(table, sampler, ahead=False)
         batches.begin()
         batch = batches.batch
         predictions = torch.zeros_like(batch.actions)
