@@ -30,12 +30,14 @@ from tests.support import ArraySource, failing_code, hopper_columns, make_datase
 
 LENGTHS = [5, 1, 9, 3, 3, 20, 2]
 STEPS = sum(LENGTHS)
+Columns = dict[str, npt.NDArray[Any]]
 
 
-def every_dtype() -> dict[str, npt.NDArray[Any]]:
+@pytest.fixture(scope="module")
+def columns() -> Columns:
     """Return columns of all dtypes and several shapes, random bytes where any byte is valid."""
     generator = np.random.default_rng(11)
-    columns = hopper_columns(STEPS)
+    columns: Columns = hopper_columns(STEPS)
     for name in ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"):
         info = np.iinfo(name)
         low, high = int(info.min), int(info.max)
@@ -50,14 +52,7 @@ def every_dtype() -> dict[str, npt.NDArray[Any]]:
 
 
 @pytest.fixture(scope="module")
-def columns() -> dict[str, npt.NDArray[Any]]:
-    return every_dtype()
-
-
-@pytest.fixture(scope="module")
-def dataset(
-    tmp_path_factory: pytest.TempPathFactory, columns: dict[str, npt.NDArray[Any]]
-) -> Dataset:
+def dataset(tmp_path_factory: pytest.TempPathFactory, columns: Columns) -> Dataset:
     folder = tmp_path_factory.mktemp("dataset")
     source = ArraySource(columns, LENGTHS, environment_id="Hopper-v5")
     convert(source, folder / "d", shard_bytes=4_000, block_bytes=128, quiet=True)
@@ -68,9 +63,7 @@ def dataset(
 
 @settings(max_examples=150)
 @given(data=st.data())
-def test_any_row_range(
-    dataset: Dataset, columns: dict[str, npt.NDArray[Any]], data: st.DataObject
-) -> None:
+def test_any_row_range(dataset: Dataset, columns: Columns, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(columns)))
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, STEPS)] * 2)))
     found, wanted = dataset.read(name, start, stop), columns[name][start:stop]
@@ -98,9 +91,7 @@ def test_ranges_outside_and_unknown_columns(dataset: Dataset) -> None:
     assert failing_code(lambda: dataset.read("nothing", 0, 1)) == "COLUMN"
 
 
-def test_episodes_returns_and_statistics(
-    dataset: Dataset, columns: dict[str, npt.NDArray[Any]]
-) -> None:
+def test_episodes_returns_and_statistics(dataset: Dataset, columns: Columns) -> None:
     assert dataset.episodes.lengths.tolist() == LENGTHS
     rewards = columns["rewards"].astype(np.float64)
     starts = np.cumsum([0, *LENGTHS])
@@ -117,9 +108,7 @@ def test_episodes_returns_and_statistics(
     assert dataset.verified
 
 
-def test_any_safetensors_reader_opens_a_shard(
-    dataset: Dataset, columns: dict[str, npt.NDArray[Any]]
-) -> None:
+def test_any_safetensors_reader_opens_a_shard(dataset: Dataset, columns: Columns) -> None:
     assert [c.name for c in dataset.spec] == list(columns)
     first = 0
     for shard in dataset.manifest.shards:

@@ -101,9 +101,9 @@ def test_samplers_made_for_other_data_are_refused(
 
 def test_feedback_reaches_the_next_batch(dataset: Dataset) -> None:
     """With prefetching the second batch would still follow the masses of the first."""
-    loader = GearLoader(
-        dataset, batch_size=6, context_length=CONTEXT, selection="prioritized", device="cpu"
-    )
+    options: dict[str, Any] = {"selection": "prioritized", "device": "cpu"}
+    options |= {"batch_size": 6, "context_length": CONTEXT}
+    loader, other = (GearLoader(dataset, **options) for _ in "ab")
     feedback = LossFeedback(loader)
     batch = next(loader)
     assert feedback.importance().tolist() == [1.0] * 6
@@ -119,9 +119,6 @@ def test_feedback_reaches_the_next_batch(dataset: Dataset) -> None:
     assert hits > 9 * 6 * 0.2, "100 ** 0.6 against 33 times about 1"
     state = loader.state_dict()
     assert state["selection_updates"] == 1
-    other = GearLoader(
-        dataset, batch_size=6, context_length=CONTEXT, selection="prioritized", device="cpu"
-    )
     with one_error("LOADER_STATE", "updates"):
         other.load_state_dict(state)
     assert loader.loss_sampler is not None and other.loss_sampler is not None

@@ -27,14 +27,8 @@ from tests.support import (
     run_python,
     write_hdf5,
 )
+from tests.test_convert import LENGTHS, STEPS, source
 from tests.trust.kills import is_gone
-
-LENGTHS = [4, 3, 5, 1, 7]
-STEPS = sum(LENGTHS)
-
-
-def source(*, seed: int = 0) -> ArraySource:
-    return ArraySource(hopper_columns(STEPS, seed=seed), LENGTHS)
 
 
 def test_existing_targets(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_killed_actors_and_learners_of_growing_data_lose_nothing() -> None:
     assert run("kill_grow", "--kills", "6")["admissions"] > 3
 
 
-@pytest.mark.parametrize("options", [("--kills", "12"), ("--kills", "6", "--background")])
+@pytest.mark.parametrize("options", [("--kills", "10"), ("--kills", "5", "--background")])
 def test_a_run_survives_sigkill_at_any_instant(options: tuple[str, ...]) -> None:
     """Also inside the thread that writes checkpoints, and with evaluations under way."""
     assert run("kill_train", "--seed", "7", *options)["runs"]
