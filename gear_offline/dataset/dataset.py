@@ -49,7 +49,6 @@ from gear_offline.errors import InputError
 PIECE_BYTES = 1 << 20  # read and digested while it is in the cache
 RUN_BYTES = 16 << 20  # episodes that follow each other are read together up to this
 MAX_THREADS = 8  # that verify shards
-BATCHES = 100  # of shards, that they take
 
 Columns = dict[str, Array]
 OnProgress = Callable[[int], None]
@@ -286,21 +285,16 @@ class Dataset:
         if self.verified:
             return self
 
-        def check(first: int) -> None:
-            buffer = np.empty(PIECE_BYTES, np.uint8)
-            for shard in range(first, min(first + batch, count)):
-                record = self.manifest.shards[shard]
-                with open(self.open_shard(shard), "rb") as file:
-                    for tensor in self.manifest.tensors(record):
-                        part = _stream(file, self.path, self.manifest, record, tensor, buffer)
-                        for read in part:
-                            on_progress(read)
+        def check(shard: int) -> None:
+            record, buffer = self.manifest.shards[shard], np.empty(PIECE_BYTES, np.uint8)
+            with open(self.open_shard(shard), "rb") as file:
+                for tensor in self.manifest.tensors(record):
+                    for read in _stream(file, self.path, self.manifest, record, tensor, buffer):
+                        on_progress(read)
 
-        count = len(self.manifest.shards)
-        # To hand a shard of one episode to a thread takes longer than to read it.
-        batch = 1 + (count - self.verified_shards) // BATCHES
+        unread = range(self.verified_shards, len(self.manifest.shards))
         with ThreadPoolExecutor(min(MAX_THREADS, usable_cores())) as pool:
-            list(pool.map(check, range(self.verified_shards, count, batch)))  # an error cancels
+            list(pool.map(check, unread))  # an error cancels
         return self.as_verified()
 
     def as_verified(self) -> Dataset:
