@@ -80,7 +80,7 @@ def open_robomimic(file: Hdf5File, demos: Mapping[str, Demo], asked: Asked) -> S
             attributes={
                 **attributes,
                 "filter_keys": sorted(masks),
-                "left_out": left_out | others,
+                "left_out": others | left_out,
                 "warnings": [*file.warnings, *([DONES] if "dones" in columns else [])],
             },
         ),
