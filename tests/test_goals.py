@@ -61,10 +61,8 @@ def law(goals: dict[str, Any], episode: int, start: int) -> dict[tuple[int, int]
     for k in range(1, later + 1):
         share = Fraction(1, later) if keep is None else (1 - keep) * keep ** (k - 1)
         found[episode, now + k] += future * share
-        future_left = 0 if keep is None else keep**later
-    if later == 0:
-        future_left = 1
-    found[episode, last] += future * future_left
+    beyond = Fraction(later == 0) if keep is None else keep**later  # the episode's end
+    found[episode, last] += future * beyond
     whole = sum(Fraction(goals.get(name, 0)) for name in ("current", "future", "final", "random"))
     return {goal: float(chance / whole) for goal, chance in found.items() if chance}
 

@@ -22,6 +22,7 @@ from tests.support import make_dataset, one_error
 
 dist: Any = torch.distributed
 BATCH, CONTEXT, STEPS = 12, 6, 3
+IDLE = World(rank=1, nodes=(0, 1, 2), feeds=False)
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +54,6 @@ def test_a_world_is_found_once_for_a_process_group(monkeypatch: pytest.MonkeyPat
     assert made == [timedelta(seconds=7)] * 2
 
 
-def idle_world(rank: int = 1) -> World:
-    return World(rank=rank, nodes=(0, 1, 2), feeds=False)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -78,7 +75,7 @@ def test_an_idle_rank_reads_nothing(dataset: Dataset, options: dict[str, Any]) -
     # All but the columns that no batch has.
     assert read_bytes() - before > 0.9 * all_bytes, "the count sees what a loader reads"
     before = read_bytes()
-    idle = GearLoader(dataset.path, world=idle_world(), **settings)
+    idle = GearLoader(dataset.path, world=IDLE, **settings)
     found = [next(idle) for _ in range(STEPS)]
     assert read_bytes() - before < 0.05 * all_bytes, "the manifest alone"
     assert idle.table.owned_bytes < 0.05 * all_bytes
@@ -97,7 +94,7 @@ def test_an_idle_rank_reads_nothing(dataset: Dataset, options: dict[str, Any]) -
 
 def test_shares_are_those_of_data_ranks(dataset: Dataset) -> None:
     with one_error("LOADER_OPTION"):  # as on the ranks that read
-        GearLoader(dataset, batch_size=13, world=idle_world(), device="cpu")
+        GearLoader(dataset, batch_size=13, world=IDLE, device="cpu")
 
 
 @pytest.mark.parametrize(
