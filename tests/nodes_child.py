@@ -1,4 +1,4 @@
-"""One rank of a run on several nodes, which once is killed.
+"""One rank of a run, which once is killed.
 
 Environment: ``KILL`` "RANK STEP": that rank kills itself when it has done the step for the first
 time, of which a file in ``FOLDER`` tells.

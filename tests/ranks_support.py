@@ -40,12 +40,12 @@ def environment() -> dict[str, str]:
 
 
 def launch(
-    ranks: int, *words: str, restarts: int = 0, timeout: float = 180.0
+    ranks: int, *words: str, restarts: int = 0, timeout: float = 180.0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run so many ranks of this machine to their end, which must be a good one."""
+    """Run so many ranks of this machine to their end, which must be good; `variables` are added."""
     done = subprocess.run(
         torchrun(ranks, "--standalone", "--max-restarts", str(restarts), *words),
-        env=environment(),
+        env=environment() | variables,
         cwd=ROOT,
         capture_output=True,
         text=True,

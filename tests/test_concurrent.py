@@ -35,6 +35,7 @@ CUDA = (
     *("model.hidden_size=32", "loader.batch_size=16", "loader.context_length=8"),
     *("train.steps=60", "train.log_every=7"),
 )
+pytestmark = pytest.mark.usefixtures("no_reports")
 EXACT = ("train.precision=bf16", "train.deterministic=true")
 
 
@@ -46,11 +47,6 @@ def gpu(*changes: str, values: tuple[Any, ...] = ()) -> Any:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_data(tmp_path_factory.mktemp("data"), [30, 7, 44, 12])
-
-
-@pytest.fixture(autouse=True)
-def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
 
 
 def trial_of(name: str, recipe: Recipe) -> Trial:

@@ -19,9 +19,7 @@ from gear_offline.models.decision_transformer import build_model
 from gear_offline.runs.loop import train
 from gear_offline.training.cost import (
     CONTEXT_BYTES,
-    FORMULA,
     USABLE,
-    Meter,
     memory_bytes,
     named_peak,
     peak_tflops,
@@ -58,18 +56,6 @@ def test_peaks_by_name() -> None:
     assert {name: named_peak(f"NVIDIA {name}") for name in names} == names
     assert named_peak("NVIDIA A10G") is named_peak("Tesla T4") is None
     assert peak_tflops(torch.device("cpu"), half=True) is None
-
-
-def test_the_meter_means_over_steps_not_over_lines() -> None:
-    meter = Meter(load_recipe("paper"), 64, torch.device("cpu"), half=True)
-    meter.flops, meter.peak = 2e12, 8.0
-    assert meter.add(1, 1.0) == {"tflops": 2.0, "mfu": 0.25}
-    assert meter.add(3, 1.0) == {"tflops": 6.0, "mfu": 0.75}
-    assert meter.summary() == {"tflops": 4.0, "mfu": 0.5, "peak_tflops": 8.0, "formula": FORMULA}
-    assert meter.text().startswith("4 TFLOP/s, 50.0% of the 8") and FORMULA in meter.text()
-    meter.flops, meter.peak = 1e9, None
-    assert meter.add(2, 1.0) == {"tflops": 0.002}
-    assert meter.summary()["mfu"] is None and meter.text() == "2 GFLOP/s"
 
 
 def test_a_run_says_how_fast_it_was(tmp_path: Path) -> None:

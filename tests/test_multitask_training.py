@@ -275,7 +275,7 @@ def test_two_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
     path = tmp_path / "several.yaml"
     path.write_text(recipe.to_yaml())
     alone = train(recipe, out=tmp_path / "alone", quiet=True)
-    trained(2, str(path), str(tmp_path / "run"), "20", "0")
+    trained(2, path, tmp_path / "run", 20)
     one, several = measured(alone), measured(tmp_path / "run")
     assert [row["step"] for row in several] == [5, 10, 15, 20]
     for mine, theirs in zip(several, one, strict=True):

@@ -1,6 +1,5 @@
 """The Online Decision Transformer: stochastic policies, and runs that begin with another one."""
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,15 @@ from transformers import DecisionTransformerModel
 import gear_offline as go
 from gear_offline.collect.record import stream
 from gear_offline.dataset.growing import GrowingDataset
+from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.models.gaussian import Gaussian, gaussian_losses
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.training.optimizer import SteadyAdam
-from tests.ranks_support import environment, torchrun
-from tests.support import hopper_columns, make_dataset
+from gear_offline.training.parallel import choose_parallel
+from tests.ranks_support import launch
+from tests.support import hopper_columns, make_dataset, one_error
 from tests.test_resume import interrupted_in
 from tests.training_support import ENVIRONMENT, learnt, register_importable, tiny_recipe
 
@@ -181,13 +182,7 @@ def test_ranks_take_the_temperature_together(tmp_path: Path) -> None:
     recipe = tiny_recipe(data, *POLICY, *options)
     (file := tmp_path / "two.yaml").write_text(recipe.to_yaml())
     one = go.train(recipe, out=tmp_path / "one", quiet=True)
-    words = ["-m", "gear_offline", "train", str(file), "--out", str(tmp_path / "two")]
-    for changes, code in (["train.parallel=fsdp"], 2), ([], 0):
-        command = torchrun(2, *words, *changes)
-        done = subprocess.run(
-            command, env=environment(), capture_output=True, text=True, check=False
-        )
-        assert done.returncode == code or "as replicas, not as shards" in done.stderr, done.stderr
+    launch(2, "-m", "gear_offline", "train", str(file), "--out", str(tmp_path / "two"))
     for name in ("loss", "temperature"):
         both = [go.open_run(run).metrics[name] for run in (one.path, tmp_path / "two")]
         np.testing.assert_allclose(both[0], both[1], rtol=1e-4)
@@ -199,6 +194,9 @@ def test_what_a_stochastic_policy_is_not_for_is_refused(data: Path, tmp_path: Pa
     learns = tiny_recipe(data, *POLICY, "selection.strategy=prioritized")
     with pytest.raises(InputError, match="may be negative"):
         go.train(learns, out=tmp_path / "run", quiet=True)
+    sharded, two = tiny_recipe(data, *POLICY, "train.parallel=fsdp"), World(nodes=(0, 0))
+    with one_error("MODEL", "as replicas, not as shards"):
+        choose_parallel(sharded, 1000, two, torch.device("cpu"), half=False)
     plain = go.train(tiny_recipe(data, "evaluate.episodes=0"), out=tmp_path / "plain", quiet=True)
     policy = plain.policy(device="cpu")
     policy.reset(1.0)

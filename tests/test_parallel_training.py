@@ -1,8 +1,5 @@
 """Several ranks: the batches of one, the losses of one, and a killed rank that costs nothing."""
 
-import faulthandler
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +12,6 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.distributed.world import peers
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import train
-from gear_offline.training.learner import Learner
 from tests.ranks_support import environment, launch, ranks_recipe
 from tests.support import make_dataset, one_error, write_hdf5
 from tests.training_support import measured
@@ -30,9 +26,11 @@ def test_a_failed_collective_is_a_lost_rank_and_other_errors_stay_what_they_are(
             raise error
 
 
-def trained(ranks: int, *arguments: str) -> str:
-    """Train with so many ranks of `one_rank`; return what they said."""
-    return launch(ranks, "-m", "tests.test_parallel_training", *arguments, restarts=1).stderr
+def trained(ranks: int, recipe: Path, run: Path, steps: int, *, kill_at: int = 0) -> str:
+    """Train with so many ranks, of which one is killed at a step; return what they said."""
+    kill = {"KILL": f"1 {kill_at}", "FOLDER": str(run.parent)} if kill_at else {}
+    words = ["train", str(recipe), f"train.steps={steps}", "--out", str(run), "--resume"]
+    return launch(ranks, "-m", "tests.nodes_child", *words, restarts=1, **kill).stderr
 
 
 SLOW = """
@@ -78,34 +76,13 @@ def test_ranks_wait_for_the_first_ones_data_as_long_as_it_lives(first: str, tmp_
 
 
 def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
-    """Two ranks of which one is killed at step 14, then three ranks that go on from step 20."""
+    """Two ranks of which one is killed at step 14, then one process that goes on from step 20."""
     data = make_dataset(tmp_path, [9, 30, 4, 17, 25]).path
     recipe, run = ranks_recipe(tmp_path / "ranks.yaml", data), tmp_path / "run"
     alone = train(load_recipe(recipe, ["train.steps=30"]), out=tmp_path / "alone", quiet=True)
-    for ranks, steps, kill_at in ((2, 20, 14), (3, 30, 0)):
-        said = trained(ranks, str(recipe), str(run), str(steps), str(kill_at))
-        assert ("resuming after step 10" in said) == (ranks == 2)
+    assert "resuming after step 10" in trained(2, recipe, run, 20, kill_at=14)
+    train(load_recipe(recipe, ["train.steps=30"]), out=run, resume=True, quiet=True)
     one, several = measured(alone), measured(run)
     assert [record["step"] for record in several] == [5, 10, 15, 20, 25, 30]
     for mine, theirs in zip(several, one, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
-
-
-def one_rank(recipe: str, out: str, steps: str, kill_at: str) -> None:
-    """Train as one of several ranks, which torchrun has started; rank 1 is once killed."""
-    advance, mark = Learner.advance, Path(out).with_suffix(".killed")
-
-    def dangerous(self: Learner) -> None:
-        advance(self)
-        due = self.step == int(kill_at) and os.environ["RANK"] == "1"
-        if due and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    Learner.advance = dangerous  # type: ignore[method-assign]
-    train(load_recipe(recipe, [f"train.steps={steps}"]), out=Path(out), resume=True)
-
-
-if __name__ == "__main__":
-    faulthandler.dump_traceback_later(150, exit=True)  # shows where a rank hangs
-    one_rank(*sys.argv[1:])

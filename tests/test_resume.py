@@ -209,7 +209,7 @@ def test_three_ranks_resume_to_the_bit(tmp_path: Path) -> None:
         run = tmp_path / f"run{kill_at}"
         options = "train.deterministic=true", "model.dropout=0.1"
         recipe = ranks_recipe(tmp_path / f"{kill_at}.yaml", data, *options)
-        said = trained(3, str(recipe), str(run), "20", str(kill_at))
+        said = trained(3, recipe, run, 20, kill_at=kill_at)
         assert ("resuming after step 10" in said) == (kill_at > 0)
         _, last = list_checkpoints(run / "checkpoints")[-1]
         names = ("model.safetensors", "training.safetensors")

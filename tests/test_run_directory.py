@@ -12,7 +12,7 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
 from gear_offline.runs.directory import RunDirectory
 from gear_offline.runs.loop import train
-from tests.support import failing_code, one_error, run_python, write_hdf5
+from tests.support import failing_code, one_error, write_hdf5
 from tests.training_support import learnt, tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("no_reports")
@@ -57,21 +57,6 @@ def test_foreign_directories_and_files_are_left_alone(tmp_path: Path) -> None:
         assert code_of(tmp_path / place, resume=False) == "OUTPUT_WRITE"
     (tmp_path / "mine" / "checkpoints" / "step-00000010").mkdir(parents=True)
     assert code_of(tmp_path / "mine", resume=True) == "", "a copy without hidden files"
-
-
-def test_one_writer_also_across_processes(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path / "a"):
-        assert code_of(tmp_path / "a", resume=True) == "RUN_LOCKED"
-        program = (
-            "import sys; from pathlib import Path\n"
-            "from gear_offline.runs.directory import RunDirectory\n"
-            "from gear_offline.errors import InputError\n"
-            "try: RunDirectory(Path(sys.argv[1]), resume=True)\n"
-            "except InputError as error: print(error.code)\n"
-        )
-        found = run_python("-c", program, tmp_path / "a", check=True)
-        assert found.stdout == "RUN_LOCKED\n"
-    assert code_of(tmp_path / "a", resume=True) == "", "the lock ends with its holder"
 
 
 def test_what_was_made_for_nothing_goes(tmp_path: Path) -> None:
