@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from gear_offline.config.recipe import load_recipe
@@ -40,7 +41,11 @@ def environment() -> dict[str, str]:
 
 
 def launch(
-    ranks: int, *words: str, restarts: int = 0, timeout: float = 180.0, **variables: str
+    ranks: int,
+    *words: str,
+    restarts: int = 0,
+    timeout: float = 180.0,
+    variables: Mapping[str, str] = {},
 ) -> subprocess.CompletedProcess[str]:
     """Run so many ranks of this machine to their end, which must be good; `variables` are added."""
     done = subprocess.run(

@@ -1,7 +1,6 @@
 """Callbacks of a run: what they are told, how they end it, what becomes of their errors."""
 
 import os
-import re
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,6 @@ from tests.support import one_error
 from tests.training_support import learnt, tiny_recipe
 
 DOOR: Any = go
-PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "runs.md"
 
 pytestmark = pytest.mark.usefixtures("no_plots")
 
@@ -117,13 +115,3 @@ def test_what_is_no_callback_is_refused(given: Any, tmp_path: Path) -> None:
     with pytest.raises(go.InputError, match="is no callback"):
         DOOR.train("smoke", out=tmp_path / "run", callbacks=given)
     assert not (tmp_path / "run").exists()
-
-
-def test_early_stopping_of_the_page_waits_for_its_patience() -> None:
-    (source,) = re.findall(r"^class StopEarly.*?\n\n\n", PAGE.read_text(), re.M | re.S)
-    names: dict[str, Any] = {"go": go}
-    exec(source, names)
-    stop = names["StopEarly"](patience=2)
-    returns = [1.0, 3.0, 2.0, None, 3.0, 9.0]
-    asked = [stop.on_evaluation(None, step, {"return": one}) for step, one in enumerate(returns)]
-    assert asked == [False, False, False, False, True, False]

@@ -115,13 +115,6 @@ def test_environments_that_cannot_be_recorded_are_refused() -> None:
         Player("Taxi-v4")
 
 
-def test_a_linear_policy_acts_as_its_formula() -> None:
-    rng, seen = np.random.default_rng(0), np.arange(4.0)
-    policy = LinearPolicy(rng.normal(size=(2, 4)), rng.normal(size=4), rng.uniform(0.1, 2.0, 4))
-    expected = policy.weight @ ((seen - policy.mean) / policy.std)
-    np.testing.assert_allclose(policy.act(seen, rng), expected)
-
-
 def test_what_does_not_repeat_or_diverged_is_an_error() -> None:
     player = Player(COUNTER)
     plan = replace(plans_for(player, [3])[0], expected_return=1.0)

@@ -222,15 +222,20 @@ def test_intervals_of_shares_are_wilsons(n: int, data: st.DataObject) -> None:
     assert found == pytest.approx((expected.low, expected.high), abs=1e-7)
 
 
-def test_table_is_complete() -> None:
-    names = dataset_names()
-    assert len(names) == len(set(names)) == 147
-    for name in names:
+def test_every_dataset_of_d4rl_has_its_file_and_its_scores() -> None:
+    assert len(dataset_names()) == len(set(dataset_names())) == 147
+    files = {dataset_file(name): name for name in dataset_names()}
+    files |= {
+        "hopper_mixed.hdf5": "hopper-medium-replay-v0",
+        "/data/walker2d_medium_expert-v2.hdf5": "walker2d-medium-expert-v2",
+        "hopper-medium-v2.h5": "hopper-medium-v2",
+        "maze2d-large-sparse-v1.hdf5": "maze2d-large-v1",
+    }
+    for file, name in files.items():
         refs = reference_scores(name)
         assert refs is not None and refs.minimum < refs.maximum and not refs.indicative
-        file = dataset_file(name)
-        assert file is not None and file.endswith(".hdf5")
-        assert dataset_of_file(name) == name
+        assert file is not None and dataset_of_file(file) == name
+    assert dataset_of_file("mine.hdf5") is dataset_of_file("") is None
 
 
 def test_known_pairs() -> None:
@@ -268,18 +273,6 @@ def test_gymnasium_ids_are_indicative() -> None:
     assert v5 is not None and "friction" in v5.note
     pen = reference_scores("AdroitHandPen-v1")
     assert pen is not None and pen.maximum == 3076.8331017826877
-
-
-def test_files_of_datasets() -> None:
-    for file, dataset in {
-        "hopper_mixed.hdf5": "hopper-medium-replay-v0",
-        "/data/walker2d_medium_expert-v2.hdf5": "walker2d-medium-expert-v2",
-        "hopper-medium-v2.h5": "hopper-medium-v2",
-        "maze2d-large-sparse-v1.hdf5": "maze2d-large-v1",
-        "mine.hdf5": None,
-        "": None,
-    }.items():
-        assert dataset_of_file(file) == dataset
 
 
 def test_normalized_score() -> None:

@@ -64,16 +64,12 @@ def test_a_file_or_a_link_that_leads_nowhere_is_named(
     assert kept == ("mine" if kind == "file" else "nothing")
 
 
-def test_an_export_says_so_too(data: Path, tmp_path: Path) -> None:
+def test_an_export_says_so_too_and_asks_for_a_folder(data: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with one_error("OUTPUT_WRITE", "file is not a folder"):
-        gear_offline.export_hdf5(data, tmp_path / "file" / "x.hdf5", quiet=True)
+    for place, words in (("file", "file is not a folder"), ("new", "does not exist .*; make it")):
+        with one_error("OUTPUT_WRITE", words):
+            gear_offline.export_hdf5(data, tmp_path / place / "x.hdf5", quiet=True)
     assert os.listdir(tmp_path) == ["file"]
-
-
-def test_a_folder_that_is_not_there_is_still_asked_for(data: Path, tmp_path: Path) -> None:
-    with one_error("OUTPUT_WRITE", r"folder does not exist .*; make it"):
-        gear_offline.export_hdf5(data, tmp_path / "new" / "x.hdf5", quiet=True)
 
 
 def test_a_name_that_is_no_text_is_refused_before_anything_is_made(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def trained(ranks: int, recipe: Path, run: Path, steps: int, *, kill_at: int = 0
     """Train with so many ranks, of which one is killed at a step; return what they said."""
     kill = {"KILL": f"1 {kill_at}", "FOLDER": str(run.parent)} if kill_at else {}
     words = ["train", str(recipe), f"train.steps={steps}", "--out", str(run), "--resume"]
-    return launch(ranks, "-m", "tests.nodes_child", *words, restarts=1, **kill).stderr
+    return launch(ranks, "-m", "tests.nodes_child", *words, restarts=1, variables=kill).stderr
 
 
 SLOW = """

@@ -99,18 +99,6 @@ def test_packed_attention_takes_the_bias(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
 
 
-def test_a_model_sees_updates_and_the_stack_sees_its_own() -> None:
-    models = [make_model(seed) for seed in range(2)]
-    stacked, batch = StackedModels(models), make_batch(0, 3)
-    with torch.no_grad():
-        for parameter in models[1].parameters():
-            parameter.mul_(0.5)
-    losses = stacked.losses(join_batches([batch, batch])).detach()
-    torch.testing.assert_close(losses[1], models[1].loss(batch).detach())
-    stacked.zero_gradients()
-    assert all(p.grad is None for model in models for p in model.parameters())
-
-
 def test_dropout_drops_and_differs_between_models() -> None:
     models = [make_model(0, dropout=0.5) for _ in range(2)]
     batch = make_batch(0, 4)

@@ -21,15 +21,6 @@ def worker() -> Iterator[Worker]:
         yield worker
 
 
-def test_a_job_converses_with_its_caller(worker: Worker) -> None:
-    worker.start(f"{JOBS}:echo")
-    for message in ("a", bytes(1 << 20)):
-        worker.send(message)
-        assert worker.receive() == [message, message] and worker.busy
-    worker.send(None)
-    assert worker.receive() == 2 and not worker.busy
-
-
 def test_an_error_keeps_its_class_and_the_worker_goes_on(worker: Worker) -> None:
     worker.start(f"{JOBS}:fail", "input")
     with pytest.raises(InputError) as caught:
@@ -87,16 +78,6 @@ def test_a_worker_dies_with_its_caller_and_ctrl_c_does_not_reach_it() -> None:
         assert os.getpgid(pid) != os.getpgid(program.pid)
         program.kill()
     assert is_gone(pid)
-
-
-def test_a_pool_gives_values_in_the_order_of_the_jobs() -> None:
-    told: list[int] = []
-    with WorkerPool(2) as pool:
-        counted = pool.run(f"{JOBS}:count_down", [(n,) for n in range(5)], on_message=told.append)
-        assert list(counted) == ["lift-off"] * 5
-        assert sorted(told) == [1, 1, 1, 1, 2, 2, 2, 3, 3, 4]
-        late = [("0.3", 1), ("0", 2), ("0", 3)]
-        assert list(pool.run(f"{JOBS}:wait", late)) == [1, 2, 3]
 
 
 def test_a_job_that_fails_ends_the_others() -> None:

@@ -15,26 +15,6 @@ def add(caller: Caller, *numbers: int) -> int:
     return sum(numbers)
 
 
-def count_down(caller: Caller, start: int) -> str:
-    for number in range(start, 0, -1):
-        caller.send(number)
-    return "lift-off"
-
-
-def wait(caller: Caller, seconds: str, value: int) -> int:
-    time.sleep(float(seconds))
-    return value
-
-
-def echo(caller: Caller) -> int:
-    """Send back what comes, twice, until None comes."""
-    answered = 0
-    while (message := caller.receive()) is not None:
-        caller.send([message, message])
-        answered += 1
-    return answered
-
-
 def fail(caller: Caller, how: str) -> Any:
     if how == "input":
         raise InputError("COLUMN", "not a column", where="here", remedy="name one")
