@@ -50,7 +50,7 @@ def launch(
     """Run so many ranks of this machine to their end, which must be good; `variables` are added."""
     done = subprocess.run(
         torchrun(ranks, "--standalone", "--max-restarts", str(restarts), *words),
-        env=environment() | variables,
+        env={**environment(), **variables},
         cwd=ROOT,
         capture_output=True,
         text=True,
