@@ -283,7 +283,7 @@ def test_explicit_flags(
     )
     with open_source(write(tmp_path / "mine.h5", columns)) as source:
         assert isinstance(source, Source) and f"{steps} step" in repr(source)
-        assert source.info.format == ("d4rl" if terminal == "terminals" else "hdf5")
+        assert source.info.format == ("d4rl" if names == ("terminals", "timeouts") else "hdf5")
         assert source.info.rule == "|".join(flags)
         pair = len(flags) == 2 and (PAIRS.get(str(terminal)) == time or terminal == "terminals")
         assert bool(source.info.attributes["warnings"]) != pair
