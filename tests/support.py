@@ -25,6 +25,8 @@ from gear_offline.sources import open_source
 from gear_offline.sources.base import Piece, Source, SourceInfo
 
 Columns = Mapping[str, npt.NDArray[Any]]
+Patch = pytest.MonkeyPatch
+Captured = pytest.CaptureFixture[str]
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -27,6 +27,7 @@ from gear_offline.runs.run import open_run
 from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.metrics import read_records
 from gear_offline.workers import WorkerPool
+from tests.support import Captured, Patch
 from tests.test_resume import interrupted_in
 from tests.training_support import ENVIRONMENT, FakePool, learnt, register_importable, tiny_recipe
 
@@ -47,7 +48,7 @@ def in_process(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakePool]:
+def fake(monkeypatch: Patch) -> type[FakePool]:
     FakePool.delay = FakePool.deadly = 0
     FakePool.made = []
     monkeypatch.setattr(evaluations, "WorkerPool", FakePool)
@@ -80,7 +81,7 @@ def test_real_workers_find_the_same_returns(data: Path, in_process: Path, tmp_pa
 
 
 def test_a_checkpoint_that_a_full_disk_does_not_take_is_not_played(
-    data: Path, in_process: Path, tmp_path: Path, fake: None, monkeypatch: pytest.MonkeyPatch
+    data: Path, in_process: Path, tmp_path: Path, fake: None, monkeypatch: Patch
 ) -> None:
     """The first two checkpoints, of steps 5 and 7, are given up; the run is as without that."""
     rename, left = os.rename, 2
@@ -145,8 +146,8 @@ def test_an_evaluation_that_fails_is_recorded_and_training_goes_on(
     in_process: Path,
     tmp_path: Path,
     fake: type[FakePool],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    monkeypatch: Patch,
+    capfd: Captured,
     mode: str,
     place: tuple[Any, str] | None,
     error: Exception | None,
@@ -218,9 +219,7 @@ def test_a_damaged_checkpoint_of_an_outstanding_evaluation_is_told(
     assert [row["step"] for row in records if "error" not in row] == [14, 20]
 
 
-def test_when_evaluations_run_in_the_background(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_when_evaluations_run_in_the_background(data: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     gpu = torch.device("cuda", 0)

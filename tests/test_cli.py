@@ -24,7 +24,7 @@ from gear_offline.config.files import recipe_paths
 from gear_offline.errors import GearError
 from gear_offline.sweep.results import steps_done
 from tests.hdf5_files import write
-from tests.support import ROOT, run_python
+from tests.support import ROOT, Captured, Patch, run_python
 from tests.training_support import tiny_recipe
 
 # New knobs go into recipes; a change of this list is a change of the product's surface.
@@ -80,7 +80,7 @@ def words_of(parameters: Any) -> str:
     return " ".join(words)
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 2) -> str:
+def said(capsys: Captured, *words: str, code: int = 2) -> str:
     """Return the one line that a command ends with."""
     assert cli.main([*words]) == code
     streams = capsys.readouterr()
@@ -93,9 +93,7 @@ def test_surface_is_frozen() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SURFACE))
-def test_every_command_has_help_and_examples_that_parse(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_has_help_and_examples_that_parse(name: str, capsys: Captured) -> None:
     assert cli.main(["help", *name.split()]) == 0
     shown = capsys.readouterr().out
     assert all(word in shown.lower() for word in SURFACE[name].split())
@@ -110,7 +108,7 @@ def test_every_command_has_help_and_examples_that_parse(
         commands()[name].make_context(name, words, resilient_parsing=False).close()
 
 
-def test_the_overview_has_groups_and_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_overview_has_groups_and_the_version(capsys: Captured) -> None:
     for words, code in (["--help"], 0), ([], 2), (["recipes"], 2):
         assert cli.main(words) == code
         streams = capsys.readouterr()
@@ -141,14 +139,14 @@ def test_the_overview_has_groups_and_the_version(capsys: pytest.CaptureFixture[s
     ],
 )
 def test_wrong_usage_is_one_line_that_says_the_way_out(
-    words: str, end: str, capsys: pytest.CaptureFixture[str]
+    words: str, end: str, capsys: Captured
 ) -> None:
     line = said(capsys, *words.split())
     assert line.startswith("error[USAGE]: ") and line.endswith(end)
 
 
 def test_bad_input_is_one_line_and_exit_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for words, code in {
@@ -184,7 +182,7 @@ def test_training_says_what_it_will_do_before_torch_is_loaded(tmp_path: Path) ->
         process.kill()
 
 
-def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_shows_the_traceback(tmp_path: Path, capsys: Captured) -> None:
     for words, shown in (([], False), (["--debug"], True)):
         assert cli.main(["inspect", str(tmp_path / "nothing"), *words]) == 2
         assert ("Traceback" in capsys.readouterr().err) is shown
@@ -202,15 +200,13 @@ def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture
     ],
 )
 def test_any_error_is_one_line(
-    error: Exception, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception, line: str, monkeypatch: Patch, capsys: Captured
 ) -> None:
     monkeypatch.setattr(cli, "app", Mock(side_effect=error))
     assert said(capsys, code=1).startswith(line)
 
 
-def test_ctrl_c_is_exit_130_and_no_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_is_exit_130_and_no_error(monkeypatch: Patch, capsys: Captured) -> None:
     for mock in (Mock(return_value=130), Mock(side_effect=KeyboardInterrupt)):  # typer's, Python's
         monkeypatch.setattr(cli, "app", mock)
         assert command.main() == 130
@@ -233,7 +229,7 @@ def test_ctrl_c_while_modules_load_is_no_traceback(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", ".lock"])  # a kill or a copy leaves one
 def test_a_run_that_is_named_is_resumed_where_it_lies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+    tmp_path: Path, monkeypatch: Patch, file: str
 ) -> None:
     trained = Mock(return_value=tmp_path)
     monkeypatch.setattr("gear_offline.runs.loop.train", lambda recipe, out, **_: trained(out))
@@ -253,9 +249,7 @@ def test_a_run_that_is_named_is_resumed_where_it_lies(
         trained.assert_called_with(out)
 
 
-def test_recipes_are_listed_and_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recipes_are_listed_and_shown(monkeypatch: Patch, capsys: Captured) -> None:
     names = set(recipe_paths())
     assert cli.main(["recipes", "ls", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
@@ -296,7 +290,7 @@ WRONG = {
 }
 
 
-def test_values_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_that_are_none(capsys: Captured) -> None:
     for words, texts in WRONG.items():
         for text in texts:
             assert said(capsys, *words.split(), text).startswith("error[USAGE]: ")
@@ -316,7 +310,7 @@ def test_a_full_standard_output_is_one_error_and_a_reader_that_goes_is_none() ->
     assert done.stderr == "" and len(done.stdout) == 10
 
 
-def test_what_the_encoding_lacks_does_not_end_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_encoding_lacks_does_not_end_a_command(monkeypatch: Patch) -> None:
     """A bar of a histogram, and a byte of a file's name that is no text."""
     for encoding, printed in (("utf-8", b"\xe2\x96\x88 ?\n"), ("latin-1", b"? ?\n")):
         written = io.BytesIO()
@@ -326,7 +320,7 @@ def test_what_the_encoding_lacks_does_not_end_a_command(monkeypatch: pytest.Monk
 
 
 def test_names_in_files_of_strangers_do_not_steer_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Captured
 ) -> None:
     file = write(tmp_path / "mine.hdf5", {"\x1b[31mobs": [1.0], "rewards": [1.0]})
     assert cli.main(["convert", str(file), str(tmp_path / "d"), "-q"]) == 2
@@ -427,7 +421,7 @@ def test_what_trains_and_is_stopped_ends_with_130(
     said: str,
     data: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Captured,
 ) -> None:
     recipe, out = tmp_path / "long.yaml", tmp_path / "out"
     recipe.write_text(tiny_recipe(data, *LONG).to_yaml())

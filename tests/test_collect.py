@@ -22,7 +22,7 @@ from gear_offline.sources import open_source
 from tests.collect_environments import COUNTER, LIMIT, PUSH, length_of
 from tests.image_support import ENVIRONMENT, SIZE, BandEnvironment, register_environment
 from tests.image_support import STEP_LIMIT as FRAMES
-from tests.support import one_error, run_python
+from tests.support import Captured, Patch, one_error, run_python
 
 needs_mujoco = pytest.mark.skipif(
     importlib.util.find_spec("mujoco") is None, reason="needs pip install 'gear-offline[mujoco]'"
@@ -140,9 +140,7 @@ def test_training_and_recording_are_the_same_in_processes(tmp_path: Path) -> Non
     assert (tmp_path / "1.hdf5").read_bytes() == (tmp_path / "2.hdf5").read_bytes()
 
 
-def test_a_training_of_fewer_steps_than_asked_for_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_training_of_fewer_steps_than_asked_for_is_told(tmp_path: Path, capsys: Captured) -> None:
     common: dict[str, Any] = {"policy": "ars", "quality": "replay", "processes": 1}
     for steps, told in ((100, 0), (5_000, 1)):
         report = collect(PUSH, tmp_path / f"{steps}.hdf5", steps=steps, train_steps=300, **common)
@@ -158,7 +156,7 @@ def test_a_missed_gate_leaves_no_file(tmp_path: Path, policy: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(Hdf5Writer, "_check", lambda self: Path("/dev/full").write_text("x"))
     with one_error("OUTPUT_WRITE"):
         collect(COUNTER, tmp_path / "a.hdf5", steps=20, **QUIET)
@@ -190,7 +188,7 @@ def test_impossible_options_are_one_error(tmp_path: Path, options: dict[str, Any
 
 
 @needs_mujoco
-def test_nothing_is_printed_when_quiet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_printed_when_quiet(tmp_path: Path, capfd: Captured) -> None:
     collect("HalfCheetah-v5", tmp_path / "a.hdf5", steps=5, exact_steps=True, **QUIET)
     captured = capfd.readouterr()
     assert (captured.out, captured.err) == ("", "")
@@ -199,9 +197,7 @@ def test_nothing_is_printed_when_quiet(tmp_path: Path, capfd: pytest.CaptureFixt
     assert captured.out == "" and "record b.hdf5" in captured.err
 
 
-def test_frames_are_recorded_once_in_chunks_of_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frames_are_recorded_once_in_chunks_of_rows(tmp_path: Path, monkeypatch: Patch) -> None:
     register_environment()
     monkeypatch.setattr("gear_offline.export.CHUNK_BYTES", 5 * SIZE * SIZE)
     report = collect(ENVIRONMENT, tmp_path / "a.hdf5", steps=30, **QUIET)
@@ -225,7 +221,7 @@ def test_frames_are_recorded_once_in_chunks_of_rows(
     any(importlib.util.find_spec(name) is None for name in ("ale_py", "cv2")),
     reason="pip install 'gear-offline[atari]'",
 )
-def test_pong_from_the_game_to_a_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pong_from_the_game_to_a_score(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe(
         "atari-pong",
@@ -243,9 +239,7 @@ def test_pong_from_the_game_to_a_score(tmp_path: Path, monkeypatch: pytest.Monke
     assert -21.0 <= summary["evaluation_last"]["return"] < 0
 
 
-def test_a_library_trains_a_policy_on_the_spot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_trains_a_policy_on_the_spot(tmp_path: Path, monkeypatch: Patch) -> None:
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "stable_baselines3", None)
         with one_error("PACKAGE_MISSING", r"pip install 'gear-offline\[rl\]'"):

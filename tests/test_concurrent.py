@@ -24,7 +24,7 @@ from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import read_records
 from gear_offline.training.stack import Stack
 from tests.gpu_support import INDUCTOR, NEEDS_CUPY, ON_GPU
-from tests.support import one_error
+from tests.support import Patch, one_error
 from tests.training_support import learnt, tiny_data, tiny_recipe
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has")
@@ -121,7 +121,7 @@ def assert_alike(run: Path, alone: Path, tolerance: float = 1e-4) -> None:
                 torch.testing.assert_close(*pair, rtol=1e-3, atol=2e-5, msg=name)
 
 
-def before_steps(patch: pytest.MonkeyPatch, look: Callable[[Learner], object]) -> None:
+def before_steps(patch: Patch, look: Callable[[Learner], object]) -> None:
     """Call `look` with each learner before each of its steps, alone or in a stack."""
     alone, together = Learner.advance, Stack.advance
 
@@ -138,7 +138,7 @@ def before_steps(patch: pytest.MonkeyPatch, look: Callable[[Learner], object]) -
     patch.setattr(Stack, "advance", advance_all)
 
 
-def poison(patch: pytest.MonkeyPatch, *, seed: int, rate: float, step: int) -> None:
+def poison(patch: Patch, *, seed: int, rate: float, step: int) -> None:
     """Have the weights of one run become NaN after `step`."""
 
     def poisoned(learner: Learner) -> None:
@@ -155,7 +155,7 @@ def poison(patch: pytest.MonkeyPatch, *, seed: int, rate: float, step: int) -> N
 
 @pytest.mark.parametrize("changes", [("evaluate.episodes=1",), gpu(), gpu(*EXACT)])
 def test_exact_runs_have_the_bits_of_runs_alone(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: tuple[str, ...]
+    data: Path, tmp_path: Path, monkeypatch: Patch, changes: tuple[str, ...]
 ) -> None:
     """With dropout and evaluations; of three runs two share the process at a time."""
     place = Mock(side_effect=placement.place_table)
@@ -212,7 +212,7 @@ def test_runs_that_stand_at_other_steps_are_stacked_apart(data: Path, tmp_path: 
 def test_interrupted_runs_go_on_to_the_same_end(
     data: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
     changes: tuple[str, ...],
     exact: bool,
     steps: int,
@@ -242,7 +242,7 @@ def test_interrupted_runs_go_on_to_the_same_end(
 
 
 def test_a_stop_while_runs_open_saves_nothing_of_them(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     build, count = Learner.__init__, 0
 
@@ -263,11 +263,7 @@ def test_a_stop_while_runs_open_saves_nothing_of_them(
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("changes", [(), gpu(), gpu("train.log_every=1", "train.steps=110")])
 def test_a_run_that_fails_ends_alone(
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: tuple[str, ...],
-    exact: bool,
+    data: Path, tmp_path: Path, monkeypatch: Patch, changes: tuple[str, ...], exact: bool
 ) -> None:
     """A graph goes on with the run that failed, far past the end of its window of metrics."""
     trials = trials_of(data, *changes, "model.dropout=0")
@@ -284,7 +280,7 @@ def test_a_run_that_fails_ends_alone(
 
 
 def test_an_error_of_a_stack_ends_its_runs_and_no_others(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     trials = trials_of(data, "model.dropout=0")
     wide = [
@@ -305,7 +301,7 @@ def test_an_error_of_a_stack_ends_its_runs_and_no_others(
 
 @pytest.mark.parametrize("method", ["__init__", "advance"])
 def test_nothing_goes_on_after_the_gpu_is_lost_and_a_later_call_does(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    data: Path, tmp_path: Path, monkeypatch: Patch, method: str
 ) -> None:
     trials = trials_of(data)
     work = getattr(Stack, method)
@@ -350,7 +346,7 @@ def test_what_ends_one_run_is_its_error(error: Exception, code: str, words: str)
     assert words in str(caught.value) and "long" not in str(caught.value)
 
 
-def test_a_gpu_is_lost_if_it_still_fails_after_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_lost_if_it_still_fails_after_the_error(monkeypatch: Patch) -> None:
     cuda = torch.device("cuda")
 
     def fails(device: torch.device) -> None:

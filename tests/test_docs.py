@@ -23,7 +23,7 @@ from gear_offline.config.files import recipe_paths
 from gear_offline.config.recipe import load_recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.sampling.base import _SAMPLERS
-from tests.support import ROOT, ArraySource, hopper_columns
+from tests.support import ROOT, ArraySource, Patch, hopper_columns
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 GENERATED = {"cli.md", "recipe.md", "python.md"}  # docs/hooks.py makes them
@@ -208,9 +208,7 @@ WITH_PYTHON = [page for page in PAGES if blocks(page.read_text(), "python")]
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: str(page.relative_to(ROOT)))
-def test_python_blocks_run(
-    page: Path, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_blocks_run(page: Path, workspace: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     here = shutil.copytree(workspace, tmp_path / "here", symlinks=True)
     if page.name != "convert.md":  # which makes it
         (here / "data" / "mine").symlink_to("hopper-medium-v2")
@@ -253,7 +251,7 @@ assert {"GearLoader", "convert", "open_dataset", "train", "load_policy"} <= set(
 
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
-def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_run(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     for test in examples(name):
         used = [makers for text, makers in FIRST.items() if text in (test.docstring or "")]

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from gear_offline import doctor
 from gear_offline.doctor import (
     CORE_PACKAGES,
@@ -20,6 +18,7 @@ from gear_offline.doctor import (
     probe,
     rdma_devices,
 )
+from tests.support import Captured, Patch
 
 FEATURES = ["cpu", "gpu", "rdma", "mujoco"]
 GPU = {"name": "NVIDIA H200", "memory_bytes": 1, "capability": "9.0"}
@@ -30,7 +29,7 @@ def here(**found: Any) -> Probe:
 
 
 def diagnosis_with(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
     probes: Mapping[str, Probe] | None = None,
     *,
     missing: tuple[str, ...] = (),
@@ -50,7 +49,7 @@ def feature(diagnosis: Mapping[str, Any], name: str) -> dict[str, Any]:
     return next(row for row in diagnosis["features"] if row["feature"] == name)
 
 
-def test_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine(capsys: Captured, monkeypatch: Patch) -> None:
     """The real thing: the core works where the tests run."""
     found = json.loads(json.dumps(diagnose(), allow_nan=False))
     assert found["healthy"] is True
@@ -70,9 +69,7 @@ def test_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     assert max(map(len, lines)) <= 80 and len(lines) < 40
 
 
-def test_what_is_missing_is_printed_with_its_remedy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_missing_is_printed_with_its_remedy(monkeypatch: Patch, capsys: Captured) -> None:
     broken = Probe(False, "no simulator [here]")
     print_diagnosis(diagnosis_with(monkeypatch, {"mujoco": broken}, missing=("numpy",)))
     page = capsys.readouterr().out
@@ -80,7 +77,7 @@ def test_what_is_missing_is_printed_with_its_remedy(
     assert "pip install 'gear-offline[mujoco]'" in page and "missing" in page
 
 
-def test_the_path_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_path_of_a_gpu(monkeypatch: Patch) -> None:
     cards, none = here(threads=2, devices=[GPU]), here(threads=2, cuda_build="13", devices=[])
     for torch, cupy, available, path, install in (
         (cards, here(), True, "one CUDA graph a training step", None),
@@ -92,7 +89,7 @@ def test_the_path_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["install"] == (install and OPTIONAL_PACKAGES[install][1])
 
 
-def test_a_broken_core_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_core_is_not_healthy(monkeypatch: Patch) -> None:
     for diagnosis in (
         diagnosis_with(monkeypatch, missing=("h5py",)),
         diagnosis_with(monkeypatch, {"torch": Probe(False)}),
@@ -101,9 +98,7 @@ def test_a_broken_core_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "install" in feature(diagnosis, "cpu")["install"]
 
 
-def test_rdma_needs_an_active_device_and_pyverbs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rdma_needs_an_active_device_and_pyverbs(tmp_path: Path, monkeypatch: Patch) -> None:
     port = tmp_path / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)
     (port / "state").write_text("4: ACTIVE\n")

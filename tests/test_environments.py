@@ -28,11 +28,11 @@ from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train
 from gear_offline.runs.prepare import resolve
 from gear_offline.sources import open_source
-from tests.support import failing_code, make_dataset, one_error
+from tests.support import Captured, Patch, failing_code, make_dataset, one_error
 from tests.training_support import TinyEnvironment, tiny_recipe
 
 
-def said_of_versions(capfd: pytest.CaptureFixture[str]) -> list[str]:
+def said_of_versions(capfd: Captured) -> list[str]:
     """Return the lines that speak of a version, Gymnasium's included."""
     return [line for line in capfd.readouterr().err.splitlines() if "version" in line]
 
@@ -48,7 +48,7 @@ needs_atari = pytest.mark.skipif(
 )
 
 
-def test_what_cannot_be_made_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_made_is_one_clear_error(monkeypatch: Patch) -> None:
     with one_error("ENVIRONMENT", r"Hopper.*my_module:Name-v0"):
         make_environment("Hoper-v5")
     with pytest.raises(InputError, match="not one numeric Box"):
@@ -67,7 +67,7 @@ def test_what_cannot_be_made_is_one_clear_error(monkeypatch: pytest.MonkeyPatch)
     assert "long advice" not in str(caught.value)
 
 
-def test_other_processes_learn_what_this_one_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_processes_learn_what_this_one_knows(monkeypatch: Patch) -> None:
     spec = EnvSpec("GearKnown-v0", "gymnasium.envs.classic_control:CartPoleEnv", kwargs={})
     monkeypatch.setitem(gymnasium.registry, spec.id, spec)
     known = known_of("GearKnown-v0")
@@ -84,9 +84,7 @@ def test_other_processes_learn_what_this_one_knows(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_collect_says_the_version_once(
-    processes: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_collect_says_the_version_once(processes: int, tmp_path: Path, capfd: Captured) -> None:
     out = tmp_path / "x.hdf5"
     report = collect("CartPole", out, steps=300, processes=processes)
     assert said_of_versions(capfd) == taken("CartPole", 1)
@@ -105,10 +103,7 @@ def test_collect_says_the_version_once(
 
 
 def test_training_and_evaluating_say_it_once_too(
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    no_reports: None,
+    tmp_path: Path, capfd: Captured, monkeypatch: Patch, no_reports: None
 ) -> None:
     for version in (2, 10):
         name = f"GearOfflineVersions-v{version}"
@@ -125,7 +120,7 @@ def test_training_and_evaluating_say_it_once_too(
     assert said_of_versions(capfd) == said
 
 
-def test_without_ale_py_or_opencv_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ale_py_or_opencv_there_is_one_clear_error(monkeypatch: Patch) -> None:
     assert is_atari("ALE/Pong-v5") and not is_atari("Hopper-v5")
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "ale_py", None)

@@ -28,7 +28,7 @@ from gear_offline.training.checkpoint import chosen_checkpoint, find_checkpoint
 from gear_offline.training.records import EvaluationReport, read_document, share_interval
 from tests.checkpoint_support import write_run
 from tests.evaluation_support import Constant
-from tests.support import failing_code, one_error
+from tests.support import Captured, Patch, failing_code, one_error
 
 
 def evaluated(action: Any, environment: str, *targets: float, **options: Any) -> EvaluationReport:
@@ -69,9 +69,7 @@ def test_report_numbers_and_json() -> None:
     assert report.to_json()["reference"]["indicative"] is True, "it was not played in D4RL's Hopper"
 
 
-def test_one_episode_has_no_interval_and_stays_strict_json(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_one_episode_has_no_interval_and_stays_strict_json(capsys: Captured) -> None:
     report = evaluated(np.zeros(3), "GearTest/Counted-v0", 9.0, episodes=1)
     document = report.to_json()
     json.dumps(document, allow_nan=False)
@@ -106,9 +104,7 @@ def test_evaluating_a_run_writes_its_results(tmp_path: Path) -> None:
     assert returned(checkpoint="best") != pytest.approx(first, rel=1e-3)
 
 
-def test_evaluating_what_is_not_there_says_what_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluating_what_is_not_there_says_what_is(tmp_path: Path, monkeypatch: Patch) -> None:
     run = write_run(tmp_path / "runs" / "tiny-s0")
     checkpoints = run / "checkpoints"
     for which, step in (("last", 20), ("20", 20), ("best", 10), ("10", 10)):
@@ -130,7 +126,7 @@ def test_evaluating_what_is_not_there_says_what_is(
 
 
 def test_no_result_replaces_another_and_paths_are_said_as_they_were_given(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: Captured, monkeypatch: Patch
 ) -> None:
     run = write_run(tmp_path / "runs" / "tiny-s0")
     monkeypatch.chdir(tmp_path)
@@ -160,7 +156,7 @@ def test_the_result_goes_to_the_file_that_was_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_asked_for_must_be_written_and_one_of_the_run_need_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Patch, capfd: Captured
 ) -> None:
     run = write_run(tmp_path / "run")
 
@@ -186,7 +182,7 @@ def test_options_that_cannot_be_played(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_training_removes_meanwhile_is_played_to_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     run = write_run(tmp_path / "run")
 

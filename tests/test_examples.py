@@ -28,7 +28,7 @@ from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import joined_world
 from gear_offline.loaders.loader import GearLoader
 from tests.ranks_support import launch
-from tests.support import ROOT, ArraySource, hopper_columns, make_dataset
+from tests.support import ROOT, ArraySource, Captured, Patch, hopper_columns, make_dataset
 
 BATCH, STEPS, SAVED = 4, 6, 3
 
@@ -209,9 +209,7 @@ def test_cloning_takes_the_action_of_the_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cloning", [[], ["--cloning"]])
-def test_the_program_trains_and_plays(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], cloning: list[str]
-) -> None:
+def test_the_program_trains_and_plays(tmp_path: Path, capsys: Captured, cloning: list[str]) -> None:
     go.collect("CartPole-v1", tmp_path / "a.hdf5", steps=100, quiet=True)
     convert(tmp_path / "a.hdf5", tmp_path / "data", quiet=True)
     main([str(tmp_path / "data"), "--steps", "3", "--episodes", "2", *cloning])
@@ -223,7 +221,7 @@ def test_the_program_trains_and_plays(
 
 @pytest.mark.slow
 def test_the_notebook_runs_and_is_the_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
     parts = re.split(r"^# %%(.*)\n", (ROOT / "examples/quickstart.py").read_text(), flags=re.M)[1:]
     script = []

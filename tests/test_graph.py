@@ -23,7 +23,7 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.training.graph import LINE, RankGradients, why_not_captured
 from tests.gpu_support import NEEDS_CUPY
 from tests.ranks_support import launch
-from tests.support import make_dataset, one_error
+from tests.support import Captured, Patch, make_dataset, one_error
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,7 @@ def test_gradients_are_those_of_the_global_batch(steps: list[int], seed: int, ha
     assert len(wire.launched[0]) == 4, "of each pass the steps and all gradients"
 
 
-def test_a_gpu_that_waits_for_ever_ends_the_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gpu_that_waits_for_ever_ends_the_process(monkeypatch: Patch, capsys: Captured) -> None:
     monkeypatch.setattr("os._exit", sys.exit)
     world = World(rank=1, nodes=(0, 0, 0), timeout=0.05)
     comes, never = Mock(query=Mock(side_effect=[False] * 3 + [True])), Mock(query=lambda: False)

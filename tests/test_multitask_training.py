@@ -26,7 +26,7 @@ from gear_offline.training.checkpoint import chosen_checkpoint
 from gear_offline.training.metrics import read_records
 from gear_offline.training.policies import load_policy, trained_model
 from tests.image_support import image_columns
-from tests.support import failing_code, make_dataset, one_error
+from tests.support import Captured, Patch, failing_code, make_dataset, one_error
 from tests.task_support import make_learner, make_parts, tasks_recipe
 from tests.test_parallel_training import trained
 from tests.training_support import (
@@ -128,7 +128,7 @@ def test_the_recipe_of_a_run_says_everything(run: Path) -> None:
     assert resolve(recipe, dataset, quiet=True)[0] == recipe
 
 
-def test_a_run_is_evaluated_task_by_task(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_evaluated_task_by_task(run: Path, capsys: Captured) -> None:
     """As a process beside the training played it."""
     assert json.loads((run / "summary.json").read_text())["evaluation"]["background"]
     report = evaluate(run, episodes=2, device="cpu", quiet=True)
@@ -207,9 +207,7 @@ def test_each_task_may_have_a_strategy_of_its_own(tmp_path: Path) -> None:
     assert drawn.max() < second and len(set(drawn[drawn < first].tolist())) == 4
 
 
-def test_strategies_are_compared_in_every_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strategies_are_compared_in_every_task(tmp_path: Path, monkeypatch: Patch) -> None:
     recipe = tasks_recipe(make_parts(tmp_path), "evaluate.episodes=1")
     recipe = recipe.replace({"data.tasks.walk.selection": {"strategy": "top_k", "k": 2}})
     asked = Mock(side_effect=GearError("MEMORY", "enough for this test"))

@@ -29,7 +29,7 @@ from gear_offline.training.optimizer import Optimizer
 from tests.gpu_support import NEEDS_CUPY, NEEDS_GPU
 from tests.kernels_on_cpu import Kernels, on_cpu
 from tests.model_support import assert_same_state
-from tests.support import one_error
+from tests.support import Patch, one_error
 
 # One rounding more or less in each operation, over a few steps.
 CLOSE: Any = {"rtol": 2e-6, "atol": 2e-7}
@@ -100,7 +100,7 @@ def test_clipping(limit: float | None) -> None:
 
 
 @pytest.fixture
-def launches(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+def launches(kernels: Kernels, monkeypatch: Patch) -> Iterator[Kernels]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with on_cpu(kernels):
         yield kernels
@@ -176,11 +176,7 @@ def check_steps(
     ("sizes", "group"), [([1], 4), ([3, 7000, 128, 999], 4), ([20_001, 5], 7), ([1023, 1025, 4], 1)]
 )
 def test_steps_are_those_of_pytorch(
-    launches: Kernels,
-    monkeypatch: pytest.MonkeyPatch,
-    sizes: list[int],
-    group: int,
-    shadowed: bool,
+    launches: Kernels, monkeypatch: Patch, sizes: list[int], group: int, shadowed: bool
 ) -> None:
     monkeypatch.setattr(adamw_module, "LEAST_GROUP", group)
     check_steps(sizes, shadowed=shadowed)
@@ -228,7 +224,7 @@ def test_shadows_are_rounded_as_pytorch_rounds(kernels: Kernels, bits: list[int]
     torch.testing.assert_close(shadow.detach(), weight.detach().bfloat16(), **same)
 
 
-def test_norm_of_many_sums(launches: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norm_of_many_sums(launches: Kernels, monkeypatch: Patch) -> None:
     """More than there are threads in a block, of pieces that few threads have a part of."""
     monkeypatch.setattr(adamw_module, "LEAST_GROUP", 1)
     monkeypatch.setattr(adamw_module, "PIECE", 30)

@@ -20,7 +20,7 @@ from gear_offline.errors import InputError, UnavailableError
 from gear_offline.models.policy import Policy
 from tests.checkpoint_support import write_run
 from tests.model_support import ACTIONS, STATES, make
-from tests.support import failing_code, one_error
+from tests.support import Captured, Patch, failing_code, one_error
 
 STEPS, COUNT, FRAME, STACK = 60, 3, (36, 36), 2  # the model knows timesteps up to 49
 FRAMES = {"state_dim": FRAME[0] * FRAME[1], "frame_shape": FRAME, "frame_stack": STACK}
@@ -72,9 +72,7 @@ def test_a_folder_acts_as_the_policy_that_was_saved(kind: str, tmp_path: Path) -
     assert written["action_bounds"] == ([-1, 1] if normalised else None)
 
 
-def test_a_run_becomes_a_folder_that_plays_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_becomes_a_folder_that_plays_the_same(tmp_path: Path, capsys: Captured) -> None:
     run, folder = write_run(tmp_path / "pend-s0"), tmp_path / "pend"
     expected = go.evaluate(run, device="cpu", quiet=True).to_json()
     assert main(["export-policy", str(run), str(folder)]) == 0
@@ -177,7 +175,7 @@ def test_actions_equal_those_of_the_policy(name: str, tmp_path: Path) -> None:
     assert expected.shape == ((COUNT,) if policy.discrete else (COUNT, ACTIONS))
 
 
-def test_what_cannot_be_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_exported(tmp_path: Path, monkeypatch: Patch) -> None:
     file = tmp_path / "policy.onnx"
     file.write_text("mine")
     with pytest.raises(InputError, match="OUTPUT_EXISTS"):

@@ -17,7 +17,15 @@ from gear_offline.runs.prepare import prepare_one, resolve
 from gear_offline.sources.base import InputFile
 from gear_offline.training.metrics import read_records
 from gear_offline.training.policies import load_policy
-from tests.support import ArraySource, hopper_columns, make_dataset, one_error, write_hdf5
+from tests.support import (
+    ArraySource,
+    Captured,
+    Patch,
+    hopper_columns,
+    make_dataset,
+    one_error,
+    write_hdf5,
+)
 from tests.training_support import (
     ACTION_DIM,
     STATE_DIM,
@@ -27,9 +35,7 @@ from tests.training_support import (
 )
 
 
-def test_smoke_as_a_new_user_runs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_smoke_as_a_new_user_runs_it(tmp_path: Path, monkeypatch: Patch, capfd: Captured) -> None:
     monkeypatch.chdir(tmp_path)
     run = train(load_recipe("smoke"))
     assert run == Path("runs/smoke-s0")
@@ -75,7 +81,7 @@ def test_data_of_one_return_are_asked_for_once(tmp_path: Path) -> None:
 
 
 def test_an_environment_that_only_the_data_name_may_be_missing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: Captured
 ) -> None:
     for name, said in (
         ("NoSuchEnvironment-v0", "no evaluation: "),
@@ -103,7 +109,7 @@ def test_discrete_actions_that_never_occur_come_from_the_environment(tmp_path: P
 
 
 def test_what_training_would_stumble_over_late_is_refused_early(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     dataset = open_dataset(tiny_data(tmp_path / "data"))
@@ -175,9 +181,7 @@ def test_a_dataset_of_edits_is_not_taken_for_its_source(tmp_path: Path) -> None:
     assert prepare_one(tiny_recipe(tmp_path / "d"), quiet=True).spec.steps > 0
 
 
-def test_a_dataset_made_of_something_else_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_made_of_something_else_is_not_taken(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     one, other = (write_hdf5(tmp_path / f"{name}.hdf5") for name in ("one", "other"))
     convert(one, Path("d"), quiet=True)

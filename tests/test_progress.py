@@ -12,6 +12,7 @@ import pytest
 
 from gear_offline.core.interruption import Aborted, StopRequest
 from gear_offline.progress import Progress
+from tests.support import Captured, Patch
 
 
 def work(*, quiet: bool = False) -> None:
@@ -23,7 +24,7 @@ def work(*, quiet: bool = False) -> None:
         progress.update(2000, loss="0.0625", normalized="41")
 
 
-def test_in_a_file_lines_come_now_and_then(capfd: pytest.CaptureFixture[str]) -> None:
+def test_in_a_file_lines_come_now_and_then(capfd: Captured) -> None:
     work(quiet=True)
     assert capfd.readouterr() == ("", "")
     work()
@@ -36,13 +37,13 @@ def test_in_a_file_lines_come_now_and_then(capfd: pytest.CaptureFixture[str]) ->
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def clock(monkeypatch: Patch) -> list[float]:
     now = [0.0]
     monkeypatch.setattr("gear_offline.progress.time.monotonic", lambda: now[0])
     return now
 
 
-def test_a_line_every_ten_seconds(capfd: pytest.CaptureFixture[str], clock: list[float]) -> None:
+def test_a_line_every_ten_seconds(capfd: Captured, clock: list[float]) -> None:
     with Progress("tiny", total=400) as progress:
         for step in range(400):
             clock[0] = step / 10
@@ -52,9 +53,7 @@ def test_a_line_every_ten_seconds(capfd: pytest.CaptureFixture[str], clock: list
     assert lines[1] == "tiny: 200 of 400 steps  0:00:20 left  10 steps/s"
 
 
-def test_a_pause_does_not_count_for_the_rate(
-    capfd: pytest.CaptureFixture[str], clock: list[float]
-) -> None:
+def test_a_pause_does_not_count_for_the_rate(capfd: Captured, clock: list[float]) -> None:
     with Progress("tiny", total=200) as progress:
         with progress.paused("evaluating"):
             clock[0] = 6.0
@@ -63,7 +62,7 @@ def test_a_pause_does_not_count_for_the_rate(
     assert capfd.readouterr().err.splitlines()[0].endswith("0:00:10 left  10 steps/s")
 
 
-def shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> str:
+def shown_on_a_terminal(monkeypatch: Patch, columns: int) -> str:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(columns))
     leader, follower = pty.openpty()
@@ -79,7 +78,7 @@ def shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> str:
 
 
 @pytest.mark.parametrize("columns", [120, 80, 60, 20])
-def test_on_a_terminal_one_line_that_fits(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def test_on_a_terminal_one_line_that_fits(monkeypatch: Patch, columns: int) -> None:
     shown = shown_on_a_terminal(monkeypatch, columns)
     assert "step 1,500: asked [3,600]" in shown
     assert ("2,000 of 2,000 steps" in shown) == (columns >= 60)
@@ -92,7 +91,7 @@ def test_on_a_terminal_one_line_that_fits(monkeypatch: pytest.MonkeyPatch, colum
     assert all(len(line) <= columns for line in drawn if "asked" not in line)
 
 
-def test_bytes_have_a_unit_and_counts_their_noun(capfd: pytest.CaptureFixture[str]) -> None:
+def test_bytes_have_a_unit_and_counts_their_noun(capfd: Captured) -> None:
     for total, unit, shown in ((3 << 20, "bytes", "3.0 MiB"), (1, "episodes", "1 episode")):
         with Progress("work", total=total, unit=unit) as progress:
             progress.advance(total)

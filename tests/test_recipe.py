@@ -18,7 +18,7 @@ from gear_offline.config.strict_yaml import MAX_BYTES, dump_yaml, parse_yaml
 from gear_offline.errors import InputError
 from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.loop import train
-from tests.support import failing_code, one_error
+from tests.support import Patch, failing_code, one_error
 
 SHIPPED = sorted(RECIPES.rglob("*.yaml"))
 LOCOMOTION = [
@@ -223,9 +223,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, texts: dict[str, str], said: 
     assert said in refused(tmp_path / "a.yaml")
 
 
-def test_what_is_there_and_no_recipe_is_told_as_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_there_and_no_recipe_is_told_as_that(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("data/set").mkdir(parents=True)
     write(tmp_path / "data/set/manifest.json", "{}")
@@ -241,7 +239,7 @@ def test_what_is_there_and_no_recipe_is_told_as_that(
         assert f"no recipe '{name}'; `gear-offline recipes ls`" in refused(name)
 
 
-def test_a_copy_is_named_after_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_named_after_its_file(tmp_path: Path, monkeypatch: Patch) -> None:
     mine = copy_recipe("hopper-medium", tmp_path / "mine.yaml")
     assert load_recipe(mine) == load_recipe("hopper-medium", "name=mine")
     assert failing_code(lambda: copy_recipe("hopper-medium", mine)) == "OUTPUT_EXISTS"

@@ -12,7 +12,7 @@ from gear_offline.evaluation import rollout
 from gear_offline.evaluation.environments import probe
 from gear_offline.evaluation.rollout import ActingPolicy, Environments, Episodes, play_episodes
 from tests.evaluation_support import Constant, Remembering
-from tests.support import one_error
+from tests.support import Patch, one_error
 
 
 def play(
@@ -66,7 +66,7 @@ def test_batch_of_environments_gives_the_episodes_of_a_plain_loop(
     environments: int,
     processes: int,
     groups_from: int,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:
     monkeypatch.setattr(rollout, "SLOTS_FOR_GROUPS", groups_from)
     facts = probe(environment_id)
@@ -110,9 +110,7 @@ def test_actions_are_given_in_the_environments_own_shape() -> None:
     assert flat.returns.tolist() == [2.5], "2.0 was clipped to 1.0"
 
 
-def test_episodes_without_a_limit_are_cut_and_not_called_terminated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_episodes_without_a_limit_are_cut_and_not_called_terminated(monkeypatch: Patch) -> None:
     monkeypatch.setattr(rollout, "FALLBACK_MAX_STEPS", 7)
     played = play(Constant(np.zeros(3)), "GearTest/Endless-v0", [0, 1], environments=2)
     assert played.lengths.tolist() == [7, 7]

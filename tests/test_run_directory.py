@@ -12,7 +12,7 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
 from gear_offline.runs.directory import RunDirectory
 from gear_offline.runs.loop import train
-from tests.support import failing_code, one_error, write_hdf5
+from tests.support import Patch, failing_code, one_error, write_hdf5
 from tests.training_support import learnt, tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("no_reports")
@@ -73,9 +73,7 @@ def test_what_was_made_for_nothing_goes(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_a_lock_whose_file_has_gone_is_not_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_whose_file_has_gone_is_not_held(tmp_path: Path, monkeypatch: Patch) -> None:
     """Its holder removes it between another process's opening and locking it."""
     path, flock = tmp_path / "run", fcntl.flock
 

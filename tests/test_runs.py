@@ -16,6 +16,7 @@ from gear_offline.cli.main import main
 from gear_offline.config.recipe import load_recipe
 from gear_offline.runs.run import EvaluateOptions
 from gear_offline.training.metrics import read_records
+from tests.support import Captured, Patch
 from tests.training_support import tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("no_plots")
@@ -36,7 +37,7 @@ def test_training_takes_options_and_gives_a_run(whole: Path, data: Path, tmp_pat
         go.train("smoke", {"train.stepz": 4})
 
 
-def test_a_run_tells_what_it_found(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_tells_what_it_found(whole: Path, monkeypatch: Patch) -> None:
     run: Any = go.open_run(whole)
     assert run.metrics["step"].tolist() == [3, 6, 9, 12, 15, 18, 20]
     assert run.evaluations.set_index("step").loc[20, "return"] == run.last.mean_return
@@ -86,9 +87,7 @@ def runs(whole: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-def test_runs_are_listed(
-    runs: Path, whole: Path, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_listed(runs: Path, whole: Path, data: Path, capsys: Captured) -> None:
     found = go.list_runs(runs)
     rows = {row.name: row for row in found.rows}
     assert set(rows) == {"a-s0", "a-s1", "sweep/runs/b,s0", "whole", "damaged"}
@@ -107,7 +106,7 @@ def test_runs_are_listed(
     assert [row["name"] for row in json.loads(capsys.readouterr().out)] == ["whole"]
 
 
-def test_a_run_is_shown(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_shown(runs: Path, capsys: Captured) -> None:
     assert main(["runs", "show", str(runs / "whole")]) == 0
     text = capsys.readouterr().out
     assert "20 of 20" in text and "checkpoints" in text
@@ -155,7 +154,7 @@ def test_only_what_has_one_unit_is_compared(runs: Path, tmp_path: Path) -> None:
 
 
 def test_compare_writes_one_picture(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    runs: Path, tmp_path: Path, capsys: Captured, monkeypatch: Patch
 ) -> None:
     picture = tmp_path / "curves.svg"
     words = ["runs", "compare", str(runs / "a-s0"), str(runs / "whole"), "--out", str(picture)]

@@ -31,7 +31,7 @@ from gear_offline.sweep.trials import (
     parse_seeds,
     trial_name,
 )
-from tests.support import one_error
+from tests.support import Captured, Patch, one_error
 from tests.training_support import learnt, tiny_recipe
 
 OPTIONS = {"optimizer.learning_rate": [1e-2, 1e-3]}
@@ -45,7 +45,7 @@ def recipe(data: Path) -> Recipe:
 
 
 @pytest.fixture
-def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
+def untrained(monkeypatch: Patch) -> None:
     """Nothing is trained: the trials stay open."""
     monkeypatch.setattr(sweep_run, "_train", lambda *_, **__: None)
 
@@ -55,7 +55,7 @@ def table_of(result: SweepResult) -> list[tuple[Any, ...]]:
 
 
 def test_trials_are_those_of_train_and_stay_as_they_are(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     result = sweep(recipe, OPTIONS, seeds=2, out=tmp_path / "sweep", parallel=1, quiet=True)
     assert result.is_complete and len(result.trials) == 4
@@ -171,9 +171,7 @@ def children() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
 
 
-def test_on_a_gpu_all_trials_share_it(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_all_trials_share_it(recipe: Recipe, tmp_path: Path, monkeypatch: Patch) -> None:
     asked: list[Job] = []
 
     def together(job: Job) -> None:
@@ -194,15 +192,13 @@ def test_on_a_gpu_all_trials_share_it(
 
 @pytest.mark.usefixtures("untrained")
 def test_a_name_among_the_options_names_the_directory(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert sweep(recipe, {"name": ["mine"]}, quiet=True).path == Path("runs/mine-sweep")
 
 
-def test_the_command(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command(data: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(tiny_recipe(data, "evaluate.episodes=0", "train.steps=6").to_yaml())
     monkeypatch.chdir(tmp_path)

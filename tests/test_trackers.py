@@ -21,7 +21,7 @@ import gear_offline as go
 from gear_offline.cli.main import main
 from gear_offline.errors import GearError
 from gear_offline.training.metrics import read_records
-from tests.support import run_python
+from tests.support import Captured, Patch, run_python
 from tests.training_support import tiny_recipe
 
 NAMES = ["tensorboard", "trackio", "wandb"]
@@ -33,7 +33,7 @@ each_tracker = pytest.mark.parametrize("name", NAMES)
 
 
 @pytest.fixture(autouse=True)
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def places(tmp_path: Path, monkeypatch: Patch) -> None:
     """Keep trackio's database and W&B's files here, and W&B from the network."""
     home = tmp_path / "trackio"
     variables = {"TRACKIO_DIR": str(home), "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
@@ -180,7 +180,7 @@ go.train({str(tmp_path / "recipe.yaml")!r}, out={str(run)!r}, callbacks=[this.En
 
 @each_tracker
 def test_a_run_of_before_is_sent_once(
-    name: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, whole: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     pytest.importorskip(name)
     run = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
@@ -199,11 +199,7 @@ def test_a_run_of_before_is_sent_once(
 
 @pytest.mark.parametrize("later", ["sync", "resume"])
 def test_what_a_tracker_that_failed_lacks_is_sent_later(
-    later: str,
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    later: str, data: Path, tmp_path: Path, monkeypatch: Patch, capfd: Captured
 ) -> None:
     write, run = os.write, tmp_path / "run"
 
@@ -229,7 +225,7 @@ def test_what_a_tracker_that_failed_lacks_is_sent_later(
 
 
 def test_what_a_tracker_needs_is_told_before_training(
-    data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, whole: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("gear_offline.runs.checks.find_spec", lambda name: None)
     recipe = tiny_recipe(data, "train.trackers=[wandb]")

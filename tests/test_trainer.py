@@ -22,7 +22,7 @@ from gear_offline.training.checkpoint import chosen_checkpoint, list_checkpoints
 from gear_offline.training.metrics import read_records
 from gear_offline.training.policies import load_policy, trained_model
 from tests.image_support import image_columns
-from tests.support import hopper_columns, make_dataset, one_error
+from tests.support import Captured, Patch, hopper_columns, make_dataset, one_error
 from tests.training_support import (
     ACTION_DIM,
     ENVIRONMENT,
@@ -58,7 +58,7 @@ def test_a_run_directory_holds_what_is_promised(whole: Path, data: Path) -> None
 
 
 def test_a_report_that_fails_leaves_the_run_complete(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
     fails = Mock(side_effect=RuntimeError("no plots here"))
     monkeypatch.setattr("gear_offline.runs.report.write_report", fails)
@@ -123,7 +123,7 @@ def test_the_loop_matches_a_plain_one(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     loss = DecisionTransformer.loss
     calls = 0
@@ -166,9 +166,7 @@ def test_discrete_actions_and_raw_states(tmp_path: Path) -> None:
 # ---- the parts of a policy, precision, the shipped recipes
 
 
-def test_a_complete_run_is_left_as_it_is(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_complete_run_is_left_as_it_is(whole: Path, tmp_path: Path, capsys: Captured) -> None:
     run = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
     before = {path: path.read_bytes() for path in run.rglob("*.json*")}
     assert (run / "summary.json") in before
