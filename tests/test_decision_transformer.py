@@ -22,6 +22,7 @@ from gear_offline.models.decision_transformer import (
     Attention,
     DecisionTransformer,
     DecisionTransformerConfig,
+    beyond_tanh,
     trainable_parameters,
 )
 from gear_offline.models.loss import action_loss
@@ -231,6 +232,12 @@ def test_trainable_parameters_are_those_with_a_gradient() -> None:
     heads = [f"predict_{of}.{part}" for of in ("state", "return") for part in ("weight", "bias")]
     assert frozen == {*heads, "encoder.wte.weight"}
     assert len(kept) + len(frozen) == len(list(model.parameters()))
+
+
+def test_actions_that_a_tanh_cannot_reach_are_found() -> None:
+    rounded = float(np.float32(1.0) + np.float32(1e-7))
+    assert beyond_tanh([-1.0, -0.5, -1.0], [1.0, 0.2, rounded]) == []
+    assert beyond_tanh([-1.0, -2.0, 0.0], [1.5, 0.2, 0.0]) == [0, 1]
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5])

@@ -28,6 +28,9 @@ def code_of(path: Path, *, resume: bool) -> str:
 
 def test_a_run_is_not_begun_twice(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "x"
+    assert code_of(tmp_path, resume=False) == "" and list(tmp_path.iterdir()) == []
+    path.mkdir(parents=True)
+    (path / ".lock").touch()  # killed before it wrote anything
     with RunDirectory(path) as run:
         run.begin(load_recipe("paper"), step=0)
         assert load_recipe(run.path) == load_recipe("paper") == load_recipe(path)
@@ -35,13 +38,6 @@ def test_a_run_is_not_begun_twice(tmp_path: Path) -> None:
     (path / "checkpoints" / "step-00000010").mkdir(parents=True)
     assert code_of(path, resume=False) == "OUTPUT_EXISTS"
     assert code_of(path, resume=True) == ""
-
-
-def test_an_empty_or_just_begun_directory_may_be_used(tmp_path: Path) -> None:
-    assert code_of(tmp_path, resume=False) == ""
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / ".lock").touch()
-    assert code_of(tmp_path, resume=False) == "", "killed before it wrote anything"
 
 
 def test_foreign_directories_and_files_are_left_alone(tmp_path: Path) -> None:
