@@ -23,7 +23,7 @@ from gear_offline.core.text import count_text, printable, short, size_text
 
 PLAIN_SECONDS = 10.0  # between two plain lines
 DRAWS_PER_SECOND = 5
-LEAST_WIDTH = 60  # of a terminal, for a bar
+LEAST_BAR = 6  # characters
 MOST_NAME = 26  # characters of a name that are not broken on a narrow terminal
 
 
@@ -168,10 +168,11 @@ class Progress(Closing):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, line = options.max_width, Text(self._description + self._doing)
-        if width >= LEAST_WIDTH:
-            bar = width // 5
+        said = "  ".join(["", self._amount(), *self._remarks()])
+        bar = min(width // 5, width - len(line) - 2 - len(said))
+        if bar >= LEAST_BAR:
             filled = round(bar * self._done / max(self.total, 1))
             line.append("  ").append("━" * filled, "blue").append("━" * (bar - filled), "dim")
-        line.append("  ".join(["", self._amount(), *self._remarks()]))
+        line.append(said)
         line.truncate(width, overflow="ellipsis")
         yield line

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.training.metrics import read_records
 from tests.ranks_support import launch
-from tests.support import ArraySource, hopper_columns
+from tests.support import ArraySource, Patch, hopper_columns
 from tests.test_resume import interrupted_in
 from tests.training_support import (
     ACTION_DIM,
@@ -236,7 +237,10 @@ def test_a_learner_without_actors_says_what_it_waits_for(
     assert go.open_run(tmp_path / "run").steps == 8
 
 
-def test_actors_and_sweeps_are_refused(whole: Path, path: Path, tmp_path: Path) -> None:
+def test_actors_and_sweeps_are_refused(
+    whole: Path, path: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(import_module("gear_offline.collect.act"), "WAIT_SECONDS", 0.1)
     refused: list[tuple[dict[str, Any], str]] = [
         *(({"actors": 0}, "actors=0"), ({"episodes": 0}, "episodes=0")),
         *(({}, "do not grow"), ({"run": "nowhere"}, "no such run")),

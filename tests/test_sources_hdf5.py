@@ -285,7 +285,7 @@ def test_explicit_flags(
         assert isinstance(source, Source) and f"{steps} step" in repr(source)
         assert source.info.format == ("d4rl" if names == ("terminals", "timeouts") else "hdf5")
         assert source.info.rule == "|".join(flags)
-        pair = len(flags) == 2 and (PAIRS.get(str(terminal)) == time or terminal == "terminals")
+        pair = len(flags) == 2 and PAIRS.get(str(terminal)) == time
         assert bool(source.info.attributes["warnings"]) != pair
         assert_same(source, columns, naive)
 

@@ -505,7 +505,7 @@ def doctor(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-@command("Machines", "plan hopper-medium --gpus 4", "plan dt_1b --nodes 8 --gpus 8 --data 10TB")
+@command("Machines", "plan demo --gpus 4", "plan dt_1b --nodes 8 --gpus 8 --data 10TB")
 def plan(
     recipe: RecipeName,
     overrides: list[str] = Overrides(),

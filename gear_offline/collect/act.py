@@ -20,7 +20,7 @@ from gear_offline.training.checkpoint import chosen_checkpoint, list_checkpoints
 from gear_offline.training.policies import trained_model
 from gear_offline.workers import Caller, WorkerPool
 
-WAIT_SECONDS = 600.0  # for a run's first checkpoint
+WAIT_SECONDS = 600.0  # for a run and its first checkpoint
 POLL_SECONDS = 0.5
 RECENT = 20  # episodes of the mean that is shown
 
@@ -57,7 +57,7 @@ def act(
     Parameters
     ----------
     run
-        Run directory, of which the newest checkpoint plays; its first one is waited for.
+        Run directory, of which the newest checkpoint plays; waited for until there is one.
     environment
         Gymnasium id; default the run's own.
     actors
@@ -138,9 +138,13 @@ def act(
 
 
 def _wait_for_checkpoint(path: Path, *, quiet: bool) -> None:
-    if not (path / "recipe.yaml").is_file():
-        raise no_run(path)
     deadline = time.monotonic() + WAIT_SECONDS
+    if not (path / "recipe.yaml").is_file():
+        say(f"waiting for a run to begin in {path}", quiet=quiet)
+    while not (path / "recipe.yaml").is_file():
+        if time.monotonic() > deadline:
+            raise no_run(path)
+        time.sleep(POLL_SECONDS)
     if not list_checkpoints(path / "checkpoints"):
         say(f"waiting for the first checkpoint of {path}", quiet=quiet)
     while not list_checkpoints(path / "checkpoints"):

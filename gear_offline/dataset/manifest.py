@@ -155,7 +155,7 @@ class Manifest(Model):
     block_bytes
         Tensors are digested in blocks of this many bytes.
     columns
-        As the source has them.
+        As they are stored.
     statistics
         Per column, over all steps, in the stored form.
     returns, lengths

@@ -30,23 +30,24 @@ Bytes = npt.NDArray[np.uint8]
 class Exchange(Protocol):
     """Moves rows between nodes.
 
-    All ranks open, post the same steps with the same reads in the same order, and close.  Posted
-    steps run in the background.  After an error the exchange can only be closed.
+    All ranks open, post the same blocks of segments with the same reads in the same order, and
+    close.  Posted blocks are read in the background.  After an error the exchange can only be
+    closed.
     """
 
-    def post(self, step: int, reads: Reads) -> None:
-        """Begin the reads of a step; its landing rows must not be touched until `wait` returns."""
+    def post(self, block: int, reads: Reads) -> None:
+        """Begin the reads of a block; its landing rows must not be touched until `wait` returns."""
         ...
 
-    def wait(self, step: int) -> None:
-        """Return when all rows of a posted step have landed; once a step, in any order.
+    def wait(self, block: int) -> None:
+        """Return when all rows of a posted block have landed; once a block, in any order.
 
         ``RANK_LOST`` at the latest after the world's timeout.
         """
         ...
 
     def close(self) -> None:
-        """Give memory and connections back; no step that was posted may be waited for any more."""
+        """Give memory and connections back; no block that was posted may be waited for any more."""
         ...
 
 
@@ -98,8 +99,8 @@ def _agree(world: World, mode: Mode) -> tuple[Endpoint | None, str]:
 
 
 @dataclass(kw_only=True, eq=False)
-class _Step:
-    """A posted step: its collective, and the bytes that it sends and receives."""
+class _Block:
+    """A posted block: its collective, and the bytes that it sends and receives."""
 
     reads: Reads  # of this rank, in the order of their owners
     sent: Tensor
@@ -108,9 +109,9 @@ class _Step:
 
 
 class CollectiveExchange:
-    """Owners push rows: one all_to_all_single a step, over gloo, from and to host memory.
+    """Owners push rows: one all_to_all_single a block, over gloo, from and to host memory.
 
-    Every rank knows all reads of a step, so every rank knows all sizes and there is no round for
+    Every rank knows all reads of a block, so every rank knows all sizes and there is no round for
     them.  The rows for one reader travel as one run of bytes, column group after column group.  The
     gloo group is the exchange's own, so that a thread may use it while others use the world's.
     """
@@ -123,7 +124,7 @@ class CollectiveExchange:
         self._landing = [as_bytes(rows) for rows in landing]
         self._first_rows = node_rows.first_rows()
         self._row_bytes = sum(source.shape[1] for source in self._sources)
-        self._posted: dict[int, _Step | None] = {}
+        self._posted: dict[int, _Block | None] = {}
         with world.guard("opening the exchange"):
             members = dist.get_process_group_ranks(world.control or dist.group.WORLD)
             self._group = dist.new_group(
@@ -133,9 +134,9 @@ class CollectiveExchange:
                 use_local_synchronization=True,
             )
 
-    def post(self, step: int, reads: Reads) -> None:
-        assert step not in self._posted, "each step is posted once"
-        self._posted[step] = None
+    def post(self, block: int, reads: Reads) -> None:
+        assert block not in self._posted, "each block is posted once"
+        self._posted[block] = None
         if not len(reads):
             return
         rank, size = self._world.rank, self._world.size
@@ -145,11 +146,11 @@ class CollectiveExchange:
         sizes_out = _bytes_by(served.readers, served.steps * self._row_bytes, size)
         sent = torch.from_numpy(self._pack(served, sizes_out))
         received = torch.empty(sum(sizes_in), dtype=torch.uint8)
-        with self._world.guard(f"posting the rows of step {step}"):
+        with self._world.guard(f"posting the rows of block {block}"):
             work = dist.all_to_all_single(
                 received, sent, sizes_in, sizes_out, group=self._group, async_op=True
             )
-        self._posted[step] = _Step(reads=own, sent=sent, received=received, work=work)
+        self._posted[block] = _Block(reads=own, sent=sent, received=received, work=work)
 
     def _pack(self, served: Reads, sizes: list[int]) -> Bytes:
         """Return the bytes for all readers, in the order of ranks."""
@@ -159,15 +160,17 @@ class CollectiveExchange:
             np.take(source, index, axis=0, out=part, mode="clip")  # mode: without a copy
         return sent
 
-    def wait(self, step: int) -> None:
-        posted = self._posted.pop(step)
+    def wait(self, block: int) -> None:
+        posted = self._posted.pop(block)
         if posted is None:
             return
         try:
             posted.work.wait(timedelta(seconds=self._world.timeout))
         except RuntimeError as error:
             owners = ", ".join(map(str, np.unique(posted.reads.owners)))
-            doing = f"waiting for the rows of step {step}" + f" from ranks {owners}" * bool(owners)
+            doing = f"waiting for the rows of block {block}" + f" from ranks {owners}" * bool(
+                owners
+            )
             raise rank_lost(doing, error) from error
         reads, received = posted.reads, posted.received.numpy()
         sizes = _bytes_by(reads.owners, reads.steps * self._row_bytes, self._world.size)

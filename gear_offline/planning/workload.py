@@ -32,6 +32,7 @@ SHARD_BYTES = 256 << 20  # as `convert` makes them
 MOST_SHARDS = 1 << 20  # that are planned one by one
 EPISODES, LENGTH = 4096, 1000  # of data that are described rather than there
 DISCRETE_ACTIONS = 18  # of the Arcade Learning Environment
+EXAMPLE = "'observations=float32[17],actions=float32[6],rewards=float32'"
 _COLUMN = re.compile(r"([\w./-]+)=(\w+)(?:\[([\d,\s]*)\])?")
 
 
@@ -77,7 +78,13 @@ def make_workload(
         learns = Prioritized.name in (recipe.selection.strategy, *strategies)
         shares = weights = np.ones(1)
     else:
-        source = open_data(recipe)
+        try:
+            source = open_data(recipe)
+        except InputError as error:
+            if error.code != "DATASET_NOT_FOUND":
+                raise
+            remedy = f"{error.remedy}; or describe the data: --data 1TB --columns {EXAMPLE}"
+            raise InputError(error.code, error.what, error.where, remedy) from error
         text = f"dataset {recipe.data.path}"
         if tasks := recipe.data.tasks:
             text = f"datasets of {len(tasks)} tasks: {', '.join(tasks)}"

@@ -2,7 +2,7 @@
 
 A run that was killed at any instant and resumed ends with the weights of one that was not, on the
 same machine with the same number of threads.  With several ranks all of them go through the same
-steps; the first one alone writes and speaks (`gear_offline.runs.writer`), and its word decides.
+steps; the first one alone writes and speaks (`gear_offline.runs.writer`), and it decides.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gear_offline.training.seeding import deterministic, torch_threads
 
 __all__ = ["TrainingInterrupted", "train"]
 
-STOP_EVERY = 10  # steps between two words of several ranks on whether to stop
+STOP_EVERY = 10  # steps between two questions to all ranks whether to stop
 
 
 class TrainingInterrupted(GearError):
@@ -120,7 +120,7 @@ class Due(NamedTuple):
     log: bool = False
     evaluation: bool = False
     save: bool = False
-    word: bool = False  # on whether to stop
+    ask_stop: bool = False  # all ranks whether to stop
 
     def __bool__(self) -> bool:
         return any(self)
@@ -166,16 +166,16 @@ class LiveRun(Closing):
     def due(self) -> Due:
         """Return what there may be to do after the steps so far."""
         step, settings = self.learner.step, self._settings
-        word = self.stop.signal_name is not None or self.callbacks.stop
+        ask_stop = self.stop.signal_name is not None or self.callbacks.stop
         if self._world.size > 1:
-            word = step % STOP_EVERY == 0
+            ask_stop = step % STOP_EVERY == 0
         if step == 0:
-            return Due(word=word)
+            return Due(ask_stop=ask_stop)
         return Due(
             log=self.is_complete or step % settings.log_every == 0,
             evaluation=self.learner.recipe.evaluates_at(step),
             save=self.is_complete or step % settings.checkpoint_every == 0,
-            word=word,
+            ask_stop=ask_stop,
         )
 
     def note_step(self) -> None:

@@ -1,4 +1,5 @@
-"""Which segments make up a batch: samplers, pure functions of (seed, step).
+"""Which segments make up a batch: samplers, pure functions of (seed, step); those with
+`ahead` False look at losses or draws so far too.
 
 `base` has the interface and the registry, `episodes` the strategies that draw an episode by its
 weight, `epochs` those without replacement, `prioritized` the one that learns from losses, `mixture`

@@ -32,6 +32,8 @@ from gear_offline.sources.base import (
     some_names,
 )
 
+MOST_NAMED = 20  # parts that a joined source describes one by one
+
 
 def pick_episodes(source: Source, which: npt.ArrayLike) -> Source:
     """Return a source of some of a source's episodes.
@@ -70,7 +72,8 @@ def pick_episodes(source: Source, which: npt.ArrayLike) -> Source:
 def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
     """Return one source over the episodes of several, one after the other.
 
-    Columns that not all have are left out.  Columns of different dtype or shape are refused.
+    Columns that not all have alike are left out and named; observations, actions and rewards that
+    differ are refused.
 
     Parameters
     ----------
@@ -124,6 +127,7 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
             files=tuple(file for info in infos for file in info.files),
             attributes={
                 "parts": len(sources),
+                "part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]],
                 "left_out": left_out,
                 "warnings": notes,
             },

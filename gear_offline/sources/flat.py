@@ -129,6 +129,8 @@ def find_columns(
         if not leaves and column in required:
             what = f"no dataset {column!r}"
             what += "".join(f": it is {left_out[part]}" for part in parts if part in left_out)
+            renamed = [new for new, old in names.items() if column in parts_of(old)]
+            what += "".join(f": --rename took it as {new}" for new in renamed)
             remedy = f"needed: {', '.join(required)}; found: {some_names(found)}; other "
             remedy += f"names: --columns {column}=NAME,...; other layouts: docs/how-to/convert.md"
             raise InputError("COLUMN", what, where=where, remedy=remedy)

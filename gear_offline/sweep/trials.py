@@ -149,7 +149,7 @@ def _unusable(what: str, remedy: str) -> InputError:
 
 
 class SweepFile(BaseModel):
-    """The content of ``sweep.json``, written once when a sweep begins and once at its end."""
+    """The content of ``sweep.json``, written at the begin, after training and with the table."""
 
     format: Literal[2] = 2
     recipe: str

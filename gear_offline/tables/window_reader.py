@@ -36,7 +36,7 @@ from gear_offline.tables.joint import Part
 from gear_offline.tables.table import GroupPlan, TableOptions, private_rows, whole_pages
 
 PAGE_BYTES = mmap.PAGESIZE  # offsets, sizes and addresses of direct reads are multiples of this
-GAP_BYTES = 64 << 10  # a read takes about as long as this many bytes more: see docs/dev/log.md
+GAP_BYTES = 64 << 10  # a read takes about as long as this many bytes more
 SLICE_BYTES = 4 << 10  # windows from this size on are copied one by one
 COPY_BYTES = 256 << 10  # of smaller ones, copied together
 

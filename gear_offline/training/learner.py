@@ -166,7 +166,7 @@ class Learner:
     def _grow(self, dataset: Dataset, step: int) -> None:
         """Go on with batches of a dataset that has become larger."""
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # masses of the table before this one fit no larger one
+            torch.cuda.empty_cache()  # blocks of the smaller table fit nothing of the larger one
         before, self.loader = self.loader, self._open_loader(dataset, step=step)
         sampler = self.loader.loss_sampler
         if sampler is not None and before.loss_sampler is not None:

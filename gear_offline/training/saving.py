@@ -2,8 +2,8 @@
 
 At a step everything is copied where it lies; a thread writes the copy while training goes on.  One
 checkpoint at a time is written: the next one waits for it, and that wait counts as time that
-training was held up.  What cannot be written raises at the next step, but of a full disk: then the
-checkpoint is given up, and the last one raises.
+training was held up.  A failed write raises at the next step; on a full disk that checkpoint is
+given up instead, and only the last one raises.
 
 Of a model that is spread over ranks each rank writes its own part.
 """
