@@ -11,7 +11,6 @@ import csv
 import functools
 import re
 from importlib import resources
-from itertools import accumulate
 from pathlib import PurePosixPath
 
 from pydantic import FiniteFloat
@@ -72,17 +71,13 @@ def _table() -> dict[str, tuple[float, float, str]]:
         }
 
 
-@functools.cache
-def _families() -> dict[str, tuple[float, float]]:
-    """Return the pair of each name that all the datasets it stands for share."""
-    same: dict[str, set[tuple[float, float]]] = {}  # datasets that differ by version only
-    longer: dict[str, set[tuple[float, float]]] = {}  # if there are none: those that begin with it
-    for dataset, (minimum, maximum, _) in _table().items():
-        *parts, last = re.sub(r"-v[0-9]+$", "", dataset).split("-")
-        for name in accumulate(parts, "{}-{}".format):
-            longer.setdefault(name, set()).add((minimum, maximum))
-        same.setdefault("-".join([*parts, last]), set()).add((minimum, maximum))
-    return {name: pair.pop() for name, pair in (longer | same).items() if len(pair) == 1}
+def _pair(name: str) -> tuple[float, float] | None:
+    """Return minimum and maximum of a dataset, or those that all datasets of a family share."""
+    table = _table()
+    versions = [dataset for dataset in table if dataset.rpartition("-v")[0] == name]
+    family = versions or [dataset for dataset in table if dataset.startswith(f"{name}-")]
+    pairs = {table[dataset][:2] for dataset in ([name] if name in table else family)}
+    return pairs.pop() if len(pairs) == 1 else None
 
 
 def dataset_names() -> list[str]:
@@ -99,13 +94,10 @@ def dataset_file(name: str) -> str | None:
 def dataset_of_file(name: str) -> str | None:
     """Return the dataset that a dataset name, file name or path stands for, or ``None``."""
     stem = re.sub(r"\.(?:hdf5|h5)$", "", PurePosixPath(name).name)
-    return stem if stem in _table() else _files().get(stem)
-
-
-@functools.cache
-def _files() -> dict[str, str]:
-    """Return the first dataset of each file, by the file's name without its ending."""
-    return {PurePosixPath(row[2]).stem: name for name, row in reversed(_table().items())}
+    if stem in _table():
+        return stem
+    of_file = (name for name, row in _table().items() if PurePosixPath(row[2]).stem == stem)
+    return next(of_file, None)
 
 
 def reference_scores(name: str) -> ReferenceScores | None:
@@ -123,8 +115,7 @@ def reference_scores(name: str) -> ReferenceScores | None:
     ReferenceScores or None
         ``None`` when nothing is known about `name`.
     """
-    pair = _table().get(name) or _families().get(name)
-    if pair:
+    if pair := _pair(name):
         return ReferenceScores(name=name, minimum=pair[0], maximum=pair[1])
     family, _, version = name.rpartition("-v")
     if family not in _GYMNASIUM_FAMILIES or not version.isdecimal():

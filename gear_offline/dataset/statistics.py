@@ -170,7 +170,7 @@ def _rough_mean(rows: Array) -> Float64Array:
 
 
 def _sums(rows: Array, centre: Float64Array) -> Float64Array:
-    """Return sums and sums of squares of rows (N, D) less `centre`, and minima and maxima, (4, D)."""
+    """Return sums and squares' sums of rows (N, D) less `centre`, minima and maxima: (4, D)."""
     width = rows.shape[1]
     sums = np.array([[0.0], [0.0], [np.inf], [-np.inf]]).repeat(width, axis=1)
     step = max(1, BLOCK_ELEMENTS // width)
