@@ -30,14 +30,15 @@ def usable_cores() -> int:
 def available_bytes() -> int:
     """Return the least of what the machine and the cgroups above this process leave."""
     left = [int(psutil.virtual_memory().available)]
-    for group, limit, used, prefix in _memory_groups():
+    for group in _memory_groups():
         with suppress(OSError, ValueError):  # the root has no such files, "max" is no limit
+            limit = int((group / "memory.max").read_text())
             lines = (group / "memory.stat").read_text().splitlines()
             stat = {name: int(value) for name, value in map(str.split, lines)}
             # Cached files count as used there, and are dropped when memory is asked for.
-            caches = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("inactive", "active"))
-            now = int((group / used).read_text()) - caches
-            left.append(max(int((group / limit).read_text()) - now, 0))
+            caches = stat.get("inactive_file", 0) + stat.get("active_file", 0)
+            used = int((group / "memory.current").read_text()) - caches
+            left.append(max(limit - used, 0))
     return min(left)
 
 
@@ -81,19 +82,13 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _memory_groups() -> Iterator[tuple[Path, str, str, str]]:
-    """Yield each cgroup above this process: limit, use, prefix of sums over groups below."""
+def _memory_groups() -> Iterator[Path]:
+    """Yield each cgroup (version 2) above this process."""
     for line in _OWN_CGROUP.read_text().splitlines() if _OWN_CGROUP.exists() else ():
         _, controllers, name = line.split(":", 2)
-        if not controllers:  # version 2
-            root, files = _CGROUPS, ("memory.max", "memory.current", "")
-        elif "memory" in controllers.split(","):
-            root = _CGROUPS / "memory"
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-        else:
-            continue
-        # In a container the name may be the host's, of which only the root is there.
-        group = root / name.lstrip("/")
-        for place in (group, *group.parents):
-            if place.is_relative_to(root):
-                yield place, *files
+        if not controllers:
+            # In a container the name may be the host's, of which only the root is there.
+            group = _CGROUPS / name.lstrip("/")
+            while group.is_relative_to(_CGROUPS):
+                yield group
+                group = group.parent
