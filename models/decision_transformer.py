@@ -37,8 +37,6 @@ from gear_offline.models.loss import Padding, TrainingBatch, mean_loss, step_los
 from gear_offline.models.multitask import ModelTask, make_embedding
 from gear_offline.models.narrow import LOADED, half_type, joint_maps, narrow_linear
 
-__all__ = ["DecisionTransformer", "build_model"]
-
 Attention = Literal["auto", "sdpa", "eager"]
 STATE_TOKENS = slice(1, None, 3)  # of (return, state, action); actions are predicted there
 JOINT_INPUTS = 512  # elements of all inputs: beyond, zeros cost more than narrow products
@@ -152,7 +150,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         returns_to_go: Tensor | None = None,
         timesteps: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        output_hidden_states: bool | int | Sequence[int] | None = None,
+        output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
         *,
@@ -179,8 +177,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         attention_mask
             (B, K), non-zero at real steps; None means that all are real.
         output_hidden_states, output_attentions, return_dict
-            As in the released class; default from the configuration.  Hidden states may be chosen
-            by their numbers, the others are None then.
+            As in the released class; default from the configuration.
         tasks
             (B,) int64, the task of each window, of a model of several tasks.
         goals
@@ -207,9 +204,9 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         """
         config = self.config
         attentions = config.output_attentions if output_attentions is None else output_attentions
-        wanted: bool | int | Sequence[int] = bool(config.output_hidden_states)
+        states_too = config.output_hidden_states
         if output_hidden_states is not None:
-            wanted = output_hidden_states
+            states_too = output_hidden_states
         asked = goals if self.goals else returns_to_go
         tokens = self._embed(states, actions, asked, timesteps, tasks)
         mask = None
@@ -218,7 +215,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         if only_actions:
             state_tokens = self._encode(tokens, mask, keep=STATE_TOKENS)
             return DecisionTransformerOutput(action_preds=self._head(state_tokens))
-        layers: list[Tensor] | None = None if wanted is False else []
+        layers: list[Tensor] | None = [] if states_too else None
         weights: list[Tensor] | None = [] if attentions else None
         hidden = self._encode(tokens, mask, layers=layers, weights=weights)
         at_state, at_action = hidden[:, 1::3], hidden[:, 2::3]
@@ -231,8 +228,9 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             state_preds=state_preds,
             action_preds=action_preds,
             return_preds=return_preds,
-            hidden_states=_as_output(layers, wanted),
-            attentions=_as_output(weights),
+            # tuples, as the released class gives, which declares tensors
+            hidden_states=None if layers is None else cast(Tensor, tuple(layers)),
+            attentions=None if weights is None else cast(Tensor, tuple(weights)),
             last_hidden_state=hidden,
         )
 
@@ -412,19 +410,6 @@ def _few_outputs(linear: nn.Module, hidden: Tensor) -> Tensor:
     if half_type(linear.weight) is None or linear.out_features % LOADED == 0:
         return cast(Tensor, linear(hidden))
     return narrow_linear(hidden, linear.weight, linear.bias)
-
-
-def _as_output(
-    parts: list[Tensor] | None, wanted: bool | int | Sequence[int] = True
-) -> Tensor | None:
-    """Return a tuple, as the released class does, which declares a tensor; None: not wanted."""
-    if parts is None:
-        return None
-    if isinstance(wanted, bool):
-        return cast(Tensor, tuple(parts))
-    count, numbers = len(parts), [wanted] if isinstance(wanted, int) else wanted
-    chosen = {n % count for n in numbers if -count <= n < count}
-    return cast(Tensor, tuple(part if n in chosen else None for n, part in enumerate(parts)))
 
 
 def build_model(

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["Gaussian", "gaussian_losses"]
-
 LOG_STD = (-5.0, 2.0)  # where deviations end
 LARGEST = 1.0 - 1e-6  # of a squashed action: the Gaussian gives 1 with probability 0
 INITIAL_TEMPERATURE = 0.1

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["TrainingBatch", "action_loss", "mean_loss", "segment_losses", "step_losses"]
-
 Padding = Literal["any", "left", "right"]
 
 

@@ -25,8 +25,6 @@ from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy_folder import CARD, PLACE, PolicyFacts, PolicyFile, write_policy
 from gear_offline.tables.fields import STD_FLOOR
 
-__all__ = ["Policy"]
-
 FloatArray = npt.NDArray[np.floating[Any]]
 
 

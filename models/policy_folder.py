@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import os
 import re
 from collections.abc import Mapping
@@ -128,21 +127,11 @@ def assemble(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Decisi
 
 
 def config_text(model: DecisionTransformer) -> str:
-    """Return the model's configuration as ``save_pretrained`` writes it, JSON."""
+    """Return the model's whole configuration, JSON."""
     config = copy.deepcopy(model.config)
     config.architectures = ["DecisionTransformerModel"]  # the released class reads it too
-
-    def wanted(record: logging.LogRecord) -> bool:
-        # To leave out defaults transformers 5.17 builds the default configuration, and warns of
-        # it: 50256 is no token of a vocabulary of one.  Ours are 0.
-        return "got 50256" not in record.getMessage()
-
-    logger = logging.getLogger("transformers.configuration_utils")
-    logger.addFilter(wanted)
-    try:
-        return str(config.to_json_string())
-    finally:
-        logger.removeFilter(wanted)
+    # with the defaults: transformers 5.17 warns of them where it is to leave them out
+    return str(config.to_json_string(use_diff=False))
 
 
 def _card(file: PolicyFile) -> bytes:

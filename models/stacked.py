@@ -28,8 +28,6 @@ from gear_offline.models.decision_transformer import (
 from gear_offline.models.loss import TrainingBatch, step_losses
 from gear_offline.models.narrow import LOADED, joint_maps
 
-__all__ = ["StackedModels"]
-
 INPUTS = ("returns_to_go", "states", "actions", "timesteps", "attention_mask")
 EMBED_EPSILON = 1e-5  # of the released class, whatever its configuration says of the other norms
 

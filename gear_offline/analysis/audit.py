@@ -23,8 +23,6 @@ from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import probe
 from gear_offline.progress import Progress
 
-__all__ = ["Audit", "Finding", "audit"]
-
 COMPARED = ("observations", "actions", "rewards")  # what makes two episodes the same
 SAMPLED_EPISODES = 300  # that say how far a step usually goes
 FAR = 8.0  # times the mean step, in half of the elements, at least ...

@@ -35,8 +35,6 @@ from gear_offline.training.checkpoint import list_checkpoints, no_run, read_chec
 from gear_offline.training.metrics import read_records
 from gear_offline.training.policies import trained_model
 
-__all__ = ["Blame", "BlamedEpisode", "Spike", "blame", "find_spikes"]
-
 BEFORE, LEAST = 20, 5  # records before one that it is compared with
 MADS = 6.0  # a spike is so many median absolute deviations above the median of those ...
 FLAT = 0.01  # ... each taken for this share of the median at least
