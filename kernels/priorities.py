@@ -101,11 +101,6 @@ class DevicePriorities:
         return int(self._state[UPDATES])
 
     @property
-    def refused(self) -> int:
-        """Updates that were not done for a loss or a name in them; waits for the GPU."""
-        return int(self._state[REFUSED])
-
-    @property
     def total(self) -> int:
         """Sum of all masses; waits for the GPU."""
         return int(self._levels[-1].sum())
@@ -121,8 +116,7 @@ class DevicePriorities:
         """Take the losses of segments.  Of a segment that is named twice the larger one counts.
 
         (B, 2) names, episode and start, and (B,) losses, on the GPU.  Nothing waits.  If a loss is
-        not finite or negative, or a segment not in the table, nothing is changed and `refused`
-        counts it.
+        not finite or negative, or a segment not in the table, nothing is changed.
         """
         count = losses.numel()
         assert names.numel() == 2 * count and names.is_contiguous() and losses.is_contiguous()

@@ -62,7 +62,7 @@ def recipe_sampler(
         settings = None
     if not isinstance(dataset, JointDataset):
         chosen, items = settings or recipe.selection, items or Items(recipe)
-        kept = items.follow(dataset)
+        kept = items.insert(dataset)
         sampler = make_sampler(
             chosen.strategy, dataset, context_length=span, kept=kept, **chosen.options
         )

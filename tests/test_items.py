@@ -40,7 +40,7 @@ class Episodes:
 
 
 def kept(items: Items, returns: list[float]) -> list[int]:
-    found = items.follow(Episodes(returns))  # type: ignore[arg-type]
+    found = items.insert(Episodes(returns))  # type: ignore[arg-type]
     assert found is not None
     return np.flatnonzero(found).tolist()
 
@@ -68,7 +68,8 @@ def test_operations_in_any_order_do_what_they_do_in_reverb(case: dict[str, Any])
     priorities = list[float]()
     for (may_insert, may_sample), done in case["operations"]:
         items.advance(step, coming=1)
-        assert (items.missing(Episodes(priorities)) == "") == may_sample  # type: ignore[arg-type]
+        items.insert(Episodes(priorities))  # type: ignore[arg-type]
+        assert (items.missing() == "") == may_sample
         assert items.may_insert(1) == may_insert
         if isinstance(done, float):
             priorities.append(done)
@@ -114,7 +115,7 @@ def test_draws_are_counted_and_their_probabilities_exact() -> None:
     counts, law = Counter[tuple[int, ...]](), dict[tuple[int, ...], float]()
     for seed in range(3000):
         items = table("fifo", None, seed, slots=3, max_times_sampled=most)
-        sampler = make_sampler("uniform_steps", facts(lengths), kept=items.follow(data))  # type: ignore[arg-type]
+        sampler = make_sampler("uniform_steps", facts(lengths), kept=items.insert(data))  # type: ignore[arg-type]
         counted = items.counted(sampler, 0)
         drawn = counted.sample(seed, 0, 1, 3)[0]
         left, chance = Counter(dict.fromkeys(range(3), most)), 1.0
@@ -148,7 +149,7 @@ def test_counts_begin_anew_when_what_is_left_has_no_weight() -> None:
         facts([1, 1, 1], column=np.array([1, 0, 1])),
     )
     sampler = make_sampler("weighted", data, column="w", unit="episodes")
-    items.follow(Episodes([0.0] * 3))  # type: ignore[arg-type]
+    items.insert(Episodes([0.0] * 3))  # type: ignore[arg-type]
     drawn = items.counted(sampler, 0).sample(0, 0, 3, 2)
     assert (np.sort(drawn.episodes, axis=1) == [0, 2]).all()
 

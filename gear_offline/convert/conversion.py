@@ -161,9 +161,9 @@ def convert(
     if environment is not None:
         check_environment_id(environment, where="environment")
     given = None if isinstance(source, Source) else source
-    local = given is None or not isinstance(map, str | None)
+    named = given is not None and isinstance(map, str | None)  # so that any process can open it
     several = workers > 1 or ray is not None
-    _check_options(shard_bytes, block_bytes, workers, local=several and local)
+    _check_options(shard_bytes, block_bytes, workers, usable=named or not several)
     columns, names = _split_names(columns, rename or {})
     given_scores = None if reference is None else known_scores(reference)
     with ExitStack() as stack:
@@ -242,13 +242,13 @@ def _looks_discrete(source: Source, manifest: Manifest) -> list[str]:
 # options -------------------------------------------------------------------------------------
 
 
-def _check_options(shard_bytes: int, block_bytes: int, workers: int, *, local: bool) -> None:
+def _check_options(shard_bytes: int, block_bytes: int, workers: int, *, usable: bool) -> None:
     if shard_bytes < 1:
         what, remedy = f"shard_bytes is {shard_bytes}", "give at least 1"
     elif block_bytes not in range(MIN_BLOCK_BYTES, MAX_BLOCK_BYTES + 1, MIN_BLOCK_BYTES):
         what = f"block_bytes is {block_bytes}"
         remedy = f"give a multiple of {MIN_BLOCK_BYTES} up to {MAX_BLOCK_BYTES}"
-    elif workers < 1 or local:
+    elif workers < 1 or not usable:
         what = f"workers={workers} cannot be used with this source"
         remedy = "give at least 1; more, and Ray, need it as a path or name, and map as text"
     else:

@@ -202,8 +202,8 @@ def _pieces(
     source: Source, columns: Sequence[ColumnSpec], first: int, last: int
 ) -> Iterator[tuple[ColumnSpec, int, int]]:
     """Cut ``[first, last)`` of each column at multiples of whole chunks: none is read twice."""
-    turns = source.turns[(source.turns > first) & (source.turns < last)]
-    for begin, end in pairwise([first, *turns.tolist(), last]):
+    breaks = source.breaks[(source.breaks > first) & (source.breaks < last)]
+    for begin, end in pairwise([first, *breaks.tolist(), last]):
         for column in columns:
             chunk = source.preferred_rows(column.name)
             rows = chunk * max(1, PIECE_BYTES // (chunk * source.spec[column.name].step_bytes))

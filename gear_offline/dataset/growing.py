@@ -97,6 +97,11 @@ class GrowingDataset(Closing):
             self.close()
             raise
 
+    @property
+    def _admits(self) -> bool:
+        """Whether this process may go on behind the last line."""
+        return self._log >= 0
+
     def _hold(self) -> int:
         """Open the lines for writing, which no other process may; return the descriptor."""
         with writing(self._path):
@@ -161,7 +166,7 @@ class GrowingDataset(Closing):
         waited for.
         """
         self.follow(sum(line.step <= step for line in self._lines))
-        if self._log < 0 or self.admissions < len(self._lines):
+        if not self._admits or self.admissions < len(self._lines):
             return self.dataset
         deadline, waits, first = time.monotonic() + timeout, False, len(self.dataset)
         while self._look(step, may_admit) and (what := missing(self.dataset)) and not is_stopped():
@@ -244,7 +249,7 @@ class GrowingDataset(Closing):
 
     def close(self) -> None:
         """Let another process grow the dataset."""
-        if self._log >= 0:
+        if self._admits:
             os.close(self._log)
             self._log = -1
 

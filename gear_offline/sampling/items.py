@@ -155,13 +155,13 @@ class Items:
         self._least = self._most = 0.0  # inserts * ratio - draws
         self._counted: Counted | None = None
 
-    def follow(self, dataset: Dataset) -> BoolArray | None:
+    def insert(self, dataset: Dataset) -> BoolArray | None:
         """Insert the episodes that have come since; return (E,) the items, None: all of them."""
         data = self._data
         if not (data.max_size or data.max_times_sampled or data.limiter):
             return None
         if len(dataset) > len(self.kept):
-            self._insert(self._new_keys(dataset))
+            self._add(self._new_keys(dataset))
         if not self._min_size:
             self._inserted = int(self.kept.sum())
             self._min_size = self._rule.min_size or max(1, self._inserted)
@@ -189,8 +189,8 @@ class Items:
         with np.errstate(divide="ignore"):  # of a weight of 0, whose clock never rings
             return np.asarray(-np.log((at[:, 0] + 0.5) * 2.0**-64) / weights)
 
-    def _insert(self, keys: Float64Array) -> None:
-        """Insert items of these keys one after the other; beyond `max_size` each removes one."""
+    def _add(self, keys: Float64Array) -> None:
+        """Add items of these keys one after the other; beyond `max_size` each removes one."""
         first, most = len(self.kept), self._data.max_size
         self.kept = np.append(self._there, np.ones(len(keys), np.bool_))
         self.times = np.append(self.times, np.zeros(len(keys), np.int64))
@@ -250,12 +250,8 @@ class Items:
             return True
         return bool(self._lacking(behind))
 
-    def missing(self, dataset: Dataset) -> str:
-        """Return what must come before the draws that are coming, with a dataset as it is now.
-
-        "3 episodes (why)", or nothing.
-        """
-        self.follow(dataset)
+    def missing(self) -> str:
+        """Return what must come before the draws to come: "3 episodes (why)", or nothing."""
         return self._lacking() if self._min_size else ""
 
     def _lacking(self, behind: int = 0) -> str:

@@ -240,8 +240,8 @@ class Source(Closing):
         self._pieces = tuple(pieces)
         self._firsts = np.cumsum([0, *(piece.steps for piece in pieces)], dtype=np.int64)
         self._preferred = preferred or {}
-        # where reading has to turn to the next column
-        self.turns = self._firsts if by_piece else self._firsts[:0]
+        # rows up to which all columns are read before any goes on
+        self.breaks = self._firsts if by_piece else self._firsts[:0]
         steps = [piece.steps for piece in pieces] if lengths is None else lengths
         self.episodes = EpisodeIndex(lengths=np.asarray(steps, np.int64))
         self.terminated: BoolArray = np.ascontiguousarray(terminated, np.bool_)

@@ -148,16 +148,21 @@ class Learner:
         timeout = 0.9 * self.recipe.train.timeout  # the other ranks wait as long for this one
         step, items, ahead = self.loader.step, self._items, self.recipe.train.steps - self.step
         items.advance(step, coming=min(data.admit_every, ahead))
+
+        def missing(dataset: Dataset) -> str:
+            items.insert(dataset)
+            return items.missing()
+
         self.world.lead(
             lambda: growing.admit(
                 self.step,
                 may_admit=items.may_admit,
-                missing=items.missing,
+                missing=missing,
                 timeout=timeout,
                 is_stopped=is_stopped,
             )
         )
-        is_ready = not (is_stopped() and items.missing(growing.dataset))
+        is_ready = not (is_stopped() and missing(growing.dataset))
         admissions, answer = self.world.gather((growing.admissions, is_ready))[0]
         if admissions > before:
             self._grow(growing.follow(admissions), step)
