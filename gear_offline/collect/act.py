@@ -12,7 +12,7 @@ from gear_offline.collect.record import Player, episode_plan
 from gear_offline.convert.append import Appender
 from gear_offline.core.text import Document, count_text
 from gear_offline.core.types import Array
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import Known, known_of, probe, say_version
 from gear_offline.models.policy import Policy
 from gear_offline.progress import Progress, say
@@ -139,18 +139,11 @@ def act(
 
 def _wait_for_checkpoint(path: Path, *, quiet: bool) -> None:
     deadline = time.monotonic() + WAIT_SECONDS
-    if not (path / "recipe.yaml").is_file():
-        say(f"waiting for a run to begin in {path}", quiet=quiet)
-    while not (path / "recipe.yaml").is_file():
-        if time.monotonic() > deadline:
-            raise no_run(path)
-        time.sleep(POLL_SECONDS)
     if not list_checkpoints(path / "checkpoints"):
         say(f"waiting for the first checkpoint of {path}", quiet=quiet)
     while not list_checkpoints(path / "checkpoints"):
         if time.monotonic() > deadline:
-            what, remedy = f"no checkpoint within {WAIT_SECONDS:g} s", "is the run under way?"
-            raise GearError("RUN_NOT_FOUND", what, str(path), remedy)
+            raise no_run(path)
         time.sleep(POLL_SECONDS)
 
 

@@ -238,9 +238,8 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
 class HeldDirectory(Closing):
     """A directory that one process at a time writes to, made when missing; else the error `taken`.
 
-    The lock is the kernel's (``flock``): it ends with the process, however that ends.  Where
-    nothing has been added to the directory by its end, the lock's file goes, and the directories
-    that were made for it.
+    The lock is the kernel's (``flock``): it ends with the process, however that ends.  Where the
+    directory is empty at the end, the lock's file goes, and the directories that were made for it.
     """
 
     def __init__(self, path: Path, *, taken: InputError) -> None:
@@ -254,8 +253,6 @@ class HeldDirectory(Closing):
         self._made = [p for p in (self._home, *self._home.parents) if not os.path.lexists(p)]
         try:
             self._home.mkdir(parents=True, exist_ok=True)
-            self._before = self._content()
-            self._is_new = not os.path.lexists(self._home / LOCK)
             self._lock = self._take()
         except OSError as error:
             self._remove_made()
@@ -279,14 +276,11 @@ class HeldDirectory(Closing):
         """Let others write."""
         if self._lock >= 0:
             with suppress(OSError):
-                if self._is_new and self._content() == self._before:
+                if os.listdir(self._home) == [LOCK]:
                     os.unlink(self._home / LOCK)  # while it is held: who waits for it finds it gone
                     self._remove_made()
             os.close(self._lock)
             self._lock = -1
-
-    def _content(self) -> set[str]:
-        return set(os.listdir(self._home)) - {LOCK}
 
     def _remove_made(self) -> None:
         """Remove the directories that were made, as far as they are empty."""
