@@ -1,11 +1,13 @@
-"""Which episode lies in whose GPU memory and which in pinned host memory, behind one address table.
+"""Which tier each episode lies in (`hbm`, `peer` or `host`), behind one address table.
 
-A gather needs the address of each episode's first row and nothing else, so any mix of memories is
-one launch.  A table that fits lies in every GPU.  Of a larger one the hottest episodes are dealt
-out to the GPUs of the node, which read each other's memory over NVLink, and the rest is read in
-place from pinned host memory.  One GPU is the plain case: then there is its own memory and the
-host's.  Spreading tables over linked GPUs by how often rows are read is the idea of Quiver (Tan et
-al. 2023, arXiv:2305.10863); here the probabilities are those of the sampler, known exactly.
+A gather needs the address of each episode's first row and nothing else, so any mix of tiers is one
+launch.  `place_table` decides which GPU owns each episode, copies this GPU's share, packed group by
+group, pins what stays in host memory, and writes down the addresses.
+
+A table that fits lies in every GPU.  Of a larger one the hottest episodes are dealt out to the GPUs
+of the node, which read each other's memory over NVLink, and the rest is read in place from pinned
+host memory.  Spreading tables over linked GPUs by how often rows are read is the idea of Quiver
+(Tan et al. 2023, arXiv:2305.10863); here the probabilities are the sampler's, known exactly.
 
 Shape legend: E episodes, G GPUs of the node.
 """
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 Placement = Literal["auto", "hbm", "peer", "host"]
-HOST = -1  # in the place of a GPU's number: the episode is read from pinned host memory
+HOST = -1  # the owner of an episode that is read from pinned host memory
 
 HBM_SHARE = 0.6  # of the free GPU memory: model, optimiser and activations need the rest
 ALIGNMENT_BYTES = 256  # of each group in GPU memory, as CUDA's own allocations
@@ -118,47 +120,67 @@ def place_table(
     there = 0 if before is None else before.hbm_bytes
     budget = _budget(memory, placement, hbm_budget, there, ranks, together=together)
     sizes = table.episodes.lengths * table.row_bytes
-    needed = int(sizes.sum()) + ALIGNMENT_BYTES * len(table.groups)
-    if placement == "hbm" and needed > budget:
-        source = "free on the device" if hbm_budget is None else "the given budget"
-        raise too_large(needed, budget, source)
-    fits = placement == "hbm" or (placement == "auto" and needed <= budget)
-    gpus = [ranks.rank] if fits or placement == "host" else ranks.neighbours
     weights = np.asarray(
         table.episodes.lengths if episode_weight is None else episode_weight, np.float64
     )
     assert weights.shape == sizes.shape, "the sampler was made for these episodes"
-    owners = np.zeros(len(sizes), np.int64)
-    if not fits:
-        room = 0 if placement == "host" else budget - there - needed + int(sizes.sum())
-        owners, before = deal_out(sizes, weights, room, len(gpus)), None
 
+    # Who owns each episode.
+    gaps = ALIGNMENT_BYTES * len(table.groups)
+    needed = int(sizes.sum()) + gaps
+    gpus, owners = [ranks.rank], np.zeros(len(sizes), np.int64)
+    if placement == "hbm" and needed > budget:
+        source = "free on the device" if hbm_budget is None else "the given budget"
+        raise too_large(needed, budget, source)
+    if placement == "host":
+        owners[:], before = HOST, None
+    elif placement == "peer" or needed > budget:
+        gpus = ranks.neighbours
+        owners, before = deal_out(sizes, weights, budget - there - gaps, len(gpus)), None
+
+    # This GPU's share is copied, without what it has from `before`, and the host's is pinned.
+    is_new = np.arange(len(owners)) >= (0 if before is None else len(before.owners))
+    shares = [_Share.of(table, is_new & (owners == gpu)) for gpu in range(len(gpus))]
+    own = gpus.index(ranks.rank)
+    kept = [memory, *([] if before is None else before.kept)]
     handle, failure = "", None
     try:
         if placement == "peer" and (owners == HOST).any():
             raise too_large(needed, budget * len(gpus), f"free on {len(gpus)} GPUs")
-        rows = _Rows(memory, table, owners, gpus.index(ranks.rank), before)
-        base, handle = rows.upload(shared=len(gpus) > 1)
-        rows.pin(landing=landing)
+        base, handle = _upload(table, shares[own], memory, kept, shared=len(gpus) > 1)
+        row_zeros = _pin(table, memory, kept, in_host=bool((owners == HOST).any()), landing=landing)
     except GearError as error:
         failure = error
+    # No rank goes on where one has failed.
     answers = ranks.gather((handle, str(failure or ""))) if together else []
     if failure is not None:
         raise failure
     bases = [base]
-    if len(gpus) > 1:  # everybody has uploaded by now, or failed
+    if len(gpus) > 1:
         for rank in gpus:
             if answers[rank][1]:
                 raise GearError("RANK_FAILED", f"rank {rank} failed: {answers[rank][1]}")
         bases = [base if r == ranks.rank else memory.open_shared(answers[r][0]) for r in gpus]
+
+    # Where each episode begins.
+    groups = []
+    for number, (group, row_zero) in enumerate(zip(table.groups, row_zeros, strict=True)):
+        addresses = row_zero + table.first_rows() * group.row_bytes  # in host memory
+        for begin, share in zip(bases, shares, strict=True):
+            addresses[share.held] = begin + share.begins[number] + share.steps * group.row_bytes
+        if before is not None:
+            addresses[~is_new] = before.groups[number].addresses
+        if (owners != HOST).all():  # width and dtype without the memory
+            group = replace(group, rows=np.empty((0, group.width), group.dtype))
+        groups.append(GroupAddresses(group=group, addresses=addresses, row_zero=row_zero))
     limit = f"budget {size_text(budget)}{' a GPU' if len(gpus) > 1 else ''}"
     return PlacedTable(
-        groups=rows.addresses(bases),
+        groups=tuple(groups),
         device=memory.device,
         owners=owners,
-        hbm_bytes=int(sizes[rows.own].sum()),
+        hbm_bytes=int(sizes[owners == own].sum()),
         reason=f"placement {placement}: {_places(sizes, weights, owners, len(gpus))} ({limit})",
-        kept=rows.kept,
+        kept=kept,
     )
 
 
@@ -210,85 +232,57 @@ def deal_out(sizes: Int64Array, weights: Float64Array, budget_bytes: int, gpus: 
     return owners
 
 
-class _Rows:
-    """What GPU `index` holds of a table: its episodes packed in its memory, the host's rows pinned.
+@dataclass(frozen=True, eq=False)
+class _Share:
+    """How the episodes that a GPU owns lie in its memory: group by group, without gaps."""
 
-    The first episodes of a table that has grown lie where they lay `before`.
-    """
+    held: BoolArray  # (E,) which they are
+    steps: Int64Array  # in front of each of them
+    begins: list[int]  # of each group, in bytes; then the end of all
 
-    def __init__(
-        self,
-        memory: DeviceMemory,
-        table: Table,
-        owners: Int64Array,
-        index: int,
-        before: PlacedTable | None,
-    ) -> None:
-        self._memory, self._table, self._owners, self._before = memory, table, owners, before
-        self.own = owners == index
-        self._stays = 0 if before is None else len(before.owners)
-        self.kept: list[Any] = [memory, *([] if before is None else before.kept)]
-        self._pinned: list[Any] = []
-        self._first_pinned = 0
-
-    def upload(self, *, shared: bool) -> tuple[int, str]:
-        """Copy own episodes to new memory; return its address, and a handle if it is shared."""
-        held, _, begins = self._packed(self.own)
-        handle = ""
-        if shared:
-            base, handle = self._memory.allocate_shared(max(begins[-1], ALIGNMENT_BYTES))
-        elif begins[-1]:
-            base, buffer = self._memory.allocate(begins[-1])
-            self.kept.append(buffer)
-        else:
-            base = 0
-        for group, begin in zip(self._table.groups, begins, strict=False):
-            at = base + begin
-            for rows in _runs(self._table, group.rows, held):
-                self._memory.upload(at, rows)
-                at += rows.nbytes
-        return base, handle
-
-    def pin(self, *, landing: bool) -> None:
-        """Pin the rows that are read from host memory: all, or with `landing` those behind them."""
-        in_host = bool((self._owners == HOST).any())
-        if in_host or landing:
-            self._first_pinned = 0 if in_host else self._table.landing_row
-            rows = (group.rows[self._first_pinned :] for group in self._table.groups)
-            self._pinned = [self._memory.pin(each) for each in rows]
-            self.kept += self._pinned
-
-    def addresses(self, bases: list[int]) -> tuple[GroupAddresses, ...]:
-        """Return where each group's episodes lie, given the address of each GPU's memory."""
-        parts = [self._packed(self._owners == gpu) for gpu in range(len(bases))]
-        in_host, placed = self._owners == HOST, []
-        for number, group in enumerate(self._table.groups):
-            row_zero = 0
-            if self._pinned:
-                row_zero = self._pinned[number].address - self._first_pinned * group.row_bytes
-            addresses = row_zero + self._table.first_rows() * group.row_bytes  # in the host
-            for base, (held, steps, begins) in zip(bases, parts, strict=True):
-                addresses[held] = base + begins[number] + steps * group.row_bytes
-            if self._before is not None:
-                addresses[: self._stays] = self._before.groups[number].addresses
-            if not in_host.any():  # width and dtype without the memory
-                group = replace(group, rows=np.empty((0, group.width), group.dtype))
-            placed.append(GroupAddresses(group=group, addresses=addresses, row_zero=row_zero))
-        return tuple(placed)
-
-    def _packed(self, held: BoolArray) -> tuple[BoolArray, Int64Array, list[int]]:
-        """Return how episodes that a GPU holds lie in its memory: group by group, without gaps.
-
-        Which of them are new (E,), how many steps lie in front of each of those, and where each
-        group begins, with the end of all.
-        """
-        held = held & (np.arange(len(held)) >= self._stays)
-        lengths = self._table.episodes.lengths[held]
+    @classmethod
+    def of(cls, table: Table, held: BoolArray) -> _Share:
+        lengths = table.episodes.lengths[held]
         begins = [0]
-        for group in self._table.groups:
+        for group in table.groups:
             end = begins[-1] + int(lengths.sum()) * group.row_bytes
             begins.append(end + -end % ALIGNMENT_BYTES)
-        return held, np.cumsum(lengths) - lengths, begins
+        return cls(held, np.cumsum(lengths) - lengths, begins)
+
+
+def _upload(
+    table: Table, share: _Share, memory: DeviceMemory, kept: list[Any], *, shared: bool
+) -> tuple[int, str]:
+    """Copy a share to new GPU memory; return its address, and a handle if it is `shared`."""
+    base, handle, nbytes = 0, "", share.begins[-1]
+    if shared:
+        base, handle = memory.allocate_shared(max(nbytes, ALIGNMENT_BYTES))
+    elif nbytes:
+        base, buffer = memory.allocate(nbytes)
+        kept.append(buffer)
+    for group, begin in zip(table.groups, share.begins, strict=False):
+        at = base + begin
+        for rows in _runs(table, group.rows, share.held):
+            memory.upload(at, rows)
+            at += rows.nbytes
+    return base, handle
+
+
+def _pin(
+    table: Table, memory: DeviceMemory, kept: list[Any], *, in_host: bool, landing: bool
+) -> list[int]:
+    """Pin all rows if some are read `in_host`, with `landing` else those rows; return addresses.
+
+    Of each group that of row 0, for the GPU; 0 where nothing is pinned.
+    """
+    if not (in_host or landing):
+        return [0] * len(table.groups)
+    first, row_zeros = 0 if in_host else table.landing_row, []
+    for group in table.groups:
+        pinned = memory.pin(group.rows[first:])
+        kept.append(pinned)
+        row_zeros.append(pinned.address - first * group.row_bytes)
+    return row_zeros
 
 
 def _runs(table: Table, rows: Array, held: BoolArray) -> Iterator[Array]:
