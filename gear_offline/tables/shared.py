@@ -1,6 +1,7 @@
 """One table for the processes of a node, for several runs, or for a dataset that grows.
 
-Of a node's processes one fills the memory and the others map it.  It is an anonymous file
+Who owns the rows: `share_table` the node, `SharedTables` the runs of a sweep, `GrowingTable` one
+learner.  Of a node's processes one fills the memory and the others map it.  It is an anonymous file
 (``memfd_create``): it has no name in any file system, only processes of the same user can reach it
 (mode 0600), its size is sealed, and the kernel frees it when the last process that holds it is
 gone, ``kill -9`` included.
@@ -38,7 +39,7 @@ from gear_offline.tables.table import (
     whole_pages,
 )
 
-SPARE = 2  # a growing table asks for so much memory; what is not used takes none
+SPARE = 2  # times the rows: memory of a growing table; what is not used takes none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,25 +191,28 @@ class SharedTables:
 
 
 class GrowingTable:
-    """Rows of a dataset at each of its sizes, in the same memory as long as they fit there.
+    """The table of a dataset that grows: at each of its sizes one, over the same memory.
 
-    Rows stay where they are: only the margin behind those of a table before becomes rows.
+    New shards are read behind the rows that are there, where the margin was, and those stay where
+    they are; only when the memory is full they are copied, to `SPARE` times as much.  Copies on
+    GPUs go on to the next table as `Table.outgrown`: `place_table` adds the new episodes to them.
     """
 
     def __init__(self) -> None:
-        self._memory: list[Array] = []  # of each group, larger than it is now
-        self._shards = 0  # whose rows are there
-        self._placed: dict[tuple[Any, ...], Any] = {}  # copies of them on GPUs
+        self._memory: list[Array] = []  # of each group, with rows to spare
+        self._shards = 0  # that are in it
+        self._placed: dict[tuple[Any, ...], Any] = {}  # of the last table
 
     def table(self, dataset: Dataset, loader: Mapping[str, Any]) -> Table | None:
         """Return the table of a loader with these options; None where rows may stay on disk."""
         options = TableOptions.of(loader)
         if not fits_in_memory(dataset, loader, options):
             return None
-        memory, self._memory = iter(self._memory), []
+        before, self._memory = iter(self._memory), []
 
         def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-            rows = next(memory, np.empty((0, *shape[1:]), dtype))
+            """Return the next group's memory, with what is in it, from its beginning on."""
+            rows = next(before, np.empty((0, *shape[1:]), dtype))
             if len(rows) < shape[0]:
                 larger = private_rows((SPARE * shape[0], *shape[1:]), dtype)
                 larger[: len(rows)] = rows

@@ -96,9 +96,9 @@ class Table:
     episodes: EpisodeIndex  # over the N steps
     groups: tuple[ColumnGroup, ...]  # each field is in exactly one
     margin: int  # rows of zeros in front and behind; windows up to this long can be cut
-    # Copies of the rows on GPUs, by device and options; loaders of one table share them.
+    # What `place_table` made of the rows, by device and options; loaders of one table share it.
     placed: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
-    # Of the table before it grew: copies of its first episodes, which may stay where they are.
+    # The same of this table before it grew, until it is placed itself: its first episodes.
     outgrown: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -117,14 +117,15 @@ class Table:
         return 2 * self.margin + self.episodes.steps
 
     def first_rows(self, local: BoolArray | None = None) -> Int64Array:
-        """Return the row of each episode's first step; with `local` (E,) of a whole dataset's.
+        """Return the row of each episode's first step.
 
-        Those are the episodes that the table has, in order; the rows of others are any.
+        With `local` (E,), which episodes of a dataset the table has: for all E, of others 0.
         """
+        own = self.margin + self.episodes.offsets[:-1]
         if local is None:
-            return self.margin + self.episodes.offsets[:-1]
+            return own
         rows = np.zeros(len(local), np.int64)
-        rows[local] = self.margin + self.episodes.offsets[:-1]
+        rows[local] = own
         return rows
 
     def without_rows(self) -> Table:
@@ -179,13 +180,11 @@ def plan_groups(
             remedy="name each further column once; observations, actions, rewards are there anyway",
         )
     packed = {
-        column: single
-        for column, single in fields.items()
-        if not apart
-        and len(single.shape) <= 1
-        and single.dtype == np.float32
-        and 4 * single.width <= PACKED_BYTES
+        column: f
+        for column, f in fields.items()
+        if len(f.shape) <= 1 and f.dtype == np.float32 and 4 * f.width <= PACKED_BYTES
     }
+    packed = {} if apart else packed
     alone = {column: f for column, f in fields.items() if column not in packed}
     for name in extra_columns:
         spec = source.spec[name]
@@ -195,9 +194,8 @@ def plan_groups(
         spec = source.spec[REWARDS if column is None else column]
         final = column is None or (joint and normalize_states and column == STATES)
         dtype = single.dtype if final else spec.dtype
-        plans.append(
-            GroupPlan(fields={column: single}, width=prod(spec.shape), dtype=dtype, final=final)
-        )
+        width = prod(spec.shape)
+        plans.append(GroupPlan(fields={column: single}, width=width, dtype=dtype, final=final))
     return plans
 
 
@@ -255,7 +253,7 @@ def build_table(
     fill
         ``False`` takes the rows as they are: another process has filled the same memory.
     filled_shards
-        The rows of so many shards are there already: the memory was filled before.
+        The first shards whose rows the memory has already, as of a table that grows.
     landing_rows
         Rows behind the last margin of each group, for segments that arrive from other nodes.
     threads
@@ -354,13 +352,7 @@ class _Filler:
             if plan.final:
                 self._fill_final(job, plan, rows)
             else:
-                (column,) = (c for c in plan.fields if c is not None)
-                base = int(job.part.dataset.first_steps[job.shard])
-                for step, values in job.part.dataset.stream(
-                    job.shard, column, chunk_bytes=CHUNK_BYTES
-                ):
-                    flat = values.reshape(len(values), -1)  # narrower than the rows of some tasks
-                    rows[step - base : step - base + len(flat), : flat.shape[1]] = flat
+                _copy_column(job, plan, rows)
 
     def _fill_final(self, job: _Job, plan: GroupPlan, rows: Array) -> None:
         """Read the columns of a group side by side, in chunks."""
@@ -387,6 +379,16 @@ class _Filler:
                 _lay(target, plan.fields[column].offset, final)
             for name, summed in ahead.items():
                 _lay(target, plan.fields[name].offset, summed[begin : begin + chunk])
+
+
+def _copy_column(job: _Job, plan: GroupPlan, rows: Array) -> None:
+    """Read the column of a group of one, as it is stored."""
+    dataset, (column, _) = job.part.dataset, plan.only
+    assert column is not None, "returns-to-go are no column"
+    base = int(dataset.first_steps[job.shard])
+    for step, values in dataset.stream(job.shard, column, chunk_bytes=CHUNK_BYTES):
+        flat = values.reshape(len(values), -1)  # narrower than the rows of some tasks
+        rows[step - base : step - base + len(flat), : flat.shape[1]] = flat
 
 
 def shard_returns(part: Part, shard: int, options: TableOptions) -> tuple[Array, Array]:
