@@ -17,6 +17,7 @@ from transformers.models.decision_transformer.modeling_decision_transformer impo
 
 from gear_offline.kernels.relu_linear import relu_linear
 from gear_offline.kernels.short_attention import packed_attention, supports_packed
+from gear_offline.models.narrow import compute_dtype
 
 WIDE = 256  # of the hidden size: below it matrix products are too small to gain
 
@@ -71,12 +72,6 @@ def _attend_on_cpu(
     scores = torch.baddbmm(blocked, query, key.transpose(1, 2), alpha=scale)
     mixed = torch.bmm(drop(scores.softmax(-1), dropout), value)
     return mixed.view(batch, heads, queries, width)
-
-
-def compute_dtype(values: Tensor) -> torch.dtype:
-    """Return what a matrix product of `values` computes in."""
-    kind = values.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else values.dtype
 
 
 def has_fast_dropout(values: Tensor) -> bool:

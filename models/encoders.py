@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gear_offline.errors import InputError
+from gear_offline.models.narrow import compute_dtype
 
 Encoder = Literal["auto", "none", "cnn", "patch"]
 PIXEL_SCALE = 1.0 / 255.0
@@ -62,9 +63,11 @@ class FrameEncoder(nn.Module):
             frames = frames.unsqueeze(-1)
         batch, steps, _, height, width, _ = frames.shape
         first, *rest = cast(list[nn.Conv2d], list(self.convolutions))
-        # One pass over the pixels casts them, takes stacks apart and lays channels last.
+        # One pass over the pixels casts them to what convolutions compute in, exactly, takes
+        # stacks apart and lays channels last.
         pixels = frames.permute(0, 1, 3, 4, 2, 5)  # (B, K, h, w, S, C)
-        pixels = pixels.to(self._dtype(frames), memory_format=torch.contiguous_format)
+        kind = compute_dtype(self.linear.weight)
+        pixels = pixels.to(kind, memory_format=torch.contiguous_format)
         hidden = pixels.reshape(batch * steps, height, width, -1).permute(0, 3, 1, 2)
         weight = first.weight * PIXEL_SCALE
         hidden = F.relu(F.conv2d(hidden, weight, first.bias, first.stride))
@@ -76,13 +79,6 @@ class FrameEncoder(nn.Module):
             hidden = F.relu(self.mixer(hidden))
         features = torch.tanh(self.linear(hidden.flatten(1)))
         return features.view(batch, steps, -1)
-
-    def _dtype(self, frames: Tensor) -> torch.dtype:
-        """What the first convolution computes in: pixels are exact in each of them."""
-        kind = frames.device.type
-        if torch.is_autocast_enabled(kind):
-            return torch.get_autocast_dtype(kind)
-        return self.linear.weight.dtype
 
 
 def resolve_encoder(encoder: str, frame_shape: Sequence[int]) -> str:

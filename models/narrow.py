@@ -18,12 +18,17 @@ from torch.nn import functional as F
 LOADED = 8  # 16-bit numbers of a load
 
 
+def compute_dtype(values: Tensor) -> torch.dtype:
+    """Return what a matrix product of `values` computes in."""
+    kind = values.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else values.dtype
+
+
 def half_type(weight: Tensor) -> torch.dtype | None:
     """Return the 16-bit type that a product with `weight` is in on a GPU; None: another one."""
-    if weight.device.type != "cuda":
-        return None
-    kind = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
-    return kind if kind in (torch.bfloat16, torch.float16) else None
+    kind = compute_dtype(weight)
+    on_gpu = weight.device.type == "cuda"
+    return kind if on_gpu and kind in (torch.bfloat16, torch.float16) else None
 
 
 def joint_maps(

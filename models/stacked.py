@@ -25,7 +25,7 @@ from gear_offline.models.decision_transformer import (
     DecisionTransformer,
     check_timesteps,
 )
-from gear_offline.models.loss import TrainingBatch, step_losses
+from gear_offline.models.loss import TrainingBatch, segment_losses, step_losses
 from gear_offline.models.narrow import LOADED, joint_maps
 
 INPUTS = ("returns_to_go", "states", "actions", "timesteps", "attention_mask")
@@ -106,9 +106,8 @@ class StackedModels(nn.Module):
         found = self._head(plain)
         found = torch.tanh(found) if self._tanh else found
         error = step_losses(found.view(actions.shape).flatten(0, 1), actions.flatten(0, 1))
-        real = mask.flatten(1) != 0
-        total = error.view_as(real).where(real, 0.0).sum(1)
-        return cast(Tensor, total / real.sum(1).clamp(min=1))
+        of_models = mask.flatten(1)
+        return segment_losses(error.view(of_models.shape), of_models)
 
     def hand_out_gradients(self) -> None:
         """Give each model's parameters their part of the gradients; views."""

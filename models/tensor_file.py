@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping
@@ -48,9 +49,6 @@ def write_tensors(
 
 def file_facts(path: Path) -> FileFacts:
     """Return size and digest of a regular file."""
-    digest, size, block = xxhash.xxh3_128(), 0, bytearray(4 << 20)
     with open(open_regular(path), "rb", buffering=0) as file:
-        while count := file.readinto(block):
-            digest.update(memoryview(block)[:count])
-            size += count
-    return FileFacts(bytes=size, xxh3_128=digest.hexdigest())
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)
+        return FileFacts(bytes=file.tell(), xxh3_128=digest.hexdigest())
