@@ -18,11 +18,10 @@ from gear_offline.dataset.manifest import Manifest
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, fold_episodes
 from gear_offline.dataset.shard import EPISODE_COLUMNS, digest, encode_header, plan_tensors
 from gear_offline.errors import InputError
-from gear_offline.sources.arrays import Columns, read_episode
+from gear_offline.sources.arrays import Episode, read_episodes
 from gear_offline.sources.episode_ends import FLAGS, TERMINAL_FLAGS, TIME_FLAGS
 
 REWARDS, SUFFIX = "rewards", ".safetensors"
-Episode = tuple[Columns, tuple[bool, bool]]  # terminated, truncated
 
 
 class Appender:
@@ -81,9 +80,7 @@ class Appender:
         """
         if isinstance(episodes, Mapping):
             raise InputError("SOURCE_LAYOUT", "one episode is given", remedy="give a list of them")
-        read = [read_episode(number, self._cast(one)) for number, one in enumerate(episodes)]
-        if not read:
-            raise InputError("SOURCE_LAYOUT", "there are no episodes", remedy="give at least one")
+        read = read_episodes(self._cast(one) for one in episodes)
         return _write_piece(self._folder, self._manifest.spec.columns, read)
 
     def _cast(self, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,14 @@ import numpy as np
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.errors import InputError, check_environment_id
-from gear_offline.sources.base import Kinds, Piece, Source, SourceInfo, common_columns
+from gear_offline.sources.base import (
+    Piece,
+    Source,
+    SourceInfo,
+    common_columns,
+    kinds_of_rows,
+    misfit,
+)
 from gear_offline.sources.episode_ends import FLAGS, SCALARS, TERMINAL_FLAGS
 from gear_offline.sources.flat import flat_source
 
@@ -23,6 +30,7 @@ OBSERVATIONS, NEXT_OBSERVATIONS, REWARDS = "observations", "next_observations", 
 SAME = "give every episode the same columns, of one shape and dtype: np.asarray(x, np.float32)"
 _ONE_EACH = "a mapping of column names to arrays for each episode"
 Columns = dict[str, Array]
+Episode = tuple[Columns, tuple[bool, bool]]  # whether it terminated, or was truncated
 
 
 def from_episodes(
@@ -80,23 +88,20 @@ def from_episodes(
     """
     if not isinstance(episodes, Iterable):
         what, remedy = f"a {type(episodes).__name__} is given", f"give {_ONE_EACH}"
-        raise _misfit(what, "episodes", remedy)
+        raise misfit(what, "episodes", remedy)
     if environment is not None:
         check_environment_id(environment, where="environment")
-    read = [read_episode(number, episode) for number, episode in enumerate(episodes)]
-    if not read:
-        raise _misfit("there are no episodes", "", "give at least one")
-    named = ((f"episode {n}", kinds_of_arrays(columns)) for n, (columns, _) in enumerate(read))
+    read = read_episodes(episodes)
+    named = ((f"episode {n}", kinds_of_rows(columns)) for n, (columns, _) in enumerate(read))
     kinds, _ = common_columns(named, remedy=SAME)
     facts = dict(attributes or {})
     if not any(n.split("/")[0] == OBSERVATIONS for n in kinds):
         note = f"no column is named {OBSERVATIONS}, which training needs: {', '.join(kinds)}"
         facts["warnings"] = [note]
         warnings.warn(note, stacklevel=2)
-    pieces = [_piece(columns) for columns, _ in read]
     terminated, truncated = zip(*(ending for _, ending in read), strict=True)
     return Source(
-        pieces,
+        [Piece.of(columns) for columns, _ in read],
         kinds,
         terminated=terminated,
         truncated=truncated,
@@ -145,18 +150,15 @@ def from_arrays(
     """
     if not isinstance(columns, Mapping):
         what = f"a {type(columns).__name__} is given"
-        raise _misfit(what, "columns", "give a mapping of column names to arrays")
+        raise misfit(what, "columns", "give a mapping of column names to arrays")
     if environment is not None:
         check_environment_id(environment, where="environment")
     named = _named(columns, "")
     metadata = {key: named.pop(key) for key in tuple(named) if key.split("/")[0] == METADATA}
     arrays = {key: as_rows(value, key, "") for key, value in named.items()}
     _check_rows(arrays, "")
-    piece = _piece(arrays)
     return flat_source(
-        kinds_of_arrays(arrays),
-        piece.read,
-        piece.steps,
+        arrays,
         uri=name,
         format="arrays",
         rule=rule,
@@ -166,21 +168,19 @@ def from_arrays(
     )
 
 
-def _piece(columns: Columns) -> Piece:
-    steps = len(next(iter(columns.values())))
-    return Piece(read=lambda column, start, stop: columns[column][start:stop], steps=steps)
+def read_episodes(episodes: Iterable[Mapping[str, Any]]) -> list[Episode]:
+    """Return what `from_episodes` takes, at least one."""
+    read = [_read_episode(number, episode) for number, episode in enumerate(episodes)]
+    if not read:
+        raise misfit("there are no episodes", remedy="give at least one")
+    return read
 
 
-def kinds_of_arrays(columns: Columns) -> Kinds:
-    """Return what columns of rows in memory are."""
-    return {n: (rows.dtype.newbyteorder("="), rows.shape[1:]) for n, rows in columns.items()}
-
-
-def read_episode(number: int, given: Mapping[str, Any]) -> tuple[Columns, tuple[bool, bool]]:
+def _read_episode(number: int, given: Mapping[str, Any]) -> Episode:
     """Return an episode's columns, and whether it terminated or was truncated."""
     where = f"episode {number}"
     if not isinstance(given, Mapping):
-        raise _misfit(f"an episode is a {type(given).__name__}", where, f"give {_ONE_EACH}")
+        raise misfit(f"an episode is a {type(given).__name__}", where, f"give {_ONE_EACH}")
     arrays = {key: as_rows(value, key, where) for key, value in _named(given, where).items()}
     flags = {key: arrays.pop(key) for key in FLAGS if key in arrays and not arrays[key].ndim}
     _split_observations(arrays, where)
@@ -197,7 +197,7 @@ def _named(given: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, 
         name = f"{prefix}{key}"
         below = _named(value, where, f"{name}/") if isinstance(value, Mapping) else {name: value}
         for twice in named.keys() & below.keys():
-            raise _misfit("a column is given twice", where, "give each one once", twice)
+            raise _in_column("a column is given twice", where, "give each one once", twice)
         named |= below
     return named
 
@@ -207,16 +207,16 @@ def as_rows(value: Any, column: str, where: str) -> Array:
     try:
         rows = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors of a GPU
-        raise _misfit(f"no array: {error}", where, "give arrays of rows", column) from error
+        raise _in_column(f"no array: {error}", where, "give arrays of rows", column) from error
     if np.ma.is_masked(value):  # the numbers below a mask mean nothing
         masked = count_text(int(np.ma.getmaskarray(value).sum()), "value")
-        raise _misfit(f"{masked} masked", where, "fill them: values.filled(...)", column)
+        raise _in_column(f"{masked} masked", where, "fill them: values.filled(...)", column)
     if rows.dtype.kind not in "biufc":
         remedy = "give numbers or bools, the same shape at every step; leave text out"
-        raise _misfit(f"dtype {rows.dtype} is neither numeric nor bool", where, remedy, column)
+        raise _in_column(f"dtype {rows.dtype} is neither numeric nor bool", where, remedy, column)
     if column in FLAGS and (rows.shape[1:] not in ((), (1,)) or np.isnan(rows).any()):
         what = f"a flag of per-step shape {rows.shape[1:]}, or with NaN"
-        raise _misfit(what, where, "give one true or false for each step", column)
+        raise _in_column(what, where, "give one true or false for each step", column)
     return rows[:, 0] if column in SCALARS and rows.shape[1:] == (1,) else rows
 
 
@@ -230,7 +230,7 @@ def _split_observations(columns: Columns, where: str) -> None:
         return  # as many rows as steps, or an error that `_check_rows` tells
     if any(n.split("/")[0] == NEXT_OBSERVATIONS for n in columns):
         what = f"observations have {len(rewards) + 1} rows beside next_observations"
-        raise _misfit(what, where, "give T rows of each, or T + 1 observations alone")
+        raise misfit(what, where, "give T rows of each, or T + 1 observations alone")
     for name in names:
         rows = columns[name]
         columns[name] = rows[:-1]
@@ -242,16 +242,15 @@ def _check_rows(columns: Columns, where: str) -> None:
     first = REWARDS if REWARDS in columns else next(iter(columns), "")
     for name, rows in columns.items():
         if rows.ndim == 0:
-            raise _misfit("one number instead of rows", where, "give a row for each step", name)
+            raise _in_column("one number instead of rows", where, "give a row for each step", name)
     if not first or not len(columns[first]):
         what = f"{first} has no rows" if first else "there are no columns"
-        raise _misfit(what, where, "give at least one step of observations, actions and rewards")
+        raise misfit(what, where, "give at least one step of observations, actions and rewards")
     for name, rows in columns.items():
         if len(rows) != len(columns[first]):
             what = f"{len(rows)} rows where {first} has {len(columns[first])}"
-            raise _misfit(what, where, "give one row for each step", name)
+            raise _in_column(what, where, "give one row for each step", name)
 
 
-def _misfit(what: str, where: str, remedy: str, column: str = "") -> InputError:
-    place = ", ".join(part for part in (where, f"column {column}" if column else "") if part)
-    return InputError("SOURCE_LAYOUT", what, where=place, remedy=remedy)
+def _in_column(what: str, where: str, remedy: str, column: str) -> InputError:
+    return misfit(what, f"{where}, column {column}".removeprefix(", "), remedy)

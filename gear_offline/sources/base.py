@@ -42,6 +42,7 @@ from gear_offline.sources.episode_ends import SCALARS
 
 READ_BYTES = 8 << 20  # a read of about this size amortises the call
 MAX_NAME_CHARS = 200
+APART = "files are missing, damaged, out of order or of several sources: get them again"
 DIFFERS = "give every step the same shape and dtype; if the source has changed, open it again"
 
 Kinds = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]  # dtype and step shape by column
@@ -121,9 +122,8 @@ def changed_error(name: str) -> InputError:
     return InputError("SOURCE_CHANGED", what, where=name, remedy=f"{remedy} to it")
 
 
-def misfit(what: str, where: Path | str) -> InputError:
-    """Return the error for files that are readable and do not belong together."""
-    remedy = "files are missing, damaged, out of order or of several sources: get them again"
+def misfit(what: str, where: Path | str = "", remedy: str = APART) -> InputError:
+    """Return the error for what is readable and makes no trajectories."""
     return InputError("SOURCE_LAYOUT", what, where=str(where), remedy=remedy)
 
 
@@ -170,6 +170,16 @@ class Piece:
     read: Callable[[str, int, int], Array]
     first: int = 0
     steps: int
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Any]) -> Piece:
+        """Return all rows of columns: arrays, or what has a shape and ``read(start, stop)``."""
+
+        def read(column: str, start: int, stop: int) -> Array:
+            rows = columns[column]
+            return rows[start:stop] if isinstance(rows, np.ndarray) else rows.read(start, stop)
+
+        return cls(read=read, steps=next(iter(columns.values())).shape[0])
 
 
 class Asked(NamedTuple):
@@ -292,9 +302,9 @@ class Source(Closing):
             rows = piece.read(name, start + shift, end + shift)
             fits = rows.size == (end - start) * prod(spec.shape)
             if not fits or not np.can_cast(rows.dtype, spec.dtype):
-                what = f"a step is {rows.dtype} {rows.shape[1:]}, before it was {spec.dtype} "
-                where = f"{self._where}: {column}"
-                raise InputError("SOURCE_LAYOUT", f"{what}{spec.shape}", where, DIFFERS)
+                was = f"before it was {spec.dtype} {spec.shape}"
+                what = f"a step is {rows.dtype} {rows.shape[1:]}, {was}"
+                raise misfit(what, f"{self._where}: {column}", DIFFERS)
             parts.append(rows.astype(spec.dtype, copy=False).reshape(end - start, *spec.shape))
             start, index = end, index + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -323,6 +333,11 @@ class Source(Closing):
 def kinds_of(source: Any) -> Kinds:
     """Return what the columns of a source or dataset are."""
     return {column.name: (column.dtype, column.shape) for column in source.spec}
+
+
+def kinds_of_rows(columns: Mapping[str, Any]) -> Kinds:
+    """Return what columns are, given (N, *shape) arrays or what has their dtype and shape."""
+    return {n: (rows.dtype.newbyteorder("="), rows.shape[1:]) for n, rows in columns.items()}
 
 
 def can_be_column(shape: tuple[int, ...] | None, dtype: np.dtype[Any] | None) -> bool:
@@ -375,8 +390,7 @@ def common_columns(
             )
             left_out[name] = f"{here} in {part}, {was} in {first}"
             if needed is None or name.split("/")[0] in needed:
-                what = f"column {name} is {left_out[name]}"
-                raise InputError("SOURCE_LAYOUT", what, where=str(where), remedy=remedy)
+                raise misfit(f"column {name} is {left_out[name]}", where, remedy)
     return {name: kind for name, kind in kinds.items() if name not in left_out}, left_out
 
 

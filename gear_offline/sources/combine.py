@@ -28,6 +28,7 @@ from gear_offline.sources.base import (
     SourceInfo,
     common_columns,
     kinds_of,
+    misfit,
     parts_of,
     some_names,
 )
@@ -88,13 +89,13 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
         ``SOURCE_LAYOUT`` if they do not fit; ``SOURCE_READ`` if one of them is not an open source.
     """
     if not isinstance(sources, Iterable):
-        what, remedy = f"a {type(sources).__name__} is given", "give a list of open sources"
-        raise InputError("SOURCE_LAYOUT", what, where="sources", remedy=remedy)
+        what = f"a {type(sources).__name__} is given"
+        raise misfit(what, "sources", "give a list of open sources")
     sources = tuple(sources)
     for source in sources:
         _check_open(source)
     if not sources:
-        raise InputError("SOURCE_LAYOUT", "no source to join", remedy="give at least one")
+        raise misfit("no source to join", remedy="give at least one")
     columns, left_out = common_columns(
         [(source.info.uri, kinds_of(source)) for source in sources],
         ("observations", "actions", "rewards"),

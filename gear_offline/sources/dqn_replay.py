@@ -31,6 +31,7 @@ from gear_offline.sources.base import (
     can_be_column,
     files_in,
     kinds_of,
+    kinds_of_rows,
     misfit,
 )
 from gear_offline.sources.npz import Member
@@ -129,7 +130,7 @@ def _open_log(folder: Path) -> tuple[Source, list[int], bool]:
         if capacity < 1 or count + known < 1 or others != [(capacity,)] * 3:
             shapes = [frames, *others]
             raise misfit(f"arrays of shapes {shapes}, {count_text(count, 'row')} added", path)
-        native = {n: (m.dtype.newbyteorder("="), m.shape[1:]) for n, m in checkpoint.items()}
+        native = kinds_of_rows(checkpoint)
         kinds.append(native)
         if native != kinds[0]:
             raise misfit("another shape or dtype than in those before", path)

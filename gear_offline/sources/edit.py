@@ -26,8 +26,16 @@ from gear_offline.core.types import Array, BoolArray, Float64Array
 from gear_offline.dataset.schema import fold_episodes
 from gear_offline.dataset.shard import digest
 from gear_offline.errors import InputError
-from gear_offline.sources.arrays import SAME, Columns, as_rows, kinds_of_arrays
-from gear_offline.sources.base import Piece, Source, common_columns, kinds_of, some_names
+from gear_offline.sources.arrays import SAME, Columns, as_rows
+from gear_offline.sources.base import (
+    Piece,
+    Source,
+    common_columns,
+    kinds_of,
+    kinds_of_rows,
+    misfit,
+    some_names,
+)
 from gear_offline.sources.combine import pick_episodes
 
 WINDOW_BYTES = 32 << 20  # of episodes that are in memory for a function; a longer one alone
@@ -87,7 +95,7 @@ def _map_episodes(source: Source, function: EpisodeFunction, numbers: Sequence[i
     """Return a source of what `function` makes of its episodes, some at a time; their numbers."""
     offsets = source.episodes.offsets
     first = _call(function, _read(source, 0, int(offsets[1])), numbers[0])
-    made_kinds = kinds_of_arrays(first)
+    made_kinds = kinds_of_rows(first)
     kinds = {**kinds_of(source), **made_kinds}
     step_bytes = sum(dtype.itemsize * prod(shape) for dtype, shape in kinds.values())
     # The first episode that begins in each run of so many steps begins a window.
@@ -106,7 +114,7 @@ def _map_episodes(source: Source, function: EpisodeFunction, numbers: Sequence[i
             changed = _call(function, {n: rows[a:b] for n, rows in read.items()}, number)
             two = (
                 (f"episode {numbers[0]}", made_kinds),
-                (f"episode {number}", kinds_of_arrays(changed)),
+                (f"episode {number}", kinds_of_rows(changed)),
             )
             common_columns(two, remedy=SAME)
             for name, rows in changed.items():
@@ -146,7 +154,7 @@ def _call(function: EpisodeFunction, episode: Columns, number: int) -> Columns:
     for name, rows in made.items():
         if rows.shape[:1] != (steps,):
             what = f"the function of map returned shape {rows.shape} of {count_text(steps, 'step')}"
-            raise InputError("SOURCE_LAYOUT", what, f"{where}, column {name}", remedy)
+            raise misfit(what, f"{where}, column {name}", remedy)
     return made
 
 

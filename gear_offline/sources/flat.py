@@ -9,20 +9,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gear_offline.core.text import count_text
-from gear_offline.core.types import Array
 from gear_offline.errors import InputError
 from gear_offline.sources.base import (
     Asked,
-    Kinds,
     Piece,
     Source,
     SourceInfo,
     can_be_column,
+    kinds_of_rows,
+    misfit,
     parts_of,
     some_names,
 )
 from gear_offline.sources.d4rl import D4rlFile
-from gear_offline.sources.episode_ends import FLAGS, Read, default_rule, split_episodes
+from gear_offline.sources.episode_ends import FLAGS, default_rule, split_episodes
 from gear_offline.sources.hdf5 import Hdf5File
 
 SUFFIXES = (".hdf5", ".h5")
@@ -41,9 +41,7 @@ def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
         facts |= {"family": d4rl.family.name, "family_from": d4rl.evidence}
     environment = d4rl.environment if d4rl else attributes.get("env_id")
     source = flat_source(
-        {name: (column.dtype, column.shape[1:]) for name, column in columns.items()},
-        lambda column, start, stop: columns[column].read(start, stop),
-        columns[stored[0]].shape[0],
+        columns,
         names=asked.names,
         uri=asked.uri,
         format="d4rl" if d4rl else "hdf5",
@@ -62,9 +60,7 @@ def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
 
 
 def flat_source(
-    columns: Kinds,
-    read: Read,
-    steps: int,
+    columns: Mapping[str, Any],
     *,
     rule: str | None,
     where: str,
@@ -76,7 +72,8 @@ def flat_source(
 ) -> Source:
     """Return a source of columns which a rule, or else the flags among them, cut into episodes.
 
-    A column that is to be named as a flag is one already; one that gives its name up stays one.
+    Columns are arrays, or have their ``shape``, ``dtype`` and ``read(start, stop)``.  One that is
+    to be named as a flag is one already; one that gives its name up stays one.
     """
     warnings = list(notes)
     flags = {new: old for new, old in (names or {}).items() if new in FLAGS and old in columns}
@@ -84,15 +81,13 @@ def flat_source(
     if rule is None:
         rule, more = default_rule([flag for flag in FLAGS if flag in known], where=where)
         warnings += more
-
-    def read_flag(flag: str, start: int, stop: int) -> Array:
-        return read(known[flag], start, stop)
-
-    ends = split_episodes(rule, known, steps, read_flag, where=where)
+    piece = Piece.of(columns)
+    read = Piece.of({flag: columns[name] for flag, name in known.items()}).read
+    ends = split_episodes(rule, known, piece.steps, read, where=where)
     facts = {**facts, "unfinished_tail_steps": ends.tail_steps, "warnings": warnings}
     return Source(
-        [Piece(read=read, steps=steps)],
-        columns,
+        [piece],
+        kinds_of_rows(columns),
         lengths=ends.lengths,
         terminated=ends.terminated,
         info=SourceInfo(rule=rule, attributes=facts, **info),
@@ -141,7 +136,7 @@ def find_columns(
         if rows != count or not rows:
             what = f"{name} has {count_text(rows, 'row')}, {chosen[0]} has {count:,}"
             remedy = "every column needs one row a step: the file is damaged or of another layout"
-            raise InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
+            raise misfit(what, where, remedy)
     for name in sorted(set(usable) - set(chosen)):
         if found[name].rows == count:
             chosen.append(name)

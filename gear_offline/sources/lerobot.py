@@ -23,7 +23,6 @@ import numpy as np
 from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray
-from gear_offline.errors import InputError
 from gear_offline.sources.base import (
     READ_BYTES,
     Asked,
@@ -34,6 +33,7 @@ from gear_offline.sources.base import (
     by_number,
     damage_told,
     files_in,
+    kinds_of_rows,
     misfit,
     package_needed,
     parts_of,
@@ -80,7 +80,7 @@ def open_lerobot(path: Path, asked: Asked) -> Source:
             return columns[name](group, start, stop)
 
     first = {name: read(groups[0], name, 0, 1) for name in columns}
-    kinds: dict[str, Any] = {name: (rows.dtype, rows.shape[1:]) for name, rows in first.items()}
+    kinds: dict[str, Any] = dict(kinds_of_rows(first))
     rewards = names.get("rewards", NAMES["rewards"])
     if rewards not in kinds:
         notes.append(NO_REWARDS + (SUCCESS if "next.success" in kinds else ""))
@@ -132,7 +132,7 @@ class _Reader:
         if self.version not in (2, 3):
             what = f"a dataset of LeRobot's format {self.info['codebase_version']}"
             remedy = "formats v2 and v3 are read: convert it with LeRobot"
-            raise InputError("SOURCE_LAYOUT", what, where=str(path), remedy=remedy)
+            raise misfit(what, path, remedy)
         self.groups: list[Group] = []
         self.steps = 0
         chunks = sorted((p for p in (path / "data").glob("*") if p.is_dir()), key=by_number)

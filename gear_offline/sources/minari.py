@@ -25,7 +25,6 @@ from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.errors import InputError
-from gear_offline.sources.arrays import kinds_of_arrays
 from gear_offline.sources.base import (
     Asked,
     InputFile,
@@ -36,6 +35,8 @@ from gear_offline.sources.base import (
     common_columns,
     damage_told,
     files_in,
+    kinds_of_rows,
+    misfit,
     package_needed,
 )
 from gear_offline.sources.flat import SUFFIXES
@@ -87,12 +88,12 @@ def open_minari(path: Path, asked: Asked) -> Source:
         if len(episode["rewards"]):
             reader.keep(number, episode)
             terminated = bool(episode["terminations"][-1].any())
-            reader.found[number] = len(episode["rewards"]), terminated, kinds_of_arrays(episode)
+            reader.found[number] = len(episode["rewards"]), terminated, kinds_of_rows(episode)
     lengths = [length for length, _, _ in reader.found.values()]
     steps, said = sum(lengths), metadata.get("total_steps")
     if not steps or (said is not None and steps != int(said)):
         what = f"the data hold {count_text(steps, 'step')}, metadata.json says {said}"
-        raise InputError("SOURCE_LAYOUT", what, str(data), REMEDY)
+        raise misfit(what, data, REMEDY)
     kinds = [(f"episode {number}", kinds) for number, (_, _, kinds) in reader.found.items()]
     columns, others = common_columns(kinds, COLUMNS, where=data, remedy=REMEDY)
     left_out = reader.left_out | others
@@ -175,7 +176,7 @@ class _Reader:
         for name, rows in columns.items():
             if len(rows) != len(rewards):
                 what = f"{count_text(len(rows), 'row')} of {name} for {steps}"
-                raise InputError("SOURCE_LAYOUT", what, f"{self._data}: episode {number}", REMEDY)
+                raise misfit(what, f"{self._data}: episode {number}", REMEDY)
         for name, rows in self._leaves("infos", raw["infos"] or {}).items():
             if len(rows) - len(rewards) in (0, 1):
                 columns[name] = rows[: len(rewards)]

@@ -24,8 +24,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from gear_offline.core.types import Array
-from gear_offline.errors import InputError
-from gear_offline.sources.base import Asked, InputFile, Source, damage_told
+from gear_offline.sources.base import Asked, InputFile, Source, damage_told, misfit
 from gear_offline.sources.episode_ends import ARTIFICIAL, SCALARS, TIME_FLAGS
 from gear_offline.sources.flat import find_columns, flat_source
 
@@ -96,7 +95,7 @@ def open_npz(path: Path, asked: Asked) -> Source:
     if "valids" in members:
         what = "a compact dataset of OGBench: two rows are flagged at each end"
         remedy = "give the file that ogbench downloads, or save with compact_dataset=False"
-        raise InputError("SOURCE_LAYOUT", what, where=str(path), remedy=remedy)
+        raise misfit(what, path, remedy)
     # Its terminals are ends of trajectories, not of tasks; `masks` come with its rewards.
     ogbench = {"observations", "actions", "terminals"} <= set(members) and (
         "masks" in members or not {"rewards", *TIME_FLAGS} & set(members)
@@ -104,9 +103,7 @@ def open_npz(path: Path, asked: Asked) -> Source:
     required = ("observations", "actions", *(() if ogbench else ("rewards",)))
     chosen, left_out = find_columns(members, asked.names, required, SCALARS, where=str(path))
     return flat_source(
-        {name: (members[name].dtype, members[name].shape[1:]) for name in chosen},
-        lambda column, start, stop: members[column].read(start, stop),
-        members[chosen[0]].rows,
+        {name: members[name] for name in chosen},
         names=asked.names,
         uri=asked.uri,
         format="ogbench" if ogbench else "npz",

@@ -26,6 +26,8 @@ from gear_offline.sources.base import (
     Source,
     SourceInfo,
     damage_told,
+    kinds_of_rows,
+    misfit,
     package_needed,
     parts_of,
     some_names,
@@ -54,8 +56,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
     lengths = np.concatenate([np.zeros(0, np.int64), *groups.values()])
     if not lengths.all() or not lengths.size:
         what = "an episode without steps" if lengths.size else "no episodes"
-        remedy = "give a file with one row an episode, which has one step at least"
-        raise InputError("SOURCE_LAYOUT", what, str(path), remedy)
+        raise misfit(what, path, "give a file with one row an episode, which has one step at least")
     recent: dict[str, tuple[int, Array]] = {}  # of each column the group that was read last
 
     def read(group: int, name: str, start: int, stop: int) -> Array:
@@ -63,8 +64,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
             values = file.column(group, name)
             if not np.array_equal(_lengths(values), groups[group]):
                 what = f"its lists are not as long as those of {rewards}"
-                remedy = "give every column one value a step"
-                raise InputError("SOURCE_LAYOUT", what, f"{path}: {name}", remedy)
+                raise misfit(what, f"{path}: {name}", "give every column one value a step")
             recent[name] = group, step_rows(values.flatten(), name, path)
         return recent[name][1][start:stop]
 
@@ -79,7 +79,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
     folders = (path.stem, path.parent.name, path.parent.parent.name)  # hopper-medium-v2/train/
     return Source(
         [Piece(read=partial(read, n), steps=int(steps.sum())) for n, steps in groups.items()],
-        {name: (rows.dtype, rows.shape[1:]) for name, rows in first.items()},
+        kinds_of_rows(first),
         lengths=lengths,
         terminated=np.concatenate(terminated) if terminal else np.zeros(lengths.size, np.bool_),
         info=SourceInfo(
@@ -135,13 +135,11 @@ def step_rows(values: Any, name: str, path: Path) -> Array:
     while is_list(values.type):
         widths = _lengths(values)
         if values.null_count or (widths != widths[0]).any() or not widths[0]:
-            what = "steps are missing, empty or of different widths"
-            raise InputError("SOURCE_LAYOUT", what, where, remedy)
+            raise misfit("steps are missing, empty or of different widths", where, remedy)
         shape.append(int(widths[0]))
         values = values.flatten()
     if values.null_count:
-        what = f"{count_text(values.null_count, 'value')} missing (null)"
-        raise InputError("SOURCE_LAYOUT", what, where, remedy)
+        raise misfit(f"{count_text(values.null_count, 'value')} missing (null)", where, remedy)
     rows: Array = values.to_numpy(zero_copy_only=False).reshape(steps, *shape)
     return rows
 

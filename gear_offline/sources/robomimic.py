@@ -12,11 +12,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from gear_offline.core.text import count_text
-from gear_offline.core.types import Array
 from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError
 from gear_offline.sources.base import (
@@ -26,6 +24,7 @@ from gear_offline.sources.base import (
     Source,
     SourceInfo,
     common_columns,
+    kinds_of_rows,
     misfit,
     parts_of,
     some_names,
@@ -33,7 +32,7 @@ from gear_offline.sources.base import (
 from gear_offline.sources.combine import observation_vectors
 from gear_offline.sources.d4rl import is_gymnasium_id
 from gear_offline.sources.flat import find_columns
-from gear_offline.sources.hdf5 import Hdf5Column, Hdf5Dataset, Hdf5File
+from gear_offline.sources.hdf5 import Hdf5Dataset, Hdf5File
 
 _DEMO = re.compile(r"data/(demo_[0-9]+)/(.+)")
 GYM_TYPE = 2  # of robomimic's EnvType: the name is that of a gym environment
@@ -63,8 +62,7 @@ def open_robomimic(file: Hdf5File, demos: Mapping[str, Demo], asked: Asked) -> S
     pieces = []
     for name in chosen:
         opened = {column: file.column(demos[name][column].path) for column in columns}
-        steps = next(iter(opened.values())).shape[0]
-        pieces.append(Piece(read=partial(_read, opened), steps=steps))
+        pieces.append(Piece.of(opened))
     attributes, environment, reference = _environment(file)
     return Source(
         pieces,
@@ -100,21 +98,20 @@ def demonstrations(file: Hdf5File) -> dict[str, Demo]:
     if demos and others:
         what = f"{some_names(others, 3)} beside demonstrations"
         remedy = "robomimic's files have data/demo_0, data/demo_1 and so on; take others away"
-        raise InputError("SOURCE_LAYOUT", what, str(file.path), remedy)
+        raise misfit(what, file.path, remedy)
     return dict(sorted(demos.items(), key=lambda demo: int(demo[0].removeprefix("demo_"))))
 
 
 def _chosen(file: Hdf5File, key: str, masks: list[str], demos: Mapping[str, Demo]) -> list[str]:
     """Return the demonstrations of a filter key, in the order of the file."""
     if key not in masks:
-        what, remedy = f"no filter key {key!r}", f"keys here: {some_names(masks)}"
-        raise InputError("SOURCE_LAYOUT", what, str(file.path), remedy)
+        raise misfit(f"no filter key {key!r}", file.path, f"keys here: {some_names(masks)}")
     listed = set(file.texts(f"mask/{key}"))
     missing = listed - set(demos)
     if missing or not listed:
         what = f"it names {some_names(missing, 3)}" + (", which data lacks" if missing else "")
         remedy = "write the filter key again, with robomimic's create_hdf5_filter_key"
-        raise InputError("SOURCE_LAYOUT", what, f"{file.path}: mask/{key}", remedy)
+        raise misfit(what, f"{file.path}: mask/{key}", remedy)
     return [name for name in demos if name in listed]
 
 
@@ -134,12 +131,7 @@ def _columns(
     steps, said = demo[chosen[0]].rows, file.attribute(f"data/{name}", "num_samples")
     if isinstance(said, int) and said != steps:
         raise misfit(f"{count_text(steps, 'row')}, num_samples is {said}", where)
-    kinds: dict[str, Any] = {n: (demo[n].dtype, (demo[n].shape or ())[1:]) for n in chosen}
-    return kinds, left_out
-
-
-def _read(columns: Mapping[str, Hdf5Column], name: str, start: int, stop: int) -> Array:
-    return columns[name].read(start, stop)
+    return kinds_of_rows({n: demo[n] for n in chosen}), left_out
 
 
 def _environment(file: Hdf5File) -> tuple[dict[str, Any], str | None, str | None]:

@@ -13,7 +13,7 @@ from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import is_dataset
 from gear_offline.dataset.scores import dataset_file, dataset_of_file
 from gear_offline.errors import InputError, given_path
-from gear_offline.sources.base import Asked, Source, files_in
+from gear_offline.sources.base import Asked, Source, files_in, misfit
 from gear_offline.sources.combine import dataset_source, join_sources, with_columns
 from gear_offline.sources.d4rl import locate
 from gear_offline.sources.dqn_replay import open_dqn_replay, replay_folder
@@ -106,17 +106,18 @@ def was_read_from(source: str, uri: str, files: Sequence[str]) -> bool:
 
 
 def _open(path: Path, asked: Asked) -> Source:
-    readers = FOLDERS if path.is_dir() else FILES
-    if asked.key is not None:
-        readers = HDF5
-    reader = next((reader for fits, reader in readers if fits(path)), None)
+    reader: Reader | None = _open_hdf5
+    if asked.key is None and path.is_dir():
+        reader = next((reader for fits, reader in FOLDERS if fits(path)), None)
+    elif asked.key is None:
+        reader = FILES.get(path.suffix.lower(), _open_hdf5)
     if reader is None:
         return _open_folder(path, asked)
     source = reader(path, asked)
     if asked.rule not in (None, source.info.rule):
         what = f"boundary rule {asked.rule!r} does not apply to a format that stores episodes apart"
         remedy = "leave the rule out, or convert the first source again"
-        raise InputError("SOURCE_LAYOUT", what, where=asked.uri, remedy=remedy)
+        raise misfit(what, asked.uri, remedy)
     return with_columns(source, asked.names)
 
 
@@ -153,18 +154,12 @@ def _open_hdf5(path: Path, asked: Asked) -> Source:
         if asked.key is None:
             return open_hdf5(file, asked)
     remedy = "leave robomimic: out for a file of another layout"
-    raise InputError("SOURCE_LAYOUT", "no group data/demo_0", where=str(path), remedy=remedy)
+    raise misfit("no group data/demo_0", path, remedy)
 
 
-def _is_like(suffix: str) -> Callable[[Path], bool]:
-    return lambda path: path.suffix.lower() == suffix
-
-
-# What fits a path, and opens it: the first, in a folder else all FILES that it holds.
-Readers = tuple[tuple[Callable[[Path], Any], Callable[[Path, Asked], Source]], ...]
-HDF5: Readers = ((lambda path: True, _open_hdf5),)
-FILES: Readers = ((_is_like(".npz"), open_npz), (_is_like(".parquet"), open_parquet), *HDF5)
-FOLDERS: Readers = (
+Reader = Callable[[Path, Asked], Source]
+FILES: dict[str, Reader] = {".npz": open_npz, ".parquet": open_parquet}  # any other is HDF5
+FOLDERS: tuple[tuple[Callable[[Path], Any], Reader], ...] = (  # the first that fits
     (data_directory, open_minari),
     (is_dataset, lambda path, asked: dataset_source(open_dataset(path))),
     (replay_folder, open_dqn_replay),
