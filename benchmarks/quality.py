@@ -49,7 +49,7 @@ from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
-from gear_offline.runs.loop import train
+from gear_offline.runs.loop import train_run
 from gear_offline.sweep.run import run_trials
 from gear_offline.sweep.trials import Trial
 from gear_offline.training.policies import load_policy
@@ -95,7 +95,7 @@ def our_runs(paths: Sequence[Path], options: argparse.Namespace) -> None:
         run_trials(trials, sweep_path(options), exact=True)
         return
     for (path, seed), recipe in zip(points, recipes, strict=True):
-        train(recipe, out=our_path(path, seed, options), resume=True, quiet=True)
+        train_run(recipe, out=our_path(path, seed, options), resume=True, quiet=True)
 
 
 def our_path(path: Path, seed: int, options: argparse.Namespace) -> Path:
@@ -182,7 +182,7 @@ def speeds(path: Path, options: argparse.Namespace) -> dict[str, float]:
         {"train.steps": steps, "optimizer.warmup_steps": 1, "train.checkpoint_every": steps}
     )
     place = options.work / f"alone-{steps}"
-    train(recipe, out=place, resume=True, quiet=True)
+    train_run(recipe, out=place, resume=True, quiet=True)
     lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     later = lines[len(lines) // 2 :]  # past the capture of the graph
     found[OURS] = 1.0 / (sum(line["step_seconds"] for line in later) / len(later))

@@ -60,10 +60,10 @@ def no_reports() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nobody disturbed."""
-    from gear_offline.runs.loop import train
+    from gear_offline.runs.loop import train_run
     from tests.training_support import tiny_recipe
 
-    return train(tiny_recipe(data), out=tmp_path_factory.mktemp("runs") / "whole", quiet=True)
+    return train_run(tiny_recipe(data), out=tmp_path_factory.mktemp("runs") / "whole", quiet=True)
 
 
 @pytest.fixture

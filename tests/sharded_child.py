@@ -63,7 +63,7 @@ def train(recipe: str, out: Path, *options: str) -> None:
         patched.setattr(Learner, "close", remember)
         patched.setattr(Learner, "advance", counted("step", Learner.advance))
         patched.setattr(dist, GATHER, counted("gather", getattr(dist, GATHER)))
-        loop.train(load_recipe(recipe, [*FSDP, *options]), out=out, resume=True)
+        loop.train_run(load_recipe(recipe, [*FSDP, *options]), out=out, resume=True)
     (learner,) = made
     assert learner.parallel.sharded
     assert learner.parallel.reshard == ("train.reshard=off" not in options)
@@ -120,7 +120,9 @@ def in_half(recipe: str, out: Path) -> None:
         options = [f"train.weights={weights}", "train.precision=bf16", "train.steps=4"]
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(dist, REDUCE, noted)
-            loop.train(load_recipe(recipe, ["train.parallel=fsdp", *options]), out=out / weights)
+            loop.train_run(
+                load_recipe(recipe, ["train.parallel=fsdp", *options]), out=out / weights
+            )
         assert set(added) == {dtype}, added
         losses.append([row["loss"] for row in read_records(out / weights / "metrics.jsonl")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-2) and losses[0] != losses[1]
@@ -135,13 +137,13 @@ def three(world: World, recipe: str, out: Path) -> None:
         if world.rank == 2:
             patched.setattr("gear_offline.training.sharded.os.access", lambda *_: False)
         with one_error("OUTPUT_WRITE", "rank 2 does not see it"):
-            loop.train(few, out=out.with_name("unseen"), quiet=True)
+            loop.train_run(few, out=out.with_name("unseen"), quiet=True)
     dist.barrier()
     with pytest.MonkeyPatch.context() as patched:
         if world.rank == 2:
             patched.setattr("gear_offline.training.sharded.write_tensors", refuse)
         with pytest.raises(GearError) as caught:
-            loop.train(few, out=place, quiet=True)
+            loop.train_run(few, out=place, quiet=True)
     assert caught.value.code == ("OUTPUT_WRITE" if world.rank == 2 else "RANK_FAILED")
     assert world.rank == 2 or "rank 2 could not save its shard: no space left" in str(caught.value)
     dist.barrier()

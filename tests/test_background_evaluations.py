@@ -22,7 +22,7 @@ from gear_offline.evaluation import jobs
 from gear_offline.evaluation.evaluate import tasks_of
 from gear_offline.runs import evaluations
 from gear_offline.runs.evaluations import RunEvaluations, plan_evaluations
-from gear_offline.runs.loop import TrainingInterrupted, train
+from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.runs.run import open_run
 from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.metrics import read_records
@@ -44,7 +44,7 @@ def importable(no_reports: None, data: Path) -> None:
 def in_process(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     register_importable()
     out = tmp_path_factory.mktemp("runs") / "in-process"
-    return train(tiny_recipe(data, "evaluate.background=off"), out=out, quiet=True)
+    return train_run(tiny_recipe(data, "evaluate.background=off"), out=out, quiet=True)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def played(run: Path) -> list[Any]:
 
 def test_real_workers_find_the_same_returns(data: Path, in_process: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(data, "evaluate.background=on", "evaluate.workers=2")
-    run = train(recipe, out=tmp_path / "run", quiet=True)
+    run = train_run(recipe, out=tmp_path / "run", quiet=True)
     assert played(run) == played(in_process)
     assert learnt(run)["model"] == learnt(in_process)["model"], "training draws the same numbers"
     records = read_records(run / "evaluations.jsonl")
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_a_full_disk_does_not_take_is_not_played(
 
     monkeypatch.setattr(os, "rename", full)
     recipe = tiny_recipe(data, "evaluate.background=on")
-    run = train(recipe, out=tmp_path / "run", quiet=True)
+    run = train_run(recipe, out=tmp_path / "run", quiet=True)
     assert played(run) == played(in_process)[1:]
     assert learnt(run)["model"] == learnt(in_process)["model"]
 
@@ -109,7 +109,7 @@ def test_every_evaluation_is_played_and_recorded_in_order(
         *(data, "evaluate.background=on", f"evaluate.workers={workers}", "train.evaluate_every=2"),
         *("train.keep_checkpoints=1", "train.checkpoint_every=20"),
     )
-    run = train(recipe, out=tmp_path / "run", quiet=True)
+    run = train_run(recipe, out=tmp_path / "run", quiet=True)
     assert [step for step, _, _ in played(run)] == list(range(2, 21, 2))
     assert [p for p in played(run) if p[0] in (14, 20)] == [
         p for p in played(in_process) if p[0] in (14, 20)
@@ -160,7 +160,7 @@ def test_an_evaluation_that_fails_is_recorded_and_training_goes_on(
         monkeypatch.setattr(*place, refuse(error))
     if error is FULL:
         monkeypatch.setattr(evaluations, "WorkerPool", WorkerPool)
-    run = train(tiny_recipe(data, f"evaluate.background={mode}"), out=tmp_path / "run")
+    run = train_run(tiny_recipe(data, f"evaluate.background={mode}"), out=tmp_path / "run")
     said = capfd.readouterr().err
     where = "in the training process" if mode == "off" else "in the background ("
     assert f"evaluation: {where}" in said and said.count("evaluation failed") >= len(failed)
@@ -191,14 +191,14 @@ def test_an_interrupted_run_makes_up_for_what_was_outstanding(
 
     if isinstance(stop, int):
         with interrupted_in(stop), pytest.raises(TrainingInterrupted):
-            train(recipe, out=run, quiet=True)
+            train_run(recipe, out=run, quiet=True)
     else:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(RunEvaluations, "wait", interrupted)
-            train(recipe, out=run, quiet=True)
+            train_run(recipe, out=run, quiet=True)
     assert played(run) == []
     fake.delay = 2
-    train(recipe, out=run, resume=True, quiet=True)
+    train_run(recipe, out=run, resume=True, quiet=True)
     assert played(run) == played(in_process)
     assert learnt(run)["training"] == learnt(in_process)["training"]
 
@@ -210,10 +210,10 @@ def test_a_damaged_checkpoint_of_an_outstanding_evaluation_is_told(
     fake.delay, run = 10**9, tmp_path / "run"
     recipe = tiny_recipe(data, "evaluate.background=on")
     with interrupted_in(16), pytest.raises(TrainingInterrupted):
-        train(recipe, out=run, quiet=True)
+        train_run(recipe, out=run, quiet=True)
     (run / "checkpoints" / "step-00000007" / "config.json").write_text("{}")
     fake.delay = 0
-    train(recipe.replace({"evaluate.background": mode}), out=run, resume=True, quiet=True)
+    train_run(recipe.replace({"evaluate.background": mode}), out=run, resume=True, quiet=True)
     records = read_records(run / "evaluations.jsonl")
     assert [row["step"] for row in records if "error" in row] == [7]
     assert [row["step"] for row in records if "error" not in row] == [14, 20]

@@ -11,7 +11,7 @@ import pytest
 
 import gear_offline as go
 from gear_offline.cli.main import main
-from gear_offline.runs.loop import TrainingInterrupted, train
+from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.stack import why_not_stacked
@@ -41,7 +41,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Any]]:
 def test_a_run_begins_with_a_checkpoint_of_another_and_skips(
     data: Path, tmp_path: Path, taken: dict[int, Any]
 ) -> None:
-    before = train(tiny_recipe(data, *QUIET), out=tmp_path / "run", quiet=True)
+    before = train_run(tiny_recipe(data, *QUIET), out=tmp_path / "run", quiet=True)
     whole, seen = learnt(before), dict(taken)
     with one_error("USAGE", "name a run"):
         go.train("paper", {"data.path": str(data)}, checkpoint=5)
@@ -72,12 +72,14 @@ def test_a_run_begins_with_a_checkpoint_of_another_and_skips(
 @pytest.mark.parametrize("stop", [4, 7, 8, 9])
 def test_a_run_that_skips_is_resumed_bit_for_bit(data: Path, tmp_path: Path, stop: int) -> None:
     recipe, run = tiny_recipe(data, *QUIET, "train.skip=[[3, 4], [9, 11]]"), tmp_path / "run"
-    whole = learnt(train(recipe, out=tmp_path / "whole", quiet=True))
+    whole = learnt(train_run(recipe, out=tmp_path / "whole", quiet=True))
     with interrupted_in(stop), pytest.raises(TrainingInterrupted):
-        train(recipe, out=run, quiet=True)
+        train_run(recipe, out=run, quiet=True)
     with one_error("RUN_MISMATCH", r"train\.skip was \[\[3, 4\]"):
-        train(recipe.replace({"train.skip": [[3, 5], [9, 11]]}), out=run, resume=True, quiet=True)
-    train(recipe, out=run, resume=True, quiet=True)
+        train_run(
+            recipe.replace({"train.skip": [[3, 5], [9, 11]]}), out=run, resume=True, quiet=True
+        )
+    train_run(recipe, out=run, resume=True, quiet=True)
     assert learnt(run) == whole
 
 
@@ -88,7 +90,7 @@ def test_what_cannot_skip_says_so(data: Path, tmp_path: Path) -> None:
     skipping = tiny_recipe(data, *QUIET, "train.skip=[[3, 4]]")
     with one_error("SELECTION", "prioritized draws depends on the losses"):
         learning = skipping.replace({"selection.strategy": "prioritized"})
-        train(learning, out=tmp_path / "run", quiet=True)
+        train_run(learning, out=tmp_path / "run", quiet=True)
     assert "train.skip" in why_not_stacked(skipping, learns=False)
 
 
@@ -124,7 +126,7 @@ def spoilt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, list[in
         "train.evaluate_every": None,
     }
     recipe = tiny_recipe(folder / "data", *QUIET, "train.keep_checkpoints=99").replace(settings)
-    return train(recipe, out=folder / "run", quiet=True), culprit, rare[culprit]
+    return train_run(recipe, out=folder / "run", quiet=True), culprit, rare[culprit]
 
 
 def test_the_culprit_is_named_and_left_out(

@@ -232,7 +232,7 @@ def test_a_run_that_is_named_is_resumed_where_it_lies(
     tmp_path: Path, monkeypatch: Patch, file: str
 ) -> None:
     trained = Mock(return_value=tmp_path)
-    monkeypatch.setattr("gear_offline.runs.loop.train", lambda recipe, out, **_: trained(out))
+    monkeypatch.setattr("gear_offline.runs.loop.train_run", lambda recipe, out, **_: trained(out))
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "mine"
     folder.mkdir()

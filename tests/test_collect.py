@@ -16,7 +16,7 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.export import Hdf5Writer
-from gear_offline.runs.loop import train
+from gear_offline.runs.loop import train_run
 from gear_offline.runs.prepare import prepare_one
 from gear_offline.sources import open_source
 from tests.collect_environments import COUNTER, LIMIT, PUSH, length_of
@@ -234,7 +234,7 @@ def test_pong_from_the_game_to_a_score(tmp_path: Path, monkeypatch: Patch) -> No
     )  # fmt: skip
     dataset = prepare_one(recipe, quiet=True)
     assert dataset.spec["observations"].shape == (84, 84)
-    run = train(recipe, out=tmp_path / "run", quiet=True)
+    run = train_run(recipe, out=tmp_path / "run", quiet=True)
     summary = json.loads((run / "summary.json").read_text())
     assert -21.0 <= summary["evaluation_last"]["return"] < 0
 

@@ -13,7 +13,7 @@ from safetensors.torch import load
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.progress import Progress
-from gear_offline.runs.loop import TrainingInterrupted, train
+from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.runs.prepare import prepare_dataset
 from gear_offline.sweep import jobs as sweep_jobs
 from gear_offline.sweep.concurrent import RngStream, train_concurrently
@@ -169,7 +169,7 @@ def test_exact_runs_have_the_bits_of_runs_alone(
     assert place.call_count == ("train.device=cuda" in changes), "one table for all runs"
     runs = [learnt(tmp_path / "all" / trial.name) for trial in trials]
     for trial, run in zip(trials, runs, strict=True):
-        assert run == learnt(train(trial.recipe, out=tmp_path / trial.name, quiet=True))
+        assert run == learnt(train_run(trial.recipe, out=tmp_path / trial.name, quiet=True))
     assert len({run["model"] for run in runs}) == 3, "they do differ"
 
 
@@ -188,7 +188,7 @@ def test_stacked_runs_are_those_that_are_alone(
     trials = trials_of(data, *changes, "model.dropout=0")
     assert set(concurrently(trials, tmp_path / "all").values()) == {None}
     for trial in trials:
-        alone = train(trial.recipe, out=tmp_path / trial.name, quiet=True)
+        alone = train_run(trial.recipe, out=tmp_path / trial.name, quiet=True)
         assert_alike(tmp_path / "all" / trial.name, alone, tolerance)
     assert len({learnt(tmp_path / "all" / trial.name)["model"] for trial in trials}) == 4
 
@@ -197,7 +197,7 @@ def test_runs_that_stand_at_other_steps_are_stacked_apart(data: Path, tmp_path: 
     """As after a kill between two checkpoints of a step."""
     trials = trials_of(data, "model.dropout=0")
     half = trials[0].recipe.replace({"train.steps": 10})
-    train(half, out=tmp_path / "t0", quiet=True)
+    train_run(half, out=tmp_path / "t0", quiet=True)
     assert set(concurrently(trials, tmp_path).values()) == {None}
     assert [last_step(tmp_path / trial.name) for trial in trials] == [20] * 4
 
@@ -273,7 +273,7 @@ def test_a_run_that_fails_ends_alone(
         errors = concurrently(trials, tmp_path, exact=exact)
     assert errors == {"t0": None, "t1": "LOSS_NONFINITE", "t2": None, "t3": None}
     assert every <= last_step(tmp_path / "t1") <= every + 2
-    alone = train(trials[0].recipe, out=tmp_path / "alone", quiet=True)
+    alone = train_run(trials[0].recipe, out=tmp_path / "alone", quiet=True)
     assert_alike(tmp_path / "t0", alone, 1e-3)
     # the one that failed goes on from its own checkpoint, alone
     assert concurrently(trials[1:2], tmp_path) == {"t1": None}

@@ -16,7 +16,7 @@ from gear_offline.config.files import RECIPES
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.distributed.world import World
 from gear_offline.models.decision_transformer import build_model
-from gear_offline.runs.loop import train
+from gear_offline.runs.loop import train_run
 from gear_offline.training.cost import (
     CONTEXT_BYTES,
     USABLE,
@@ -60,7 +60,7 @@ def test_peaks_by_name() -> None:
 
 def test_a_run_says_how_fast_it_was(tmp_path: Path) -> None:
     recipe = tiny_recipe(tiny_data(tmp_path), "evaluate.episodes=0")
-    run = train(recipe, out=tmp_path / "run", quiet=True)
+    run = train_run(recipe, out=tmp_path / "run", quiet=True)
     records = read_records(run / "metrics.jsonl")
     assert all(record["tflops"] > 0 and "mfu" not in record for record in records)
     throughput = json.loads((run / "summary.json").read_text())["throughput"]

@@ -12,7 +12,7 @@ import safetensors.torch
 
 from gear_offline.cli.main import main
 from gear_offline.errors import GearError
-from gear_offline.runs.loop import train
+from gear_offline.runs.loop import train_run
 from gear_offline.training.checkpoint import list_checkpoints
 from tests.support import one_error
 from tests.training_support import learnt, tiny_recipe
@@ -40,19 +40,19 @@ def test_a_run_on_a_bad_disk_is_one_error_and_goes_on_later(
     data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:
     run = tmp_path / "run"
-    train(tiny_recipe(data, "train.steps=7"), out=run, quiet=True)
+    train_run(tiny_recipe(data, "train.steps=7"), out=run, quiet=True)
     before = [step for step, _ in list_checkpoints(run / "checkpoints")]
     with monkeypatch.context() as patched:
         place: Any = safetensors.torch if call == "save_file" else os
         refuse = failing(getattr(place, call), number, 2 if call == "fsync" else 1)
         patched.setattr(place, call, refuse)
         with pytest.raises(GearError) as caught:
-            train(tiny_recipe(data), out=run, resume=True, quiet=True)
+            train_run(tiny_recipe(data), out=run, resume=True, quiet=True)
     assert (caught.value.code, caught.value.exit_code) == ("OUTPUT_WRITE", 1)
     assert str(run) in str(caught.value) and caught.value.remedy
     assert "gear-saver" not in [thread.name for thread in threading.enumerate()]
     assert [step for step, _ in list_checkpoints(run / "checkpoints")] == before
-    train(tiny_recipe(data), out=run, resume=True, quiet=True)
+    train_run(tiny_recipe(data), out=run, resume=True, quiet=True)
     found, expected = learnt(run), learnt(whole)
     assert (found["model"], found["training"]) == (expected["model"], expected["training"])
     assert not list((run / "checkpoints").glob(".*"))
@@ -70,7 +70,7 @@ def test_metrics_that_cannot_be_written_are_one_error(
 
     monkeypatch.setattr(os, "write", full)
     with one_error("OUTPUT_WRITE", "no space left"):
-        train(tiny_recipe(data), out=tmp_path / "run", quiet=True)
+        train_run(tiny_recipe(data), out=tmp_path / "run", quiet=True)
     assert capfd.readouterr().err == ""
 
 

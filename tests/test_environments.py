@@ -25,7 +25,7 @@ from gear_offline.evaluation.environments import (
     versioned_id,
 )
 from gear_offline.runs.evaluate import evaluate
-from gear_offline.runs.loop import train
+from gear_offline.runs.loop import train_run
 from gear_offline.runs.prepare import resolve
 from gear_offline.sources import open_source
 from tests.support import Captured, Patch, failing_code, make_dataset, one_error
@@ -114,7 +114,7 @@ def test_training_and_evaluating_say_it_once_too(
     recipe = tiny_recipe(data, "evaluate.environment=GearOfflineVersions", "train.steps=4")
     resolve(recipe, open_dataset(data), quiet=False)
     assert said_of_versions(capfd) == said
-    train(recipe, out=tmp_path / "run", quiet=True)
+    train_run(recipe, out=tmp_path / "run", quiet=True)
     assert said_of_versions(capfd) == []
     evaluate(tmp_path / "run")
     assert said_of_versions(capfd) == said

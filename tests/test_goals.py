@@ -24,7 +24,7 @@ from gear_offline.evaluation.maze import WALLS, cell_of, way_to
 from gear_offline.loaders.batch import split_steps
 from gear_offline.loaders.goals import with_goals
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.runs.loop import TrainingInterrupted, train
+from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.runs.prepare import resolve
 from tests.gpu_support import same
 from tests.image_support import image_columns
@@ -184,7 +184,7 @@ def test_the_maze_is_an_environment_with_tasks_as_those_of_ogbench() -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recipe, shorter."""
     folder = tmp_path_factory.mktemp("maze")
-    return train(recipe_in(folder), out=folder / "run", quiet=True)
+    return train_run(recipe_in(folder), out=folder / "run", quiet=True)
 
 
 def recipe_in(folder: Path, *more: str) -> Recipe:
@@ -225,8 +225,8 @@ def test_a_trained_policy_reaches_goals_and_a_run_is_resumed_bit_for_bit(
 
     recipe = recipe_in(run.parent)
     with interrupted_in(250), pytest.raises(TrainingInterrupted):
-        train(recipe, out=tmp_path / "run", quiet=True)
-    train(recipe, out=tmp_path / "run", resume=True, quiet=True)
+        train_run(recipe, out=tmp_path / "run", quiet=True)
+    train_run(recipe, out=tmp_path / "run", resume=True, quiet=True)
     assert learnt(tmp_path / "run") == learnt(run)
 
 

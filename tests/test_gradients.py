@@ -15,7 +15,7 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.distributed.world import World
 from gear_offline.loaders.batch import Batch
 from gear_offline.models.decision_transformer import DecisionTransformer, trainable_parameters
-from gear_offline.runs.loop import train
+from gear_offline.runs.loop import train_run
 from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.gradients import (
     BLOCKWISE_FROM,
@@ -88,7 +88,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(load_recipe(recipe), out=tmp_path_factory.mktemp("runs") / "alone", quiet=True)
+    return train_run(load_recipe(recipe), out=tmp_path_factory.mktemp("runs") / "alone", quiet=True)
 
 
 def weights(run: Path) -> dict[str, Tensor]:
@@ -100,7 +100,7 @@ def test_bfloat16_weights_learn_and_are_saved_in_float32(
 ) -> None:
     """The checkpoint has the float32 weights, and a run resumed from it goes on bit for bit."""
     options = ["train.precision=bf16", "train.weights=bf16"]
-    whole = train(load_recipe(recipe, options), out=tmp_path / "whole", quiet=True)
+    whole = train_run(load_recipe(recipe, options), out=tmp_path / "whole", quiet=True)
     for mine, theirs in zip(measured(whole), measured(alone), strict=True):
         assert mine == pytest.approx(theirs, rel=2e-2)
     assert {tensor.dtype for tensor in weights(whole).values()} == {torch.float32}
@@ -108,7 +108,7 @@ def test_bfloat16_weights_learn_and_are_saved_in_float32(
     assert len(narrow) < len(weights(whole)) / 2, "updates were not rounded"
     for steps in (8, 12):
         some = load_recipe(recipe, [*options, f"train.steps={steps}"])
-        halves = train(some, out=tmp_path / "halves", resume=True, quiet=True)
+        halves = train_run(some, out=tmp_path / "halves", resume=True, quiet=True)
     assert measured(halves) == measured(whole)
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(halves)[name]), name

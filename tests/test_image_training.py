@@ -17,7 +17,7 @@ from gear_offline.loaders.rows import MemoryRows
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.policy import Policy
 from gear_offline.runs.evaluate import evaluate
-from gear_offline.runs.loop import train
+from gear_offline.runs.loop import train_run
 from gear_offline.runs.prepare import resolve
 from gear_offline.training.metrics import read_records
 from gear_offline.training.model import sizes_of
@@ -47,7 +47,7 @@ def test_what_the_earlier_frame_shows_is_learnt(
     dataset: Dataset, encoder: str, tmp_path: Path
 ) -> None:
     recipe = recipe_for(dataset, f"model.encoder={encoder}")
-    train(recipe, out=tmp_path / "run", quiet=True)
+    train_run(recipe, out=tmp_path / "run", quiet=True)
     losses = [r["loss"] for r in read_records(tmp_path / "run" / "metrics.jsonl")]
     assert losses[0] > 0.8 and losses[-1] < 0.1, "a single frame leaves a loss of ln 3"
     policy = load_policy(tmp_path / "run", device="cpu")

@@ -19,7 +19,7 @@ from gear_offline.loaders.recipes import recipe_sampler
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.planning.workload import make_workload
 from gear_offline.runs.evaluate import evaluate
-from gear_offline.runs.loop import train
+from gear_offline.runs.loop import train_run
 from gear_offline.runs.prepare import prepare_dataset, resolve
 from gear_offline.tables.joint import JointDataset
 from gear_offline.training.checkpoint import chosen_checkpoint
@@ -85,7 +85,7 @@ def beside() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("several")
-    return train(tiny_tasks(folder, "evaluate.background=on"), out=folder / "run", quiet=True)
+    return train_run(tiny_tasks(folder, "evaluate.background=on"), out=folder / "run", quiet=True)
 
 
 def test_a_run_says_what_each_task_achieved(run: Path) -> None:
@@ -169,21 +169,21 @@ def test_a_checkpoint_knows_its_tasks(run: Path) -> None:
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(run: Path, tmp_path: Path) -> None:
     again = load_recipe(run)
     out = tmp_path / "run"
-    train(again.replace({"train.steps": 10}), out=out, quiet=True)
-    train(again, out=out, resume=True, quiet=True)
+    train_run(again.replace({"train.steps": 10}), out=out, quiet=True)
+    train_run(again, out=out, resume=True, quiet=True)
     mine, theirs = learnt(out), learnt(run)
     for key in ("step", "model", "training", "config", "recipe"):
         assert mine[key] == theirs[key], key
     with one_error("RUN_MISMATCH"):
-        train(again.replace({"data.tasks.wide.weight": 3.0}), out=out, resume=True, quiet=True)
+        train_run(again.replace({"data.tasks.wide.weight": 3.0}), out=out, resume=True, quiet=True)
 
 
 def test_one_task_learns_what_a_recipe_without_tasks_learns(tmp_path: Path) -> None:
     data = tiny_data(tmp_path)
     plain = tiny_recipe(data, "evaluate.episodes=0")
     only = plain.replace({"data.path": None, "data.tasks": {"only": {"path": str(data)}}})
-    alone = train(plain, out=tmp_path / "plain", quiet=True)
-    one = train(only, out=tmp_path / "one", quiet=True)
+    alone = train_run(plain, out=tmp_path / "plain", quiet=True)
+    one = train_run(only, out=tmp_path / "one", quiet=True)
     for key in ("model", "training", "metrics"):
         assert learnt(one)[key] == learnt(alone)[key], key
     acted = []
@@ -272,7 +272,7 @@ def test_two_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
     recipe = tasks_recipe(make_parts(tmp_path), "model.dropout=0.0")
     path = tmp_path / "several.yaml"
     path.write_text(recipe.to_yaml())
-    alone = train(recipe, out=tmp_path / "alone", quiet=True)
+    alone = train_run(recipe, out=tmp_path / "alone", quiet=True)
     trained(2, path, tmp_path / "run", 20)
     one, several = measured(alone), measured(tmp_path / "run")
     assert [row["step"] for row in several] == [5, 10, 15, 20]

@@ -18,7 +18,7 @@ from typing import IO
 import pytest
 
 from gear_offline.config.recipe import load_recipe
-from gear_offline.runs.loop import train
+from gear_offline.runs.loop import train_run
 from tests.ranks_support import environment, ranks_recipe, torchrun
 from tests.support import ROOT, make_dataset
 from tests.training_support import measured
@@ -93,7 +93,7 @@ def test_killed_ranks_and_other_numbers_of_nodes(
 
     Then three nodes of one rank each go on from step 20.
     """
-    alone = train(load_recipe(str(recipe)), out=tmp_path / "alone", quiet=True)
+    alone = train_run(load_recipe(str(recipe)), out=tmp_path / "alone", quiet=True)
     run = tmp_path / "run"
     words = (str(recipe), "--out", str(run), "--resume")
 

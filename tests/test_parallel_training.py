@@ -11,7 +11,7 @@ import torch
 from gear_offline.config.recipe import load_recipe
 from gear_offline.distributed.world import peers
 from gear_offline.errors import InputError
-from gear_offline.runs.loop import train
+from gear_offline.runs.loop import train_run
 from tests.ranks_support import environment, launch, ranks_recipe
 from tests.support import make_dataset, one_error, write_hdf5
 from tests.training_support import measured
@@ -79,9 +79,9 @@ def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
     """Two ranks of which one is killed at step 14, then one process that goes on from step 20."""
     data = make_dataset(tmp_path, [9, 30, 4, 17, 25]).path
     recipe, run = ranks_recipe(tmp_path / "ranks.yaml", data), tmp_path / "run"
-    alone = train(load_recipe(recipe, ["train.steps=30"]), out=tmp_path / "alone", quiet=True)
+    alone = train_run(load_recipe(recipe, ["train.steps=30"]), out=tmp_path / "alone", quiet=True)
     assert "resuming after step 10" in trained(2, recipe, run, 20, kill_at=14)
-    train(load_recipe(recipe, ["train.steps=30"]), out=run, resume=True, quiet=True)
+    train_run(load_recipe(recipe, ["train.steps=30"]), out=run, resume=True, quiet=True)
     one, several = measured(alone), measured(run)
     assert [record["step"] for record in several] == [5, 10, 15, 20, 25, 30]
     for mine, theirs in zip(several, one, strict=True):

@@ -12,7 +12,7 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import InputError
-from gear_offline.runs.loop import train
+from gear_offline.runs.loop import train_run
 from gear_offline.runs.prepare import prepare_one, resolve
 from gear_offline.sources.base import InputFile
 from gear_offline.training.metrics import read_records
@@ -37,7 +37,7 @@ from tests.training_support import (
 
 def test_smoke_as_a_new_user_runs_it(tmp_path: Path, monkeypatch: Patch, capfd: Captured) -> None:
     monkeypatch.chdir(tmp_path)
-    run = train(load_recipe("smoke"))
+    run = train_run(load_recipe("smoke"))
     assert run == Path("runs/smoke-s0")
     said = capfd.readouterr()
     assert said.out == ""
@@ -54,10 +54,10 @@ def test_smoke_as_a_new_user_runs_it(tmp_path: Path, monkeypatch: Patch, capfd: 
     overrides = ["data.collect=null", "data.source=data/smoke-pendulum.hdf5", "train.steps=5"]
     overrides += ["evaluate.episodes=0", "train.trackers=[]"]
     other = load_recipe("smoke", [*overrides, "data.path=data/other", "name=other"])
-    train(other)
+    train_run(other)
     assert "converting data/smoke-pendulum.hdf5 to data/other" in capfd.readouterr().err
     assert open_dataset("data/other").episodes.steps == 2000
-    train(other.replace({"seed": 1}))
+    train_run(other.replace({"seed": 1}))
     assert "converting" not in capfd.readouterr().err
 
 

@@ -17,7 +17,7 @@ from gear_offline.config.sections import SchedulePoint, TaskSettings
 from gear_offline.config.strict_yaml import MAX_BYTES, dump_yaml, parse_yaml
 from gear_offline.errors import InputError
 from gear_offline.runs.checks import check_recipe
-from gear_offline.runs.loop import train
+from gear_offline.runs.loop import train_run
 from tests.support import Patch, failing_code, one_error
 
 SHIPPED = sorted(RECIPES.rglob("*.yaml"))
@@ -279,7 +279,7 @@ def test_names_that_nothing_answers_to_are_refused_before_the_data_is_read(
         validate_recipe(path)
     assert caught.value.code.startswith(code) and str(path) in caught.value.where
     with one_error(caught.value.code, "recipe a"):
-        train(load_recipe(path), out=tmp_path / "run")
+        train_run(load_recipe(path), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -14,7 +14,7 @@ import torch
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
-from gear_offline.runs.loop import TrainingInterrupted, train
+from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.training.checkpoint import list_checkpoints, read_checkpoint
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import read_records
@@ -39,17 +39,17 @@ def test_an_interrupted_run_goes_on(whole: Path, data: Path, tmp_path: Path, sto
     run = tmp_path / "run"
     said = f"after step {stop},"
     with interrupted_in(stop), pytest.raises(TrainingInterrupted, match=said) as caught:
-        train(tiny_recipe(data), out=run, quiet=True)
+        train_run(tiny_recipe(data), out=run, quiet=True)
     assert f"gear-offline train {run} --resume" in str(caught.value)
     assert list_checkpoints(run / "checkpoints")[-1][0] == stop
-    train(load_recipe(run), out=run, resume=True, quiet=True)
+    train_run(load_recipe(run), out=run, resume=True, quiet=True)
     assert learnt(run) == learnt(whole)
 
 
 def stopped(step: int, data: Path, folder: Path, *overrides: str) -> Path:
     """Return a run that a signal ended in the middle of a step."""
     with interrupted_in(step), pytest.raises(TrainingInterrupted):
-        train(tiny_recipe(data, *overrides), out=folder / "run", quiet=True)
+        train_run(tiny_recipe(data, *overrides), out=folder / "run", quiet=True)
     return folder / "run"
 
 
@@ -80,9 +80,9 @@ def test_ctrl_c_ends_an_evaluation_which_the_resumed_run_repeats(
     with monkeypatch.context() as patched:
         patched.setattr("gear_offline.evaluation.jobs.evaluate_tasks", slow)
         with pytest.raises(TrainingInterrupted, match="after step 7,"):
-            train(tiny_recipe(data, "evaluate.background=off"), out=run, quiet=True)
+            train_run(tiny_recipe(data, "evaluate.background=off"), out=run, quiet=True)
     assert read_records(run / "evaluations.jsonl") == []
-    train(tiny_recipe(data), out=run, resume=True, quiet=True)
+    train_run(tiny_recipe(data), out=run, resume=True, quiet=True)
     assert learnt(run) == learnt(whole)
 
 
@@ -94,20 +94,20 @@ def test_a_damaged_checkpoint_is_passed_over(
     damaged = bytearray(newest.read_bytes())
     damaged[-1] ^= 1
     newest.write_bytes(damaged)
-    train(tiny_recipe(data), out=run, resume=True)
+    train_run(tiny_recipe(data), out=run, resume=True)
     assert "passing over step-00000012" in capfd.readouterr().err
     assert learnt(run) == learnt(whole)
 
     last = list_checkpoints(run / "checkpoints")[-1][1] / "state.json"
     last.write_text("{}")
-    train(tiny_recipe(data, "train.keep_checkpoints=1"), out=run, resume=True, quiet=True)
+    train_run(tiny_recipe(data, "train.keep_checkpoints=1"), out=run, resume=True, quiet=True)
     assert learnt(run)["model"] == learnt(whole)["model"], "saved again, not kept as it was"
     read_checkpoint(last.parent)
 
     for _, path in list_checkpoints(run / "checkpoints"):
         (path / "state.json").write_text("{}")
     with one_error("RUN_DAMAGED", "none of the checkpoints is whole"):
-        train(tiny_recipe(data), out=run, resume=True, quiet=True)
+        train_run(tiny_recipe(data), out=run, resume=True, quiet=True)
 
 
 def test_resuming_with_another_recipe_names_the_change(whole: Path, data: Path) -> None:
@@ -115,7 +115,7 @@ def test_resuming_with_another_recipe_names_the_change(whole: Path, data: Path) 
     changes += "train.log_every=4 evaluate.seed=5 evaluate.targets=[1.0]"
     for change in changes.split():
         with one_error("RUN_MISMATCH", change.split("=")[0]):
-            train(tiny_recipe(data, change), out=whole, resume=True, quiet=True)
+            train_run(tiny_recipe(data, change), out=whole, resume=True, quiet=True)
 
 
 def test_an_edited_recipe_of_a_run_is_told(whole: Path, data: Path, tmp_path: Path) -> None:
@@ -126,24 +126,24 @@ def test_an_edited_recipe_of_a_run_is_told(whole: Path, data: Path, tmp_path: Pa
     file.write_text(begun.replace("dropout: 0.1", "dropout: 0.2"))
     assert file.read_text() != begun
     with one_error("RUN_MISMATCH", r"model\.dropout was 0\.1 .* is 0\.2 now") as caught:
-        train(load_recipe(file), out=run, resume=True, quiet=True)
+        train_run(load_recipe(file), out=run, resume=True, quiet=True)
     assert f"in {file}" in caught.value.remedy
-    train(tiny_recipe(data), out=run, resume=True, quiet=True)
+    train_run(tiny_recipe(data), out=run, resume=True, quiet=True)
     assert file.read_text() == begun
     assert learnt(run) == learnt(whole)
 
 
 def test_a_run_can_be_made_longer(whole: Path, data: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    train(tiny_recipe(data, "train.steps=9"), out=run, quiet=True)
+    train_run(tiny_recipe(data, "train.steps=9"), out=run, quiet=True)
     with pytest.raises(InputError, match="9 steps are done"):
-        train(tiny_recipe(data, "train.steps=8"), out=run, resume=True, quiet=True)
-    train(tiny_recipe(data, "train.graph=off"), out=run, resume=True, quiet=True)
+        train_run(tiny_recipe(data, "train.steps=8"), out=run, resume=True, quiet=True)
+    train_run(tiny_recipe(data, "train.graph=off"), out=run, resume=True, quiet=True)
     assert learnt(run)["model"] == learnt(whole)["model"]
     falling = ("optimizer.schedule=cosine",)
-    train(tiny_recipe(data, "train.steps=9", *falling), out=tmp_path / "b", quiet=True)
+    train_run(tiny_recipe(data, "train.steps=9", *falling), out=tmp_path / "b", quiet=True)
     with pytest.raises(InputError, match=r"train\.steps was 9"):
-        train(tiny_recipe(data, *falling), out=tmp_path / "b", resume=True, quiet=True)
+        train_run(tiny_recipe(data, *falling), out=tmp_path / "b", resume=True, quiet=True)
 
 
 def test_a_run_that_ends_where_it_was_stopped_has_no_rates_of_its_own(
@@ -151,7 +151,7 @@ def test_a_run_that_ends_where_it_was_stopped_has_no_rates_of_its_own(
 ) -> None:
     """The last line had a learning rate of 0 and a rate of samples that nobody reached."""
     run = stopped(8, data, tmp_path)
-    train(tiny_recipe(data, "train.steps=8"), out=run, resume=True, quiet=True)
+    train_run(tiny_recipe(data, "train.steps=8"), out=run, resume=True, quiet=True)
     before, last = read_records(run / "metrics.jsonl")[-2:]
     assert (before["step"], last["step"]) == (6, 8) and last["loss"] > 0
     assert before["learning_rate"] == last["learning_rate"] == 1e-2
@@ -168,7 +168,7 @@ def test_another_dataset_is_not_resumed_with(data: Path, tmp_path: Path) -> None
     link.unlink()
     link.symlink_to(other)
     with one_error("LOADER_STATE"):
-        train(tiny_recipe(link, "evaluate.targets=[1.0]"), out=run, resume=True, quiet=True)
+        train_run(tiny_recipe(link, "evaluate.targets=[1.0]"), out=run, resume=True, quiet=True)
 
 
 def torch_settings() -> list[object]:

@@ -11,7 +11,7 @@ import gear_offline as go
 from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
 from gear_offline.runs.directory import RunDirectory
-from gear_offline.runs.loop import train
+from gear_offline.runs.loop import train_run
 from tests.support import Patch, failing_code, one_error, write_hdf5
 from tests.training_support import learnt, tiny_recipe
 
@@ -95,7 +95,7 @@ def test_a_folder_may_be_a_link_and_no_file_is_written_through_one(
     for name in ("summary.json", "recipe.yaml"):
         (run / name).unlink()
         (run / name).symlink_to(token if name == "summary.json" else whole / name)
-    train(load_recipe(whole), run, resume=True, quiet=True)
+    train_run(load_recipe(whole), run, resume=True, quiet=True)
     assert learnt(run)["model"] == learnt(whole)["model"] and token.read_text() == "secret"
     assert not (run / "recipe.yaml").is_symlink() and (disk / "step-00000020").is_dir()
 
@@ -120,7 +120,7 @@ def content(folder: Path) -> dict[Path, tuple[int, bytes]]:
 
 def refusal(data: Path, out: Path, *changes: str, resume: bool = False) -> str:
     recipe = tiny_recipe(data, *changes)
-    return failing_code(lambda: train(recipe, out=out, resume=resume, quiet=True))
+    return failing_code(lambda: train_run(recipe, out=out, resume=resume, quiet=True))
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -134,7 +134,7 @@ def test_a_new_run_that_is_refused_leaves_nothing(resume: bool, data: Path, tmp_
 
 def test_a_run_that_is_there_is_left_as_it_was(data: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    train(tiny_recipe(data, "train.steps=5"), out=run, quiet=True)
+    train_run(tiny_recipe(data, "train.steps=5"), out=run, quiet=True)
     source = write_hdf5(tmp_path / "x.h5")
     other = {"data.path": str(tmp_path / "other"), "data.source": str(source)}
     with one_error("RUN_MISMATCH", "data.path was"):  # before anything is converted
@@ -154,7 +154,7 @@ def test_a_run_whose_records_are_damaged_is_left_as_it_was(
     name: str, data: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    train(tiny_recipe(data, "train.steps=5", "train.log_every=1"), out=run, quiet=True)
+    train_run(tiny_recipe(data, "train.steps=5", "train.log_every=1"), out=run, quiet=True)
     lines = (run / name).read_bytes().splitlines(keepends=True)
     (run / name).write_bytes(b"damaged\n" + b"".join(lines))
     (run / "checkpoints" / ".partial-step-00000009").mkdir()  # a killed run left it
@@ -164,6 +164,6 @@ def test_a_run_whose_records_are_damaged_is_left_as_it_was(
     assert content(run) == before
     later = b'{"step": 99}\ndamaged\n'  # after the checkpoint: cut, and never read
     (run / name).write_bytes(b"".join(lines) + later)
-    train(tiny_recipe(data, *longer), out=run, resume=True, quiet=True)
+    train_run(tiny_recipe(data, *longer), out=run, resume=True, quiet=True)
     assert b"damaged" not in (run / name).read_bytes()
     assert not (run / "checkpoints" / ".partial-step-00000009").exists()

@@ -11,7 +11,7 @@ from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.loss import action_loss, segment_losses, step_losses
-from gear_offline.runs.loop import train
+from gear_offline.runs.loop import train_run
 from gear_offline.sampling import make_sampler
 from tests.sampling_support import CASES, CONTEXT, IDS, facts, keys
 from tests.segment_oracle import expect, oracle_window, same_bits
@@ -151,7 +151,7 @@ def test_training_learns_where_losses_are_large(
     plain = tiny_recipe(tiny_data(tmp_path), "evaluate.episodes=0")
     changes = {"strategy": "prioritized", "alpha": 1.0, "beta": 0.5}
     runs = [
-        train(recipe, out=tmp_path / recipe.selection.strategy, quiet=True)
+        train_run(recipe, out=tmp_path / recipe.selection.strategy, quiet=True)
         for recipe in (plain, plain.replace({f"selection.{k}": v for k, v in changes.items()}))
     ]
     assert learnt(runs[0])["model"] != learnt(runs[1])["model"]

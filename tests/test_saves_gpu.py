@@ -9,7 +9,7 @@ import torch
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.models.decision_transformer import build_model
-from gear_offline.runs.loop import TrainingInterrupted, train
+from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.training import saving
 from gear_offline.training.checkpoint import Keep, list_checkpoints, read_checkpoint
 from gear_offline.training.learner import Learner
@@ -90,12 +90,12 @@ def test_deterministic_runs_end_in_the_same_bits(
     monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
     options = (f"train.graph={graph}", f"train.precision={precision}", "train.deterministic=true")
     chosen = recipe(data, *options)
-    runs = [train(chosen, out=tmp_path / name, quiet=True) for name in ("one", "two")]
+    runs = [train_run(chosen, out=tmp_path / name, quiet=True) for name in ("one", "two")]
     broken = tmp_path / "broken"
     for stop in (9, 23):
         with interrupted_in(stop), pytest.raises(TrainingInterrupted):
-            train(chosen, out=broken, resume=stop > 9, quiet=True)
-    train(chosen, out=broken, resume=True, quiet=True)
+            train_run(chosen, out=broken, resume=stop > 9, quiet=True)
+    train_run(chosen, out=broken, resume=True, quiet=True)
     assert saved(runs[0]) == saved(runs[1])
     assert saved(broken) == saved(runs[0])
 
@@ -113,7 +113,7 @@ def test_nothing_of_the_gpu_is_kept_by_saves(data: Path, tmp_path: Path) -> None
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Learner, "advance", watched)
-        train(recipe(data, "train.graph=off"), out=tmp_path / "run", quiet=True)
+        train_run(recipe(data, "train.graph=off"), out=tmp_path / "run", quiet=True)
     assert free[0] == pytest.approx(free[1], abs=1 << 20)
 
 
@@ -126,7 +126,7 @@ def test_background_evaluations_on_the_gpu_find_what_those_between_steps_find(
     found = {}
     for how in ("on", "off"):
         options = ("train.device=cuda", "evaluate.device=cuda", f"evaluate.background={how}")
-        run = train(tiny_recipe(data_path, *options), out=tmp_path / how, quiet=True)
+        run = train_run(tiny_recipe(data_path, *options), out=tmp_path / how, quiet=True)
         records = read_records(run / "evaluations.jsonl")
         assert all(record["device"].startswith("cuda") for record in records)
         found[how] = [(record["step"], record["targets"]) for record in records]

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from gear_offline.errors import GearError
 from gear_offline.models.decision_transformer import build_model
-from gear_offline.runs.loop import train
+from gear_offline.runs.loop import train_run
 from gear_offline.training import saving
 from gear_offline.training.checkpoint import Keep, list_checkpoints, read_checkpoint
 from gear_offline.training.saving import Saver
@@ -109,5 +109,5 @@ def test_an_error_of_the_last_save_is_told(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(saving, "write_checkpoint", refuse)
     recipe = tiny_recipe(tiny_data(tmp_path), "evaluate.episodes=0", "train.steps=5")
-    code = failing_code(lambda: train(recipe, out=tmp_path / "run", quiet=True))
+    code = failing_code(lambda: train_run(recipe, out=tmp_path / "run", quiet=True))
     assert code == "OUTPUT_WRITE" and not (tmp_path / "run" / "summary.json").exists()

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from gear_offline.config.recipe import load_recipe
-from gear_offline.runs.loop import train
+from gear_offline.runs.loop import train_run
 from gear_offline.training.checkpoint import (
     checkpoint_name,
     list_checkpoints,
@@ -64,8 +64,8 @@ def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     data = make_dataset(tmp_path, [9, 30, 4, 17, 25]).path
     recipe = ranks_recipe(tmp_path / "sharded.yaml", data, *DEEPER, "train.steps=14")
-    alone = train(load_recipe(recipe), out=tmp_path / "alone", quiet=True)
-    train(load_recipe(recipe, ["train.steps=4"]), out=run, quiet=True)
+    alone = train_run(load_recipe(recipe), out=tmp_path / "alone", quiet=True)
+    train_run(load_recipe(recipe, ["train.steps=4"]), out=run, quiet=True)
     arguments = (str(recipe), str(run))
     said = launched(2, *arguments)
     for line in (
@@ -83,7 +83,7 @@ def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
     said = launched(3, *arguments)
     for line in ("resuming after step 8", "resuming after step 10"):
         assert line in said
-    train(load_recipe(recipe), out=run, resume=True, quiet=True)
+    train_run(load_recipe(recipe), out=run, resume=True, quiet=True)
     for mine, theirs in zip(measured(run), measured(alone), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
     last, same = (list_checkpoints(some / "checkpoints")[-1][1] for some in (run, alone))

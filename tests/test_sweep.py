@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from gear_offline.cli.main import main
 from gear_offline.config.recipe import Recipe
 from gear_offline.errors import GearError, InputError
-from gear_offline.runs.loop import TrainingInterrupted, train
+from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.sweep import run as sweep_run
 from gear_offline.sweep.jobs import Job
 from gear_offline.sweep.report import SweepResult
@@ -60,7 +60,7 @@ def test_trials_are_those_of_train_and_stay_as_they_are(
     result = sweep(recipe, OPTIONS, seeds=2, out=tmp_path / "sweep", parallel=1, quiet=True)
     assert result.is_complete and len(result.trials) == 4
     for one in result.trials:
-        alone = train(one.trial.recipe, out=tmp_path / one.trial.name, quiet=True)
+        alone = train_run(one.trial.recipe, out=tmp_path / one.trial.name, quiet=True)
         assert learnt(one.path) == learnt(alone)
         assert one.path == tmp_path / "sweep" / "runs" / one.trial.name
         assert one.last is not None and one.last.step == 20 and max(one.curves["loss"]) == 20

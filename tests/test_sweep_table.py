@@ -47,7 +47,7 @@ def sweep(tmp_path: Path) -> Path:
     failures = {name: f"MEMORY: out of memory | ({name}); a smaller <model>" for name in names}
     directory = SweepDirectory(tmp_path / "made-up-sweep")
     directory.path.mkdir()
-    directory.write(directory.begin(trials).model_copy(update={"failures": failures}))
+    directory.write(directory.file_for(trials).model_copy(update={"failures": failures}))
     for n, trial in enumerate(trials):
         losses, returns = [3.0 + n, 2.0 + n, 1.0 + n], [50.0 - n, 40.0 + n]
         fill(directory.run_path(trial), losses=losses, returns=returns, complete=n not in (5, 7))

@@ -17,7 +17,7 @@ from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.runs.evaluate import evaluate
-from gear_offline.runs.loop import train
+from gear_offline.runs.loop import train_run
 from gear_offline.training.checkpoint import chosen_checkpoint, list_checkpoints, read_checkpoint
 from gear_offline.training.metrics import read_records
 from gear_offline.training.policies import load_policy, trained_model
@@ -62,7 +62,7 @@ def test_a_report_that_fails_leaves_the_run_complete(
 ) -> None:
     fails = Mock(side_effect=RuntimeError("no plots here"))
     monkeypatch.setattr("gear_offline.runs.report.write_report", fails)
-    run = train(tiny_recipe(data, "train.steps=2", "evaluate.episodes=0"), out=tmp_path / "run")
+    run = train_run(tiny_recipe(data, "train.steps=2", "evaluate.episodes=0"), out=tmp_path / "run")
     assert json.loads((run / "summary.json").read_text())["steps"] == 2
     assert "there is no report: no plots here" in capsys.readouterr().err
 
@@ -70,12 +70,12 @@ def test_a_report_that_fails_leaves_the_run_complete(
 def test_the_same_recipe_gives_the_same_run(whole: Path, data: Path, tmp_path: Path) -> None:
     torch.manual_seed(123)  # the caller's state must not matter, and must not change
     before = torch.get_rng_state()
-    again = train(tiny_recipe(data), out=tmp_path / "again", quiet=True)
+    again = train_run(tiny_recipe(data), out=tmp_path / "again", quiet=True)
     assert torch.equal(before, torch.get_rng_state())
     assert learnt(again) == learnt(whole)
-    other = train(tiny_recipe(data, "seed=1"), out=tmp_path / "other", quiet=True)
+    other = train_run(tiny_recipe(data, "seed=1"), out=tmp_path / "other", quiet=True)
     assert learnt(other)["model"] != learnt(whole)["model"]
-    blind = train(tiny_recipe(data, "evaluate.episodes=0"), out=tmp_path / "blind", quiet=True)
+    blind = train_run(tiny_recipe(data, "evaluate.episodes=0"), out=tmp_path / "blind", quiet=True)
     for key in ("model", "metrics"):
         assert learnt(blind)[key] == learnt(whole)[key], "evaluations do not disturb training"
     assert learnt(blind)["evaluations"] == []
@@ -85,7 +85,7 @@ def test_the_loop_matches_a_plain_one(data: Path, tmp_path: Path) -> None:
     """Written from the paper's code: AdamW, clip, min((step + 1) / warmup, 1)."""
     # without dropout: which numbers it draws depends on the way attention is computed
     recipe = tiny_recipe(data, "train.steps=8", "evaluate.episodes=0", "model.dropout=0")
-    run = train(recipe, out=tmp_path / "run", quiet=True)
+    run = train_run(recipe, out=tmp_path / "run", quiet=True)
     torch.manual_seed(recipe.seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -137,7 +137,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     monkeypatch.setattr(DecisionTransformer, "loss", sometimes)
     run = tmp_path / "run"
     with one_error("LOSS_NONFINITE", "the loss of step 8 is nan"):
-        train(tiny_recipe(data), out=run, quiet=True)
+        train_run(tiny_recipe(data), out=run, quiet=True)
     last = read_checkpoint(list_checkpoints(run / "checkpoints")[-1][1])
     assert last.state.step == 7
     assert all(bool(torch.isfinite(value).all()) for value in last.weights().values())
@@ -149,8 +149,8 @@ def test_actions_that_a_tanh_cannot_reach_are_refused(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, [5, 5], columns=columns, environment_id=None)
     recipe = tiny_recipe(dataset.path, "train.steps=3", "train.evaluate_every=null")
     with one_error("MODEL", r"actions reach .* 1\.5"):
-        train(recipe, out=tmp_path / "a", quiet=True)
-    train(recipe.replace({"model.action_tanh": False}), out=tmp_path / "b", quiet=True)
+        train_run(recipe, out=tmp_path / "a", quiet=True)
+    train_run(recipe.replace({"model.action_tanh": False}), out=tmp_path / "b", quiet=True)
 
 
 def test_discrete_actions_and_raw_states(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_discrete_actions_and_raw_states(tmp_path: Path) -> None:
     columns["actions"] = np.arange(12, dtype=np.int64) % 4
     dataset = make_dataset(tmp_path, [5, 7], columns=columns, environment_id=None)
     recipe = tiny_recipe(dataset.path, "train.steps=4", "loader.normalize_states=false")
-    trained = trained_model(chosen_checkpoint(train(recipe, out=tmp_path / "run", quiet=True)))
+    trained = trained_model(chosen_checkpoint(train_run(recipe, out=tmp_path / "run", quiet=True)))
     assert trained.model.discrete and trained.model.config.act_dim == 4
     assert trained.state_mean is None and trained.state_std is None
 
@@ -170,7 +170,7 @@ def test_a_complete_run_is_left_as_it_is(whole: Path, tmp_path: Path, capsys: Ca
     run = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
     before = {path: path.read_bytes() for path in run.rglob("*.json*")}
     assert (run / "summary.json") in before
-    assert train(load_recipe(run), out=str(run), resume=True) == run
+    assert train_run(load_recipe(run), out=str(run), resume=True) == run
     assert {path: path.read_bytes() for path in run.rglob("*.json*")} == before
     assert "was complete already, 20 steps; report in" in capsys.readouterr().err
     assert learnt(run) == learnt(whole)
@@ -210,5 +210,5 @@ def test_each_shipped_recipe_takes_a_step(name: str, data: Path, tmp_path: Path)
         # The shape of the recipe at a thousandth of its size, so that a CPU takes the step.
         heads = recipe.model.heads
         recipe = recipe.replace({"model.hidden_size": 8 * heads, "model.layers": 2})
-    run = train(recipe, out=tmp_path / name, quiet=True)
+    run = train_run(recipe, out=tmp_path / name, quiet=True)
     assert read_records(run / "metrics.jsonl")[-1]["step"] == 1

@@ -38,7 +38,7 @@ from gear_offline.training.learner import Learner
 from gear_offline.training.saving import Saver, restore
 from gear_offline.training.seeding import deterministic, torch_threads
 
-__all__ = ["TrainingInterrupted", "train"]
+__all__ = ["TrainingInterrupted", "train_run"]
 
 STOP_EVERY = 10  # steps between two questions to all ranks whether to stop
 
@@ -49,7 +49,7 @@ class TrainingInterrupted(GearError):
     exit_code = 130  # 128 + SIGINT, as shells count
 
 
-def train(
+def train_run(
     recipe: Recipe,
     out: str | Path | None = None,
     *,

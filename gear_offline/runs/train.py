@@ -120,4 +120,4 @@ def train(
         import_module_of(name)
     from gear_offline.runs import loop  # loads torch
 
-    return Run(loop.train(whole, path, resume=resume, start=start, quiet=quiet, callbacks=told))
+    return Run(loop.train_run(whole, path, resume=resume, start=start, quiet=quiet, callbacks=told))

@@ -25,7 +25,7 @@ from gear_offline.core.text import first_line
 from gear_offline.errors import GearError, InputError, is_out_of_memory
 from gear_offline.loaders.recipes import loader_options
 from gear_offline.progress import Progress
-from gear_offline.runs.loop import TrainingInterrupted, train
+from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.sampling.base import own_strategies, register_own
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.trials import Trial
@@ -129,7 +129,7 @@ def train_trial(
     with run_errors(path.name, path, resolve_device(recipe.train.device)):
         while True:
             try:
-                train(recipe, out=path, resume=True, quiet=True, tables=tables)
+                train_run(recipe, out=path, resume=True, quiet=True, tables=tables)
                 return
             except InputError as error:
                 if error.code != "RUN_LOCKED" or time.monotonic() > end:

@@ -130,7 +130,7 @@ def run_trials(
         parallel = min(len(trials), parallel or most)
         datasets, resolved = _prepared(trials, quiet=quiet)
         stack.enter_context(directory.hold())
-        file = directory.begin(trials)
+        file = directory.file_for(trials)
         file.exact = file.exact or exact
         # Every trial gets its share of the cores; none of it changes what the trial computes.
         threads = None

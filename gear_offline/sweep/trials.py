@@ -198,7 +198,7 @@ class SweepDirectory:
             remedy = "sweep into another directory with --out"
             raise InputError("RUN_DAMAGED", what, str(self.path), remedy) from error
 
-    def begin(self, trials: Sequence[Trial]) -> SweepFile:
+    def file_for(self, trials: Sequence[Trial]) -> SweepFile:
         """Return the content for a call with `trials`; what rounds numbers is as of the first."""
         before: dict[str, Any] = {}
         if self.is_begun:

@@ -18,7 +18,7 @@ from pathlib import Path
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest
 from gear_offline.errors import InputError
-from gear_offline.runs.loop import train
+from gear_offline.runs.loop import train_run
 from gear_offline.tables.fields import ACTIONS, REWARDS, STATES
 from gear_offline.tables.table import TableOptions, build_table
 from gear_offline.training.checkpoint import read_checkpoint
@@ -114,7 +114,7 @@ def load(path: Path) -> None:
 def judge(options: argparse.Namespace, folder: Path) -> Judged:
     dataset, seed = Path(shutil.copytree(FIXTURE, folder / "d")), options.seed
     recipe = tiny_recipe(tiny_data(folder / "data"), "train.steps=3")
-    run = train(recipe, out=folder / "run", quiet=True)
+    run = train_run(recipe, out=folder / "run", quiet=True)
     saved = run / "checkpoints" / "step-00000003"
     bytes_of, parts = list(dataset_spans(dataset)), list(checkpoint_spans(saved))
     found = {

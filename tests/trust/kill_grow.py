@@ -22,7 +22,7 @@ import gear_offline as go
 import gear_offline.runs.report
 from gear_offline.config.recipe import Recipe
 from gear_offline.dataset.growing import GrowingDataset
-from gear_offline.runs.loop import train
+from gear_offline.runs.loop import train_run
 from tests.training_support import ACTION_DIM, STATE_DIM, learnt, tiny_recipe
 from tests.trust.kills import Judged, begin, program, status_of
 
@@ -75,7 +75,7 @@ def kill_many(data: Path, told: Path, recipe: Recipe, options: argparse.Namespac
 
 
 def start(recipe: Recipe, run: Path, *, kill_at: int = 0) -> int:
-    work = partial(train, recipe, out=run, resume=True, quiet=True)
+    work = partial(train_run, recipe, out=run, resume=True, quiet=True)
     return begin(work, CHANGES, kill_at=kill_at)
 
 
@@ -103,7 +103,7 @@ def judge(options: argparse.Namespace, folder: Path) -> Judged:
         if any(not np.array_equal(episode[name], wanted[name]) for name in episode):
             broken.append(f"episode {number} has changed")
     broken += [f"left: {path.name}" for path in (data / "incoming").iterdir()]
-    train(recipe.replace({"data.replay": True}), out=folder / "again", quiet=True)
+    train_run(recipe.replace({"data.replay": True}), out=folder / "again", quiet=True)
     if learnt(folder / "again")["model"] != learnt(run)["model"]:
         broken.append("the replayed run learnt something else")
     return {"admissions": growing.admissions, "episodes": len(numbers)}, broken

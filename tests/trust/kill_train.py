@@ -19,7 +19,7 @@ from pathlib import Path
 
 import gear_offline.runs.evaluations
 import gear_offline.runs.report
-from gear_offline.runs.loop import train
+from gear_offline.runs.loop import train_run
 from tests.training_support import (
     FakePool,
     learnt,
@@ -39,7 +39,7 @@ CHANGES = {  # calls that change files
 def start(data: Path, run: Path, *overrides: str, kill_at: int = 0) -> int:
     """Train in a child, from where the run stands; return the child."""
     recipe = tiny_recipe(data, *overrides)
-    work = partial(train, recipe, out=run, resume=True, quiet=True)
+    work = partial(train_run, recipe, out=run, resume=True, quiet=True)
     return begin(work, CHANGES, kill_at=kill_at)
 
 
