@@ -49,72 +49,44 @@ def attend(
     `mask`, (B or 1, 1, T, T) bool, is True where a query may look; None means causal only, which
     lets the fused kernels run.  `dropout` of attention weights is 0 outside training.
     """
-    if dropout > 0.0 and mask is None and has_fast_dropout(query):
-        return _attend_on_cpu(query, key, value, slice(None), scale=scale, dropout=dropout)
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale
-    )
-
-
-def _attend_on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, rows: slice, *, scale: float, dropout: float
-) -> Tensor:
-    """Causal attention of some of the queries in plain matrix products.
-
-    PyTorch has no fused CPU kernel with dropout, and its fallback spends more time around the
-    products than in them.
-    """
-    query = query[:, :, rows]
-    batch, heads, queries, width = query.shape
-    tokens = key.shape[2]
-    blocked = torch.full((tokens, tokens), float("-inf")).triu(1)[rows]
-    query, key, value = (part.reshape(batch * heads, -1, width) for part in (query, key, value))
-    scores = torch.baddbmm(blocked, query, key.transpose(1, 2), alpha=scale)
-    mixed = torch.bmm(drop(scores.softmax(-1), dropout), value)
-    return mixed.view(batch, heads, queries, width)
-
-
-def has_fast_dropout(values: Tensor) -> bool:
-    """Whether `drop` and `add_dropped` take their own path: eager float32 on a CPU."""
-    return (
-        values.device.type == "cpu"
-        and values.dtype == torch.float32
-        and not torch.compiler.is_compiling()
-    )
-
-
-def _dropout_mask(like: Tensor, probability: float) -> tuple[Tensor, float]:
-    """Return zeros and ones of the shape of `like`, and the factor that keeps the mean.
-
-    PyTorch's CPU dropout costs as much as a third of this model's matrix products, nearly all
-    of it for one random number an element.  16 random bits an element suffice: the probability
-    is rounded to a multiple of 2^-16, and the factor is that of the rounded one.
-    """
-    dropped = min(round(probability * 65536), 65535)  # one in 65,536 stays at least
-    words = torch.empty(-(-like.numel() // 4), dtype=torch.int64)
-    words.random_(-(2**63), None)  # all 64 bits, from PyTorch's default generator
-    bits = words.view(torch.int16)[: like.numel()].view(like.shape)
-    kept = torch.empty(like.shape, dtype=like.dtype)
-    torch.ge(bits, dropped - 32768, out=kept)
-    return kept, 65536 / (65536 - dropped)
+    if dropout == 0.0 or mask is not None or not _has_fast_dropout(query):
+        causal = mask is None
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale
+        )
+    # PyTorch has no fused CPU kernel with dropout, and its fallback spends more time around the
+    # products than in them.
+    tokens = query.shape[2]
+    blocked = torch.full((tokens, tokens), float("-inf")).triu(1)
+    queries, keys, values = (part.flatten(0, 1) for part in (query, key, value))
+    scores = torch.baddbmm(blocked, queries, keys.transpose(1, 2), alpha=scale)
+    return torch.bmm(drop(scores.softmax(-1), dropout), values).view(query.shape)
 
 
 def drop(values: Tensor, probability: float) -> Tensor:
-    """Dropout of `values`; the caller passes 0 outside training."""
+    """Dropout of `values`; the caller passes 0 outside training.
+
+    PyTorch's CPU dropout costs as much as a third of this model's matrix products, nearly all
+    of it for one random number an element.  16 random bits an element suffice: the probability
+    is rounded to a multiple of 2^-16, and the factor that keeps the mean fits the rounded one.
+    """
     if probability == 0.0:
         return values
-    if not has_fast_dropout(values):
+    if not _has_fast_dropout(values):
         return F.dropout(values, probability)
-    kept, factor = _dropout_mask(values, probability)
-    return values * kept.mul_(factor)
+    dropped = min(round(probability * 65536), 65535)  # one in 65,536 stays at least
+    words = torch.empty(-(-values.numel() // 4), dtype=torch.int64)
+    words.random_(-(2**63), None)  # all 64 bits, from PyTorch's default generator
+    bits = words.view(torch.int16)[: values.numel()].view(values.shape)
+    kept = torch.empty(values.shape, dtype=values.dtype)
+    torch.ge(bits, dropped - 32768, out=kept)
+    return values * kept.mul_(65536 / (65536 - dropped))
 
 
-def add_dropped(residual: Tensor, branch: Tensor, probability: float) -> Tensor:
-    """``residual + drop(branch, probability)`` in one pass where that is possible."""
-    if probability == 0.0 or not has_fast_dropout(branch) or residual.dtype != branch.dtype:
-        return residual + drop(branch, probability)
-    kept, factor = _dropout_mask(branch, probability)
-    return torch.addcmul(residual, branch, kept, value=factor)
+def _has_fast_dropout(values: Tensor) -> bool:
+    """Whether `drop` takes its own path: eager float32 on a CPU."""
+    eager = not torch.compiler.is_compiling()
+    return eager and values.device.type == "cpu" and values.dtype == torch.float32
 
 
 def attend_eagerly(
@@ -176,9 +148,9 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
         """
         mixed, weights = self._attend(hidden, mask, eager, keep)
         residual = self.attn.resid_dropout.p if self.training else 0.0
-        hidden = add_dropped(take(hidden, keep), self.attn.c_proj(mixed), residual)
+        hidden = take(hidden, keep) + drop(self.attn.c_proj(mixed), residual)
         inner = self.mlp.c_proj(self._widen(self.ln_2(hidden)))
-        return add_dropped(hidden, inner, self.mlp.dropout.p if self.training else 0.0), weights
+        return hidden + drop(inner, self.mlp.dropout.p if self.training else 0.0), weights
 
     def _widen(self, hidden: Tensor) -> Tensor:
         """(B, T', H) -> (B, T', 4H), the MLP's first map and its activation."""
@@ -220,9 +192,6 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
             mixed, weights = attend_eagerly(
                 query, key, value, mask=mask, scale=scale, dropout=dropout
             )
-        elif isinstance(keep, slice) and mask is None and has_fast_dropout(query):
-            mixed = _attend_on_cpu(query, key, value, keep, scale=scale, dropout=dropout)
-            return mixed.transpose(1, 2).reshape(batch, -1, width), None
         else:
             mixed = attend(query, key, value, mask=mask, scale=scale, dropout=dropout)
         return take(mixed.transpose(1, 2).reshape(batch, tokens, width), keep), weights

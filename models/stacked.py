@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gear_offline.kernels.short_attention import packed_attention, supports_packed
-from gear_offline.models.blocks import add_dropped, attend, drop
+from gear_offline.models.blocks import attend, drop
 from gear_offline.models.decision_transformer import (
     STATE_TOKENS,
     DecisionTransformer,
@@ -189,7 +189,7 @@ class StackedModels(nn.Module):
     def _add(self, hidden: Tensor, branch: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``hidden + drop(branch + bias)``, and that normalised."""
         branch = branch + bias[:, None].to(self._kind)
-        hidden = add_dropped(hidden, branch, self._dropout)
+        hidden = hidden + drop(branch, self._dropout)
         return hidden, self._plain(hidden)
 
     def _attend(self, layer: int, rows: Tensor, tokens: int, seeds: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DecisionTransformerModel
 
 from gear_offline.errors import InputError
-from gear_offline.models.blocks import add_dropped, drop
+from gear_offline.models.blocks import drop
 from gear_offline.models.decision_transformer import (
     Attention,
     DecisionTransformer,
@@ -230,14 +230,10 @@ def test_actions_that_a_tanh_cannot_reach_are_found() -> None:
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5])
-@pytest.mark.parametrize("via", ["drop", "add_dropped"])
-def test_dropout_keeps_the_share_and_the_mean(probability: float, via: str) -> None:
+def test_dropout_keeps_the_share_and_the_mean(probability: float) -> None:
     torch.manual_seed(0)
     count = 400_003
-    if via == "drop":
-        found = drop(torch.ones(count), probability)
-    else:
-        found = add_dropped(torch.full((count,), 2.0), torch.ones(count), probability) - 2.0
+    found = drop(torch.ones(count), probability)
     deviation = (probability * (1 - probability) / count) ** 0.5
     share = float((found.abs() < 1e-6).double().mean())
     # 5 standard deviations, and the rounding of the probability to 2^-16
@@ -252,12 +248,9 @@ def test_dropped_places_are_independent_and_those_of_the_gradient() -> None:
         correlation = float((kept[lag:] * kept[:-lag]).mean()) * 4
         assert abs(correlation) < 5 / 400_000**0.5, lag
     values = torch.randn(1000, requires_grad=True)
-    residual = torch.zeros(1000, requires_grad=True)
-    result = add_dropped(residual, values, 0.25)
+    result = drop(values, 0.25)
     result.sum().backward()
-    assert values.grad is not None and residual.grad is not None
-    assert torch.equal(values.grad == 0, result == 0)
-    assert torch.equal(residual.grad, torch.ones(1000))
+    assert values.grad is not None and torch.equal(values.grad == 0, result == 0)
 
 
 @given(
