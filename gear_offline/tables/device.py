@@ -1,4 +1,4 @@
-"""Memory that a GPU reads: its own, that of other GPUs of the node, host memory mapped into it.
+"""Memory that a GPU reads: its own (`hbm`), other GPUs' (`peer`), mapped host memory (`host`).
 
 CuPy calls the CUDA runtime, in the context that torch's kernels run in.
 """
@@ -32,7 +32,7 @@ class Pinned:
 
 
 class DeviceMemory:
-    """Memory of one GPU, and host memory mapped into it."""
+    """Memory that one GPU reads: `allocate` is `hbm`, the shared calls `peer`, `pin` is `host`."""
 
     def __init__(self, device: torch.device) -> None:
         try:

@@ -8,7 +8,10 @@ than one dimension a step, such as images, is a group of its own in its source d
 discrete actions and extra columns.
 
 Before the first and after the last step lie `margin` rows of zeros, so that a window of that many
-steps may begin or end outside the table.
+steps may begin or end outside the table.  Behind them segments of other nodes land (`remote`).
+
+The rows are in host memory, of one process (`private_rows`), a node or a learner whose data grow
+(`shared`); `placement` copies them to GPUs or pins them, and `disk` has none but its windows.
 
 Shape legend: N steps, E episodes, n steps of a chunk, W elements of a row, M margin.
 """
@@ -113,7 +116,7 @@ class Table:
 
     @property
     def landing_row(self) -> int:
-        """The first row behind the last margin: from there on lies what comes from elsewhere."""
+        """The first row behind the last margin: there segments of other nodes land (`remote`)."""
         return 2 * self.margin + self.episodes.steps
 
     def first_rows(self, local: BoolArray | None = None) -> Int64Array:
