@@ -123,11 +123,6 @@ class TableSpec:
             remedy += f"; to put its parts together, convert with --columns {name}={parts}"
         raise InputError("COLUMN", f"no column {name!r}", remedy=remedy)
 
-    @property
-    def step_bytes(self) -> int:
-        """Bytes of one step over all columns."""
-        return sum(c.step_bytes for c in self.columns)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EpisodeIndex:

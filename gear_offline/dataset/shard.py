@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -27,13 +26,11 @@ from gear_offline.errors import InputError
 ALIGNMENT_BYTES = 64  # tensor data begin at a multiple of this
 DIGEST_CHARS = 32  # hexadecimal digits of 128 bits
 
-DTYPE_CODES: Mapping[str, np.dtype[Any]] = {
-    "BOOL": np.dtype(np.bool_),
-    **{f"U{8 * n}": np.dtype(f"u{n}") for n in (1, 2, 4, 8)},
-    **{f"I{8 * n}": np.dtype(f"i{n}") for n in (1, 2, 4, 8)},
-    **{f"F{8 * n}": np.dtype(f"f{n}") for n in (2, 4, 8)},
+KINDS = ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8")
+CODES: dict[np.dtype[Any], str] = {  # safetensors' names
+    np.dtype(np.bool_): "BOOL",
+    **{np.dtype(kind): f"{kind[0].upper()}{8 * int(kind[1])}" for kind in KINDS},
 }
-CODES = {dtype: code for code, dtype in DTYPE_CODES.items()}
 
 EPISODE_COLUMNS = (
     ColumnSpec(name="episode_lengths", dtype=np.dtype(np.int64)),

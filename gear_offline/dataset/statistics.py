@@ -218,15 +218,15 @@ def distribution(values: npt.ArrayLike, *, whole: bool = False) -> Distribution:
     """
     finite = np.asarray(values, np.float64)
     finite = finite[np.isfinite(finite)]
-    edges: Array = np.zeros(0)
-    counts: Array = np.zeros(0, np.int64)
-    low = high = mean = std = nan
-    if finite.size:
-        low, high = float(finite.min()), float(finite.max())
-        edges, counts = np.asarray([low, high]), np.asarray([finite.size])
-        with np.errstate(all="ignore"):
-            mean, std = float(finite.mean()), float(finite.std())
-    if whole and finite.size:
+    if not finite.size:
+        none = Histogram(edges=[], counts=[])
+        return Distribution(count=0, mean=nan, std=nan, min=nan, max=nan, histogram=none)
+    low, high = float(finite.min()), float(finite.max())
+    edges: Array = np.array([low, high])
+    counts: Array = np.array([finite.size])
+    with np.errstate(all="ignore"):
+        mean, std = float(finite.mean()), float(finite.std())
+    if whole:
         width = (int(high) - int(low)) // HISTOGRAM_BINS + 1
         edges = np.arange(int(low), int(high) + width + 1, width, dtype=np.int64)
         counts = np.histogram(finite, bins=edges)[0]
