@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from gear_offline.core.closing import Closing
 from gear_offline.core.device import resolve_device
 from gear_offline.core.files import write_error
 from gear_offline.core.interruption import StopRequest
-from gear_offline.distributed.world import current, open_world, rank_device
+from gear_offline.distributed.world import World, current, open_world, rank_device
 from gear_offline.errors import GearError
 from gear_offline.progress import say
 from gear_offline.runs.callbacks import Callback, Callbacks
@@ -31,6 +31,7 @@ from gear_offline.runs.prepare import open_growing, prepare_dataset, resolve
 from gear_offline.runs.run import Run
 from gear_offline.runs.trackers import trackings
 from gear_offline.runs.writer import RunWriter
+from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
 from gear_offline.training.checkpoint import Keep, remove_leftovers
 from gear_offline.training.gradients import check_micro_batches
@@ -68,23 +69,74 @@ def train_run(
     device = rank_device(resolve_device(recipe.train.device, where="train.device"))
     with open_world(device, timeout=recipe.train.timeout) as world, ExitStack() as held:
         quiet = quiet or not world.is_first
-
         # what can be refused before the data are read, or made
         check_micro_batches(world.rank_batch(recipe.loader.batch_size), recipe.train.accumulate)
         world.lead(lambda: check_recipe(recipe, where=f"recipe {recipe.name}"))
         directory = world.lead(lambda: held.enter_context(RunDirectory(path, resume=resume)))
         world.lead(lambda: check_resumed(path, recipe, start, is_resolved=False))
 
-        # the data, and a recipe that says everything in numbers
-        held.enter_context(torch_settings(recipe, device))
+        # torch's state is the caller's again at the end
+        held.enter_context(current(device))
+        held.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        held.enter_context(run_settings(recipe))
         dataset = prepare_dataset(recipe, world=world, quiet=quiet)
-        recipe, sizes = resolve(recipe, dataset, quiet=quiet)
-        world.lead(lambda: check_resumed(path, recipe, start))
+        with open_run(
+            path,
+            directory,
+            recipe,
+            dataset,
+            device,
+            world=world,
+            start=start,
+            tables=tables,
+            callbacks=callbacks,
+            quiet=quiet,
+        ) as run:
+            run.catch_up()  # a killed run may have left something to do
+            while not (run.is_complete or run.is_stopped):
+                run.advance()
+                run.catch_up()
+            run.finish()
+    return path
+
+
+@contextmanager
+def run_settings(recipe: Recipe) -> Iterator[None]:
+    """Set torch's CPU threads and kernels to a recipe's while inside."""
+    settings = recipe.train
+    with torch_threads(settings.threads), deterministic(settings.deterministic):
+        yield
+
+
+@contextmanager
+def open_run(
+    path: Path,
+    directory: RunDirectory | None,
+    recipe: Recipe,
+    dataset: TableData,
+    device: torch.device,
+    *,
+    world: World | None = None,
+    start: Path | None = None,
+    tables: SharedTables | None = None,
+    callbacks: Sequence[Callback] = (),
+    stop: StopRequest | None = None,
+    concurrent_runs: int = 1,
+    quiet: bool = False,
+) -> Iterator[LiveRun]:
+    """Open a run where its newest checkpoint has left it, within its `run_settings`.
+
+    The first rank holds the `directory`.  Runs of one process share a `stop`, and the cores that
+    training leaves to evaluations (`concurrent_runs`).
+    """
+    world = World() if world is None else world
+    recipe, sizes = resolve(recipe, dataset, quiet=quiet)  # it says everything in numbers
+    world.lead(lambda: check_resumed(path, recipe, start))
+    with ExitStack() as held:
         growing = open_growing(recipe, sizes, dataset, world=world, quiet=quiet)
         if growing is not None:
             held.enter_context(growing)
-
-        # who learns from them, and who is told
+        torch.manual_seed(recipe.seed)
         learner = Learner(
             recipe, sizes, dataset, device, world=world, tables=tables, growing=growing
         )
@@ -95,23 +147,14 @@ def train_run(
             if start is not None:
                 world.lead(lambda: directory and directory.branch(recipe, start))
             with (
-                StopRequest() as stop,
-                LiveRun(directory, learner, stop, listeners, quiet=quiet) as run,
+                StopRequest() if stop is None else nullcontext(stop) as stop,
+                LiveRun(directory, learner, stop, listeners, concurrent_runs, quiet=quiet) as run,
             ):
-                run.catch_up()  # a killed run may have left something to do
-                while not (run.is_complete or run.is_stopped):
-                    is_ready = learner.admit(lambda: stop.signal_name is not None)
-                    if is_ready:
-                        learner.advance()
-                        run.note_step()
-                    run.catch_up(stops=not is_ready)
-                run.finish()
-            run.sum_up()
+                yield run
         except OSError as error:  # of the run's own files: the data's errors have codes
             if directory is not None:
                 remove_leftovers(directory.checkpoints)
             raise write_error(error, str(path)) from error
-    return path
 
 
 class Due(NamedTuple):
@@ -140,9 +183,9 @@ class LiveRun(Closing):
         learner: Learner,
         stop: StopRequest,
         callbacks: Callbacks,
+        concurrent_runs: int = 1,
         *,
         quiet: bool,
-        concurrent_runs: int = 1,
     ) -> None:
         self.learner, self.stop, self.callbacks = learner, stop, callbacks
         self.path, self.is_stopped = callbacks.run.path, False
@@ -178,13 +221,20 @@ class LiveRun(Closing):
             ask_stop=ask_stop,
         )
 
+    def advance(self) -> None:
+        """Do a step; stop before it where Ctrl-C comes while it waits for data to be appended."""
+        if not self.learner.admit(lambda: self.stop.signal_name is not None):
+            self._save_and_stop(saves=False)
+        self.learner.advance()
+        self.note_step()
+
     def note_step(self) -> None:
         """Look after what goes on beside the steps, now that there is one more."""
         self.saver.check()
         if self.writer is not None:
             self.writer.step(self.learner.step)
 
-    def catch_up(self, *, stops: bool = False) -> None:
+    def catch_up(self) -> None:
         """Log, evaluate, save and stop, each of it if it is due after the steps so far."""
         due = self.due()
         if due.log and self.learner.window.filled:
@@ -192,8 +242,8 @@ class LiveRun(Closing):
             if self.writer is not None:
                 self.writer.log(self.learner.step, values)
         is_needed = due.evaluation and self._evaluate()
-        if due or stops:
-            self._save_and_stop(due.save or is_needed)
+        if due:
+            self._save_and_stop(saves=due.save or is_needed)
 
     def _evaluate(self) -> bool:
         """Play the policy, or have it played; return whether a checkpoint is needed now."""
@@ -203,7 +253,7 @@ class LiveRun(Closing):
             self.learner.prepare_policy()
         return first is not None and first.evaluations.evaluate(step)
 
-    def _save_and_stop(self, saves: bool) -> None:
+    def _save_and_stop(self, *, saves: bool) -> None:
         """Save if the first rank needs a checkpoint or if any rank was told to stop; then stop."""
         answer = {"saves": saves, "signal": self.stop.signal_name, "stops": self.callbacks.stop}
         answers = self._world.gather(answer)
@@ -221,12 +271,16 @@ class LiveRun(Closing):
             raise TrainingInterrupted("INTERRUPTED", what, str(self.path), remedy)
 
     def finish(self) -> None:
-        """Wait for what the last step left under way."""
+        """Wait for what the last step left under way; write what a complete run leaves behind."""
         if self.writer is not None:
             self.writer.finish()
         self.saver.wait()
         if self.writer is not None:
             self.writer.tell_saved()
+        self.close()
+        self.learner.close()
+        if self.writer is not None:
+            self.writer.sum_up()
 
     def close(self) -> None:
         """Close the files and end the threads; a second Ctrl-C waits for nothing."""
@@ -235,20 +289,3 @@ class LiveRun(Closing):
         finally:
             if self.writer is not None:
                 self.writer.close()
-
-    def sum_up(self) -> None:
-        """Give back what the loader holds, and write what a complete run leaves behind."""
-        self.learner.close()
-        if self.writer is not None:
-            self.writer.sum_up()
-
-
-@contextmanager
-def torch_settings(recipe: Recipe, device: torch.device) -> Iterator[None]:
-    """Set torch's GPU, threads and random numbers; give the caller's back at the end."""
-    random = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-    settings = recipe.train
-    threads, kernels = torch_threads(settings.threads), deterministic(settings.deterministic)
-    with current(device), random, threads, kernels:
-        torch.manual_seed(recipe.seed)
-        yield

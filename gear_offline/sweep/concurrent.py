@@ -1,9 +1,10 @@
 """The trials of a sweep in one process: those of equal shapes stacked, the others on streams.
 
-Stacks take turns: each launches a few steps at a time on a stream of its own.  Where the host needs
-the numbers of a stack's runs (a log line, a checkpoint, an evaluation) it leaves that stack until
-they are there and goes on with the others, so that the GPU always has something to do.  A run that
-is like no other is a stack of one.
+A group of runs, often of one, goes through the loop of `gear_offline.runs.loop` together: open,
+resume, advance, do what is due, finish.  Groups take turns: each launches a few steps at a time on
+a stream of its own.  Where the host needs the numbers of a group's runs (a log line, a checkpoint,
+an evaluation) it leaves that group until they are there and goes on with the others, so that the
+GPU always has something to do.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,17 +23,13 @@ from gear_offline.core.interruption import StopRequest
 from gear_offline.distributed.world import current
 from gear_offline.errors import GearError
 from gear_offline.loaders.recipes import recipe_sampler
-from gear_offline.runs.callbacks import Callbacks
-from gear_offline.runs.directory import RunDirectory, check_resumed
-from gear_offline.runs.loop import LiveRun, TrainingInterrupted
+from gear_offline.runs.directory import RunDirectory
+from gear_offline.runs.loop import LiveRun, TrainingInterrupted, open_run, run_settings
 from gear_offline.runs.prepare import resolve
-from gear_offline.runs.run import Run
-from gear_offline.runs.trackers import trackings
 from gear_offline.sweep.jobs import Job, run_errors
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables.shared import SharedTables
 from gear_offline.training.learner import Learner
-from gear_offline.training.seeding import deterministic, torch_threads
 from gear_offline.training.stack import Stack, stack_key, why_not_stacked
 
 CHUNK = 8  # steps of a stack that are launched in one turn
@@ -44,9 +41,8 @@ MEMORY_SPARE = 1.25  # a further run begins if so many times what one takes is f
 
 def train_concurrently(job: Job) -> None:
     """Train the trials together in this process; raise ``INTERRUPTED`` after Ctrl-C."""
-    scheduler = _Scheduler(job)
-    with scheduler.stop, current(job.device), _many_shapes(job.trials, job.device):
-        scheduler.train(deque(_alike(job)))
+    with StopRequest() as stop, current(job.device), _many_shapes(job.trials, job.device):
+        _Scheduler(job, stop).train(deque(_alike(job)))
 
 
 def _alike(job: Job) -> Iterator[list[Trial]]:
@@ -91,21 +87,20 @@ def _many_shapes(trials: Sequence[Trial], device: torch.device) -> Iterator[None
 class _Scheduler:
     """Has groups of runs take turns until all trials have ended."""
 
-    def __init__(self, job: Job) -> None:
-        self._job, self._device = job, job.device
-        self._tables, self.stop = SharedTables(), StopRequest()
+    def __init__(self, job: Job, stop: StopRequest) -> None:
+        self._job, self._stop, self._tables = job, stop, SharedTables()
         self._groups: list[_Group] = []
 
     def train(self, waiting: deque[list[Trial]]) -> None:
         """Train the trials that wait, a list a stack; what an interrupted run has done is saved."""
         try:
             while waiting or self._groups:
-                if waiting and self.stop.signal_name is None and self._has_room(len(waiting[0])):
-                    self._open_groups(waiting.popleft())
+                if waiting and self._stop.signal_name is None and self._has_room(len(waiting[0])):
+                    self._open(waiting.popleft())
                 launched = [group.turn() for group in self._groups]
                 self._groups = [group for group in self._groups if group.members]
-                if self.stop.signal_name is not None and not self._groups:
-                    what = f"stopped by {self.stop.signal_name}"
+                if self._stop.signal_name is not None and not self._groups:
+                    what = f"stopped by {self._stop.signal_name}"
                     raise TrainingInterrupted("INTERRUPTED", what)
                 for member in self._running():
                     self._job.moved(member.trial, member.run.learner.step)
@@ -120,51 +115,31 @@ class _Scheduler:
 
     def _has_room(self, runs: int) -> bool:
         """Return whether so many runs more may begin, and the GPU has memory for them."""
-        running = len(self._running())
+        running, device = len(self._running()), self._job.device
         if running and running + runs > self._job.parallel:
             return False
-        if self._device.type != "cuda" or not running:
+        if device.type != "cuda" or not running:
             return True
-        free, _ = torch.cuda.mem_get_info(self._device)
-        each = torch.cuda.memory_reserved(self._device) / running
-        return free > MEMORY_SPARE * runs * each
+        free, _ = torch.cuda.mem_get_info(device)
+        return free > MEMORY_SPARE * runs * torch.cuda.memory_reserved(device) / running
 
-    def _open_groups(self, trials: list[Trial]) -> None:
+    def _open(self, trials: list[Trial]) -> None:
         """Open the runs of a stack; a kill may have come when some had saved a step, others not."""
-        at_step: dict[int, _Group] = {}
+        at_step: dict[int, list[_Member]] = {}
         for trial in trials:
-            if self.stop.signal_name is not None:
-                return
+            if self._stop.signal_name is not None:
+                break
             try:
-                with run_errors(trial.name, self._job.folder / trial.name, self._device):
-                    member = self._open(trial)
+                with run_errors(trial.name, self._job.folder / trial.name, self._job.device):
+                    member = _Member.open(trial, self._job, self._stop, self._tables)
             except GearError as error:
                 self._job.end(trial, error)
-                continue
-            if (group := at_step.get(member.first_step)) is not None:
-                group.members.append(member)
             else:
-                group = _Group(member, self._job, self.stop, self._wait_for_savers)
-                at_step[member.first_step] = group
-                self._groups.append(group)
-
-    def _open(self, trial: Trial) -> _Member:
-        path, rng = self._job.folder / trial.name, RngStream(self._device)
-        with ExitStack() as stack:
-            directory = stack.enter_context(RunDirectory(path, resume=path.exists()))
-            dataset = self._job.dataset(trial.recipe)
-            recipe, sizes = resolve(trial.recipe, dataset, quiet=True)
-            check_resumed(path, recipe)
-            threads, kernels = recipe.train.threads, recipe.train.deterministic
-            with rng.use(), torch_threads(threads), deterministic(kernels):
-                torch.manual_seed(recipe.seed)
-                learner = Learner(recipe, sizes, dataset, self._device, tables=self._tables)
-                told = stack.enter_context(Callbacks(Run(path), trackings(recipe.train)))
-                runs = self._job.parallel
-                run = LiveRun(directory, learner, self.stop, told, quiet=True, concurrent_runs=runs)
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)  # a table may be on its way for others
-            return _Member(trial, run, stack.pop_all(), rng, first_step=learner.step)
+                members = at_step.setdefault(member.run.learner.step, [])
+                members.append(member)
+                if len(members) == 1:
+                    group = _Group(members, self._job, self._stop, self._wait_for_savers)
+                    self._groups.append(group)
 
     def _wait_for_savers(self) -> None:
         """Before a capture: no thread that writes a checkpoint may use the GPU meanwhile."""
@@ -181,55 +156,59 @@ class _Member:
     run: LiveRun
     held: ExitStack
     rng: RngStream
-    first_step: int
+
+    @classmethod
+    def open(cls, trial: Trial, job: Job, stop: StopRequest, tables: SharedTables) -> _Member:
+        """Open the run of a trial, or resume it."""
+        path, recipe, rng = job.folder / trial.name, trial.recipe, RngStream(job.device)
+        with ExitStack() as held, rng.use(), run_settings(recipe):
+            directory = held.enter_context(RunDirectory(path, resume=path.exists()))
+            opened = open_run(
+                path,
+                directory,
+                recipe,
+                job.dataset(recipe),
+                job.device,
+                tables=tables,
+                stop=stop,
+                concurrent_runs=job.parallel,
+                quiet=True,
+            )
+            run = held.enter_context(opened)
+            if job.device.type == "cuda":
+                torch.cuda.synchronize(job.device)  # a table may be on its way for others
+            return cls(trial, run, held.pop_all(), rng)
 
     def close(self) -> None:
         """Close the run; the error that came first is told, not one of closing what it left."""
-        with suppress(GearError, OSError, RuntimeError), self.held, self.rng.use():
-            self.run.close()
-            self.run.learner.close()
-
-
-class _GroupStop(StopRequest):
-    """The scheduler's request as a group sees it: all its runs stop after the same step."""
-
-    def __init__(self, whole: StopRequest) -> None:
-        super().__init__()
-        self.whole = whole
-
-    def look(self) -> None:
-        """Take over a request that has come meanwhile."""
-        self.signal_name = self.whole.signal_name
-
-    @contextmanager
-    def abortable(self) -> Iterator[None]:
-        with self.whole.abortable():
-            yield
+        with suppress(GearError, OSError, RuntimeError), closing(self.run.learner), self.rng.use():
+            self.held.close()
 
 
 class _Group:
     """Runs that share a stream, its random numbers and, if they are several, one step.
 
-    `members` are those that go on: appended before the first turn, left out when they end.
+    `members` are those that go on: added before the first turn, left out when they end.
     """
 
     def __init__(
-        self, first: _Member, job: Job, stop: StopRequest, before_capture: Callable[[], None]
+        self,
+        members: list[_Member],
+        job: Job,
+        stop: StopRequest,
+        before_capture: Callable[[], None],
     ) -> None:
-        self.members, self._rng = [first], first.rng
-        self._job, self._stop, self._before_capture = job, _GroupStop(stop), before_capture
-        self._settings = first.run.learner.recipe.train
-        self._steps = self._train()
+        self.members, self._rng = members, members[0].rng
+        self._job, self._stop, self._before_capture = job, stop, before_capture
+        self._recipe = members[0].trial.recipe
         self._stack: Stack | None = None
-        self._stacked: list[_Member] = []
-        self._window_began: float | None = None  # since when steps run, ...
-        self._counted_seconds = 0.0  # ... and how much of that learners have counted themselves
+        self._steps = self._train()
 
     def turn(self) -> int:
         """Launch steps up to the first thing to wait for; return how many."""
-        launched, threads, kernels = 0, self._settings.threads, self._settings.deterministic
+        launched = 0
         if self._rng.pending() < DEEP:
-            with self._rng.use(), torch_threads(threads), deterministic(kernels):
+            with self._rng.use(), run_settings(self._recipe):
                 while launched < CHUNK and next(self._steps, False):
                     launched += 1
             self._rng.mark()
@@ -237,25 +216,75 @@ class _Group:
 
     def _train(self) -> Iterator[bool]:
         """Train the runs to their ends: yield True after each step, False where they wait."""
-        for member in self.members:
-            member.run.stop = self._stop
         if len(self.members) > 1:
-            self._stacked = list(self.members)
-            with self._ending(*self._stacked):
-                self._stack = Stack([member.run.learner for member in self._stacked])
-        while True:
-            self._stop.look()
-            if any(member.run.due() for member in self.members):
-                self._rng.mark()
-                while self._rng.pending():
-                    yield False
-                self._count_window()
-            yield from self._each(self._catch_up)
-            if all(member.run.is_complete for member in self.members):
-                break
+            with self._ending(*self.members):
+                self._stack = Stack([member.run.learner for member in self.members])
+        yield from self._catch_up()  # killed runs may have left something to do
+        while not all(member.run.is_complete for member in self.members):
             self._advance()
             yield True
+            yield from self._catch_up()
         yield from self._each(self._finish)
+
+    def _advance(self) -> None:
+        """Launch the next step of all runs."""
+        learners, failures = [m.run.learner for m in self.members], dict[Learner, GearError]()
+        if (self._stack or learners[0]).will_capture:
+            self._before_capture()
+        elif self._job.device.type == "cuda":
+            for learner in learners:
+                learner.window.launch()
+        with self._ending(*self.members):
+            if self._stack is None:
+                learners[0].advance()
+            else:
+                failures = self._stack.advance()
+        for member in list(self.members):
+            with self._ending(member):
+                if member.run.learner in failures:
+                    raise failures[member.run.learner]
+                member.run.note_step()
+
+    def _catch_up(self) -> Iterator[bool]:
+        """Do what is due after the steps so far, when the GPU has done them."""
+        if not any(member.run.due() for member in self.members):
+            return
+        self._rng.mark()
+        while self._rng.pending():
+            yield False
+        for member in self.members:
+            member.run.learner.window.landed()
+        yield from self._each(self._catch_up_one)
+        if self._stop.signal_name is not None:  # it may have come between: all stop at one step
+            yield from self._each(self._catch_up_one)
+
+    def _catch_up_one(self, member: _Member) -> bool:
+        """Log, evaluate, save and stop; return False if an evaluation cannot begin yet."""
+        run, step = member.run, member.run.learner.step
+        assert run.writer is not None, "a sweep has one rank"
+        if self._stop.signal_name is None:
+            if run.due().evaluation and run.writer.evaluations.must_wait(step):
+                run.writer.evaluations.collect()
+                return False
+        elif not step:
+            raise TrainingInterrupted("INTERRUPTED", "there is nothing to save yet")
+        run.catch_up()
+        return True
+
+    def _finish(self, member: _Member) -> bool:
+        """Sum up a run whose steps are done, when its evaluations are there."""
+        run = member.run
+        assert run.writer is not None, "a sweep has one rank"
+        run.saver.check()
+        run.writer.evaluations.collect()
+        if run.writer.evaluations.outstanding:
+            if self._stop.signal_name is not None:
+                raise TrainingInterrupted("INTERRUPTED", "a resumed run waits for its evaluations")
+            return False
+        run.finish()
+        member.held.close()
+        self._end(member)
+        return True
 
     def _each(self, act: Callable[[_Member], bool]) -> Iterator[bool]:
         """Have every run do something; while some answer that they cannot yet, yield False."""
@@ -269,56 +298,6 @@ class _Group:
                     left.remove(member)
             if left:
                 yield False
-
-    def _catch_up(self, member: _Member) -> bool:
-        """Log, evaluate, save and stop after the steps so far, once an evaluation can begin."""
-        run, step = member.run, member.run.learner.step
-        if self._stop.signal_name is not None and step == member.first_step:
-            raise TrainingInterrupted("INTERRUPTED", "there is nothing new to save")
-        assert run.writer is not None, "a sweep has one rank"
-        if run.due().evaluation and run.writer.evaluations.must_wait(step):
-            run.writer.evaluations.collect()
-            return False
-        run.catch_up()
-        return True
-
-    def _advance(self) -> None:
-        """Launch the next step of all runs."""
-        stack, learner, failures = self._stack, self.members[0].run.learner, dict[int, GearError]()
-        if (stack or learner).will_capture:
-            self._before_capture()
-        began = time.perf_counter()
-        if self._window_began is None:
-            self._window_began, self._counted_seconds = began, 0.0
-        with self._ending(*self.members):
-            if stack is None:
-                learner.advance()
-            else:
-                failures = stack.advance()
-        if stack is None or not stack.is_captured:
-            self._counted_seconds += time.perf_counter() - began
-        for number, error in failures.items():
-            self._end(self._stacked[number], error)
-        for member in list(self.members):
-            with self._ending(member):
-                member.run.note_step()
-
-    def _finish(self, member: _Member) -> bool:
-        """Sum up a run whose steps are done, when its evaluations are there."""
-        run = member.run
-        assert run.writer is not None, "a sweep has one rank"
-        run.saver.check()
-        run.writer.evaluations.collect()
-        if run.writer.evaluations.outstanding:
-            if self._stop.whole.signal_name is not None:
-                raise TrainingInterrupted("INTERRUPTED", "a resumed run waits for its evaluations")
-            return False
-        run.finish()
-        run.close()
-        run.sum_up()
-        member.held.close()
-        self._end(member)
-        return True
 
     @contextmanager
     def _ending(self, *members: _Member) -> Iterator[None]:
@@ -334,19 +313,10 @@ class _Group:
         """Go on without a run; its place in a stack stays, what is computed there is not used."""
         self.members.remove(member)
         if self._stack is not None:
-            self._stack.leave(self._stacked.index(member))
+            self._stack.leave(member.run.learner)
         member.close()
         if not isinstance(error, TrainingInterrupted):
             self._job.end(member.trial, error)
-
-    def _count_window(self) -> None:
-        """Count the time of the steps that the host has not waited for, now that they are done."""
-        if self._window_began is not None and self._job.device.type == "cuda":
-            whole = time.perf_counter() - self._window_began
-            for member in self.members:
-                window = member.run.learner.window
-                window.busy_seconds += max(0.0, whole - self._counted_seconds)
-        self._window_began = None
 
 
 class RngStream:

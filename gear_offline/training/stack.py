@@ -71,8 +71,8 @@ class Stack:
     def __init__(self, learners: Sequence[Learner]) -> None:
         first = learners[0]
         self.learners = list(learners)
-        self._batches: list[Batch] = []
-        self._left: set[int] = set()
+        self._batches: dict[Learner, Batch] = {}  # of one that has left, its last
+        self._left: set[Learner] = set()
         models = [learner.model for learner in learners]
         self._models = StackedModels(models, precision=first.precision)
         self._losses: Callable[[TrainingBatch], Tensor] = self._models.losses
@@ -89,45 +89,36 @@ class Stack:
         """Whether the next step is captured as a CUDA graph before it is replayed."""
         return self._is_captured and self._captured is None
 
-    @property
-    def is_captured(self) -> bool:
-        """Whether a step is one replay of a graph that is there."""
-        return self._captured is not None
-
-    def advance(self) -> dict[int, GearError]:
-        """Do one step of each learner; return what ended some of them, by number.
+    def advance(self) -> dict[Learner, GearError]:
+        """Do one step of each learner; return what ended some of them.
 
         On a GPU that shows at a learner's next `report` or `check`: tell of it with `leave`.
         """
+        staying = [learner for learner in self.learners if learner not in self._left]
         if not self._is_captured:
-            return self._launch()
+            return self._launch(staying)
         if self._captured is None:
             self._captured = CapturedStack(self.learners, self._gradients)
         self._captured.replay()
-        for number, learner in enumerate(self.learners):
-            if number not in self._left:
-                learner.count_replay()
+        for learner in staying:
+            learner.count_replay()
         return {}
 
-    def leave(self, number: int) -> None:
+    def leave(self, learner: Learner) -> None:
         """Advance a learner no more; its place stays, and what is computed there is not used."""
-        self._left.add(number)
+        self._left.add(learner)
 
-    def _launch(self) -> dict[int, GearError]:
-        failed: dict[int, GearError] = {}
-        staying = [n for n in range(len(self.learners)) if n not in self._left]
-        taken = {n: self.learners[n].take() for n in staying}
-        if not self._batches:
-            self._batches = list(taken.values())
-        for number, batch in taken.items():
-            self._batches[number] = batch
-        losses = self._gradients(join_batches(self._batches))
-        for number in staying:
-            try:
-                self.learners[number].apply(losses[number])
-            except GearError as error:
-                failed[number] = error
-                self.leave(number)
+    def _launch(self, staying: Sequence[Learner]) -> dict[Learner, GearError]:
+        failed: dict[Learner, GearError] = {}
+        self._batches |= {learner: learner.take() for learner in staying}
+        losses = self._gradients(join_batches([self._batches[one] for one in self.learners]))
+        for learner, loss in zip(self.learners, losses, strict=True):
+            if learner in staying:
+                try:
+                    learner.apply(loss)
+                except GearError as error:
+                    failed[learner] = error
+                    self.leave(learner)
         return failed
 
     def _gradients(self, batch: TrainingBatch) -> Tensor:
