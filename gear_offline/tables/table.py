@@ -275,8 +275,9 @@ def build_table(
     )
     table = Table(episodes=index, groups=groups, margin=margin)
     if fill:
-        filler = _Filler(list(zip(plans, groups, strict=True)), options)
-        filler.fill(jobs[filled_shards:], max(1, threads or min(MAX_THREADS, usable_cores())))
+        pairs = list(zip(plans, groups, strict=True))
+        threads = max(1, threads or min(MAX_THREADS, usable_cores()))
+        _fill(jobs[filled_shards:], pairs, options, threads)
     return table
 
 
@@ -320,68 +321,67 @@ def _jobs(source: TableData, shards: Sequence[int] | None) -> Iterator[_Job]:
         first_step += int(lengths.sum())
 
 
-@dataclass(frozen=True, eq=False)
-class _Filler:
-    """Reads shards into the rows of a table; threads write to different rows or groups."""
+def _fill(
+    jobs: Sequence[_Job],
+    groups: list[tuple[GroupPlan, ColumnGroup]],
+    options: TableOptions,
+    threads: int,
+) -> None:
+    """Read all shards, by threads of which each writes to rows or groups of its own."""
+    fields = {
+        part.name: standard_fields(part.dataset, normalize_states=options.normalize_states)
+        for part in {job.part.name: job.part for job in jobs}.values()
+    }
 
-    groups: list[tuple[GroupPlan, ColumnGroup]]
-    options: TableOptions
-    part_fields: dict[str, dict[str, Field]] = field(default_factory=dict)
-
-    def fill(self, jobs: Sequence[_Job], threads: int) -> None:
-        """Read all shards; the first error ends it."""
-        for part in {job.part.name: job.part for job in jobs}.values():
-            self.part_fields[part.name] = standard_fields(
-                part.dataset, normalize_states=self.options.normalize_states
-            )
-        # Where there are few shards, each group is work of its own.
-        apart = threads > 1 and len(jobs) <= 2 * threads
-        shares = [[group] for group in self.groups] if apart else [self.groups]
-        work = [(job, groups) for job in jobs for groups in shares]
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="gear-load")
-        with _quick_switches(), pool:
-            futures = [pool.submit(self._fill_shard, job, groups) for job, groups in work]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
-
-    def _fill_shard(self, job: _Job, groups: Sequence[tuple[GroupPlan, ColumnGroup]]) -> None:
+    def fill(job: _Job, groups: Sequence[tuple[GroupPlan, ColumnGroup]]) -> None:
+        first = options.margin + job.first_step
         for plan, group in groups:
-            first = self.options.margin + job.first_step
             rows = group.rows[first : first + int(job.lengths.sum())]
             if plan.final:
-                self._fill_final(job, plan, rows)
+                _fill_final(job, plan, rows, fields[job.part.name], options)
             else:
                 _copy_column(job, plan, rows)
 
-    def _fill_final(self, job: _Job, plan: GroupPlan, rows: Array) -> None:
-        """Read the columns of a group side by side, in chunks."""
-        dataset, fields = job.part.dataset, self.part_fields[job.part.name]
-        ahead: dict[str | None, Array] = {}
-        if None in plan.fields:  # summed from the ends of episodes, hence before all others
-            rewards, ahead[None] = shard_returns(job.part, job.shard, self.options)
-            if REWARDS in plan.fields:
-                ahead[REWARDS] = to_float32(rewards, REWARDS, int(dataset.first_steps[job.shard]))
-        columns = [c for c in plan.fields if c is not None and c not in ahead]
-        step_bytes = {c: dataset.spec[c].step_bytes for c in columns}
-        chunk = max(CHUNK_BYTES // (plan.row_bytes + sum(step_bytes.values())), 1)
-        streams = [dataset.stream(job.shard, c, chunk_bytes=chunk * step_bytes[c]) for c in columns]
-        base = int(dataset.first_steps[job.shard])
-        for begin, *chunks in zip(range(0, len(rows), chunk), *streams, strict=True):
-            target = rows[begin : begin + chunk]
-            for column, (step, values) in zip(columns, chunks, strict=True):
-                assert step == base + begin, "columns are read side by side"
-                single = fields[column]
-                if single.mean is not None or single.dtype != np.float32:
-                    final = convert(values.reshape(len(values), *single.shape), single)
-                else:
-                    final = to_float32(values, column, step)
-                _lay(target, plan.fields[column].offset, final)
-            for name, summed in ahead.items():
-                _lay(target, plan.fields[name].offset, summed[begin : begin + chunk])
+    # Where there are few shards, each group is work of its own.
+    apart = threads > 1 and len(jobs) <= 2 * threads
+    shares = [[group] for group in groups] if apart else [groups]
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="gear-load")
+    with _quick_switches(), pool:
+        futures = [pool.submit(fill, job, share) for job in jobs for share in shares]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def _fill_final(
+    job: _Job, plan: GroupPlan, rows: Array, fields: Mapping[str, Field], options: TableOptions
+) -> None:
+    """Read the columns of a group side by side, in chunks."""
+    dataset, base = job.part.dataset, int(job.part.dataset.first_steps[job.shard])
+    ahead: dict[str | None, Array] = {}
+    if None in plan.fields:  # summed from the ends of episodes, hence before all others
+        rewards, ahead[None] = shard_returns(job.part, job.shard, options)
+        if REWARDS in plan.fields:
+            ahead[REWARDS] = to_float32(rewards, REWARDS, base)
+    columns = [c for c in plan.fields if c is not None and c not in ahead]
+    step_bytes = {c: dataset.spec[c].step_bytes for c in columns}
+    chunk = max(CHUNK_BYTES // (plan.row_bytes + sum(step_bytes.values())), 1)
+    streams = [dataset.stream(job.shard, c, chunk_bytes=chunk * step_bytes[c]) for c in columns]
+    for begin, *chunks in zip(range(0, len(rows), chunk), *streams, strict=True):
+        target = rows[begin : begin + chunk]
+        for column, (step, values) in zip(columns, chunks, strict=True):
+            assert step == base + begin, "columns are read side by side"
+            single = fields[column]
+            if single.mean is not None or single.dtype != np.float32:
+                final = convert(values.reshape(len(values), *single.shape), single)
+            else:
+                final = to_float32(values, column, step)
+            _lay(target, plan.fields[column].offset, final)
+        for name, summed in ahead.items():
+            _lay(target, plan.fields[name].offset, summed[begin : begin + chunk])
 
 
 def _copy_column(job: _Job, plan: GroupPlan, rows: Array) -> None:
