@@ -71,10 +71,10 @@ class Counted(Members):
 
     def _begin(self, step: int, times: Int64Array) -> None:
         """Go to `step`, before which episodes were drawn so often."""
-        there, order = self._kept & (times < self._most), self._whole_order
-        self._step, self._times, self._size = step, times.copy(), int(there.sum())
-        self._order = iter(() if order is None else order[there[order]].tolist())
-        self._masses.load_state(self._all_masses * there, 0)
+        drawable, order = self._kept & (times < self._most), self._whole_order
+        self._step, self._times, self._size = step, times.copy(), int(drawable.sum())
+        self._order = iter(() if order is None else order[drawable[order]].tolist())
+        self._masses.load_state(self._all_masses * drawable, 0)
         self._let_next_come()
 
     def _let_next_come(self) -> None:
@@ -192,7 +192,7 @@ class Items:
     def _add(self, keys: Float64Array) -> None:
         """Add items of these keys one after the other; beyond `max_size` each removes one."""
         first, most = len(self.kept), self._data.max_size
-        self.kept = np.append(self._there, np.ones(len(keys), np.bool_))
+        self.kept = np.append(self._drawable, np.ones(len(keys), np.bool_))
         self.times = np.append(self.times, np.zeros(len(keys), np.int64))
         self._keys = np.append(self._keys, keys)
         self._inserted += len(keys)
@@ -230,7 +230,7 @@ class Items:
             self.times = np.append(times, self.times[len(times) :])
 
     @property
-    def _there(self) -> BoolArray:
+    def _drawable(self) -> BoolArray:
         """(E,), the items that may still be drawn."""
         most = self._data.max_times_sampled
         return self.kept if most is None else self.kept & (self.times < most)
@@ -239,7 +239,7 @@ class Items:
         """Return whether the limiter lets so many episodes come, `behind` others."""
         more = behind + episodes
         error = (self._inserted + more) * self._ratio - self._drawn
-        return int(self._there.sum()) + more <= self._min_size or error <= self._most
+        return int(self._drawable.sum()) + more <= self._min_size or error <= self._most
 
     def may_admit(self, episodes: int, behind: int) -> bool:
         """Return whether so many episodes may come `behind` others that are admitted already.
@@ -256,8 +256,8 @@ class Items:
 
     def _lacking(self, behind: int = 0) -> str:
         """Return what is missing when so many episodes more have come."""
-        there, most = self._there, self._data.max_times_sampled
-        size, inserted = int(there.sum()) + behind, self._inserted + behind
+        drawable, most = self._drawable, self._data.max_times_sampled
+        size, inserted = int(drawable.sum()) + behind, self._inserted + behind
         if size < self._min_size:
             why = f"min_size {self._min_size}, {size} are there"
             return f"{count_text(self._min_size - size, 'episode')} ({why})"
@@ -266,7 +266,7 @@ class Items:
             why = f"samples_per_insert {self._ratio:g}"
             return f"{count_text(math.ceil(draws / self._ratio), 'episode')} ({why})"
         if most is not None:
-            draws = self._coming + int(self.times[there].sum()) - most * size
+            draws = self._coming + int(self.times[drawable].sum()) - most * size
             if draws > 0:
                 why = f"max_times_sampled {most}"
                 return f"{count_text(math.ceil(draws / most), 'episode')} ({why})"

@@ -208,6 +208,6 @@ def _download(url: str, target: Path) -> None:
     except (OSError, ValueError, GearError) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()  # it holds the connection
-        said = error.__cause__ if isinstance(error, GearError) else error
-        what = f"cannot fetch {url}: {said}"
+        reason = error.__cause__ if isinstance(error, GearError) else error
+        what = f"cannot fetch {url}: {reason}"
         raise UnavailableError("SOURCE_READ", what, str(target), remedy) from error

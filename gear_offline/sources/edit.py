@@ -180,8 +180,8 @@ def keep_episodes(expression: str, source: Source) -> BoolArray:
     except InputError as error:
         raise InputError(error.code, error.what, error.where or where, error.remedy) from error
     except (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError) as error:
-        said = error.msg if isinstance(error, SyntaxError) else first_line(error)
-        raise InputError("USAGE", said, where, remedy) from error
+        what = error.msg if isinstance(error, SyntaxError) else first_line(error)
+        raise InputError("USAGE", what, where, remedy) from error
     if kept.size and not kept.any():
         what = f"none of {count_text(kept.size, 'episode')} is kept"
         asked = ((_shown(name), values.astype(float)) for name, values in facts.items())

@@ -128,7 +128,7 @@ class _Reader:
             self.version = int(self.info["codebase_version"].removeprefix("v").split(".")[0])
             self.fps, self.chunk = float(self.info["fps"]), int(self.info.get("chunks_size", 1000))
             self.dtypes = {n: str(kind["dtype"]) for n, kind in self.info["features"].items()}
-            said = int(self.info["total_frames"]), int(self.info["total_episodes"])
+            counts = int(self.info["total_frames"]), int(self.info["total_episodes"])
         if self.version not in (2, 3):
             what = f"a dataset of LeRobot's format {self.info['codebase_version']}"
             remedy = "formats v2 and v3 are read: convert it with LeRobot"
@@ -145,9 +145,9 @@ class _Reader:
         self.bounds: list[int] = [*self.firsts.tolist(), self.steps]
         self.episodes: list[int] = numbers[self.firsts].tolist()
         episodes = len(set(self.episodes))
-        if not self.steps or said != (self.steps, episodes):
+        if not self.steps or counts != (self.steps, episodes):
             found = f"{count_text(self.steps, 'step')} of {count_text(episodes, 'episode')}"
-            raise misfit(f"{found} are here, info.json says {said[0]:,} of {said[1]:,}", path)
+            raise misfit(f"{found} are here, info.json says {counts[0]:,} of {counts[1]:,}", path)
         if episodes < len(self.episodes):
             raise misfit("the steps of an episode do not follow each other", path)
 

@@ -90,9 +90,9 @@ def open_minari(path: Path, asked: Asked) -> Source:
             terminated = bool(episode["terminations"][-1].any())
             reader.found[number] = len(episode["rewards"]), terminated, kinds_of_rows(episode)
     lengths = [length for length, _, _ in reader.found.values()]
-    steps, said = sum(lengths), metadata.get("total_steps")
-    if not steps or (said is not None and steps != int(said)):
-        what = f"the data hold {count_text(steps, 'step')}, metadata.json says {said}"
+    steps, claimed = sum(lengths), metadata.get("total_steps")
+    if not steps or (claimed is not None and steps != int(claimed)):
+        what = f"the data hold {count_text(steps, 'step')}, metadata.json says {claimed}"
         raise misfit(what, data, REMEDY)
     kinds = [(f"episode {number}", kinds) for number, (_, _, kinds) in reader.found.items()]
     columns, others = common_columns(kinds, COLUMNS, where=data, remedy=REMEDY)

@@ -128,9 +128,9 @@ def _columns(
         raise InputError("COLUMN", "no group 'obs'", where, remedy)
     needed = ("observations" if named else "obs", "actions", "rewards")
     chosen, left_out = find_columns(demo, names, needed, ("next_obs",), where=where)
-    steps, said = demo[chosen[0]].rows, file.attribute(f"data/{name}", "num_samples")
-    if isinstance(said, int) and said != steps:
-        raise misfit(f"{count_text(steps, 'row')}, num_samples is {said}", where)
+    steps, claimed = demo[chosen[0]].rows, file.attribute(f"data/{name}", "num_samples")
+    if isinstance(claimed, int) and claimed != steps:
+        raise misfit(f"{count_text(steps, 'row')}, num_samples is {claimed}", where)
     return kinds_of_rows({n: demo[n] for n in chosen}), left_out
 
 
@@ -138,8 +138,8 @@ def _environment(file: Hdf5File) -> tuple[dict[str, Any], str | None, str | None
     """Return facts, the Gymnasium id and D4RL's dataset that ``env_args`` tells."""
     text = file.attribute("data", "env_args")
     try:
-        told = json.loads(text) if isinstance(text, str) else {}
-        name, kind = str(told["env_name"]), told.get("type")
+        args = json.loads(text) if isinstance(text, str) else {}
+        name, kind = str(args["env_name"]), args.get("type")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}, None, None
     gymnasium = kind == GYM_TYPE and is_gymnasium_id(name)

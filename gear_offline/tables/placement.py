@@ -117,8 +117,8 @@ def place_table(
     together = placement in ("auto", "peer") and len(ranks.nodes) > 1  # the same on every rank
     if before is not None and (together or before.reads_host):
         before = None
-    there = 0 if before is None else before.hbm_bytes
-    budget = _budget(memory, placement, hbm_budget, there, ranks, together=together)
+    bytes_before = 0 if before is None else before.hbm_bytes
+    budget = _budget(memory, placement, hbm_budget, bytes_before, ranks, together=together)
     sizes = table.episodes.lengths * table.row_bytes
     weights = np.asarray(
         table.episodes.lengths if episode_weight is None else episode_weight, np.float64
@@ -136,7 +136,7 @@ def place_table(
         owners[:], before = HOST, None
     elif placement == "peer" or needed > budget:
         gpus = ranks.neighbours
-        owners, before = deal_out(sizes, weights, budget - there - gaps, len(gpus)), None
+        owners, before = deal_out(sizes, weights, budget - bytes_before - gaps, len(gpus)), None
 
     # This GPU's share is copied, without what it has from `before`, and the host's is pinned.
     is_new = np.arange(len(owners)) >= (0 if before is None else len(before.owners))
@@ -188,15 +188,15 @@ def _budget(
     memory: DeviceMemory,
     placement: Placement,
     given: int | None,
-    there: int,
+    bytes_before: int,
     ranks: Ranks,
     *,
     together: bool,
 ) -> int:
-    """Return the bytes that rows may take in each GPU of this node, with those that are `there`."""
+    """Return the bytes that rows may take in each GPU of this node, with those from `before`."""
     own = given
     if own is None:
-        own = memory.free_bytes() + there
+        own = memory.free_bytes() + bytes_before
         own = own if placement == "hbm" else int(own * HBM_SHARE)
     if not together:
         return own
