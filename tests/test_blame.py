@@ -14,6 +14,7 @@ from gear_offline.cli.main import main
 from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.learner import Learner
+from gear_offline.training.model import ModelSizes
 from gear_offline.training.stack import why_not_stacked
 from tests.support import hopper_columns, one_error
 from tests.test_resume import interrupted_in
@@ -91,7 +92,8 @@ def test_what_cannot_skip_says_so(data: Path, tmp_path: Path) -> None:
     with one_error("SELECTION", "prioritized draws depends on the losses"):
         learning = skipping.replace({"selection.strategy": "prioritized"})
         train_run(learning, out=tmp_path / "run", quiet=True)
-    assert "train.skip" in why_not_stacked(skipping, learns=False)
+    sizes = ModelSizes(state_dim=3, action_dim=1, discrete=False)
+    assert "train.skip" in why_not_stacked(skipping, sizes, learns=False)
 
 
 STEPS, RARE = 80, (45, 65)

@@ -157,8 +157,11 @@ def _chosen_tasks(
 def _keep(report: EvaluationReport, home: Path, shown: Path, quiet: bool) -> None:
     """Write the result and the run's report; what was played is not lost if that fails."""
     try:
-        kept = _keep_earlier(home / "evaluation.json")
-        report.write(home / "evaluation.json")
+        place, kept = home / "evaluation.json", None
+        if place.is_file():
+            numbered = (place.with_stem(f"{place.stem}-{n}") for n in itertools.count(1))
+            kept = shutil.copyfile(place, next(path for path in numbered if not path.exists()))
+        report.write(place)
         written = shown / write_report(home).name
         say(f"written: {shown / 'evaluation.json'}, {written} and its plots", quiet=quiet)
         if kept is not None:
@@ -166,11 +169,3 @@ def _keep(report: EvaluationReport, home: Path, shown: Path, quiet: bool) -> Non
             say(f"{said}; report and plots show the new one", quiet=quiet)
     except (OSError, GearError) as error:
         say(f"the result could not be kept in {shown}: {error}")
-
-
-def _keep_earlier(path: Path) -> Path | None:
-    """Copy the result at `path`, if there is one, to ``NAME-1.json`` or the next free number."""
-    if not path.is_file():
-        return None
-    places = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
-    return Path(shutil.copyfile(path, next(place for place in places if not place.exists())))

@@ -164,14 +164,21 @@ def resolve(
 
     Doing it again to the result changes nothing.
     """
-    if not isinstance(dataset, JointDataset):
+    if isinstance(dataset, JointDataset):
+        resolved, sizes = _resolve_tasks(recipe, dataset, quiet=quiet)
+    else:
         resolved, sizes = _resolve_one(recipe, dataset, quiet=quiet)
-        _check_memory(resolved, sizes)
-        return resolved, sizes
-    options = recipe.to_dict()
-    recipes, sizes_of = [], []
+    _check_memory(resolved, sizes)
+    return resolved, sizes
+
+
+def _resolve_tasks(
+    recipe: Recipe, dataset: JointDataset, *, quiet: bool
+) -> tuple[Recipe, ModelSizes]:
+    options, normalized = recipe.to_dict(), recipe.loader.normalize_states
+    singles, sizes, tasks = list[Recipe](), list[ModelSizes](), list[ModelTask]()
     for task in dataset.tasks:
-        single, sizes = _resolve_one(recipe.of_task(task.name), task.dataset, quiet=quiet)
+        single, own = _resolve_one(recipe.of_task(task.name), task.dataset, quiet=quiet)
         evaluate = single.evaluate
         options["data"]["tasks"][task.name] |= {
             "returns_scale": single.loader.returns_scale,
@@ -179,24 +186,20 @@ def resolve(
             "reference": evaluate.reference,
             "targets": None if evaluate.targets is None else list(evaluate.targets),
         }
-        recipes.append(single)
-        sizes_of.append(sizes)
-    options["model"]["max_timestep"] = max(single.model.max_timestep or 0 for single in recipes)
-    if any(sizes.discrete for sizes in sizes_of):
-        options["model"]["action_tanh"] = False
-    resolved = Recipe.parse(options)
+        singles.append(single)
+        sizes.append(own)
+        tasks.append(_model_task(task, own, normalized=normalized))
     joint = ModelSizes(
-        state_dim=max(sizes.state_dim for sizes in sizes_of),
-        action_dim=max(sizes.action_dim for sizes in sizes_of),
-        discrete=any(sizes.discrete for sizes in sizes_of),
-        frame_shape=sizes_of[0].frame_shape,
-        tasks=tuple(
-            _model_task(task, sizes, normalized=recipe.loader.normalize_states)
-            for task, sizes in zip(dataset.tasks, sizes_of, strict=True)
-        ),
+        state_dim=max(own.state_dim for own in sizes),
+        action_dim=max(own.action_dim for own in sizes),
+        discrete=any(own.discrete for own in sizes),
+        frame_shape=sizes[0].frame_shape,
+        tasks=tuple(tasks),
     )
-    _check_memory(resolved, joint)
-    return resolved, joint
+    options["model"]["max_timestep"] = max(single.model.max_timestep or 0 for single in singles)
+    if joint.discrete:
+        options["model"]["action_tanh"] = False
+    return Recipe.parse(options), joint
 
 
 def _model_task(task: Part, sizes: ModelSizes, *, normalized: bool) -> ModelTask:

@@ -50,6 +50,7 @@ class EvaluateOptions(TypedDict, total=False):
     quiet: bool
 
 
+@dataclass(frozen=True, repr=False)
 class Run(os.PathLike[str]):
     """A run directory, complete or not; wherever a path is taken, a run can be given.
 
@@ -57,12 +58,11 @@ class Run(os.PathLike[str]):
 
     Attributes
     ----------
-    path : Path
+    path
         The run directory.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -130,12 +130,6 @@ class Run(os.PathLike[str]):
         from gear_offline.runs.evaluate import evaluate
 
         return evaluate(self.path, **options)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Run) and self.path == other.path
-
-    def __hash__(self) -> int:
-        return hash(self.path)
 
     def facts(self) -> dict[str, str]:
         """Return what there is to say in short, by what it is."""

@@ -13,7 +13,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -161,8 +161,9 @@ class Tracking(Callback):
     def open(self, run: Run) -> None:
         """Open the tracker and send what it lacks of the run's files."""
         self._tracker = TRACKERS[self._name](run, self._project)
-        for kind, record in _lines(run):
-            self._show(kind, record["step"], record)
+        for kind, file in FILES.items():
+            for record in read_records(run.path / file):
+                self._show(kind, record["step"], record)
 
     def _show(self, kind: str, step: int, record: Mapping[str, Any]) -> None:
         """Send a line, but none of a step that a resumed run does again."""
@@ -236,11 +237,6 @@ def sync(
         for tracking in trackings(settings):
             tracking.open(run)
             tracking.close()
-
-
-def _lines(run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
-    for kind, file in FILES.items():
-        yield from ((kind, record) for record in read_records(run.path / file))
 
 
 def _values(kind: str, record: Mapping[str, Any]) -> dict[str, float]:

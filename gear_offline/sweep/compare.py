@@ -142,18 +142,14 @@ def _without_returns(results: Sequence[TrialResult]) -> list[TrialResult]:
 def _trials(runs: Sequence[Run]) -> list[Trial]:
     """Return what each run is among the others: the options in which its recipe differs."""
     recipes = [run.recipe for run in runs]
-    options = [flat(recipe.to_dict()) for recipe in recipes]
-    keys = [
-        key for key in dict.fromkeys(k for one in options for k in one) if key not in NO_SETTINGS
-    ]
+    seeds, options = [one.seed for one in recipes], [flat(one.to_dict()) for one in recipes]
+    keys = dict.fromkeys(key for one in options for key in one if key not in NO_SETTINGS)
     differing = [key for key in keys if any(one.get(key) != options[0].get(key) for one in options)]
     settings = [{key: one[key] for key in differing if key in one} for one in options]
-    labels = [
-        settings_label(one) or trial_name("", r.seed)
-        for one, r in zip(settings, recipes, strict=True)
-    ]
-    named = {(label, recipe.seed) for label, recipe in zip(labels, recipes, strict=True)}
-    if len(named) < len(runs) or max(map(len, labels)) > LONGEST_LABEL:
+    pairs = zip(settings, seeds, strict=True)
+    labels = [settings_label(one) or trial_name("", seed) for one, seed in pairs]
+    is_told_apart = len(set(zip(labels, seeds, strict=True))) == len(runs)
+    if not is_told_apart or max(map(len, labels)) > LONGEST_LABEL:
         names = [run.name for run in runs]
         labels = names if len(set(names)) == len(runs) else [str(run.path) for run in runs]
     return [

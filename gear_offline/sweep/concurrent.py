@@ -60,10 +60,8 @@ def _alike(job: Job) -> Iterator[list[Trial]]:
 
 
 def _can_stack(recipe: Recipe, job: Job) -> bool:
-    if why_not_stacked(recipe, learns=False):
-        return False
+    dataset = job.datasets[recipe.data_key]
     try:
-        dataset = job.dataset(recipe)
         resolved, sizes = resolve(recipe, dataset, quiet=True)
         learns = recipe_sampler(resolved, dataset).loss_sampler is not None
     except GearError:  # its own run tells of what is wrong
@@ -167,7 +165,7 @@ class _Member:
                 path,
                 directory,
                 recipe,
-                job.dataset(recipe),
+                job.datasets[recipe.data_key],
                 job.device,
                 tables=tables,
                 stop=stop,

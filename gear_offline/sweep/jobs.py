@@ -52,10 +52,6 @@ class Job:
     steps: dict[str, int]  # done, by trial, also of complete ones
     failures: dict[str, str]  # "CODE: what was wrong" by trial
 
-    def dataset(self, recipe: Recipe) -> TableData:
-        """Return the data of a recipe."""
-        return self.datasets[recipe.data_key]
-
     def moved(self, trial: Trial, steps: int) -> None:
         """Note where a trial stands; cheap enough for every few steps."""
         self.steps[trial.name] = steps
@@ -77,7 +73,7 @@ def train_in_processes(job: Job) -> None:
     shared = SharedTables(publish=True)
     for trial in job.trials:  # a trial whose table does not fit there reads one of its own
         with suppress(GearError):
-            dataset = job.dataset(trial.recipe)
+            dataset = job.datasets[trial.recipe.data_key]
             shared.table(dataset, loader_options(trial.recipe, dataset))
     with WorkerPool(job.parallel, threads=job.threads) as pool:
         train_in_pool(job, pool, json.dumps(shared.handles()))

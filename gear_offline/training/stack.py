@@ -36,11 +36,10 @@ def stack_key(recipe: Recipe) -> str:
     return json.dumps(shared, sort_keys=True)
 
 
-def why_not_stacked(recipe: Recipe, sizes: ModelSizes | None = None, *, learns: bool) -> str:
-    """Return why runs of a recipe cannot be stacked, as a clause, or nothing if they can.
+def why_not_stacked(recipe: Recipe, sizes: ModelSizes, *, learns: bool) -> str:
+    """Return why runs of a resolved recipe cannot be stacked, as a clause, or nothing if they can.
 
-    A stack is one pass of plain models.  `sizes` are those of the model, where they are known
-    already; `learns`: the selection does, from losses.
+    A stack is one pass of plain models.  `learns`: the selection does, from losses.
     """
     train, loader = recipe.train, recipe.loader
     reasons = {
@@ -52,13 +51,10 @@ def why_not_stacked(recipe: Recipe, sizes: ModelSizes | None = None, *, learns: 
         "the policy is stochastic (model.policy)": recipe.model.policy == "gaussian",
         "the host draws goals (loader.goals)": loader.goals is not None,
         "their selection learns from losses": learns,
+        "the model has several tasks": sizes.tasks,
+        "actions are discrete": sizes.discrete,
+        "frames have an encoder": sizes.frame_shape and recipe.model.encoder != "none",
     }
-    if sizes is not None:
-        reasons |= {
-            "the model has several tasks": sizes.tasks,
-            "actions are discrete": sizes.discrete,
-            "frames have an encoder": sizes.frame_shape and recipe.model.encoder != "none",
-        }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
