@@ -179,7 +179,7 @@ class _Member:
 
     def close(self) -> None:
         """Close the run; the error that came first is told, not one of closing what it left."""
-        with suppress(GearError, OSError, RuntimeError), closing(self.run.learner), self.rng.use():
+        with suppress(GearError, OSError, RuntimeError), self.rng.use(), closing(self.run.learner):
             self.held.close()
 
 
