@@ -87,7 +87,7 @@ SAMPLING = np.dtype(
         ("tree", TREE),
     ]
 )
-NAMED, WEIGHTS, PERMUTATION, PRIORITIES = range(4)  # NAMED: the host draws
+HOST_DRAWN, WEIGHTS, PERMUTATION, PRIORITIES = range(4)
 _WAYS: Final[dict[type, int]] = {
     CumulativeWeights: WEIGHTS,
     KeyedPermutation: PERMUTATION,

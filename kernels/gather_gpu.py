@@ -22,7 +22,7 @@ from gear_offline.errors import UnavailableError
 from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
 from gear_offline.kernels.cuda_module import DeviceArrays, Function, Parameters, load
 from gear_offline.kernels.draws import (
-    NAMED,
+    HOST_DRAWN,
     SAMPLING,
     CumulativeWeights,
     Draw,
@@ -36,7 +36,10 @@ THREADS = 256
 BLOCKS_PER_SM = 8  # more only waits
 KERNELS = {8: "8", 16: "16", 32: "32"}  # by the lanes of a task
 MANY = "many"
-FILL, SAMPLE = "fill", "sample"  # sources: named segments and weights; every way to draw
+FILL, SAMPLE = (
+    "fill",
+    "sample",
+)  # sources: segments that the host draws, and weights; every way to draw
 LIVE = "live.cu"  # both, of jobs that lie in GPU memory
 LONG_BYTES = 1536  # from here on, a warp for each window reads host memory a little faster
 
@@ -75,7 +78,7 @@ class GpuGather:
 
     Windows are cut from episodes at `offsets` (E + 1,), B segments a step (`rank_batch`).  The GPU
     draws by `draw` from episodes at `drawn_from` (all, or the first ones), with `seed`: B slots of
-    the global batch from `first_slot` on; without `draw` the host names all segments.  `reads_host`
+    the global batch from `first_slot` on; without `draw` the host draws all segments.  `reads_host`
     says that some rows lie in host memory, `reason` why the rows lie where they do; `keep` owns the
     memory that addresses point to.
     """
@@ -136,7 +139,7 @@ class GpuGather:
 
         One launch on torch's current stream, into new memory.
         """
-        assert self.draws, "the host names the segments"
+        assert self.draws, "the host draws the segments"
         windows = self.allocate((steps, self.rank_batch))
         job = self._job.copy()
         job["first_step"] = first_step
@@ -144,18 +147,18 @@ class GpuGather:
         return windows
 
     def gather(self, segments: Segments, landing: Int64Array | None = None) -> Windows:
-        """Return the windows of named segments, of any leading shape.
+        """Return the windows of segments that the host drew, of any leading shape.
 
         `landing` is that of `gear_offline.kernels.gather.CpuGather.gather`, and so are the errors.
         """
         real_steps(segments, self.lengths, self.context_length)
-        named = torch.empty(
+        written = torch.empty(
             (segments.episodes.size, 4), dtype=torch.int64, pin_memory=self.device.type == "cuda"
         )
-        write_names(named.numpy(), segments, landing, span=self.context_length)
+        write_segments(written.numpy(), segments, landing, span=self.context_length)
         windows, job = self.allocate(segments.shape), self._job.copy()
-        chosen = named.to(self.device, non_blocking=True)
-        job["sampling"]["way"], job["chosen"] = NAMED, chosen.data_ptr()
+        chosen = written.to(self.device, non_blocking=True)
+        job["sampling"]["way"], job["chosen"] = HOST_DRAWN, chosen.data_ptr()
         self._launch(job, windows)
         return windows
 
@@ -233,9 +236,9 @@ class StaticFill:
 
     Made for CUDA graphs: `enqueue` is one launch without host synchronisation, and every replay
     of it takes the next step.  It fills `windows`, of the layout of `GpuGather.allocate`, if given,
-    and with `chances` writes the probability of each segment.  With `ring` the host names the
-    segments, up to so many steps ahead (`name`), in pinned memory that the kernel reads.  A `live`
-    one may go on with the rows of another engine (`adopt`).
+    and with `chances` writes the probability of each segment.  With `ring` the host draws, and
+    writes (`write`) segments of up to so many steps ahead to pinned memory that the kernel reads.
+    A `live` one may go on with the rows of another engine (`adopt`).
     """
 
     def __init__(
@@ -248,16 +251,16 @@ class StaticFill:
         live: bool = False,
     ) -> None:
         self._engine = engine
-        self.ring = ring  # steps that can be named ahead; 0 where the GPU draws by itself
+        self.ring = ring  # steps whose segments the host writes ahead; 0 where the GPU draws
         self.windows = engine.allocate((engine.rank_batch,)) if windows is None else windows
         self.chances: Tensor | None = None  # (B,) float64, of each segment
         # counter, and a ticket of its own: two of these may run on two streams
         self._state = torch.zeros(2, dtype=torch.int64, device=engine.device)
         self.counter = self._state[:1]
         if ring:
-            self._names = torch.tensor([0, 0, 1, -1]).repeat(ring, engine.rank_batch, 1)
+            self._segments = torch.tensor([0, 0, 1, -1]).repeat(ring, engine.rank_batch, 1)
             if engine.device.type == "cuda":
-                self._names = self._names.pin_memory()  # the GPU knows it by the same address
+                self._segments = self._segments.pin_memory()  # the GPU knows it by the same address
         elif chances:
             assert engine._has_chances, "those of priorities alone are computed on the GPU"
             self.chances = torch.empty(engine.rank_batch, dtype=torch.float64, device=engine.device)
@@ -275,8 +278,8 @@ class StaticFill:
         job, source, address = engine._job.copy(), engine._source, self._state.data_ptr()
         job["counter"], job["ticket"] = address, address + 8
         if self.ring:
-            job["sampling"]["way"], source = NAMED, FILL
-            job["chosen"], job["ring"] = self._names.data_ptr(), self.ring
+            job["sampling"]["way"], source = HOST_DRAWN, FILL
+            job["chosen"], job["ring"] = self._segments.data_ptr(), self.ring
         elif self.chances is not None:
             job["chances"] = self.chances.data_ptr()
         kernel, blocks = engine._fix(job, self.windows)
@@ -303,16 +306,16 @@ class StaticFill:
         """Make `step` the next one, in the order of torch's current stream."""
         self.counter.fill_(step)
 
-    def name(self, first_step: int, segments: Segments, landing: Int64Array | None = None) -> None:
-        """Name the (steps, B) segments of consecutive steps; no fill may still read their entries.
+    def write(self, first_step: int, segments: Segments, landing: Int64Array | None = None) -> None:
+        """Write the (steps, B) segments of consecutive steps; no fill may still read their entries.
 
         `landing` is that of `gear_offline.kernels.gather.CpuGather.gather`, and so are the errors.
         """
         real_steps(segments, self._engine.lengths, self._engine.context_length)
         entries = (first_step + np.arange(segments.shape[0])) % self.ring
-        named = np.empty((*segments.shape, 4), np.int64)
-        write_names(named.reshape(-1, 4), segments, landing, span=self._engine.context_length)
-        self._names.numpy()[entries] = named
+        written = np.empty((*segments.shape, 4), np.int64)
+        write_segments(written.reshape(-1, 4), segments, landing, span=self._engine.context_length)
+        self._segments.numpy()[entries] = written
 
     def enqueue(self) -> None:
         """Fill the windows of the counter's step and advance it by one."""
@@ -321,7 +324,7 @@ class StaticFill:
         kernels[self._kernel].launch(self._blocks, THREADS, stream, self._parameters)
 
 
-def write_names(
+def write_segments(
     out: Int64Array, segments: Segments, landing: Int64Array | None, *, span: int
 ) -> None:
     """Write (n, 4) rows: episode, start, steps of the window at most, landing row or -1."""

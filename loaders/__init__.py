@@ -1,5 +1,7 @@
-"""From a table to batches: `GearLoader`, `Batch`, the static batch of a captured step.
+"""From a table to batches: `GearLoader` (`loader`) and `Batch`.  The road of one batch:
 
-`loader` is the public door, `options` what may be asked, `rows` where rows lie, `segments` which
-of them a rank has and rows of other nodes, `feedback` brings losses back to samplers that learn.
+draw    (seed, step) -> segments, on the host by `segments`, or by the GPU in the gather's kernel.
+locate  each episode's address, set when `rows` opens a tier; `segments` fetches from other nodes.
+gather  segments -> windows, by `CpuGather` or `GpuGather`: `rows`, or `static_batch` if captured.
+batch   windows -> `Batch`, views: `batch`.  `feedback` brings losses back to samplers that learn.
 """

@@ -40,7 +40,7 @@ from gear_offline.loaders.options import (
 )
 from gear_offline.loaders.recipes import loader_options, open_data, recipe_sampler
 from gear_offline.loaders.rows import RowOpener, Rows
-from gear_offline.loaders.static_batch import BlockNames, StaticBatch
+from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
 from gear_offline.sampling import Sampler, check_range
 from gear_offline.sampling.base import Stream, plain
 from gear_offline.tables.joint import JointDataset, TableData, data_digest, data_name
@@ -347,7 +347,7 @@ class GearLoader(Closing, Iterator[Batch]):
             learns=learns,
             task_bounds=self._task_bounds,
             windows=windows,
-            names=self._names(engine),
+            writer=self._writer(engine),
             live=live,
         )
 
@@ -359,11 +359,12 @@ class GearLoader(Closing, Iterator[Batch]):
         engine = self.engine
         if engine is None or self.loss_sampler is not None:
             return False
-        return batches.adopt(engine, self._names(engine), step=self._step)
+        return batches.adopt(engine, self._writer(engine), step=self._step)
 
-    def _names(self, engine: GpuGather) -> BlockNames | None:
+    def _writer(self, engine: GpuGather) -> SegmentWriter | None:
+        """Return what draws on the host where the GPU does not."""
         rows = self.rows
-        return None if engine.draws else BlockNames(rows.segments, rows.block_steps, self.world)
+        return None if engine.draws else SegmentWriter(rows.segments, rows.block_steps, self.world)
 
     def model_inputs(self) -> Iterator[dict[str, Tensor]]:
         """Iterate, from the same position, over dictionaries for a Hugging Face ``Trainer``."""

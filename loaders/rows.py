@@ -27,7 +27,7 @@ from gear_offline.kernels.gather_gpu import GpuGather
 from gear_offline.kernels.segments import Segments
 from gear_offline.loaders.goals import GoalSampler, with_goals
 from gear_offline.loaders.options import LoaderOptions
-from gear_offline.loaders.segments import OwnSegments, Ring, ShardedSegments
+from gear_offline.loaders.segments import LocalSegments, Ring, ShardedSegments
 from gear_offline.progress import say
 from gear_offline.sampling import Sampler
 from gear_offline.sampling.base import Stream
@@ -44,7 +44,7 @@ BLOCK_SEGMENTS = 16384  # segments selected and gathered in one pass, at most ..
 BLOCK_BYTES = 32 << 20  # ... and at most this many bytes, at least one batch
 SHARDED_STEPS = 32  # of a dataset spread over nodes: the first batch waits for all assignments
 
-RankSegments = OwnSegments | ShardedSegments
+RankSegments = LocalSegments | ShardedSegments
 Gather = CpuGather | GpuGather
 Gathers = tuple[Gather, Gather | None]  # of windows, and of the states of goals
 
@@ -67,8 +67,8 @@ class MemoryRows:
         """
         gather, event = self.gather, None
         if isinstance(gather, GpuGather) and gather.draws:
-            return gather.draw_and_gather(first_step, steps)
-        segments, landing = self.segments.take(first_step, steps)
+            return gather.draw_and_gather(first_step, steps)  # all of the road in one kernel
+        segments, landing = self.segments.draw(first_step, steps)
         windows = _with_counts(gather.gather(segments, landing), segments)
         if self.goals is not None:
             sampler, states = self.goals
@@ -89,7 +89,7 @@ class DiskRows:
     """Rows that stay in the shards and are read ahead of use."""
 
     table: Table  # over the slots of the windows in memory
-    segments: OwnSegments
+    segments: LocalSegments
     block_steps: int
     gather: DiskGather
     device: torch.device
@@ -98,7 +98,7 @@ class DiskRows:
         if ahead:
             windows = self.gather.draw_and_gather(first_step, steps)
         else:
-            windows = self.gather.gather(self.segments.take(first_step, steps)[0])
+            windows = self.gather.gather(self.segments.draw(first_step, steps)[0])
         return _moved(windows, self.device)
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class RowOpener:
             _need_rows(table)
             gathers = self._cpu_gathers(table, local)
         gather, states = gathers
-        segments: RankSegments = OwnSegments(self.stream)
+        segments: RankSegments = LocalSegments(self.stream)
         steps = self._block_steps(window_bytes(table.groups, options.context_length))
         if ring is not None:
             segments = ShardedSegments(self.stream, self.world, ring, table)
@@ -222,7 +222,7 @@ class RowOpener:
             )
         window = window_bytes(gather.table.groups, options.context_length)
         steps = self._block_steps(window, gather.sizes.depth // 2, gather.sizes.output_bytes)
-        return DiskRows(gather.table, OwnSegments(self.stream), steps, gather, self.device)
+        return DiskRows(gather.table, LocalSegments(self.stream), steps, gather, self.device)
 
     def _block_steps(self, window: int, segments: int = 1 << 62, nbytes: int = 1 << 62) -> int:
         """Return the steps of a block of at most so many segments and bytes, at least one."""
@@ -397,7 +397,7 @@ def _has_states(group: ColumnGroup) -> bool:
 def _among(each: GroupAddresses, local: BoolArray) -> GroupAddresses:
     """Return addresses for all episodes of a dataset; those that the table lacks get another's.
 
-    Only segments that nobody has named yet read there, while a captured step is rehearsed.
+    Only segments that nobody has written yet read there, while a captured step is rehearsed.
     """
     addresses = np.full(len(local), each.addresses[0])
     addresses[local] = each.addresses

@@ -31,18 +31,18 @@ from gear_offline.tables.table import Table
 PARTS = 3  # of the ring: rows that are on their way, that are read, and that were read just now
 
 
-class OwnSegments:
+class LocalSegments:
     """All rows are here: a rank has its slots of the global batch, in order."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
 
-    def take(self, first_step: int, steps: int) -> tuple[Segments, Int64Array | None]:
+    def draw(self, first_step: int, steps: int) -> tuple[Segments, Int64Array | None]:
         """Return (T, B) segments, and the landing row of each, -1 for those of the table."""
         return self._stream.segments(first_step, steps), None
 
     def release(self, event: Any = None) -> None:
-        """Say that the block taken last is read, or will be when a CUDA event has come."""
+        """Say that the block drawn last is read, or will be when a CUDA event has come."""
 
     def slots_at(self, step: int) -> Int64Array:
         """Return (B,) int64: which slots of a step's global batch are this rank's."""
@@ -73,17 +73,17 @@ class Ring:
         return PARTS * self.part_rows
 
 
-Block = tuple[Segments, Int64Array]  # what `take` returns, when its rows have landed
+Block = tuple[Segments, Int64Array]  # what `draw` returns, when its rows have landed
 Coming = tuple[int, int, int, Future[Block]]  # first step, steps, number among the exchange's
 
 
 class ShardedSegments:
     """Segments of a dataset that is spread over nodes; an exchange fills the `ring` of a table.
 
-    The methods are those of `OwnSegments`; rows that landed stay until the block has been released
-    and two more taken.  All ranks make the same calls in the same order, this one, too.  A thread
-    of its own uses the exchange: it prepares the block that follows while one is trained on.  A
-    sampler that draws only when its step has come has nothing prepared.
+    The methods are those of `LocalSegments`; rows that landed stay until the block has been
+    released and two more drawn.  All ranks make the same calls in the same order, this one, too.
+    A thread of its own uses the exchange: it prepares the block that follows while one is trained
+    on.  A sampler that draws only when its step has come has nothing prepared.
     """
 
     def __init__(self, stream: Stream, world: World, ring: Ring, table: Table) -> None:
@@ -106,21 +106,21 @@ class ShardedSegments:
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gear-exchange")
         self._coming: Coming | None = None
-        self._posted = self._taken = -1
+        self._posted = self._drawn = -1
         self._read: list[Any] = [None] * PARTS  # event behind the gather of each part of the ring
         self._error: BaseException | None = None  # which ended the exchange
 
-    def take(self, first_step: int, steps: int) -> Block:
+    def draw(self, first_step: int, steps: int) -> Block:
         coming, ahead = self._coming, self._stream.selection.ahead
         if coming is None or coming[:2] != (first_step, steps):
             self._drop()
             coming = self._prepare(first_step, steps)
         self._coming = self._prepare(first_step + steps, steps) if ahead else None
-        *_, self._taken, block = coming
+        *_, self._drawn, block = coming
         return block.result()
 
     def release(self, event: Any = None) -> None:
-        self._read[self._taken % PARTS] = event
+        self._read[self._drawn % PARTS] = event
 
     def slots_at(self, step: int) -> Int64Array:
         homes = self.ring.share.nodes[self._stream.draw(step, 1).episodes]

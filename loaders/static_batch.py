@@ -16,7 +16,7 @@ from gear_offline.loaders.batch import Batch, split_steps
 
 if TYPE_CHECKING:
     from gear_offline.distributed.world import World
-    from gear_offline.loaders.segments import OwnSegments, ShardedSegments
+    from gear_offline.loaders.segments import LocalSegments, ShardedSegments
 
 AHEAD_BYTES = 8 << 20  # of a batch from host memory: smaller ones are there in no time
 AHEAD_BLOCKS = 32  # they keep the bus busy and leave the multiprocessors to the model
@@ -25,7 +25,8 @@ AHEAD_BLOCKS = 32  # they keep the bus busy and leave the multiprocessors to the
 class StaticBatch:
     """The next batch, made by the GPU on its own.
 
-    Before each step the host calls `prepare`.  A step calls `begin`, uses `batch`, and calls `end`.
+    Before each step the host calls `prepare`, which draws where the GPU does not.  The rest is
+    captured: `begin` (draw, locate and gather in one kernel), whatever uses `batch`, and `end`.
 
     Parameters
     ----------
@@ -35,8 +36,8 @@ class StaticBatch:
         that learns from losses (`learns`), whose batches have probabilities.
     windows
         Where the batch lies, of the layout of `GpuGather.allocate`; by default memory of its own.
-    names
-        Names the segments, of an engine that does not draw.
+    writer
+        Draws the segments on the host, of an engine that does not.
     live
         The engine may change: `adopt`.
 
@@ -58,10 +59,10 @@ class StaticBatch:
         learns: bool = False,
         task_bounds: Tensor | None = None,
         windows: Windows | None = None,
-        names: BlockNames | None = None,
+        writer: SegmentWriter | None = None,
         live: bool = False,
     ) -> None:
-        self._names, ring = names, 0 if names is None else names.ring
+        self._writer, ring = writer, 0 if writer is None else writer.ring
         fill = StaticFill(engine, chances=learns, windows=windows, ring=ring, live=live)
         batch_bytes = sum(buffer.nbytes for buffer in fill.windows.buffers)
         self.ahead = ahead and engine.reads_host and batch_bytes >= AHEAD_BYTES
@@ -102,21 +103,21 @@ class StaticBatch:
             self.prepare()
             self._fill.enqueue()
 
-    def adopt(self, engine: GpuGather, names: BlockNames | None, *, step: int) -> bool:
+    def adopt(self, engine: GpuGather, writer: SegmentWriter | None, *, step: int) -> bool:
         """Go on at `step` with the rows of another engine; what is captured stays as it is.
 
         Waits for the GPU.  False, and nothing is changed, where a capture must be made anew.
         """
         if not self._fill.adopt(engine):
             return False
-        self._names = names
+        self._writer = writer
         self.set_step(step)
         return True
 
     def prepare(self) -> None:
-        """Have the segments of the next step named; once before each `begin` or replay of one."""
-        if self._names is not None:
-            self._names.prepare(self._fill, self._coming)
+        """Write the next step's segments if the host draws; once before each `begin` or replay."""
+        if self._writer is not None:
+            self._writer.write(self._fill, self._coming)
         self._coming += 1
 
     def begin(self, *, timed: bool = False) -> None:
@@ -159,23 +160,23 @@ class StaticBatch:
             self._marks[number].record()
 
 
-class BlockNames:
-    """Names the segments of a `StaticFill` a block of steps ahead.
+class SegmentWriter:
+    """Draws blocks of steps on the host, and writes them to where a `StaticFill` reads them.
 
     The fill's ring holds two blocks.  When a block begins, the one before it may still be read;
     that before the last has been read when an event has come that was recorded a block ago.
     """
 
     def __init__(
-        self, segments: OwnSegments | ShardedSegments, block_steps: int, world: World
+        self, segments: LocalSegments | ShardedSegments, block_steps: int, world: World
     ) -> None:
         self._segments, self._block_steps, self._world = segments, block_steps, world
         self.ring = 2 * block_steps
         self._first = self._end = -1
         self._before: Any = None
 
-    def prepare(self, fill: StaticFill, step: int) -> None:
-        """Return when the segments of `step` are named."""
+    def write(self, fill: StaticFill, step: int) -> None:
+        """Return when the segments of `step` are written."""
         if self._first <= step < self._end:
             return
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -186,7 +187,7 @@ class BlockNames:
             self._world.wait_for_gpu(self._before)
         self._before = event
         self._segments.release(event)
-        fill.name(step, *self._segments.take(step, self._block_steps))
+        fill.write(step, *self._segments.draw(step, self._block_steps))
         self._first, self._end = step, step + self._block_steps
 
 

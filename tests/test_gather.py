@@ -288,7 +288,7 @@ def test_segments_outside_the_dataset_are_refused(cut: Cut, episode: int, start:
 
 
 @pytest.mark.parametrize("kind", GATHERS[1:])
-def test_a_ring_of_names_is_read_at_the_step_of_the_counter(kernels: Any, kind: str) -> None:
+def test_a_ring_of_segments_is_read_at_the_step_of_the_counter(kernels: Any, kind: str) -> None:
     lengths, table = [4, 9, 2], memory_table([4, 9, 2], 3)
     options: dict[str, Any] = {"rank_batch": 4, "context_length": 3}
     drawn = np.random.default_rng(5).integers(0, 15, (20, 4))
@@ -296,7 +296,7 @@ def test_a_ring_of_names_is_read_at_the_step_of_the_counter(kernels: Any, kind: 
     named = [every[row] for row in drawn]
     with device(kind, kernels) as place:
         fill = StaticFill(gpu_gather(table, device=place, **options), ring=6)
-        fill.enqueue()  # before anything is named: some window, and no foreign memory
+        fill.enqueue()  # before anything is written: some window, and no foreign memory
         first = 2**33 + 1
         fill.set_step(first)
         for block in range(0, 20, 2):
@@ -305,7 +305,7 @@ def test_a_ring_of_names_is_read_at_the_step_of_the_counter(kernels: Any, kind: 
                 starts=np.stack([named[block].starts, named[block + 1].starts]),
                 probability=np.ones((2, 4)),
             )
-            fill.name(first + block, both)
+            fill.write(first + block, both)
             for step in (block, block + 1):
                 fill.enqueue()
                 assert int(fill.counter) == first + step + 1

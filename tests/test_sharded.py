@@ -17,7 +17,7 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.loaders import rows
 from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.loaders.static_batch import BlockNames, StaticBatch
+from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
 from gear_offline.sampling import make_sampler
 from tests.image_support import image_columns
 from tests.kernels_on_cpu import gpu_gather, on_cpu
@@ -147,7 +147,7 @@ class Event:
 def test_a_captured_step_reads_rows_of_other_nodes(
     dataset: Dataset, kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names and rows are there before each replay, over many turns of the rings."""
+    """Segments and rows are there before each replay, over many turns of the rings."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     alone, batches = GearLoader(dataset, **OPTIONS), list[tuple[GearLoader, StaticBatch]]()
     with on_cpu(kernels):
@@ -160,8 +160,8 @@ def test_a_captured_step_reads_rows_of_other_nodes(
                 offsets=dataset.episodes.offsets,
                 local=segments.ring.share.nodes == rank.world.node,
             )
-            names = BlockNames(segments, rank.rows.block_steps, World())
-            batches.append((rank, StaticBatch(engine, padding="right", step=5, names=names)))
+            writer = SegmentWriter(segments, rank.rows.block_steps, World())
+            batches.append((rank, StaticBatch(engine, padding="right", step=5, writer=writer)))
         for steps in (range(5, 30), range(2, 4), range(100, 110)):
             for _, batch in batches:
                 batch.set_step(steps[0])
@@ -198,7 +198,7 @@ def test_little_crosses_nodes(dataset: Dataset, selection: str) -> None:
     """Also where half of the episodes have ten times the weight of the others."""
     options = OPTIONS | {"batch_size": 2048, "selection": selection}
     ranks: list[Any] = open_ranks(dataset, (0, 1), "shard", **options)
-    taken = [rank.rows.segments.take(step, 1)[1] for step in range(20) for rank in ranks]
+    taken = [rank.rows.segments.draw(step, 1)[1] for step in range(20) for rank in ranks]
     weight = make_sampler(selection, dataset).episode_weight
     assert weight is not None
     nodes = ranks[0].rows.segments.ring.share.nodes

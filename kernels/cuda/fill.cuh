@@ -35,8 +35,8 @@ struct Job {
     u64 first_step;      // step of the first segments where there is no counter
     const i64* offsets;     // (E + 1,)
     i64 episodes;           // E
-    const i64* chosen;      // (segments, 4) of NAMED segments: episode, start, steps of the window at
-                            // most, and the landing row of the start or -1
+    const i64* chosen;      // (segments, 4) of HOST_DRAWN ones: episode, start, steps of the window at most,
+                            // and the landing row of the start or -1
     i64 ring;               // steps that `chosen` has segments of: step s is entry s % ring; or 0
     i64 rank_batch;         // B
     i64 first_slot;         // of this rank in the global batch
@@ -62,7 +62,7 @@ struct Segment {
 };
 
 // A segment that the host has drawn.
-GEAR_CODE Segment choose_named(const Job& job, u64 first_step, i64 segment) {
+GEAR_CODE Segment choose_host_drawn(const Job& job, u64 first_step, i64 segment) {
     i64 entry = job.ring ? (i64)(first_step % (u64)job.ring) * job.rank_batch + segment : segment;
     const i64* name = job.chosen + 4 * entry;
     Segment found = {name[0], name[1], 0, name[3]};
@@ -83,7 +83,7 @@ GEAR_CODE Segment shortened(const Job& job, const Drawn& drawn) {
 // What kernels draw by: named segments and weights take few registers ...
 struct Plain {
     GEAR_MEMBER Segment choose(const Job& job, u64 first_step, i64 segment) {
-        if (job.sampling.way == NAMED) return choose_named(job, first_step, segment);
+        if (job.sampling.way == HOST_DRAWN) return choose_host_drawn(job, first_step, segment);
         u64 ahead = (u64)(segment / job.rank_batch);
         u64 slot = (u64)(segment - (i64)ahead * job.rank_batch + job.first_slot);
         Draws numbers = draw(job.seed, SELECTION_STREAM, first_step + ahead, (u64)job.global_batch, slot);

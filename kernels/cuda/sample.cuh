@@ -7,7 +7,7 @@
 
 namespace gear {
 
-enum Way { NAMED = 0, WEIGHTS, PERMUTATION, PRIORITIES };  // NAMED: drawn by the host
+enum Way { HOST_DRAWN = 0, WEIGHTS, PERMUTATION, PRIORITIES };
 enum { ROUNDS = 8 };
 
 // As kernels/draws.py.
