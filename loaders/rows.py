@@ -67,7 +67,8 @@ class MemoryRows:
         """
         gather, event = self.gather, None
         if isinstance(gather, GpuGather) and gather.draws:
-            return gather.draw_and_gather(first_step, steps)  # all of the road in one kernel
+            return gather.draw_and_gather(first_step, steps)  # draw, locate, gather: one kernel
+        # Draw here; rows of other nodes have landed then.  The gather knows where all others lie.
         segments, landing = self.segments.draw(first_step, steps)
         windows = _with_counts(gather.gather(segments, landing), segments)
         if self.goals is not None:
@@ -135,29 +136,32 @@ class RowOpener:
     goals: GoalSampler | None
 
     def open(self, table: Table | None = None) -> Rows:
-        """Open the rows of `table`, or those that are read here."""
-        options, device, ring = self.options, self.device, None
-        wants_engine = device.type == "cuda" and options.engine != "off" and self.world.feeds
+        """Open the rows of `table`, or those that are read here: on disk, else in memory."""
         if table is not None:
             self._check(table)
-        elif not self.world.feeds:
-            table = build_table(self.data, options, shards=())
-        elif (reason := self._disk_reason()) is not None:
+            return self._open_memory(table, None)
+        if not self.world.feeds:
+            return self._open_memory(build_table(self.data, self.options, shards=()), None)
+        if (reason := self._disk_reason()) is not None:
             return self._open_disk(reason)
-        else:
-            ring = self._make_ring()
-            table = self._build(ring)
+        ring = self._make_ring()  # None where this node holds all rows
+        return self._open_memory(self._build(ring), ring)
+
+    def _open_memory(self, table: Table, ring: Ring | None) -> MemoryRows:
+        """Open rows in memory: the GPU gathers them from where they are placed, else the CPU."""
+        options, device = self.options, self.device
         local = None if ring is None else ring.share.nodes == self.world.node
         gathers: Gathers | None = None
-        if wants_engine:
+        if device.type == "cuda" and options.engine != "off" and self.world.feeds:
             gathers = self._open_engines(table, local)
         if gathers is None:
             _need_rows(table)
             gathers = self._cpu_gathers(table, local)
         gather, states = gathers
-        segments: RankSegments = LocalSegments(self.stream)
-        steps = self._block_steps(window_bytes(table.groups, options.context_length))
-        if ring is not None:
+        if ring is None:
+            segments: RankSegments = LocalSegments(self.stream)
+            steps = self._block_steps(window_bytes(table.groups, options.context_length))
+        else:
             segments = ShardedSegments(self.stream, self.world, ring, table)
             steps = ring.steps
         if isinstance(gather, GpuGather):

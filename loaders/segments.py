@@ -166,22 +166,25 @@ class ShardedSegments:
         ring, share, rank = self.ring, self.ring.share, self._world.rank
         options = ring.options
         span, history, padding = options.context_length, options.history, options.padding
+        # draw and assign
         drawn = self._stream.draw(first_step, steps)
         homes = share.nodes[drawn.episodes]
         slots, moves = self._assigner.assign(homes)
-        step, readers, places = np.nonzero(moves)
+        step, readers, places = np.nonzero(moves)  # of all ranks' segments, those held elsewhere
         moved = (step, slots[step, readers, places])
-        named = drawn[moved]
-        real = real_steps(named, share.lengths, span)
-        before = np.minimum(named.starts, history)
+        far = drawn[moved]
+        # locate: where each lands in this part of the ring, and which rank sends it
+        real = real_steps(far, share.lengths, span)
+        before = np.minimum(far.starts, history)
         # A window lies as the gather copies it, so that what it copies besides is its own part.
-        begin, _ = filled(named.starts, real, span=span, history=history, padding=padding)
+        begin, _ = filled(far.starts, real, span=span, history=history, padding=padding)
         rows = (number % PARTS) * ring.part_rows + begin
         rows += (step * ring.rank_batch + places) * ring.options.margin
         owners, home = np.empty(len(step), np.int64), homes[moved]
         for node, members in enumerate(self._members):  # the ranks of a node serve in turn
             at_node = home == node
             owners[at_node] = members[moved[1][at_node] % len(members)]
+        # fetch
         if event is not None:
             self._world.wait_for_gpu(event)
         self._exchange.post(
@@ -189,8 +192,8 @@ class ShardedSegments:
             Reads(
                 readers=readers,
                 owners=owners,
-                episodes=named.episodes,
-                starts=named.starts - before,
+                episodes=far.episodes,
+                starts=far.starts - before,
                 steps=before + real,
                 rows=rows,
             ),
