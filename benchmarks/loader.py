@@ -14,9 +14,9 @@ import torch
 
 from benchmarks.common import CONTEXT, Call, alternate, hopper_like
 from benchmarks.loader_peers import PEERS
+from gear_offline.core.text import say
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.progress import say
 
 BATCH_SIZES = (64, 1024)
 BASE = "NumPy gather"  # what ratios refer to

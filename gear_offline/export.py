@@ -20,11 +20,11 @@ import numpy as np
 import gear_offline
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import new_file, writing
-from gear_offline.core.text import count_text
+from gear_offline.core.text import count_text, say
 from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
-from gear_offline.progress import Progress, say
+from gear_offline.progress import Progress
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source
 from gear_offline.sources.combine import dataset_source

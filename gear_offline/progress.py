@@ -19,19 +19,12 @@ from rich.table import Table
 from rich.text import Text
 
 from gear_offline.core.closing import Closing
-from gear_offline.core.text import count_text, printable, short, size_text
+from gear_offline.core.text import count_text, printable, say, short, size_text
 
 PLAIN_SECONDS = 10.0  # between two plain lines
 DRAWS_PER_SECOND = 5
 LEAST_BAR = 6  # characters
 MOST_NAME = 26  # characters of a name that are not broken on a narrow terminal
-
-
-def say(message: str, *, quiet: bool = False) -> None:
-    """Print one line of information to stderr unless `quiet`."""
-    if not quiet:
-        lines = map(printable, message.split("\n"))  # names of files are others' text
-        print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 class Printed:

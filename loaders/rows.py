@@ -15,7 +15,7 @@ import torch
 
 from gear_offline.config.sections import Sharding
 from gear_offline.core.system import RESERVE_BYTES, available_bytes
-from gear_offline.core.text import size_text
+from gear_offline.core.text import say, size_text
 from gear_offline.core.types import BoolArray
 from gear_offline.distributed.sharding import NodeShare, shard_weights, share_shards, take_share
 from gear_offline.distributed.world import World
@@ -28,7 +28,6 @@ from gear_offline.kernels.segments import Segments
 from gear_offline.loaders.goals import GoalSampler, with_goals
 from gear_offline.loaders.options import LoaderOptions
 from gear_offline.loaders.segments import LocalSegments, Ring, ShardedSegments
-from gear_offline.progress import say
 from gear_offline.sampling import Sampler
 from gear_offline.sampling.base import Stream
 from gear_offline.tables.fields import EXTRA

@@ -21,10 +21,10 @@ from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.sections import SelectionSettings
 from gear_offline.core.files import check_folder
 from gear_offline.core.system import machine
-from gear_offline.core.text import count_text, short
+from gear_offline.core.text import count_text, say, short
 from gear_offline.errors import GearError, InputError
 from gear_offline.loaders.recipes import recipe_sampler
-from gear_offline.progress import Progress, say
+from gear_offline.progress import Progress
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.runs.prepare import prepare_dataset
 from gear_offline.sampling import sampler_class

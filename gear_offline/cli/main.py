@@ -111,8 +111,8 @@ def convert(
 ) -> None:
     """Convert a dataset to GEAR shards."""
     go.convert(**locals() | {"discrete": discrete or ()})
+    from gear_offline.core.text import say
     from gear_offline.evaluation.environments import unregistered
-    from gear_offline.progress import say
 
     if environment is not None and (problem := unregistered(environment)):
         say(f"warning: {problem}", quiet=quiet)

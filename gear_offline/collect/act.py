@@ -10,12 +10,12 @@ import numpy as np
 
 from gear_offline.collect.record import Player, episode_plan
 from gear_offline.convert.append import Appender
-from gear_offline.core.text import Document, count_text
+from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import Known, known_of, probe, say_version
 from gear_offline.models.policy import Policy
-from gear_offline.progress import Progress, say
+from gear_offline.progress import Progress
 from gear_offline.training.checkpoint import chosen_checkpoint, list_checkpoints, no_run
 from gear_offline.training.policies import trained_model
 from gear_offline.workers import Caller, WorkerPool

@@ -31,9 +31,9 @@ from gear_offline.collect.record import (
     reset_seed,
     stream,
 )
-from gear_offline.core.text import count_text
+from gear_offline.core.text import count_text, say
 from gear_offline.core.types import Array, Float64Array, Int64Array
-from gear_offline.progress import Progress, say
+from gear_offline.progress import Progress
 
 ALGORITHM = "ARS-V2t linear"
 MIN_STD = 1e-8  # features that never move are divided by 1, as in the authors' code

@@ -22,12 +22,12 @@ from gear_offline.collect.policies import (
 )
 from gear_offline.collect.record import RECORD, Crew, EpisodePlan, Policy, episode_plan
 from gear_offline.core.system import usable_cores, versions
-from gear_offline.core.text import Document, count_text
+from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import import_module_of, is_atari, say_version
 from gear_offline.export import Hdf5Writer
-from gear_offline.progress import Progress, say
+from gear_offline.progress import Progress
 
 NOTE = "collected locally; not D4RL data"
 PARALLEL_STEPS = 20_000  # below this many steps, starting processes costs more than it brings

@@ -31,7 +31,7 @@ from gear_offline.convert.shards import (
     write_shards,
 )
 from gear_offline.core.files import new_directory
-from gear_offline.core.text import count_text
+from gear_offline.core.text import count_text, say
 from gear_offline.dataset.inspect import summary
 from gear_offline.dataset.manifest import (
     MANIFEST_NAME,
@@ -49,7 +49,7 @@ from gear_offline.dataset.scores import known_scores, reference_scores
 from gear_offline.dataset.shard import RESERVED_NAMES, digest
 from gear_offline.dataset.statistics import distribution
 from gear_offline.errors import InputError, check_environment_id
-from gear_offline.progress import Progress, say
+from gear_offline.progress import Progress
 from gear_offline.sources import open_source
 from gear_offline.sources.base import InputFile, Source
 from gear_offline.sources.combine import with_columns

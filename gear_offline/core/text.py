@@ -12,6 +12,13 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 MOST_CHARACTERS = 900  # of the line of an error
 
 
+def say(message: str, *, quiet: bool = False) -> None:
+    """Print one line of information to stderr unless `quiet`."""
+    if not quiet:
+        lines = map(printable, message.split("\n"))  # names of files are others' text
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
+
 def count_text(count: int, noun: str, plural: str | None = None) -> str:
     """Return a count and its noun, e.g. ``"1 episode"`` or ``"2,000 episodes"``."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"

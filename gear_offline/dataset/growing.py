@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import remove_leftovers, sync_directory, writing
-from gear_offline.core.text import count_text
+from gear_offline.core.text import count_text, say
 from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset, grow_dataset, open_dataset, with_shards
 from gear_offline.dataset.manifest import (
@@ -51,7 +51,6 @@ from gear_offline.dataset.shard import (
 )
 from gear_offline.dataset.statistics import Moments
 from gear_offline.errors import NO_SPACE, GearError, InputError
-from gear_offline.progress import say
 
 INCOMING, REFUSED = "incoming", "refused"
 POLL_SECONDS = 0.02

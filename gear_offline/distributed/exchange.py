@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gear_offline.config.sections import Mode
+from gear_offline.core.text import say
 from gear_offline.core.types import Int64Array
 from gear_offline.distributed.rdma import Endpoint, RdmaExchange
 from gear_offline.distributed.reads import NodeRows, Reads, as_bytes, ranges
 from gear_offline.distributed.world import World, rank_lost
 from gear_offline.errors import GearError, UnavailableError
-from gear_offline.progress import say
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -24,9 +24,8 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 
-from gear_offline.core.text import first_line
+from gear_offline.core.text import first_line, say
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.progress import say
 
 FRAME_SKIP: Final = 4  # emulator frames a step; the last two are merged by their maximum
 SCREEN_SIZE: Final = 84

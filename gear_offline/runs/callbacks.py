@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from gear_offline.core.text import first_line
+from gear_offline.core.text import first_line, say
 from gear_offline.errors import GearError, InputError
-from gear_offline.progress import say
 from gear_offline.runs.run import Run
 
 __all__ = ["Callback"]

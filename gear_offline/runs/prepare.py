@@ -22,7 +22,7 @@ from gear_offline.core.device import resolve_device
 from gear_offline.core.files import check_folder
 from gear_offline.core.hub import is_there
 from gear_offline.core.system import available_bytes
-from gear_offline.core.text import count_text, size_text
+from gear_offline.core.text import count_text, say, size_text
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.dataset.scores import reference_scores
@@ -33,7 +33,6 @@ from gear_offline.evaluation.evaluate import check_sizes
 from gear_offline.loaders.recipes import open_data, open_one
 from gear_offline.models.decision_transformer import beyond_tanh
 from gear_offline.models.multitask import ModelTask
-from gear_offline.progress import say
 from gear_offline.sampling.items import HAVE_PRIORITY, episode_priorities
 from gear_offline.sources import open_source
 from gear_offline.sources.uri import was_read_from

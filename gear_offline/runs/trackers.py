@@ -21,8 +21,7 @@ from typing import Any, Protocol
 
 from gear_offline.config.sections import TrainSettings
 from gear_offline.core.files import write_file
-from gear_offline.core.text import first_line
-from gear_offline.progress import say
+from gear_offline.core.text import first_line, say
 from gear_offline.runs.callbacks import Callback
 from gear_offline.runs.checks import check_trackers
 from gear_offline.runs.directory import RunDirectory

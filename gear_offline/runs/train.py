@@ -95,7 +95,7 @@ def train(
         raise InputError("USAGE", f"train() has no argument {name!r}", remedy=remedy)
     whole = load_recipe(recipe, overrides)
     quiet = quiet or not is_first_process()
-    from gear_offline.progress import say
+    from gear_offline.core.text import say
 
     rising = min(whole.optimizer.warmup(whole.train.steps), whole.train.steps)
     warmup = f", the first {rising:,} of them warm-up" if rising else ""

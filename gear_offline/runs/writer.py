@@ -14,8 +14,8 @@ import torch
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import write_file
 from gear_offline.core.system import versions
-from gear_offline.core.text import count_text, finite
-from gear_offline.progress import Progress, say
+from gear_offline.core.text import count_text, finite, say
+from gear_offline.progress import Progress
 from gear_offline.runs.evaluations import RunEvaluations
 from gear_offline.runs.run import best_of
 from gear_offline.training.metrics import GrowingFile

@@ -17,9 +17,9 @@ import torch
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.device import resolve_device
 from gear_offline.core.system import usable_cores
-from gear_offline.core.text import count_text
+from gear_offline.core.text import count_text, say
 from gear_offline.errors import InputError
-from gear_offline.progress import Progress, say
+from gear_offline.progress import Progress
 from gear_offline.runs import report
 from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.directory import check_resumed
