@@ -46,10 +46,10 @@ OPTIONAL_PACKAGES = {
     "imageio": ("evaluate --video", "pip install 'gear-offline[video]'"),
     "onnx": ("export-policy NAME.onnx", "pip install 'gear-offline[onnx]'"),
     "d4rl": ("d4rl:NAME through D4RL's own package", "pip install 'gear-offline[d4rl]'"),
-    "cupy": ("GPU kernels", "pip install 'gear-offline[gpu]' (CUDA 12: [gpu-cuda12])"),
-    "pyverbs": ("RDMA between nodes", "apt install python3-pyverbs (Debian, Ubuntu)"),
-    "stable-baselines3": ("collecting with stronger policies", "pip install 'gear-offline[rl]'"),
-    "sbx-rl": ("collecting with stronger policies, faster", "pip install 'gear-offline[rl]'"),
+    "cupy": ("GPU kernels (CUDA 12: [gpu-cuda12])", "pip install 'gear-offline[gpu]'"),
+    "pyverbs": ("RDMA between nodes (Debian, Ubuntu)", "apt install python3-pyverbs"),
+    "stable-baselines3": ("collect --policy sb3:PPO", "pip install 'gear-offline[rl]'"),
+    "sbx-rl": ("collect --policy sbx:PPO, faster", "pip install 'gear-offline[rl]'"),
 }
 WHEELS = {"cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy")}  # one import, several distributions
 # Each sets `found`; it may fail in any way it likes.
@@ -147,13 +147,14 @@ def print_diagnosis(diagnosis: Mapping[str, Any]) -> None:
     console.print(features)
     packages = Table("package", "version", "for", box=box.SIMPLE_HEAD)
     for row in diagnosis["packages"]:
-        if row["core"] and row["version"]:
-            continue  # the line `cpu` says that they are all there
-        absent = Text("missing", "red") if row["core"] else Text("not installed", "dim")
-        remedy = f": {row['install']}" if row["install"] else ""
-        purpose = Text(row["for"]).append(remedy, "cyan")
-        packages.add_row(row["name"], row["version"] or absent, purpose)
+        if row["version"] and not row["core"]:  # the line `cpu` says that those are all there
+            packages.add_row(row["name"], row["version"], row["for"])
     console.print(packages)
+    missing = [row for row in diagnosis["packages"] if not row["version"]]
+    console.print("missing, and how to get it:" if missing else "nothing is missing")
+    for row in missing:  # a line of its own, to be copied
+        remark = Text(f"  # {row['name']}: {row['for']}", "dim")
+        console.print(Text(row["install"], "cyan").append(remark), soft_wrap=True)
 
 
 def probe(code: str, *, seconds: float = SECONDS) -> Probe:

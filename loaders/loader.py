@@ -95,8 +95,9 @@ class GearLoader(Closing, Iterator[Batch]):
         ``"host"``: in host memory.  ``"disk"``: in the shards, read ahead of use.  ``"auto"``: as
         they fit, those drawn most often nearest; a line on stderr says if that is the disk.
     hbm_budget, host_budget
-        Bytes that the rows may take in GPU memory (by default 60 % of what is free) and in host
-        memory of this process (half of what is available when they stay on disk, else all of it).
+        Bytes, or ``"2GiB"``, that the rows may take in GPU memory (by default 60 % of what is free)
+        and in host memory of this process (half of what is available when they stay on disk, else
+        all of it).
     sharding
         With a `world` of several nodes.  ``"replicate"``: each holds all rows.  ``"shard"``: each
         holds some of the shards.  ``"auto"``: that only where a node has too little memory.
@@ -161,8 +162,8 @@ class GearLoader(Closing, Iterator[Batch]):
         start_step: int = 0,
         engine: Mode = "auto",
         placement: Placement = "auto",
-        hbm_budget: int | None = None,
-        host_budget: int | None = None,
+        hbm_budget: int | str | None = None,
+        host_budget: int | str | None = None,
         sharding: Sharding = "auto",
         exchange: Mode = "auto",
         world: World | Literal["auto"] | None = "auto",

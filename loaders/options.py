@@ -8,12 +8,13 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import ConfigDict, ValidationError
+from pydantic import BeforeValidator, ConfigDict, ValidationError
 from pydantic import Field as Range
 from pydantic.dataclasses import dataclass
 
 from gear_offline.config.problems import nearest, problem_text
 from gear_offline.config.sections import GoalSettings, Mode, Placement, Sharding
+from gear_offline.config.strict_yaml import byte_count
 from gear_offline.core.text import say
 from gear_offline.distributed.world import World, joined_world
 from gear_offline.errors import InputError, UnavailableError
@@ -44,8 +45,8 @@ class LoaderOptions(TableOptions):
     padding: Padding
     engine: Mode
     placement: Placement
-    hbm_budget: Annotated[int, Range(ge=0)] | None
-    host_budget: Annotated[int, Range(ge=1)] | None
+    hbm_budget: Annotated[int, BeforeValidator(byte_count), Range(ge=0)] | None
+    host_budget: Annotated[int, BeforeValidator(byte_count), Range(ge=1)] | None
     sharding: Sharding
     exchange: Mode
     goals: GoalSettings | None

@@ -171,6 +171,14 @@ def test_a_typo_in_a_recipe_is_told_before_torch_is_loaded(words: str) -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def test_a_strategy_that_is_not_there_is_told_before_torch_is_loaded() -> None:
+    script = "import sys; from gear_offline.cli.main import main\n"
+    script += "assert main(['train', 'smoke', 'selection.strategy=unifrm']) == 2\n"
+    script += "print('torch' in sys.modules)"
+    done = run_python("-c", script)
+    assert done.stdout.strip() == "False" and "did you mean 'uniform_steps'" in done.stderr
+
+
 def test_training_says_what_it_will_do_before_torch_is_loaded(tmp_path: Path) -> None:
     line = [*PROGRAM, "train", "paper", "train.steps=500"]
     with subprocess.Popen(line, **PIPES, cwd=tmp_path) as process:

@@ -177,7 +177,7 @@ def test_more_memory_reads_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "options",
     [
-        *({"host_budget": budget} for budget in (0, -1, 2.5, "4 GiB", True)),
+        *({"host_budget": budget} for budget in (0, -1, 2.5, "much", True)),
         {"placement": "tape"},
         {"engine": "on"},
         {"selection": "prioritized"},
@@ -199,7 +199,7 @@ def test_auto_goes_to_disk_where_memory_is_short(
 ) -> None:
     made = make_dataset(tmp_path, [500] * 20)
     small = least_budget(made, **OPTIONS)
-    large = GearLoader(made, host_budget=1 << 30, **OPTIONS)
+    large = GearLoader(made, host_budget="1GiB", **OPTIONS)
     assert isinstance(large.rows, MemoryRows) and not capsys.readouterr().err
     with GearLoader(made, host_budget=small, **OPTIONS) as loader:
         assert isinstance(loader.rows, DiskRows)

@@ -74,7 +74,8 @@ def test_what_is_missing_is_printed_with_its_remedy(monkeypatch: Patch, capsys: 
     print_diagnosis(diagnosis_with(monkeypatch, {"mujoco": broken}, missing=("numpy",)))
     page = capsys.readouterr().out
     assert "no simulator [here]" in page, "brackets are not taken for markup"
-    assert "pip install 'gear-offline[mujoco]'" in page and "missing" in page
+    assert "pip install 'gear-offline[mujoco]'" in page
+    assert "pip install numpy  # numpy: core" in page.splitlines(), "a line to be copied"
 
 
 def test_the_path_of_a_gpu(monkeypatch: Patch) -> None:

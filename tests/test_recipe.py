@@ -17,7 +17,7 @@ from gear_offline.config.sections import SchedulePoint, TaskSettings
 from gear_offline.config.strict_yaml import MAX_BYTES, dump_yaml, parse_yaml
 from gear_offline.errors import InputError
 from gear_offline.runs.checks import check_recipe
-from gear_offline.runs.loop import train_run
+from gear_offline.runs.train import train
 from tests.support import Patch, failing_code, one_error
 
 SHIPPED = sorted(RECIPES.rglob("*.yaml"))
@@ -184,6 +184,13 @@ def test_overrides_are_texts_or_a_mapping() -> None:
         load_recipe("paper", {"train.steps": {1}})
 
 
+def test_sizes_have_units() -> None:
+    recipe = load_recipe("smoke", ["loader.host_budget=1MiB", "loader.hbm_budget=2GB"])
+    assert (recipe.loader.host_budget, recipe.loader.hbm_budget) == (1 << 20, 2 * 10**9)
+    with pytest.raises(InputError, match="write it like 256MiB"):
+        load_recipe("smoke", "loader.host_budget=much")
+
+
 def test_a_recipe_is_frozen_and_replace_names_what_is_wrong() -> None:
     recipe = load_recipe("paper", ["data.path=x"])
     with pytest.raises(InputError, match=r"recipe\.replace"):
@@ -279,7 +286,7 @@ def test_names_that_nothing_answers_to_are_refused_before_the_data_is_read(
         validate_recipe(path)
     assert caught.value.code.startswith(code) and str(path) in caught.value.where
     with one_error(caught.value.code, "recipe a"):
-        train_run(load_recipe(path), out=tmp_path / "run")
+        train(load_recipe(path), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -43,7 +43,7 @@ def code(call: Any, *values: Any, **options: Any) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("flags", "ending"),
     [
-        ({}, (False, False)),
+        ({}, (False, True)),
         ({"terminated": True}, (True, False)),
         ({"terminated": np.bool_(False)}, (False, True)),
         ({"terminated": False, "truncated": True}, (False, True)),
@@ -101,6 +101,8 @@ def test_episodes_that_do_not_fit_are_named() -> None:
     ]:
         found = code(from_episodes, [good, second])
         assert found[0] == "SOURCE_LAYOUT" and part in found[1], (part, found[1])
+    with pytest.raises(InputError, match="rename obs to observations"):
+        from_episodes([{"obs": [1.0] * 4, "rewards": [1.0] * 3}])
     assert code(from_episodes, [])[0] == "SOURCE_LAYOUT"
     assert code(from_episodes, [good], environment="my robot")[0] == "ENVIRONMENT"
 

@@ -321,9 +321,7 @@ def act(
     environment: str | None = Environment(help="Gymnasium id."),
     actors: int = Option(1, min=1, help="Processes that play."),
     episodes: int | None = Count(None, help="How many in all; default until the run has ended."),
-    target: float | None = Option(
-        None, help="Return to ask for; default the run's highest, twice that if stochastic."
-    ),
+    target: float | None = Option(None, help="Return to ask for; default the run's highest."),
     action_noise: float | None = Option(
         None, min=0, help="In half ranges of the action; default 0.1, 0 if stochastic."
     ),
@@ -424,16 +422,15 @@ def runs_show(run: Path = Run(help="Run directory."), as_json: Json = False) -> 
 @runs_app.command("compare", epilog=examples("runs compare runs/a-s0 runs/b-s0 --out ab.svg"))
 def runs_compare(
     runs: list[Path] = Run(metavar="RUN RUN...", help="Run directories, or a sweep's."),
-    out: Path | None = Option(None, help="Curves, .png or .svg; default a new comparison.png."),
+    out: Path | None = Option(None, help="File for the curves, .png or .svg; default none."),
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Put runs side by side: a table, and their curves in one picture."""
-    picture = out or "comparison.png"
-    comparison = go.compare_runs(runs, out=picture, overwrite=overwrite or not out)
-    if not as_json:
-        comparison.print()
-    show(comparison.to_json(), as_json, lambda: print(comparison.plot))
+    """Put runs side by side: a table, and with --out their curves in one picture."""
+    comparison = go.compare_runs(runs, out=out, overwrite=overwrite)
+    show(comparison.to_json(), as_json, comparison.print)
+    if comparison.plot is not None and not as_json:
+        print(comparison.plot)
 
 
 @command("Compare", "blame runs/a-s0", "blame runs/a-s0 4100..4160")

@@ -18,11 +18,11 @@ from typer import Argument, BadParameter, Option
 
 def parse_size(text: str) -> int:
     """Return the bytes of ``"256MiB"``, ``"2GB"`` or ``"1048576"``."""
-    from pydantic import ByteSize, TypeAdapter  # slow to load
+    from gear_offline.config.strict_yaml import byte_count  # slow to load
 
     with suppress(ValueError):
-        if size := TypeAdapter(ByteSize).validate_python(text):
-            return int(size)
+        if size := int(byte_count(text)):
+            return size
     raise BadParameter(f"{text!r} is not a size; write it like 256MiB, 2GB or 1048576")
 
 

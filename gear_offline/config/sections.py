@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from gear_offline.config.strict_yaml import whole_number
+from gear_offline.config.strict_yaml import byte_count, whole_number
 from gear_offline.errors import InputError
 
 LARGEST_TARGET = 1e18  # squares of returns-to-go stay finite in float32
@@ -33,6 +33,7 @@ def target_list(value: Any) -> Any:
 
 Whole = Annotated[int, BeforeValidator(whole_number)]  # 100000, 1e5 or 100_000
 Positive = Annotated[Whole, Field(ge=1, lt=1 << 62)]
+Size = Annotated[Positive, BeforeValidator(byte_count)]  # bytes; 256MiB
 Count = Annotated[Whole, Field(ge=0, lt=1 << 62)]
 Seed = Annotated[Whole, Field(ge=0, lt=1 << 63)]
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -291,9 +292,9 @@ class LoaderSettings(Section):
     """On CUDA: select and gather on the GPU; auto: where that is possible."""
     placement: Placement = "auto"
     """Rows in GPU memory, over the node's GPUs, in host memory or on disk; auto: as they fit."""
-    hbm_budget: Positive | None = None
+    hbm_budget: Size | None = None
     """Bytes of GPU memory that rows may take; null: 60 % of what is free."""
-    host_budget: Positive | None = None
+    host_budget: Size | None = None
     """For auto and disk, bytes of host memory for rows; null: half of it if on disk, else all."""
     sharding: Sharding = "auto"
     """With several nodes: each holds all, or its shards; auto: its shards where all do not fit."""

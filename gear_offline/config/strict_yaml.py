@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ByteSize, TypeAdapter
 
 from gear_offline.core.files import read_regular
 from gear_offline.errors import InputError
@@ -57,6 +58,18 @@ def whole_number(value: Any) -> Any:
     if is_whole or (isinstance(value, str) and _GROUPED.fullmatch(value)):
         return int(value)
     return value
+
+
+def byte_count(value: Any) -> Any:
+    """Return the bytes of a size such as ``256MiB`` or ``2GB``; anything else as it is."""
+    value = whole_number(value)
+    if not isinstance(value, str):
+        return value
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(value))
+    except ValueError:
+        what = f"{value!r} is not a size; write it like 256MiB, 2GB or 1048576"
+        raise ValueError(what) from None
 
 
 class _Loader(yaml.SafeLoader):

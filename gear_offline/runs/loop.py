@@ -25,7 +25,6 @@ from gear_offline.core.text import say
 from gear_offline.distributed.world import World, current, open_world, rank_device
 from gear_offline.errors import GearError
 from gear_offline.runs.callbacks import Callback, Callbacks
-from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.directory import RunDirectory, check_resumed, default_run_path
 from gear_offline.runs.prepare import open_growing, prepare_dataset, resolve
 from gear_offline.runs.run import Run
@@ -71,7 +70,6 @@ def train_run(
         quiet = quiet or not world.is_first
         # what can be refused before the data are read, or made
         check_micro_batches(world.rank_batch(recipe.loader.batch_size), recipe.train.accumulate)
-        world.lead(lambda: check_recipe(recipe, where=f"recipe {recipe.name}"))
         directory = world.lead(lambda: held.enter_context(RunDirectory(path, resume=resume)))
         world.lead(lambda: check_resumed(path, recipe, start, is_resolved=False))
 

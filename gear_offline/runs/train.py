@@ -102,6 +102,7 @@ def train(
     say(f"{whole.name}: {whole.train.steps:,} steps{warmup}; seed {whole.seed}", quiet=quiet)
     from gear_offline.evaluation.environments import import_module_of
     from gear_offline.runs.callbacks import check_callbacks
+    from gear_offline.runs.checks import check_recipe
     from gear_offline.runs.directory import check_place, places
     from gear_offline.runs.run import Run
 
@@ -109,15 +110,17 @@ def train(
     path, start = places(recipe, whole, out, resume=resume, checkpoint=checkpoint)
     if is_first_process():
         check_place(path, resume=resume)
-        data = whole.data
-        if not (data.tasks or data.source or data.collect or (data.path and is_there(data.path))):
-            raise no_data(data)
     names = whole.environments
     if resume or start:  # a run's own recipe imports no module, what is typed here does
         typed = flat(apply_overrides({}, overrides))
         names = tuple(str(typed[key]) for key in typed if key.endswith("environment"))
     for name in names:
         import_module_of(name)
+    if is_first_process():
+        check_recipe(whole, where=f"recipe {whole.name}")
+        data = whole.data
+        if not (data.tasks or data.source or data.collect or (data.path and is_there(data.path))):
+            raise no_data(data)
     from gear_offline.runs import loop  # loads torch
 
     return Run(loop.train_run(whole, path, resume=resume, start=start, quiet=quiet, callbacks=told))

@@ -151,6 +151,8 @@ class RunWriter(Closing):
                 say(f"{text}; there is no report: {error}", quiet=self._quiet)
                 return
         say(f"{text}; report in {report}", quiet=self._quiet)
+        if learner.growing is not None and not learner.growing.admissions:
+            say("no episode was admitted: none came to the data", quiet=self._quiet)
 
     def _summary(self) -> dict[str, Any]:
         """Return what a complete run says of itself, JSON-able but for NaN and infinities."""

@@ -6,7 +6,7 @@ Shape legend: N steps, E episodes, T steps of an episode.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,8 @@ from gear_offline.sources.episode_ends import FLAGS, SCALARS, TERMINAL_FLAGS
 from gear_offline.sources.flat import flat_source
 
 METADATA = "metadata"
-OBSERVATIONS, NEXT_OBSERVATIONS, REWARDS = "observations", "next_observations", "rewards"
+OBSERVATIONS, NEXT_OBSERVATIONS = "observations", "next_observations"
+ACTIONS, REWARDS = "actions", "rewards"
 SAME = "give every episode the same columns, of one shape and dtype: np.asarray(x, np.float32)"
 _ONE_EACH = "a mapping of column names to arrays for each episode"
 Columns = dict[str, Array]
@@ -54,7 +55,7 @@ def from_episodes(
         How an episode ended is said by a flag: ``terminals``, ``terminations``, ``terminated``,
         ``dones`` or ``done``, and ``timeouts``, ``truncations`` or ``truncated``.  A flag of T
         values is a column, and its last value counts; one bool is not a column.  An episode that
-        has flags and did not terminate counts as truncated; without a flag it is neither.
+        did not terminate, or has no flag, counts as truncated.
     name
         For the provenance.
     environment
@@ -97,14 +98,13 @@ def from_episodes(
     facts = dict(attributes or {})
     if not any(n.split("/")[0] == OBSERVATIONS for n in kinds):
         note = f"no column is named {OBSERVATIONS}, which training needs: {', '.join(kinds)}"
+        note += _renames(kinds)
         facts["warnings"] = [note]
         warnings.warn(note, stacklevel=2)
-    terminated, truncated = zip(*(ending for _, ending in read), strict=True)
     return Source(
         [Piece.of(columns) for columns, _ in read],
         kinds,
-        terminated=terminated,
-        truncated=truncated,
+        terminated=[terminated for _, (terminated, _) in read],
         info=SourceInfo(
             uri=name,
             format="arrays",
@@ -187,7 +187,7 @@ def _read_episode(number: int, given: Mapping[str, Any]) -> Episode:
     _check_rows(arrays, where)
     flags |= {key: arrays[key][-1] for key in FLAGS if key in arrays}
     terminated = any(flags.get(key, False) for key in TERMINAL_FLAGS)
-    return arrays, (terminated, bool(flags) and not terminated)
+    return arrays, (terminated, not terminated)
 
 
 def _named(given: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
@@ -249,7 +249,15 @@ def _check_rows(columns: Columns, where: str) -> None:
     for name, rows in columns.items():
         if len(rows) != len(columns[first]):
             what = f"{len(rows)} rows where {first} has {len(columns[first])}"
-            raise _in_column(what, where, "give one row for each step", name)
+            remedy = f"give one row for each step{_renames(columns)}"
+            raise _in_column(what, where, remedy, name)
+
+
+def _renames(names: Collection[str]) -> str:
+    """Return which columns were probably meant to have a name that is not there."""
+    missing = {OBSERVATIONS, ACTIONS, REWARDS} - set(names)
+    pairs = [(n, m) for n in names for m in missing if len(n) > 2 and m.startswith(n)]
+    return "".join(f"; rename {name} to {meant}" for name, meant in pairs)
 
 
 def _in_column(what: str, where: str, remedy: str, column: str) -> InputError:

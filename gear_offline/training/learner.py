@@ -72,7 +72,7 @@ class Learner:
         made = make_training_model(recipe, sizes, device, world, weights)
         self.model, self.working, self.parallel = made.model, made.working, made.parallel
         self.precision, self.precision_reason = made.autocast, made.remark
-        self._growing, self._table, self._items = growing, GrowingTable(), Items(recipe)
+        self.growing, self._table, self._items = growing, GrowingTable(), Items(recipe)
         self.loader = self._open_loader(dataset, tables=tables)
         self._batches = iter(self.loader)
         sharded = self.parallel.sharded
@@ -108,7 +108,7 @@ class Learner:
             dataset = _normalized_by(dataset, *self.statistics)
         elif tables is not None:
             table = tables.table(dataset, loader_options(recipe, dataset))
-        if self._growing is not None and self.world.size == 1:
+        if self.growing is not None and self.world.size == 1:
             assert isinstance(dataset, Dataset), "data of several tasks do not grow"
             table = self._table.table(dataset, loader_options(recipe, dataset))
         return GearLoader.from_recipe(
@@ -141,7 +141,7 @@ class Learner:
 
         Returns False if it was stopped while the step has to wait for more.
         """
-        growing, data = self._growing, self.recipe.data
+        growing, data = self.growing, self.recipe.data
         if growing is None or data.admit_every is None or self.step % data.admit_every:
             return True
         before = growing.admissions
@@ -277,7 +277,7 @@ class Learner:
         """
         self._part = RunPart(
             self.optimizer,
-            self.loader.static_batch(ahead=True, windows=windows, live=self._growing is not None),
+            self.loader.static_batch(ahead=True, windows=windows, live=self.growing is not None),
             self.window.rows,
             step=self.step,
             batch=self.loader.step,
@@ -375,8 +375,8 @@ class Learner:
         self.optimizer.load_state(tensors)
         if items := as_arrays("items", tensors):
             self._items.load_state(items)
-        if self._growing is not None:
-            self._grow(self._growing.go_to(step), loader["step"])
+        if self.growing is not None:
+            self._grow(self.growing.go_to(step), loader["step"])
         if self.loader.loss_sampler is not None:
             self.loader.loss_sampler.load_state(as_arrays("selection", tensors))
         self.loader.load_state_dict(dict(loader))

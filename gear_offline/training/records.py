@@ -31,6 +31,7 @@ MOST_BYTES = 64 << 20  # of a summary or an evaluation
 BY_REFERENCE, BY_DATA = "reference scores", "returns of its data"
 HEADINGS = ("95 % interval", "std", "score", "length", "n")  # behind what is asked and achieved
 
+LEAST_EPISODES = 5  # of which an interval of the mean is printed: of fewer it says nothing
 CONFIDENCE = "two-sided 95 % Student t interval of the mean over episodes"
 CONFIDENCE_OF_SHARES = "two-sided 95 % interval of the share of episodes (Wilson 1927)"
 
@@ -156,6 +157,8 @@ class TaskResult(_Record):
         cells = []
         for one in self.targets:
             low, high = one.ci95
+            if one.episodes < LEAST_EPISODES and not self.goals:
+                low = None
             interval = "-" if low is None else f"{low:,.{digits}f} .. {high:,.{digits}f}"
             cells.append(
                 [
