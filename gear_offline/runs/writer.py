@@ -152,7 +152,7 @@ class RunWriter(Closing):
                 return
         say(f"{text}; report in {report}", quiet=self._quiet)
         if learner.growing is not None and not learner.growing.admissions:
-            say("no episode was admitted: none came to the data", quiet=self._quiet)
+            say("no episode that actors appended was admitted", quiet=self._quiet)
 
     def _summary(self) -> dict[str, Any]:
         """Return what a complete run says of itself, JSON-able but for NaN and infinities."""
