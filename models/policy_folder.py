@@ -115,7 +115,7 @@ def assemble(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Decisi
     layers = config["n_layer"]
     if type(layers) is not int or layers > len(weights):
         raise ValueError(f"{layers} layers")
-    made = DecisionTransformerConfig.from_dict(dict(config))
+    made = DecisionTransformerConfig(**config)  # from_dict builds the defaults too, and 5.17 warns
     # Without memory first: what a configuration asks for may be more than the machine has.
     with torch.device("meta"):
         wanted = {name: w.shape for name, w in DecisionTransformer(made).state_dict().items()}
