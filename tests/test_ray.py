@@ -66,8 +66,8 @@ def test_jobs_messages_and_errors(connected: str) -> None:
             with one_error(code):
                 list(pool.run(f"{jobs}:fail", [(how,)]))
         with one_error("INTERNAL", "nothing can be sent"):
-            list(pool.run(f"{jobs}:echo", [()]))
-        number = pool.submit(f"{jobs}:wait", "600", 1)
+            list(pool.run(f"{jobs}:listen", [()]))
+        number = pool.submit(f"{jobs}:sleep")
         found: list[Any] = []
         while not found:  # Ray's cancelling may come before the task can hear of it
             pool.interrupt()

@@ -15,6 +15,16 @@ def add(caller: Caller, *numbers: int) -> int:
     return sum(numbers)
 
 
+def count_down(caller: Caller, start: int) -> str:
+    for number in range(start, 0, -1):
+        caller.send(number)
+    return "lift-off"
+
+
+def listen(caller: Caller) -> Any:
+    return caller.receive()
+
+
 def fail(caller: Caller, how: str) -> Any:
     if how == "input":
         raise InputError("COLUMN", "not a column", where="here", remedy="name one")
