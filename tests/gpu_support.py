@@ -13,6 +13,10 @@ NEEDS_GPU = pytest.mark.skipif(
 )
 ON_GPU = [pytest.mark.gpu, NEEDS_GPU]
 NEEDS_CUPY = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy")
+ON_TWO_GPUS = [
+    *(pytest.mark.gpu, pytest.mark.multi_gpu, NEEDS_CUPY),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="run on a machine with two GPUs"),
+]
 STEPS = 60  # of runs that are compared
 INDUCTOR = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 # products of bfloat16 numbers, and their sums over some hundred: two or three of its last bits

@@ -21,7 +21,7 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.distributed.world import World
 from gear_offline.loaders.batch import Batch
 from gear_offline.training.graph import LINE, RankGradients, why_not_captured
-from tests.gpu_support import NEEDS_CUPY
+from tests.gpu_support import ON_TWO_GPUS
 from tests.ranks_support import launch
 from tests.support import Captured, Patch, make_dataset, one_error
 
@@ -139,11 +139,9 @@ def test_a_gpu_that_waits_for_ever_ends_the_process(monkeypatch: Patch, capsys: 
     assert "RANK_LOST" in capsys.readouterr().err
 
 
-@pytest.mark.gpu
-@pytest.mark.multi_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="run on a machine with two CUDA devices")
-@NEEDS_CUPY
-@pytest.mark.parametrize("rows", ["replicate", "shard"])
+@pytest.mark.parametrize(
+    "rows", [pytest.param(n, marks=ON_TWO_GPUS) for n in ("replicate", "shard")]
+)
 def test_graphs_learn_what_steps_learn(tmp_path: Path, rows: str) -> None:
     data = make_dataset(tmp_path, [30, 7, 44, 12], shard_bytes=3000).path
     done = launch(2, "-m", "tests.graph_ranks_child", str(data), rows, timeout=150)

@@ -11,8 +11,9 @@ from gear_offline.tables.device import DeviceMemory
 from gear_offline.tables.placement import HOST, PlacedTable, place_table
 from gear_offline.tables.shared import share_table
 from gear_offline.tables.table import Table, TableOptions
-from tests.gpu_support import ON_GPU
+from tests.gpu_support import ON_GPU, ON_TWO_GPUS
 from tests.placement_support import make_table
+from tests.ranks_support import launch
 from tests.support import failing_code, make_dataset
 
 pytestmark = ON_GPU
@@ -71,3 +72,10 @@ def test_errors_leave_torch_usable() -> None:
     assert code == "MEMORY", "registered already, as another size"
     assert int(torch.ones(1000, device="cuda").sum()) == 1000  # no error is left behind
     del first
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=ON_TWO_GPUS) for n in ("gpus", "nodes")])
+def test_ranks_get_the_batches_of_a_cpu_from_every_memory(tmp_path: Path, ranks: str) -> None:
+    data = make_dataset(tmp_path, [30, 7, 44, 12, 5, 61], shard_bytes=3000).path
+    done = launch(2, "-m", "tests.placement_child", str(data), ranks, timeout=150)
+    assert int(done.stdout.split()[-2]) >= 40 * 3 * 2 * 6, "tensors were compared"
