@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import typer
@@ -30,13 +31,17 @@ def commands_page() -> str:
                 add(inner, f"{path} {name}")
         if hasattr(command, "commands"):
             return
-        lines.extend([f"## {path}", "", (command.help or "").split("\n\n\b")[0], ""])
-        lines.extend(["| option | meaning |", "|---|---|"])
+        lines.extend([f"## {path}", "", command.help, ""])
+        examples = (command.epilog or "").replace("  ", "").splitlines()[1:]
+        lines.extend(["```sh", *examples, "```", ""] if examples else [])
+        lines.extend(["| option | default | meaning |", "|---|---|---|"])
         for parameter in command.params:
             is_option = parameter.param_type_name == "option"
             names = ", ".join(parameter.opts) if is_option else parameter.name.upper()
+            value = f" {parameter.metavar}" if is_option and parameter.metavar else ""
+            default = f"`{parameter.default}`" if parameter.default else ""
             meaning = " ".join((parameter.help or "").split())
-            lines.append(f"| `{names}` | {meaning} |")
+            lines.append(f"| `{names}{value}` | {default} | {meaning} |")
         lines.append("")
 
     add(typer.main.get_command(app), "gear-offline")
@@ -61,7 +66,7 @@ def recipe_page() -> str:
             if section is not None:
                 inner.append((section, f"{title}.{name}".lstrip(".")))
                 continue
-            default = "required" if field.is_required() else f"`{field.get_default()!r}`"
+            default = "required" if field.is_required() else f"`{json.dumps(field.get_default())}`"
             rows.append(f"| `{name}` | {default} | {field.description or ''} |")
         if rows:
             lines.extend([f"## {title}" if title else "## The recipe itself", ""])
@@ -73,6 +78,14 @@ def recipe_page() -> str:
     return "\n".join(lines)
 
 
+GROUPS = {  # of public names: the rooms that they come from, in this order
+    "Data": ("convert", "dataset", "analysis.audit", "export", "sources", "collect"),
+    "Batches": ("loaders", "sampling"),
+    "Training": ("runs", "sweep", "config", "models", "training", "analysis"),
+    "Errors": ("errors",),
+}
+
+
 def python_page() -> str:
     """Return directives for the docstrings of all public names."""
     lines = [
@@ -82,9 +95,13 @@ def python_page() -> str:
         "CuPy until a name needs it.",
         "",
     ]
-    for name in sorted(gear_offline.__all__, key=str.lower):
-        thing = getattr(gear_offline, name)
-        home = getattr(thing, "__module__", None)
-        if callable(thing) and home:
-            lines.extend([f"## {name}", "", f"::: {home}.{thing.__qualname__}", ""])
+    left = {name: getattr(gear_offline, name) for name in gear_offline.__all__}
+    del left["__version__"]
+    for title, rooms in GROUPS.items():
+        lines += [f"## {title}", ""]
+        for room in rooms:
+            homes = {name: thing.__module__ for name, thing in left.items()}
+            for name in [n for n in left if homes[n].startswith(f"gear_offline.{room}")]:
+                lines += [f"::: {homes[name]}.{left.pop(name).__qualname__}", ""]
+    assert not left, f"in no group: {sorted(left)}"
     return "\n".join(lines)
