@@ -164,20 +164,21 @@ def check_new_file(path: Path, *, overwrite: bool = False) -> None:
         raise InputError("OUTPUT_EXISTS", "output exists", str(path), remedy)
     check_folder(path.parent, output=path)
     if not path.parent.is_dir():
-        where, remedy = str(path.absolute().parent), "make it, or choose another"
-        raise InputError("OUTPUT_WRITE", "folder does not exist", where, remedy)
+        raise unusable(path, f"the folder {path.absolute().parent} does not exist: make it")
 
 
 def check_folder(folder: Path, *, output: Path) -> None:
     """Refuse (``OUTPUT_WRITE``) a folder of `output` that could not be made, or written to."""
     lowest = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
     if not lowest.is_dir():  # a file, or a link that leads nowhere
-        what, remedy = f"{lowest} is not a folder", "move it away, or choose another place"
-    elif not os.access(lowest, os.W_OK | os.X_OK):
-        what, remedy = f"you may not write in {lowest.absolute()}", "choose another place"
-    else:
-        return
-    raise InputError("OUTPUT_WRITE", what, str(output), remedy)
+        raise unusable(output, f"{lowest} is not a folder")
+    if not os.access(lowest, os.W_OK | os.X_OK):
+        raise unusable(output, f"you may not write in {lowest.absolute()}")
+
+
+def unusable(path: Path, what: str) -> InputError:
+    """Return the error (``OUTPUT_WRITE``) of a path that is no place for an output."""
+    return InputError("OUTPUT_WRITE", what, str(path), "choose another place")
 
 
 @contextmanager
@@ -255,7 +256,6 @@ class HeldDirectory(Closing):
             self._home.mkdir(parents=True, exist_ok=True)
             self._lock = self._take()
         except OSError as error:
-            self._remove_made()
             raise unusable(path, f"cannot make the directory: {error.strerror}") from error
         if self._lock < 0:
             raise taken
@@ -278,17 +278,7 @@ class HeldDirectory(Closing):
             with suppress(OSError):
                 if os.listdir(self._home) == [LOCK]:
                     os.unlink(self._home / LOCK)  # while it is held: who waits for it finds it gone
-                    self._remove_made()
+                    for place in self._made:
+                        place.rmdir()
             os.close(self._lock)
             self._lock = -1
-
-    def _remove_made(self) -> None:
-        """Remove the directories that were made, as far as they are empty."""
-        for place in self._made:
-            with suppress(OSError):
-                place.rmdir()
-
-
-def unusable(path: Path, what: str) -> InputError:
-    """Return the error of a path that is no place for a command's output."""
-    return InputError("OUTPUT_WRITE", what, str(path), "give another place with --out")
