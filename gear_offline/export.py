@@ -8,9 +8,8 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 
 import gear_offline
 from gear_offline.core.closing import Closing
-from gear_offline.core.files import new_file, writing
+from gear_offline.core.files import new_file, write_all, writing
 from gear_offline.core.text import count_text, say
 from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset
@@ -162,21 +161,17 @@ class _Output(io.FileIO):
         return len(buffer)
 
     def write(self, content: Any) -> int:
-        rest = memoryview(content)
-        with self._kept():
-            while self.error is None and rest:
-                rest = rest[super().write(rest) :]
+        self._do(write_all, self.fileno(), content)
         return len(content)
 
     def truncate(self, size: int | None = None) -> int:
-        with self._kept():
-            return super().truncate(size) if self.error is None else size or 0
+        self._do(super().truncate, size)
         return size or 0
 
-    @contextmanager
-    def _kept(self) -> Iterator[None]:
+    def _do(self, call: Callable[..., object], *arguments: Any) -> None:
         try:
-            yield
+            if self.error is None:
+                call(*arguments)
         except BaseException as error:  # Ctrl-C as well
             self.error = error
 
@@ -235,7 +230,6 @@ class Hdf5Writer(Closing):
                 self._file.create_dataset(name, data=stored)
             self._file.close()
             self._check()
-            os.fsync(self._output)
         self._open.close()
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gear_offline.core.files import new_part, writing
+from gear_offline.core.files import new_part, write_all, writing
 from gear_offline.core.types import Array
 from gear_offline.dataset.growing import INCOMING
 from gear_offline.dataset.manifest import Manifest
@@ -128,11 +128,9 @@ def _write_piece(
         # Durable before it has its name, so that a learner, which makes names durable, admits only
         # what a power cut leaves.  The name itself is not synced: that costs as much again, and
         # loses at most the pieces of the last seconds, whole, and none when the actor is killed.
-        with new_part(place) as (part, handle):
-            rest = memoryview(content)
-            while rest:
-                rest = rest[os.write(handle, rest) :]
-            os.fsync(handle)
+        with new_part(place) as (part, file):
+            write_all(file.fileno(), content)
+            os.fsync(file.fileno())
             part.rename(place)
     return place
 

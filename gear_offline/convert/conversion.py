@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -30,7 +29,7 @@ from gear_offline.convert.shards import (
     write_in_processes,
     write_shards,
 )
-from gear_offline.core.files import new_directory
+from gear_offline.core.files import new_directory, write_file
 from gear_offline.core.text import count_text, say
 from gear_offline.dataset.inspect import summary
 from gear_offline.dataset.manifest import (
@@ -203,10 +202,7 @@ def convert(
         recorded = Environment(id=environment or info.environment_id, reference_scores=scores)
         manifest = _manifest(source, plan, written, files, recorded)
         lines = [*summary(manifest), *_looks_discrete(source, manifest)]
-        with open(folder / MANIFEST_NAME, "xb") as file:
-            file.write(manifest.encode())
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(folder / MANIFEST_NAME, manifest.encode())
     for line in lines:
         say(line, quiet=quiet)
     return manifest

@@ -16,6 +16,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 from gear_offline.core.closing import Closing
@@ -95,29 +96,36 @@ def write_file(path: Path, content: bytes) -> None:
 def new_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
     """Give the hidden name of a file to write, which takes the name `path` when the body ends.
 
-    The body makes the file durable.  Nothing is left after an error.
+    Nothing is left after an error.
     """
     check_new_file(path, overwrite=overwrite)
     with writing(path):
         remove_leftovers(path.parent, path.name)
-        with new_part(path) as (part, _):
+        with new_part(path) as (part, file):
             yield part
+            os.fsync(file.fileno())
             check_new_file(path, overwrite=overwrite)
             part.replace(path)
             sync_directory(path.parent)
 
 
 @contextmanager
-def new_part(path: Path) -> Iterator[tuple[Path, int]]:
-    """Give the hidden name and the descriptor of a file that the body writes and renames."""
+def new_part(path: Path) -> Iterator[tuple[Path, FileIO]]:
+    """Give a new file under a hidden name, which the body writes and renames."""
     part = _hidden(path, "part")
-    lock = os.open(part, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield part, lock
-    finally:
-        part.unlink(missing_ok=True)
-        os.close(lock)
+    with open(part, "xb", buffering=0) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield part, file
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def write_all(file: int, content: bytes | memoryview) -> None:
+    """Write all of it: of a nearly full disk a call may write a part."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(file, rest) :]
 
 
 @contextmanager

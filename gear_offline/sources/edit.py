@@ -176,7 +176,8 @@ def keep_episodes(expression: str, source: Source) -> BoolArray:
             if not (plain and isinstance(node, _ALLOWED)):
                 raise ValueError(f"{ast.unparse(node) or type(node).__name__} is not understood")
         names = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)})
-        facts = {name: _fact(source, name).astype(np.float64) for name in names}
+        shown = ["return" if name == _RETURN else name for name in names]
+        facts = {name: _fact(source, name).astype(np.float64) for name in shown}
         if not facts:
             raise ValueError("it says nothing of episodes")
         code = compile(tree, where, "eval")
@@ -190,17 +191,13 @@ def keep_episodes(expression: str, source: Source) -> BoolArray:
         raise InputError("USAGE", what, where, remedy) from error
     if kept.size and not kept.any():
         what = f"none of {count_text(kept.size, 'episode')} is kept"
-        asked = ((_shown(name), values) for name, values in facts.items())
-        ranges = "; ".join(f"{n} is {v.min():.6g} to {v.max():.6g}" for n, v in asked)
+        ranges = "; ".join(f"{n} is {v.min():.6g} to {v.max():.6g}" for n, v in facts.items())
         raise InputError("SELECTION", what, where, ranges)
     return kept
 
 
-def _shown(name: str) -> str:
-    return "return" if name == _RETURN else name
-
-
 def _fact(source: Source, name: str) -> Array:
+    """Return (E,) what a name of an expression stands for."""
     known: dict[str, Array] = {
         "length": source.episodes.lengths,
         "terminated": source.terminated,
@@ -210,11 +207,10 @@ def _fact(source: Source, name: str) -> Array:
     if name in known:
         return known[name]
     columns = [c.name for c in source.spec if c.shape in ((), (1,)) and c.dtype.kind != "c"]
-    if name == _RETURN and "rewards" in columns:
+    if name == "return" and "rewards" in columns:
         return _fold(source, "rewards", np.add, 0.0)
     if name not in columns:
-        name, names = _shown(name), [*known, *columns]
-        names += ["return"] if "rewards" in columns else []
+        names = [*known, *columns, *(["return"] if "rewards" in columns else [])]
         near = nearest(name, names)
         what = f"unknown name {name!r}" + (f", did you mean {near!r}?" if near else "")
         remedy = f"names are {some_names(names)}, of columns those that stay in an episode"

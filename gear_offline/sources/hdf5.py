@@ -73,8 +73,7 @@ class Hdf5File(Closing):
         self.warnings: list[str] = []
         with _told_as_damaged(path):
             if not h5py.is_hdf5(path):
-                what, remedy = "not an HDF5 file", "give a .hdf5 file, or a file of that format"
-                raise InputError("SOURCE_READ", what, where=str(path), remedy=remedy)
+                raise InputError("SOURCE_READ", "not an HDF5 file", str(path), "give a .hdf5 file")
             try:
                 self._file = h5py.File(path, "r", locking="best-effort")
             except BlockingIOError as error:  # locked: not damaged, but not complete either
