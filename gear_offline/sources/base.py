@@ -74,8 +74,7 @@ def _open(path: Path) -> FileIO:
         return os.fdopen(open_regular(path), "rb", buffering=0)
     except OSError as error:
         what = f"the file cannot be read: {error.strerror or error}"
-        remedy = "check the path, its permissions and those of its folder, and the disk"
-        raise InputError("SOURCE_READ", what, where=str(path), remedy=remedy) from error
+        raise InputError("SOURCE_READ", what, str(path), "check path and permissions") from error
 
 
 def by_number(path: Path) -> list[tuple[int, int, str]]:
@@ -101,8 +100,8 @@ def damage_told(
         raise
     except errors as error:
         what = f"not a readable {kind} file: {' '.join(str(error).split())[:200]}"
-        remedy = "the file is damaged, cut short or of another format: get it again"
-        raise InputError("SOURCE_READ", what, where=str(where), remedy=remedy) from error
+        remedy = "it is damaged, cut short or of another format: get it again"
+        raise InputError("SOURCE_READ", what, str(where), remedy) from error
 
 
 @contextmanager
@@ -254,8 +253,7 @@ class Source(Closing):
             rows = piece.read(name, start + shift, end + shift)
             fits = rows.size == (end - start) * prod(spec.shape)
             if not fits or not np.can_cast(rows.dtype, spec.dtype):
-                was = f"before it was {spec.dtype} {spec.shape}"
-                what = f"a step is {rows.dtype} {rows.shape[1:]}, {was}"
+                what = f"a step is {rows.dtype} {rows.shape[1:]}, another {spec.dtype} {spec.shape}"
                 raise misfit(what, f"{self._where}: {column}", DIFFERS)
             parts.append(rows.astype(spec.dtype, copy=False).reshape(end - start, *spec.shape))
             start, index = end, index + 1

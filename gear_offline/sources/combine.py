@@ -140,8 +140,7 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
 def _check_open(source: object) -> None:
     if not isinstance(source, Source):
         what = f"a {type(source).__name__} is not an open source"
-        remedy = "give what gear_offline.open_source(PATH) returns"
-        raise InputError("SOURCE_READ", what, remedy=remedy)
+        raise InputError("SOURCE_READ", what, remedy="open it: gear_offline.open_source(PATH)")
 
 
 def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
@@ -205,14 +204,12 @@ def _taken(source: Source, new: str, olds: Sequence[str]) -> dict[str, list[Colu
             return {new + n.removeprefix(name): [columns[n]] for n in below}
         if name not in columns:
             what = f"{old} is a group of {count_text(len(below), 'column')}"
-            remedy = f"name its parts: {'+'.join(below)}"
-            raise InputError("COLUMN", what, where=f"column {new}", remedy=remedy)
+            raise InputError("COLUMN", what, f"column {new}", f"name its parts: {'+'.join(below)}")
         taken.append(columns[name])
         dtype, shape = taken[-1].dtype, taken[-1].shape
         if len(shape) > 1 or dtype != taken[0].dtype:
             what = f"{old} is {dtype} {shape} a step: it makes no column of {taken[0].dtype}"
-            remedy = "put vectors and numbers of one dtype together"
-            raise InputError("COLUMN", what, where=f"column {new}", remedy=remedy)
+            raise InputError("COLUMN", what, f"column {new}", "join vectors of one dtype")
     return {new: taken}
 
 

@@ -94,9 +94,8 @@ def find_function(given: str | EpisodeFunction) -> tuple[EpisodeFunction, str]:
 def _map_episodes(source: Source, function: EpisodeFunction, numbers: Sequence[int]) -> Source:
     """Return a source of what `function` makes of its episodes, some at a time; their numbers."""
     offsets = source.episodes.offsets
-    first = _call(function, _read(source, 0, int(offsets[1])), numbers[0])
-    made_kinds = kinds_of_rows(first)
-    kinds = {**kinds_of(source), **made_kinds}
+    own = kinds_of_rows(_call(function, _read(source, 0, int(offsets[1])), numbers[0]))
+    kinds = {**kinds_of(source), **own}
     step_bytes = sum(dtype.itemsize * prod(shape) for dtype, shape in kinds.values())
     # The first episode that begins in each run of so many steps begins a window.
     runs = offsets[:-1] // max(1, WINDOW_BYTES // step_bytes)
@@ -105,18 +104,13 @@ def _map_episodes(source: Source, function: EpisodeFunction, numbers: Sequence[i
     @lru_cache(maxsize=1)
     def window(index: int) -> Columns:
         begin, end = firsts[index : index + 2]
-        low, high = int(offsets[begin]), int(offsets[end])
-        read = _read(source, low, high)
-        made = {n: np.empty((high - low, *kinds[n][1]), kinds[n][0]) for n in first}
-        for number, (a, b) in zip(
-            numbers[begin:end], pairwise((offsets[begin : end + 1] - low).tolist()), strict=True
-        ):
+        bounds = offsets[begin : end + 1] - offsets[begin]
+        read = _read(source, int(offsets[begin]), int(offsets[end]))
+        made = {n: np.empty((bounds[-1], *shape), dtype) for n, (dtype, shape) in own.items()}
+        for number, (a, b) in zip(numbers[begin:end], pairwise(bounds.tolist()), strict=True):
             changed = _call(function, {n: rows[a:b] for n, rows in read.items()}, number)
-            two = (
-                (f"episode {numbers[0]}", made_kinds),
-                (f"episode {number}", kinds_of_rows(changed)),
-            )
-            common_columns(two, remedy=SAME)
+            here = f"episode {number}", kinds_of_rows(changed)
+            common_columns([(f"episode {numbers[0]}", own), here], remedy=SAME)
             for name, rows in changed.items():
                 made[name][a:b] = rows
         return read | made

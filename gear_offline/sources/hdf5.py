@@ -203,16 +203,14 @@ class Hdf5Column:
         self._chunk_bytes = prod(self._chunks) * self.dtype.itemsize
         self._row_bytes = prod(shape[1:]) * self.dtype.itemsize
         if chunked and self._chunk_bytes > MAX_CHUNK_BYTES:
-            remedy = "store it in chunks of about 1 MiB, e.g. with h5repack -l NAME:CHUNK=..."
-            raise _unsafe("a chunk of more than 1 GiB", *where, remedy)
+            raise _unsafe("a chunk of more than 1 GiB", *where, "store it in chunks of 1 MiB")
         grid = tuple(-(-n // max(c, 1)) for n, c in zip(shape, self._chunks, strict=True))
         listed = _listed_chunks(dataset, chunked)
         # bytes of the chunks that were never written, which read as the fill value
         self.unwritten = max((prod(grid) - len(listed)) * self._chunk_bytes, 0)
         if self.unwritten > MAX_UNWRITTEN_BYTES:
             what = f"a column of shape {shape} of which {self.unwritten} bytes were never written"
-            remedy = "the file is damaged, cut short or made to exhaust memory: get it again"
-            raise _unsafe(what, *where, remedy)
+            raise _unsafe(what, *where, "the file is damaged or cut short: get it again")
         offsets, sizes = listed[:, 0], listed[:, 1]
         if (offsets + sizes).max(initial=0) > file.identity[2]:
             raise ValueError("data lie behind the end of the file")

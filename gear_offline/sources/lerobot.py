@@ -131,8 +131,7 @@ class _Reader:
             counts = int(self.info["total_frames"]), int(self.info["total_episodes"])
         if self.version not in (2, 3):
             what = f"a dataset of LeRobot's format {self.info['codebase_version']}"
-            remedy = "formats v2 and v3 are read: convert it with LeRobot"
-            raise misfit(what, path, remedy)
+            raise misfit(what, path, "v2 and v3 are read: convert it with LeRobot")
         self.groups: list[Group] = []
         self.steps = 0
         chunks = sorted((p for p in (path / "data").glob("*") if p.is_dir()), key=by_number)

@@ -96,9 +96,8 @@ def demonstrations(file: Hdf5File) -> dict[str, Demo]:
         elif name.startswith("data/"):
             others.append(name)
     if demos and others:
-        what = f"{some_names(others, 3)} beside demonstrations"
-        remedy = "robomimic's files have data/demo_0, data/demo_1 and so on; take others away"
-        raise misfit(what, file.path, remedy)
+        what = f"{some_names(others, 3)} beside demonstrations (data/demo_0, ...)"
+        raise misfit(what, file.path, "take it away")
     return dict(sorted(demos.items(), key=lambda demo: int(demo[0].removeprefix("demo_"))))
 
 
@@ -110,8 +109,7 @@ def _chosen(file: Hdf5File, key: str, masks: list[str], demos: Mapping[str, Demo
     missing = listed - set(demos)
     if missing or not listed:
         what = f"it names {some_names(missing, 3)}" + (", which data lacks" if missing else "")
-        remedy = "write the filter key again, with robomimic's create_hdf5_filter_key"
-        raise misfit(what, f"{file.path}: mask/{key}", remedy)
+        raise misfit(what, f"{file.path}: mask/{key}", "write the filter key again")
     return [name for name in demos if name in listed]
 
 
