@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from io import FileIO
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from gear_offline.core.closing import Closing
 from gear_offline.core.files import writing
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.dataset.manifest import ShardRecord, shard_name
@@ -89,11 +89,13 @@ def write_shards(
     While a piece is counted and stored, the next one is read, and while a shard is made durable,
     the next one is written: two pieces are in memory, whatever the size of source or shard.
     """
-    written: list[Written] = []
-    with ThreadPoolExecutor(max_workers=2) as pool, ThreadPoolExecutor(max_workers=1) as syncing:
-        durable: list[Future[None]] = []
+    written, durable = list[Written](), list[Future[None]]()
+    with ThreadPoolExecutor(max_workers=1) as syncing:
         for number in shards:
-            with ShardWriter(source, plan, number) as shard:
+            path = plan.folder / shard_name(number)
+            # The threads end before their file is closed.
+            with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(max_workers=2) as pool:
+                shard = Shard(source, plan, number, file)
                 under_way: list[Future[None]] = []
                 for column, start, stop in _pieces(source, plan, number):
                     rows = _read_rows(source, column, start, stop)
@@ -105,7 +107,7 @@ def write_shards(
                     advance((stop - start) * column.step_bytes)
                 _wait([*under_way, *durable[-1:]])
                 written.append(shard.finish())
-            durable.append(syncing.submit(_sync, shard.path))
+            durable.append(syncing.submit(_sync, path))
         _wait(durable)
     return written
 
@@ -120,10 +122,11 @@ def _wait(futures: Iterable[Future[None]]) -> None:
         future.result()
 
 
-class ShardWriter(Closing):
+class Shard:
     """A shard being written and digested: each tensor from beginning to end, several at once."""
 
-    def __init__(self, source: Source, plan: Plan, number: int) -> None:
+    def __init__(self, source: Source, plan: Plan, number: int, file: FileIO) -> None:
+        self._name, self._file = shard_name(number), file
         first, last = plan.bounds[number : number + 2]
         self._first_episode, self._allow_nonfinite = first, plan.allow_nonfinite
         self._offsets = source.episodes.offsets[first : last + 1]
@@ -139,8 +142,6 @@ class ShardWriter(Closing):
         # where the next bytes of each tensor go
         self._places = {t.name: len(self._header) + t.start for t in tensors}
         self._digests = {t.name: BlockDigests(plan.block_bytes) for t in tensors}
-        self.path = plan.folder / shard_name(number)
-        self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115 - closed by `close`
 
     def count(self, column: ColumnSpec, rows: Array, start: int) -> None:
         """Add `rows`, the first of which is step `start` of the source, to the statistics."""
@@ -184,7 +185,7 @@ class ShardWriter(Closing):
             self.append(column.name, np.ascontiguousarray(values))
         self._write(memoryview(self._header), 0)
         record = ShardRecord(
-            name=self.path.name,
+            name=self._name,
             episodes=self._lengths.size,
             steps=self._steps,
             bytes=self._bytes,
@@ -193,9 +194,6 @@ class ShardWriter(Closing):
             digests={name: blocks.finish() for name, blocks in self._digests.items()},
         )
         return Written(record, self._moments, self._returns)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _pieces(source: Source, plan: Plan, number: int) -> Iterator[tuple[ColumnSpec, int, int]]:

@@ -15,7 +15,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
@@ -99,10 +99,12 @@ def new_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
     Nothing is left after an error.
     """
     check_new_file(path, overwrite=overwrite)
-    with writing(path):
-        remove_leftovers(path.parent, path.name)
-        with new_part(path) as (part, file):
-            yield part
+    with ExitStack() as stack:
+        with writing(path):
+            remove_leftovers(path.parent, path.name)
+            part, file = stack.enter_context(new_part(path))
+        yield part
+        with writing(path):
             os.fsync(file.fileno())
             check_new_file(path, overwrite=overwrite)
             part.replace(path)

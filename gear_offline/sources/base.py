@@ -184,12 +184,13 @@ class Source(Closing):
         columns: Kinds,  # by the format's own names, in the order of the table
         *,
         lengths: npt.ArrayLike | None = None,  # (E,), default: each piece is an episode
-        terminated: npt.ArrayLike,  # (E,)
+        terminated: npt.ArrayLike = False,  # (E,)
         truncated: npt.ArrayLike | None = None,  # (E,), default: what is not terminated
-        info: SourceInfo,
+        info: SourceInfo | None = None,  # or else its fields
         preferred: Mapping[str, int] | None = None,  # rows a read that suit the storage
         usual: Mapping[str, str] | None = None,  # made of others unless these are asked for
         by_piece: bool = False,  # a read loads a piece: all its columns come before the next one
+        **fields: Any,
     ) -> None:
         columns = {  # a reward or flag of shape (1,) is one number
             name: (dtype, () if name in SCALARS and shape == (1,) else shape)
@@ -205,7 +206,8 @@ class Source(Closing):
         self.breaks = self._firsts if by_piece else self._firsts[:0]
         steps = [piece.steps for piece in pieces] if lengths is None else lengths
         self.episodes = EpisodeIndex(lengths=np.asarray(steps, np.int64))
-        self.terminated: BoolArray = np.ascontiguousarray(terminated, np.bool_)
+        flags = np.broadcast_to(terminated, self.episodes.episodes)
+        self.terminated: BoolArray = np.array(flags, np.bool_)
         either = True if truncated is None else np.asarray(truncated, np.bool_)
         self.truncated: BoolArray = ~self.terminated & either
         self.spec = TableSpec(
@@ -217,8 +219,9 @@ class Source(Closing):
             episodes=self.episodes.episodes,
         )
         renamed = [f"{old!r} is the column {new}" for old, new in names.items() if old != new]
-        self.info = info
-        self._where = info.files[0].path if len(info.files) == 1 else info.uri
+        self.info = info or SourceInfo(**fields)
+        files = self.info.files
+        self._where = files[0].path if len(files) == 1 else self.info.uri
         if renamed:
             self.warn(*renamed)
 
