@@ -8,8 +8,7 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ import h5py
 import numpy as np
 
 import gear_offline
-from gear_offline.core.closing import Closing
-from gear_offline.core.files import new_file, writing
+from gear_offline.core.files import new_file, write_all, writing
 from gear_offline.core.text import count_text, say
 from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset
@@ -96,7 +94,7 @@ def export_hdf5(
             source = stack.enter_context(open_source(source))
         kept = _kept(source, columns, path)
         flags, inside = _flags(source)
-        writer = stack.enter_context(Hdf5Writer(path, overwrite=overwrite))
+        writer = stack.enter_context(new_hdf5(path, overwrite=overwrite))
         step_bytes, steps = sum(source.spec[name].step_bytes for name in kept), source.spec.steps
         shown = Progress(f"export {path.name}", total=step_bytes * steps, unit="bytes", quiet=quiet)
         progress = stack.enter_context(shown)
@@ -113,7 +111,7 @@ def export_hdf5(
         }
         if info.environment_id:
             attributes["env_id"] = info.environment_id
-        writer.publish(attributes)
+        writer.describe(attributes)
     if inside:
         note = f"terminals marks {count_text(inside, 'step')} inside episodes"
         say(f"warning: {note}: a reader that splits there finds other episodes", quiet=quiet)
@@ -162,83 +160,73 @@ class _Output(io.FileIO):
         return len(buffer)
 
     def write(self, content: Any) -> int:
-        rest = memoryview(content)
-        with self._kept():
-            while self.error is None and rest:
-                rest = rest[super().write(rest) :]
+        self._do(write_all, self.fileno(), content)
         return len(content)
 
     def truncate(self, size: int | None = None) -> int:
-        with self._kept():
-            return super().truncate(size) if self.error is None else size or 0
+        self._do(super().truncate, size)
         return size or 0
 
-    @contextmanager
-    def _kept(self) -> Iterator[None]:
+    def _do(self, call: Callable[..., object], *arguments: Any) -> None:
         try:
-            yield
+            if self.error is None:
+                call(*arguments)
         except BaseException as error:  # Ctrl-C as well
             self.error = error
 
 
-class Hdf5Writer(Closing):
-    """Writes rows of columns, part after part; leaving it without `publish` removes everything."""
+@contextmanager
+def new_hdf5(path: Path, *, overwrite: bool = False) -> Iterator[Hdf5Writer]:
+    """Give the writer of a file that appears when the body ends, and not at all after an error."""
+    with new_file(path, overwrite=overwrite) as part, _Output(part, "r+") as output:
+        # HDF5's own lock would conflict with ours.
+        with h5py.File(output, "w", locking=False, rdcc_nbytes=CACHE_BYTES) as file:
+            writer = Hdf5Writer(path, file, output)
+            yield writer
+        writer.check()
 
-    def __init__(self, path: Path, *, overwrite: bool = False) -> None:
-        self._path = path
+
+class Hdf5Writer:
+    """Writes rows of columns, part after part."""
+
+    def __init__(self, path: Path, file: h5py.File, output: _Output) -> None:
+        self._path, self._file, self._output = path, file, output
         # Closing a dataset would empty its cache: a chunk would be compressed at every part.
         self._datasets: dict[str, h5py.Dataset] = {}
-        with ExitStack() as stack:
-            part = stack.enter_context(new_file(path, overwrite=overwrite))
-            with writing(path):
-                self._output = stack.enter_context(_Output(part, "r+"))
-            # HDF5's own lock would conflict with ours.
-            opened = h5py.File(self._output, "w", locking=False, rdcc_nbytes=CACHE_BYTES)
-            self._file = stack.enter_context(opened)
-            self._open = stack.pop_all()
 
     def write(self, part: Mapping[str, Array]) -> None:
         """Append rows to every column of `part`; the first part makes the columns."""
+        for name, rows in part.items():
+            dataset = self._datasets.get(name)
+            if dataset is None:
+                row, row_bytes = rows.shape[1:], math.prod(rows.shape[1:]) * rows.dtype.itemsize
+                chunk = max(min(CHUNK_ROWS, CHUNK_BYTES // row_bytes), 1)
+                shapes = {"shape": (0, *row), "maxshape": (None, *row), "chunks": (chunk, *row)}
+                dataset = self._file.create_dataset(name, dtype=rows.dtype, **shapes, **GZIP)
+                self._datasets[name] = dataset
+            start = dataset.shape[0]
+            dataset.resize(start + len(rows), axis=0)
+            dataset[start:] = rows
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error of a write that failed (``OUTPUT_WRITE``)."""
         with writing(self._path):
-            for name, rows in part.items():
-                dataset = self._datasets.get(name)
-                if dataset is None:
-                    row, row_bytes = rows.shape[1:], math.prod(rows.shape[1:]) * rows.dtype.itemsize
-                    chunk = max(min(CHUNK_ROWS, CHUNK_BYTES // row_bytes), 1)
-                    shapes = {"shape": (0, *row), "maxshape": (None, *row), "chunks": (chunk, *row)}
-                    dataset = self._file.create_dataset(name, dtype=rows.dtype, **shapes, **GZIP)
-                    self._datasets[name] = dataset
-                start = dataset.shape[0]
-                dataset.resize(start + len(rows), axis=0)
-                dataset[start:] = rows
-            self._check()
+            if self._output.error is not None:
+                raise self._output.error
 
-    def _check(self) -> None:
-        if self._output.error is not None:
-            raise self._output.error
-
-    def publish(
+    def describe(
         self,
         attributes: Mapping[str, Any],
         details: Mapping[str, Array | str | bytes] | None = None,
     ) -> None:
-        """Write attributes and further datasets, and give the file its name.
+        """Write attributes and further datasets.
 
         Mappings and lists among the attributes are stored as JSON, text as bytes, as D4RL does.
         """
-        with writing(self._path):
-            for key, value in attributes.items():
-                structured = isinstance(value, (Mapping, list, tuple))
-                self._file.attrs[key] = json.dumps(value) if structured else value
-            for name, content in (details or {}).items():
-                stored = np.bytes_(content.encode()) if isinstance(content, str) else content
-                self._file.create_dataset(name, data=stored)
-            self._file.close()
-            self._check()
-            os.fsync(self._output)
-        self._open.close()
-
-    def close(self) -> None:
-        """Remove what is not published; may be called again."""
-        unpublished = RuntimeError("not published")
-        self._open.__exit__(RuntimeError, unpublished, None)
+        for key, value in attributes.items():
+            structured = isinstance(value, (Mapping, list, tuple))
+            self._file.attrs[key] = json.dumps(value) if structured else value
+        for name, content in (details or {}).items():
+            stored = np.bytes_(content.encode()) if isinstance(content, str) else content
+            self._file.create_dataset(name, data=stored)

@@ -1,5 +1,6 @@
 """`collect` end to end: files in D4RL's layout, of the asked quality, the same every time."""
 
+import errno
 import importlib.util
 import json
 import math
@@ -15,7 +16,7 @@ from gear_offline.collect.collection import collect
 from gear_offline.config.recipe import load_recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
-from gear_offline.export import Hdf5Writer
+from gear_offline.export import _Output
 from gear_offline.runs.loop import train_run
 from gear_offline.runs.prepare import prepare_one
 from gear_offline.sources import open_source
@@ -157,7 +158,7 @@ def test_a_missed_gate_leaves_no_file(tmp_path: Path, policy: str) -> None:
 
 
 def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Hdf5Writer, "_check", lambda self: Path("/dev/full").write_text("x"))
+    monkeypatch.setattr(_Output, "error", OSError(errno.ENOSPC, "full"))
     with one_error("OUTPUT_WRITE"):
         collect(COUNTER, tmp_path / "a.hdf5", steps=20, **QUIET)
     assert list(tmp_path.iterdir()) == []

@@ -26,7 +26,7 @@ from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import import_module_of, is_atari, say_version
-from gear_offline.export import Hdf5Writer
+from gear_offline.export import Hdf5Writer, new_hdf5
 from gear_offline.progress import Progress
 
 NOTE = "collected locally; not D4RL data"
@@ -143,7 +143,7 @@ def collect(
     of_library = ":" in policy
     if of_library or (processes is None and policy != "ars" and steps < PARALLEL_STEPS):
         processes = 1  # a library's model stays in the process that trained it
-    with Hdf5Writer(out, overwrite=overwrite) as writer:
+    with new_hdf5(out, overwrite=overwrite) as writer:
         import_module_of(environment)
         with Crew(environment, processes=processes or min(usable_cores(), MAX_PROCESSES)) as crew:
             say_version(environment, quiet=quiet)
@@ -184,7 +184,7 @@ def collect(
             train_steps=used,
         )
         best = source.best.policy if isinstance(source, ars.Training) else None
-        writer.publish(_attributes(report, seed), _metadata(makers, best))
+        writer.describe(_attributes(report, seed), _metadata(makers, best))
     if report.steps < steps:  # only rollouts of a training come to an end
         say(
             f"warning: {count_text(report.steps, 'step')} in place of {steps:,}: training "

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from gear_offline.config.sections import DataSettings, TaskSettings
 from gear_offline.errors import InputError
@@ -38,12 +38,6 @@ _WORDS = {
     "a valid tuple": "a list, as in [1, 2]",
     "a valid dictionary": "a section of `key: value` lines",
 }
-
-
-def recipe_error(model: type[BaseModel], error: ValidationError, *, where: str) -> InputError:
-    """Return the one error that tells all that pydantic says of a recipe."""
-    lines = [_line(model, problem) for problem in error.errors(include_url=False)]
-    return InputError("RECIPE", "; ".join(lines), where=where)
 
 
 def nearest(name: str, known: Sequence[str], *, cutoff: float = 0.7) -> str | None:
@@ -83,7 +77,8 @@ def guess_option(model: type[BaseModel], path: Sequence[str]) -> str | None:
     return known.get(nearest(".".join(path), options) or nearest(leaf, list(known)) or "")
 
 
-def _line(model: type[BaseModel], problem: Any) -> str:
+def option_text(model: type[BaseModel], problem: Any) -> str:
+    """Return what pydantic says of an option, with a guess where there is no such one."""
     path, got = [str(part) for part in problem["loc"]], problem["input"]
     if problem["type"] == "extra_forbidden":
         while isinstance(got, dict) and len(got) == 1:  # trian: {steps: 5}, as trian.steps=5

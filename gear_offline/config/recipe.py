@@ -15,7 +15,7 @@ from typing import Any, Self
 from pydantic import ValidationError, model_validator
 
 from gear_offline.config.files import Overrides, apply_overrides, find_recipe, with_bases
-from gear_offline.config.problems import recipe_error
+from gear_offline.config.problems import option_text
 from gear_offline.config.sections import (
     DataSettings,
     EvaluateSettings,
@@ -30,6 +30,7 @@ from gear_offline.config.sections import (
 )
 from gear_offline.config.strict_yaml import dump_yaml
 from gear_offline.core.text import count_text
+from gear_offline.errors import InputError
 
 
 class Recipe(Section):
@@ -149,7 +150,9 @@ class Recipe(Section):
         try:
             return cls.model_validate(value)
         except ValidationError as error:
-            raise recipe_error(cls, error, where=where) from None
+            problems = error.errors(include_url=False)
+            what = "; ".join(option_text(cls, problem) for problem in problems)
+            raise InputError("RECIPE", what, where=where) from None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the recipe as nested dicts and lists, every option present."""

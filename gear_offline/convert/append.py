@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gear_offline.core.files import new_part, writing
+from gear_offline.core.files import new_part, write_all, writing
 from gear_offline.core.types import Array
 from gear_offline.dataset.growing import INCOMING
 from gear_offline.dataset.manifest import Manifest
@@ -81,7 +81,19 @@ class Appender:
         if isinstance(episodes, Mapping):
             raise InputError("SOURCE_LAYOUT", "one episode is given", remedy="give a list of them")
         read = read_episodes(self._cast(one) for one in episodes)
-        return _write_piece(self._folder, self._manifest.spec.columns, read)
+        content = _encode(self._manifest.spec.columns, read)
+        # Names in the order of time are admitted in that order.
+        place = self._folder / f"{time.time_ns():020d}-{digest(content)}{SUFFIX}"
+        with writing(place):
+            self._folder.mkdir(exist_ok=True)
+            # Durable before it has its name, so that a learner, which makes names durable, admits
+            # only what a power cut leaves.  The name itself is not synced: that costs as much again
+            # and loses at most the pieces of the last seconds, none when the actor is killed.
+            with new_part(place) as (part, file):
+                write_all(file.fileno(), content)
+                os.fsync(file.fileno())
+                part.rename(place)
+        return place
 
     def _cast(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the dataset's columns in its dtypes, and how the episode ended."""
@@ -114,27 +126,6 @@ def _rows(episode: Mapping[str, Any], column: ColumnSpec) -> Array:
         what, remedy = "NaN or infinity in the data", "leave such an episode out"
         raise InputError("COLUMN", what, where=str(column), remedy=remedy)
     return rows
-
-
-def _write_piece(
-    folder: Path, columns: tuple[ColumnSpec, ...], episodes: Sequence[Episode]
-) -> Path:
-    """Write episodes, which have these columns, as a piece in `folder`; return its path."""
-    content = _encode(columns, episodes)
-    # Names in the order of time are admitted in that order.
-    place = folder / f"{time.time_ns():020d}-{digest(content)}{SUFFIX}"
-    with writing(place):
-        folder.mkdir(exist_ok=True)
-        # Durable before it has its name, so that a learner, which makes names durable, admits only
-        # what a power cut leaves.  The name itself is not synced: that costs as much again, and
-        # loses at most the pieces of the last seconds, whole, and none when the actor is killed.
-        with new_part(place) as (part, handle):
-            rest = memoryview(content)
-            while rest:
-                rest = rest[os.write(handle, rest) :]
-            os.fsync(handle)
-            part.rename(place)
-    return place
 
 
 def _encode(columns: tuple[ColumnSpec, ...], episodes: Sequence[Episode]) -> memoryview:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -24,13 +23,13 @@ import xxhash
 from gear_offline.convert.shards import (
     REWARDS,
     Opening,
-    Settings,
+    Plan,
     Written,
-    plan_shards,
+    shard_bounds,
     write_in_processes,
     write_shards,
 )
-from gear_offline.core.files import new_directory
+from gear_offline.core.files import new_directory, write_file
 from gear_offline.core.text import count_text, say
 from gear_offline.dataset.inspect import summary
 from gear_offline.dataset.manifest import (
@@ -172,28 +171,28 @@ def convert(
         else:
             source = stack.enter_context(open_source(source, rule=rule, names=names))
         source, kept = _edited(source, rename or {}, map, where)
-        info = source.info
-        settings = Settings(
-            spec=source.spec,
-            columns=_pick_columns(source, columns, discrete),
-            block_bytes=block_bytes,
-            allow_nonfinite=allow_nonfinite,
-        )
-        jobs = plan_shards(source.episodes, settings.columns, shard_bytes=shard_bytes)
+        info, kept_columns = source.info, _pick_columns(source, columns, discrete)
         replaceable = is_only_dataset if overwrite else lambda path: False
         folder = stack.enter_context(new_directory(Path(out), replaceable=replaceable))
+        plan = Plan(
+            spec=source.spec,
+            columns=kept_columns,
+            bounds=shard_bounds(source.episodes, kept_columns, shard_bytes=shard_bytes),
+            block_bytes=block_bytes,
+            allow_nonfinite=allow_nonfinite,
+            folder=folder,
+        )
         pool, stopped = stack.enter_context(ThreadPoolExecutor(max_workers=1)), Event()
         stack.callback(stopped.set)
         digests = [pool.submit(_digest, file, stopped) for file in info.files]
-        total = source.spec.steps * sum(c.step_bytes for c in settings.columns)
+        total = source.spec.steps * sum(c.step_bytes for c in plan.columns)
         progress = Progress(f"convert {info.uri}", total=total, unit="bytes", quiet=quiet)
         advance = stack.enter_context(progress).advance
-        if given is not None and several and len(jobs) > 1:
-            function = str(map) if map else None
-            opening = Opening(given, rule, tuple(names.items()), function, kept)
-            written = write_in_processes(opening, jobs, settings, folder, workers, ray, advance)
+        if given is not None and several and plan.shards > 1:
+            opening = Opening(given, rule, tuple(names.items()), str(map) if map else None, kept)
+            written = write_in_processes(opening, plan, workers, ray, advance)
         else:
-            written = write_shards(source, jobs, settings, folder, advance)
+            written = write_shards(source, range(plan.shards), plan, advance)
         files = [future.result() for future in digests]
         for one in info.files:
             one.open().close()  # refuses one that has changed
@@ -201,12 +200,9 @@ def convert(
         known = (reference_scores(name) for name in names_of_scores if name)
         scores = given_scores or next((one for one in known if one is not None), None)
         recorded = Environment(id=environment or info.environment_id, reference_scores=scores)
-        manifest = _manifest(source, settings, written, files, recorded)
+        manifest = _manifest(source, plan, written, files, recorded)
         lines = [*summary(manifest), *_looks_discrete(source, manifest)]
-        with open(folder / MANIFEST_NAME, "xb") as file:
-            file.write(manifest.encode())
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(folder / MANIFEST_NAME, manifest.encode())
     for line in lines:
         say(line, quiet=quiet)
     return manifest
@@ -327,7 +323,7 @@ def _pick_columns(
 
 def _manifest(
     source: Source,
-    settings: Settings,
+    plan: Plan,
     written: Sequence[Written],
     files: list[SourceFile],
     environment: Environment,
@@ -340,9 +336,9 @@ def _manifest(
     return Manifest(
         episodes=source.spec.episodes,
         steps=source.spec.steps,
-        block_bytes=settings.block_bytes,
-        columns=list(settings.columns),
-        statistics={c.name: moments[c.name].result() for c in settings.columns},
+        block_bytes=plan.block_bytes,
+        columns=list(plan.columns),
+        statistics={c.name: moments[c.name].result() for c in plan.columns},
         returns=distribution(np.concatenate([part.returns for part in written])),
         lengths=distribution(source.episodes.lengths, whole=True),
         endings=Endings(terminated=terminated, truncated=truncated),

@@ -6,18 +6,17 @@ Shape legend: N steps, E episodes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
+from io import FileIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from gear_offline.core.closing import Closing
 from gear_offline.core.files import writing
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.dataset.manifest import ShardRecord, shard_name
@@ -44,23 +43,20 @@ REWARDS = "rewards"
 Advance = Callable[[int], None]
 
 
-@dataclass(frozen=True)
-class ShardJob:
-    """Which episodes go into which shard: ``[first_episode, last_episode)`` into `index`."""
-
-    index: int
-    first_episode: int
-    last_episode: int
-
-
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What is the same for all shards; `columns` as they are written."""
+class Plan:
+    """What is written, and where: shard i gets the episodes ``[bounds[i], bounds[i + 1])``."""
 
     spec: TableSpec  # of the source
-    columns: tuple[ColumnSpec, ...]
+    columns: tuple[ColumnSpec, ...]  # as they are written
+    bounds: list[int]
     block_bytes: int
     allow_nonfinite: bool
+    folder: Path
+
+    @property
+    def shards(self) -> int:
+        return len(self.bounds) - 1
 
 
 class Written(NamedTuple):
@@ -71,74 +67,81 @@ class Written(NamedTuple):
     returns: Float64Array
 
 
-def plan_shards(
+def shard_bounds(
     episodes: EpisodeIndex, columns: Sequence[ColumnSpec], *, shard_bytes: int
-) -> list[ShardJob]:
+) -> list[int]:
     """Give each shard as many whole episodes as fit `shard_bytes`, at least one."""
     # Episodes [a, b) take ends[b] - ends[a] bytes.
     ends = episodes.offsets * sum(c.step_bytes for c in columns)
     ends = ends + np.arange(ends.size) * sum(c.step_bytes for c in EPISODE_COLUMNS)
-    jobs: list[ShardJob] = []
-    first = 0
-    while first < episodes.episodes:
-        last = int(np.searchsorted(ends, ends[first] + shard_bytes, side="right")) - 1
-        jobs.append(ShardJob(len(jobs), first, max(last, first + 1)))
-        first = jobs[-1].last_episode
-    return jobs
+    bounds = [0]
+    while bounds[-1] < episodes.episodes:
+        last = int(np.searchsorted(ends, ends[bounds[-1]] + shard_bytes, side="right")) - 1
+        bounds.append(max(last, bounds[-1] + 1))
+    return bounds
 
 
 def write_shards(
-    source: Source, jobs: Sequence[ShardJob], settings: Settings, folder: Path, advance: Advance
+    source: Source, shards: Iterable[int], plan: Plan, advance: Advance
 ) -> list[Written]:
     """Write shards one after the other.
 
     While a piece is counted and stored, the next one is read, and while a shard is made durable,
     the next one is written: two pieces are in memory, whatever the size of source or shard.
     """
-    shards: list[Future[Written]] = []
-    with ExitStack() as writers, ThreadPoolExecutor(max_workers=3) as pool:
-        for job in jobs:
-            shard = writers.enter_context(ShardWriter(source, job, settings, folder))
-            first, last = source.episodes.offsets[[job.first_episode, job.last_episode]].tolist()
-            under_way: list[Future[None]] = []
-            for column, start, stop in _pieces(source, settings.columns, first, last):
-                rows = _read_rows(source, column, start, stop)
-                _wait(under_way)
-                under_way = [
-                    pool.submit(shard.count, column, rows, start),
-                    pool.submit(shard.append, column.name, rows),
-                ]
-                advance((stop - start) * column.step_bytes)
-            _wait([*under_way, *shards[-1:]])
-            shards.append(pool.submit(shard.finish))
-        return _wait(shards)
+    written, durable = list[Written](), list[Future[None]]()
+    with ThreadPoolExecutor(max_workers=1) as syncing:
+        for number in shards:
+            path = plan.folder / shard_name(number)
+            # The threads end before their file is closed.
+            with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(max_workers=2) as pool:
+                shard = Shard(source, plan, number, file)
+                under_way: list[Future[None]] = []
+                for column, start, stop in _pieces(source, plan, number):
+                    rows = _read_rows(source, column, start, stop)
+                    _wait(under_way)
+                    under_way = [
+                        pool.submit(shard.count, column, rows, start),
+                        pool.submit(shard.append, column.name, rows),
+                    ]
+                    advance((stop - start) * column.step_bytes)
+                _wait([*under_way, *durable[-1:]])
+                written.append(shard.finish())
+            durable.append(syncing.submit(_sync, path))
+        _wait(durable)
+    return written
 
 
-def _wait(futures: Sequence[Future[Any]]) -> list[Any]:
-    return [future.result() for future in futures]
+def _sync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
-class ShardWriter(Closing):
+def _wait(futures: Iterable[Future[None]]) -> None:
+    for future in futures:
+        future.result()
+
+
+class Shard:
     """A shard being written and digested: each tensor from beginning to end, several at once."""
 
-    def __init__(self, source: Source, job: ShardJob, settings: Settings, folder: Path) -> None:
-        episodes = slice(job.first_episode, job.last_episode)
-        self._first_episode, self._allow_nonfinite = job.first_episode, settings.allow_nonfinite
-        self._offsets = source.episodes.offsets[job.first_episode : job.last_episode + 1]
-        self._lengths = source.episodes.lengths[episodes]
-        self._flags = source.terminated[episodes], source.truncated[episodes]
-        self._moments = {c.name: Moments(stored_form(c)[1]) for c in settings.columns}
+    def __init__(self, source: Source, plan: Plan, number: int, file: FileIO) -> None:
+        self._name, self._file = shard_name(number), file
+        first, last = plan.bounds[number : number + 2]
+        self._first_episode, self._allow_nonfinite = first, plan.allow_nonfinite
+        self._offsets = source.episodes.offsets[first : last + 1]
+        self._lengths = source.episodes.lengths[first:last]
+        self._flags = source.terminated[first:last], source.truncated[first:last]
+        self._moments = {c.name: Moments(stored_form(c)[1]) for c in plan.columns}
         unknown = 0.0 if REWARDS in self._moments else np.nan
-        self._returns: Float64Array = np.full(self._lengths.size, unknown)
+        self._returns: Float64Array = np.full(last - first, unknown)
         self._steps = int(self._lengths.sum())
-        tensors = plan_tensors(settings.columns, steps=self._steps, episodes=self._lengths.size)
+        tensors = plan_tensors(plan.columns, steps=self._steps, episodes=last - first)
         self._header = encode_header(tensors)
         self._bytes = len(self._header) + tensors[-1].stop
         # where the next bytes of each tensor go
         self._places = {t.name: len(self._header) + t.start for t in tensors}
-        self._digests = {t.name: BlockDigests(settings.block_bytes) for t in tensors}
-        self._name = shard_name(job.index)
-        self._file = open(folder / self._name, "wb", buffering=0)  # noqa: SIM115 - closed by `close`
+        self._digests = {t.name: BlockDigests(plan.block_bytes) for t in tensors}
 
     def count(self, column: ColumnSpec, rows: Array, start: int) -> None:
         """Add `rows`, the first of which is step `start` of the source, to the statistics."""
@@ -176,13 +179,11 @@ class ShardWriter(Closing):
             data, place = data[count:], place + count
 
     def finish(self) -> Written:
-        """Write the per-episode tensors and the header, make the file durable and close it."""
+        """Write the per-episode tensors and the header."""
         parts = (self._lengths, self._returns, *self._flags)
         for column, values in zip(EPISODE_COLUMNS, parts, strict=True):
             self.append(column.name, np.ascontiguousarray(values))
         self._write(memoryview(self._header), 0)
-        os.fsync(self._file.fileno())
-        self.close()
         record = ShardRecord(
             name=self._name,
             episodes=self._lengths.size,
@@ -194,17 +195,13 @@ class ShardWriter(Closing):
         )
         return Written(record, self._moments, self._returns)
 
-    def close(self) -> None:
-        self._file.close()
 
-
-def _pieces(
-    source: Source, columns: Sequence[ColumnSpec], first: int, last: int
-) -> Iterator[tuple[ColumnSpec, int, int]]:
-    """Cut ``[first, last)`` of each column at multiples of whole chunks: none is read twice."""
+def _pieces(source: Source, plan: Plan, number: int) -> Iterator[tuple[ColumnSpec, int, int]]:
+    """Cut each column of a shard at multiples of whole chunks: none is read twice."""
+    first, last = source.episodes.offsets[plan.bounds[number : number + 2]].tolist()
     breaks = source.breaks[(source.breaks > first) & (source.breaks < last)]
     for begin, end in pairwise([first, *breaks.tolist(), last]):
-        for column in columns:
+        for column in plan.columns:
             chunk = source.preferred_rows(column.name)
             rows = chunk * max(1, PIECE_BYTES // (chunk * source.spec[column.name].step_bytes))
             cuts = range((begin // rows + 1) * rows, end, rows)
@@ -240,31 +237,23 @@ class Opening:
 
 
 def write_in_processes(
-    opening: Opening,
-    jobs: Sequence[ShardJob],
-    settings: Settings,
-    folder: Path,
-    workers: int,
-    ray: str | None,
-    advance: Advance,
+    opening: Opening, plan: Plan, workers: int, ray: str | None, advance: Advance
 ) -> list[Written]:
     """Write several shards at once, each in a process that opens the source itself."""
-    arguments = [(opening, job, settings, folder) for job in jobs]
+    jobs = [(opening, number, plan) for number in range(plan.shards)]
     with WorkerPool(workers) if ray is None else RayPool(ray, workers) as pool:
         if isinstance(pool, RayPool):
-            pool.check(folder)
-        return list(pool.run(f"{__name__}:write_shard", arguments, on_message=advance))
+            pool.check(plan.folder)
+        return list(pool.run(f"{__name__}:write_shard", jobs, on_message=advance))
 
 
-def write_shard(
-    caller: Caller, opening: Opening, job: ShardJob, settings: Settings, folder: Path
-) -> Written:
+def write_shard(caller: Caller, opening: Opening, number: int, plan: Plan) -> Written:
     """Write one shard in a worker."""
     source = _opened(opening)
-    if source.spec != settings.spec:
+    if source.spec != plan.spec:
         raise changed_error(str(opening.uri))
-    with writing(folder):
-        return write_shards(source, [job], settings, folder, caller.send)[0]
+    with writing(plan.folder):
+        return write_shards(source, [number], plan, caller.send)[0]
 
 
 @lru_cache(maxsize=1)

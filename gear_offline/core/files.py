@@ -15,7 +15,8 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 from gear_offline.core.closing import Closing
@@ -95,29 +96,38 @@ def write_file(path: Path, content: bytes) -> None:
 def new_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
     """Give the hidden name of a file to write, which takes the name `path` when the body ends.
 
-    The body makes the file durable.  Nothing is left after an error.
+    Nothing is left after an error.
     """
     check_new_file(path, overwrite=overwrite)
-    with writing(path):
-        remove_leftovers(path.parent, path.name)
-        with new_part(path) as (part, _):
-            yield part
+    with ExitStack() as stack:
+        with writing(path):
+            remove_leftovers(path.parent, path.name)
+            part, file = stack.enter_context(new_part(path))
+        yield part
+        with writing(path):
+            os.fsync(file.fileno())
             check_new_file(path, overwrite=overwrite)
             part.replace(path)
             sync_directory(path.parent)
 
 
 @contextmanager
-def new_part(path: Path) -> Iterator[tuple[Path, int]]:
-    """Give the hidden name and the descriptor of a file that the body writes and renames."""
+def new_part(path: Path) -> Iterator[tuple[Path, FileIO]]:
+    """Give a new file under a hidden name, which the body writes and renames."""
     part = _hidden(path, "part")
-    lock = os.open(part, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield part, lock
-    finally:
-        part.unlink(missing_ok=True)
-        os.close(lock)
+    with open(part, "xb", buffering=0) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield part, file
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def write_all(file: int, content: bytes | memoryview) -> None:
+    """Write all of it: of a nearly full disk a call may write a part."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(file, rest) :]
 
 
 @contextmanager
@@ -164,20 +174,21 @@ def check_new_file(path: Path, *, overwrite: bool = False) -> None:
         raise InputError("OUTPUT_EXISTS", "output exists", str(path), remedy)
     check_folder(path.parent, output=path)
     if not path.parent.is_dir():
-        where, remedy = str(path.absolute().parent), "make it, or choose another"
-        raise InputError("OUTPUT_WRITE", "folder does not exist", where, remedy)
+        raise unusable(path, f"the folder {path.absolute().parent} does not exist: make it")
 
 
 def check_folder(folder: Path, *, output: Path) -> None:
     """Refuse (``OUTPUT_WRITE``) a folder of `output` that could not be made, or written to."""
     lowest = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
     if not lowest.is_dir():  # a file, or a link that leads nowhere
-        what, remedy = f"{lowest} is not a folder", "move it away, or choose another place"
-    elif not os.access(lowest, os.W_OK | os.X_OK):
-        what, remedy = f"you may not write in {lowest.absolute()}", "choose another place"
-    else:
-        return
-    raise InputError("OUTPUT_WRITE", what, str(output), remedy)
+        raise unusable(output, f"{lowest} is not a folder")
+    if not os.access(lowest, os.W_OK | os.X_OK):
+        raise unusable(output, f"you may not write in {lowest.absolute()}")
+
+
+def unusable(path: Path, what: str) -> InputError:
+    """Return the error (``OUTPUT_WRITE``) of a path that is no place for an output."""
+    return InputError("OUTPUT_WRITE", what, str(path), "choose another place")
 
 
 @contextmanager
@@ -255,7 +266,6 @@ class HeldDirectory(Closing):
             self._home.mkdir(parents=True, exist_ok=True)
             self._lock = self._take()
         except OSError as error:
-            self._remove_made()
             raise unusable(path, f"cannot make the directory: {error.strerror}") from error
         if self._lock < 0:
             raise taken
@@ -278,17 +288,7 @@ class HeldDirectory(Closing):
             with suppress(OSError):
                 if os.listdir(self._home) == [LOCK]:
                     os.unlink(self._home / LOCK)  # while it is held: who waits for it finds it gone
-                    self._remove_made()
+                    for place in self._made:
+                        place.rmdir()
             os.close(self._lock)
             self._lock = -1
-
-    def _remove_made(self) -> None:
-        """Remove the directories that were made, as far as they are empty."""
-        for place in self._made:
-            with suppress(OSError):
-                place.rmdir()
-
-
-def unusable(path: Path, what: str) -> InputError:
-    """Return the error of a path that is no place for a command's output."""
-    return InputError("OUTPUT_WRITE", what, str(path), "give another place with --out")

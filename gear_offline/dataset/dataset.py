@@ -20,7 +20,6 @@ import numpy.typing as npt
 from gear_offline.core.files import FileIdentity, file_identity
 from gear_offline.core.hub import card, fetch, is_hub, put
 from gear_offline.core.system import usable_cores
-from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.dataset.manifest import (
     MANIFEST_NAME,
@@ -89,9 +88,7 @@ class Dataset:
     identities: tuple[FileIdentity, ...] = field(repr=False)
 
     def __repr__(self) -> str:
-        counts = count_text(len(self), "episode"), count_text(self.spec.steps, "step")
-        columns = ", ".join(c.name for c in self.spec)
-        return f"Dataset({str(self.path)!r}: {', '.join(counts)}, columns {columns})"
+        return f"Dataset({str(self.path)!r}: {self.spec})"
 
     @property
     def spec(self) -> TableSpec:
@@ -308,9 +305,8 @@ class Dataset:
         ``USER/NAME@BRANCH``; ``OUTPUT_WRITE`` without a token that may write, or a network.
         """
         names = [MANIFEST_NAME, *(shard.name for shard in self.verify().manifest.shards)]
-        place, what = name.removeprefix("hub:"), repr(self).partition(": ")[2].removesuffix(")")
-        facts = {"content": what, "environment": self.environment_id}
-        facts["source"] = self.manifest.source.uri
+        place, source = name.removeprefix("hub:"), self.manifest.source.uri
+        facts = {"content": self.spec, "environment": self.environment_id, "source": source}
         metadata = {
             "task_categories": ["reinforcement-learning"],
             "tags": ["offline-reinforcement-learning", "gear-offline"],
@@ -395,30 +391,26 @@ def grow_dataset(dataset: Dataset, admissions: Sequence[Admission]) -> Dataset:
 
 def with_shards(path: Path, manifest: Manifest, before: Dataset | None = None) -> Dataset:
     """Return the dataset at `path`; `before` it has the first shards alone."""
-    parts: dict[str, list[Array]] = {c.name: [np.empty(0, c.dtype)] for c in EPISODE_COLUMNS}
-    found = list[FileIdentity]()
+    parts, found = list[tuple[Array, ...]](), list[FileIdentity]()
     if before is not None:
-        known = (before.episodes.lengths, before.returns, before.terminated, before.truncated)
-        parts = {c.name: [rows] for c, rows in zip(EPISODE_COLUMNS, known, strict=True)}
-        found += before.identities
+        own = (before.episodes.lengths, before.returns, before.terminated, before.truncated)
+        parts, found = [own], [*before.identities]
     for shard in manifest.shards[len(found) :]:
         with open(open_member(path / shard.name, size=shard.bytes), "rb") as file:
             found.append(file_identity(file.fileno()))
-            for name, part in _read_episodes(file, path, manifest, shard).items():
-                parts[name].append(part)
-    joined = {name: np.concatenate(arrays) for name, arrays in parts.items()}
-    for array in joined.values():
+            parts.append(_read_episodes(file, path, manifest, shard))
+    lengths, returns, *ends = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    for array in (returns, *ends):
         array.setflags(write=False)
-    for key, count in manifest.endings:
-        if int(joined[f"episode_{key}"].sum()) != count:
-            raise damaged(f"{key} episodes are counted otherwise", path / MANIFEST_NAME)
+    if [int(flags.sum()) for flags in ends] != [count for _, count in manifest.endings]:
+        raise damaged("ends of episodes are counted otherwise", path / MANIFEST_NAME)
     return Dataset(
         path=path,
         manifest=manifest,
-        episodes=EpisodeIndex(lengths=joined["episode_lengths"]),
-        terminated=joined["episode_terminated"],
-        truncated=joined["episode_truncated"],
-        returns=joined["episode_returns"],
+        episodes=EpisodeIndex(lengths=lengths),
+        terminated=ends[0],
+        truncated=ends[1],
+        returns=returns,
         verified_shards=0 if before is None else before.verified_shards,
         identities=tuple(found),
     )
@@ -426,14 +418,14 @@ def with_shards(path: Path, manifest: Manifest, before: Dataset | None = None) -
 
 def _read_episodes(
     file: BinaryIO, path: Path, manifest: Manifest, shard: ShardRecord
-) -> dict[str, Array]:
-    """Check a shard's header and read its per-episode tensors, compared with their digests."""
+) -> tuple[Array, ...]:
+    """Check a shard's header and read its `EPISODE_COLUMNS`, compared with their digests."""
     where, tensors = f"{path}/{shard.name}", manifest.tensors(shard)
     header = bytearray(shard.header_bytes)
     read_exactly(file.fileno(), memoryview(header), 0, where=where)
     if header != encode_header(tensors):
         raise damaged("the shard's header is not the one that the manifest implies", where)
-    values: dict[str, Array] = {}
+    values: list[Array] = []
     for column in EPISODE_COLUMNS:
         tensor = next(t for t in tensors if t.name == column.name)
         raw = np.empty(tensor.bytes, np.uint8)
@@ -441,13 +433,13 @@ def _read_episodes(
             pass
         if tensor.dtype == np.bool_ and raw.max() > 1:
             raise damaged(f"{column.name} is not 0 or 1 everywhere", where)
-        values[column.name] = raw.view(tensor.dtype)
-    if (values["episode_terminated"] & values["episode_truncated"]).any():
+        values.append(raw.view(tensor.dtype))
+    lengths, _, terminated, truncated = values
+    if (terminated & truncated).any():
         raise damaged("an episode is both terminated and truncated", where)
-    lengths = values["episode_lengths"]
     if (lengths < 1).any() or (lengths > shard.steps).any() or lengths.sum() != shard.steps:
         raise damaged(f"lengths do not add up to {shard.steps} steps", where)
-    return values
+    return tuple(values)
 
 
 def _stream(

@@ -24,7 +24,7 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from gear_offline.core.closing import Closing
-from gear_offline.core.files import remove_leftovers, sync_directory, writing
+from gear_offline.core.files import remove_leftovers, sync_directory, write_all, writing
 from gear_offline.core.text import count_text, say
 from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset, grow_dataset, open_dataset, with_shards
@@ -59,21 +59,9 @@ POLL_SECONDS = 0.02
 class GrowingDataset(Closing):
     """The data of a learner that trains while actors append; a context manager.
 
-    Parameters
-    ----------
-    path
-        Directory of a dataset, or the dataset as it was converted; one that is verified stays so.
-    admits
-        Go on behind the last line, as one process at a time may; else follow the lines only.
-    check
-        Raises `InputError` for a piece that does not fit the learner.
-
-    Attributes
-    ----------
-    dataset
-        As it is at present; at first as it was converted.
-    admissions
-        How many it has.
+    It begins with `path`, or the dataset there, as it was converted; one that is verified stays so.
+    It `admits` behind the last line, as one process at a time may, or else follows the lines only.
+    `check` raises `InputError` for a piece that does not fit the learner.
     """
 
     def __init__(
@@ -86,8 +74,9 @@ class GrowingDataset(Closing):
     ) -> None:
         if not isinstance(path, Dataset):
             path = open_dataset(path, verify=False, admissions=0)
-        self.dataset, self._path, self._check, self._quiet = path, path.path, check, quiet
-        self.admissions, self._log = 0, self._hold() if admits else -1
+        self.dataset, self.admissions = path, 0  # at present, and how many it has
+        self._path, self._check, self._quiet = path.path, check, quiet
+        self._log = self._hold() if admits else -1
         try:
             self._lines, self._seal = read_admissions(self._path)
             if admits:
@@ -234,10 +223,9 @@ class GrowingDataset(Closing):
         """Make links and lines durable, all or none, then remove the pieces."""
         sync_directory(self._path)
         encoded, seal = encode_admissions(lines, self._seal)
-        rest, before = memoryview(encoded), os.fstat(self._log).st_size
+        before = os.fstat(self._log).st_size
         try:
-            while rest:  # of a full disk a call may write a part
-                rest = rest[os.write(self._log, rest) :]
+            write_all(self._log, encoded)
             os.fsync(self._log)
         except OSError:
             os.ftruncate(self._log, before)

@@ -38,9 +38,8 @@ def inspect(path: str | Path, *, verify: bool = True, quiet: bool = True) -> dic
     -------
     dict
         JSON-able: the manifest's keys (docs/reference/format.md); `path`, `bytes`, `verified`,
-        `digests`
-        (``{"blocks", "block_bytes", "checked"}``) and ``returns.left_out``: episodes whose return
-        is NaN or infinite.
+        `digests` (``{"blocks", "block_bytes", "checked"}``) and ``returns.left_out``: episodes
+        whose return is NaN or infinite.
     """
     dataset = open_dataset(path, verify=False)
     if verify:
@@ -50,12 +49,8 @@ def inspect(path: str | Path, *, verify: bool = True, quiet: bool = True) -> dic
             dataset = dataset.verify(on_progress=progress.advance)
     manifest = dataset.manifest
     document = manifest.model_dump()
-    blocks = 0
-    for row in document["shards"]:
-        for name, joined in row["digests"].items():
-            starts = range(0, len(joined), DIGEST_CHARS)
-            row["digests"][name] = [joined[at : at + DIGEST_CHARS] for at in starts]
-            blocks += len(starts)
+    digests = [joined for shard in manifest.shards for joined in shard.digests.values()]
+    blocks = sum(map(len, digests)) // DIGEST_CHARS
     for row, column in zip(document["columns"], manifest.spec, strict=True):
         row["bytes"] = column.step_bytes * manifest.spec.steps
     checked, episodes = blocks if dataset.verified else 0, manifest.episodes

@@ -97,24 +97,12 @@ class Endings(Model):
 
 
 class Admission(Model):
-    """A piece that a learner has admitted.
+    """A piece that a learner has admitted."""
 
-    Attributes
-    ----------
-    step
-        Of the learner: the first step that may draw from the piece.
-    piece
-        Its name, which no other piece of the dataset has.
-    endings
-        How many of its episodes terminated, and were truncated.
-    shards
-        Under the names that they have in the dataset.
-    """
-
-    step: Count
-    piece: Annotated[str, Field(min_length=1, max_length=200)]
-    endings: Endings
-    shards: Annotated[list[ShardRecord], Field(min_length=1)]
+    step: Count  # of the learner: the first that may draw from the piece
+    piece: Annotated[str, Field(min_length=1, max_length=200)]  # a name that no other piece has
+    endings: Endings  # of its episodes
+    shards: Annotated[list[ShardRecord], Field(min_length=1)]  # by their names in the dataset
 
 
 class Environment(Model):
@@ -146,45 +134,26 @@ def _column(value: Any) -> ColumnSpec:
 
 
 class Manifest(Model):
-    """Everything that a dataset says about itself, as in the file.
-
-    Attributes
-    ----------
-    episodes, steps
-        Of the whole dataset.
-    block_bytes
-        Tensors are digested in blocks of this many bytes.
-    columns
-        As they are stored.
-    statistics
-        Per column, over all steps, in the stored form.
-    returns, lengths
-        Distributions over episodes.
-    endings, environment, source
-        How many episodes terminated; what they were recorded in; where the data came from.
-    shards
-        In episode order.
-    """
+    """Everything that a dataset says about itself, as in the file."""
 
     format: Literal["gear-offline"] = "gear-offline"
     format_version: Literal[1] = 1
     episodes: Positive
     steps: Positive
-    block_bytes: Annotated[int, Field(ge=MIN_BLOCK_BYTES, le=MAX_BLOCK_BYTES)]
+    block_bytes: Annotated[int, Field(ge=MIN_BLOCK_BYTES, le=MAX_BLOCK_BYTES)]  # a digest
     columns: list[Annotated[Any, PlainValidator(_column), PlainSerializer(_column_json)]]
-    statistics: dict[str, ColumnStatistics]
-    returns: Distribution
+    statistics: dict[str, ColumnStatistics]  # over all steps, in the stored form
+    returns: Distribution  # over episodes, as lengths
     lengths: Distribution
     endings: Endings
     environment: Environment
     source: SourceRecord
-    shards: list[ShardRecord]
+    shards: list[ShardRecord]  # in the order of episodes
 
     def __repr__(self) -> str:
-        counts = (self.episodes, self.steps, len(self.shards))
-        facts = ", ".join(map(count_text, counts, ("episode", "step", "shard")))
-        columns = ", ".join(column.name for column in self.columns)
-        return f"Manifest({self.source.uri!r}: {facts}, columns {columns})"
+        return (
+            f"Manifest({self.source.uri!r}, {count_text(len(self.shards), 'shard')}: {self.spec})"
+        )
 
     __str__ = __repr__
 

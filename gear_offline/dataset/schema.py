@@ -103,9 +103,13 @@ class TableSpec:
             what = f"column names repeat or differ by case only: {names}"
             raise InputError("COLUMN", what, remedy="rename one of them, or leave it out")
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
+        """Counts and columns: ``2 episodes, 12 steps: actions float32[1], rewards float32``"""
         episodes, steps = count_text(self.episodes, "episode"), count_text(self.steps, "step")
-        return f"TableSpec({episodes}, {steps}: {', '.join(map(str, self.columns))})"
+        return f"{episodes}, {steps}: {', '.join(map(str, self.columns))}"
+
+    def __repr__(self) -> str:
+        return f"TableSpec({self})"
 
     def __iter__(self) -> Iterator[ColumnSpec]:
         return iter(self.columns)

@@ -39,25 +39,13 @@ _GYMNASIUM_FAMILIES = {
 
 
 class ReferenceScores(Model):
-    """The returns that count as 0 and as 100.
+    """The returns that count as 0 and as 100."""
 
-    Attributes
-    ----------
-    name
-        What was asked for.
-    minimum, maximum
-        Return of a random policy and of an expert.
-    indicative
-        The environment is not the one that D4RL measured: never call the result a D4RL score.
-    note
-        Why it is indicative; empty otherwise.
-    """
-
-    name: str
-    minimum: FiniteFloat
-    maximum: FiniteFloat
-    indicative: bool = False
-    note: str = ""
+    name: str  # what was asked for
+    minimum: FiniteFloat  # of a random policy
+    maximum: FiniteFloat  # of an expert
+    indicative: bool = False  # not in D4RL's own environment: never call it a D4RL score
+    note: str = ""  # why it is indicative
 
 
 @functools.cache

@@ -26,10 +26,10 @@ from gear_offline.errors import InputError
 ALIGNMENT_BYTES = 64  # tensor data begin at a multiple of this
 DIGEST_CHARS = 32  # hexadecimal digits of 128 bits
 
-KINDS = ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8")
 CODES: dict[np.dtype[Any], str] = {  # safetensors' names
     np.dtype(np.bool_): "BOOL",
-    **{np.dtype(kind): f"{kind[0].upper()}{8 * int(kind[1])}" for kind in KINDS},
+    **{np.dtype(f"{k}{n}"): f"{k.upper()}{8 * n}" for k in "ui" for n in (1, 2, 4, 8)},
+    **{np.dtype(f"f{n}"): f"F{8 * n}" for n in (2, 4, 8)},
 }
 
 EPISODE_COLUMNS = (

@@ -71,23 +71,14 @@ Number = Annotated[
 
 
 class ColumnStatistics(Model):
-    """Summary of one column over all steps.
+    """Summary of one column over all steps."""
 
-    Attributes
-    ----------
-    count
-        Steps the column has.
-    nonfinite
-        NaN and infinite elements, over all steps.  They take no part in the other fields.
-    mean, std, min, max
-        float64, shape of one stored step.  `std` is the population's (divided by the count, not
-        by count - 1), inexact where all values are below 1e-150: float64 hardly holds their
-        squares.  NaN where an element has no finite value at all.
-    """
-
-    count: Count
-    nonfinite: Count
+    count: Count  # of steps
+    nonfinite: Count  # NaN and infinite elements, which take no part in the rest
+    # float64, shape of one stored step; NaN where an element has no finite value at all
     mean: Values
+    # of the population (divided by the count); inexact where all values are below 1e-150: float64
+    # hardly holds their squares
     std: Values
     min: Values
     max: Values

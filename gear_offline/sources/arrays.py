@@ -17,7 +17,6 @@ from gear_offline.errors import InputError, check_environment_id
 from gear_offline.sources.base import (
     Piece,
     Source,
-    SourceInfo,
     common_columns,
     kinds_of_rows,
     misfit,
@@ -105,13 +104,11 @@ def from_episodes(
         [Piece.of(columns) for columns, _ in read],
         kinds,
         terminated=[terminated for _, (terminated, _) in read],
-        info=SourceInfo(
-            uri=name,
-            format="arrays",
-            rule="episodes",
-            environment_id=environment,
-            attributes=facts,
-        ),
+        uri=name,
+        format="arrays",
+        rule="episodes",
+        environment_id=environment,
+        attributes=facts,
     )
 
 

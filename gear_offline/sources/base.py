@@ -28,7 +28,6 @@ import numpy.typing as npt
 
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import FileIdentity, file_identity, open_regular
-from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray
 from gear_offline.dataset.schema import (
     ColumnSpec,
@@ -75,8 +74,7 @@ def _open(path: Path) -> FileIO:
         return os.fdopen(open_regular(path), "rb", buffering=0)
     except OSError as error:
         what = f"the file cannot be read: {error.strerror or error}"
-        remedy = "check the path, its permissions and those of its folder, and the disk"
-        raise InputError("SOURCE_READ", what, where=str(path), remedy=remedy) from error
+        raise InputError("SOURCE_READ", what, str(path), "check path and permissions") from error
 
 
 def by_number(path: Path) -> list[tuple[int, int, str]]:
@@ -102,8 +100,8 @@ def damage_told(
         raise
     except errors as error:
         what = f"not a readable {kind} file: {' '.join(str(error).split())[:200]}"
-        remedy = "the file is damaged, cut short or of another format: get it again"
-        raise InputError("SOURCE_READ", what, where=str(where), remedy=remedy) from error
+        remedy = "it is damaged, cut short or of another format: get it again"
+        raise InputError("SOURCE_READ", what, str(where), remedy) from error
 
 
 @contextmanager
@@ -129,33 +127,15 @@ def misfit(what: str, where: Path | str = "", remedy: str = APART) -> InputError
 
 @dataclass(frozen=True, kw_only=True)
 class SourceInfo:
-    """Where the data came from; goes into the manifest.
+    """Where the data came from; goes into the manifest."""
 
-    Attributes
-    ----------
-    uri
-        What the user asked for (no machine paths beyond the file's own name).
-    format
-        Reader that understood it, e.g. ``"d4rl"``, ``"minari"``, ``"hdf5"``.
-    rule
-        Boundary rule that split the episodes, e.g. ``"terminals|timeouts"``.
-    environment_id
-        Gymnasium id of the environment, ``None`` when the source does not say.
-    reference_name
-        D4RL dataset whose reference scores apply, ``None`` where the environment tells them.
-    files
-        Files to digest, in order.
-    attributes
-        Small JSON-able facts of the source (algorithm, versions, mean return, ...);
-        ``attributes["warnings"]`` is a list of strings for the user's eyes.
-    """
-
-    uri: str
-    format: str
-    rule: str
-    environment_id: str | None = None
-    reference_name: str | None = None
-    files: tuple[InputFile, ...] = ()
+    uri: str  # what the user asked for; of a path its last name
+    format: str  # of the reader: "d4rl", "minari", ...
+    rule: str  # that split the episodes: "terminals|timeouts"
+    environment_id: str | None = None  # of Gymnasium
+    reference_name: str | None = None  # D4RL's, if the environment does not tell the scores
+    files: tuple[InputFile, ...] = ()  # to digest, in order
+    # small JSON-able facts; "warnings" is a list of lines for the user's eyes
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
     def with_facts(self, **facts: Any) -> SourceInfo:
@@ -194,51 +174,23 @@ class Asked(NamedTuple):
 class Source(Closing):
     """Columns over episodes, read by row range; made by a reader from pieces in their order.
 
-    Parameters
-    ----------
-    pieces
-        All N rows; a read goes to those that it touches.
-    columns
-        Columns in the order of the table: a name of the source to dtype and step shape.
-    lengths, terminated, truncated
-        (E,) steps of each episode, by default those of each piece, and how it ended; default
-        truncated where not terminated.
-    info
-        Provenance.
-    preferred
-        Rows per read that suit the storage, by name of the source; default about 8 MiB.
-    usual
-        Columns that are made of others unless these are asked for: ``{"actions": "action"}``.
-    by_piece
-        Read all columns of a piece before those of the next: a read loads a whole piece.
-
-    Attributes
-    ----------
-    info
-        Provenance, with a warning for each column whose name in the source is another.
-    spec
-        Columns, N and E.
-    episodes
-        Episode index over the rows, in file order.
-    terminated
-        (E,) bool; the environment ended the episode at its last step.
-    truncated
-        (E,) bool; the episode was cut: a time limit, or the end of the file.  Never true where
-        `terminated` is: termination wins when a row bears both flags.
+    `terminated` are episodes that the environment ended at their last step, `truncated` those that
+    were cut, by a time limit or the end of the file; none is both: termination wins.
     """
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
-        columns: Kinds,
+        pieces: Sequence[Piece],  # all N rows
+        columns: Kinds,  # by the format's own names, in the order of the table
         *,
-        lengths: npt.ArrayLike | None = None,
-        terminated: npt.ArrayLike,
-        truncated: npt.ArrayLike | None = None,
-        info: SourceInfo,
-        preferred: Mapping[str, int] | None = None,
-        usual: Mapping[str, str] | None = None,
-        by_piece: bool = False,
+        lengths: npt.ArrayLike | None = None,  # (E,), default: each piece is an episode
+        terminated: npt.ArrayLike = False,  # (E,)
+        truncated: npt.ArrayLike | None = None,  # (E,), default: what is not terminated
+        info: SourceInfo | None = None,  # or else its fields
+        preferred: Mapping[str, int] | None = None,  # rows a read that suit the storage
+        usual: Mapping[str, str] | None = None,  # made of others unless these are asked for
+        by_piece: bool = False,  # a read loads a piece: all its columns come before the next one
+        **fields: Any,
     ) -> None:
         columns = {  # a reward or flag of shape (1,) is one number
             name: (dtype, () if name in SCALARS and shape == (1,) else shape)
@@ -254,7 +206,8 @@ class Source(Closing):
         self.breaks = self._firsts if by_piece else self._firsts[:0]
         steps = [piece.steps for piece in pieces] if lengths is None else lengths
         self.episodes = EpisodeIndex(lengths=np.asarray(steps, np.int64))
-        self.terminated: BoolArray = np.ascontiguousarray(terminated, np.bool_)
+        flags = np.broadcast_to(terminated, self.episodes.episodes)
+        self.terminated: BoolArray = np.array(flags, np.bool_)
         either = True if truncated is None else np.asarray(truncated, np.bool_)
         self.truncated: BoolArray = ~self.terminated & either
         self.spec = TableSpec(
@@ -266,8 +219,9 @@ class Source(Closing):
             episodes=self.episodes.episodes,
         )
         renamed = [f"{old!r} is the column {new}" for old, new in names.items() if old != new]
-        self.info = info
-        self._where = info.files[0].path if len(info.files) == 1 else info.uri
+        self.info = info or SourceInfo(**fields)
+        files = self.info.files
+        self._where = files[0].path if len(files) == 1 else self.info.uri
         if renamed:
             self.warn(*renamed)
 
@@ -302,8 +256,7 @@ class Source(Closing):
             rows = piece.read(name, start + shift, end + shift)
             fits = rows.size == (end - start) * prod(spec.shape)
             if not fits or not np.can_cast(rows.dtype, spec.dtype):
-                was = f"before it was {spec.dtype} {spec.shape}"
-                what = f"a step is {rows.dtype} {rows.shape[1:]}, {was}"
+                what = f"a step is {rows.dtype} {rows.shape[1:]}, another {spec.dtype} {spec.shape}"
                 raise misfit(what, f"{self._where}: {column}", DIFFERS)
             parts.append(rows.astype(spec.dtype, copy=False).reshape(end - start, *spec.shape))
             start, index = end, index + 1
@@ -323,11 +276,7 @@ class Source(Closing):
         """Close the source; what its readers keep open goes with them."""
 
     def __repr__(self) -> str:
-        spec = self.spec
-        counts = count_text(spec.episodes, "episode"), count_text(spec.steps, "step")
-        facts = f"{', '.join(counts)}, rule {self.info.rule}"
-        columns = ", ".join(c.name for c in spec)
-        return f"{type(self).__name__}({self.info.uri!r}: {facts}, columns {columns})"
+        return f"{type(self).__name__}({self.info.uri!r}, rule {self.info.rule}: {self.spec})"
 
 
 def kinds_of(source: Any) -> Kinds:

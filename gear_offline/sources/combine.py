@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,6 @@ from gear_offline.sources.base import (
     Kinds,
     Piece,
     Source,
-    SourceInfo,
     common_columns,
     kinds_of,
     misfit,
@@ -104,11 +104,12 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
     )
     infos = [source.info for source in sources]
     notes = [f"{i.uri}: {text}" for i in infos for text in i.attributes.get("warnings", ())]
-    shared: dict[str, str | None] = {}
+    shared: dict[str, Any] = {"format": "joined", "rule": "that of each part"}
     for fact in ("format", "rule", "environment_id", "reference_name"):
         values = {getattr(info, fact) for info in infos}
-        shared[fact] = values.pop() if len(values) == 1 else None
-        if values and fact in ("environment_id", "reference_name"):
+        if len(values) == 1:
+            shared[fact] = values.pop()
+        elif fact not in shared:
             what = fact.replace("_", " ")
             notes.append(f"the parts differ in {what}: {', '.join(sorted(map(str, values)))}")
     for info in infos:
@@ -119,20 +120,15 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
         lengths=np.concatenate([source.episodes.lengths for source in sources]),
         terminated=np.concatenate([source.terminated for source in sources]),
         truncated=np.concatenate([source.truncated for source in sources]),
-        info=SourceInfo(
-            uri=uri or " + ".join(info.uri for info in infos[:3]) + " + ..." * (len(infos) > 3),
-            format=shared["format"] or "joined",
-            rule=shared["rule"] or "that of each part",
-            environment_id=shared["environment_id"],
-            reference_name=shared["reference_name"],
-            files=tuple(file for info in infos for file in info.files),
-            attributes={
-                "parts": len(sources),
-                "part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]],
-                "left_out": left_out,
-                "warnings": notes,
-            },
-        ),
+        uri=uri or " + ".join(info.uri for info in infos[:3]) + " + ..." * (len(infos) > 3),
+        **shared,
+        files=tuple(file for info in infos for file in info.files),
+        attributes={
+            "parts": len(sources),
+            "part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]],
+            "left_out": left_out,
+            "warnings": notes,
+        },
         preferred={name: max(s.preferred_rows(name) for s in sources) for name in columns},
     )
 
@@ -140,8 +136,7 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
 def _check_open(source: object) -> None:
     if not isinstance(source, Source):
         what = f"a {type(source).__name__} is not an open source"
-        remedy = "give what gear_offline.open_source(PATH) returns"
-        raise InputError("SOURCE_READ", what, remedy=remedy)
+        raise InputError("SOURCE_READ", what, remedy="open it: gear_offline.open_source(PATH)")
 
 
 def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
@@ -205,14 +200,12 @@ def _taken(source: Source, new: str, olds: Sequence[str]) -> dict[str, list[Colu
             return {new + n.removeprefix(name): [columns[n]] for n in below}
         if name not in columns:
             what = f"{old} is a group of {count_text(len(below), 'column')}"
-            remedy = f"name its parts: {'+'.join(below)}"
-            raise InputError("COLUMN", what, where=f"column {new}", remedy=remedy)
+            raise InputError("COLUMN", what, f"column {new}", f"name its parts: {'+'.join(below)}")
         taken.append(columns[name])
         dtype, shape = taken[-1].dtype, taken[-1].shape
         if len(shape) > 1 or dtype != taken[0].dtype:
             what = f"{old} is {dtype} {shape} a step: it makes no column of {taken[0].dtype}"
-            remedy = "put vectors and numbers of one dtype together"
-            raise InputError("COLUMN", what, where=f"column {new}", remedy=remedy)
+            raise InputError("COLUMN", what, f"column {new}", "join vectors of one dtype")
     return {new: taken}
 
 
@@ -252,14 +245,12 @@ def dataset_source(dataset: Dataset) -> Source:
         lengths=dataset.episodes.lengths,
         terminated=dataset.terminated,
         truncated=dataset.truncated,
-        info=SourceInfo(
-            uri=dataset.path.name,
-            format="gear",
-            rule=before.rule,
-            environment_id=dataset.environment_id,
-            reference_name=None if scores is None else scores.name,
-            # The manifest bears the digests of all the others.
-            files=(InputFile.find(dataset.path / MANIFEST_NAME),),
-            attributes=attributes,
-        ),
+        uri=dataset.path.name,
+        format="gear",
+        rule=before.rule,
+        environment_id=dataset.environment_id,
+        reference_name=None if scores is None else scores.name,
+        # The manifest bears the digests of all the others.
+        files=(InputFile.find(dataset.path / MANIFEST_NAME),),
+        attributes=attributes,
     )

@@ -203,8 +203,6 @@ def _download(url: str, target: Path) -> None:
                     progress.advance(len(block))
             if file.tell() != total and total:
                 raise OSError(f"got {file.tell()} of {total} bytes")
-            file.flush()
-            os.fsync(file.fileno())
     except (OSError, ValueError, GearError) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()  # it holds the connection

@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, partial
 from importlib import import_module
 from itertools import pairwise
 from math import prod
@@ -41,12 +41,12 @@ from gear_offline.sources.combine import pick_episodes
 WINDOW_BYTES = 32 << 20  # of episodes that are in memory for a function; a longer one alone
 MOST_CHARACTERS = 1000  # of an expression
 _RETURN = "_return"  # Python keeps the word for itself
-_OPERATIONS: dict[Any, np.ufunc] = {ast.And: np.logical_and, ast.Or: np.logical_or}
-_OPERATIONS |= {ast.Not: np.logical_not, ast.Eq: np.equal, ast.NotEq: np.not_equal}
-_OPERATIONS |= {ast.Lt: np.less, ast.LtE: np.less_equal, ast.Gt: np.greater}
-_OPERATIONS |= {ast.GtE: np.greater_equal, ast.Add: np.add, ast.Sub: np.subtract}
-_OPERATIONS |= {ast.Mult: np.multiply, ast.Div: np.divide, ast.FloorDiv: np.floor_divide}
-_OPERATIONS |= {ast.Mod: np.mod, ast.USub: np.negative}
+# of an expression that compares and calculates: no calls, no attributes, no powers
+_ALLOWED: tuple[type[ast.AST], ...] = (
+    *(ast.Expression, ast.Name, ast.Load, ast.Constant, ast.BoolOp, ast.And, ast.Or, ast.Not),
+    *(ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.UnaryOp, ast.USub),
+    *(ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod),
+)
 
 EpisodeFunction = Callable[[Columns], Mapping[str, Any]]
 
@@ -94,9 +94,8 @@ def find_function(given: str | EpisodeFunction) -> tuple[EpisodeFunction, str]:
 def _map_episodes(source: Source, function: EpisodeFunction, numbers: Sequence[int]) -> Source:
     """Return a source of what `function` makes of its episodes, some at a time; their numbers."""
     offsets = source.episodes.offsets
-    first = _call(function, _read(source, 0, int(offsets[1])), numbers[0])
-    made_kinds = kinds_of_rows(first)
-    kinds = {**kinds_of(source), **made_kinds}
+    own = kinds_of_rows(_call(function, _read(source, 0, int(offsets[1])), numbers[0]))
+    kinds = {**kinds_of(source), **own}
     step_bytes = sum(dtype.itemsize * prod(shape) for dtype, shape in kinds.values())
     # The first episode that begins in each run of so many steps begins a window.
     runs = offsets[:-1] // max(1, WINDOW_BYTES // step_bytes)
@@ -105,18 +104,13 @@ def _map_episodes(source: Source, function: EpisodeFunction, numbers: Sequence[i
     @lru_cache(maxsize=1)
     def window(index: int) -> Columns:
         begin, end = firsts[index : index + 2]
-        low, high = int(offsets[begin]), int(offsets[end])
-        read = _read(source, low, high)
-        made = {n: np.empty((high - low, *kinds[n][1]), kinds[n][0]) for n in first}
-        for number, (a, b) in zip(
-            numbers[begin:end], pairwise((offsets[begin : end + 1] - low).tolist()), strict=True
-        ):
+        bounds = offsets[begin : end + 1] - offsets[begin]
+        read = _read(source, int(offsets[begin]), int(offsets[end]))
+        made = {n: np.empty((bounds[-1], *shape), dtype) for n, (dtype, shape) in own.items()}
+        for number, (a, b) in zip(numbers[begin:end], pairwise(bounds.tolist()), strict=True):
             changed = _call(function, {n: rows[a:b] for n, rows in read.items()}, number)
-            two = (
-                (f"episode {numbers[0]}", made_kinds),
-                (f"episode {number}", kinds_of_rows(changed)),
-            )
-            common_columns(two, remedy=SAME)
+            here = f"episode {number}", kinds_of_rows(changed)
+            common_columns([(f"episode {numbers[0]}", own), here], remedy=SAME)
             for name, rows in changed.items():
                 made[name][a:b] = rows
         return read | made
@@ -171,56 +165,33 @@ def keep_episodes(expression: str, source: Source) -> BoolArray:
             raise ValueError(f"more than {MOST_CHARACTERS} characters")
         text = re.sub(r"\breturn\b", _RETURN, expression.strip())
         tree = ast.parse(text, mode="eval")
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        facts = {name: _fact(source, name) for name in sorted(names)}
-        with np.errstate(all="ignore"):
-            kept = np.asarray(_value(tree.body, facts), np.bool_)
-        if kept.shape != (source.spec.episodes,):
+        for node in ast.walk(tree):
+            plain = not isinstance(node, ast.Constant) or isinstance(node.value, int | float)
+            if not (plain and isinstance(node, _ALLOWED)):
+                raise ValueError(f"{ast.unparse(node) or type(node).__name__} is not understood")
+        names = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)})
+        shown = ["return" if name == _RETURN else name for name in names]
+        facts = {name: _fact(source, name).astype(np.float64) for name in shown}
+        if not facts:
             raise ValueError("it says nothing of episodes")
+        code = compile(tree, where, "eval")
+        with np.errstate(all="ignore"):
+            rows = (dict(zip(names, row, strict=True)) for row in zip(*facts.values(), strict=True))
+            kept = np.array([eval(code, {"__builtins__": {}}, row) for row in rows], np.bool_)
     except InputError as error:
         raise InputError(error.code, error.what, error.where or where, error.remedy) from error
-    except (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError) as error:
+    except (SyntaxError, ValueError, MemoryError, RecursionError, ArithmeticError) as error:
         what = error.msg if isinstance(error, SyntaxError) else first_line(error)
         raise InputError("USAGE", what, where, remedy) from error
     if kept.size and not kept.any():
         what = f"none of {count_text(kept.size, 'episode')} is kept"
-        asked = ((_shown(name), values.astype(float)) for name, values in facts.items())
-        ranges = "; ".join(f"{n} is {v.min():.6g} to {v.max():.6g}" for n, v in asked)
+        ranges = "; ".join(f"{n} is {v.min():.6g} to {v.max():.6g}" for n, v in facts.items())
         raise InputError("SELECTION", what, where, ranges)
     return kept
 
 
-def _value(node: ast.AST, facts: Mapping[str, Array]) -> Any:
-    """Return (E,) what a part of an expression is worth, or one number for all."""
-    match node:
-        case ast.Constant(value=bool() | int() | float() as number):
-            return float(number)
-        case ast.Name(id=name):
-            return facts[name]
-        case ast.UnaryOp(op=operation, operand=operand):
-            return _calculated(operation, _value(operand, facts))
-        case ast.BinOp(left=left, op=operation, right=right):
-            return _calculated(operation, _value(left, facts), _value(right, facts))
-        case ast.BoolOp(op=operation, values=parts):
-            return reduce(partial(_calculated, operation), (_value(p, facts) for p in parts))
-        case ast.Compare(left=left, ops=operations, comparators=others):
-            pairs = pairwise(_value(part, facts) for part in (left, *others))
-            found = (_calculated(o, *two) for o, two in zip(operations, pairs, strict=True))
-            return reduce(np.logical_and, found)
-    raise ValueError(f"{ast.unparse(node)} is not understood")
-
-
-def _calculated(operation: ast.AST, *values: Any) -> Any:
-    if type(operation) not in _OPERATIONS:
-        raise ValueError(f"{type(operation).__name__} is not understood")
-    return _OPERATIONS[type(operation)](*(np.asarray(value, np.float64) for value in values))
-
-
-def _shown(name: str) -> str:
-    return "return" if name == _RETURN else name
-
-
 def _fact(source: Source, name: str) -> Array:
+    """Return (E,) what a name of an expression stands for."""
     known: dict[str, Array] = {
         "length": source.episodes.lengths,
         "terminated": source.terminated,
@@ -230,11 +201,10 @@ def _fact(source: Source, name: str) -> Array:
     if name in known:
         return known[name]
     columns = [c.name for c in source.spec if c.shape in ((), (1,)) and c.dtype.kind != "c"]
-    if name == _RETURN and "rewards" in columns:
+    if name == "return" and "rewards" in columns:
         return _fold(source, "rewards", np.add, 0.0)
     if name not in columns:
-        name, names = _shown(name), [*known, *columns]
-        names += ["return"] if "rewards" in columns else []
+        names = [*known, *columns, *(["return"] if "rewards" in columns else [])]
         near = nearest(name, names)
         what = f"unknown name {name!r}" + (f", did you mean {near!r}?" if near else "")
         remedy = f"names are {some_names(names)}, of columns those that stay in an episode"

@@ -14,7 +14,6 @@ from gear_offline.sources.base import (
     Asked,
     Piece,
     Source,
-    SourceInfo,
     can_be_column,
     kinds_of_rows,
     misfit,
@@ -90,7 +89,9 @@ def flat_source(
         kinds_of_rows(columns),
         lengths=ends.lengths,
         terminated=ends.terminated,
-        info=SourceInfo(rule=rule, attributes=facts, **info),
+        rule=rule,
+        attributes=facts,
+        **info,
         preferred=preferred,
     )
 

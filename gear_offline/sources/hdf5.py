@@ -73,8 +73,7 @@ class Hdf5File(Closing):
         self.warnings: list[str] = []
         with _told_as_damaged(path):
             if not h5py.is_hdf5(path):
-                what, remedy = "not an HDF5 file", "give a .hdf5 file, or a file of that format"
-                raise InputError("SOURCE_READ", what, where=str(path), remedy=remedy)
+                raise InputError("SOURCE_READ", "not an HDF5 file", str(path), "give a .hdf5 file")
             try:
                 self._file = h5py.File(path, "r", locking="best-effort")
             except BlockingIOError as error:  # locked: not damaged, but not complete either
@@ -204,16 +203,14 @@ class Hdf5Column:
         self._chunk_bytes = prod(self._chunks) * self.dtype.itemsize
         self._row_bytes = prod(shape[1:]) * self.dtype.itemsize
         if chunked and self._chunk_bytes > MAX_CHUNK_BYTES:
-            remedy = "store it in chunks of about 1 MiB, e.g. with h5repack -l NAME:CHUNK=..."
-            raise _unsafe("a chunk of more than 1 GiB", *where, remedy)
+            raise _unsafe("a chunk of more than 1 GiB", *where, "store it in chunks of 1 MiB")
         grid = tuple(-(-n // max(c, 1)) for n, c in zip(shape, self._chunks, strict=True))
         listed = _listed_chunks(dataset, chunked)
         # bytes of the chunks that were never written, which read as the fill value
         self.unwritten = max((prod(grid) - len(listed)) * self._chunk_bytes, 0)
         if self.unwritten > MAX_UNWRITTEN_BYTES:
             what = f"a column of shape {shape} of which {self.unwritten} bytes were never written"
-            remedy = "the file is damaged, cut short or made to exhaust memory: get it again"
-            raise _unsafe(what, *where, remedy)
+            raise _unsafe(what, *where, "the file is damaged or cut short: get it again")
         offsets, sizes = listed[:, 0], listed[:, 1]
         if (offsets + sizes).max(initial=0) > file.identity[2]:
             raise ValueError("data lie behind the end of the file")

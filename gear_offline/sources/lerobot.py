@@ -29,7 +29,6 @@ from gear_offline.sources.base import (
     InputFile,
     Piece,
     Source,
-    SourceInfo,
     by_number,
     damage_told,
     files_in,
@@ -96,17 +95,15 @@ def open_lerobot(path: Path, asked: Asked) -> Source:
         kinds,
         lengths=np.diff(reader.bounds),
         terminated=terminated if cut is None else terminated & ~cut,
-        info=SourceInfo(
-            uri=path.name,
-            format="lerobot",
-            rule="episode_index",
-            files=tuple(dict.fromkeys([*(group.file.file for group in groups), *reader.videos])),
-            attributes={
-                **{key: info.get(key) for key in ("codebase_version", "robot_type", "fps")},
-                "left_out": left_out,
-                "warnings": notes,
-            },
-        ),
+        uri=path.name,
+        format="lerobot",
+        rule="episode_index",
+        files=tuple(dict.fromkeys([*(group.file.file for group in groups), *reader.videos])),
+        attributes={
+            **{key: info.get(key) for key in ("codebase_version", "robot_type", "fps")},
+            "left_out": left_out,
+            "warnings": notes,
+        },
         preferred={  # a read of frames looks for a key frame
             name: max(1, 4 * READ_BYTES // math.prod(shape))
             for name, (_, shape) in kinds.items()
@@ -131,8 +128,7 @@ class _Reader:
             counts = int(self.info["total_frames"]), int(self.info["total_episodes"])
         if self.version not in (2, 3):
             what = f"a dataset of LeRobot's format {self.info['codebase_version']}"
-            remedy = "formats v2 and v3 are read: convert it with LeRobot"
-            raise misfit(what, path, remedy)
+            raise misfit(what, path, "v2 and v3 are read: convert it with LeRobot")
         self.groups: list[Group] = []
         self.steps = 0
         chunks = sorted((p for p in (path / "data").glob("*") if p.is_dir()), key=by_number)

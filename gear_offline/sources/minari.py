@@ -31,7 +31,6 @@ from gear_offline.sources.base import (
     Kinds,
     Piece,
     Source,
-    SourceInfo,
     common_columns,
     damage_told,
     files_in,
@@ -107,19 +106,17 @@ def open_minari(path: Path, asked: Asked) -> Source:
         [Piece(read=partial(reader.read, n), steps=part[0]) for n, part in reader.found.items()],
         columns,
         terminated=[terminated for _, terminated, _ in reader.found.values()],
-        info=SourceInfo(
-            uri=uri,
-            format="minari",
-            rule="episodes",
-            environment_id=_environment(metadata),
-            files=files,
-            attributes={
-                "metadata": {k: metadata[k] for k in sorted(metadata) if k not in LONG},
-                "left_out": left_out,
-                "unfinished_tail_steps": 0,
-                "warnings": notes,
-            },
-        ),
+        uri=uri,
+        format="minari",
+        rule="episodes",
+        environment_id=_environment(metadata),
+        files=files,
+        attributes={
+            "metadata": {k: metadata[k] for k in sorted(metadata) if k not in LONG},
+            "left_out": left_out,
+            "unfinished_tail_steps": 0,
+            "warnings": notes,
+        },
     )
 
 

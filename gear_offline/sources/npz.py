@@ -94,8 +94,7 @@ def open_npz(path: Path, asked: Asked) -> Source:
     members = dict(_members(file))
     if "valids" in members:
         what = "a compact dataset of OGBench: two rows are flagged at each end"
-        remedy = "give the file that ogbench downloads, or save with compact_dataset=False"
-        raise misfit(what, path, remedy)
+        raise misfit(what, path, "give ogbench's own file, or save with compact_dataset=False")
     # Its terminals are ends of trajectories, not of tasks; `masks` come with its rewards.
     ogbench = {"observations", "actions", "terminals"} <= set(members) and (
         "masks" in members or not {"rewards", *TIME_FLAGS} & set(members)

@@ -24,7 +24,6 @@ from gear_offline.sources.base import (
     InputFile,
     Piece,
     Source,
-    SourceInfo,
     damage_told,
     kinds_of_rows,
     misfit,
@@ -81,18 +80,16 @@ def open_parquet(path: Path, asked: Asked) -> Source:
         [Piece(read=partial(read, n), steps=int(steps.sum())) for n, steps in groups.items()],
         kinds_of_rows(first),
         lengths=lengths,
-        terminated=np.concatenate(terminated) if terminal else np.zeros(lengths.size, np.bool_),
-        info=SourceInfo(
-            uri=asked.uri,
-            format="parquet",
-            rule="rows",
-            reference_name=next((d for f in folders if (d := dataset_of_file(f))), None),
-            files=(file.file,),
-            attributes={
-                "left_out": left_out,
-                "warnings": [] if flags else ["no flags: every episode counts as truncated"],
-            },
-        ),
+        terminated=np.concatenate(terminated) if terminal else False,
+        uri=asked.uri,
+        format="parquet",
+        rule="rows",
+        reference_name=next((d for f in folders if (d := dataset_of_file(f))), None),
+        files=(file.file,),
+        attributes={
+            "left_out": left_out,
+            "warnings": [] if flags else ["no flags: every episode counts as truncated"],
+        },
     )
 
 

@@ -22,7 +22,6 @@ from gear_offline.sources.base import (
     Kinds,
     Piece,
     Source,
-    SourceInfo,
     common_columns,
     kinds_of_rows,
     misfit,
@@ -67,21 +66,18 @@ def open_robomimic(file: Hdf5File, demos: Mapping[str, Demo], asked: Asked) -> S
     return Source(
         pieces,
         columns,
-        terminated=[False] * len(pieces),
-        info=SourceInfo(
-            uri=f"{asked.uri}#{key}" if key else asked.uri,
-            format="robomimic",
-            rule="demonstrations",
-            environment_id=environment,
-            reference_name=reference,
-            files=(file.file,),
-            attributes={
-                **attributes,
-                "filter_keys": sorted(masks),
-                "left_out": others | left_out,
-                "warnings": [*file.warnings, *([DONES] if "dones" in columns else [])],
-            },
-        ),
+        uri=f"{asked.uri}#{key}" if key else asked.uri,
+        format="robomimic",
+        rule="demonstrations",
+        environment_id=environment,
+        reference_name=reference,
+        files=(file.file,),
+        attributes={
+            **attributes,
+            "filter_keys": sorted(masks),
+            "left_out": others | left_out,
+            "warnings": [*file.warnings, *([DONES] if "dones" in columns else [])],
+        },
         usual=observation_vectors(columns, "obs/", file.path, names),
     )
 
@@ -96,9 +92,8 @@ def demonstrations(file: Hdf5File) -> dict[str, Demo]:
         elif name.startswith("data/"):
             others.append(name)
     if demos and others:
-        what = f"{some_names(others, 3)} beside demonstrations"
-        remedy = "robomimic's files have data/demo_0, data/demo_1 and so on; take others away"
-        raise misfit(what, file.path, remedy)
+        what = f"{some_names(others, 3)} beside demonstrations (data/demo_0, ...)"
+        raise misfit(what, file.path, "take it away")
     return dict(sorted(demos.items(), key=lambda demo: int(demo[0].removeprefix("demo_"))))
 
 
@@ -110,8 +105,7 @@ def _chosen(file: Hdf5File, key: str, masks: list[str], demos: Mapping[str, Demo
     missing = listed - set(demos)
     if missing or not listed:
         what = f"it names {some_names(missing, 3)}" + (", which data lacks" if missing else "")
-        remedy = "write the filter key again, with robomimic's create_hdf5_filter_key"
-        raise misfit(what, f"{file.path}: mask/{key}", remedy)
+        raise misfit(what, f"{file.path}: mask/{key}", "write the filter key again")
     return [name for name in demos if name in listed]
 
 

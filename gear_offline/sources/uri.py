@@ -116,8 +116,7 @@ def _open(path: Path, asked: Asked) -> Source:
     source = reader(path, asked)
     if asked.rule not in (None, source.info.rule):
         what = f"boundary rule {asked.rule!r} does not apply to a format that stores episodes apart"
-        remedy = "leave the rule out, or convert the first source again"
-        raise misfit(what, asked.uri, remedy)
+        raise misfit(what, asked.uri, "leave the rule out, or convert the first source again")
     return with_columns(source, asked.names)
 
 
@@ -132,10 +131,9 @@ def _open_folder(path: Path, asked: Asked) -> Source:
     if not found:
         raise _unknown(f"the directory {str(path)!r} holds no dataset and no data files")
     if len(found) > 1:
-        what = " and ".join(f"{len(f)} like {f[0].relative_to(folder)}" for f in found)
-        remedy = "give the files that belong together a folder of their own"
-        what = f"files of several kinds or places: {what}"
-        raise InputError("SOURCE_READ", what, where=str(folder), remedy=remedy)
+        kinds = " and ".join(f"{len(f)} like {f[0].relative_to(folder)}" for f in found)
+        what, remedy = f"files of several kinds or places: {kinds}", "give each a folder of its own"
+        raise InputError("SOURCE_READ", what, str(folder), remedy)
     validation = {f.with_name(f"{f.stem}-val.npz") for f in found[0] if f.suffix == ".npz"}
     files = [file for file in found[0] if file not in validation]
     parts = [_open(file, asked._replace(uri=file.name)) for file in files]
@@ -153,8 +151,7 @@ def _open_hdf5(path: Path, asked: Asked) -> Source:
             return open_robomimic(file, demos, asked)
         if asked.key is None:
             return open_hdf5(file, asked)
-    remedy = "leave robomimic: out for a file of another layout"
-    raise misfit("no group data/demo_0", path, remedy)
+    raise misfit("no group data/demo_0", path, "leave robomimic: out for another layout")
 
 
 Reader = Callable[[Path, Asked], Source]
