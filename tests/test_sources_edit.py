@@ -153,7 +153,7 @@ def written(episode: Columns) -> Columns:
         ({"where": "(length > 3) + (length > 5) == 3"}, "SELECTION", "none of 3 episodes"),
         ({"where": "length == 'a'"}, "USAGE", "'a' is not understood"),
         ({"where": "length < 10 ** 9"}, "USAGE", "Pow is not understood"),
-        ({"where": "__import__('os').getpid() > length"}, "USAGE", "getpid() is not understood"),
+        ({"where": "__import__('os').getpid() > length"}, "USAGE", "unknown name '__import__'"),
         ({"where": "(lambda: length)() > 1"}, "USAGE", "is not understood"),
         ({"where": "length.real > 1"}, "USAGE", "length.real is not understood"),
         ({"where": "length > 1" + " + 0" * 400}, "USAGE", "more than 1000 characters"),

@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from importlib import import_module
 from itertools import pairwise
 from math import prod
@@ -41,12 +41,12 @@ from gear_offline.sources.combine import pick_episodes
 WINDOW_BYTES = 32 << 20  # of episodes that are in memory for a function; a longer one alone
 MOST_CHARACTERS = 1000  # of an expression
 _RETURN = "_return"  # Python keeps the word for itself
-# of an expression that compares and calculates: no calls, no attributes, no powers
-_ALLOWED: tuple[type[ast.AST], ...] = (
-    *(ast.Expression, ast.Name, ast.Load, ast.Constant, ast.BoolOp, ast.And, ast.Or, ast.Not),
-    *(ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.UnaryOp, ast.USub),
-    *(ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod),
-)
+_OPERATIONS: dict[Any, np.ufunc] = {ast.And: np.logical_and, ast.Or: np.logical_or}
+_OPERATIONS |= {ast.Not: np.logical_not, ast.Eq: np.equal, ast.NotEq: np.not_equal}
+_OPERATIONS |= {ast.Lt: np.less, ast.LtE: np.less_equal, ast.Gt: np.greater}
+_OPERATIONS |= {ast.GtE: np.greater_equal, ast.Add: np.add, ast.Sub: np.subtract}
+_OPERATIONS |= {ast.Mult: np.multiply, ast.Div: np.divide, ast.FloorDiv: np.floor_divide}
+_OPERATIONS |= {ast.Mod: np.mod, ast.USub: np.negative}
 
 EpisodeFunction = Callable[[Columns], Mapping[str, Any]]
 
@@ -165,29 +165,53 @@ def keep_episodes(expression: str, source: Source) -> BoolArray:
             raise ValueError(f"more than {MOST_CHARACTERS} characters")
         text = re.sub(r"\breturn\b", _RETURN, expression.strip())
         tree = ast.parse(text, mode="eval")
-        for node in ast.walk(tree):
-            plain = not isinstance(node, ast.Constant) or isinstance(node.value, int | float)
-            if not (plain and isinstance(node, _ALLOWED)):
-                raise ValueError(f"{ast.unparse(node) or type(node).__name__} is not understood")
-        names = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)})
-        shown = ["return" if name == _RETURN else name for name in names]
-        facts = {name: _fact(source, name).astype(np.float64) for name in shown}
-        if not facts:
-            raise ValueError("it says nothing of episodes")
-        code = compile(tree, where, "eval")
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        facts = {name: _fact(source, _shown(name)) for name in sorted(names)}
         with np.errstate(all="ignore"):
-            rows = (dict(zip(names, row, strict=True)) for row in zip(*facts.values(), strict=True))
-            kept = np.array([eval(code, {"__builtins__": {}}, row) for row in rows], np.bool_)
+            kept = np.asarray(_value(tree.body, facts), np.bool_)
+        if kept.shape != (source.spec.episodes,):
+            raise ValueError("it says nothing of episodes")
     except InputError as error:
         raise InputError(error.code, error.what, error.where or where, error.remedy) from error
-    except (SyntaxError, ValueError, MemoryError, RecursionError, ArithmeticError) as error:
+    except (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError) as error:
         what = error.msg if isinstance(error, SyntaxError) else first_line(error)
         raise InputError("USAGE", what, where, remedy) from error
     if kept.size and not kept.any():
         what = f"none of {count_text(kept.size, 'episode')} is kept"
-        ranges = "; ".join(f"{n} is {v.min():.6g} to {v.max():.6g}" for n, v in facts.items())
+        asked = ((_shown(name), values.astype(float)) for name, values in facts.items())
+        ranges = "; ".join(f"{n} is {v.min():.6g} to {v.max():.6g}" for n, v in asked)
         raise InputError("SELECTION", what, where, ranges)
     return kept
+
+
+def _value(node: ast.AST, facts: Mapping[str, Array]) -> Any:
+    """Return (E,) what a part of an expression is worth, or one number for all."""
+    match node:
+        case ast.Constant(value=bool() | int() | float() as number):
+            return float(number)
+        case ast.Name(id=name):
+            return facts[name]
+        case ast.UnaryOp(op=operation, operand=operand):
+            return _calculated(operation, _value(operand, facts))
+        case ast.BinOp(left=left, op=operation, right=right):
+            return _calculated(operation, _value(left, facts), _value(right, facts))
+        case ast.BoolOp(op=operation, values=parts):
+            return reduce(partial(_calculated, operation), (_value(p, facts) for p in parts))
+        case ast.Compare(left=left, ops=operations, comparators=others):
+            pairs = pairwise(_value(part, facts) for part in (left, *others))
+            found = (_calculated(o, *two) for o, two in zip(operations, pairs, strict=True))
+            return reduce(np.logical_and, found)
+    raise ValueError(f"{ast.unparse(node)} is not understood")
+
+
+def _calculated(operation: ast.AST, *values: Any) -> Any:
+    if type(operation) not in _OPERATIONS:
+        raise ValueError(f"{type(operation).__name__} is not understood")
+    return _OPERATIONS[type(operation)](*(np.asarray(value, np.float64) for value in values))
+
+
+def _shown(name: str) -> str:
+    return "return" if name == _RETURN else name
 
 
 def _fact(source: Source, name: str) -> Array:
