@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
@@ -32,10 +31,6 @@ def make_batch() -> Batch:
     )
 
 
-def tensors(batch: Batch) -> dict[str, Tensor]:
-    return {**batch.model_inputs(), "segments": batch.segments, **batch.extras}
-
-
 def test_model_inputs_are_arguments_of_the_released_class() -> None:
     from transformers import DecisionTransformerModel
 
@@ -50,10 +45,9 @@ def test_model_inputs_are_arguments_of_the_released_class() -> None:
 def test_to_moves_everything_and_copies_nothing_that_is_there() -> None:
     batch = make_batch()
     there = batch.to("cpu")
-    for name, tensor in tensors(there).items():
-        assert tensor is tensors(batch)[name]
+    assert all(tensor is batch[name] for name, tensor in {**there}.items())
     moved = batch.to("meta", non_blocking=True)
-    assert {tensor.device.type for tensor in tensors(moved).values()} == {"meta"}
+    assert {tensor.device.type for tensor in {**moved}.values()} == {"meta"}
     assert moved.padding == "left" and list(moved.extras) == ["infos/x"]
     assert moved.extras["infos/x"].dtype == torch.float64
 

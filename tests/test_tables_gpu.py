@@ -78,4 +78,4 @@ def test_errors_leave_torch_usable() -> None:
 def test_ranks_get_the_batches_of_a_cpu_from_every_memory(tmp_path: Path, ranks: str) -> None:
     data = make_dataset(tmp_path, [30, 7, 44, 12, 5, 61], shard_bytes=3000).path
     done = launch(2, "-m", "tests.placement_child", str(data), ranks, timeout=150)
-    assert int(done.stdout.split()[-2]) >= 40 * 3 * 2 * 6, "tensors were compared"
+    assert int(done.stdout.split()[-2]) >= 40 * 3 * 2, "batches were compared"
