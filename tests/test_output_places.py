@@ -8,7 +8,7 @@ import pytest
 import gear_offline
 from gear_offline.cli.main import main
 from gear_offline.runs.directory import RunDirectory
-from tests.support import failing_code, one_error
+from tests.support import Captured, Patch, failing_code, one_error
 from tests.training_support import tiny_recipe
 
 COMMANDS = {  # and their codes
@@ -33,7 +33,7 @@ CASES = [
 CASES += [(command, "link", "") for command in COMMANDS if " --out " in command]
 
 
-def refused(command: str, out: str, data: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def refused(command: str, out: str, data: Path, capsys: Captured) -> str:
     """Return the line that a command of `COMMANDS` ends with, which may not write to `out`."""
     Path("tiny.yaml").write_text(tiny_recipe(data).to_yaml())
     assert main(command.format(source=data, recipe="tiny.yaml", out=out).split()) == 2
@@ -49,8 +49,8 @@ def test_a_file_or_a_link_that_leads_nowhere_is_named(
     below: str,
     data: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Patch,
+    capsys: Captured,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if kind == "file":
@@ -77,3 +77,14 @@ def test_a_name_that_is_no_text_is_refused_before_anything_is_made(tmp_path: Pat
     place = tmp_path / "b\udce4r"
     assert failing_code(lambda: RunDirectory(place)) == "OUTPUT_WRITE"
     assert not place.exists()
+
+
+@pytest.mark.parametrize("words", ["convert {data} {out}/d", "recipes cp paper {out}/mine.yaml"])
+def test_a_folder_that_may_not_be_written_is_one_error(
+    data: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured, words: str
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    assert main(words.format(data=data, out=tmp_path).split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error[OUTPUT_WRITE]: you may not write in") and said.count("\n") == 1
+    assert os.listdir(tmp_path) == []
