@@ -1,6 +1,5 @@
-"""Samplers in a loader and in training: windows hold their own steps alone, losses come back."""
+"""Samplers in a loader: windows hold their own steps alone, losses come back."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,13 +9,10 @@ import torch
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.models.loss import action_loss, segment_losses, step_losses
-from gear_offline.runs.loop import train_run
 from gear_offline.sampling import make_sampler
 from tests.sampling_support import CASES, CONTEXT, IDS, facts, keys
 from tests.segment_oracle import expect, oracle_window, same_bits
 from tests.support import hopper_columns, make_dataset, one_error
-from tests.training_support import learnt, tiny_data, tiny_recipe
 
 LENGTHS = [1, 7, 2, 9, 5, 3, 12]
 FIELDS = {
@@ -125,33 +121,3 @@ def test_feedback_reaches_the_next_batch(dataset: Dataset) -> None:
     other.loss_sampler.load_state(loader.loss_sampler.state())
     other.load_state_dict(state)
     assert torch.equal(next(other).states, next(loader).states)
-
-
-@pytest.mark.parametrize("discrete", [False, True])
-def test_segment_losses_make_up_the_batch_loss(discrete: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    predictions = torch.randn(5, 4, 3, generator=generator)
-    actions = torch.randn(5, 4, 3, generator=generator)
-    if discrete:
-        actions = torch.randint(0, 3, (5, 4), generator=generator)
-    mask = torch.tensor([[1] * n + [0] * (4 - n) for n in (4, 1, 2, 3, 4)])
-    each = segment_losses(step_losses(predictions, actions), mask)
-    for row in range(5):
-        alone = action_loss(predictions[row : row + 1], actions[row : row + 1], mask[row : row + 1])
-        torch.testing.assert_close(each[row], alone)
-    steps = mask.sum(1)
-    whole = action_loss(predictions, actions, mask)
-    torch.testing.assert_close((steps * each).sum() / steps.sum(), whole)
-
-
-def test_training_learns_where_losses_are_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
-    plain = tiny_recipe(tiny_data(tmp_path), "evaluate.episodes=0")
-    changes = {"strategy": "prioritized", "alpha": 1.0, "beta": 0.5}
-    runs = [
-        train_run(recipe, out=tmp_path / recipe.selection.strategy, quiet=True)
-        for recipe in (plain, plain.replace({f"selection.{k}": v for k, v in changes.items()}))
-    ]
-    assert learnt(runs[0])["model"] != learnt(runs[1])["model"]
