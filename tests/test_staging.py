@@ -1,12 +1,12 @@
-"""Where conversions write: targets, failing disks, kills at any point, live neighbours."""
+"""Where conversions write: targets, failing disks, live neighbours.
+
+Kills at any point, of workers too: tests/trust/kill_convert.py.
+"""
 
 import errno
 import os
 import resource
-import subprocess
-import sys
 import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from tests.support import (
     write_hdf5,
 )
 from tests.test_convert import LENGTHS, STEPS, source
-from tests.trust.kills import is_gone
 
 
 def test_existing_targets(tmp_path: Path) -> None:
@@ -154,21 +153,3 @@ def test_what_appears_at_the_target_meanwhile_is_kept(tmp_path: Path) -> None:
     thread.join(30)
     assert codes == ["OUTPUT_EXISTS"]
     assert os.listdir(tmp_path / "d") == ["mine"] and os.listdir(tmp_path) == ["d"]
-
-
-def test_workers_die_with_a_killed_parent(tmp_path: Path) -> None:
-    path = write_hdf5(tmp_path / "x.hdf5", episodes=4_000)
-    script = (
-        "import sys\nfrom pathlib import Path\nfrom gear_offline import convert\n"
-        "convert(sys.argv[1], Path(sys.argv[2]), shard_bytes=20_000, workers=2, quiet=True)\n"
-    )
-    command = [sys.executable, "-c", script, str(path), str(tmp_path / "d")]
-    with subprocess.Popen(command, start_new_session=True) as parent:
-        while not list(tmp_path.glob(".d.gear-part-*/shard-*")):  # until a worker has begun
-            assert parent.poll() is None
-            time.sleep(0.01)
-        parent.kill()
-    assert is_gone(parent.pid, session=True), "its workers have ended too"
-    assert not (tmp_path / "d").exists()
-    convert(path, tmp_path / "d", shard_bytes=1 << 20, quiet=True)
-    assert sorted(os.listdir(tmp_path)) == ["d", "x.hdf5"]
