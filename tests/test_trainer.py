@@ -55,6 +55,8 @@ def test_a_run_directory_holds_what_is_promised(whole: Path, data: Path) -> None
         assert 0.0 <= record["data_wait_share"] <= 1.0
         assert record["step_seconds"] > 0.0
         assert record["samples_per_second"] == pytest.approx(4 / record["step_seconds"])
+        assert record["tflops"] > 0 and "mfu" not in record, "no peak is known of a CPU"
+    assert summary["throughput"]["tflops"] > 0 and summary["throughput"]["mfu"] is None
 
 
 def test_a_report_that_fails_leaves_the_run_complete(
