@@ -76,37 +76,6 @@ def test_what_is_missing_is_one_clear_error(
     assert said in str(caught.value) and "long tail" not in str(caught.value)
 
 
-class Driver:
-    """Remembers the context of every launch."""
-
-    def __init__(self, current: int) -> None:
-        self.current, self.launched = current, list[int]()
-        self.fails = False
-
-    def ctxGetCurrent(self) -> int:
-        return self.current
-
-    def ctxSetCurrent(self, context: int) -> None:
-        self.current = context
-
-    def launchKernel(self, *arguments: int) -> None:
-        self.launched.append(self.current)
-        if self.fails:
-            raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
-
-
-@pytest.mark.parametrize(("before", "after"), [(7, 7), (0, 7), (8, 8)])
-@pytest.mark.parametrize("fails", [False, True])
-def test_launches_are_in_the_context_of_the_kernel(before: int, after: int, fails: bool) -> None:
-    """Also in a thread that has none yet, and in one that works on another GPU."""
-    kernel, driver = SimpleNamespace(kernel=SimpleNamespace(ptr=1)), Driver(before)
-    driver.fails = fails
-    function = cuda_module.Function(kernel, driver, 7)
-    with pytest.raises(RuntimeError) if fails else nullcontext():
-        function.launch(1, 32, 0, cuda_module.Parameters(0))
-    assert driver.launched == [7] and driver.current == after
-
-
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
 
