@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gear_offline.core.files import (
-    new_directory,
-    open_regular,
-    read_at,
-    read_regular,
-)
+from gear_offline.core.files import new_directory, open_regular, read_at, read_regular
 from gear_offline.core.system import available_bytes
 
 TOKEN = "0123456789ab"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.runs.run import best_of
@@ -31,11 +31,7 @@ def test_records_are_read_back(tmp_path: Path) -> None:
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-@settings(
-    deadline=None,
-    max_examples=60,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=60)
 @given(
     steps=st.lists(st.integers(1, 20), unique=True).map(sorted),
     last=st.integers(0, 21),
