@@ -4,6 +4,7 @@ import errno
 import importlib.util
 import os
 import resource
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -151,13 +152,19 @@ def failing(original: Callable[..., Any], number: int, after: int) -> Callable[.
     return call
 
 
+@pytest.fixture(scope="module")
+def begun(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "begun"
+    return train_run(tiny_recipe(data, "train.steps=7"), out=out, quiet=True)
+
+
 @pytest.mark.parametrize("call", ["fsync", "rename", "mkdir", "save_file"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_run_on_a_bad_disk_is_one_error_and_goes_on_later(
-    data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
-) -> None:
-    run = tmp_path / "run"
-    train_run(tiny_recipe(data, "train.steps=7"), out=run, quiet=True)
+    data: Path, begun: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    call: str, number: int,
+) -> None:  # fmt: skip
+    run = Path(shutil.copytree(begun, tmp_path / "run", symlinks=True))
     before = [step for step, _ in list_checkpoints(run / "checkpoints")]
     with monkeypatch.context() as patched:
         place: Any = safetensors.torch if call == "save_file" else os
