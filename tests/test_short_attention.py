@@ -41,8 +41,18 @@ def test_kept_weights_are_those_of_the_definition() -> None:
         window, head, query, key = place.tolist()
         seed = int(SEEDS[window // 2]) % 2**64
         counter = (query * 32 + key // 4, window % 2, head, 0)
-        word = int(philox4x32(counter, seed)[key % 4])  # which test_philox.py holds to Random123
+        word = int(philox4x32(counter, seed)[key % 4])
         assert bool(found[window, head, query, key]) == (word >= 0.4 * 2**32)
+
+
+def test_words_of_dropout() -> None:
+    """Random123's kat_vectors for philox4x32 with 7 rounds."""
+    words = philox4x32(([0] * 3, 0, 0, 0), 0)
+    assert [[f"{int(w):08x}" for w in word] for word in words] == [
+        [hexadecimal] * 3 for hexadecimal in ("5f6fb709", "0d893f64", "4f121f81", "4f730a48")
+    ]
+    ones = philox4x32((2**32 - 1,) * 4, 2**64 - 1)
+    assert [f"{int(word):08x}" for word in ones] == ["5207ddc2", "45165e59", "4d8ee751", "8c52f662"]
 
 
 def correlation(one: Tensor, other: Tensor) -> float:
