@@ -5,16 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import probe
 from gear_offline.evaluation.evaluate import check_sizes
-from gear_offline.loaders.loader import GearLoader
-from gear_offline.loaders.rows import MemoryRows
-from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.policy import Policy
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train_run
@@ -22,7 +18,8 @@ from gear_offline.runs.prepare import resolve
 from gear_offline.training.metrics import read_records
 from gear_offline.training.model import sizes_of
 from gear_offline.training.policies import load_policy
-from tests.image_support import ACTIONS, ENVIRONMENT, SIZE, STEP_LIMIT, band_data
+from tests.image_support import ENVIRONMENT, SIZE, STEP_LIMIT, band_data
+from tests.model_support import make
 from tests.support import one_error
 from tests.training_support import tiny_recipe
 
@@ -56,44 +53,10 @@ def test_what_the_earlier_frame_shows_is_learnt(
     assert played.mean_return is not None and played.mean_return > STEP_LIMIT - 1
 
 
-def model_of_frames(**options: Any) -> DecisionTransformer:
-    sizes: dict[str, Any] = {"state_dim": SIZE * SIZE, "action_dim": ACTIONS, "discrete": True}
-    sizes |= {"hidden_size": 8, "layers": 1, "frame_shape": (SIZE, SIZE)}
-    return build_model(**sizes, **options)
-
-
-def policy_of(model: DecisionTransformer, span: int) -> Policy:
-    statistics: dict[str, Any] = {"state_mean": None, "state_std": None}
-    return Policy(model, **statistics, returns_scale=1.0, context_length=span)
-
-
-def test_acting_sees_what_training_showed(dataset: Dataset) -> None:
-    """Replay episodes: the policy's windows are the features of the loader's windows."""
-    torch.manual_seed(0)
-    model, span = model_of_frames(frame_stack=3, max_timestep=50), 4
-    policy = policy_of(model, span)
-    loader = GearLoader(dataset, batch_size=1, context_length=span, frame_stack=3, device="cpu")
-    frames = dataset.read("observations", 0, 2 * STEP_LIMIT).reshape(2, STEP_LIMIT, SIZE, SIZE)
-    policy.reset([0, 1], [1.0, 2.0])
-    policy.act(frames[::-1, 0])  # something else first, to be forgotten
-    policy.reset([0, 1], [1.0, 2.0])
-    for step in range(STEP_LIMIT):
-        policy.act(frames[:, step])
-        policy.observe_reward(np.zeros(2))
-        start = max(step - span + 1, 0)
-        for episode in (0, 1):
-            segment = loader.segments_at(0)
-            segment.episodes[0], segment.starts[0] = episode, start
-            assert isinstance(loader.rows, MemoryRows)
-            states = loader.rows.gather.gather(segment).tensors()["states"]
-            shown = model.features(states)[0, : step - start + 1]
-            seen = policy._windows[0][episode, : step - start + 1]
-            torch.testing.assert_close(seen, shown.detach(), atol=1e-6, rtol=1e-5)
-
-
 def test_policies_refuse_other_frames(dataset: Dataset) -> None:
-    model = model_of_frames()
-    policy = policy_of(model, 2)
+    model = make(state_dim=SIZE * SIZE, frame_shape=(SIZE, SIZE), discrete=True)
+    statistics: dict[str, Any] = {"state_mean": None, "state_std": None}
+    policy = Policy(model, **statistics, returns_scale=1.0, context_length=2)
     policy.reset([0], [1.0])
     wrong: list[Any] = [np.zeros((1, SIZE, SIZE), np.float32), np.zeros((1, 4, 4), np.uint8)]
     for frames in wrong:

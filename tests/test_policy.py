@@ -125,6 +125,16 @@ def test_wrong_use_is_refused() -> None:
     assert policy.environments == 1
 
 
+def test_a_policy_of_one_environment_takes_a_number() -> None:
+    policy = make_policy()
+    for number in (3600, 200.5):
+        policy.reset(number)
+        assert policy.targets.tolist() == [number]
+    policy.reset([0, 1], 5)
+    with pytest.raises(InputError, match=r"policy\.reset\(numbers of environments, targets\)"):
+        policy.reset(3600)
+
+
 def test_model_is_left_in_evaluation_mode_and_acts_alike_each_time() -> None:
     model, acted = make(dropout=0.5).train(), []
     for policy in (make_policy(model), make_policy(model)):
