@@ -151,17 +151,10 @@ FULL = OSError(11, "Resource temporarily unavailable")
     ],
 )
 def test_an_evaluation_that_fails_is_recorded_and_training_goes_on(
-    data: Path,
-    in_process: Path,
-    tmp_path: Path,
-    fake: type[FakePool],
-    monkeypatch: Patch,
-    capfd: Captured,
-    mode: str,
-    place: tuple[Any, str] | None,
-    error: Exception | None,
+    data: Path, in_process: Path, tmp_path: Path, fake: type[FakePool], monkeypatch: Patch,
+    capfd: Captured, mode: str, place: tuple[Any, str] | None, error: Exception | None,
     recorded: str,
-) -> None:
+) -> None:  # fmt: skip
     failed = [7, 14, 20]
     if place is None or error is None:
         fake.deadly, failed = 14, [14]

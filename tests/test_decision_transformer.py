@@ -76,15 +76,9 @@ PREDICTIONS = ("state_preds", "action_preds", "return_preds")
 )
 @settings(max_examples=8, deadline=None)
 def test_values_and_gradients_equal_those_of_the_released_class(
-    kind: str,
-    attention: Attention,
-    goals: bool,
-    heads: int,
-    steps: int,
-    activation: str,
-    tanh: bool,
-    scaled: bool,
-) -> None:
+    kind: str, attention: Attention, goals: bool, heads: int, steps: int, activation: str,
+    tanh: bool, scaled: bool,
+) -> None:  # fmt: skip
     """On valid steps.  Of goals: the class with a wider map of its first token, told each step."""
     made = make(heads=heads, activation=activation, action_tanh=tanh, goals=goals, dropout=0.0)
     made.config.scale_attn_by_inverse_layer_idx = scaled

@@ -110,12 +110,9 @@ def test_shares_are_those_of_data_ranks(dataset: Dataset) -> None:
     ],
 )  # fmt: skip
 def test_the_first_rank_of_each_group_feeds(
-    names: tuple[str, ...],
-    shape: tuple[int, ...],
-    dims: Any,
-    expected: list[tuple[int, int]],
+    names: tuple[str, ...], shape: tuple[int, ...], dims: Any, expected: list[tuple[int, int]],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     from torch.distributed.device_mesh import DeviceMesh
 
     asked: list[list[int]] = []
