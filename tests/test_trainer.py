@@ -32,7 +32,7 @@ from tests.training_support import (
     tiny_recipe,
 )
 
-pytestmark = pytest.mark.usefixtures("no_plots")
+pytestmark = pytest.mark.usefixtures("whole", "no_reports")
 
 
 def test_a_run_directory_holds_what_is_promised(whole: Path, data: Path) -> None:
