@@ -7,7 +7,7 @@ transformers issue 17946), windows against plain loops in test_loader.py (a retu
 reward, d3rlpy issue 401, and all that comes after the window), actions that a tanh cannot reach in
 test_trainer.py, boundaries and truncated tails with each source.  Timesteps beyond the embedding,
 where the released class ends a process on a GPU, are refused in test_decision_transformer.py; a
-policy stays at the last one: test_policy_folder.py.
+policy stays at the last one: test_policy.py.
 """
 
 # mypy: disable-error-code="no-untyped-call"
