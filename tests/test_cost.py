@@ -40,9 +40,6 @@ def test_the_formula_counts_what_torch_counts(layers: int, width: int, context: 
         hidden.sum().backward()
     found = step_flops(layers=layers, width=width, context=context, segments=segments)
     assert counter.get_total_flops() == pytest.approx(found, rel=1e-12)
-    count = 3 * context * segments
-    both = 6 * layers * 12 * width**2 * count + 12 * layers * width * 3 * context * count
-    assert found == both, "the two ways to write it"
 
 
 def test_peaks_by_name() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -129,24 +130,11 @@ def test_a_strategy_that_learns_is_one_for_all_worlds(dataset: Dataset, monkeypa
         loader.close()
 
 
-class Event:
-    """A CUDA event that has come as soon as it is recorded."""
-
-    def record(self, stream: Any) -> None:
-        self.recorded = True
-
-    def query(self) -> bool:
-        return self.recorded
-
-    def synchronize(self) -> None:
-        assert self.recorded
-
-
 def test_a_captured_step_reads_rows_of_other_nodes(
     dataset: Dataset, kernels: Any, monkeypatch: Patch
 ) -> None:
     """Segments and rows are there before each replay, over many turns of the rings."""
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", Mock)  # which has come whenever it is asked
     alone, batches = GearLoader(dataset, **OPTIONS), list[tuple[GearLoader, StaticBatch]]()
     with on_cpu(kernels):
         for rank in open_ranks(dataset, (0, 1), "shard", **OPTIONS):

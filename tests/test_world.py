@@ -90,11 +90,8 @@ def test_an_idle_rank_reads_nothing(dataset: Dataset, options: dict[str, Any]) -
     idle.load_state_dict({**whole.state_dict(), "step": 40})
     assert idle.step == 40 and len(idle.slots_at(40)) == 0
     idle.close()
-
-
-def test_shares_are_those_of_data_ranks(dataset: Dataset) -> None:
     with one_error("LOADER_OPTION"):  # as on the ranks that read
-        GearLoader(dataset, batch_size=13, world=IDLE, device="cpu")
+        GearLoader(dataset, world=IDLE, **settings | {"batch_size": 13})
 
 
 @pytest.mark.parametrize(
