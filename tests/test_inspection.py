@@ -165,7 +165,10 @@ def checks(folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def test_a_sound_dataset(tmp_path: Path) -> None:
-    page = go.audit(make(tmp_path / "data", walks()))
+    """Also where actions reach the bounds themselves, and another column never changes."""
+    data = walks() | {"infos/mass": np.ones(sum(LENGTHS), np.float32)}
+    data["actions"][:2, 0] = -2.0, 2.0
+    page = go.audit(make(tmp_path / "data", data, environment="Pendulum-v1"))
     assert page.findings == ()
     assert (page.episodes, page.steps) == (5, sum(LENGTHS))
 
