@@ -181,7 +181,7 @@ def test_missing_boundaries_are_found(tmp_path: Path) -> None:
     assert found["boundary"].places == ((1, 80),)  # the step that begins the lost episode
 
 
-def test_faults_of_walks(tmp_path: Path) -> None:
+def test_faults_of_columns(tmp_path: Path) -> None:
     data = walks()
     data["observations"][:, 1] = 7.0
     data["observations"][100, 2] = 1e6
