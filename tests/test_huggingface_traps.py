@@ -75,6 +75,8 @@ def test_policy_shows_the_model_what_training_showed(
     batch = make_loader(dataset, batch_size=400, **options).batch_at(0)
     rows = {tuple(name): row for row, name in enumerate(batch.segments.tolist())}
     policy = Policy(model, context_length=CONTEXT, returns_scale=SCALE, **scales)
+    policy.reset([0], [1.0])
+    policy.act(dataset[episode]["observations"][-1:])  # of an episode before, to be forgotten
     policy.reset([0], [float(dataset.returns[episode])])
     for step, seen in enumerate(dataset[episode]["observations"]):
         acted = policy.act(seen[None])
