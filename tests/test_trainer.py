@@ -121,6 +121,15 @@ def test_the_loop_matches_a_plain_one(data: Path, tmp_path: Path) -> None:
             torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)
 
 
+def test_a_strategy_that_learns_hears_of_every_batch(data: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(data, "selection.strategy=prioritized", "evaluate.episodes=0")
+    run = train_run(recipe, out=tmp_path / "run", quiet=True)
+    saved = read_checkpoint(list_checkpoints(run / "checkpoints")[-1][1])
+    assert saved.state.loader["selection_updates"] == 20
+    (masses,) = (tensor for name, tensor in saved.tensors().items() if name.endswith("masses"))
+    assert len(set(masses.tolist())) > 3, "and they are unlike"
+
+
 # ---- what cannot be trained
 
 
