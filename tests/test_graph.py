@@ -195,10 +195,6 @@ SMALL = ("model.hidden_size=32", "model.layers=2", "loader.context_length=8")
 EXACT = ("model.dropout=0.0", "train.precision=fp32", "train.compile=off")
 
 
-def note(world: World, text: str) -> None:
-    print(f"rank {world.rank}: {text}", file=sys.stderr)
-
-
 def make(data: Path, world: World, device: torch.device, *options: str) -> Learner:
     settings = [f"data.path={data}", "train.device=cuda", "train.log_every=1000000"]
     settings += ["loader.placement=hbm", "optimizer.warmup_steps=5", "train.steps=1000", *options]
@@ -224,11 +220,9 @@ def compare(data: Path, world: World, device: torch.device) -> dict[str, float]:
     options = (*SMALL, *EXACT, f"loader.batch_size={8 * world.size}", "optimizer.schedule=cosine")
     single = make(data, world, device, *options, "train.graph=off")
     expected = trained(single, 60, world)
-    note(world, "step by step is done")
     graph = make(data, world, device, *options, "train.graph=on")
     try:
         found = trained(graph, 60, world)
-        note(world, "the graph is done")
         np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-6)
         pairs = list(zip(graph.model.parameters(), single.model.parameters(), strict=True))
         for one, other in pairs:
@@ -284,9 +278,7 @@ def main(data: str, rows: str) -> None:
     device = rank_device("cuda")
     with open_world(device, timeout=50) as world:
         document: dict[str, Any] = {"ranks": world.size, **compare(Path(data), world, device)}
-        note(world, "equal")
         resume(Path(data), world, device)
-        note(world, "resumed")
         if world.is_first:
             print(json.dumps(document), flush=True)
 
