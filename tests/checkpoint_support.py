@@ -65,17 +65,6 @@ class StandIn(SimpleNamespace):
         return cast(Learner, cast(Any, self))
 
 
-def small_model(*, state_dim: int = 3, action_dim: int = 1) -> DecisionTransformer:
-    torch.manual_seed(0)
-    return build_model(
-        state_dim=state_dim, action_dim=action_dim, hidden_size=16, layers=2, max_timestep=300
-    )
-
-
-def action_head(model: DecisionTransformer) -> torch.nn.Linear:
-    return next(m for m in model.predict_action.modules() if isinstance(m, torch.nn.Linear))
-
-
 RUN: dict[str, Any] = {
     "name": "tiny",
     "loader": {"context_length": 4, "returns_scale": 50.0},
@@ -91,8 +80,10 @@ def write_run(
     recipe = Recipe.parse(RUN | {"evaluate": PLAY | {"environment": environment}})
     plain = Normalisation(mean=(0.0,) * 3, std=(1.0,) * 3)
     for step in steps:
-        model = small_model()
-        torch.nn.init.normal_(action_head(model).weight, std=0.1 * step)
+        torch.manual_seed(0)
+        model = build_model(state_dim=3, action_dim=1, **RUN["model"])
+        head = next(m for m in model.predict_action.modules() if isinstance(m, torch.nn.Linear))
+        torch.nn.init.normal_(head.weight, std=0.1 * step)
         changes = {"recipe": recipe.to_dict(), "loader": {}, "normalisation": plain}
         state = saved_state(step).model_copy(update=changes)
         save_checkpoint(folder / "checkpoints", model, step, state)

@@ -18,9 +18,10 @@ class Counter(gymnasium.Env[Observation, npt.NDArray[np.float32]]):
     gives one array again and again, and writes to it, as some environments do.
     """
 
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float64)
+    action_space = gymnasium.spaces.Box(-2.0, 2.0, (1,), np.float32)
+
     def __init__(self) -> None:
-        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float64)
-        self.action_space = gymnasium.spaces.Box(-2.0, 2.0, (1,), np.float32)
         self.seen = np.zeros(3)
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
@@ -45,9 +46,8 @@ def length_of(seed: int) -> int:
 class Push(gymnasium.Env[Observation, npt.NDArray[np.float32]]):
     """Push a point to the origin: a linear policy solves it, which ARS finds in seconds."""
 
-    def __init__(self) -> None:
-        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
-        self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
@@ -62,22 +62,11 @@ class Push(gymnasium.Env[Observation, npt.NDArray[np.float32]]):
 class Unbounded(Push):
     """Actions without bounds: nothing uniform can be drawn."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.action_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    action_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
 
 
-def _register() -> None:
-    for name, made, limit in (
-        ("Counter-v0", "Counter", LIMIT),
-        ("Push-v0", "Push", 10),
-        ("Unbounded-v0", "Unbounded", 10),
-        ("Endless-v0", "Push", None),
-    ):
-        if name not in gymnasium.registry:
-            gymnasium.register(name, f"{__name__}:{made}", max_episode_steps=limit)
-
-
-_register()
+for made, limit in (("Counter", LIMIT), ("Push", 10), ("Unbounded", 10)):
+    gymnasium.register(f"{made}-v0", f"{__name__}:{made}", max_episode_steps=limit)
+gymnasium.register("Endless-v0", f"{__name__}:Push")
 COUNTER = "tests.collect_environments:Counter-v0"
 PUSH = "tests.collect_environments:Push-v0"

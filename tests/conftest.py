@@ -64,9 +64,3 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.training_support import tiny_recipe
 
     return train_run(tiny_recipe(data), out=tmp_path_factory.mktemp("runs") / "whole", quiet=True)
-
-
-@pytest.fixture
-def no_plots(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plots take most of the time of a tiny run; the undisturbed one has them."""
-    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gear_offline.loaders.batch import Batch
+from tests.segment_oracle import same_bits
 
 NEEDS_GPU = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="run on a machine with a CUDA device"
@@ -24,13 +25,15 @@ BF16: Any = {"rtol": 3e-2, "atol": 3e-2}
 
 
 def same(one: Batch, other: Batch) -> None:
-    mine = one.model_inputs() | dict(one.extras) | {"segments": one.segments}
-    theirs = other.model_inputs() | dict(other.extras) | {"segments": other.segments}
+    mine, theirs = ({**batch} | batch.model_inputs() for batch in (one, other))  # tasks, too
     assert list(mine) == list(theirs)
     for name, tensor in mine.items():
-        left, right = tensor.cpu().contiguous(), theirs[name].cpu().contiguous()
-        assert left.dtype == right.dtype and left.shape == right.shape, name
-        assert left.numpy().tobytes() == right.numpy().tobytes(), name
+        assert same_bits(tensor.cpu().numpy(), theirs[name].cpu().numpy()), name
+
+
+def take(batch: Batch, slots: Any) -> Batch:
+    """Return some slots of a batch."""
+    return batch._map(lambda tensor: tensor[torch.from_numpy(slots)])
 
 
 def capture(batches: Any) -> torch.cuda.CUDAGraph:

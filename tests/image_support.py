@@ -64,22 +64,15 @@ def image_columns(
 def band_data(folder: Path, *, episodes: int = 30, seed: int = 0) -> Dataset:
     """Play the environment perfectly: the action tells where the band was a frame earlier."""
     register_environment()
-    environment, columns = BandEnvironment(), dict[str, list[Any]]()
+    environment, rows = BandEnvironment(), list[Any]()
     for episode in range(episodes):
         frame, _ = environment.reset(seed=seed + episode)
         for _ in range(STEP_LIMIT):
             action = environment.before
             following, reward, _, _, _ = environment.step(np.int64(action))
-            for name, value in (("observations", frame), ("actions", action), ("rewards", reward)):
-                columns.setdefault(name, []).append(value)
+            rows.append((frame, action, np.float32(reward)))
             frame = following
-    return make_dataset(
-        folder,
-        [STEP_LIMIT] * episodes,
-        columns={
-            "observations": np.asarray(columns["observations"], np.uint8),
-            "actions": np.asarray(columns["actions"], np.int64),
-            "rewards": np.asarray(columns["rewards"], np.float32),
-        },
-        environment_id=ENVIRONMENT,
-    )
+    frames, actions, rewards = (np.array(column) for column in zip(*rows, strict=True))
+    columns = {"observations": frames, "actions": actions, "rewards": rewards}
+    lengths = [STEP_LIMIT] * episodes
+    return make_dataset(folder, lengths, columns=columns, environment_id=ENVIRONMENT)

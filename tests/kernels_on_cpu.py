@@ -73,14 +73,9 @@ class Kernels:
 
 
 def gpu_gather(
-    table: Table,
-    selection: Any = None,
-    *,
-    device: str = "cpu",
-    offsets: Any = None,
-    local: Any = None,
-    **options: Any,
-) -> GpuGather:
+    table: Table, selection: Any = None, *, device: str = "cpu", offsets: Any = None,
+    local: Any = None, **options: Any,
+) -> GpuGather:  # fmt: skip
     """Return a gather over the rows of a table where they are: in host memory, pinned for CUDA.
 
     `offsets` and `local` (E,) are for a table of some episodes of a dataset.

@@ -87,7 +87,7 @@ def private_table(opener: RowOpener, ring: Any) -> Any:
 
 def row_digests(batch: Batch) -> list[str]:
     """Return (B,) xxh3 digests: segment, timesteps, mask and every field of each slot."""
-    fields = batch.model_inputs() | {"segments": batch.segments} | dict(batch.extras)
+    fields = {**batch} | batch.model_inputs()
     arrays = [np.ascontiguousarray(fields[name].numpy()) for name in sorted(fields)]
     found = []
     for slot in range(len(batch.segments)):

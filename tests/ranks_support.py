@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gear_offline.config.recipe import load_recipe
-from tests.support import ROOT
+from tests.support import ROOT, run_python
 
 RECIPE = """
 name: ranks
@@ -41,21 +41,12 @@ def environment() -> dict[str, str]:
 
 
 def launch(
-    ranks: int,
-    *words: str,
-    restarts: int = 0,
-    timeout: float = 180.0,
+    ranks: int, *words: str, restarts: int = 0, timeout: float = 180.0,
     variables: Mapping[str, str] = {},
-) -> subprocess.CompletedProcess[str]:
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Run so many ranks of this machine to their end, which must be good; `variables` are added."""
-    done = subprocess.run(
-        torchrun(ranks, "--standalone", "--max-restarts", str(restarts), *words),
-        env={**environment(), **variables},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    _, *command = torchrun(ranks, "--standalone", "--max-restarts", str(restarts), *words)
+    variables = {"OMP_NUM_THREADS": "1", **variables}
+    done = run_python(*command, variables=variables, cwd=ROOT, timeout=timeout)
     assert done.returncode == 0, done.stderr
     return done

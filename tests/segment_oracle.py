@@ -80,16 +80,9 @@ def memory_table(
 
 
 def oracle_window(
-    columns: Mapping[str, Array],
-    lengths: Sequence[int],
-    episode: int,
-    start: int,
-    *,
-    context_length: int,
-    padding: str,
-    gamma: float = 1.0,
-    returns_scale: float = 1.0,
-) -> dict[str, list[Any]]:
+    columns: Mapping[str, Array], lengths: Sequence[int], episode: int, start: int, *,
+    context_length: int, padding: str, gamma: float = 1.0, returns_scale: float = 1.0,
+) -> dict[str, list[Any]]:  # fmt: skip
     """Return each field of one window as a list of K entries; ``None`` is padding.
 
     Columns keep their own values (no cast); ``returns_to_go`` are Python floats.

@@ -31,23 +31,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class ArraySource(Source):
-    """A source over arrays in memory (N, *shape).
+    """A source over arrays in memory (N, *shape); `names` are of environment and reference.
 
     By default all episodes terminate but the last, which is truncated.
     """
 
     def __init__(
-        self,
-        columns: Columns,
-        lengths: Sequence[int],
-        *,
-        terminated: Sequence[bool] | None = None,
-        truncated: Sequence[bool] | None = None,
-        environment_id: str | None = None,
-        reference_name: str | None = None,
-        rows_per_read: int = 1,
-        attributes: Mapping[str, Any] | None = None,
-    ) -> None:
+        self, columns: Columns, lengths: Sequence[int], *, rows_per_read: int = 1,
+        terminated: Sequence[bool] | None = None, truncated: Sequence[bool] | None = None,
+        attributes: Mapping[str, Any] = {}, **names: Any,
+    ) -> None:  # fmt: skip
         arrays = {name: np.asarray(values) for name, values in columns.items()}
         ends = [True] * (len(lengths) - 1) + [False]
 
@@ -61,12 +54,7 @@ class ArraySource(Source):
             terminated=ends if terminated is None else terminated,
             truncated=truncated,
             info=SourceInfo(
-                uri="memory",
-                format="memory",
-                rule="given",
-                environment_id=environment_id,
-                reference_name=reference_name,
-                attributes=attributes or {},
+                uri="memory", format="memory", rule="given", attributes=attributes, **names
             ),
             preferred=dict.fromkeys(arrays, rows_per_read),
         )
@@ -93,32 +81,22 @@ def hopper_columns(
 
 
 def make_dataset(
-    path: Path,
-    lengths: Sequence[int],
-    *,
-    columns: Columns | None = None,
-    seed: int = 0,
-    state_dim: int = 11,
-    action_dim: int = 3,
-    shard_bytes: int = 1 << 20,
-    environment_id: str | None = "Hopper-v5",
-    reference_name: str | None = None,
-    verify: bool = True,
-) -> Dataset:
+    path: Path, lengths: Sequence[int], *, columns: Columns | None = None, verify: bool = True,
+    shard_bytes: int = 1 << 20, environment_id: str | None = "Hopper-v5", **shape: int,
+) -> Dataset:  # fmt: skip
     """Convert random hopper-like episodes (or `columns`) to a dataset in `path`/dataset; open it.
+
+    `shape` are seed, state_dim and action_dim of `hopper_columns`.
 
     The last step of each episode bears `terminals`, but `timeouts` in the last episode.
     """
-    steps = int(sum(lengths))
     if columns is None:
-        found = hopper_columns(steps, seed=seed, state_dim=state_dim, action_dim=action_dim)
+        found = hopper_columns(int(sum(lengths)), **shape)
         ends = np.cumsum(lengths) - 1
         found["terminals"][ends[:-1]] = True
         found["timeouts"][ends[-1]] = True
         columns = found
-    source = ArraySource(
-        columns, lengths, environment_id=environment_id, reference_name=reference_name
-    )
+    source = ArraySource(columns, lengths, environment_id=environment_id)
     target = path / "dataset"
     convert(source, target, shard_bytes=shard_bytes, quiet=True)
     return open_dataset(target, verify=verify)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.dataset.dataset import Dataset
 from gear_offline.runs.prepare import prepare_dataset, resolve
 from gear_offline.tables.joint import JointDataset, Part, join_datasets
 from gear_offline.training.learner import Learner
@@ -81,8 +81,3 @@ def make_learner(recipe: Recipe, device: str = "cpu") -> Learner:
     resolved, sizes = resolve(recipe, dataset, quiet=True)
     torch.manual_seed(recipe.seed)
     return Learner(resolved, sizes, dataset, torch.device(device))
-
-
-def reopened(parts: dict[str, Dataset]) -> dict[str, Dataset]:
-    """Return the datasets opened again, as another process would."""
-    return {name: open_dataset(part.path) for name, part in parts.items()}

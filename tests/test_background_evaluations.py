@@ -27,6 +27,7 @@ from gear_offline.runs.run import open_run
 from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.metrics import read_records
 from gear_offline.workers import WorkerPool
+from tests.gpu_support import ON_GPU
 from tests.support import Captured, Patch
 from tests.test_resume import interrupted_in
 from tests.training_support import ENVIRONMENT, FakePool, learnt, register_importable, tiny_recipe
@@ -64,14 +65,22 @@ def played(run: Path) -> list[Any]:
     ]
 
 
-def test_real_workers_find_the_same_returns(data: Path, in_process: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(data, "evaluate.background=on", "evaluate.workers=2")
-    run = train_run(recipe, out=tmp_path / "run", quiet=True)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_real_workers_find_the_same_returns(
+    data: Path, in_process: Path, tmp_path: Path, device: str
+) -> None:
+    recipe = tiny_recipe(data, f"train.device={device}", f"evaluate.device={device}")
+    background = recipe.replace({"evaluate.background": "on", "evaluate.workers": 2})
+    run = train_run(background, out=tmp_path / "run", quiet=True)
+    if device == "cpu":
+        assert learnt(run)["model"] == learnt(in_process)["model"], "training draws the same"
+    else:
+        between = recipe.replace({"evaluate.background": "off"})
+        in_process = train_run(between, out=tmp_path / "between", quiet=True)
     assert played(run) == played(in_process)
-    assert learnt(run)["model"] == learnt(in_process)["model"], "training draws the same numbers"
     records = read_records(run / "evaluations.jsonl")
     assert all(record["staleness_seconds"] > 0 for record in records)
-    assert records[0]["staleness_steps"] > 0 and records[0]["device"] == "cpu"
+    assert records[0]["staleness_steps"] > 0 and records[0]["device"].startswith(device)
     best = open_run(run).best
     assert best is not None
     assert (run / "checkpoints" / "best").resolve().name == f"step-{best.step:08d}"
@@ -142,17 +151,10 @@ FULL = OSError(11, "Resource temporarily unavailable")
     ],
 )
 def test_an_evaluation_that_fails_is_recorded_and_training_goes_on(
-    data: Path,
-    in_process: Path,
-    tmp_path: Path,
-    fake: type[FakePool],
-    monkeypatch: Patch,
-    capfd: Captured,
-    mode: str,
-    place: tuple[Any, str] | None,
-    error: Exception | None,
+    data: Path, in_process: Path, tmp_path: Path, fake: type[FakePool], monkeypatch: Patch,
+    capfd: Captured, mode: str, place: tuple[Any, str] | None, error: Exception | None,
     recorded: str,
-) -> None:
+) -> None:  # fmt: skip
     failed = [7, 14, 20]
     if place is None or error is None:
         fake.deadly, failed = 14, [14]

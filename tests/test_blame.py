@@ -20,7 +20,7 @@ from tests.support import hopper_columns, one_error
 from tests.test_resume import interrupted_in
 from tests.training_support import learnt, tiny_recipe
 
-pytestmark = pytest.mark.usefixtures("no_plots")
+pytestmark = pytest.mark.usefixtures("whole", "no_reports")
 QUIET = ("evaluate.episodes=0", "train.keep_checkpoints=9")
 
 

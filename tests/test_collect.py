@@ -33,15 +33,11 @@ QUIET: dict[str, Any] = {"quiet": True, "processes": 1}
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return all datasets, by path, and the attributes."""
-    found: dict[str, Any] = {}
-
-    def visit(name: str, item: object) -> None:
-        if isinstance(item, h5py.Dataset):
-            found[name] = item[()]
-
     with h5py.File(path) as file:
-        file.visititems(visit)
-        return found, dict(file.attrs)
+        names: list[str] = []
+        file.visit(names.append)
+        datasets = {name: file[name][()] for name in names if isinstance(file[name], h5py.Dataset)}
+        return datasets, dict(file.attrs)
 
 
 @needs_mujoco

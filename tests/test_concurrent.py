@@ -210,13 +210,9 @@ def test_runs_that_stand_at_other_steps_are_stacked_apart(data: Path, tmp_path: 
     [((), False, 20), ((), True, 20), gpu(*EXACT, "train.checkpoint_every=10", values=(False, 99))],
 )
 def test_interrupted_runs_go_on_to_the_same_end(
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: Patch,
-    changes: tuple[str, ...],
-    exact: bool,
+    data: Path, tmp_path: Path, monkeypatch: Patch, changes: tuple[str, ...], exact: bool,
     steps: int,
-) -> None:
+) -> None:  # fmt: skip
     """With dropout: the state of the common random numbers is saved with every run."""
     trials = trials_of(data, *changes)
     concurrently(trials, tmp_path / "whole", exact=exact)

@@ -106,7 +106,7 @@ BOOL_BYTES = hopper_columns(STEPS) | {"f": np.full(STEPS, 2, "u1").view(bool)}
         (ArraySource(column("Episode_Returns"), LENGTHS), {}, "COLUMN"),
         (ArraySource(BOOL_BYTES, LENGTHS), {}, "COLUMN"),
         (ArraySource(hopper_columns(0), [], terminated=[]), {}, "SOURCE_LAYOUT"),
-        (5, {}, "SOURCE_READ"),
+        *((given, {}, "SOURCE_READ") for given in (5, [{"rewards": [1.0]}])),
         (source(), {"shard_bytes": 0}, "USAGE"),
         (source(), {"block_bytes": 0}, "USAGE"),
         (source(), {"block_bytes": 100}, "USAGE"),

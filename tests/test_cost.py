@@ -1,9 +1,7 @@
 """What a step costs: FLOPs against torch's own count, peaks by name, memory, replicas or shards."""
 
 # mypy: disable-error-code="no-untyped-call"
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from gear_offline.config.files import RECIPES
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.distributed.world import World
 from gear_offline.models.decision_transformer import build_model
-from gear_offline.runs.loop import train_run
 from gear_offline.training.cost import (
     CONTEXT_BYTES,
     USABLE,
@@ -25,10 +22,8 @@ from gear_offline.training.cost import (
     peak_tflops,
     step_flops,
 )
-from gear_offline.training.metrics import read_records
 from gear_offline.training.parallel import choose_parallel
 from tests.model_support import make
-from tests.training_support import tiny_data, tiny_recipe
 
 
 @pytest.mark.parametrize(("layers", "width", "context"), [(1, 16, 4), (3, 32, 7)])
@@ -45,9 +40,6 @@ def test_the_formula_counts_what_torch_counts(layers: int, width: int, context: 
         hidden.sum().backward()
     found = step_flops(layers=layers, width=width, context=context, segments=segments)
     assert counter.get_total_flops() == pytest.approx(found, rel=1e-12)
-    count = 3 * context * segments
-    both = 6 * layers * 12 * width**2 * count + 12 * layers * width * 3 * context * count
-    assert found == both, "the two ways to write it"
 
 
 def test_peaks_by_name() -> None:
@@ -56,15 +48,6 @@ def test_peaks_by_name() -> None:
     assert {name: named_peak(f"NVIDIA {name}") for name in names} == names
     assert named_peak("NVIDIA A10G") is named_peak("Tesla T4") is None
     assert peak_tflops(torch.device("cpu"), half=True) is None
-
-
-def test_a_run_says_how_fast_it_was(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tiny_data(tmp_path), "evaluate.episodes=0")
-    run = train_run(recipe, out=tmp_path / "run", quiet=True)
-    records = read_records(run / "metrics.jsonl")
-    assert all(record["tflops"] > 0 and "mfu" not in record for record in records)
-    throughput = json.loads((run / "summary.json").read_text())["throughput"]
-    assert throughput["tflops"] > 0 and throughput["mfu"] is None
 
 
 @settings(max_examples=50)

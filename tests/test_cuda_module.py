@@ -5,9 +5,7 @@ import ctypes.util
 import importlib.util
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,84 +25,43 @@ def fresh() -> Iterator[None]:
         cache.cache_clear()
 
 
-def no_cupy(problem: ImportError) -> dict[str, Any]:
-    """Importing CuPy fails so."""
-
-    def find(name: str, *_: object) -> None:
-        if name == "cupy":
-            raise problem
-
-    return {"meta_path": [SimpleNamespace(find_spec=find), *sys.meta_path]}
-
-
-def cupy(count: Any, capability: str = "") -> dict[str, Any]:
-    """A CuPy that counts devices so, of that capability."""
-
-    device = nullcontext(SimpleNamespace(compute_capability=capability))
-    runtime = SimpleNamespace(getDeviceCount=count)
-    cuda = SimpleNamespace(Device=lambda number: device, runtime=runtime, driver=None)
-    return {"cupy": SimpleNamespace(cuda=cuda, RawModule=None)}
-
-
-def old_driver() -> int:
-    raise RuntimeError("cudaErrorInsufficientDriver: driver is too old")
-
-
-MISSING = ModuleNotFoundError("No module named 'cupy'", name="cupy")
-BROKEN = ImportError("libcublas.so.12: cannot open it\n  and a long tail")
+COUNTED = """
+from contextlib import nullcontext
+from types import SimpleNamespace as N
+def count():
+    {}
+RawModule, device = None, nullcontext(N(compute_capability="61"))
+cuda = N(Device=lambda number: device, driver=None, runtime=N(getDeviceCount=count))
+"""
+OLD = "raise RuntimeError('cudaErrorInsufficientDriver: driver is too old')"
 
 
 @pytest.mark.parametrize(
-    ("machine", "code", "said"),
+    ("cupy", "code", "said"),  # what importing CuPy does
     [
-        (no_cupy(MISSING), "PACKAGE_MISSING", "gear-offline[gpu]"),
-        (no_cupy(BROKEN), "PACKAGE_MISSING", "libcublas.so.12"),
-        (cupy(old_driver), "PACKAGE_MISSING", "InsufficientDriver"),
-        (cupy(lambda: 1, "61"), "DEVICE", "6.1"),
+        (None, "PACKAGE_MISSING", "gear-offline[gpu]"),
+        (
+            "raise ImportError('libcublas.so.12\\n  long tail')",
+            "PACKAGE_MISSING",
+            "libcublas.so.12",
+        ),
+        (COUNTED.format(OLD), "PACKAGE_MISSING", "InsufficientDriver"),
+        (COUNTED.format("return 1"), "DEVICE", "6.1"),
     ],
 )
 def test_what_is_missing_is_one_clear_error(
-    machine: dict[str, Any], code: str, said: str, monkeypatch: pytest.MonkeyPatch
+    cupy: str | None, code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
-    if "cupy" in machine:
-        monkeypatch.setitem(sys.modules, "cupy", machine["cupy"])
+    if cupy is None:
+        monkeypatch.setitem(sys.modules, "cupy", None)
     else:
-        monkeypatch.setattr(sys, "meta_path", machine["meta_path"])
+        (tmp_path / "cupy.py").write_text(cupy)
+        monkeypatch.syspath_prepend(str(tmp_path))
     with one_error(code) as caught:
         cuda_module.load("fill.cu", ("fill_8",), device=0)
     assert said in str(caught.value) and "long tail" not in str(caught.value)
-
-
-class Driver:
-    """Remembers the context of every launch."""
-
-    def __init__(self, current: int) -> None:
-        self.current, self.launched = current, list[int]()
-        self.fails = False
-
-    def ctxGetCurrent(self) -> int:
-        return self.current
-
-    def ctxSetCurrent(self, context: int) -> None:
-        self.current = context
-
-    def launchKernel(self, *arguments: int) -> None:
-        self.launched.append(self.current)
-        if self.fails:
-            raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
-
-
-@pytest.mark.parametrize(("before", "after"), [(7, 7), (0, 7), (8, 8)])
-@pytest.mark.parametrize("fails", [False, True])
-def test_launches_are_in_the_context_of_the_kernel(before: int, after: int, fails: bool) -> None:
-    """Also in a thread that has none yet, and in one that works on another GPU."""
-    kernel, driver = SimpleNamespace(kernel=SimpleNamespace(ptr=1)), Driver(before)
-    driver.fails = fails
-    function = cuda_module.Function(kernel, driver, 7)
-    with pytest.raises(RuntimeError) if fails else nullcontext():
-        function.launch(1, 32, 0, cuda_module.Parameters(0))
-    assert driver.launched == [7] and driver.current == after
+    sys.modules.pop("cupy", None)
 
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")

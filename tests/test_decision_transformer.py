@@ -24,7 +24,7 @@ from gear_offline.models.decision_transformer import (
     beyond_tanh,
     trainable_parameters,
 )
-from gear_offline.models.loss import action_loss
+from gear_offline.models.loss import action_loss, segment_losses, step_losses
 from tests.model_support import (
     ACTIONS,
     STATES,
@@ -76,15 +76,9 @@ PREDICTIONS = ("state_preds", "action_preds", "return_preds")
 )
 @settings(max_examples=8, deadline=None)
 def test_values_and_gradients_equal_those_of_the_released_class(
-    kind: str,
-    attention: Attention,
-    goals: bool,
-    heads: int,
-    steps: int,
-    activation: str,
-    tanh: bool,
-    scaled: bool,
-) -> None:
+    kind: str, attention: Attention, goals: bool, heads: int, steps: int, activation: str,
+    tanh: bool, scaled: bool,
+) -> None:  # fmt: skip
     """On valid steps.  Of goals: the class with a wider map of its first token, told each step."""
     made = make(heads=heads, activation=activation, action_tanh=tanh, goals=goals, dropout=0.0)
     made.config.scale_attn_by_inverse_layer_idx = scaled
@@ -264,22 +258,25 @@ def test_dropped_places_are_independent_and_those_of_the_gradient() -> None:
 def test_the_loss_equals_a_plain_loop(
     windows: int, steps: int, elements: int, discrete: bool, seed: int
 ) -> None:
-    """Squared errors of vectors, cross entropy of numbers; zero where no step is real."""
+    """Squared errors of vectors, cross entropy of numbers, of a batch and of each segment."""
     rng = np.random.default_rng(seed)
-    predicted = rng.normal(size=(windows, steps, elements)).astype(np.float32)
+    predicted: Any = rng.normal(size=(windows, steps, elements)).astype(np.float32)
     wanted: Any = rng.normal(size=(windows, steps, elements)).astype(np.float32)
     if discrete:
         wanted = rng.integers(0, elements, size=(windows, steps))
-    real = rng.integers(0, 2, size=(windows, steps))
-    errors = []
+    real: Any = rng.integers(0, 2, size=(windows, steps))
+    errors: list[list[float]] = [[] for _ in range(windows)]
     for b, k in zip(*real.nonzero(), strict=True):
         if discrete:
             total = sum(math.exp(float(x)) for x in predicted[b, k])
-            errors.append(math.log(total) - float(predicted[b, k, wanted[b, k]]))
+            errors[b].append(math.log(total) - float(predicted[b, k, wanted[b, k]]))
         else:
-            errors += ((predicted[b, k].astype(np.float64) - wanted[b, k]) ** 2).tolist()
-    found = action_loss(*map(torch.from_numpy, (predicted, wanted, real)))
-    assert float(found) == pytest.approx(sum(errors) / max(len(errors), 1), rel=1e-5, abs=1e-6)
+            errors[b] += ((predicted[b, k].astype(np.float64) - wanted[b, k]) ** 2).tolist()
+    predicted, wanted, real = map(torch.from_numpy, (predicted, wanted, real))
+    each = segment_losses(step_losses(predicted, wanted), real).tolist()
+    whole = float(action_loss(predicted, wanted, real)), [e for row in errors for e in row]
+    for found, some in (whole, *zip(each, errors, strict=True)):
+        assert found == pytest.approx(sum(some) / max(len(some), 1), rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])

@@ -23,7 +23,7 @@ from gear_offline.loaders import rows as rows_module
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.rows import DiskRows, MemoryRows
 from gear_offline.tables import disk, window_reader
-from tests.support import failing_code, hopper_columns, make_dataset, run_python
+from tests.support import Captured, Patch, failing_code, hopper_columns, make_dataset, run_python
 from tests.test_gather import random_column
 from tests.test_loader import same, take
 
@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {"batch_size": 8, "context_length": 9, "device": "cpu"
 
 
 @pytest.fixture(autouse=True)
-def small_and_clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_and_clean(monkeypatch: Patch) -> Iterator[None]:
     """Chunks of a few steps, nothing kept in memory whole; no thread and no descriptor is left."""
     monkeypatch.setattr(disk, "CHUNK_BYTES", 1024)
     monkeypatch.setattr(disk, "COPY_BYTES", 1024)
@@ -77,7 +77,7 @@ def on_disk(dataset: Dataset, *, more: int = 0, **options: Any) -> GearLoader:
     return loader
 
 
-def short_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_reads(monkeypatch: Patch) -> None:
     """Answer as a network file system may: without direct reads, and with fewer bytes."""
     real, generator = os.preadv, np.random.default_rng(0)
 
@@ -93,10 +93,7 @@ FRAMES = ((4, 5), np.uint8)
 KINDS = [((3,), d) for d in (np.float16, np.float32, np.float64, np.int64, np.uint8)]
 
 
-@settings(
-    max_examples=15,
-    phases=[Phase.explicit, Phase.generate],
-)
+@settings(max_examples=15, phases=[Phase.explicit, Phase.generate])
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=25),
     context_length=st.integers(1, 30),
@@ -155,7 +152,7 @@ def test_bits_equal_those_from_memory(
             assert same(next(loader), following)
 
 
-def test_more_memory_reads_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_memory_reads_less(tmp_path: Path, monkeypatch: Patch) -> None:
     made, real, counts = make_dataset(tmp_path, [500] * 20), os.preadv, list[int]()
     monkeypatch.setattr(disk, "CHUNK_BYTES", 8 << 20)
 
@@ -185,7 +182,7 @@ def test_more_memory_reads_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_what_cannot_be_is_refused_before_the_dataset_is_read(
-    dataset: Dataset, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    dataset: Dataset, options: dict[str, Any], monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(Dataset, "verify", lambda self: pytest.fail("it was read"))
     opened = open_dataset(dataset.path, verify=False)
@@ -195,7 +192,7 @@ def test_what_cannot_be_is_refused_before_the_dataset_is_read(
 
 
 def test_auto_goes_to_disk_where_memory_is_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
     made = make_dataset(tmp_path, [500] * 20)
     small = least_budget(made, **OPTIONS)
@@ -236,7 +233,7 @@ def replace(path: Path) -> None:
 @pytest.mark.parametrize(("verify", "used"), [(True, 0), (True, 3), (False, 0), (False, 3)])
 @pytest.mark.parametrize("while_read", [False, True])
 def test_a_shard_that_changes_after_it_was_opened_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], verify: bool,
+    tmp_path: Path, monkeypatch: Patch, change: Callable[[Path], None], verify: bool,
     used: int, while_read: bool,
 ) -> None:  # fmt: skip
     made, read = make_dataset(tmp_path, LENGTHS, shard_bytes=8192, verify=verify), os.preadv
@@ -271,7 +268,7 @@ def test_damage_is_found_when_the_loader_is_made(tmp_path: Path, column: str) ->
 
 
 def test_a_failing_disk_is_one_error_and_ends_the_threads(
-    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+    dataset: Dataset, monkeypatch: Patch
 ) -> None:
     loader = on_disk(dataset, more=10_000, **OPTIONS)
     take(loader, 2)
@@ -300,9 +297,7 @@ def test_a_dropped_loader_stops_and_its_batches_stay(dataset: Dataset) -> None:
     assert same(batch, GearLoader(dataset, **OPTIONS).batch_at(0))
 
 
-def test_ctrl_c_while_waiting_for_the_disk(
-    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_while_waiting_for_the_disk(dataset: Dataset, monkeypatch: Patch) -> None:
     loader = on_disk(dataset, **OPTIONS)
     held, real = threading.Event(), window_reader.WindowReader.read
 
@@ -356,9 +351,7 @@ def test_a_forked_process_is_told_that_the_threads_stayed_behind(dataset: Datase
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device")
-def test_cuda_batches_have_the_same_bits(
-    dataset: Dataset, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cuda_batches_have_the_same_bits(dataset: Dataset, capsys: Captured) -> None:
     options = OPTIONS | {"device": "cuda"}
     with on_disk(dataset, more=100_000, **options) as loader:
         assert loader.engine is None and "page-locked" in capsys.readouterr().err

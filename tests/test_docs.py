@@ -1,5 +1,6 @@
 """Documents and docstrings: links lead somewhere, commands exist, recipes are valid, code runs."""
 
+import ast
 import doctest
 import re
 import shlex
@@ -26,6 +27,7 @@ from gear_offline.sampling.base import _SAMPLERS
 from tests.support import ROOT, ArraySource, Patch, hopper_columns
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+ROOMS = ("gear_offline", "models", "loaders", "kernels")
 GENERATED = {"cli.md", "recipe.md", "python.md"}  # docs/hooks.py makes them
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -75,7 +77,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_pages_that_the_program_names_exist() -> None:
-    rooms = ["gear_offline", "models", "loaders", "kernels", "recipes", "benchmarks", "examples"]
+    rooms = [*ROOMS, "recipes", "benchmarks", "examples"]
     files = [file for room in rooms for file in (ROOT / room).rglob("*") if file.is_file()]
     texts = [file.read_text() for file in files if file.suffix in {".py", ".yaml", ".cu", ".cuh"}]
     named = {name for text in texts for name in re.findall(r"\bdocs/[\w/-]+\.\w+", text)}
@@ -261,3 +263,24 @@ def test_examples_run(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
             if not (tmp_path / FOLDERS[maker]).exists():
                 assert run(examples(maker)[0]) == ""
         assert run(test) == ""
+
+
+def codes_in_source() -> tuple[set[str], set[str]]:
+    """Return what is the first argument of an error, and every text that could be a code."""
+    raised, texts = set(), set()
+    paths = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    for node in (node for path in paths for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.Constant):
+            texts.add(str(node.value))
+        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        call: Any = node if is_call else None
+        if call and call.args and re.search("(Error|Interrupted)$", call.func.id):
+            raised.add(str(getattr(call.args[0], "value", "")))
+    return {code for code in raised if re.fullmatch(r"[A-Z_]+", code)}, texts
+
+
+def test_the_page_has_the_codes_that_the_source_has() -> None:
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    listed = set(re.findall(r"(?m)^\| `([A-Z_]+)` \|", page))
+    raised, texts = codes_in_source()
+    assert raised - listed == set() and listed - texts == set()

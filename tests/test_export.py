@@ -13,7 +13,7 @@ from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.export import export_hdf5
 from gear_offline.sources import from_episodes, open_source, pick_episodes
 from tests.hdf5_files import write
-from tests.support import ArraySource, hopper_columns, one_error
+from tests.support import ArraySource, Captured, Patch, hopper_columns, one_error
 
 LENGTHS = [4, 1, 7, 3]
 ENDS = [True, False, True, False]
@@ -32,7 +32,7 @@ def dataset(tmp_path: Path) -> Dataset:
 
 @pytest.mark.parametrize("piece_bytes", [1, 200, 1 << 20])
 def test_a_round_trip_keeps_bytes_and_episodes(
-    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+    dataset: Dataset, tmp_path: Path, monkeypatch: Patch, piece_bytes: int
 ) -> None:
     monkeypatch.setattr(gear_offline.export, "PIECE_BYTES", piece_bytes)
     path = export_hdf5(dataset, tmp_path / "x.hdf5", quiet=True)
@@ -58,9 +58,7 @@ def test_episodes_in_memory_become_a_file(tmp_path: Path) -> None:
         assert again.terminated.tolist() == [True, False]
 
 
-def test_timeouts_inside_episodes_go_and_terminals_stay(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_timeouts_inside_episodes_go_and_terminals_stay(tmp_path: Path, capsys: Captured) -> None:
     columns = hopper_columns(6)
     columns["timeouts"][:] = [False, True, True, False, False, True]
     columns["terminals"][:] = [True, False, True, False, False, False]
@@ -91,7 +89,7 @@ def test_truncated_episodes_stay_truncated(tmp_path: Path, name: str, again: str
 
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
 def test_episodes_survive_terminals_inside_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+    tmp_path: Path, monkeypatch: Patch, piece_bytes: int
 ) -> None:
     monkeypatch.setattr(gear_offline.export, "PIECE_BYTES", piece_bytes)
     columns = hopper_columns(3003, state_dim=29, action_dim=8)

@@ -21,6 +21,7 @@ from gear_offline.kernels.gather_gpu import StaticFill
 from gear_offline.kernels.segments import Segments
 from gear_offline.tables.table import Table, TableOptions, build_table
 from tests.gpu_support import NEEDS_CUPY, ON_GPU
+from tests.image_support import image_columns
 from tests.kernels_on_cpu import gpu_gather, on_cpu
 from tests.segment_oracle import (
     Array,
@@ -168,12 +169,7 @@ def test_every_field_of_every_segment_equals_the_oracle(
 
 
 def frames_table(lengths: list[int], frame: tuple[int, ...], span: int, stack: int) -> Any:
-    generator, total = np.random.default_rng(total := sum(lengths)), total
-    columns: dict[str, Array] = {
-        "observations": generator.integers(1, 256, size=(total, *frame), dtype=np.uint8),
-        "actions": generator.integers(0, 4, size=total),
-        "rewards": generator.normal(size=total).astype(np.float32),
-    }
+    columns = image_columns(sum(lengths), frame)
     table = build_table(
         MemoryTable(columns, lengths), TableOptions(context_length=span, frame_stack=stack)
     )

@@ -1,7 +1,9 @@
 """What is around a captured step, on the CPU with CUDA's calls left out: one run, several ranks."""
 
 # mypy: disable-error-code="no-untyped-call"
+import faulthandler
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,9 +21,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gear_offline.config.recipe import load_recipe
-from gear_offline.distributed.world import World
+from gear_offline.dataset.dataset import open_dataset
+from gear_offline.distributed.world import World, open_world, rank_device
 from gear_offline.loaders.batch import Batch
 from gear_offline.training.graph import LINE, RankGradients, why_not_captured
+from gear_offline.training.learner import Learner
+from gear_offline.training.model import ModelSizes
 from tests.gpu_support import ON_TWO_GPUS
 from tests.ranks_support import launch
 from tests.support import Captured, Patch, make_dataset, one_error
@@ -125,8 +131,9 @@ def test_gradients_are_those_of_the_global_batch(steps: list[int], seed: int, ha
     wire.run(work)
     for mean in losses.mean(1):
         torch.testing.assert_close(mean, whole.detach(), rtol=0.02, atol=1e-3 * half)
-    assert all(lengths == wire.launched[0] for lengths in wire.launched)
-    assert len(wire.launched[0]) == 4, "of each pass the steps and all gradients"
+    lengths = [[tensor.numel() for tensor in sent] for sent in wire.sent]
+    assert all(each == lengths[0] for each in lengths)
+    assert len(lengths[0]) == 4, "of each pass the steps and all gradients"
 
 
 def test_a_gpu_that_waits_for_ever_ends_the_process(monkeypatch: Patch, capsys: Captured) -> None:
@@ -144,38 +151,27 @@ def test_a_gpu_that_waits_for_ever_ends_the_process(monkeypatch: Patch, capsys: 
 )
 def test_graphs_learn_what_steps_learn(tmp_path: Path, rows: str) -> None:
     data = make_dataset(tmp_path, [30, 7, 44, 12], shard_bytes=3000).path
-    done = launch(2, "-m", "tests.graph_ranks_child", str(data), rows, timeout=150)
+    done = launch(2, "-m", "tests.test_graph", str(data), rows, timeout=150)
     document = json.loads(done.stdout.splitlines()[-1])
     assert document["ranks"] == 2 and document["loss_relative"] < 2e-4
 
 
 class Wire:
-    """Adds up what the threads of one process give, each a rank; nothing before a wait.
-
-    `launched` has the lengths of what each rank gave.
-    """
+    """Adds up what the threads of one process give, each a rank; `sent` is what each rank gave."""
 
     def __init__(self, ranks: int) -> None:
-        self.ranks, self.given = ranks, threading.Condition()
         self.sent: list[list[Tensor]] = [[] for _ in range(ranks)]
-        self.launched: list[list[int]] = [[] for _ in range(ranks)]
-        self.place = threading.local()
+        self.place, self.met = threading.local(), threading.Barrier(ranks, timeout=20)
 
     def all_reduce(self, tensor: Tensor, *, async_op: bool) -> SimpleNamespace:
         assert async_op, "the host does not wait"
         sent = self.sent[self.place.rank]
-        self.launched[self.place.rank].append(tensor.numel())
-        with self.given:
-            sent.append(tensor.clone())
-            self.given.notify_all()
         number = len(sent)
+        sent.append(tensor.clone())
 
         def wait() -> None:
-            with self.given:
-                assert self.given.wait_for(
-                    lambda: all(len(sent) >= number for sent in self.sent), timeout=20
-                )
-            tensor.copy_(torch.stack([sent[number - 1] for sent in self.sent]).sum(0))
+            self.met.wait()
+            tensor.copy_(torch.stack([each[number] for each in self.sent]).sum(0))
 
         return SimpleNamespace(wait=wait)
 
@@ -184,9 +180,110 @@ class Wire:
 
         def begin(rank: int) -> None:
             self.place.rank = rank
-            work(rank, cast(World, SimpleNamespace(rank=rank, size=self.ranks)))
+            work(rank, cast(World, SimpleNamespace(rank=rank, size=len(self.sent))))
 
-        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(self.ranks) as pool:
+        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(self.sent)) as pool:
             patch.setattr("torch.distributed.all_reduce", self.all_reduce)
-            for done in [pool.submit(begin, rank) for rank in range(self.ranks)]:
+            for done in [pool.submit(begin, rank) for rank in range(len(self.sent))]:
                 done.result(timeout=30)
+
+
+# the ranks ------------------------------------------------------------------------------------
+
+
+SMALL = ("model.hidden_size=32", "model.layers=2", "loader.context_length=8")
+EXACT = ("model.dropout=0.0", "train.precision=fp32", "train.compile=off")
+
+
+def make(data: Path, world: World, device: torch.device, *options: str) -> Learner:
+    settings = [f"data.path={data}", "train.device=cuda", "train.log_every=1000000"]
+    settings += ["loader.placement=hbm", "optimizer.warmup_steps=5", "train.steps=1000", *options]
+    settings += [f"loader.sharding={'replicate' if world.node_count == 1 else 'shard'}"]
+    recipe = load_recipe("paper", settings)
+    dataset = open_dataset(data)
+    states, actions = (dataset.spec[c].shape[0] for c in ("observations", "actions"))
+    torch.manual_seed(0)
+    sizes = ModelSizes(state_dim=states, action_dim=actions, discrete=False)
+    return Learner(recipe, sizes, dataset, device, world=world)
+
+
+def trained(some: Learner, steps: int, world: World) -> Any:
+    for _ in range(steps):
+        some.advance()
+    window = some.window.rows[: some.window.filled].clone()
+    world.sum_into(window)
+    return window.cpu().numpy() / world.size
+
+
+def compare(data: Path, world: World, device: torch.device) -> dict[str, float]:
+    """Return the largest relative difference between ways, of losses and of weights."""
+    options = (*SMALL, *EXACT, f"loader.batch_size={8 * world.size}", "optimizer.schedule=cosine")
+    single = make(data, world, device, *options, "train.graph=off")
+    expected = trained(single, 60, world)
+    graph = make(data, world, device, *options, "train.graph=on")
+    try:
+        found = trained(graph, 60, world)
+        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-6)
+        pairs = list(zip(graph.model.parameters(), single.model.parameters(), strict=True))
+        for one, other in pairs:
+            torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-5)
+        weights = [float((a - b).detach().abs().max()) for a, b in pairs]
+        again = trained(graph, 5, world)
+        assert len(again) == 65 and np.isfinite(again).all()
+        alike = world.gather(float(sum(p.double().sum() for p in graph.model.parameters())))
+        assert len(set(alike)) == 1, "every rank has the same weights"
+    finally:
+        graph.release()
+        for some in (single, graph):
+            some.close()
+    loss = float(np.abs(found / expected - 1).max())
+    return {"loss_relative": loss, "weight_absolute": max(weights)}
+
+
+def resume(data: Path, world: World, device: torch.device) -> None:
+    """Go on from another learner's tensors: the same bits, of weights in 16 bits too."""
+    half = ("train.precision=bf16", "train.weights=bf16", "train.compile=off", "train.graph=on")
+    options = (*SMALL, *half, f"loader.batch_size={8 * world.size}")
+    first = make(data, world, device, *options)
+    second = make(data, world, device, *options)
+    try:
+        trained(first, 20, world)
+        first.prepare_policy()
+        for one, shadow in zip(first.model.parameters(), first.working.parameters(), strict=True):
+            assert torch.equal(one.bfloat16(), shadow), "what acts is up to date"
+        # every rank goes on from what the first one would save
+        tensors = first.tensors()
+        kept = world.send_tensors(tensors if world.is_first else None)
+        model = world.send_tensors(first.model.state_dict() if world.is_first else None)
+        loader = first.loader.state_dict()
+        losses = trained(first, 20, world)
+        later = first.tensors() | first.model.state_dict()
+        later = {name: tensor.detach().clone() for name, tensor in later.items()}
+        second.load(step=20, model=model, tensors=kept, loader=loader)  # random numbers too
+        np.testing.assert_array_equal(trained(second, 20, world), losses)
+        for name, tensor in (second.tensors() | second.model.state_dict()).items():
+            assert torch.equal(tensor, later[name]), name
+        for one, shadow in zip(first.model.parameters(), first.working.parameters(), strict=True):
+            assert torch.equal(one.bfloat16(), shadow)
+    finally:
+        for some in (first, second):
+            some.release()
+            some.close()
+
+
+def main(data: str, rows: str) -> None:
+    """One of several ranks with GPUs; with "shard" each poses as a node that holds some rows."""
+    if rows == "shard":
+        os.environ["GROUP_RANK"] = os.environ["RANK"]
+    device = rank_device("cuda")
+    with open_world(device, timeout=50) as world:
+        document: dict[str, Any] = {"ranks": world.size, **compare(Path(data), world, device)}
+        resume(Path(data), world, device)
+        if world.is_first:
+            print(json.dumps(document), flush=True)
+
+
+if __name__ == "__main__":
+    # Shows where a rank hangs, and ends it.
+    faulthandler.dump_traceback_later(100, exit=True)
+    main(*sys.argv[1:])

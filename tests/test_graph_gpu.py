@@ -55,16 +55,27 @@ def learner(
 EXACT = ("model.dropout=0.0", "train.precision=fp32")
 
 
-def test_losses_are_those_of_single_launches(path: Path) -> None:
-    graph, single = (
-        learner(path, "train.graph=on", *EXACT),
-        learner(path, "train.graph=off", *EXACT),
-    )
+SKIP = "train.skip=[[0, 2], [10, 30], [40, 40]]"
+LEARNS = ("selection.strategy=prioritized", "selection.beta_steps=30")
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [((), STEPS), ((SKIP,), STEPS), ((SKIP, "loader.placement=host"), STEPS), (LEARNS, 15)],
+)
+def test_losses_are_those_of_single_launches(
+    path: Path, options: tuple[str, ...], steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph a step, also where batches are skipped and where priorities are learned."""
+    monkeypatch.setattr(static_batch, "AHEAD_BYTES", 0)  # from host memory: a step ahead
+    graph, single = (learner(path, f"train.graph={g}", *EXACT, *options) for g in ("on", "off"))
     assert not graph.graph_reason and single.graph_reason
-    np.testing.assert_allclose(losses(graph), losses(single), **TOLERANCE)
+    np.testing.assert_allclose(losses(graph, steps), losses(single, steps), **TOLERANCE)
     assert graph.loader.state_dict() == single.loader.state_dict()
     for one, other in zip(graph.model.parameters(), single.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-5)
+    for some in (graph, single):
+        assert options != LEARNS or some.loader.loss_sampler.updates == steps  # type: ignore[union-attr]
     assert graph.report()["learning_rate"] == single.report()["learning_rate"]
 
 
@@ -141,16 +152,6 @@ def test_reports_begin_a_new_window(path: Path) -> None:
     assert 0 < report["data_wait_share"] < 1
     again = losses(some, 10)
     assert len(again) == 10 and not np.array_equal(again, first)
-
-
-def test_priorities_are_learned_in_the_graph(path: Path) -> None:
-    """One graph a step with `prioritized`, as launched one by one."""
-    options = ("selection.strategy=prioritized", "selection.beta_steps=30", *EXACT)
-    graph, single = (learner(path, f"train.graph={mode}", *options) for mode in ("on", "off"))
-    assert not graph.graph_reason
-    np.testing.assert_allclose(losses(graph, 15), losses(single, 15), **TOLERANCE)
-    for some in (graph, single):
-        assert some.loader.loss_sampler is not None and some.loader.loss_sampler.updates == 15
 
 
 @pytest.mark.parametrize("discrete", [False, True])
@@ -238,14 +239,3 @@ def test_a_deep_model_compiled_in_parts_learns_the_same(path: Path) -> None:
     plain = wide(path, "train.precision=fp32", "train.graph=off", model=DEEP)
     options = ("train.weights=bf16", "train.graph=on", "train.compile=on")
     np.testing.assert_allclose(wide(path, *options, model=DEEP)[:, 0], plain[:, 0], rtol=2e-2)
-
-
-@pytest.mark.parametrize("placement", ["hbm", "host"])
-def test_batches_that_are_skipped(
-    path: Path, placement: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(static_batch, "AHEAD_BYTES", 0)  # from host memory: a step ahead
-    options = (*EXACT, "train.skip=[[0, 2], [10, 30], [40, 40]]", f"loader.placement={placement}")
-    graph, single = (learner(path, f"train.graph={way}", *options) for way in ("on", "off"))
-    np.testing.assert_allclose(losses(graph), losses(single), **TOLERANCE)
-    assert graph.loader.state_dict() == single.loader.state_dict()

@@ -26,17 +26,9 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.training.metrics import read_records
 from tests.ranks_support import launch
-from tests.support import ArraySource, Patch, hopper_columns
+from tests.support import ArraySource, Captured, Patch, hopper_columns
 from tests.test_resume import interrupted_in
-from tests.training_support import (
-    ACTION_DIM,
-    ENVIRONMENT,
-    STATE_DIM,
-    STEP_LIMIT,
-    learnt,
-    register_importable,
-    tiny_recipe,
-)
+from tests.training_support import ENVIRONMENT, STEP_LIMIT, learnt, played_data, tiny_recipe
 
 DOOR: Any = go
 FIRST = [9, 7, 8]  # lengths of the episodes that are there at first
@@ -107,14 +99,14 @@ def test_a_grown_dataset_is_the_one_of_all_its_episodes(path: Path, tmp_path: Pa
         next(DOOR.GearLoader(dataset, 64, context_length=5, device="cpu", seed=3))
         for dataset in (grown, at_once)
     ]
-    for name in ("states", "actions", "rewards", "returns_to_go", "timesteps", "attention_mask"):
-        assert (getattr(batches[0], name) == getattr(batches[1], name)).all()
+    for name, tensor in {**batches[0]}.items():
+        assert (tensor == batches[1][name]).all()
     sizes = [len(go.open_dataset(path, admissions=n)) for n in (0, 1, 2, 3, None)]
     assert sizes == [3, 5, 6, 7, 7]
 
 
 def test_rows_on_disk_are_compared_once_and_then_the_new_ones_alone(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     compared, stream = list[str](), gear_offline.dataset.dataset._stream
 
@@ -187,14 +179,7 @@ WAITS = ("data.limiter.samples_per_insert=8", "data.limiter.error_buffer=16")  #
 
 @pytest.fixture
 def played(tmp_path: Path) -> Path:
-    """A dataset of the tiny environment, which other processes can make."""
-    register_importable()
-    folder = tmp_path / "played"
-    shapes = {"observations": (STATE_DIM,), "actions": (ACTION_DIM,), "rewards": ()}
-    columns = {name: np.ones((6, *shape), np.float32) for name, shape in shapes.items()}
-    source = go.from_episodes([columns | {"truncated": True}] * 3, environment=ENVIRONMENT)
-    go.convert(source, folder, quiet=True)
-    return folder
+    return played_data(tmp_path / "played")
 
 
 def test_a_learner_and_its_actors_wait_for_each_other(played: Path, tmp_path: Path) -> None:
@@ -225,7 +210,7 @@ def test_a_learner_and_its_actors_wait_for_each_other(played: Path, tmp_path: Pa
 
 
 def test_a_learner_without_actors_says_what_it_waits_for(
-    played: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    played: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     recipe = recipe_of(played, "train.timeout=1", "train.checkpoint_every=4", *WAITS)
     with pytest.raises(GearError, match=r"step 4 has waited 0\.9 s for 2 episodes \(samples_"):
@@ -287,9 +272,7 @@ def test_flags_of_gymnasium_are_those_of_the_dataset(path: Path) -> None:
     assert dataset[-2]["terminals"].tolist() == [0, 0, 0, 1]
 
 
-def test_pieces_that_do_not_fit_are_put_aside(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pieces_that_do_not_fit_are_put_aside(path: Path, tmp_path: Path, capsys: Captured) -> None:
     appender = go.Appender(path)
     damaged = appender.append(episodes([6], 1))
     content = bytearray(damaged.read_bytes())
@@ -330,7 +313,7 @@ def test_episodes_that_no_run_could_train_on_are_put_aside(path: Path, tmp_path:
 
 
 def test_ctrl_c_while_a_run_waits_keeps_its_steps(
-    played: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    played: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGINT))
     recipe = recipe_of(played, *WAITS)
@@ -340,7 +323,7 @@ def test_ctrl_c_while_a_run_waits_keeps_its_steps(
 
 
 def test_a_full_disk_stops_actors_and_not_the_learner(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
     """Nothing is admitted or saved from step 7 to 15; what was appended before comes after that.
 
@@ -403,7 +386,7 @@ def test_batches_tell_of_draws_that_are_counted(path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["link", "write", "fsync", "unlink"])
 def test_a_learner_killed_while_admitting_admits_each_piece_once(
-    call: str, path: Path, monkeypatch: pytest.MonkeyPatch
+    call: str, path: Path, monkeypatch: Patch
 ) -> None:
     """Ended after each of the steps of an admission, it goes on with the piece or without."""
 

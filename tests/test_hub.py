@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import threading
+from base64 import b64decode
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,10 +26,7 @@ import gear_offline as go
 from gear_offline.cli.main import main
 from gear_offline.runs.prepare import prepare_dataset
 from tests.checkpoint_support import write_run
-from tests.support import make_dataset, one_error, run_python, write_hdf5
-
-# huggingface_hub's own upload, in the words of the HTTP library before its present one
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+from tests.support import Captured, Patch, make_dataset, one_error, run_python, write_hdf5
 
 
 @pytest.fixture
@@ -55,7 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_policy_goes_there_and_acts_elsewhere(
-    hub: StandIn, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hub: StandIn, run: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     policy = go.load_policy(run, checkpoint="best", device="cpu")
     assert policy.push_to_hub("hub:me/pend") == f"{hub.url}/me/pend"
@@ -96,10 +94,7 @@ def test_the_card_is_what_the_hub_reads(hub: StandIn, run: Path) -> None:
 
 
 def test_a_dataset_goes_there_and_is_read_from_there(
-    hub: StandIn,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    hub: StandIn, tmp_path: Path, capsys: Captured, monkeypatch: Patch
 ) -> None:
     data = make_dataset(tmp_path / "here", [9, 30, 4], shard_bytes=3000)
     assert main(["push", str(data.path), "hub:me/data"]) == 0
@@ -169,7 +164,7 @@ NOT_THERE = {
 
 
 def test_what_is_not_there_or_not_reached_is_one_error(
-    hub: StandIn, run: Path, monkeypatch: pytest.MonkeyPatch
+    hub: StandIn, run: Path, monkeypatch: Patch
 ) -> None:
     policy = go.load_policy(run, device="cpu")
     policy.push_to_hub("me/pend")
@@ -199,7 +194,7 @@ def test_what_is_not_there_or_not_reached_is_one_error(
 
 
 def test_a_folder_here_wins_and_a_path_is_never_asked_for_there(
-    hub: StandIn, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: StandIn, run: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     go.load_policy(run, device="cpu").push_to_hub("me/pend")
@@ -249,7 +244,6 @@ class StandIn(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.repos: dict[str, Repo] = {}
-        self.blobs: dict[str, bytes] = {}  # of LFS, by SHA-256
 
     def files(self, name: str, branch: str = "main") -> Tree:
         repo = self.repos[name]
@@ -288,10 +282,6 @@ class Handler(BaseHTTPRequestHandler):
     do_POST = do_PUT = do_HEAD = do_GET
 
     def answer(self, path: str) -> Any:
-        if path.startswith("/lfs/"):
-            self.server.blobs[path[5:]] = self.body
-            assert hashlib.sha256(self.body).hexdigest() == path[5:]
-            return {}
         if path == "/api/validate-yaml":
             return {"errors": [], "warnings": []}
         if path == "/api/repos/create":
@@ -331,7 +321,7 @@ class Handler(BaseHTTPRequestHandler):
         if kind + name in self.server.repos:
             raise Refused(409, "", {"error": "You already created this repo", **document})
         repo = self.server.repos[kind + name] = Repo(asked.get("visibility") == "private")
-        repo.commit("main", {".gitattributes": b"*.safetensors filter=lfs\n"})
+        repo.commit("main", {".gitattributes": b""})
         return document
 
     def branch(self, repo: Repo, name: str) -> Any:
@@ -340,19 +330,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def preupload(self, repo: Repo, revision: str) -> Any:
         paths = [file["path"] for file in json.loads(self.body)["files"]]
-        every = {"uploadMode": "lfs", "shouldIgnore": False}
+        every = {"uploadMode": "regular", "shouldIgnore": False}
         return {"files": [{"path": path, **every} for path in paths]}
-
-    def info(self, repo: Repo, revision: str) -> Any:  # /info/lfs/objects/batch
-        objects = json.loads(self.body)["objects"]
-        for one in objects:
-            one["actions"] = {"upload": {"href": f"{self.server.url}/lfs/{one['oid']}"}}
-        return {"transfer": "basic", "objects": objects}
 
     def commit(self, repo: Repo, revision: str) -> Any:
         tree = dict(repo.commits[repo.branches[revision]])
         for line in map(json.loads, self.body.splitlines()[1:]):
-            tree[line["value"]["path"]] = self.server.blobs[line["value"]["oid"]]
+            tree[line["value"]["path"]] = b64decode(line["value"]["content"])
         name = repo.commit(revision, tree)
         return {"commitUrl": f"{self.server.url}/me/it/commit/{name}", "commitOid": name}
 

@@ -5,11 +5,14 @@ the class of transformers 5.17 and 5.23 as it behaves.  Against the released cla
 compared in test_decision_transformer.py (tokens by step, CORL pull request 3; one row of positions,
 transformers issue 17946), windows against plain loops in test_loader.py (a return-to-go has the own
 reward, d3rlpy issue 401, and all that comes after the window), actions that a tanh cannot reach in
-test_trainer.py, boundaries and truncated tails with each source.
+test_trainer.py, boundaries and truncated tails with each source.  Timesteps beyond the embedding,
+where the released class ends a process on a GPU, are refused in test_decision_transformer.py; a
+policy stays at the last one: test_policy.py.
 """
 
 # mypy: disable-error-code="no-untyped-call"
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +25,9 @@ from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
 from gear_offline.models.policy_folder import config_text
+from tests.image_support import image_columns
 from tests.model_support import TOLERANCE, make, released_model
-from tests.support import make_dataset, one_error
+from tests.support import make_dataset
 
 LENGTHS = (12, 3, 7, 5)
 STATES, CONTEXT, SCALE = 11, 6, 10.0
@@ -41,26 +45,38 @@ def make_loader(dataset: Dataset, **options: Any) -> GearLoader:
 
 
 def make_model(**changes: Any) -> DecisionTransformer:
-    model = make(state_dim=STATES, context_length=CONTEXT, **changes)
+    model = make(**{"state_dim": STATES, "context_length": CONTEXT} | changes)
     model.eval()
     return model
 
 
+@pytest.mark.parametrize("frames", [False, True])
 @pytest.mark.parametrize("episode", range(len(LENGTHS)))
-def test_policy_shows_the_model_what_training_showed(dataset: Dataset, episode: int) -> None:
+def test_policy_shows_the_model_what_training_showed(
+    dataset: Dataset, tmp_path: Path, episode: int, frames: bool
+) -> None:
     """transformers issue 31374, kzl/decision-transformer issues 70 and 84, CORL pull request 75.
 
     Replaying an episode of the data through the policy, with its own return as the target, must
     show the model the very windows that the loader gives: sign and scale of the returns-to-go, the
-    normalisation of states, timesteps, and on which side the padding is.
+    normalisation of states, timesteps, stacks of frames, and on which side the padding is.
     """
-    moments, model = dataset.statistics["observations"], make_model()
+    frame: dict[str, Any] = {"frame_shape": (36, 36), "frame_stack": 3, "discrete": True}
+    model = make_model(**frame, state_dim=36 * 36, action_dim=4) if frames else make_model()
     for weight in model.parameters():
         weight.data *= 5  # as drawn, actions hang too little on what is shown
-    batch = make_loader(dataset, batch_size=400).batch_at(0)
+    options, scales = dict[str, Any](), dict[str, Any](state_mean=None, state_std=None)
+    if frames:
+        dataset = make_dataset(tmp_path, LENGTHS, columns=image_columns(sum(LENGTHS), (36, 36)))
+        options = {"frame_stack": 3, "normalize_states": False}
+    else:
+        moments = dataset.statistics["observations"]
+        scales = {"state_mean": moments.mean, "state_std": moments.std}
+    batch = make_loader(dataset, batch_size=400, **options).batch_at(0)
     rows = {tuple(name): row for row, name in enumerate(batch.segments.tolist())}
-    scales = {"state_mean": moments.mean, "state_std": moments.std, "returns_scale": SCALE}
-    policy = Policy(model, context_length=CONTEXT, **scales)
+    policy = Policy(model, context_length=CONTEXT, returns_scale=SCALE, **scales)
+    policy.reset([0], [1.0])
+    policy.act(dataset[episode]["observations"][-1:])  # of an episode before, to be forgotten
     policy.reset([0], [float(dataset.returns[episode])])
     for step, seen in enumerate(dataset[episode]["observations"]):
         acted = policy.act(seen[None])
@@ -68,6 +84,7 @@ def test_policy_shows_the_model_what_training_showed(dataset: Dataset, episode: 
         window = (slice(row, row + 1), slice(last + 1))
         shown = {name: value[window] for name, value in batch.model_inputs().items()}
         expected = model(**shown).action_preds[0, last].detach().numpy()
+        expected = expected.argmax() if frames else expected
         np.testing.assert_allclose(acted[0], expected, rtol=0, atol=TOLERANCE)
         done = {name: dataset[episode][name][[step]] for name in ("rewards", "actions")}
         policy.observe_reward(**done)
@@ -94,22 +111,6 @@ def test_sides_of_padding_give_one_loss(dataset: Dataset) -> None:
     theirs = released_model(model)(**left.model_inputs()).action_preds
     error = torch.mean((theirs[real] - left.actions[real]) ** 2)
     assert torch.allclose(model.loss(right), error, rtol=0, atol=TOLERANCE)
-
-
-def test_timesteps_beyond_the_embedding(dataset: Dataset) -> None:
-    """The released class raises IndexError, on a GPU a device assertion that ends the process."""
-    inputs = next(make_loader(dataset, batch_size=64)).model_inputs()
-    assert int(inputs["timesteps"].max()) == max(LENGTHS) - 1
-    with one_error("MODEL", "max_timestep"):
-        make_model(max_timestep=max(LENGTHS) - 1)(**inputs)
-    make_model(max_timestep=max(LENGTHS))(**inputs)
-    # environments may run longer than the data did: the policy stays at the last row
-    raw: dict[str, Any] = {"state_mean": None, "state_std": None, "returns_scale": 1.0}
-    policy = Policy(make_model(max_timestep=2), context_length=CONTEXT, **raw)
-    policy.reset([0], [1.0])
-    for _ in range(5):
-        assert np.isfinite(policy.act(np.zeros((1, STATES)))).all()
-        policy.observe_reward([0.0])
 
 
 def test_misspelled_inputs_are_refused(dataset: Dataset) -> None:

@@ -82,6 +82,22 @@ def test_operations_in_any_order_do_what_they_do_in_reverb(case: dict[str, Any])
         step += 1
 
 
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 8), st.integers(0, 12), st.data())
+def test_what_is_admitted_already_counts_as_inserted(
+    first: int, behind: int, least: int, step: int, data: st.DataObject
+) -> None:
+    """More may come behind it as if it had come; so too where a run would wait for ever."""
+    most, coming = data.draw(st.none() | st.integers(1, 4)), data.draw(st.integers(0, 12))
+    limiter = {"min_size": least, "samples_per_insert": 2.0, "error_buffer": 2.0}
+    both = [table("fifo", None, max_times_sampled=most, limiter=limiter) for _ in range(2)]
+    for items in both:
+        items.insert(Episodes([0.0] * first))  # type: ignore[arg-type]
+        items.advance(step, coming=coming)
+    both[1].insert(Episodes([0.0] * (first + behind)))  # type: ignore[arg-type]
+    for more in (1, 3):
+        assert both[0].may_admit(more, behind) == both[1].may_admit(more, 0)
+
+
 @pytest.mark.parametrize("remover", ["uniform", "prioritized"])
 def test_chance_removes_by_weight_alone(remover: str) -> None:
     """Against all that can happen, summed up: each time any item, in proportion to its weight."""

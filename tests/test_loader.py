@@ -1,11 +1,13 @@
 """GearLoader: the stream as a pure function, resuming, layouts, options, devices."""
 
 import gc
+import inspect
 import io
 import itertools
 import json
 import pickle
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,15 @@ from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
 from gear_offline.loaders import rows as module
 from gear_offline.loaders.batch import Batch
+from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling import make_sampler
-from tests.segment_oracle import same_bits
-from tests.support import failing_code, hopper_columns, make_dataset, one_error
+from tests.image_support import image_columns
+from tests.sampling_support import CASES, CONTEXT, IDS, facts, keys
+from tests.segment_oracle import expect, oracle_window, same_bits
+from tests.support import Patch, failing_code, hopper_columns, make_dataset, one_error
 
 LENGTHS = [30, 1, 7, 55, 20, 3]
-FIELDS = (
-    *("states", "actions", "rewards", "returns_to_go"),
-    *("timesteps", "attention_mask", "segments"),
-)
 OPTIONS: dict[str, Any] = {
     "batch_size": 7, "context_length": 5, "seed": 2**63 + 1, "device": "cpu",
     "normalize_states": True, "gamma": 0.97, "extra_columns": ["infos/qpos"],
@@ -47,12 +48,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def same(one: Batch, other: Batch) -> bool:
-    return (
-        all(same_bits(getattr(one, f).numpy(), getattr(other, f).numpy()) for f in FIELDS)
-        and one.padding == other.padding
-        and one.extras.keys() == other.extras.keys()
-        and all(same_bits(one.extras[k].numpy(), other.extras[k].numpy()) for k in one.extras)
-    )
+    bits = (same_bits(tensor.numpy(), other[name].numpy()) for name, tensor in {**one}.items())
+    return (one.padding, one.keys()) == (other.padding, other.keys()) and all(bits)
 
 
 def take(loader: GearLoader, count: int) -> list[Batch]:
@@ -106,7 +103,7 @@ def stream(dataset: Dataset) -> list[Batch]:
 def test_batches_stay_valid_while_they_are_held(dataset: Dataset) -> None:
     loader = GearLoader(dataset, batch_size=700, device="cpu")
     held = take(loader, 3)
-    copies = [{f: getattr(batch, f).clone() for f in FIELDS} for batch in held]
+    copies = [pickle.loads(pickle.dumps(batch)) for batch in held]
     view = next(loader).states[1].numpy()  # keeps what it shows, of a batch that is gone
     shown = view.copy()
     for _ in range(12):  # released blocks are used again meanwhile
@@ -114,7 +111,7 @@ def test_batches_stay_valid_while_they_are_held(dataset: Dataset) -> None:
     gc.collect()
     assert (view == shown).all()
     for batch, copy in zip(held, copies, strict=True):
-        assert all(torch.equal(getattr(batch, f), copy[f]) for f in FIELDS)
+        assert same(batch, copy)
     held[0].states.zero_()  # and belong to whoever holds them
     assert same(loader.batch_at(1), held[1])
     assert not loader.batch_at(0).states.eq(0).all()
@@ -212,9 +209,7 @@ def test_options_are_checked(dataset: Dataset, code: str, option: str, values: l
             GearLoader(dataset, **{"batch_size": 4, "device": "cpu", option: value})
 
 
-def test_what_needs_a_gpu_where_there_is_none(
-    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_needs_a_gpu_where_there_is_none(dataset: Dataset, monkeypatch: Patch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert GearLoader(dataset, batch_size=4).device.type == "cpu"
     for options, words in (({"device": "cuda"}, "CUDA"), ({"engine": "on"}, "needs a CUDA device")):
@@ -280,3 +275,181 @@ def test_a_selection_is_a_name_a_text_a_mapping_or_a_sampler(dataset: Dataset) -
         with pytest.raises(InputError) as caught:
             GearLoader(dataset, selection=wrong, **options)
         assert caught.value.code in ("LOADER_OPTION", "SELECTION")
+
+
+# batches: names, devices, copies, stacks of frames ---------------------------------------------
+
+
+def test_model_inputs_are_arguments_of_the_released_class(stream: list[Batch]) -> None:
+    from transformers import DecisionTransformerModel
+
+    inputs = stream[0].model_inputs()
+    names = set(inspect.signature(DecisionTransformerModel.forward).parameters)
+    assert set(inputs) <= names
+    assert set(inputs) == {f.name for f in fields(Batch)} - {
+        *("segments", "padding", "extras", "task_bounds")
+    }
+
+
+def test_to_moves_everything_and_copies_nothing_that_is_there(stream: list[Batch]) -> None:
+    batch = stream[0]
+    there = batch.to("cpu")
+    assert all(tensor is batch[name] for name, tensor in {**there}.items())
+    moved = batch.to("meta", non_blocking=True)
+    assert {tensor.device.type for tensor in {**moved}.values()} == {"meta"}
+    assert moved.padding == batch.padding and list(moved.extras) == ["infos/qpos"]
+    assert moved.extras["infos/qpos"].dtype == torch.float64
+
+
+@pytest.mark.parametrize("frames", [True, False])
+def test_data_without_rewards(tmp_path: Path, frames: bool) -> None:
+    """Batches have neither rewards nor returns-to-go; all else is as with rewards."""
+    lengths = [12, 3, 30]
+    columns = image_columns(45, (6, 5)) if frames else hopper_columns(45)
+    options: dict[str, Any] = {"batch_size": 6, "context_length": 5, "device": "cpu"}
+    whole = GearLoader(make_dataset(tmp_path / "all", lengths, columns=columns), **options)
+    del columns["rewards"]
+    dataset = make_dataset(tmp_path, lengths, columns=columns)
+    assert np.isnan(dataset.returns).all() and dataset.manifest.returns.count == 0
+    for placement in ("host", "disk"):
+        loader = GearLoader(dataset, placement=placement, host_budget=1 << 22, **options)
+        batch, other = next(loader), whole.batch_at(0)
+        copies = (batch.to("cpu"), batch.part(slice(0, 6)), pickle.loads(pickle.dumps(batch)))
+        for same in (batch, *copies):
+            assert {*same.model_inputs()} == {"states", "actions", "timesteps", "attention_mask"}
+            assert all(torch.equal(same[name], other[name]) for name in same.keys())  # noqa: SIM118
+            assert not hasattr(same, "rewards") and "no rewards" not in repr(same)
+        with pytest.raises(AttributeError, match="its dataset has no rewards"):
+            batch.returns_to_go  # noqa: B018
+        loader.close()
+    assert (
+        failing_code(lambda: GearLoader(dataset, selection="top_k:k=1", **options)) == "SELECTION"
+    )
+
+
+def test_the_loader_hands_out_stacks(tmp_path: Path) -> None:
+    lengths = [12, 3, 30]
+    columns = image_columns(45, (6, 5))
+    dataset = make_dataset(tmp_path, lengths, columns=columns)
+    options: dict[str, Any] = {"batch_size": 6, "context_length": 5, "device": "cpu"}
+    loader = GearLoader(dataset, frame_stack=4, **options)
+    plain = GearLoader(dataset, **options)
+    batch, copy = next(loader), loader.batch_at(0).contiguous()
+    assert batch.states.dtype == torch.uint8 and batch.states.shape == (6, 5, 4, 6, 5)
+    assert torch.equal(batch.states[:, :, -1], next(plain).states)
+    assert copy.states.is_contiguous() and torch.equal(copy.states, batch.states)
+    for one, other in ((loader, plain), (plain, loader)):
+        state = one.state_dict()
+        assert failing_code(lambda to=other, s=state: to.load_state_dict(s)) == "LOADER_STATE"  # type: ignore[misc]
+
+
+# samplers in a loader: windows hold their own steps alone, losses come back --------------------
+
+
+ENDS = [1, 7, 2, 9, 5, 3, 12]
+STORED = {
+    "states": "observations", "actions": "actions", "rewards": "rewards",
+    "returns_to_go": "returns_to_go", "infos/qpos": "infos/qpos",
+}  # fmt: skip
+
+
+def numbered() -> dict[str, Any]:
+    """Each observation is its own step's number."""
+    found: dict[str, Any] = hopper_columns(sum(ENDS))
+    found["observations"][:] = np.arange(sum(ENDS), dtype=np.float32)[:, None]
+    found["rewards"] = np.abs(found["rewards"])  # `weighted` draws by them
+    return found | {"infos/qpos": np.random.default_rng(0).normal(size=(sum(ENDS), 6))}
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """The last episode is truncated."""
+    return make_dataset(tmp_path_factory.mktemp("samplers"), ENDS, columns=numbered())
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
+def test_windows_hold_their_own_steps_and_nothing_later(
+    samples: Dataset, name: str, options: dict[str, Any], padding: Any
+) -> None:
+    """Every field is the oracle's, to the bit, and 0 where the window has no step."""
+    arguments: dict[str, Any] = {
+        "batch_size": 5, "context_length": CONTEXT, "padding": padding, "device": "cpu",
+        "returns_scale": 1000.0, "extra_columns": ["infos/qpos"],
+    }  # fmt: skip
+    one = make_sampler(name, samples, context_length=CONTEXT, **options)
+    if one.padding not in (None, padding):
+        with one_error("LOADER_OPTION", "padding"):
+            GearLoader(samples, selection=one, **arguments)
+        return
+    loader, stored = GearLoader(samples, selection=one, **arguments), numbered()
+    for step in range(12):
+        segments, batch = loader.segments_at(step), next(loader)
+        for slot, (episode, start, steps) in enumerate(keys(segments, ENDS)):
+            assert batch.segments[slot].tolist() == [episode, start]
+            where = slice(0, steps) if padding == "right" else slice(CONTEXT - steps, CONTEXT)
+            assert batch.attention_mask[slot].nonzero()[:, 0].tolist() == [*range(CONTEXT)[where]]
+            assert batch.timesteps[slot, where].tolist() == list(range(start, start + steps))
+            window = oracle_window(
+                stored, ENDS, episode, start,
+                context_length=steps, padding=padding, returns_scale=1000.0,
+            )  # fmt: skip
+            for field, column in STORED.items():
+                found = batch[field][slot].numpy()
+                expected = np.zeros_like(found)
+                expected[where] = expect(window[column], found.dtype, found.shape[1:])
+                assert same_bits(found, expected), field
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "message"),
+    [
+        ("d3rlpy", ENDS, "windows of 6 steps, context_length=4"),
+        ("min_dt", ENDS, "windows of 6 steps, context_length=4"),
+        ("uniform_steps", [*ENDS, 8], r"other episodes \(8 of 47 steps\)"),
+        ("top_percent", [2, 2], r"other episodes \(2 of 4 steps\)"),
+        ("mixture", [3, *ENDS[1:]], "other episodes"),
+    ],
+)
+def test_samplers_made_for_other_data_are_refused(
+    samples: Dataset, name: str, lengths: list[int], message: str
+) -> None:
+    """They drew in part of the data, or windows that end elsewhere than the sampler says."""
+    parts: Any = (
+        {"parts": [{"strategy": "uniform_episodes", "weight": 1}]} if name == "mixture" else {}
+    )
+    sampler = make_sampler(name, facts(lengths), context_length=CONTEXT + 2, **parts)
+    padding: Any = sampler.padding or "right"
+    with one_error("LOADER_OPTION", message):
+        GearLoader(
+            samples, batch_size=5, context_length=CONTEXT, selection=sampler, padding=padding,
+            device="cpu",
+        )  # fmt: skip
+
+
+def test_feedback_reaches_the_next_batch(samples: Dataset) -> None:
+    """With prefetching the second batch would still follow the masses of the first."""
+    options: dict[str, Any] = {"selection": "prioritized", "device": "cpu"}
+    options |= {"batch_size": 6, "context_length": CONTEXT}
+    loader, other = (GearLoader(samples, **options) for _ in "ab")
+    feedback = LossFeedback(loader)
+    batch = next(loader)
+    assert feedback.importance().tolist() == [1.0] * 6
+    losses = torch.zeros(6)
+    losses[2] = 1000.0
+    feedback.update(batch, losses)
+    chosen = batch.segments[2].tolist()
+    before = loader.segments_at(loader.step)
+    following = next(loader)
+    assert [before.episodes[0], before.starts[0]] == following.segments[0].tolist()
+    hits = sum(row == chosen for step in range(9) for row in
+               loader.batch_at(step).segments.tolist())  # fmt: skip
+    assert hits > 9 * 6 * 0.2, "100 ** 0.6 against 33 times about 1"
+    state = loader.state_dict()
+    assert state["selection_updates"] == 1
+    with one_error("LOADER_STATE", "updates"):
+        other.load_state_dict(state)
+    assert loader.loss_sampler is not None and other.loss_sampler is not None
+    other.loss_sampler.load_state(loader.loss_sampler.state())
+    other.load_state_dict(state)
+    assert torch.equal(next(other).states, next(loader).states)

@@ -8,21 +8,31 @@ import numpy as np
 import pytest
 import torch
 
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import UnavailableError
 from gear_offline.kernels.gather import Padding
+from gear_offline.kernels.select import DeviceSelect
 from gear_offline.loaders import static_batch
-from gear_offline.loaders.batch import Batch
+from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.sampling import Schedule, TaskPart, make_sampler, mix_tasks
-from tests.gpu_support import NEEDS_CUPY, ON_GPU, capture, same
+from gear_offline.sampling import (
+    Facts,
+    Schedule,
+    TaskPart,
+    WeightedEpisodes,
+    make_sampler,
+    mix_tasks,
+)
+from tests.gpu_support import NEEDS_CUPY, ON_GPU, capture, same, take
 from tests.image_support import image_columns
 from tests.one_process import open_ranks
-from tests.sampling_support import CASES, IDS
+from tests.sampling_support import CASES, IDS, prioritized
 from tests.support import hopper_columns, make_dataset, one_error
 from tests.task_support import join, make_parts
 
 pytestmark = [*ON_GPU, NEEDS_CUPY]
 LENGTHS = [4, 1, 30, 7, 19, 2, 60]
+CUDA = torch.device("cuda", 0)
 SIDES = pytest.mark.parametrize("padding", ["right", "left"])
 TIERS = pytest.mark.parametrize("tier", ["hbm", "host", "both"])
 
@@ -251,6 +261,77 @@ def test_rows_of_other_nodes_are_read_where_they_landed(
             same(batches.batch, take(expected, rank.slots_at(step)))
 
 
-def take(batch: Batch, slots: Any) -> Batch:
-    """Return some slots of a batch."""
-    return batch._map(lambda tensor: tensor[torch.from_numpy(slots)])
+# draws and priorities ----------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_nothing_waits_for_the_gpu() -> None:
+    sampler = prioritized([50] * 1000)
+    tree = sampler.on_device(CUDA)
+    select = DeviceSelect(sampler.gpu, sampler.index.offsets, device=CUDA, global_batch=20_000)
+    names = torch.empty(1, 20_000, 2, dtype=torch.int64, device=CUDA)
+    chances = torch.empty(1, 20_000, dtype=torch.float64, device=CUDA)
+    losses = torch.rand(20_000, device=CUDA)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for count in (64, 20_000):
+            select.enqueue(seed=0, first_step=3, names=names, chances=chances)
+            tree.update(names[0, :count], losses[:count])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert tree.updates == 2 and tree.total == int(tree.masses.sum())
+
+
+def test_beyond_2_to_the_24_and_over_twelve_orders_of_magnitude() -> None:
+    count = (1 << 24) + 5
+    weights = np.ones(count)
+    weights[count // 2 :] = 1e-12
+    weights[-3:] = [1e7, 0.0, 0.0]
+
+    class Given(WeightedEpisodes):
+        def weights(self, facts: Facts) -> Any:
+            return weights
+
+    sampler = Given(Facts(episodes=EpisodeIndex(np.ones(count, np.int64))))
+    offsets = sampler.index.offsets
+    select = DeviceSelect(sampler.gpu, offsets, device=CUDA, global_batch=100_000)
+    names = torch.empty(1, 100_000, 2, dtype=torch.int64, device=CUDA)
+    select.enqueue(seed=11, first_step=0, names=names)
+    expected = sampler.sample(11, 0, 1, 100_000).episodes
+    assert np.array_equal(names[..., 0].cpu().numpy(), expected)
+
+
+def test_feedback_in_a_graph(dataset: Any) -> None:
+    """Select, gather, weigh and update, replayed: batches and masses are those of the CPU."""
+    gpu, cpu = loaders(dataset, selection="prioritized:beta_steps=20")
+    batches = gpu.static_batch(ahead=True)
+    feedback, host = DeviceFeedback(gpu, batches), LossFeedback(cpu)
+
+    def losses_of(batch: Any) -> torch.Tensor:
+        names: torch.Tensor = batch.segments
+        return (names[:, 0] * 7 + names[:, 1] * 3 + 1).remainder(23) / 8
+
+    def step() -> None:
+        batches.begin()
+        feedback.importance()
+        feedback.update(batches.batch, losses_of(batches.batch))
+        batches.end()
+
+    with feedback.paused():
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    batches.set_step(0)
+    for _ in range(100):
+        graph.replay()
+        batch = next(cpu)
+        same(batches.batch, batch)
+        np.testing.assert_array_max_ulp(
+            feedback._weights.cpu().numpy(), host.importance().numpy(), maxulp=1
+        )
+        host.update(batch, losses_of(batch))
+    assert gpu.loss_sampler is not None and cpu.loss_sampler is not None
+    assert gpu.loss_sampler.updates == cpu.loss_sampler.updates == 100
+    mine, theirs = gpu.loss_sampler.state(), cpu.loss_sampler.state()
+    assert {k: v.tobytes() for k, v in mine.items()} == {k: v.tobytes() for k, v in theirs.items()}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.runs.run import best_of
@@ -19,10 +19,10 @@ from tests.support import failing_code, one_error
 
 def test_records_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    lines = GrowingFile(path)
-    lines.append({"step": 1, "loss": 0.1 + 0.2})
-    lines.append({"step": 2, "loss": math.nan, "parts": [1.0, math.inf, {"x": -math.inf}]})
-    lines.close()
+    with GrowingFile(path) as lines:
+        lines.append({"step": 1, "loss": 0.1 + 0.2})
+        lines.append({"step": 2, "loss": math.nan, "parts": [1.0, math.inf, {"x": -math.inf}]})
+    lines.close()  # again: nothing
     assert read_records(path) == [
         {"step": 1, "loss": 0.1 + 0.2},
         {"step": 2, "loss": None, "parts": [1.0, None, {"x": None}]},
@@ -31,11 +31,7 @@ def test_records_are_read_back(tmp_path: Path) -> None:
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-@settings(
-    deadline=None,
-    max_examples=60,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=60)
 @given(
     steps=st.lists(st.integers(1, 20), unique=True).map(sorted),
     last=st.integers(0, 21),
@@ -46,10 +42,9 @@ def test_a_kill_at_any_byte_leaves_a_file_that_goes_on(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.unlink(missing_ok=True)
-    lines = GrowingFile(path)
-    for step in steps:
-        lines.append({"step": step, "loss": step / 7})
-    lines.close()
+    with GrowingFile(path) as lines:
+        for step in steps:
+            lines.append({"step": step, "loss": step / 7})
     whole = path.read_bytes()
     cut = max(0, len(whole) - torn)
     path.write_bytes(whole[:cut])
@@ -59,9 +54,8 @@ def test_a_kill_at_any_byte_leaves_a_file_that_goes_on(
     expected = [step for step in steps[:survivors] if step <= last]
     truncate_records(tmp_path, last_step=last)
     assert [r["step"] for r in read_records(path)] == expected
-    lines = GrowingFile(path)
-    lines.append({"step": last + 1, "loss": 0.5})
-    lines.close()
+    with GrowingFile(path) as lines:
+        lines.append({"step": last + 1, "loss": 0.5})
     assert [r["step"] for r in read_records(path)] == [*expected, last + 1]
 
 

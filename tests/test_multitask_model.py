@@ -24,20 +24,12 @@ K = 5
 
 
 def model_tasks() -> tuple[ModelTask, ...]:
-    def statistics(first: float, size: int) -> tuple[float, ...]:
-        return tuple(first + place for place in range(size))
-
-    return tuple(
-        ModelTask(
-            name=name,
-            state_dim=states,
-            action_dim=actions,
-            returns_scale=2.0,
-            state_mean=statistics(0.5, states),
-            state_std=statistics(1.0, states),
-        )
+    sizes = [
+        {"name": name, "state_dim": states, "action_dim": actions, "returns_scale": 2.0}
+        | {"state_mean": [0.5 + n for n in range(states)], "state_std": [1.0] * states}
         for name, (states, actions) in WIDTHS.items()
-    )
+    ]
+    return tuple(map(ModelTask.model_validate, sizes))
 
 
 def make_model(*, discrete: bool = False, tasks: Any = None, **options: Any) -> DecisionTransformer:
@@ -50,28 +42,22 @@ def make_model(*, discrete: bool = False, tasks: Any = None, **options: Any) -> 
 def make_batch(tasks: list[int], *, discrete: bool = False, seed: int = 0) -> Batch:
     """Return a batch whose segment b is of episode 10 * task + b, padded as the loader pads."""
     generator = np.random.default_rng(seed)
-    count, widths = len(tasks), list(WIDTHS.values())
-    states = np.zeros((count, K, 6), np.float32)
-    actions = np.zeros((count, K) if discrete else (count, K, 4), np.int64 if discrete else "f4")
-    mask = np.zeros((count, K), np.int64)
-    for row, task in enumerate(tasks):
-        real = int(generator.integers(1, K + 1))
-        state_dim, action_dim = widths[task]
-        mask[row, :real] = 1
-        states[row, :real, :state_dim] = generator.normal(size=(real, state_dim))
-        if discrete:
-            actions[row, :real] = generator.integers(0, action_dim, real)
-        else:
-            actions[row, :real, :action_dim] = generator.uniform(-1, 1, (real, action_dim))
-    returns = (generator.normal(size=(count, K, 1)) * mask[:, :, None]).astype(np.float32)
-    steps = np.arange(K) * mask
+    count, (state_dim, action_dim) = len(tasks), np.array([*WIDTHS.values()])[tasks].T
+    mask = np.arange(K) < generator.integers(1, K + 1, (count, 1))
+
+    def vectors(size: int, widths: Any) -> Any:
+        """Zeros beyond a task's width, and on steps that are none."""
+        inside = mask[:, :, None] & (np.arange(size) < widths[:, None, None])
+        return torch.from_numpy(generator.uniform(-1, 1, inside.shape) * inside).float()
+
+    numbers = torch.from_numpy(generator.integers(0, action_dim[:, None], (count, K)) * mask)
     return Batch(
-        states=torch.from_numpy(states),
-        actions=torch.from_numpy(actions),
+        states=vectors(6, state_dim),
+        actions=numbers if discrete else vectors(4, action_dim),
         rewards=torch.zeros(count, K, 1),
-        returns_to_go=torch.from_numpy(returns),
-        timesteps=torch.from_numpy(steps),
-        attention_mask=torch.from_numpy(mask),
+        returns_to_go=vectors(1, state_dim),
+        timesteps=torch.from_numpy(np.arange(K) * mask),
+        attention_mask=torch.from_numpy(mask.astype(np.int64)),
         segments=torch.tensor([[10 * task + row % 10, 0] for row, task in enumerate(tasks)]),
         task_bounds=torch.tensor([10, 20]),
     )

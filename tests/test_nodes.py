@@ -63,7 +63,9 @@ class Cluster:
             else:
                 options += ["--master-addr", first, "--master-port", "29401"]
                 options += ["--node-rank", str(number)]
-            command = torchrun(ranks[number], *options, "-m", "tests.nodes_child", "train", *words)
+            command = torchrun(
+                ranks[number], *options, "-m", "tests.test_parallel_training", "train", *words
+            )
             variables = {"GEAR_OFFLINE_INTERFACE": node.interface, "FOLDER": str(folder)}
             variables |= {"LEFT": f"{folder}/node{number}.shm"} | ({"KILL": kill} if kill else {})
             with (folder / f"node{number}.txt").open("w") as said:

@@ -12,7 +12,6 @@ from transformers import DecisionTransformerModel
 
 import gear_offline as go
 from gear_offline.collect.record import stream
-from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.models.decision_transformer import build_model
@@ -21,11 +20,12 @@ from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.training.optimizer import SteadyAdam
 from gear_offline.training.parallel import choose_parallel
 from tests.ranks_support import launch
-from tests.support import hopper_columns, make_dataset, one_error
+from tests.support import make_dataset, one_error
 from tests.test_resume import interrupted_in
-from tests.training_support import ENVIRONMENT, learnt, register_importable, tiny_recipe
+from tests.training_support import ENVIRONMENT, learnt, played_data, tiny_recipe
 
 DOOR: Any = go
+COLUMNS = ("observations", "actions", "rewards")
 POLICY = ("model.policy=gaussian", "evaluate.episodes=0")
 
 pytestmark = pytest.mark.usefixtures("no_reports")
@@ -85,25 +85,6 @@ def test_the_temperature_takes_the_steps_of_adam() -> None:
     assert mine.item() == pytest.approx(theirs.item(), rel=1e-6) and mine.item() != -2.3
 
 
-def test_returns_are_relabelled_by_what_was_received(tmp_path: Path) -> None:
-    """Whatever was asked for: returns-to-go of appended episodes are sums of stored rewards."""
-    path = make_dataset(tmp_path / "data", [9, 4]).path
-    episode = hopper_columns(7, seed=5)
-    episode["terminals"][-1] = True
-    go.Appender(path).append([episode])
-    with GrowingDataset(path, quiet=True) as growing:
-        dataset = growing.admit(0)
-    batch = DOOR.GearLoader(
-        dataset, 256, context_length=3, returns_scale=1.0, device="cpu"
-    ).batch_at(0)
-    for row, (number, start) in enumerate(batch.segments.tolist()):
-        rewards = dataset[number]["rewards"].astype(np.float64)
-        wanted = [rewards[t:].sum() for t in range(start, min(start + 3, len(rewards)))]
-        found = batch.returns_to_go[row, : len(wanted), 0]
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
-    assert 2 in batch.segments[:, 0].tolist()
-
-
 def test_a_stochastic_run_resumes_bit_for_bit_and_acts_by_its_mean(
     data: Path, tmp_path: Path
 ) -> None:
@@ -158,11 +139,7 @@ def test_a_run_begins_with_the_weights_and_scales_of_another(data: Path, tmp_pat
 
 
 def test_actors_draw_and_ask_for_the_target(tmp_path: Path) -> None:
-    register_importable()
-    shapes = {"observations": (6, 3), "actions": (6, 2), "rewards": (6,)}
-    columns: Any = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
-    source = go.from_episodes([columns | {"truncated": True}] * 3, environment=ENVIRONMENT)
-    go.convert(source, path := tmp_path / "played", quiet=True)
+    path = played_data(tmp_path / "played")
     recipe = tiny_recipe(path, *POLICY, "data.admit_every=10", "evaluate.targets=[3]")
     recipe = recipe.replace({"evaluate.environment": ENVIRONMENT})
     run = go.train(recipe, out=tmp_path / "run", quiet=True)
@@ -170,7 +147,7 @@ def test_actors_draw_and_ask_for_the_target(tmp_path: Path) -> None:
     go.train(recipe, out=tmp_path / "next", quiet=True)
     episode, generator, policy = go.open_dataset(path)[3], stream(1, 0, 0), run.policy(device="cpu")
     policy.reset(3.0)
-    for seen, done, reward in zip(*(episode[name] for name in shapes), strict=True):
+    for seen, done, reward in zip(*(episode[name] for name in COLUMNS), strict=True):
         np.testing.assert_allclose(policy.act(seen[None], generator=generator)[0], done, atol=1e-5)
         policy.observe_reward([reward])
 

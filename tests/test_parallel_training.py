@@ -1,5 +1,8 @@
 """Several ranks: the batches of one, the losses of one, and a killed rank that costs nothing."""
 
+import faulthandler
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -8,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from gear_offline.cli.main import main
 from gear_offline.config.recipe import load_recipe
 from gear_offline.distributed.world import peers
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import train_run
+from gear_offline.training.learner import Learner
 from tests.ranks_support import environment, launch, ranks_recipe
 from tests.support import make_dataset, one_error, write_hdf5
 from tests.training_support import measured
@@ -30,7 +35,9 @@ def trained(ranks: int, recipe: Path, run: Path, steps: int, *, kill_at: int = 0
     """Train with so many ranks, of which one is killed at a step; return what they said."""
     kill = {"KILL": f"1 {kill_at}", "FOLDER": str(run.parent)} if kill_at else {}
     words = ["train", str(recipe), f"train.steps={steps}", "--out", str(run), "--resume"]
-    return launch(ranks, "-m", "tests.nodes_child", *words, restarts=1, variables=kill).stderr
+    return launch(
+        ranks, "-m", "tests.test_parallel_training", *words, restarts=1, variables=kill
+    ).stderr
 
 
 SLOW = """
@@ -86,3 +93,23 @@ def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
     assert [record["step"] for record in several] == [5, 10, 15, 20, 25, 30]
     for mine, theirs in zip(several, one, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+def kill_once(rank: int, step: int) -> None:
+    """Make this process end itself when it has done `step`, if no other one did before."""
+    advance, mark = Learner.advance, Path(os.environ["FOLDER"]) / "killed"
+
+    def dangerous(self: Learner) -> None:
+        advance(self)
+        if self.step == step and self.world.rank == rank and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Learner.advance = dangerous  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":  # a rank, which once is killed if KILL says "RANK STEP"
+    faulthandler.dump_traceback_later(200, exit=True)  # shows where a rank hangs
+    if "KILL" in os.environ:
+        kill_once(*map(int, os.environ["KILL"].split()))
+    sys.exit(main(sys.argv[1:]))

@@ -26,13 +26,7 @@ from tests.support import (
     one_error,
     write_hdf5,
 )
-from tests.training_support import (
-    ACTION_DIM,
-    STATE_DIM,
-    STEP_LIMIT,
-    tiny_data,
-    tiny_recipe,
-)
+from tests.training_support import ACTION_DIM, STATE_DIM, STEP_LIMIT, tiny_data, tiny_recipe
 
 
 def test_smoke_as_a_new_user_runs_it(tmp_path: Path, monkeypatch: Patch, capfd: Captured) -> None:

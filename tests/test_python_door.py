@@ -1,5 +1,6 @@
 """Mistakes that people make in Python: each is one line that says what to write instead."""
 
+import pickle
 from collections.abc import Callable
 from inspect import signature
 from operator import length_hint
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import gear_offline as go
 from gear_offline.config.sections import LoaderSettings, SelectionSettings
+from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from tests.support import make_dataset, one_error
 
@@ -46,11 +48,8 @@ MISTAKES: list[tuple[Callable[[Path], object], str]] = [
     (lambda d: next(loader(d)).observations, "did you mean states?"),
     (lambda d: next(loader(d)).dones, "extra_columns=['terminals']"),
     (lambda d: next(loader(d))["obs"], "a batch has states, actions"),
-    (lambda d: DOOR.open_dataset("minari:mujoco/hopper/medium-v0"), "gear-offline convert minari:"),
-    (lambda d: DOOR.open_dataset("hopper-medium-v2"), "gear-offline convert d4rl:hopper-medium-v2"),
     (lambda d: set_steps(), "recipe.replace("),
     (lambda d: DOOR.from_episodes([{"obs": np.zeros((3, 2))}]), "no column is named observations"),
-    (lambda d: DOOR.load_recipe(d), "is a dataset, not a recipe"),
     (lambda d: DOOR.evaluate(d), "this is a dataset, not a run"),
     (lambda d: DOOR.train("paper"), "[DATASET_NOT_FOUND]"),
     (lambda d: DOOR.train("smoke", steps=5), "go.train('smoke', {'train.steps': ...})"),
@@ -66,10 +65,23 @@ def test_a_mistake_is_told_with_its_remedy(
     assert remedy in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_an_error_is_one_line_with_code_place_and_remedy() -> None:
+    error = InputError("A_CODE", "it is\nwrong", where="file x", remedy="do y")
+    assert str(error) == "[A_CODE] it is wrong (file x); do y"
+    assert error.message == "it is wrong (file x); do y"
+    assert (error.code, error.exit_code) == ("A_CODE", 2)
+    assert str(GearError("A_CODE", "it is wrong")) == "[A_CODE] it is wrong"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error), "workers send theirs"
+
+
+def test_kinds_are_also_the_builtin_kinds() -> None:
+    assert issubclass(InputError, ValueError)
+    assert issubclass(UnavailableError, RuntimeError)
+    assert UnavailableError("A", "b").exit_code == 1
+
+
 def test_what_is_written_elsewhere_works_here_too(folder: Path) -> None:
     assert len(next(DOOR.GearLoader(folder, 4, device="cpu", context_length=3))) == 4
-    for selection in ("top_percent:percent=50", {"strategy": "top_percent", "percent": 50}):
-        assert loader(folder, selection=selection).selection.options.percent == 50
     assert bool(loader(folder)) and length_hint(loader(folder), 3) == 3
     batch = next(loader(folder, extra_columns=["terminals"]))
     assert batch["states"] is batch.states and batch["terminals"] is batch.extras["terminals"]
@@ -104,20 +116,6 @@ def test_defaults_of_loaders_are_those_of_recipes() -> None:
     recipe = LoaderSettings().model_dump() | {"selection": SelectionSettings().strategy, "seed": 0}
     differ = {name for name, value in recipe.items() if arguments[name].default != value}
     assert differ == {"batch_size", "returns_scale", "normalize_states"}, "docs/reference/batch.md"
-
-
-def test_a_policy_of_one_environment_takes_a_number() -> None:
-    model = build_model(state_dim=3, action_dim=1, hidden_size=8, layers=1)
-    from gear_offline.models.policy import Policy
-
-    policy = Policy(model, state_mean=None, state_std=None, returns_scale=1.0, context_length=3)
-    policy.reset(3600)
-    assert policy.targets.tolist() == [3600.0]
-    policy.reset(200.5)
-    assert policy.targets.tolist() == [200.5] and policy.act(np.zeros((1, 3))).shape == (1, 1)
-    policy.reset([0, 1], 5)
-    with pytest.raises(go.InputError, match=r"policy\.reset\(numbers of environments, targets\)"):
-        policy.reset(3600)
 
 
 def test_weights_are_read_from_a_run(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -368,7 +368,6 @@ def test_every_option_has_a_meaning() -> None:
                 assert (field.description or "").endswith("."), name
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(
         st.sampled_from(OPTIONS), st.integers() | st.text(max_size=5) | st.floats(), max_size=3
@@ -424,7 +423,6 @@ SCALARS = (
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(
         st.text("abcdefgh_", min_size=1, max_size=6), SCALARS | st.lists(SCALARS, max_size=3)

@@ -31,7 +31,7 @@ from tests.training_support import (
     tiny_recipe,
 )
 
-pytestmark = pytest.mark.usefixtures("no_plots")
+pytestmark = pytest.mark.usefixtures("whole", "no_reports")
 
 
 @pytest.mark.parametrize("stop", [1, 5, 7, 14])

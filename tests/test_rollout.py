@@ -16,15 +16,10 @@ from tests.support import Patch, one_error
 
 
 def play(
-    policy: ActingPolicy,
-    environment_id: str,
-    seeds: Sequence[int],
-    targets: Sequence[float] | None = None,
-    *,
-    environments: int = 1,
-    processes: int = 1,
+    policy: ActingPolicy, environment_id: str, seeds: Sequence[int],
+    targets: Sequence[float] | None = None, *, environments: int = 1, processes: int = 1,
     **options: Any,
-) -> Episodes:
+) -> Episodes:  # fmt: skip
     asked = [0.0] * len(seeds) if targets is None else targets
     with Environments(environment_id, environments, processes=processes) as made:
         return play_episodes(policy, made, seeds=seeds, targets=asked, **options)
@@ -61,13 +56,9 @@ def one_by_one(
     [("Pendulum-v1", False), ("CartPole-v1", True), ("InvertedPendulum-v5", False)],
 )
 def test_batch_of_environments_gives_the_episodes_of_a_plain_loop(
-    environment_id: str,
-    discrete: bool,
-    environments: int,
-    processes: int,
-    groups_from: int,
+    environment_id: str, discrete: bool, environments: int, processes: int, groups_from: int,
     monkeypatch: Patch,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(rollout, "SLOTS_FOR_GROUPS", groups_from)
     facts = probe(environment_id)
     assert facts.discrete is discrete

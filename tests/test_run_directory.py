@@ -3,16 +3,19 @@
 import fcntl
 import os
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+import gear_offline
 import gear_offline as go
+from gear_offline.cli.main import main
 from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
 from gear_offline.runs.directory import RunDirectory
 from gear_offline.runs.loop import train_run
-from tests.support import Patch, failing_code, one_error, write_hdf5
+from tests.support import Captured, Patch, failing_code, one_error, write_hdf5
 from tests.training_support import learnt, tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("no_reports")
@@ -167,3 +170,64 @@ def test_a_run_whose_records_are_damaged_is_left_as_it_was(
     train_run(tiny_recipe(data, *longer), out=run, resume=True, quiet=True)
     assert b"damaged" not in (run / name).read_bytes()
     assert not (run / "checkpoints" / ".partial-step-00000009").exists()
+
+
+# a place that leads through a file is refused before any work, with its name -------------------
+
+
+COMMANDS = (
+    *("convert {source} {out}", "collect CartPole-v1 {out} --steps 20", "recipes cp paper {out}"),
+    *("train {recipe} --out {out}", "train {recipe} data.path={out} data.source={source}"),
+    "train {recipe} data.path={out} data.collect.environment=CartPole-v1",
+    *("sweep {recipe} --seeds 2 --out {out}", "strategies {recipe} --out {out}"),
+    "strategies {recipe} --train --out {out}",
+)
+CASES = [*product(COMMANDS, ("file", "link"), ("/x", "/x/y"))]
+CASES += [(command, "link", "") for command in COMMANDS if " --out " in command]
+
+
+@pytest.mark.parametrize(("command", "kind", "below"), CASES)
+def test_a_file_or_a_link_that_leads_nowhere_is_named(
+    command: str, kind: str, below: str, data: Path, tmp_path: Path, monkeypatch: Patch,
+    capsys: Captured,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    if kind == "file":
+        Path("file").write_text("mine")
+    else:
+        Path("link").symlink_to("nothing")
+    Path("tiny.yaml").write_text(tiny_recipe(data).to_yaml())
+    words = command.format(source=data, recipe="tiny.yaml", out=f"{kind}{below}")
+    assert main(words.split()) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error[OUTPUT_WRITE]: ")
+    assert f"{kind} is not a folder ({kind}{below}" in said and "another place" in said
+    assert sorted(os.listdir()) == [kind, "tiny.yaml"]
+    kept = Path("file").read_text() if kind == "file" else os.readlink("link")
+    assert kept == ("mine" if kind == "file" else "nothing")
+
+
+def test_an_export_says_so_too_and_asks_for_a_folder(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place, words in (("file", "file is not a folder"), ("new", "new does not exist: make it")):
+        with one_error("OUTPUT_WRITE", words):
+            gear_offline.export_hdf5(data, tmp_path / place / "x.hdf5", quiet=True)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_name_that_is_no_text_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    """As a name in Latin-1; TensorBoard would fail on it after everything is loaded."""
+    place = tmp_path / "b\udce4r"
+    assert failing_code(lambda: RunDirectory(place)) == "OUTPUT_WRITE"
+    assert not place.exists()
+
+
+@pytest.mark.parametrize("words", ["convert {data} {out}/d", "recipes cp paper {out}/mine.yaml"])
+def test_a_folder_that_may_not_be_written_is_one_error(
+    data: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured, words: str
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    assert main(words.format(data=data, out=tmp_path).split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error[OUTPUT_WRITE]: you may not write in") and said.count("\n") == 1
+    assert os.listdir(tmp_path) == []

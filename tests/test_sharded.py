@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from gear_offline.sampling import make_sampler
 from tests.image_support import image_columns
 from tests.kernels_on_cpu import gpu_gather, on_cpu
 from tests.one_process import OneProcess, global_digest, open_ranks, row_digests
-from tests.support import failing_code, make_dataset
+from tests.support import Patch, failing_code, make_dataset
 
 LENGTHS = [9, 3, 14, 1, 7, 5, 22, 2, 6, 11, 4, 8, 13, 10, 3, 6]
 BATCH = 24
@@ -99,9 +100,7 @@ def test_the_stream_is_that_of_one_process(
             assert all(loader.state_dict() == state for loader in ranks)
 
 
-def test_a_strategy_that_learns_is_one_for_all_worlds(
-    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_strategy_that_learns_is_one_for_all_worlds(dataset: Dataset, monkeypatch: Patch) -> None:
     """Losses of all ranks reach every rank; their weights are those of the slots they have."""
     options = OPTIONS | {"selection": "prioritized"}
     alone = GearLoader(dataset, **options)
@@ -131,24 +130,11 @@ def test_a_strategy_that_learns_is_one_for_all_worlds(
         loader.close()
 
 
-class Event:
-    """A CUDA event that has come as soon as it is recorded."""
-
-    def record(self, stream: Any) -> None:
-        self.recorded = True
-
-    def query(self) -> bool:
-        return self.recorded
-
-    def synchronize(self) -> None:
-        assert self.recorded
-
-
 def test_a_captured_step_reads_rows_of_other_nodes(
-    dataset: Dataset, kernels: Any, monkeypatch: pytest.MonkeyPatch
+    dataset: Dataset, kernels: Any, monkeypatch: Patch
 ) -> None:
     """Segments and rows are there before each replay, over many turns of the rings."""
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", Mock)  # which has come whenever it is asked
     alone, batches = GearLoader(dataset, **OPTIONS), list[tuple[GearLoader, StaticBatch]]()
     with on_cpu(kernels):
         for rank in open_ranks(dataset, (0, 1), "shard", **OPTIONS):
@@ -177,7 +163,7 @@ def test_a_captured_step_reads_rows_of_other_nodes(
 
 
 def test_a_broken_exchange_is_closed_and_says_nothing_more(
-    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+    dataset: Dataset, monkeypatch: Patch
 ) -> None:
     """Closing raised the error again, and left connections and threads behind."""
     rank, _ = open_ranks(dataset, (0, 1), "shard", **OPTIONS)

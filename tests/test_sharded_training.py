@@ -1,13 +1,23 @@
 """Training whose checkpoints are shards: any number of ranks goes on from them."""
 
+import errno
+import faulthandler
 import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from gear_offline.config.recipe import load_recipe
+from gear_offline.distributed.world import World, open_world
+from gear_offline.errors import GearError
 from gear_offline.runs.loop import train_run
 from gear_offline.training.checkpoint import (
     checkpoint_name,
@@ -15,6 +25,8 @@ from gear_offline.training.checkpoint import (
     newest_checkpoint,
     read_checkpoint,
 )
+from gear_offline.training.learner import Learner
+from gear_offline.training.metrics import read_records
 from gear_offline.training.policies import load_policy
 from gear_offline.training.sharded import read_whole
 from tests.ranks_support import DEEPER, launch, ranks_recipe
@@ -24,7 +36,7 @@ from tests.training_support import measured
 
 def launched(ranks: int, *arguments: str) -> str:
     """Run the child with so many ranks; return what they said."""
-    done = launch(ranks, "-m", "tests.sharded_child", *arguments, timeout=240)
+    done = launch(ranks, "-m", "tests.test_sharded_training", *arguments, timeout=240)
     assert "acts like the whole model" in done.stdout
     return done.stderr
 
@@ -94,3 +106,143 @@ def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
     said_here: list[str] = []
     found_newest = newest_checkpoint(run / "checkpoints", said_here.append)
     assert found_newest is not None and found_newest.state.step == 12 and not said_here
+
+
+# the ranks, two of them first and then three --------------------------------------------------
+
+
+# what FSDP2 collects weights with; older torch does not have the first
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+REDUCE = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
+SECOND_SHARD = "sharded/shard-00002-model-00001-of-00001.safetensors"
+FSDP = ("train.parallel=fsdp", "train.accumulate=2", "train.recompute=true")
+
+
+def train(recipe: str, out: Path, *options: str) -> None:
+    """Train sharded; compare the copy that acts with the last checkpoint.
+
+    Weights are collected of two blocks and of what is around them: once a step, or for each of two
+    micro-batches, the blocks' again for its backward pass.
+    """
+
+    made: list[Learner] = []
+    calls: Counter[str] = Counter()
+    close = Learner.close
+
+    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*arguments: Any, **named: Any) -> Any:
+            calls[name] += 1
+            return call(*arguments, **named)
+
+        return count
+
+    def remember(self: Learner) -> None:
+        made.append(self)
+        self.prepare_policy()
+        close(self)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Learner, "close", remember)
+        patched.setattr(Learner, "advance", counted("step", Learner.advance))
+        patched.setattr(dist, GATHER, counted("gather", getattr(dist, GATHER)))
+        train_run(load_recipe(recipe, [*FSDP, *options]), out=out, resume=True)
+    (learner,) = made
+    assert learner.parallel.sharded
+    assert learner.parallel.reshard == ("train.reshard=off" not in options)
+    a_step = 2 * (3 + 2) if learner.parallel.reshard else 3
+    assert calls["step"] and calls["gather"] == calls["step"] * a_step, calls
+    dist.barrier()  # the first rank returns when everything is on the disk
+    if learner.world.is_first:
+        saved = load_file(list_checkpoints(out / "checkpoints")[-1][1] / "model.safetensors")
+        acting = learner.acting.model.state_dict()
+        assert acting.keys() == saved.keys()
+        assert all(torch.equal(acting[name].cpu(), tensor) for name, tensor in saved.items())
+        print("acts like the whole model")
+
+
+def two(world: World, recipe: str, out: Path) -> None:
+    """Go on from whole tensors to step 8; damage its shards, and go on from step 6 to it again.
+
+    The first time weights stay from pass to pass, the second time they do not: the same bits.
+    """
+    options = ("train.steps=8", "train.checkpoint_every=2")
+    train(recipe, out, *options, "train.reshard=off")
+    losses = [record["loss"] for record in read_records(out / "metrics.jsonl")]
+    last, before = out / "checkpoints" / checkpoint_name(8), out.with_name("before")
+    if world.is_first:
+        shutil.copytree(last, before)
+        shutil.copytree(last, last.with_name(f".partial-{checkpoint_name(10)}-dead"))
+        shard = last / SECOND_SHARD
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+    dist.barrier()
+    train(recipe, out, *options)
+    for name in ("training.safetensors", "model.safetensors", SECOND_SHARD):
+        same = [(folder / name).read_bytes() for folder in (last, before)]
+        assert same[0] == same[1], f"{name} after a resume of as many ranks"
+    found = [record["loss"] for record in read_records(out / "metrics.jsonl")]
+    assert found == losses and len(losses) == 4, "losses of weights that stay, or do not"
+    in_half(recipe, out.with_name("half"))
+
+
+def in_half(recipe: str, out: Path) -> None:
+    """Products in bfloat16, gradients added up in float32 or bfloat16: nearly the same losses."""
+    added: list[torch.dtype] = []
+    reduce = getattr(dist, REDUCE)
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        tensor: torch.Tensor = named["input"] if "input" in named else arguments[1]
+        added.append(tensor.dtype)
+        return reduce(*arguments, **named)
+
+    losses = []
+    for weights, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        added.clear()
+        options = [f"train.weights={weights}", "train.precision=bf16", "train.steps=4"]
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(dist, REDUCE, noted)
+            train_run(load_recipe(recipe, ["train.parallel=fsdp", *options]), out=out / weights)
+        assert set(added) == {dtype}, added
+        losses.append([row["loss"] for row in read_records(out / weights / "metrics.jsonl")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2) and losses[0] != losses[1]
+
+
+def three(world: World, recipe: str, out: Path) -> None:
+    """Go on from two ranks' shards; refuse folders that one rank cannot write into, or is full."""
+    train(recipe, out, "train.steps=10")
+    train(recipe, out, "train.steps=12")
+    few, place = load_recipe(recipe, [*FSDP, "train.steps=2"]), out.with_name("full")
+    with pytest.MonkeyPatch.context() as patched:
+        if world.rank == 2:
+            patched.setattr("gear_offline.training.sharded.os.access", lambda *_: False)
+        with one_error("OUTPUT_WRITE", "rank 2 does not see it"):
+            train_run(few, out=out.with_name("unseen"), quiet=True)
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patched:
+        if world.rank == 2:
+            patched.setattr("gear_offline.training.sharded.write_tensors", refuse)
+        with pytest.raises(GearError) as caught:
+            train_run(few, out=place, quiet=True)
+    assert caught.value.code == ("OUTPUT_WRITE" if world.rank == 2 else "RANK_FAILED")
+    assert world.rank == 2 or "rank 2 could not save its shard: no space left" in str(caught.value)
+    dist.barrier()
+    assert not list((place / "checkpoints").iterdir()), "nothing half written stays"
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def main(recipe: str, out: str) -> None:
+    """Be a rank; each launch does all that needs its number, since starting them takes longest."""
+    with open_world(torch.device("cpu")) as world, pytest.MonkeyPatch.context() as patched:
+        patched.setattr("gear_offline.runs.loop.open_world", lambda *_, **__: nullcontext(world))
+        (two if world.size == 2 else three)(world, recipe, Path(out))
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(200, exit=True)  # shows where a rank hangs
+    main(*sys.argv[1:])

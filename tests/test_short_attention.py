@@ -6,6 +6,8 @@ so that everything around them runs: the operators, their shapes and gradients, 
 
 # mypy: disable-error-code="no-untyped-call"
 import math
+from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from gear_offline.kernels import short_attention
 from gear_offline.kernels.short_attention import (
     kept_weights,
     packed_attention,
@@ -21,7 +24,6 @@ from gear_offline.kernels.short_attention import (
     philox4x32,
 )
 from gear_offline.models import blocks
-from tests.attention_support import stand_in
 from tests.model_support import make
 
 DROPOUT, SCALE = 0.1, 0.3
@@ -39,8 +41,18 @@ def test_kept_weights_are_those_of_the_definition() -> None:
         window, head, query, key = place.tolist()
         seed = int(SEEDS[window // 2]) % 2**64
         counter = (query * 32 + key // 4, window % 2, head, 0)
-        word = int(philox4x32(counter, seed)[key % 4])  # which test_philox.py holds to Random123
+        word = int(philox4x32(counter, seed)[key % 4])
         assert bool(found[window, head, query, key]) == (word >= 0.4 * 2**32)
+
+
+def test_words_of_dropout() -> None:
+    """Random123's kat_vectors for philox4x32 with 7 rounds."""
+    words = philox4x32(([0] * 3, 0, 0, 0), 0)
+    assert [[f"{int(w):08x}" for w in word] for word in words] == [
+        [hexadecimal] * 3 for hexadecimal in ("5f6fb709", "0d893f64", "4f121f81", "4f730a48")
+    ]
+    ones = philox4x32((2**32 - 1,) * 4, 2**64 - 1)
+    assert [f"{int(word):08x}" for word in ones] == ["5207ddc2", "45165e59", "4d8ee751", "8c52f662"]
 
 
 def correlation(one: Tensor, other: Tensor) -> float:
@@ -62,6 +74,67 @@ def test_draws_are_independent() -> None:
         for other in range(one):
             assert correlation(groups[one], groups[other]) < 4.5, f"seeds {one} and {other}"
     assert correlation(found, found) > 100  # the measure sees what is there
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put plain torch in the place of the kernels, launched as they are."""
+    launched: Any = {"_forward": forward, "_backward": backward}
+    for name in launched:  # on any grid
+        kernel: Any = defaultdict(partial(launched.get, name))
+        monkeypatch.setattr(short_attention, name, kernel, raising=False)
+
+
+def mask_of(qkv: Tensor, heads: int, seeds: Tensor | None, of_group: int, dropped: int) -> Tensor:
+    windows, tokens, _ = qkv.shape
+    if not dropped:
+        return torch.ones(windows, heads, tokens, tokens, dtype=torch.bool)
+    assert seeds is not None and of_group * len(seeds) == windows and seeds.is_contiguous()
+    return kept_weights(seeds, dropped / 2**32, windows=windows, heads=heads, tokens=tokens)
+
+
+def with_bias(qkv: Tensor, bias: Tensor | None, of_group: int, biased: bool) -> Tensor:
+    assert biased == (bias is not None)
+    if bias is None:
+        return qkv
+    assert of_group * len(bias) == len(qkv)
+    group = torch.arange(len(qkv)) // of_group
+    return (qkv + bias[group][:, None]).to(qkv.dtype)
+
+
+def forward(
+    qkv: Tensor, mixed: Tensor, tokens: int, heads: int, scale2: float, seeds: Tensor | None,
+    of_group: int, factor: float, bias: Tensor | None, dropped: int, biased: bool, head: int,
+    block: int, num_warps: int,
+) -> None:  # fmt: skip
+    assert (tokens, 3 * heads * head) == qkv.shape[1:] and block >= tokens
+    mask = mask_of(qkv, heads, seeds, of_group, dropped)
+    scale = scale2 / short_attention.LOG2_E
+    whole = with_bias(qkv, bias, of_group, biased)
+    mixed.copy_(packed_attention_reference(whole, heads, scale, mask, 1 - 1 / factor))
+
+
+def backward(
+    qkv: Tensor, gradient: Tensor, found: Tensor, tokens: int, heads: int, scale: float,
+    seeds: Tensor | None, of_group: int, factor: float, bias: Tensor | None, sums: Tensor | None,
+    dropped: int, biased: bool, head: int, block: int, num_warps: int,
+) -> None:  # fmt: skip
+    precise = torch.promote_types(qkv.dtype, torch.float32)
+    whole = with_bias(qkv, bias, of_group, biased).to(precise)
+    parts = whole.view(-1, tokens, 3, heads, head).permute(2, 0, 3, 1, 4)
+    query, key, value = parts.unbind()
+    above = gradient.to(precise).view(-1, tokens, heads, head).transpose(1, 2)
+    past = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    weights = (query @ key.mT * scale).masked_fill(~past, float("-inf")).softmax(-1)
+    share = mask_of(qkv, heads, seeds, of_group, dropped) * factor
+    of_weights = above @ value.mT * share
+    mean = (weights * of_weights).sum(-1, keepdim=True)
+    of_scores = weights * (of_weights - mean) * scale
+    all_three = torch.stack([of_scores @ key, of_scores.mT @ query, (weights * share).mT @ above])
+    packed = all_three.permute(1, 3, 0, 2, 4).reshape(qkv.shape)
+    found.copy_(packed)
+    assert biased == (sums is not None)
+    if sums is not None:
+        sums.copy_(packed.sum(1))
 
 
 @pytest.fixture

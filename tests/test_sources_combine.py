@@ -23,7 +23,6 @@ from gear_offline.sources import (
     open_source,
     pick_episodes,
 )
-from gear_offline.sources.combine import with_columns
 from tests.hdf5_files import table, write
 from tests.support import ArraySource, hopper_columns, iter_episodes
 
@@ -158,16 +157,6 @@ def test_what_d4rls_get_dataset_returns_is_a_source(tmp_path: Path) -> None:
     assert code(from_arrays, only) == ("SOURCE_LAYOUT", "there are no columns ()")
 
 
-def test_episodes_in_memory_become_a_dataset(tmp_path: Path) -> None:
-    parts = [episode(n, seed=n, terminated=n % 2 == 0) for n in (4, 5, 6)]
-    source = from_episodes(parts, name="mine", environment="Hopper-v5", attributes={"a": 1})
-    convert(source, tmp_path / "d", quiet=True)
-    dataset = open_dataset(tmp_path / "d")
-    assert dataset.environment_id == "Hopper-v5" and dataset.reference_scores is not None
-    assert dataset.manifest.source.uri == "mine" and dataset.manifest.source.digest is None
-    assert code(convert, parts, tmp_path / "e")[0] == "SOURCE_READ"
-
-
 def test_flags_in_memory_are_true_or_false() -> None:
     for flag in (np.nan, np.array([0, np.nan, 1, 0]), np.zeros((4, 2), bool)):
         assert code(from_episodes, [episode(4, terminated=flag)])[0] == "SOURCE_LAYOUT"
@@ -281,6 +270,8 @@ def test_datasets_of_a_file_get_other_names(tmp_path: Path) -> None:
         assert code(convert, file, tmp_path / "e", columns=bad)[0] in ("COLUMN", "USAGE")
     for both, said in [
         ("act+obs/cam", "obs/cam is uint8 (2, 2) a step"),
+        ("obs/cam+act", "obs/cam is uint8 (2, 2) a step"),
+        ("r+end", "end is bool () a step"),
         ("act+obs", "obs is a group of 2 columns (column observations)"),
     ]:
         given = [f"observations={both}", "actions=act", "rewards=r", "dones=end"]
@@ -318,19 +309,6 @@ def test_columns_are_put_together(tmp_path: Path, kind: str) -> None:
     assert dataset.terminated.all()
     batch = GearLoader(dataset, batch_size=2, context_length=3, device="cpu").batch_at(0)
     assert batch.states.shape == (2, 3, 6)
-
-
-def test_the_part_that_does_not_fit_is_named() -> None:
-    rows = {"actions": np.zeros((3, 1)), "rewards": np.zeros(3), "dones": np.arange(3) == 2}
-    parts: dict[str, Any] = {"image": np.zeros((3, 7, 7, 3), np.uint8)}
-    parts |= {"direction": np.zeros(3, np.int64), "speed": np.zeros(3)}
-    source = from_arrays(rows | parts)
-    for asked, said in {
-        "image + direction": "image is uint8 (7, 7, 3) a step",
-        "direction + image": "image is uint8 (7, 7, 3) a step",
-        "speed + direction": "direction is int64 () a step",
-    }.items():
-        assert said in code(with_columns, source, {"observations": asked})[1]
 
 
 def test_names_that_no_column_may_have_are_mapped() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.sources import Source, d4rl, open_source
 from tests.hdf5_files import Columns, assert_same, naive_episodes, table, write
-from tests.support import one_error
+from tests.support import Patch, one_error
 
 Flags = npt.NDArray[np.bool_]
 
@@ -188,9 +188,7 @@ def test_rule_can_be_given(tmp_path: Path, flags: tuple[Flags, Flags], limit: in
             assert_same(source, columns, naive_episodes(columns, ends))
 
 
-def test_name_finds_the_file_in_d4rls_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_name_finds_the_file_in_d4rls_cache(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("D4RL_DATASET_DIR", str(tmp_path))
     write(tmp_path / "hopper_mixed.hdf5", flagged(np.zeros(5, bool), None))
     with open_source("d4rl:hopper-medium-replay-v0") as source:
@@ -202,7 +200,7 @@ def test_name_finds_the_file_in_d4rls_cache(
     assert "hopper-medium-v2" in caught.value.remedy
 
 
-def test_download_and_its_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_and_its_failure(tmp_path: Path, monkeypatch: Patch) -> None:
     served, cache = tmp_path / "served", tmp_path / "cache"
     (served / "gym_mujoco_v2").mkdir(parents=True)
     columns = flagged(np.zeros(5, bool), np.zeros(5, bool))

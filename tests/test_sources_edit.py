@@ -105,13 +105,7 @@ def test_edits_of_a_command_are_recorded(tmp_path: Path) -> None:
     options = ["--where", "return > -9 and length > 3", "--rename", "level=stage", "-q"]
     options += ["--map", f"{tmp_path / 'relabel.py'}:relabelled"]
     assert main(["convert", str(source), str(tmp_path / "1"), *options]) == 0
-    dataset = open_dataset(tmp_path / "1")
-    wanted = [e | relabelled(e) for e in episodes if len(e["rewards"]) > 3]
-    for found, made in zip(dataset, wanted, strict=True):
-        assert all(
-            found["stage" if n == "level" else n].tobytes() == made[n].tobytes() for n in made
-        )
-    edits = dataset.manifest.source.attributes["edits"]
+    edits = open_dataset(tmp_path / "1").manifest.source.attributes["edits"]
     assert edits[1].startswith("map relabel.py:relabelled, xxh3-128:") and "7 of 9 epi" in edits[2]
     manifest = convert(tmp_path / "1", tmp_path / "again", where="length > 8", quiet=True)
     assert manifest.source.attributes["edits"] == [*edits, "where length > 8: 1 of 7 episodes"]

@@ -83,11 +83,7 @@ def test_places_and_columns_that_not_all_have(root: Path, data_format: str) -> N
 def test_dict_and_tuple_spaces_become_columns(data_format: str) -> None:
     rng = np.random.default_rng(0)
     observation_space = spaces.Dict(
-        {
-            "state": BOX,
-            "goal": spaces.Dict({"a pan": spaces.Discrete(5)}),
-            "text": spaces.Text(8),
-        }
+        {"state": BOX, "goal": spaces.Dict({"a pan": spaces.Discrete(5)}), "text": spaces.Text(8)}
     )
     action_space = spaces.Tuple((PUSH, spaces.MultiDiscrete([3, 4])))
     made = [

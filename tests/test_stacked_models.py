@@ -17,7 +17,7 @@ from gear_offline.models.decision_transformer import (
     trainable_parameters,
 )
 from gear_offline.models.stacked import StackedModels
-from tests.attention_support import stand_in
+from tests.test_short_attention import stand_in
 
 STEPS, STATES, ACTIONS, LONGEST = 5, 6, 2, 20
 

@@ -45,13 +45,6 @@ def test_another_user_cannot_reach_a_shared_table() -> None:
     assert lines[2].startswith("MEMORY") and "Permission denied" in lines[2]
 
 
-def test_two_jobs_of_one_user_have_tables_of_their_own() -> None:
-    """Blocks have no names that could clash: both jobs ask for the same one."""
-    first, second = (SharedMemory.create(1 << 16) for _ in range(2))
-    assert first.handle().inode != second.handle().inode
-    assert not [entry for entry in os.listdir("/dev/shm") if "gear" in entry]
-
-
 def test_a_file_cut_short_under_a_reader(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, [500, 500])
     rows = dataset.stream(0, "observations", chunk_bytes=64)

@@ -1,17 +1,22 @@
 """Placement on a GPU: host memory that several tables pin, and errors that leave no trace."""
 
+import os
+import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from gear_offline.distributed.world import open_world, rank_device
+from gear_offline.loaders.loader import GearLoader
 from gear_offline.tables.device import DeviceMemory
 from gear_offline.tables.placement import HOST, PlacedTable, place_table
 from gear_offline.tables.shared import share_table
 from gear_offline.tables.table import Table, TableOptions
-from tests.gpu_support import ON_GPU, ON_TWO_GPUS
+from tests.gpu_support import ON_GPU, ON_TWO_GPUS, same, take
 from tests.placement_support import make_table
 from tests.ranks_support import launch
 from tests.support import failing_code, make_dataset
@@ -77,5 +82,41 @@ def test_errors_leave_torch_usable() -> None:
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=ON_TWO_GPUS) for n in ("gpus", "nodes")])
 def test_ranks_get_the_batches_of_a_cpu_from_every_memory(tmp_path: Path, ranks: str) -> None:
     data = make_dataset(tmp_path, [30, 7, 44, 12, 5, 61], shard_bytes=3000).path
-    done = launch(2, "-m", "tests.placement_child", str(data), ranks, timeout=150)
-    assert int(done.stdout.split()[-2]) >= 40 * 3 * 2 * 6, "tensors were compared"
+    done = launch(2, "-m", "tests.test_tables_gpu", str(data), ranks, timeout=150)
+    assert int(done.stdout.split()[-2]) >= 40 * 3 * 2, "batches were compared"
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"context_length": 6},
+    {"context_length": 9, "padding": "left", "selection": "shuffled_epochs"},
+    {"context_length": 5, "normalize_states": True, "extra_columns": ["terminals"]},
+)
+
+
+def main(path: str, ranks: str) -> None:
+    """One of several ranks: from every memory it gets its share of the CPU's batches.
+
+    With "nodes" each rank poses as a node that holds a part of the rows.
+    """
+    if ranks == "nodes":
+        os.environ["GROUP_RANK"] = os.environ["RANK"]
+    places = ("hbm", "host") if ranks == "nodes" else ("hbm", "peer", "host")
+    device, compared = rank_device("cuda"), 0
+    with open_world(device, timeout=60) as world:
+        for options, place in product(OPTIONS, places):
+            options |= {"batch_size": 32 * world.size, "seed": 7}
+            cpu = GearLoader(path, device="cpu", world=None, **options)
+            rows: dict[str, Any] = {"sharding": "shard" if ranks == "nodes" else "replicate"}
+            with GearLoader(
+                path, device=device, placement=place, world=world, **rows, **options
+            ) as gpu:
+                for step in range(40):
+                    same(next(gpu), take(cpu.batch_at(step), gpu.slots_at(step)))
+                    compared += 1
+        world.gather(None)
+        if world.is_first:
+            print(f"{compared} batches")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -28,7 +28,7 @@ NAMES = ["tensorboard", "trackio", "wandb"]
 LEARNT = ("loss", "gradient_norm", "learning_rate")
 Shown = dict[str, list[tuple[int, float]]]
 
-pytestmark = pytest.mark.usefixtures("no_plots")
+pytestmark = pytest.mark.usefixtures("whole", "no_reports")
 each_tracker = pytest.mark.parametrize("name", NAMES)
 
 

@@ -32,7 +32,7 @@ from tests.training_support import (
     tiny_recipe,
 )
 
-pytestmark = pytest.mark.usefixtures("no_plots")
+pytestmark = pytest.mark.usefixtures("whole", "no_reports")
 
 
 def test_a_run_directory_holds_what_is_promised(whole: Path, data: Path) -> None:
@@ -55,6 +55,8 @@ def test_a_run_directory_holds_what_is_promised(whole: Path, data: Path) -> None
         assert 0.0 <= record["data_wait_share"] <= 1.0
         assert record["step_seconds"] > 0.0
         assert record["samples_per_second"] == pytest.approx(4 / record["step_seconds"])
+        assert record["tflops"] > 0 and "mfu" not in record, "no peak is known of a CPU"
+    assert summary["throughput"]["tflops"] > 0 and summary["throughput"]["mfu"] is None
 
 
 def test_a_report_that_fails_leaves_the_run_complete(
@@ -117,6 +119,15 @@ def test_the_loop_matches_a_plain_one(data: Path, tmp_path: Path) -> None:
     for name, value in model.state_dict().items():
         if not name.startswith(("predict_state.", "predict_return.", "encoder.wte.")):
             torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_strategy_that_learns_hears_of_every_batch(data: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(data, "selection.strategy=prioritized", "evaluate.episodes=0")
+    run = train_run(recipe, out=tmp_path / "run", quiet=True)
+    saved = read_checkpoint(list_checkpoints(run / "checkpoints")[-1][1])
+    assert saved.state.loader["selection_updates"] == 20
+    (masses,) = (tensor for name, tensor in saved.tensors().items() if name.endswith("masses"))
+    assert len(set(masses.tolist())) > 3, "and they are unlike"
 
 
 # ---- what cannot be trained

@@ -90,11 +90,8 @@ def test_an_idle_rank_reads_nothing(dataset: Dataset, options: dict[str, Any]) -
     idle.load_state_dict({**whole.state_dict(), "step": 40})
     assert idle.step == 40 and len(idle.slots_at(40)) == 0
     idle.close()
-
-
-def test_shares_are_those_of_data_ranks(dataset: Dataset) -> None:
     with one_error("LOADER_OPTION"):  # as on the ranks that read
-        GearLoader(dataset, batch_size=13, world=IDLE, device="cpu")
+        GearLoader(dataset, world=IDLE, **settings | {"batch_size": 13})
 
 
 @pytest.mark.parametrize(
@@ -110,12 +107,9 @@ def test_shares_are_those_of_data_ranks(dataset: Dataset) -> None:
     ],
 )  # fmt: skip
 def test_the_first_rank_of_each_group_feeds(
-    names: tuple[str, ...],
-    shape: tuple[int, ...],
-    dims: Any,
-    expected: list[tuple[int, int]],
+    names: tuple[str, ...], shape: tuple[int, ...], dims: Any, expected: list[tuple[int, int]],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     from torch.distributed.device_mesh import DeviceMesh
 
     asked: list[list[int]] = []

@@ -12,8 +12,10 @@ import numpy.typing as npt
 import torch
 
 from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.convert.conversion import convert
 from gear_offline.errors import GearError
 from gear_offline.evaluation.jobs import play_job
+from gear_offline.sources import from_episodes
 from gear_offline.training.checkpoint import checkpoint_name, list_checkpoints
 from gear_offline.training.metrics import read_records
 from gear_offline.workers import Caller
@@ -105,6 +107,16 @@ def tiny_data(folder: Path, lengths: Sequence[int] = EPISODE_LENGTHS) -> Path:
     return make_dataset(
         folder, lengths, state_dim=STATE_DIM, action_dim=ACTION_DIM, environment_id=ENVIRONMENT
     ).path
+
+
+def played_data(folder: Path) -> Path:
+    """Make three episodes of the tiny environment, which other processes can make, too."""
+    register_importable()
+    shapes = {"observations": (STATE_DIM,), "actions": (ACTION_DIM,), "rewards": ()}
+    columns = {name: np.ones((6, *shape), np.float32) for name, shape in shapes.items()}
+    source = from_episodes([columns | {"truncated": True}] * 3, environment=ENVIRONMENT)
+    convert(source, folder, quiet=True)
+    return folder
 
 
 TINY = """
