@@ -266,6 +266,7 @@ class HeldDirectory(Closing):
             self._home.mkdir(parents=True, exist_ok=True)
             self._lock = self._take()
         except OSError as error:
+            self._remove_made()
             raise unusable(path, f"cannot make the directory: {error.strerror}") from error
         if self._lock < 0:
             raise taken
@@ -288,7 +289,12 @@ class HeldDirectory(Closing):
             with suppress(OSError):
                 if os.listdir(self._home) == [LOCK]:
                     os.unlink(self._home / LOCK)  # while it is held: who waits for it finds it gone
-                    for place in self._made:
-                        place.rmdir()
+                    self._remove_made()
             os.close(self._lock)
             self._lock = -1
+
+    def _remove_made(self) -> None:
+        """Remove the directories that were made, as far as they are empty."""
+        for place in self._made:
+            with suppress(OSError):
+                place.rmdir()
