@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,14 +21,16 @@ from gear_offline.core.system import versions
 from gear_offline.core.text import count_text
 from gear_offline.dataset.scores import ReferenceScores, known_scores, reference_scores
 from gear_offline.errors import InputError
-from gear_offline.evaluation.environments import EnvironmentFacts
+from gear_offline.evaluation.environments import EnvironmentFacts, Known, known_of, probe
 from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_episodes
+from gear_offline.models.multitask import ModelTask
+from gear_offline.models.policy import Policy
 from gear_offline.progress import Progress
+from gear_offline.training.model import ModelSizes, sizes_of
+from gear_offline.training.policies import TrainedModel, find_trained
 from gear_offline.training.records import EvaluationReport, TargetResult, TaskResult
-
-if TYPE_CHECKING:
-    from gear_offline.models.multitask import ModelTask  # these import torch
-    from gear_offline.training.model import ModelSizes
+from gear_offline.training.seeding import torch_threads
+from gear_offline.workers import Caller, RayPool
 
 FOREIGN = "the environment is not the one that D4RL measured, so the score is indicative only"
 
@@ -56,112 +59,6 @@ class EvaluationTask:
                 raise InputError("USAGE", f"{name} is {value}", f"evaluate.{name}", remedy)
 
 
-def evaluate_tasks(
-    policy_of: Callable[[EvaluationTask], ActingPolicy],
-    tasks: Sequence[EvaluationTask],
-    *,
-    processes: int | None = None,
-    quiet: bool = True,
-) -> EvaluationReport:
-    """Play tasks one after the other; `policy_of` gives the batched policy of each.
-
-    It is given up to ``environments * len(targets)`` slots.  `processes` step environments, by
-    default as many as pay off; the results do not depend on it.
-    """
-    for task in tasks:
-        task.check()
-    scores = [resolve_reference(task.environment, task.reference) for task in tasks]
-    started = time.perf_counter()
-    results = {}
-    for task, reference in zip(tasks, scores, strict=True):
-        count = len(task.targets)
-        total, slots = task.episodes * count, min(task.environments, task.episodes) * count
-        with (
-            Environments(
-                task.environment, slots, episodes=total, processes=processes, goals=task.goals
-            ) as environments,
-            Progress(
-                f"evaluate {task.environment}", total=total, unit="episodes", quiet=quiet
-            ) as progress,
-        ):
-            played = play_episodes(
-                policy_of(task),
-                environments,
-                seeds=[task.seed + e for e in range(task.episodes) for _ in range(count)],
-                targets=task.targets * task.episodes,
-                keep_actions=count,
-                on_episode=progress.advance,
-            )
-        targets = [
-            TargetResult(
-                target=target,
-                returns=tuple(played.returns[index::count].tolist()),
-                lengths=tuple(played.lengths[index::count].tolist()),
-                terminated=tuple(played.terminated[index::count].tolist()),
-                actions=played.actions[index],
-            )
-            for index, target in enumerate(task.targets)
-        ]
-        worst, best = task.data_returns or (None, None)
-        asked = TaskResult(
-            environment=task.environment,
-            reference=reference,
-            data_worst=worst,
-            data_best=best,
-            seed=task.seed,
-            environments=task.environments,
-            goals=task.goals,
-        )
-        results[task.name] = asked.with_targets(targets)
-    known = versions("gymnasium", "mujoco", "torch", "numpy")
-    return _report(results, versions=known, seconds=time.perf_counter() - started)
-
-
-def _report(results: Mapping[str, TaskResult], *, seconds: float, **facts: Any) -> EvaluationReport:
-    """Return the report of tasks by name, where a policy of one has none, and of other `facts`."""
-    facts["seconds"] = round(seconds, 3)
-    if "" in results:
-        known = {name: getattr(results[""], name) for name in TaskResult.model_fields}
-        return EvaluationReport(**known, **facts)
-    scores = [task.normalized_score for task in results.values()]
-    scored = [score for score in scores if score is not None]
-    returns = [task.mean_return for task in results.values()]
-    return EvaluationReport(
-        targets=(),
-        named=dict(results),
-        mean_return=returns[0] if len(returns) == 1 else None,
-        normalized_score=sum(scored) / len(scored) if len(scored) == len(scores) else None,
-        **facts,
-    )
-
-
-def sets_of(task: EvaluationTask) -> Iterator[EvaluationTask]:
-    """Yield the episodes of a task in sets that its environments play at once."""
-    task.check()
-    for first in range(0, task.episodes, task.environments):
-        count = min(task.environments, task.episodes - first)
-        yield replace(task, seed=task.seed + first, episodes=count)
-
-
-def joined(reports: Sequence[EvaluationReport], *, seconds: float) -> EvaluationReport:
-    """Return one report of those of `sets_of` tasks."""
-    sets = dict[str, list[TaskResult]]()
-    for report in reports:
-        sets.setdefault(next(iter(report.named), ""), []).append(report.tasks[0])
-    results = {}
-    for name, parts in sets.items():
-        targets = []
-        for same in zip(*(part.targets for part in parts), strict=True):
-            episodes = {
-                key: tuple(chain.from_iterable(getattr(one, key) for one in same))
-                for key in ("returns", "lengths", "terminated")
-            }
-            targets.append(same[0].model_copy(update=episodes))
-        results[name] = parts[0].with_targets(targets)
-    facts = reports[0].model_dump(include={"run", "step", "device", "versions"})
-    return _report(results, **facts, seconds=seconds)
-
-
 def tasks_of(recipe: Recipe, model_tasks: Sequence[ModelTask] = ()) -> tuple[EvaluationTask, ...]:
     """Return what a resolved recipe evaluates in; none where no environment is known.
 
@@ -184,6 +81,110 @@ def tasks_of(recipe: Recipe, model_tasks: Sequence[ModelTask] = ()) -> tuple[Eva
         )
         for name, section in sections.items()
         if section.environment is not None
+    )
+
+
+def play_tasks(
+    trained: TrainedModel,
+    tasks: Sequence[EvaluationTask],
+    device: str,
+    *,
+    processes: int | None = None,
+    quiet: bool = True,
+) -> EvaluationReport:
+    """Play tasks with a trained policy; options are those of `evaluate_tasks`."""
+
+    def policy_of(task: EvaluationTask) -> Policy:
+        policy = trained.policy(task.name or None, device)
+        check_sizes(probe(task.environment), sizes_of(policy.model), whose="the model")
+        return policy
+
+    report = evaluate_tasks(policy_of, tasks, processes=processes, quiet=quiet)
+    facts = {"run": trained.facts.name, "step": trained.facts.step, "device": device}
+    return report.model_copy(update=facts)
+
+
+def evaluate_tasks(
+    policy_of: Callable[[EvaluationTask], ActingPolicy],
+    tasks: Sequence[EvaluationTask],
+    *,
+    processes: int | None = None,
+    quiet: bool = True,
+) -> EvaluationReport:
+    """Play tasks one after the other; `policy_of` gives the batched policy of each.
+
+    It is given up to ``environments * len(targets)`` slots.  `processes` step environments, by
+    default as many as pay off; the results do not depend on it.
+    """
+    for task in tasks:
+        task.check()
+    scores = [resolve_reference(task.environment, task.reference) for task in tasks]
+    began, results = time.perf_counter(), {}
+    for task, reference in zip(tasks, scores, strict=True):
+        worst, best = task.data_returns or (None, None)
+        asked = TaskResult(
+            environment=task.environment,
+            reference=reference,
+            data_worst=worst,
+            data_best=best,
+            seed=task.seed,
+            environments=task.environments,
+            goals=task.goals,
+        )
+        results[task.name] = asked.with_targets(_play(policy_of, task, processes, quiet))
+    known = versions("gymnasium", "mujoco", "torch", "numpy")
+    return _report(results, versions=known, seconds=time.perf_counter() - began)
+
+
+def _play(
+    policy_of: Callable[[EvaluationTask], ActingPolicy],
+    task: EvaluationTask,
+    processes: int | None,
+    quiet: bool,
+) -> list[TargetResult]:
+    """Play the episodes of all targets, those of one episode number side by side."""
+    name, count = task.environment, len(task.targets)
+    total, slots = task.episodes * count, min(task.environments, task.episodes) * count
+    options: dict[str, Any] = {"processes": processes, "goals": task.goals}
+    with (
+        Environments(name, slots, episodes=total, **options) as environments,
+        Progress(f"evaluate {name}", total=total, unit="episodes", quiet=quiet) as progress,
+    ):
+        played = play_episodes(
+            policy_of(task),
+            environments,
+            seeds=[task.seed + e for e in range(task.episodes) for _ in range(count)],
+            targets=task.targets * task.episodes,
+            keep_actions=count,
+            on_episode=progress.advance,
+        )
+    return [
+        TargetResult(
+            target=target,
+            returns=tuple(played.returns[index::count].tolist()),
+            lengths=tuple(played.lengths[index::count].tolist()),
+            terminated=tuple(played.terminated[index::count].tolist()),
+            actions=played.actions[index],
+        )
+        for index, target in enumerate(task.targets)
+    ]
+
+
+def _report(results: Mapping[str, TaskResult], *, seconds: float, **facts: Any) -> EvaluationReport:
+    """Return the report of tasks by name, where a policy of one has none, and of other `facts`."""
+    facts["seconds"] = round(seconds, 3)
+    if "" in results:
+        known = {name: getattr(results[""], name) for name in TaskResult.model_fields}
+        return EvaluationReport(**known, **facts)
+    scores = [task.normalized_score for task in results.values()]
+    scored = [score for score in scores if score is not None]
+    returns = [task.mean_return for task in results.values()]
+    return EvaluationReport(
+        targets=(),
+        named=dict(results),
+        mean_return=returns[0] if len(returns) == 1 else None,
+        normalized_score=sum(scored) / len(scored) if len(scored) == len(scores) else None,
+        **facts,
     )
 
 
@@ -238,3 +239,80 @@ def asked_returns(targets: Sequence[float] | float) -> tuple[float, ...]:
     except (TypeError, ValueError) as error:
         what, remedy = f"target returns {targets!r}: {error}", "write them like 3600,1800"
         raise InputError("USAGE", what, where="evaluate.targets", remedy=remedy) from error
+
+
+# elsewhere: in a worker process, in sets on a Ray cluster ------------------------------------
+
+
+def known_to(tasks: Sequence[EvaluationTask]) -> list[Known]:
+    """Return what another process has to learn before it can play `tasks`."""
+    return [known_of(task.environment) or Known() for task in tasks]
+
+
+def play_job(
+    caller: Caller,
+    environments: Sequence[Known],
+    run: Path,
+    checkpoint: int | None,
+    tasks: Sequence[EvaluationTask],
+    device: str,
+    threads: int | None,
+) -> EvaluationReport:
+    """Read a model as `find_trained` does and play it: a job, with `threads` of torch."""
+    for known in environments:
+        known.learn()
+    with torch_threads(threads):
+        return play_tasks(find_trained(run, checkpoint), tasks, device, processes=1)
+
+
+def play_sets(
+    pool: RayPool,
+    run: Path,
+    trained: TrainedModel,
+    tasks: Sequence[EvaluationTask],
+    device: str,
+    *,
+    quiet: bool = True,
+) -> EvaluationReport:
+    """Play sets of episodes as jobs of a pool, and put them together."""
+    began, device = time.perf_counter(), pool.device(device)
+    pool.share(pool.gpus if device == "cuda" else pool.cpus, device=device)
+    pool.check(run)
+    step = trained.facts.step if (run / "checkpoints").is_dir() else None  # a newer one may come
+    threads = trained.recipe.train.threads
+    parts = [part for task in tasks for part in sets_of(task)]
+    jobs = [(known_to([part]), run, step, [part], device, threads) for part in parts]
+    total = sum(part.episodes * len(part.targets) for part in parts)
+    reports: list[EvaluationReport] = []
+    with Progress("evaluate", total=total, unit="episodes", quiet=quiet) as progress:
+        for part, report in zip(parts, pool.run(f"{__name__}:play_job", jobs), strict=True):
+            reports.append(report)
+            progress.advance(part.episodes * len(part.targets))
+    return joined(reports, seconds=time.perf_counter() - began)
+
+
+def sets_of(task: EvaluationTask) -> Iterator[EvaluationTask]:
+    """Yield the episodes of a task in sets that its environments play at once."""
+    task.check()
+    for first in range(0, task.episodes, task.environments):
+        count = min(task.environments, task.episodes - first)
+        yield replace(task, seed=task.seed + first, episodes=count)
+
+
+def joined(reports: Sequence[EvaluationReport], *, seconds: float) -> EvaluationReport:
+    """Return one report of those of `sets_of` tasks."""
+    sets = dict[str, list[TaskResult]]()
+    for report in reports:
+        sets.setdefault(next(iter(report.named), ""), []).append(report.tasks[0])
+    results = {}
+    for name, parts in sets.items():
+        targets = []
+        for same in zip(*(part.targets for part in parts), strict=True):
+            episodes = {
+                key: tuple(chain.from_iterable(getattr(one, key) for one in same))
+                for key in ("returns", "lengths", "terminated")
+            }
+            targets.append(same[0].model_copy(update=episodes))
+        results[name] = parts[0].with_targets(targets)
+    facts = reports[0].model_dump(include={"run", "step", "device", "versions"})
+    return _report(results, **facts, seconds=seconds)

@@ -25,13 +25,14 @@ from gear_offline.evaluation.environments import (
     is_atari,
     make_environment,
 )
-from gear_offline.evaluation.evaluate import EvaluationTask
 from gear_offline.progress import Progress
 from gear_offline.sources.base import package_needed
 from gear_offline.training.records import EvaluationReport, TargetResult, TaskResult
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from gear_offline.evaluation.evaluate import EvaluationTask  # this loads torch
 
 FORMATS = {".gif": "GIF-PIL", ".mp4": ".mp4"}  # as imageio names them
 FRAMES_PER_SECOND = 30  # at most: MuJoCo's 125 steps a second are shown as 25 frames
