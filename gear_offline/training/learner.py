@@ -181,9 +181,8 @@ class Learner:
         if self.is_captured and self.loader.engine is None:
             what = "the data have grown beyond what the GPU gathers, which captured steps need"
             raise GearError("MEMORY", what, self.recipe.name, "train it with train.graph=off")
-        part = self._part
-        kept = part is not None and self.loader.hand_over(part.batches)
-        if not all(self.world.gather(kept)):
+        is_kept = self._part is not None and self.loader.hand_over(self._part.batches)
+        if not all(self.world.gather(is_kept)):
             self.release()
             self._part = self._captured = None  # a step is captured anew
         before.close()
@@ -206,12 +205,20 @@ class Learner:
         are touched, on a GPU, which is not waited for at each step, at the next `report` or
         `check`.  A collective that fails, whoever calls it, is ``RANK_LOST``.
         """
-        if self.is_captured:
-            self._replay()
+        if not self.is_captured:
+            batch = self.take()
+            with self.world.guard("training"):
+                self.apply(self._gradients(batch))
             return
-        batch = self.take()
-        with self.world.guard("training"):
-            self.apply(self._gradients(batch))
+        self.window.start()
+        self._pass_skipped()
+        if self.will_capture:
+            self._capture()
+            self.window.start()  # that was no part of this step
+        assert self._captured is not None, "others launch the steps of one that joined"
+        self._captured.replay()
+        self.count_replay()
+        self.window.stop()
 
     def take(self) -> Batch:
         """Begin a step that is launched by itself: return its batch."""
@@ -242,17 +249,6 @@ class Learner:
             self.loader.skip(ahead)
             if self._part is not None:  # it stands behind the step that was launched last
                 self._part.batches.set_step(self.loader.step)
-
-    def _replay(self) -> None:
-        self.window.start()
-        self._pass_skipped()
-        if self.will_capture:
-            self._capture()
-            self.window.start()  # that was no part of this step
-        assert self._captured is not None, "others launch the steps of one that joined"
-        self._captured.replay()
-        self.count_replay()
-        self.window.stop()
 
     def _capture(self) -> None:
         part, learns = self.join(None), self.loader.loss_sampler is not None
@@ -397,18 +393,17 @@ class Learner:
 
 def _check_learns(recipe: Recipe, strategy: str) -> None:
     """Refuse what a selection that learns from losses cannot be trained with."""
-    whole = "a strategy that learns from losses needs them of the whole batch at once"
-    negative = f"{strategy} weighs segments by losses, a likelihood's may be negative"
-    again = f"what {strategy} draws depends on the losses before, so the episodes of a range that "
-    again += "is left out come again"
     if recipe.train.accumulate > 1:
+        what = "a strategy that learns from losses needs them of the whole batch at once"
         remedy = "use train.accumulate=1, or another strategy"
-        raise InputError("LOADER_OPTION", whole, "train.accumulate", remedy)
+        raise InputError("LOADER_OPTION", what, "train.accumulate", remedy)
     if recipe.model.policy == "gaussian":
+        what = f"{strategy} weighs segments by losses, a likelihood's may be negative"
         remedy = "use another selection.strategy, or model.policy=deterministic"
-        raise InputError("SELECTION", negative, "model.policy", remedy)
+        raise InputError("SELECTION", what, "model.policy", remedy)
     if recipe.train.skip:
-        raise InputError("SELECTION", again, "train.skip", "use train.skip=[]")
+        what = f"what {strategy} draws depends on losses before: episodes left out come again"
+        raise InputError("SELECTION", what, "train.skip", "use train.skip=[]")
 
 
 def _statistics(recipe: Recipe, dataset: TableData, start: TrainedModel | None) -> Statistics:

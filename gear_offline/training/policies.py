@@ -49,8 +49,7 @@ class TrainedModel:
 
     def policy(self, task: str | None = None, device: torch.device | str = "cpu") -> Policy:
         """Return what acts in the task, or in the only one; the model is moved to `device`."""
-        model, recipe = self.model, self.recipe
-        scale = recipe.loader.returns_scale
+        model, recipe, scale = self.model, self.recipe, self.recipe.loader.returns_scale
         mean: npt.ArrayLike | None = self.state_mean
         std: npt.ArrayLike | None = self.state_std
         if task is not None or tasks_of_config(model.config):
@@ -185,12 +184,10 @@ def _achieved(trained: TrainedModel, task: str | None) -> tuple[Achieved, ...]:
     with suppress(InputError):  # nothing of it is needed to act
         records += read_lines(trained.run / "evaluations.jsonl", EvaluationReport)
         records += [read_document(trained.run / "evaluation.json", EvaluationReport)]
-    for record in reversed(records):
-        if record is not None and record.step == trained.facts.step:
-            keys = set(Achieved.model_fields)
-            targets = record.named.get(task or "", record).targets
-            return tuple(Achieved(**target.model_dump(include=keys)) for target in targets)
-    return ()
+    found = [one for one in records if one is not None and one.step == trained.facts.step]
+    targets = found[-1].named.get(task or "", found[-1]).targets if found else ()
+    keys = set(Achieved.model_fields)
+    return tuple(Achieved(**target.model_dump(include=keys)) for target in targets)
 
 
 def copy_model(model: DecisionTransformer, weights: Mapping[str, Tensor]) -> DecisionTransformer:

@@ -30,7 +30,6 @@ from gear_offline.training.checkpoint import (
     MODEL_PREFIX,
     SHARDED,
     TRAINING_PREFIX,
-    Checkpoint,
     Keep,
     Normalisation,
     SavedState,
@@ -219,13 +218,19 @@ def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float
     """
     world = learner.world
     checkpoint = world.lead(lambda: newest_checkpoint(folder, say))
-    found = world.gather(None if checkpoint is None else checkpoint.state.model_dump_json())[0]
-    if found is None:
+    text = world.gather(checkpoint and checkpoint.state.model_dump_json())[0]
+    if text is None:
         return 0.0
-    state = SavedState.model_validate_json(found)
+    state = SavedState.model_validate_json(text)
     path = folder / checkpoint_name(state.step)
-    in_parts = state.shards and learner.parallel.sharded  # each rank reads what it holds
-    tensors = world.send_tensors(world.lead(lambda: _tensors_of(checkpoint, whole=not in_parts)))
+    in_parts = bool(state.shards and learner.parallel.sharded)  # each rank reads what it holds
+
+    def read() -> dict[str, Tensor]:
+        assert checkpoint is not None, "the first rank reads"
+        tensors = named(TRAINING_PREFIX, checkpoint.tensors(shards=not in_parts))
+        return tensors if in_parts else tensors | named(MODEL_PREFIX, checkpoint.weights())
+
+    tensors = world.send_tensors(world.lead(read))
     try:
         if in_parts:
             from gear_offline.training.sharded import read_into
@@ -240,12 +245,6 @@ def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float
     except (KeyError, RuntimeError) as error:
         raise damaged(path, f"it does not fit the recipe ({error})") from error
     return state.seconds
-
-
-def _tensors_of(checkpoint: Checkpoint | None, *, whole: bool) -> dict[str, Tensor]:
-    assert checkpoint is not None, "only the first rank reads"
-    tensors = named(TRAINING_PREFIX, checkpoint.tensors(shards=whole))
-    return tensors | named(MODEL_PREFIX, checkpoint.weights()) if whole else tensors
 
 
 def _snapshot(
