@@ -45,7 +45,7 @@ TANH_TOLERANCE = 1e-6  # float32 rounding of actions that were clipped to [-1, 1
 
 
 class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-call]
-    """Decision Transformer with the released class's weights, inputs and outputs.
+    """Decision Transformer with the released class's weights, inputs and predictions.
 
     Some keys of the configuration are ours; the released class carries them along unread:
     ``discrete_actions`` (bool: actions are integers and the head gives logits),
@@ -63,8 +63,8 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         values of the mask are never inspected: the host would have to wait for a GPU at each
         step.  Not saved.
     attention
-        ``"auto"`` takes PyTorch's fused attention unless attention weights are asked for or the
-        model was loaded with ``attn_implementation="eager"``.  Not saved.
+        ``"auto"`` takes fused attention unless the model was loaded with
+        ``attn_implementation="eager"``.  Not saved.
     discrete
         Whether actions are integers.
     frame_encoder
@@ -150,16 +150,13 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         returns_to_go: Tensor | None = None,
         timesteps: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        return_dict: bool | None = None,
         *,
         tasks: Tensor | None = None,
         goals: Tensor | None = None,
         padding: Padding | None = None,
         only_actions: bool = False,
-    ) -> DecisionTransformerOutput | tuple[Tensor, Tensor, Tensor]:
-        """Predict next states, actions and returns at each step; the released class's signature.
+    ) -> DecisionTransformerOutput:
+        """Predict next states, actions and returns at each step, from the released class's inputs.
 
         Parameters
         ----------
@@ -176,8 +173,6 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             a synchronisation, so check the data once with `check_timesteps`.
         attention_mask
             (B, K), non-zero at real steps; None means that all are real.
-        output_hidden_states, output_attentions, return_dict
-            As in the released class; default from the configuration.
         tasks
             (B,) int64, the task of each window, of a model of several tasks.
         goals
@@ -192,8 +187,8 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         Returns
         -------
         DecisionTransformerOutput
-            Or (state_preds, action_preds, return_preds) if `return_dict` is False.  Predictions
-            at padded steps have no meaning.
+            Predictions at padded steps have no meaning.  For attention weights and the hidden
+            states of each block load the model's file in the released class.
 
         Raises
         ------
@@ -202,11 +197,6 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         TypeError
             For keyword arguments that do not exist; the released class ignores them.
         """
-        config = self.config
-        attentions = config.output_attentions if output_attentions is None else output_attentions
-        states_too = config.output_hidden_states
-        if output_hidden_states is not None:
-            states_too = output_hidden_states
         asked = goals if self.goals else returns_to_go
         tokens = self._embed(states, actions, asked, timesteps, tasks)
         mask = None
@@ -215,22 +205,12 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         if only_actions:
             state_tokens = self._encode(tokens, mask, keep=STATE_TOKENS)
             return DecisionTransformerOutput(action_preds=self._head(state_tokens))
-        layers: list[Tensor] | None = [] if states_too else None
-        weights: list[Tensor] | None = [] if attentions else None
-        hidden = self._encode(tokens, mask, layers=layers, weights=weights)
+        hidden = self._encode(tokens, mask)
         at_state, at_action = hidden[:, 1::3], hidden[:, 2::3]
-        state_preds = self.predict_state(at_action)
-        action_preds = self._choose(self._head(at_state))
-        return_preds = self.predict_return(at_action)
-        if not (config.return_dict if return_dict is None else return_dict):
-            return state_preds, action_preds, return_preds
         return DecisionTransformerOutput(
-            state_preds=state_preds,
-            action_preds=action_preds,
-            return_preds=return_preds,
-            # tuples, as the released class gives, which declares tensors
-            hidden_states=None if layers is None else cast(Tensor, tuple(layers)),
-            attentions=None if weights is None else cast(Tensor, tuple(weights)),
+            state_preds=self.predict_state(at_action),
+            action_preds=self._choose(self._head(at_state)),
+            return_preds=self.predict_return(at_action),
             last_hidden_state=hidden,
         )
 
@@ -364,38 +344,18 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             raise InputError("MODEL", what, where="actions", remedy=remedy)
         return F.embedding(actions, layer.weight.t()) + layer.bias
 
-    def _encode(
-        self,
-        tokens: Tensor,
-        mask: Tensor | None,
-        *,
-        layers: list[Tensor] | None = None,
-        weights: list[Tensor] | None = None,
-        keep: Keep | None = None,
-    ) -> Tensor:
-        """Run the blocks: (B, T, H) -> (B, T or kept, H).
-
-        `layers` and `weights`, if given, receive the hidden states before each block and after
-        the last norm, and the attention weights of each block.
-        """
-        encoder = self.encoder
-        eager = weights is not None or self._eager()
+    def _encode(self, tokens: Tensor, mask: Tensor | None, keep: Keep | None = None) -> Tensor:
+        """Run the blocks: (B, T, H) -> (B, T or kept, H)."""
+        encoder, eager = self.encoder, self._eager()
         recompute = encoder.gradient_checkpointing and self.training and torch.is_grad_enabled()
         hidden, last = tokens, len(encoder.h) - 1
         for i, block in enumerate(encoder.h):
-            if layers is not None:
-                layers.append(hidden)
             inputs = (hidden, mask, eager, keep if i == last else None)
             if recompute:
-                hidden, seen = checkpoint(block, *inputs, use_reentrant=False)
+                hidden = checkpoint(block, *inputs, use_reentrant=False)
             else:
-                hidden, seen = block(*inputs)
-            if weights is not None:
-                weights.append(seen)
-        hidden = cast(Tensor, encoder.ln_f(hidden))
-        if layers is not None:
-            layers.append(hidden)
-        return hidden
+                hidden = block(*inputs)
+        return cast(Tensor, encoder.ln_f(hidden))
 
     def _eager(self) -> bool:
         if self.attention != "auto":

@@ -15,26 +15,22 @@ Padding = Literal["any", "left", "right"]
 
 
 class TrainingBatch(Protocol):
-    """What `DecisionTransformer.loss` reads of a batch; `gear_offline.loaders.batch.Batch` fits."""
+    """What `DecisionTransformer.loss` reads of a batch; `gear_offline.loaders.batch.Batch` fits.
+
+    Actions are (B, K, A) floating or (B, K) integer; the mask, (B, K), is non-zero at real steps;
+    the inputs are the keyword arguments of the model's forward.
+    """
 
     @property
-    def actions(self) -> Tensor:
-        """(B, K, A) floating, or (B, K) integer."""
-        ...
+    def actions(self) -> Tensor: ...
 
     @property
-    def attention_mask(self) -> Tensor:
-        """(B, K), non-zero at real steps."""
-        ...
+    def attention_mask(self) -> Tensor: ...
 
     @property
-    def padding(self) -> Padding:
-        """Side of the padding."""
-        ...
+    def padding(self) -> Padding: ...
 
-    def model_inputs(self) -> dict[str, Tensor]:
-        """Return the keyword arguments of the model's forward."""
-        ...
+    def model_inputs(self) -> dict[str, Tensor]: ...
 
 
 def action_loss(
