@@ -112,14 +112,14 @@ class Saver:
     def _tensors(self) -> dict[str, Tensor]:
         """Return what this rank writes, named by where it goes."""
         model, training = self._learner.model.state_dict(), self._learner.tensors()
-        everything = named(MODEL_PREFIX, model) | named(TRAINING_PREFIX, training)
-        mine: dict[str, Tensor] = {}
-        if self._shards is not None:
-            spread = {n: t for n, t in everything.items() if isinstance(t, DTensor)}
-            spread |= named(MODEL_PREFIX, model)  # with buffers, which every rank has
-            everything = {n: t for n, t in everything.items() if n not in spread}
-            mine = named(SHARD_PREFIX, self._shards.pieces(spread))
-        return everything | mine if self._world.is_first else mine
+        tensors = named(MODEL_PREFIX, model) | named(TRAINING_PREFIX, training)
+        if self._shards is None:
+            return tensors if self._world.is_first else {}
+        spread = {n: t for n, t in tensors.items() if isinstance(t, DTensor)}
+        spread |= named(MODEL_PREFIX, model)  # with buffers, which every rank has
+        pieces = named(SHARD_PREFIX, self._shards.pieces(spread))
+        whole = {n: t for n, t in tensors.items() if n not in spread}
+        return whole | pieces if self._world.is_first else pieces
 
     def _write(
         self,
@@ -290,18 +290,18 @@ def _on_host(copies: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
     # high priority are others than those that training and captures get from torch.
     stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     staged = torch.empty(STAGED_BYTES, dtype=torch.uint8, pin_memory=True)
-    found = {}
+    fetched = {}
     with torch.cuda.stream(stream):
         for name in list(copies):
-            tensor = found[name] = copies.pop(name)
+            tensor = fetched[name] = copies.pop(name)
             if tensor.is_cuda:
-                host = found[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+                host = fetched[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
                 pieces = [torch.split(_bytes(one), STAGED_BYTES) for one in (tensor, host)]
-                for there, here in zip(*pieces, strict=True):
-                    staged[: len(there)].copy_(there, non_blocking=True)
+                for source, place in zip(*pieces, strict=True):
+                    staged[: len(source)].copy_(source, non_blocking=True)
                     stream.synchronize()
-                    here.copy_(staged[: len(there)])
-    return found
+                    place.copy_(staged[: len(source)])
+    return fetched
 
 
 def _bytes(tensor: Tensor) -> Tensor:
