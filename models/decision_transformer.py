@@ -56,15 +56,8 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
 
     Attributes
     ----------
-    padding
-        ``"right"`` promises that in every window the real steps come first.  Then causality
-        alone keeps real steps from looking at padding, and no mask is built.  ``"any"``, the
-        default, and ``"left"`` build the dense mask whenever an `attention_mask` is given.  The
-        values of the mask are never inspected: the host would have to wait for a GPU at each
-        step.  Not saved.
     attention
-        ``"auto"`` takes fused attention unless the model was loaded with
-        ``attn_implementation="eager"``.  Not saved.
+        ``"eager"``: by plain matrix products; else fused.  Not saved.
     discrete
         Whether actions are integers.
     frame_encoder
@@ -139,7 +132,6 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             nn.init.normal_(self.predict_log_std.weight, std=config.initializer_range)
             nn.init.zeros_(self.predict_log_std.bias)
             self.log_temperature = nn.Parameter(torch.tensor(math.log(INITIAL_TEMPERATURE)))
-        self.padding: Padding = "any"
         self.attention: Attention = "auto"
 
     def forward(
@@ -153,7 +145,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         *,
         tasks: Tensor | None = None,
         goals: Tensor | None = None,
-        padding: Padding | None = None,
+        padding: Padding = "any",
         only_actions: bool = False,
     ) -> DecisionTransformerOutput:
         """Predict next states, actions and returns at each step, from the released class's inputs.
@@ -178,7 +170,9 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         goals
             (B, 1, S) or (B, K, S), as `states`, to reach; of a model of goals, else ignored.
         padding
-            Overrides the attribute `padding` for this call.
+            ``"right"`` promises that in every window the real steps come first: then causality
+            alone keeps them from looking at padding.  Otherwise an `attention_mask` becomes a
+            dense mask.  Its values are never inspected: the host would have to wait for a GPU.
         only_actions
             Compute `action_preds` and nothing else, which is what the loss needs; of a stochastic
             policy the inputs of `gaussian_losses` instead of its means.  The dropout masks then
@@ -200,7 +194,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         asked = goals if self.goals else returns_to_go
         tokens = self._embed(states, actions, asked, timesteps, tasks)
         mask = None
-        if attention_mask is not None and (padding or self.padding) != "right":
+        if attention_mask is not None and padding != "right":
             mask = dense_mask(attention_mask)
         if only_actions:
             state_tokens = self._encode(tokens, mask, keep=STATE_TOKENS)
@@ -346,7 +340,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
 
     def _encode(self, tokens: Tensor, mask: Tensor | None, keep: Keep | None = None) -> Tensor:
         """Run the blocks: (B, T, H) -> (B, T or kept, H)."""
-        encoder, eager = self.encoder, self._eager()
+        encoder, eager = self.encoder, self.attention == "eager"
         recompute = encoder.gradient_checkpointing and self.training and torch.is_grad_enabled()
         hidden, last = tokens, len(encoder.h) - 1
         for i, block in enumerate(encoder.h):
@@ -356,13 +350,6 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             else:
                 hidden = block(*inputs)
         return cast(Tensor, encoder.ln_f(hidden))
-
-    def _eager(self) -> bool:
-        if self.attention != "auto":
-            return self.attention == "eager"
-        # Until 5.17 transformers knows eager only for this class, so there it is no one's wish.
-        asked = self.config._attn_implementation == "eager"
-        return asked and DecisionTransformerModel._supports_sdpa
 
 
 def _few_outputs(linear: nn.Module, hidden: Tensor) -> Tensor:

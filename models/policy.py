@@ -98,9 +98,9 @@ class Policy:
         self.goals = model.goals
         self._mean = _statistic(state_mean, self.state_dim, "state_mean")
         self._std = _statistic(state_std, self.state_dim, "state_std")
-        self._targets: Float64Array = np.zeros((0, self.state_dim)[: 1 + self.goals])
+        self._targets: Float64Array = np.zeros((0, self.state_dim) if self.goals else 0)
         self._steps: Int64Array = np.zeros(0, np.int64)
-        self._waiting: BoolArray = np.zeros(0, np.bool_)
+        self._waiting: BoolArray = np.zeros(0, np.bool_)  # for a reward
         # (E, K, ...) states, actions, what is asked, timesteps, and of frames the newest ones
         window, device = (0, context_length), self.device
         actions = torch.zeros((*window, self.action_dim), device=device)
@@ -202,7 +202,7 @@ class Policy:
                 raise InputError("USAGE", what, remedy=remedy)
             indices = self.facts.targets[0]
         if targets is None:
-            if np.ndim(indices) != self.goals or self.environments > 1:
+            if np.ndim(indices) != int(self.goals) or self.environments > 1:  # a goal is a state
                 remedy = "write policy.reset(numbers of environments, targets)"
                 raise InputError("USAGE", "one target for several environments", remedy=remedy)
             indices, targets = 0, indices

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Final
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -28,9 +28,9 @@ from gear_offline.core.text import first_line, say
 from gear_offline.core.types import Array
 from gear_offline.errors import InputError, UnavailableError
 
-FRAME_SKIP: Final = 4  # emulator frames a step; the last two are merged by their maximum
-SCREEN_SIZE: Final = 84
-FRAMES_PER_EPISODE: Final = 108_000  # half an hour of play, ALE's own limit
+FRAME_SKIP = 4  # emulator frames a step; the last two are merged by their maximum
+SCREEN_SIZE = 84
+FRAMES_PER_EPISODE = 108_000  # half an hour of play, ALE's own limit
 
 gymnasium.register(
     "gear_offline/Maze-v0", "gear_offline.evaluation.maze:Maze", max_episode_steps=200

@@ -21,7 +21,7 @@ from gear_offline.core.system import versions
 from gear_offline.core.text import count_text
 from gear_offline.dataset.scores import ReferenceScores, known_scores, reference_scores
 from gear_offline.errors import InputError
-from gear_offline.evaluation.environments import EnvironmentFacts, Known, known_of, probe
+from gear_offline.evaluation.environments import EnvironmentFacts, Known, known_of
 from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_episodes
 from gear_offline.models.multitask import ModelTask
 from gear_offline.models.policy import Policy
@@ -93,13 +93,12 @@ def play_tasks(
     quiet: bool = True,
 ) -> EvaluationReport:
     """Play tasks with a trained policy; options are those of `evaluate_tasks`."""
-
-    def policy_of(task: EvaluationTask) -> Policy:
-        policy = trained.policy(task.name or None, device)
-        check_sizes(probe(task.environment), sizes_of(policy.model), whose="the model")
-        return policy
-
-    report = evaluate_tasks(policy_of, tasks, processes=processes, quiet=quiet)
+    report = evaluate_tasks(
+        lambda task: trained.policy(task.name or None, device),
+        tasks,
+        processes=processes,
+        quiet=quiet,
+    )
     facts = {"run": trained.facts.name, "step": trained.facts.step, "device": device}
     return report.model_copy(update=facts)
 
@@ -150,8 +149,11 @@ def _play(
         Environments(name, slots, episodes=total, **options) as environments,
         Progress(f"evaluate {name}", total=total, unit="episodes", quiet=quiet) as progress,
     ):
+        policy = policy_of(task)
+        if isinstance(policy, Policy):
+            check_sizes(environments.facts, sizes_of(policy.model), whose="the model")
         played = play_episodes(
-            policy_of(task),
+            policy,
             environments,
             seeds=[task.seed + e for e in range(task.episodes) for _ in range(count)],
             targets=task.targets * task.episodes,

@@ -274,10 +274,9 @@ class Learner:
         self._part = RunPart(
             self.optimizer,
             self.loader.static_batch(ahead=True, windows=windows, live=self.growing is not None),
-            self.window.rows,
+            self.window,
             step=self.step,
             batch=self.loader.step,
-            filled=self.window.filled,
         )
         return self._part
 
