@@ -124,16 +124,6 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
     Blocks are called as modules, so hooks, FSDP2 wrapping and per-block compilation work.
     """
 
-    @classmethod
-    def adopt(cls, block: nn.Module) -> Block:
-        """Turn a released block into this class in place.
-
-        The parameters, their names and the random numbers used to initialise them stay those of
-        the released class, which building new blocks would change.
-        """
-        block.__class__ = cls
-        return cast(Block, block)
-
     def forward(  # type: ignore[override]
         self,
         hidden: Tensor,
@@ -160,8 +150,8 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
         if not wide or kind == torch.float32 or not isinstance(self.mlp.act, nn.ReLU):
             return cast(Tensor, self.mlp.act(layer(hidden)))
         rows = hidden.flatten(0, 1).to(kind)
-        found = relu_linear(rows, layer.weight.to(kind), layer.bias.to(kind))
-        return cast(Tensor, found.unflatten(0, hidden.shape[:2]))
+        widened = relu_linear(rows, layer.weight.to(kind), layer.bias.to(kind))
+        return cast(Tensor, widened.unflatten(0, hidden.shape[:2]))
 
     def _attend(
         self, hidden: Tensor, mask: Tensor | None, eager: bool, keep: Keep | None

@@ -34,7 +34,7 @@ from gear_offline.models.blocks import Block, Keep, dense_mask, drop
 from gear_offline.models.encoders import Encoder, FrameEncoder, resolve_encoder
 from gear_offline.models.gaussian import INITIAL_TEMPERATURE, Gaussian, gaussian_losses
 from gear_offline.models.loss import Padding, TrainingBatch, mean_loss, step_losses
-from gear_offline.models.multitask import ModelTask, make_embedding
+from gear_offline.models.multitask import ModelTask, TaskEmbedding, tasks_of_config
 from gear_offline.models.narrow import LOADED, half_type, joint_maps, narrow_linear
 
 Attention = Literal["auto", "sdpa", "eager"]
@@ -109,14 +109,17 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             what = "discrete actions need logits, but a tanh would bound them"
             raise InputError("MODEL", what, "action_tanh", "set action_tanh to false")
         super().__init__(config)
-        for block in self.encoder.h:
-            Block.adopt(block)
+        for block in self.encoder.h:  # in place: what is drawn for its parameters stays the same
+            block.__class__ = Block
         self.frame_encoder: FrameEncoder | None = None
         kind = getattr(config, "frame_encoder", "none")
         if kind != "none":
             frames = {"frame_shape": config.frame_shape, "frame_stack": config.frame_stack}
             self.frame_encoder = FrameEncoder(kind, **frames, features=config.state_dim)
-        self.embed_task = make_embedding(config)
+        widths = [task.action_dim for task in tasks_of_config(config)]
+        self.embed_task: TaskEmbedding | None = None
+        if len(widths) > 1:
+            self.embed_task = TaskEmbedding(widths, config.act_dim, config.hidden_size)
         self.goals = bool(getattr(config, "goals", False))
         if self.goals:
             self.embed_return = nn.Linear(config.state_dim, config.hidden_size)
@@ -221,7 +224,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
     def loss(self, batch: TrainingBatch, *, valid_steps: Tensor | float | None = None) -> Tensor:
         """Return the scalar loss of a batch.
 
-        `valid_steps` is as in `gear_offline.models.loss.action_loss`.  Under
+        `valid_steps` is as in `gear_offline.models.loss.mean_loss`.  Under
         DistributedDataParallel call the wrapper with ``only_actions=True`` and `step_losses`
         instead, for gradients are only exchanged when its forward ran.
         """
@@ -313,13 +316,13 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
     def _head(self, hidden: Tensor) -> Tensor:
         """(B, T', H) -> (B, T', A), the predicted actions; see `_choose` of a stochastic policy."""
         linear, *rest = cast(list[nn.Module], list(self.predict_action))
-        found = _few_outputs(linear, hidden)
+        action = _few_outputs(linear, hidden)
         if self.stochastic:
             temperature = self.log_temperature.expand(*hidden.shape[:-1], 1)
-            return torch.cat((found, _few_outputs(self.predict_log_std, hidden), temperature), -1)
+            return torch.cat((action, _few_outputs(self.predict_log_std, hidden), temperature), -1)
         for layer in rest:
-            found = layer(found)
-        return found
+            action = layer(action)
+        return action
 
     def _choose(self, predictions: Tensor, noise: Tensor | float = 0.0) -> Tensor:
         """Return the actions (..., A) of what `_head` gave."""

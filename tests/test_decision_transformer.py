@@ -24,12 +24,12 @@ from gear_offline.models.decision_transformer import (
     beyond_tanh,
     trainable_parameters,
 )
-from gear_offline.models.loss import action_loss
 from tests.model_support import (
     ACTIONS,
     STEPS,
     TOLERANCE,
     WINDOWS,
+    action_loss,
     assert_same_state,
     inputs,
     largest_difference,

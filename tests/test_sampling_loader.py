@@ -10,9 +10,10 @@ import torch
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.models.loss import action_loss, segment_losses, step_losses
+from gear_offline.models.loss import segment_losses, step_losses
 from gear_offline.runs.loop import train_run
 from gear_offline.sampling import make_sampler
+from tests.model_support import action_loss
 from tests.sampling_support import CASES, CONTEXT, IDS, facts, keys
 from tests.segment_oracle import expect, oracle_window, same_bits
 from tests.support import hopper_columns, make_dataset, one_error
