@@ -211,16 +211,16 @@ def resolve_reference(
 
 def check_sizes(environment: EnvironmentFacts, sizes: ModelSizes, *, whose: str) -> None:
     """Refuse an environment whose observations or actions are not those of data or a model."""
-    there = replace(
+    played = replace(
         sizes,
         state_dim=environment.state_size,
         action_dim=environment.action_size,
         discrete=environment.discrete,
         frame_shape=environment.observation_shape if sizes.frame_shape else (),
     )
-    if there != sizes:
+    if played != sizes:
         name, remedy = environment.environment_id, "name the environment that the data came from"
-        what = f"{name} has {_sizes_text(there)}, {whose} {_sizes_text(sizes)}"
+        what = f"{name} has {_sizes_text(played)}, {whose} {_sizes_text(sizes)}"
         remedy += ", or set evaluate.episodes=0"
         raise InputError("ENVIRONMENT", what, "evaluate.environment", remedy)
 

@@ -10,7 +10,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,15 +20,13 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.distributed.world import World
 from gear_offline.errors import UnavailableError
 from gear_offline.kernels.adamw import Update
+from gear_offline.loaders.batch import Batch
+from gear_offline.loaders.feedback import DeviceFeedback
+from gear_offline.loaders.loader import GearLoader
+from gear_offline.loaders.static_batch import StaticBatch
+from gear_offline.training.gradients import GradientPass
 from gear_offline.training.optimizer import Optimizer
-
-if TYPE_CHECKING:
-    from gear_offline.loaders.batch import Batch
-    from gear_offline.loaders.feedback import DeviceFeedback
-    from gear_offline.loaders.loader import GearLoader
-    from gear_offline.loaders.static_batch import StaticBatch
-    from gear_offline.training.gradients import GradientPass
-    from gear_offline.training.window import ReportWindow
+from gear_offline.training.window import ReportWindow
 
 WARM_UPS = 3  # passes before capturing: libraries choose their algorithms and allocate
 TIMED_FILLS = 50

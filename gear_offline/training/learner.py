@@ -36,9 +36,10 @@ from gear_offline.training.model import ModelSizes, make_training_model
 from gear_offline.training.optimizer import Optimizer
 from gear_offline.training.parallel import collect, take_over
 from gear_offline.training.policies import TrainedModel, copy_model, find_trained
-from gear_offline.training.seeding import random_states, restore_random, seed_rank
+from gear_offline.training.seeding import random_states, restore_random
 from gear_offline.training.window import ReportWindow
 
+SEED_STRIDE = 0x9E3779B97F4A7C15  # between the seeds of two ranks
 Statistics = tuple[Float64Array | None, Float64Array | None]
 
 
@@ -91,7 +92,8 @@ class Learner:
         self._part: RunPart | None = None  # of a captured step, made by the first one or `join`
         self._captured: CapturedStep | None = None  # unless others launch it
         self._acting: DecisionTransformer | None = None  # a sharded model's copy that acts
-        seed_rank(recipe.seed, world)
+        if world.rank:  # each rank but the first one draws dropout from a stream of its own
+            torch.manual_seed((recipe.seed + world.rank * SEED_STRIDE) % (1 << 63))
         self.meter = Meter(recipe, self.loader.rank_batch, device, half=made.half)
         self.step = 0
         self.window = ReportWindow(recipe.train.log_every, device)
@@ -421,8 +423,7 @@ def _normalized_by(
     """Return the dataset as if these, (S,), were the moments of its observations."""
     if mean is None or std is None:
         return dataset
-    statistics = dict(dataset.statistics)
-    own = statistics["observations"]
+    own = dataset.statistics["observations"]
     given = {"mean": mean.reshape(own.mean.shape), "std": std.reshape(own.std.shape)}
-    statistics["observations"] = own.model_copy(update=given)
+    statistics = {**dataset.statistics, "observations": own.model_copy(update=given)}
     return replace(dataset, manifest=dataset.manifest.replaced(statistics=statistics))

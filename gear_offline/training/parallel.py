@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,10 +24,8 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.core.text import size_text as _text
 from gear_offline.distributed.world import World, peers
 from gear_offline.errors import InputError
+from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.training.cost import CONTEXT_BYTES, USABLE, memory_bytes
-
-if TYPE_CHECKING:
-    from gear_offline.models.decision_transformer import DecisionTransformer
 
 Kind = Literal["alone", "ddp", "fsdp"]
 

@@ -30,7 +30,7 @@ from gear_offline.models.policy_folder import (
     assemble,
     read_policy,
 )
-from gear_offline.training.checkpoint import Checkpoint, chosen_checkpoint, damaged, run_of
+from gear_offline.training.checkpoint import Checkpoint, chosen_checkpoint, damaged
 from gear_offline.training.records import EvaluationReport, read_document, read_lines
 
 __all__ = ["TrainedModel", "load_policy"]
@@ -207,6 +207,8 @@ def trained_model(checkpoint: Checkpoint) -> TrainedModel:
     except Exception as error:  # a library's own checks raise what they like
         raise damaged(checkpoint.path, "the weights do not fit the configuration") from error
     model.attention = checkpoint.recipe.model.attention
-    run = run_of(checkpoint.path)
+    run = checkpoint.path  # a checkpoint that was copied out of its run
+    if run.parent.name == "checkpoints":
+        run = run.parent.parent
     facts = PolicyFacts(name=run.name, step=checkpoint.state.step)
     return TrainedModel(model, checkpoint.recipe, *checkpoint.state.statistics, facts, run)

@@ -296,13 +296,10 @@ def _on_host(copies: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
             tensor = fetched[name] = copies.pop(name)
             if tensor.is_cuda:
                 host = fetched[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-                pieces = [torch.split(_bytes(one), STAGED_BYTES) for one in (tensor, host)]
+                flat = (one.reshape(-1).view(torch.uint8) for one in (tensor, host))
+                pieces = (torch.split(one, STAGED_BYTES) for one in flat)
                 for source, place in zip(*pieces, strict=True):
                     staged[: len(source)].copy_(source, non_blocking=True)
                     stream.synchronize()
                     place.copy_(staged[: len(source)])
     return fetched
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

@@ -19,7 +19,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gear_offline.distributed.world import World
 
 CUBLAS_WORKSPACE = ":4096:8"  # buffers of cuBLAS that let it keep one order of sums
-SEED_STRIDE = 0x9E3779B97F4A7C15  # ranks draw dropout from streams far apart
 
 
 @contextmanager
@@ -62,12 +61,6 @@ def deterministic(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
         cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = benchmark, one_order, tf32
         torch.set_float32_matmul_precision(precision)
-
-
-def seed_rank(seed: int, world: World) -> None:
-    """Give every rank but the first one random numbers of its own."""
-    if world.rank:
-        torch.manual_seed((seed + world.rank * SEED_STRIDE) % (1 << 63))
 
 
 def random_states(world: World, device: torch.device) -> dict[str, Tensor]:
