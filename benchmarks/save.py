@@ -85,7 +85,6 @@ class _Trained:
             state_dim=STATE_DIM, action_dim=ACTION_DIM, context_length=CONTEXT, **options
         )
         self.model.to(device).train()  # type: ignore[arg-type, unused-ignore]
-        self.model.padding = "right"
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
         shape = (batch, CONTEXT)
@@ -106,7 +105,7 @@ class _Trained:
 
     def step(self) -> None:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            found = self.model(**self._inputs).action_preds
+            found = self.model(**self._inputs, padding="right").action_preds
             loss = (found.float() - self._inputs["actions"]).square().mean()
         self.optimizer.zero_grad()
         loss.backward()

@@ -21,7 +21,7 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import trainable_parameters
-from gear_offline.models.loss import action_loss
+from gear_offline.models.loss import mean_loss, step_losses
 from gear_offline.training.learner import Learner
 from gear_offline.training.model import ModelSizes
 
@@ -100,7 +100,8 @@ def _released_step(
     batches: Callable[[], dict[str, Tensor]],
 ) -> None:
     batch = batches()
-    loss = action_loss(model(**batch).action_preds, batch["actions"], batch["attention_mask"])
+    losses = step_losses(model(**batch).action_preds, batch["actions"])
+    loss = mean_loss(losses, batch["attention_mask"])
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(parameters, 0.25)

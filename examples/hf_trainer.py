@@ -47,7 +47,7 @@ from gear_offline.models.decision_transformer import (
     check_timesteps,
     trainable_parameters,
 )
-from gear_offline.models.loss import action_loss
+from gear_offline.models.loss import mean_loss, step_losses
 from gear_offline.models.policy import Policy
 
 POSITION = "loader.json"
@@ -81,7 +81,7 @@ class GearTrainer(Trainer):
         valid = (mask != 0).sum().float()
         self.loader.world.sum_into(valid)
         valid = valid.clamp(min=1) / self.loader.world.size
-        loss = action_loss(output.action_preds, inputs["actions"], mask, valid_steps=valid)
+        loss = mean_loss(step_losses(output.action_preds, inputs["actions"]), mask, valid)
         return (loss, output) if return_outputs else loss
 
     def resume(self, checkpoint: Path) -> None:

@@ -91,14 +91,14 @@ def _has_fast_dropout(values: Tensor) -> bool:
 
 def attend_eagerly(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scale: float, dropout: float
-) -> tuple[Tensor, Tensor]:
-    """`attend` with the weights in the open; also returns them, (B, N, T, T)."""
+) -> Tensor:
+    """`attend` by plain products, as the released class's eager attention."""
     if mask is None:
         mask = causal_mask(query.shape[-2], device=query.device)
     scores = torch.matmul(query, key.transpose(-1, -2)) * scale
     scores = scores.float().masked_fill(~mask, float("-inf"))
     weights = F.dropout(scores.softmax(-1).to(value.dtype), dropout, training=dropout > 0.0)
-    return torch.matmul(weights, value), weights
+    return torch.matmul(weights, value)
 
 
 def causal_mask(tokens: int, *, device: torch.device) -> Tensor:
@@ -124,33 +124,23 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
     Blocks are called as modules, so hooks, FSDP2 wrapping and per-block compilation work.
     """
 
-    @classmethod
-    def adopt(cls, block: nn.Module) -> Block:
-        """Turn a released block into this class in place.
-
-        The parameters, their names and the random numbers used to initialise them stay those of
-        the released class, which building new blocks would change.
-        """
-        block.__class__ = cls
-        return cast(Block, block)
-
     def forward(  # type: ignore[override]
         self,
         hidden: Tensor,
         mask: Tensor | None = None,
         eager: bool = False,
         keep: Keep | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the block's output, (B, T', H), and, if `eager`, its attention weights.
+    ) -> Tensor:
+        """Return the block's output, (B, T', H).
 
         `mask` is that of `attend`.  `keep` are the tokens that go on after attention: all serve as
         keys and values, but only the kept ones pass the projection and the MLP.
         """
-        mixed, weights = self._attend(hidden, mask, eager, keep)
+        mixed = self._attend(hidden, mask, eager, keep)
         residual = self.attn.resid_dropout.p if self.training else 0.0
         hidden = take(hidden, keep) + drop(self.attn.c_proj(mixed), residual)
         inner = self.mlp.c_proj(self._widen(self.ln_2(hidden)))
-        return hidden + drop(inner, self.mlp.dropout.p if self.training else 0.0), weights
+        return hidden + drop(inner, self.mlp.dropout.p if self.training else 0.0)
 
     def _widen(self, hidden: Tensor) -> Tensor:
         """(B, T', H) -> (B, T', 4H), the MLP's first map and its activation."""
@@ -160,13 +150,13 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
         if not wide or kind == torch.float32 or not isinstance(self.mlp.act, nn.ReLU):
             return cast(Tensor, self.mlp.act(layer(hidden)))
         rows = hidden.flatten(0, 1).to(kind)
-        found = relu_linear(rows, layer.weight.to(kind), layer.bias.to(kind))
-        return cast(Tensor, found.unflatten(0, hidden.shape[:2]))
+        widened = relu_linear(rows, layer.weight.to(kind), layer.bias.to(kind))
+        return cast(Tensor, widened.unflatten(0, hidden.shape[:2]))
 
     def _attend(
         self, hidden: Tensor, mask: Tensor | None, eager: bool, keep: Keep | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return what each kept token has gathered, (B, T', H), and the weights if `eager`."""
+    ) -> Tensor:
+        """Return what each kept token has gathered, (B, T', H)."""
         attention: DecisionTransformerGPT2Attention = self.attn
         batch, tokens, width = hidden.shape
         heads = attention.num_heads
@@ -182,16 +172,11 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
                 # From torch's generator of the device: replays of a CUDA graph draw anew, and
                 # checkpointing, which restores the generator, draws the same again.
                 seeds = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=packed.device)
-            return take(packed_attention(packed, heads, scale, dropout, seeds), keep), None
+            return take(packed_attention(packed, heads, scale, dropout, seeds), keep)
         query, key, value = (
             part.view(batch, tokens, heads, width // heads).transpose(1, 2)
             for part in packed.split(width, dim=2)
         )
-        weights: Tensor | None = None
-        if eager:
-            mixed, weights = attend_eagerly(
-                query, key, value, mask=mask, scale=scale, dropout=dropout
-            )
-        else:
-            mixed = attend(query, key, value, mask=mask, scale=scale, dropout=dropout)
-        return take(mixed.transpose(1, 2).reshape(batch, tokens, width), keep), weights
+        gather = attend_eagerly if eager else attend
+        mixed = gather(query, key, value, mask=mask, scale=scale, dropout=dropout)
+        return take(mixed.transpose(1, 2).reshape(batch, tokens, width), keep)

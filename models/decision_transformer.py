@@ -34,7 +34,7 @@ from gear_offline.models.blocks import Block, Keep, dense_mask, drop
 from gear_offline.models.encoders import Encoder, FrameEncoder, resolve_encoder
 from gear_offline.models.gaussian import INITIAL_TEMPERATURE, Gaussian, gaussian_losses
 from gear_offline.models.loss import Padding, TrainingBatch, mean_loss, step_losses
-from gear_offline.models.multitask import ModelTask, make_embedding
+from gear_offline.models.multitask import ModelTask, TaskEmbedding, tasks_of_config
 from gear_offline.models.narrow import LOADED, half_type, joint_maps, narrow_linear
 
 Attention = Literal["auto", "sdpa", "eager"]
@@ -45,7 +45,7 @@ TANH_TOLERANCE = 1e-6  # float32 rounding of actions that were clipped to [-1, 1
 
 
 class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-call]
-    """Decision Transformer with the released class's weights, inputs and outputs.
+    """Decision Transformer with the released class's weights, inputs and predictions.
 
     Some keys of the configuration are ours; the released class carries them along unread:
     ``discrete_actions`` (bool: actions are integers and the head gives logits),
@@ -56,15 +56,8 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
 
     Attributes
     ----------
-    padding
-        ``"right"`` promises that in every window the real steps come first.  Then causality
-        alone keeps real steps from looking at padding, and no mask is built.  ``"any"``, the
-        default, and ``"left"`` build the dense mask whenever an `attention_mask` is given.  The
-        values of the mask are never inspected: the host would have to wait for a GPU at each
-        step.  Not saved.
     attention
-        ``"auto"`` takes PyTorch's fused attention unless attention weights are asked for or the
-        model was loaded with ``attn_implementation="eager"``.  Not saved.
+        ``"eager"``: by plain matrix products; else fused.  Not saved.
     discrete
         Whether actions are integers.
     frame_encoder
@@ -116,14 +109,17 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             what = "discrete actions need logits, but a tanh would bound them"
             raise InputError("MODEL", what, "action_tanh", "set action_tanh to false")
         super().__init__(config)
-        for block in self.encoder.h:
-            Block.adopt(block)
+        for block in self.encoder.h:  # in place: what is drawn for its parameters stays the same
+            block.__class__ = Block
         self.frame_encoder: FrameEncoder | None = None
         kind = getattr(config, "frame_encoder", "none")
         if kind != "none":
             frames = {"frame_shape": config.frame_shape, "frame_stack": config.frame_stack}
             self.frame_encoder = FrameEncoder(kind, **frames, features=config.state_dim)
-        self.embed_task = make_embedding(config)
+        widths = [task.action_dim for task in tasks_of_config(config)]
+        self.embed_task: TaskEmbedding | None = None
+        if len(widths) > 1:
+            self.embed_task = TaskEmbedding(widths, config.act_dim, config.hidden_size)
         self.goals = bool(getattr(config, "goals", False))
         if self.goals:
             self.embed_return = nn.Linear(config.state_dim, config.hidden_size)
@@ -139,7 +135,6 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             nn.init.normal_(self.predict_log_std.weight, std=config.initializer_range)
             nn.init.zeros_(self.predict_log_std.bias)
             self.log_temperature = nn.Parameter(torch.tensor(math.log(INITIAL_TEMPERATURE)))
-        self.padding: Padding = "any"
         self.attention: Attention = "auto"
 
     def forward(
@@ -150,16 +145,13 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         returns_to_go: Tensor | None = None,
         timesteps: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        return_dict: bool | None = None,
         *,
         tasks: Tensor | None = None,
         goals: Tensor | None = None,
-        padding: Padding | None = None,
+        padding: Padding = "any",
         only_actions: bool = False,
-    ) -> DecisionTransformerOutput | tuple[Tensor, Tensor, Tensor]:
-        """Predict next states, actions and returns at each step; the released class's signature.
+    ) -> DecisionTransformerOutput:
+        """Predict next states, actions and returns at each step, from the released class's inputs.
 
         Parameters
         ----------
@@ -176,14 +168,14 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             a synchronisation, so check the data once with `check_timesteps`.
         attention_mask
             (B, K), non-zero at real steps; None means that all are real.
-        output_hidden_states, output_attentions, return_dict
-            As in the released class; default from the configuration.
         tasks
             (B,) int64, the task of each window, of a model of several tasks.
         goals
             (B, 1, S) or (B, K, S), as `states`, to reach; of a model of goals, else ignored.
         padding
-            Overrides the attribute `padding` for this call.
+            ``"right"`` promises that in every window the real steps come first: then causality
+            alone keeps them from looking at padding.  Otherwise an `attention_mask` becomes a
+            dense mask.  Its values are never inspected: the host would have to wait for a GPU.
         only_actions
             Compute `action_preds` and nothing else, which is what the loss needs; of a stochastic
             policy the inputs of `gaussian_losses` instead of its means.  The dropout masks then
@@ -192,8 +184,8 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         Returns
         -------
         DecisionTransformerOutput
-            Or (state_preds, action_preds, return_preds) if `return_dict` is False.  Predictions
-            at padded steps have no meaning.
+            Predictions at padded steps have no meaning.  For attention weights and the hidden
+            states of each block load the model's file in the released class.
 
         Raises
         ------
@@ -202,35 +194,20 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         TypeError
             For keyword arguments that do not exist; the released class ignores them.
         """
-        config = self.config
-        attentions = config.output_attentions if output_attentions is None else output_attentions
-        states_too = config.output_hidden_states
-        if output_hidden_states is not None:
-            states_too = output_hidden_states
         asked = goals if self.goals else returns_to_go
         tokens = self._embed(states, actions, asked, timesteps, tasks)
         mask = None
-        if attention_mask is not None and (padding or self.padding) != "right":
+        if attention_mask is not None and padding != "right":
             mask = dense_mask(attention_mask)
         if only_actions:
             state_tokens = self._encode(tokens, mask, keep=STATE_TOKENS)
             return DecisionTransformerOutput(action_preds=self._head(state_tokens))
-        layers: list[Tensor] | None = [] if states_too else None
-        weights: list[Tensor] | None = [] if attentions else None
-        hidden = self._encode(tokens, mask, layers=layers, weights=weights)
+        hidden = self._encode(tokens, mask)
         at_state, at_action = hidden[:, 1::3], hidden[:, 2::3]
-        state_preds = self.predict_state(at_action)
-        action_preds = self._choose(self._head(at_state))
-        return_preds = self.predict_return(at_action)
-        if not (config.return_dict if return_dict is None else return_dict):
-            return state_preds, action_preds, return_preds
         return DecisionTransformerOutput(
-            state_preds=state_preds,
-            action_preds=action_preds,
-            return_preds=return_preds,
-            # tuples, as the released class gives, which declares tensors
-            hidden_states=None if layers is None else cast(Tensor, tuple(layers)),
-            attentions=None if weights is None else cast(Tensor, tuple(weights)),
+            state_preds=self.predict_state(at_action),
+            action_preds=self._choose(self._head(at_state)),
+            return_preds=self.predict_return(at_action),
             last_hidden_state=hidden,
         )
 
@@ -247,7 +224,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
     def loss(self, batch: TrainingBatch, *, valid_steps: Tensor | float | None = None) -> Tensor:
         """Return the scalar loss of a batch.
 
-        `valid_steps` is as in `gear_offline.models.loss.action_loss`.  Under
+        `valid_steps` is as in `gear_offline.models.loss.mean_loss`.  Under
         DistributedDataParallel call the wrapper with ``only_actions=True`` and `step_losses`
         instead, for gradients are only exchanged when its forward ran.
         """
@@ -339,13 +316,13 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
     def _head(self, hidden: Tensor) -> Tensor:
         """(B, T', H) -> (B, T', A), the predicted actions; see `_choose` of a stochastic policy."""
         linear, *rest = cast(list[nn.Module], list(self.predict_action))
-        found = _few_outputs(linear, hidden)
+        action = _few_outputs(linear, hidden)
         if self.stochastic:
             temperature = self.log_temperature.expand(*hidden.shape[:-1], 1)
-            return torch.cat((found, _few_outputs(self.predict_log_std, hidden), temperature), -1)
+            return torch.cat((action, _few_outputs(self.predict_log_std, hidden), temperature), -1)
         for layer in rest:
-            found = layer(found)
-        return found
+            action = layer(action)
+        return action
 
     def _choose(self, predictions: Tensor, noise: Tensor | float = 0.0) -> Tensor:
         """Return the actions (..., A) of what `_head` gave."""
@@ -364,45 +341,18 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             raise InputError("MODEL", what, where="actions", remedy=remedy)
         return F.embedding(actions, layer.weight.t()) + layer.bias
 
-    def _encode(
-        self,
-        tokens: Tensor,
-        mask: Tensor | None,
-        *,
-        layers: list[Tensor] | None = None,
-        weights: list[Tensor] | None = None,
-        keep: Keep | None = None,
-    ) -> Tensor:
-        """Run the blocks: (B, T, H) -> (B, T or kept, H).
-
-        `layers` and `weights`, if given, receive the hidden states before each block and after
-        the last norm, and the attention weights of each block.
-        """
-        encoder = self.encoder
-        eager = weights is not None or self._eager()
+    def _encode(self, tokens: Tensor, mask: Tensor | None, keep: Keep | None = None) -> Tensor:
+        """Run the blocks: (B, T, H) -> (B, T or kept, H)."""
+        encoder, eager = self.encoder, self.attention == "eager"
         recompute = encoder.gradient_checkpointing and self.training and torch.is_grad_enabled()
         hidden, last = tokens, len(encoder.h) - 1
         for i, block in enumerate(encoder.h):
-            if layers is not None:
-                layers.append(hidden)
             inputs = (hidden, mask, eager, keep if i == last else None)
             if recompute:
-                hidden, seen = checkpoint(block, *inputs, use_reentrant=False)
+                hidden = checkpoint(block, *inputs, use_reentrant=False)
             else:
-                hidden, seen = block(*inputs)
-            if weights is not None:
-                weights.append(seen)
-        hidden = cast(Tensor, encoder.ln_f(hidden))
-        if layers is not None:
-            layers.append(hidden)
-        return hidden
-
-    def _eager(self) -> bool:
-        if self.attention != "auto":
-            return self.attention == "eager"
-        # Until 5.17 transformers knows eager only for this class, so there it is no one's wish.
-        asked = self.config._attn_implementation == "eager"
-        return asked and DecisionTransformerModel._supports_sdpa
+                hidden = block(*inputs)
+        return cast(Tensor, encoder.ln_f(hidden))
 
 
 def _few_outputs(linear: nn.Module, hidden: Tensor) -> Tensor:

@@ -52,8 +52,8 @@ class Gaussian:
 
     def entropy(self, noise: Tensor) -> Tensor:
         """Return (...,) the entropy, of a squashed policy as estimated by one draw (..., A)."""
-        found = self.log_std + 0.5 + HALF_LOG_TAU
-        return (found + self._log_slope(self.mean + self.log_std.exp() * noise)).sum(-1)
+        entropy = self.log_std + 0.5 + HALF_LOG_TAU
+        return (entropy + self._log_slope(self.mean + self.log_std.exp() * noise)).sum(-1)
 
     def _log_slope(self, values: Tensor) -> Tensor:
         """Return the logarithm of tanh's slope, without the cancellation of 1 - tanh(x)^2."""

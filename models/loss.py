@@ -15,66 +15,34 @@ Padding = Literal["any", "left", "right"]
 
 
 class TrainingBatch(Protocol):
-    """What `DecisionTransformer.loss` reads of a batch; `gear_offline.loaders.batch.Batch` fits."""
+    """What `DecisionTransformer.loss` reads of a batch; `gear_offline.loaders.batch.Batch` fits.
 
-    @property
-    def actions(self) -> Tensor:
-        """(B, K, A) floating, or (B, K) integer."""
-        ...
-
-    @property
-    def attention_mask(self) -> Tensor:
-        """(B, K), non-zero at real steps."""
-        ...
-
-    @property
-    def padding(self) -> Padding:
-        """Side of the padding."""
-        ...
-
-    def model_inputs(self) -> dict[str, Tensor]:
-        """Return the keyword arguments of the model's forward."""
-        ...
-
-
-def action_loss(
-    predictions: Tensor,
-    actions: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    valid_steps: Tensor | float | None = None,
-) -> Tensor:
-    """Mean loss over the actions of real steps; padded steps neither count nor dilute.
-
-    Squared error for continuous actions (mean over steps and elements, as in the authors' code
-    of the Decision Transformer), cross-entropy for discrete ones.  Needs no host
-    synchronisation: padded positions are replaced by zero, not indexed away.
-
-    Parameters
-    ----------
-    predictions
-        (B, K, A) floating: actions, or logits when `actions` are integers.
-    actions
-        (B, K, A) floating, or (B, K) integer for discrete actions.
-    attention_mask
-        (B, K), non-zero at real steps; None means that all are real.
-    valid_steps
-        Divisor in place of the number of real steps of this batch.  With several ranks pass the
-        global number divided by the ranks; then the mean of the ranks' gradients is exactly the
-        gradient of the global batch's loss.
-
-    Returns
-    -------
-    Tensor
-        Scalar float32; 0 if no step is real.
+    Actions are (B, K, A) floating or (B, K) integer; the mask, (B, K), is non-zero at real steps;
+    the inputs are the keyword arguments of the model's forward.
     """
-    return mean_loss(step_losses(predictions, actions), attention_mask, valid_steps)
+
+    @property
+    def actions(self) -> Tensor: ...
+
+    @property
+    def attention_mask(self) -> Tensor: ...
+
+    @property
+    def padding(self) -> Padding: ...
+
+    def model_inputs(self) -> dict[str, Tensor]: ...
 
 
 def mean_loss(
     losses: Tensor, attention_mask: Tensor | None, valid_steps: Tensor | float | None = None
 ) -> Tensor:
-    """Return the scalar mean of (B, K) losses over real steps; `valid_steps` as `action_loss`."""
+    """Return the scalar mean of (B, K) losses over real steps; 0 if none is real.
+
+    Padded steps neither count nor dilute.  `attention_mask`, (B, K), is non-zero at real steps;
+    None: all are real.  `valid_steps` divides in place of their number: with several ranks, the
+    global number divided by the ranks, so that the mean of the ranks' gradients is exactly the
+    gradient of the global batch's loss.  The host does not wait for a GPU.
+    """
     if attention_mask is None:
         return losses.mean() if valid_steps is None else losses.sum() / valid_steps
     real = attention_mask != 0
@@ -94,9 +62,11 @@ def step_losses(
 ) -> Tensor:
     """Return (B, K) float32, the loss of each step; of padded ones too.
 
-    `valid_actions`, (B, A) bool, are the action elements, or discrete actions, that the window's
-    task has, the first one always; None: all.  The others neither count nor get a gradient, and
-    the mean is over those that are there, so a step weighs the same in every task.
+    Of continuous actions the squared error, mean over the elements, as in the authors' code of the
+    Decision Transformer; of discrete ones the cross-entropy of their logits.  `valid_actions`,
+    (B, A) bool, are the elements, or discrete actions, that the window's task has, the first one
+    always; None: all.  The others neither count nor get a gradient, and the mean is over those
+    that are there, so a step weighs the same in every task.
     """
     predictions = predictions.float()
     if actions.is_floating_point():

@@ -81,7 +81,7 @@ class TaskEmbedding(nn.Module):
 
     action_dims: Tensor
 
-    def __init__(self, action_dims: Sequence[int], *, width: int, hidden_size: int) -> None:
+    def __init__(self, action_dims: Sequence[int], width: int, hidden_size: int) -> None:
         super().__init__()
         self.width = width
         self.weight = nn.Parameter(torch.empty(len(action_dims), hidden_size))
@@ -98,16 +98,6 @@ class TaskEmbedding(nn.Module):
         """Return (B, A) bool: the action elements that the tasks of windows have."""
         elements = torch.arange(self.width, device=tasks.device)
         return elements < self.action_dims[tasks][:, None]
-
-
-def make_embedding(config: DecisionTransformerConfig) -> TaskEmbedding | None:
-    """Return the embedding of a model's tasks; None for a model of one or of none."""
-    tasks = tasks_of_config(config)
-    if len(tasks) < 2:
-        return None
-    return TaskEmbedding(
-        [task.action_dim for task in tasks], width=config.act_dim, hidden_size=config.hidden_size
-    )
 
 
 def find_task(model: DecisionTransformer, name: str | None) -> tuple[int, ModelTask]:
@@ -160,6 +150,6 @@ def _cut(layer: nn.Module, *, inputs: int | None = None, outputs: int | None = N
     assert isinstance(layer, nn.Linear)
     weight = layer.weight[:outputs, :inputs].clone()
     with torch.device("meta"):  # no random numbers are drawn
-        found = nn.Linear(weight.shape[1], weight.shape[0])
-    found.weight, found.bias = nn.Parameter(weight), nn.Parameter(layer.bias[:outputs].clone())
-    return found
+        cut = nn.Linear(weight.shape[1], weight.shape[0])
+    cut.weight, cut.bias = nn.Parameter(weight), nn.Parameter(layer.bias[:outputs].clone())
+    return cut

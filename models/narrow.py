@@ -56,15 +56,15 @@ def joint_maps(
     matrix = F.pad(matrix, (0, blank)).flatten(-3, -2)
     one = inputs[0].new_ones(*inputs[0].shape[:-1], 2)
     rows = F.pad(torch.cat((*inputs, one), dim=-1), (0, blank))
-    found = torch.matmul(rows.to(kind), matrix.to(kind).transpose(-1, -2))
-    return found.view(*found.shape[:-1], *biases.shape[-2:])
+    product = torch.matmul(rows.to(kind), matrix.to(kind).transpose(-1, -2))
+    return product.view(*product.shape[:-1], *biases.shape[-2:])
 
 
 def narrow_linear(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """``F.linear`` of a few outputs: as many are computed as loads are wide."""
     blank = -weight.shape[0] % LOADED
-    found = F.linear(rows, F.pad(weight, (0, 0, 0, blank)), F.pad(bias, (0, blank)))
-    return found[..., : weight.shape[0]]
+    product = F.linear(rows, F.pad(weight, (0, 0, 0, blank)), F.pad(bias, (0, blank)))
+    return product[..., : weight.shape[0]]
 
 
 def lower_half(values: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import tempfile
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +18,11 @@ from torch import Tensor
 
 from gear_offline.core.hub import put
 from gear_offline.core.text import count_text
-from gear_offline.core.types import Float64Array, Int64Array
+from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.errors import InputError, given_path
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy_folder import CARD, PLACE, PolicyFacts, PolicyFile, write_policy
 from gear_offline.tables.fields import STD_FLOOR
-
-FloatArray = npt.NDArray[np.floating[Any]]
 
 
 class Policy:
@@ -101,9 +98,9 @@ class Policy:
         self.goals = model.goals
         self._mean = _statistic(state_mean, self.state_dim, "state_mean")
         self._std = _statistic(state_std, self.state_dim, "state_std")
-        self._targets: Float64Array = np.zeros((0, self.state_dim)[: 1 + self.goals])
+        self._targets: Float64Array = np.zeros((0, self.state_dim) if self.goals else 0)
         self._steps: Int64Array = np.zeros(0, np.int64)
-        self._waiting: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._waiting: BoolArray = np.zeros(0, np.bool_)  # for a reward
         # (E, K, ...) states, actions, what is asked, timesteps, and of frames the newest ones
         window, device = (0, context_length), self.device
         actions = torch.zeros((*window, self.action_dim), device=device)
@@ -133,7 +130,7 @@ class Policy:
         return int(self._steps.size)
 
     @property
-    def targets(self) -> FloatArray:
+    def targets(self) -> Float64Array:
         """(E,) float64, what is still asked of each environment, in the units of the rewards.
 
         Of a policy of goals (E, S), as the environment observes them.
@@ -205,7 +202,7 @@ class Policy:
                 raise InputError("USAGE", what, remedy=remedy)
             indices = self.facts.targets[0]
         if targets is None:
-            if np.ndim(indices) != self.goals or self.environments > 1:
+            if np.ndim(indices) != int(self.goals) or self.environments > 1:  # a goal is a state
                 remedy = "write policy.reset(numbers of environments, targets)"
                 raise InputError("USAGE", "one target for several environments", remedy=remedy)
             indices, targets = 0, indices
@@ -235,7 +232,7 @@ class Policy:
         indices: npt.ArrayLike | None = None,
         *,
         generator: np.random.Generator | None = None,
-    ) -> npt.NDArray[Any]:
+    ) -> Array:
         """Choose the next action of each environment.
 
         Parameters
@@ -291,7 +288,7 @@ class Policy:
             chosen_actions = chosen_actions.float()
         return np.asarray(chosen_actions.cpu().numpy())
 
-    def _see(self, rows: Tensor, given: npt.NDArray[Any]) -> Tensor:
+    def _see(self, rows: Tensor, given: Array) -> Tensor:
         """Return the states (n, S) as the model takes them; of frames, features of the stacks."""
         if not self.frame_shape:
             return torch.from_numpy(self._normalized(given)).to(self.device)
@@ -304,7 +301,7 @@ class Policy:
         features: Tensor = self.model.features(stacks[:, None])
         return features[:, 0]
 
-    def _normalized(self, given: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    def _normalized(self, given: Array) -> npt.NDArray[np.float32]:
         states = given.astype(np.float32)
         if self.statistics is None:
             return states
@@ -367,7 +364,7 @@ class Policy:
                 window[moved] = window[moved].roll(-1, dims=1)
         place = np.minimum(steps, self.context_length - 1)
         at = torch.from_numpy(place).to(self.device)
-        asked: npt.NDArray[Any] = self._targets[chosen]
+        asked: Array = self._targets[chosen]
         asked = self._normalized(asked) if self.goals else asked[:, None] / self.returns_scale
         timesteps = torch.from_numpy(np.minimum(steps, self.max_timestep - 1))
         action = torch.zeros((), device=self.device)  # not chosen yet; causality hides it anyway
@@ -397,7 +394,7 @@ def _statistic(values: npt.ArrayLike | None, size: int, name: str) -> Float64Arr
     return array
 
 
-def _check_finite(values: npt.NDArray[Any], name: str) -> None:
+def _check_finite(values: Array, name: str) -> None:
     """Refuse rows with NaN, infinities, or what is infinite in float32: it would spread."""
     if values.dtype.kind in "biu":
         return

@@ -32,10 +32,6 @@ INPUTS = ("returns_to_go", "states", "actions", "timesteps", "attention_mask")
 EMBED_EPSILON = 1e-5  # of the released class, whatever its configuration says of the other norms
 
 
-def _shapes(model: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
-    return tuple((name, parameter.shape) for name, parameter in model.named_parameters())
-
-
 class _InRow(torch.autograd.Function):
     """Nothing, but the gradient lies in a row: autograd would copy others one by one."""
 
@@ -63,7 +59,6 @@ class StackedModels(nn.Module):
         self, models: Sequence[DecisionTransformer], *, precision: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        assert len({_shapes(model) for model in models}) == 1, "models of one shape"
         first: Any = models[0]
         self.count, self.layers = len(models), len(first.encoder.h)
         self._heads = int(first.encoder.h[0].attn.num_heads)
@@ -80,13 +75,13 @@ class StackedModels(nn.Module):
         for name, parameter in named[0].items():
             if not parameter.requires_grad:
                 continue
-            mine = [parameters[name] for parameters in named]
-            stacked = nn.Parameter(torch.stack([p.detach() for p in mine]))
-            for n, p in enumerate(mine):
+            own = [parameters[name] for parameters in named]
+            stacked = nn.Parameter(torch.stack([p.detach() for p in own]))  # models of one shape
+            for n, p in enumerate(own):
                 p.data = stacked.data[n]
             self._keys[name] = name.replace(".", "_")
             self.register_parameter(self._keys[name], stacked)
-            self._parts.append((stacked, mine))
+            self._parts.append((stacked, own))
 
     def losses(self, batch: TrainingBatch) -> Tensor:
         """Return (N,) float32, the loss of each model on its part of a batch.
@@ -98,28 +93,34 @@ class StackedModels(nn.Module):
             check_timesteps(fields["timesteps"], self._rows)
         given = (fields[name].unflatten(0, (self.count, -1)) for name in INPUTS)  # type: ignore[no-untyped-call]
         returns, states, actions, steps, mask = given
-        seeds = self._seeds(steps.device)
+        seeds = None  # (layers, N), what the attention kernel draws its dropout from
+        if self._dropout > 0.0 and steps.is_cuda:
+            drawn = (self.layers, self.count)
+            seeds = torch.randint(0, 2**62, drawn, device=steps.device, dtype=torch.int64)
         hidden, plain = self._embed(returns, states, actions, steps)
         windows, tokens = steps.shape[1], 3 * steps.shape[2]
         for layer in range(self.layers):
             hidden, plain = self._block(layer, hidden, plain, windows, tokens, seeds)
-        found = self._head(plain)
-        found = torch.tanh(found) if self._tanh else found
-        error = step_losses(found.view(actions.shape).flatten(0, 1), actions.flatten(0, 1))
+        weight, bias = self._map("predict_action.0", "encoder.ln_f")
+        width = weight.shape[2]  # of the actions: the product is as wide as whole loads
+        predicted = self._product(plain, F.pad(weight, (0, -width % LOADED)))[:, :, :width]
+        predicted = predicted + bias[:, None].to(self._kind)
+        predicted = torch.tanh(predicted) if self._tanh else predicted
+        error = step_losses(predicted.view(actions.shape).flatten(0, 1), actions.flatten(0, 1))
         of_models = mask.flatten(1)
         return segment_losses(error.view(of_models.shape), of_models)
 
     def hand_out_gradients(self) -> None:
         """Give each model's parameters their part of the gradients; views."""
-        for stacked, mine in self._parts:
-            for n, parameter in enumerate(mine):
+        for stacked, own in self._parts:
+            for n, parameter in enumerate(own):
                 parameter.grad = None if stacked.grad is None else stacked.grad[n]
 
     def zero_gradients(self) -> None:
         """Drop the gradients, here and in the models."""
-        for stacked, mine in self._parts:
+        for stacked, own in self._parts:
             stacked.grad = None
-            for parameter in mine:
+            for parameter in own:
                 parameter.grad = None
 
     def _embed(
@@ -128,7 +129,9 @@ class StackedModels(nn.Module):
         """Interleave (return, state, action) of each step: (N, R, H), and that normalised."""
         steps = steps.flatten(1)
         inputs = (returns.flatten(1, 2), states.flatten(1, 2).flatten(2), actions.flatten(1, 2))
-        tokens = self._tokens(*inputs)
+        names = ("embed_return", "embed_state", "embed_action")
+        maps = [(self._get(f"{name}.weight"), self._get(f"{name}.bias")) for name in names]
+        tokens = joint_maps(inputs, maps, self._kind).flatten(1, 2)
         table = self._get("embed_timestep.weight")  # (N, rows, H)
         weight = self._get("embed_ln.weight")
         shift = self._get("embed_ln.bias") + self._get("encoder.wpe.weight")[:, 0]
@@ -138,25 +141,6 @@ class StackedModels(nn.Module):
         hidden = F.layer_norm(hidden, hidden.shape[-1:], eps=EMBED_EPSILON)
         hidden = drop(hidden * weight[:, None] + shift[:, None], self._dropout)
         return hidden, self._plain(hidden)
-
-    def _tokens(self, *inputs: Tensor) -> Tensor:
-        """(N, B * K, width) each -> (N, R, H): what their maps make of them, by turns."""
-        names = ("embed_return", "embed_state", "embed_action")
-        maps = [(self._get(f"{name}.weight"), self._get(f"{name}.bias")) for name in names]
-        return joint_maps(inputs, maps, self._kind).flatten(1, 2)
-
-    def _head(self, rows: Tensor) -> Tensor:
-        """(N, R, H) -> (N, R, actions), as one product, as wide as whole loads."""
-        weight, bias = self._map("predict_action.0", "encoder.ln_f")
-        width = weight.shape[2]
-        found = self._product(rows, F.pad(weight, (0, -width % LOADED)))
-        return found[:, :, :width] + bias[:, None].to(self._kind)
-
-    def _seeds(self, device: torch.device) -> Tensor | None:
-        """Return (layers, N) int64, what the attention kernel draws its dropout from."""
-        if self._dropout == 0.0 or device.type != "cuda":
-            return None
-        return torch.randint(0, 2**62, (self.layers, self.count), device=device, dtype=torch.int64)
 
     def _block(
         self,
@@ -198,8 +182,8 @@ class StackedModels(nn.Module):
         weight, bias = self._map(f"{name}.attn.c_attn", f"{name}.ln_1", stored="in, out")
         if supports_packed(rows.device, self._kind, tokens=tokens, head=head):
             packed = self._product(rows, weight).view(-1, tokens, 3 * rows.shape[-1])
-            found = packed_attention(packed, self._heads, self._scale, self._dropout, seeds, bias)
-            return cast(Tensor, found)
+            mixed = packed_attention(packed, self._heads, self._scale, self._dropout, seeds, bias)
+            return cast(Tensor, mixed)
         packed = self._linear(rows, weight, bias).view(-1, tokens, 3 * rows.shape[-1])
         query, key, value = (
             part.reshape(-1, tokens, self._heads, head).transpose(1, 2)
@@ -209,8 +193,8 @@ class StackedModels(nn.Module):
         return mixed.transpose(1, 2).flatten(2)
 
     def _get(self, name: str) -> Tensor:
-        found: Tensor = _InRow.apply(getattr(self, self._keys[name]))  # type: ignore[no-untyped-call]
-        return found
+        parameter = getattr(self, self._keys[name])
+        return cast(Tensor, _InRow.apply(parameter))  # type: ignore[no-untyped-call]
 
     def _map(
         self, name: str, norm: str | None = None, *, stored: str = "out, in"

@@ -14,6 +14,7 @@ from gear_offline.models.decision_transformer import (
     DecisionTransformerConfig,
     build_model,
 )
+from gear_offline.models.loss import mean_loss, step_losses
 
 TOLERANCE = 1e-5  # float32, on valid tokens
 STATES, ACTIONS, STEPS, WINDOWS = 5, 3, 7, 6
@@ -78,6 +79,10 @@ def mask(kind: str, steps: int = STEPS) -> Tensor:
     else:
         found = torch.ones((WINDOWS, steps), dtype=torch.bool)
     return found.long()
+
+
+def action_loss(predictions: Tensor, actions: Tensor, attention_mask: Tensor | None) -> Tensor:
+    return mean_loss(step_losses(predictions, actions), attention_mask)
 
 
 def largest_difference(ours: Tensor, theirs: Tensor, valid: Tensor | EllipsisType = ...) -> float:

@@ -18,7 +18,7 @@ import torch
 
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
-from gear_offline.evaluation import jobs
+from gear_offline.evaluation import evaluate
 from gear_offline.evaluation.evaluate import tasks_of
 from gear_offline.runs import evaluations
 from gear_offline.runs.evaluations import RunEvaluations, plan_evaluations
@@ -143,9 +143,9 @@ FULL = OSError(11, "Resource temporarily unavailable")
 @pytest.mark.parametrize(
     ("mode", "place", "error", "recorded"),
     [
-        ("on", (jobs, "evaluate_tasks"), NAN, "NaN"),
-        ("off", (jobs, "evaluate_tasks"), NAN, "NaN"),
-        ("off", (jobs, "evaluate_tasks"), ZeroDivisionError(), ""),
+        ("on", (evaluate, "evaluate_tasks"), NAN, "NaN"),
+        ("off", (evaluate, "evaluate_tasks"), NAN, "NaN"),
+        ("off", (evaluate, "evaluate_tasks"), ZeroDivisionError(), ""),
         ("on", (subprocess, "Popen"), FULL, "cannot be started"),
         ("on", None, None, "WORKER_LOST"),
     ],

@@ -36,7 +36,7 @@ def test_the_formula_counts_what_torch_counts(layers: int, width: int, context: 
         hidden = tokens
         for block in model.encoder.h:
             # attention in the open: FLOPs of fused kernels on a CPU are not counted
-            hidden, _ = block(hidden, None, True)
+            hidden = block(hidden, None, True)
         hidden.sum().backward()
     found = step_flops(layers=layers, width=width, context=context, segments=segments)
     assert counter.get_total_flops() == pytest.approx(found, rel=1e-12)

@@ -190,7 +190,7 @@ def test_a_checkpoint_that_training_removes_meanwhile_is_played_to_the_end(
         shutil.rmtree(run / "checkpoints" / "step-00000020")
         return evaluate_tasks(*arguments, **options)
 
-    monkeypatch.setattr("gear_offline.evaluation.jobs.evaluate_tasks", played)
+    monkeypatch.setattr("gear_offline.evaluation.evaluate.evaluate_tasks", played)
     assert evaluate(run, episodes=1, quiet=True).step == 20
     assert json.loads((run / "evaluation.json").read_text())["step"] == 20
 

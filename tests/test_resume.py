@@ -78,7 +78,7 @@ def test_ctrl_c_ends_an_evaluation_which_the_resumed_run_repeats(
         time.sleep(60)
 
     with monkeypatch.context() as patched:
-        patched.setattr("gear_offline.evaluation.jobs.evaluate_tasks", slow)
+        patched.setattr("gear_offline.evaluation.evaluate.evaluate_tasks", slow)
         with pytest.raises(TrainingInterrupted, match="after step 7,"):
             train_run(tiny_recipe(data, "evaluate.background=off"), out=run, quiet=True)
     assert read_records(run / "evaluations.jsonl") == []

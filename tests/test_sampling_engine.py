@@ -19,11 +19,12 @@ from gear_offline.kernels.select import DeviceSelect
 from gear_offline.loaders.feedback import DeviceFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.static_batch import StaticBatch
-from gear_offline.models.loss import action_loss, segment_losses, step_losses
+from gear_offline.models.loss import segment_losses, step_losses
 from gear_offline.sampling import make_sampler
 from gear_offline.tables.table import Table
 from tests.gpu_support import NEEDS_CUPY, ON_GPU
 from tests.kernels_on_cpu import gpu_gather, on_cpu
+from tests.model_support import action_loss
 from tests.sampling_support import CASES, IDS, facts, prioritized
 from tests.segment_oracle import bits, cpu_gather, memory_table
 

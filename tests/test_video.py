@@ -132,7 +132,7 @@ def test_what_cannot_be_shown_is_refused_before_anything_is_played(
 ) -> None:
     run = write_run(tmp_path / "run")
     (tmp_path / "there.gif").touch()
-    monkeypatch.setattr("gear_offline.evaluation.jobs.evaluate_tasks", None)
+    monkeypatch.setattr("gear_offline.evaluation.evaluate.evaluate_tasks", None)
     names = {"a.avi": "USAGE", "a": "USAGE", "no/a.gif": "OUTPUT_WRITE"}
     for name, code in (names | {"there.gif": "OUTPUT_EXISTS"}).items():
         with one_error(code):

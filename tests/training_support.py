@@ -14,7 +14,7 @@ import torch
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.errors import GearError
-from gear_offline.evaluation.jobs import play_job
+from gear_offline.evaluation.evaluate import play_job
 from gear_offline.sources import from_episodes
 from gear_offline.training.checkpoint import checkpoint_name, list_checkpoints
 from gear_offline.training.metrics import read_records

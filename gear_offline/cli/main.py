@@ -303,10 +303,6 @@ def evaluate(
     from gear_offline.training.checkpoint import check_trained
 
     check_trained(run, checkpoint)  # before torch is loaded
-    if video is not None:
-        from gear_offline.evaluation.video import check_video_name
-
-        check_video_name(video)
     report = go.evaluate(**asked)
     show(report.to_json(), as_json, report.print)
 

@@ -32,7 +32,7 @@ from gear_offline.collect.record import (
     stream,
 )
 from gear_offline.core.text import count_text, say
-from gear_offline.core.types import Array, Float64Array, Int64Array
+from gear_offline.core.types import Array, Float64Array
 from gear_offline.progress import Progress
 
 ALGORITHM = "ARS-V2t linear"
@@ -146,9 +146,7 @@ class Iteration:
     base: LinearPolicy
     attempt: int
     number: int
-    # (2N,) forwards and backwards of each direction in turn; empty before they are played
-    returns: Float64Array = field(default_factory=lambda: np.zeros(0))
-    lengths: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    lengths: tuple[int, ...] = ()  # of the 2N rollouts: forwards and backwards along each direction
 
 
 @dataclass(kw_only=True, eq=False)
@@ -199,7 +197,6 @@ class Training:
             # Both ways start from the same state: their difference is the policy's.
             reset_seed=reset_seed(*path),
             noise_path=(*path, backwards),
-            expected_return=float(at.returns[rollout]) if at.returns.size else None,
         )
 
     def replay(self, steps: int) -> Iterator[EpisodePlan]:
@@ -210,7 +207,7 @@ class Training:
         """
         best, pool = self.best, self.iterations
         way = [i for i in pool if i.attempt == best.attempt and i.number < best.iteration]
-        if sum(int(i.lengths.sum()) for i in way) >= steps:
+        if sum(sum(i.lengths) for i in way) >= steps:
             pool = way
         lengths = np.concatenate([i.lengths for i in pool])
         share, enough = steps / int(lengths.sum()), False
@@ -255,17 +252,16 @@ def _attempt(crew: Crew, training: Training, progress: Progress) -> None:
     number, began, allowed = 0, training.steps, options.attempt_steps
     while training.steps < began + allowed and not training.is_over:
         at = Iteration(base=policy, attempt=attempt, number=number)
-        returns, lengths = [], []
         plans = [training.rollout_plan(at, rollout) for rollout in range(2 * options.directions)]
+        totals, lengths = [], []
         for episode in crew.play(plans):
-            returns.append(episode.total)
+            totals.append(episode.total)
             lengths.append(episode.steps)
             moments.merge(episode.observations[:-1])
-        at = replace(at, returns=np.array(returns), lengths=np.array(lengths, np.int64))
-        training.iterations.append(at)
+        training.iterations.append(replace(at, lengths=tuple(lengths)))
         training.steps += sum(lengths)
         progress.update(training.steps)
-        shifted = at.returns - options.alive_bonus * at.lengths
+        shifted = np.array(totals) - options.alive_bonus * np.array(lengths)
         weight = update(
             policy.weight,
             np.stack([training.direction(at, number) for number in range(options.directions)]),

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count, repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -33,13 +33,6 @@ NOTE = "collected locally; not D4RL data"
 PARALLEL_STEPS = 20_000  # below this many steps, starting processes costs more than it brings
 MAX_PROCESSES = 16  # a training iteration has no more rollouts to share out
 LIBRARY_STEPS = 100_000
-RANGES = {  # the least, and what a number must stay below
-    "steps": (1, math.inf),
-    "processes": (1, math.inf),
-    "action_noise": (0.0, math.inf),
-    "seed": (0, 1 << 63),
-    "train_steps": (1, math.inf),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +45,20 @@ class Recorded(Document):
     std_return: float
     min_return: float
     max_return: float
+
+    @classmethod
+    def of(cls, episodes: Sequence[_Episode], **facts: Any) -> Self:
+        """Return the report of some episodes."""
+        returns = [episode.total for episode in episodes]
+        return cls(
+            episodes=len(episodes),
+            steps=sum(episode.steps for episode in episodes),
+            mean_return=float(np.mean(returns)),
+            std_return=float(np.std(returns)),
+            min_return=min(returns),
+            max_return=max(returns),
+            **facts,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +141,16 @@ def collect(
         What is in the file, and who made it.
     """
     out, parts = Path(out), parts_of(policy, quality)
-    numbers = {"steps": steps, "processes": processes, "action_noise": action_noise, "seed": seed}
-    for name, number in {**numbers, "train_steps": train_steps, "gate": gate}.items():
-        least, below = RANGES.get(name, (-math.inf, math.inf))
-        if number is not None and not least <= number < below:
-            need = f"need {least} <= {name} < {below}"
+    for name, number, least in (
+        ("steps", steps, 1),
+        ("processes", processes, 1),
+        ("train_steps", train_steps, 1),
+        ("action_noise", action_noise, 0.0),
+        ("seed", seed, 0),
+        ("gate", gate, -math.inf),
+    ):
+        if number is not None and not least <= number < 1 << 63:
+            need = f"need {least} <= {name} < 2^63"
             raise InputError("USAGE", f"got {number}, {need}", where=name)
     of_library = ":" in policy
     if of_library or (processes is None and policy != "ars" and steps < PARALLEL_STEPS):
@@ -148,13 +160,13 @@ def collect(
         with Crew(environment, processes=processes or min(usable_cores(), MAX_PROCESSES)) as crew:
             say_version(environment, quiet=quiet)
             source: ars.Training | Policy
-            used = 0
+            used, best = 0, None
             if "random" in parts:
                 source = RandomPolicy(crew.facts.low, crew.facts.high, crew.facts.choices)
             elif policy == "ars":
                 options = ars.options_for(environment, train_steps=train_steps)
                 source = ars.train(crew, options, seed, action_noise=action_noise, quiet=quiet)
-                used = source.steps
+                used, best = source.steps, source.best.policy
                 _check_gate(gate, source.best.mean_return, environment)
             elif policy == "play":
                 source = play_policy(environment)
@@ -165,25 +177,14 @@ def collect(
             makers = _makers(parts, source, steps, seed, action_noise)
             with Progress(f"record {out.name}", total=steps, unit="steps", quiet=quiet) as progress:
                 _record(crew, writer, makers, steps, progress, exact=exact_steps)
-        told = tuple(
-            MakerReport(
-                name=maker.name,
-                algorithm=maker.algorithm,
-                action_noise=maker.action_noise,
-                **_summary(maker.recorded),
-            )
-            for maker in makers
-            if maker.recorded
-        )
-        _check_gate(gate, max(one.mean_return for one in told), environment)
-        report = CollectReport(
+        report = CollectReport.of(
+            [episode for maker in makers for episode in maker.recorded],
             path=out,
             environment_id=crew.facts.environment_id,
-            **_summary([episode for maker in makers for episode in maker.recorded]),
-            makers=told,
+            makers=tuple(maker.report() for maker in makers if maker.recorded),
             train_steps=used,
         )
-        best = source.best.policy if isinstance(source, ars.Training) else None
+        _check_gate(gate, max(maker.mean_return for maker in report.makers), environment)
         writer.describe(_attributes(report, seed), _metadata(makers, best))
     if report.steps < steps:  # only rollouts of a training come to an end
         say(
@@ -191,7 +192,7 @@ def collect(
             "had no more rollouts; let it train longer (--train-steps), or take another quality",
             quiet=quiet,
         )
-    for one in told:
+    for one in report.makers:
         counts = f"{count_text(one.episodes, 'episode')}, {count_text(one.steps, 'step')}"
         returns = f"{one.mean_return:.0f} ± {one.std_return:.0f}"
         ends = f"({one.min_return:.0f} to {one.max_return:.0f})"
@@ -225,6 +226,10 @@ class _Maker:
     policy: Policy | None  # None for replay, whose every episode has another one
     plans: Iterator[EpisodePlan]  # endless, except for replay
     recorded: list[_Episode] = field(default_factory=list)
+
+    def report(self) -> MakerReport:
+        facts = {name: getattr(self, name) for name in ("name", "algorithm", "action_noise")}
+        return MakerReport.of(self.recorded, **facts)
 
 
 def _makers(
@@ -278,30 +283,18 @@ def _record(
                 break
 
 
-def _summary(episodes: Sequence[_Episode]) -> dict[str, Any]:
-    """Return what both reports say of episodes."""
-    returns = [episode.total for episode in episodes]
-    return {
-        "episodes": len(episodes),
-        "steps": sum(episode.steps for episode in episodes),
-        "mean_return": float(np.mean(returns)),
-        "std_return": float(np.std(returns)),
-        "min_return": min(returns),
-        "max_return": max(returns),
-    }
-
-
 def _attributes(report: CollectReport, seed: int) -> dict[str, Any]:
     """Return the attributes of the file; no times or paths, so that equal runs are equal bytes."""
     atari = ["ale_py"] if is_atari(report.environment_id) else []
     packages = ["gymnasium", "mujoco", "numpy", "gear_offline", *atari]
-    told, told_of = asdict(report), "train_steps steps episodes mean_return std_return makers"
+    facts = asdict(report)
+    names = ("train_steps", "steps", "episodes", "mean_return", "std_return", "makers")
     return {
         "env_id": report.environment_id,
         "algorithm": _algorithms(report.makers),
         "note": NOTE,
         "seed": seed,
-        **{name: told[name] for name in told_of.split()},
+        **{name: facts[name] for name in names},
         **(dict.fromkeys(packages, "") | versions(*packages)),
     }
 

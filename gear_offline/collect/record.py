@@ -20,7 +20,7 @@ import numpy as np
 
 from gear_offline.core.closing import Closing
 from gear_offline.core.types import Array, Float64Array
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import (
     EnvironmentFacts,
     Known,
@@ -36,19 +36,17 @@ from gear_offline.workers import Caller, WorkerPool
 TRAIN, EVALUATE, RECORD = 1, 2, 3
 
 
+# A stream's path is a spawn key: unlike as entropy, it differs from the same path with a 0 behind.
+
+
 def stream(seed: int, *path: int) -> np.random.Generator:
     """Return the random generator at `path`; equal arguments give equal draws."""
-    return np.random.Generator(np.random.PCG64(_sequence(seed, path)))
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=path)))
 
 
 def reset_seed(seed: int, *path: int) -> int:
     """Return the 31-bit seed for an environment's reset at `path`."""
-    return int(_sequence(seed, path).generate_state(1)[0] >> 1)
-
-
-def _sequence(seed: int, path: tuple[int, ...]) -> np.random.SeedSequence:
-    # As a spawn key, unlike as entropy, a path differs from the same path with a 0 at its end.
-    return np.random.SeedSequence(seed, spawn_key=path)
+    return int(np.random.SeedSequence(seed, spawn_key=path).generate_state(1)[0] >> 1)
 
 
 class Policy(Protocol):
@@ -74,7 +72,6 @@ class EpisodePlan:
     noise_path: tuple[int, ...]  # of the episode's own stream: random actions, action noise
     # Deviation of Gaussian noise in half ranges of the action; of choices: share of random ones.
     action_noise: float = 0.0
-    expected_return: float | None = None  # when it was played before: it must be that again
     on_step: Callable[[float, Array], None] | None = None  # told the reward and the action
 
 
@@ -141,12 +138,10 @@ class Player(Closing):
             raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
 
     def play(self, plan: EpisodePlan) -> Episode:
-        """Play a plan; ``ENVIRONMENT`` where it does not return what it did before."""
         facts, generator = self.facts, stream(*plan.noise_path)
         observation, _ = self._environment.reset(seed=plan.reset_seed)
         seen = [np.array(observation)]
-        actions: list[Array] = []
-        rewards: list[float] = []
+        actions, rewards = list[Array](), list[float]()
         infos: dict[str, list[Array]] = {} if self._data is None else {"qpos": [], "qvel": []}
         terminated = truncated = False
         while not (terminated or truncated):
@@ -155,28 +150,21 @@ class Player(Closing):
             actions.append(noisy(facts, chosen, plan.action_noise, generator))
             for name, rows in infos.items():
                 rows.append(getattr(self._data, name).copy())
-            stepped = self._environment.step(facts.shaped(actions[-1]))
-            observation, reward, terminated, truncated, _ = stepped
+            action = facts.shaped(actions[-1])
+            observation, reward, terminated, truncated, _ = self._environment.step(action)
             seen.append(np.array(observation))  # it may write to its array again
             rewards.append(float(reward))
             if plan.on_step is not None:
                 plan.on_step(rewards[-1], actions[-1])
-        episode = Episode(
+        kept = None if facts.observation_dtype.kind == "f" else facts.observation_dtype
+        return Episode(
             reset_seed=plan.reset_seed,
-            observations=np.asarray(
-                seen, None if facts.observation_dtype.kind == "f" else facts.observation_dtype
-            ),
+            observations=np.asarray(seen, kept),
             actions=np.asarray(actions),
             rewards=np.asarray(rewards),
             terminated=bool(terminated),
             infos={name: np.asarray(rows, np.float32) for name, rows in infos.items()},
         )
-        if plan.expected_return not in (None, episode.total):
-            what = f"an episode returned {plan.expected_return} in training and {episode.total} "
-            what += "when it was recorded"
-            remedy = "the environment does not depend on its seed alone: leave replay out"
-            raise GearError("ENVIRONMENT", what, facts.environment_id, remedy)
-        return episode
 
     def close(self) -> None:
         self._environment.close()

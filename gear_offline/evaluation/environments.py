@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Final
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -25,11 +25,12 @@ import numpy.typing as npt
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 
 from gear_offline.core.text import first_line, say
+from gear_offline.core.types import Array
 from gear_offline.errors import InputError, UnavailableError
 
-FRAME_SKIP: Final = 4  # emulator frames a step; the last two are merged by their maximum
-SCREEN_SIZE: Final = 84
-FRAMES_PER_EPISODE: Final = 108_000  # half an hour of play, ALE's own limit
+FRAME_SKIP = 4  # emulator frames a step; the last two are merged by their maximum
+SCREEN_SIZE = 84
+FRAMES_PER_EPISODE = 108_000  # half an hour of play, ALE's own limit
 
 gymnasium.register(
     "gear_offline/Maze-v0", "gear_offline.evaluation.maze:Maze", max_episode_steps=200
@@ -70,14 +71,14 @@ class EnvironmentFacts:
         """Numbers in an action, or the number of discrete actions."""
         return self.choices or int(self.low.size)
 
-    def bounded(self, actions: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def bounded(self, actions: Array) -> Array:
         """Return actions (n, A) within the bounds, or (n,) choices, in the environment's dtype."""
         if self.discrete:
             return actions.astype(np.int64)
-        clipped: npt.NDArray[Any] = np.clip(actions, self.low, self.high)
+        clipped: Array = np.clip(actions, self.low, self.high)
         return clipped.astype(self.action_dtype)
 
-    def shaped(self, action: npt.NDArray[Any]) -> Any:
+    def shaped(self, action: Array) -> Any:
         """Return one action as the environment takes it."""
         return int(action) if self.discrete else action.reshape(self.action_shape)
 

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,14 +21,16 @@ from gear_offline.core.system import versions
 from gear_offline.core.text import count_text
 from gear_offline.dataset.scores import ReferenceScores, known_scores, reference_scores
 from gear_offline.errors import InputError
-from gear_offline.evaluation.environments import EnvironmentFacts
+from gear_offline.evaluation.environments import EnvironmentFacts, Known, known_of
 from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_episodes
+from gear_offline.models.multitask import ModelTask
+from gear_offline.models.policy import Policy
 from gear_offline.progress import Progress
+from gear_offline.training.model import ModelSizes, sizes_of
+from gear_offline.training.policies import TrainedModel, find_trained
 from gear_offline.training.records import EvaluationReport, TargetResult, TaskResult
-
-if TYPE_CHECKING:
-    from gear_offline.models.multitask import ModelTask  # these import torch
-    from gear_offline.training.model import ModelSizes
+from gear_offline.training.seeding import torch_threads
+from gear_offline.workers import Caller, RayPool
 
 FOREIGN = "the environment is not the one that D4RL measured, so the score is indicative only"
 
@@ -56,6 +59,50 @@ class EvaluationTask:
                 raise InputError("USAGE", f"{name} is {value}", f"evaluate.{name}", remedy)
 
 
+def tasks_of(recipe: Recipe, model_tasks: Sequence[ModelTask] = ()) -> tuple[EvaluationTask, ...]:
+    """Return what a resolved recipe evaluates in; none where no environment is known.
+
+    `model_tasks` says what the model of several knows of each: returns of its data.
+    """
+    data_returns = {task.name: (task.return_worst, task.return_best) for task in model_tasks}
+    shared = recipe.evaluate
+    sections: Mapping[str, TaskSettings | EvaluateSettings] = recipe.data.tasks or {"": shared}
+    return tuple(
+        EvaluationTask(
+            name=name,
+            environment=section.environment,
+            targets=tuple(section.targets or ()),
+            reference=section.reference,
+            data_returns=data_returns.get(name),
+            episodes=shared.episodes,
+            environments=shared.environments,
+            seed=shared.seed,
+            goals=recipe.loader.goals is not None,
+        )
+        for name, section in sections.items()
+        if section.environment is not None
+    )
+
+
+def play_tasks(
+    trained: TrainedModel,
+    tasks: Sequence[EvaluationTask],
+    device: str,
+    *,
+    processes: int | None = None,
+    quiet: bool = True,
+) -> EvaluationReport:
+    """Play tasks with a trained policy; options are those of `evaluate_tasks`."""
+    report = evaluate_tasks(
+        lambda task: trained.policy(task.name or None, device),
+        tasks,
+        processes=processes,
+        quiet=quiet,
+    )
+    facts = {"run": trained.facts.name, "step": trained.facts.step, "device": device}
+    return report.model_copy(update=facts)
+
+
 def evaluate_tasks(
     policy_of: Callable[[EvaluationTask], ActingPolicy],
     tasks: Sequence[EvaluationTask],
@@ -71,37 +118,8 @@ def evaluate_tasks(
     for task in tasks:
         task.check()
     scores = [resolve_reference(task.environment, task.reference) for task in tasks]
-    started = time.perf_counter()
-    results = {}
+    began, results = time.perf_counter(), {}
     for task, reference in zip(tasks, scores, strict=True):
-        count = len(task.targets)
-        total, slots = task.episodes * count, min(task.environments, task.episodes) * count
-        with (
-            Environments(
-                task.environment, slots, episodes=total, processes=processes, goals=task.goals
-            ) as environments,
-            Progress(
-                f"evaluate {task.environment}", total=total, unit="episodes", quiet=quiet
-            ) as progress,
-        ):
-            played = play_episodes(
-                policy_of(task),
-                environments,
-                seeds=[task.seed + e for e in range(task.episodes) for _ in range(count)],
-                targets=task.targets * task.episodes,
-                keep_actions=count,
-                on_episode=progress.advance,
-            )
-        targets = [
-            TargetResult(
-                target=target,
-                returns=tuple(played.returns[index::count].tolist()),
-                lengths=tuple(played.lengths[index::count].tolist()),
-                terminated=tuple(played.terminated[index::count].tolist()),
-                actions=played.actions[index],
-            )
-            for index, target in enumerate(task.targets)
-        ]
         worst, best = task.data_returns or (None, None)
         asked = TaskResult(
             environment=task.environment,
@@ -112,9 +130,46 @@ def evaluate_tasks(
             environments=task.environments,
             goals=task.goals,
         )
-        results[task.name] = asked.with_targets(targets)
+        results[task.name] = asked.with_targets(_play(policy_of, task, processes, quiet))
     known = versions("gymnasium", "mujoco", "torch", "numpy")
-    return _report(results, versions=known, seconds=time.perf_counter() - started)
+    return _report(results, versions=known, seconds=time.perf_counter() - began)
+
+
+def _play(
+    policy_of: Callable[[EvaluationTask], ActingPolicy],
+    task: EvaluationTask,
+    processes: int | None,
+    quiet: bool,
+) -> list[TargetResult]:
+    """Play the episodes of all targets, those of one episode number side by side."""
+    name, count = task.environment, len(task.targets)
+    total, slots = task.episodes * count, min(task.environments, task.episodes) * count
+    options: dict[str, Any] = {"processes": processes, "goals": task.goals}
+    with (
+        Environments(name, slots, episodes=total, **options) as environments,
+        Progress(f"evaluate {name}", total=total, unit="episodes", quiet=quiet) as progress,
+    ):
+        policy = policy_of(task)
+        if isinstance(policy, Policy):
+            check_sizes(environments.facts, sizes_of(policy.model), whose="the model")
+        played = play_episodes(
+            policy,
+            environments,
+            seeds=[task.seed + e for e in range(task.episodes) for _ in range(count)],
+            targets=task.targets * task.episodes,
+            keep_actions=count,
+            on_episode=progress.advance,
+        )
+    return [
+        TargetResult(
+            target=target,
+            returns=tuple(played.returns[index::count].tolist()),
+            lengths=tuple(played.lengths[index::count].tolist()),
+            terminated=tuple(played.terminated[index::count].tolist()),
+            actions=played.actions[index],
+        )
+        for index, target in enumerate(task.targets)
+    ]
 
 
 def _report(results: Mapping[str, TaskResult], *, seconds: float, **facts: Any) -> EvaluationReport:
@@ -133,6 +188,109 @@ def _report(results: Mapping[str, TaskResult], *, seconds: float, **facts: Any) 
         normalized_score=sum(scored) / len(scored) if len(scored) == len(scores) else None,
         **facts,
     )
+
+
+def resolve_reference(
+    environment_id: str, reference: str | ReferenceScores | None = None
+) -> ReferenceScores | None:
+    """Return the scores to normalise by.
+
+    A dataset's name (``hopper-medium-v2``) may give the pair, but whether the result can be
+    called a D4RL score depends on the environment that was played; Gymnasium's are not D4RL's.
+    """
+    own = reference_scores(environment_id)
+    if reference is None:
+        return own
+    scores = known_scores(reference) if isinstance(reference, str) else reference
+    exact = own is not None and not own.indicative
+    if exact or scores.indicative:
+        return scores
+    note = own.note if own is not None else FOREIGN
+    return scores.model_copy(update={"indicative": True, "note": note})
+
+
+def check_sizes(environment: EnvironmentFacts, sizes: ModelSizes, *, whose: str) -> None:
+    """Refuse an environment whose observations or actions are not those of data or a model."""
+    played = replace(
+        sizes,
+        state_dim=environment.state_size,
+        action_dim=environment.action_size,
+        discrete=environment.discrete,
+        frame_shape=environment.observation_shape if sizes.frame_shape else (),
+    )
+    if played != sizes:
+        name, remedy = environment.environment_id, "name the environment that the data came from"
+        what = f"{name} has {_sizes_text(played)}, {whose} {_sizes_text(sizes)}"
+        remedy += ", or set evaluate.episodes=0"
+        raise InputError("ENVIRONMENT", what, "evaluate.environment", remedy)
+
+
+def _sizes_text(sizes: ModelSizes) -> str:
+    seen = count_text(sizes.state_dim, "observation value")
+    if sizes.frame_shape:
+        seen = f"frames of {' x '.join(map(str, sizes.frame_shape))}"
+    acts = count_text(sizes.action_dim, "discrete action" if sizes.discrete else "action value")
+    return f"{seen} and {acts}"
+
+
+def asked_returns(targets: Sequence[float] | float) -> tuple[float, ...]:
+    """Return `targets` as numbers below 1e18 in size, at least one, all different."""
+    try:
+        given = [] if isinstance(targets, str) else np.atleast_1d(np.asarray(targets))
+        return tuple(target_list([float(target) for target in given]))
+    except (TypeError, ValueError) as error:
+        what, remedy = f"target returns {targets!r}: {error}", "write them like 3600,1800"
+        raise InputError("USAGE", what, where="evaluate.targets", remedy=remedy) from error
+
+
+# elsewhere: in a worker process, in sets on a Ray cluster ------------------------------------
+
+
+def known_to(tasks: Sequence[EvaluationTask]) -> list[Known]:
+    """Return what another process has to learn before it can play `tasks`."""
+    return [known_of(task.environment) or Known() for task in tasks]
+
+
+def play_job(
+    caller: Caller,
+    environments: Sequence[Known],
+    run: Path,
+    checkpoint: int | None,
+    tasks: Sequence[EvaluationTask],
+    device: str,
+    threads: int | None,
+) -> EvaluationReport:
+    """Read a model as `find_trained` does and play it: a job, with `threads` of torch."""
+    for known in environments:
+        known.learn()
+    with torch_threads(threads):
+        return play_tasks(find_trained(run, checkpoint), tasks, device, processes=1)
+
+
+def play_sets(
+    pool: RayPool,
+    run: Path,
+    trained: TrainedModel,
+    tasks: Sequence[EvaluationTask],
+    device: str,
+    *,
+    quiet: bool = True,
+) -> EvaluationReport:
+    """Play sets of episodes as jobs of a pool, and put them together."""
+    began, device = time.perf_counter(), pool.device(device)
+    pool.share(pool.gpus if device == "cuda" else pool.cpus, device=device)
+    pool.check(run)
+    step = trained.facts.step if (run / "checkpoints").is_dir() else None  # a newer one may come
+    threads = trained.recipe.train.threads
+    parts = [part for task in tasks for part in sets_of(task)]
+    jobs = [(known_to([part]), run, step, [part], device, threads) for part in parts]
+    total = sum(part.episodes * len(part.targets) for part in parts)
+    reports: list[EvaluationReport] = []
+    with Progress("evaluate", total=total, unit="episodes", quiet=quiet) as progress:
+        for part, report in zip(parts, pool.run(f"{__name__}:play_job", jobs), strict=True):
+            reports.append(report)
+            progress.advance(part.episodes * len(part.targets))
+    return joined(reports, seconds=time.perf_counter() - began)
 
 
 def sets_of(task: EvaluationTask) -> Iterator[EvaluationTask]:
@@ -160,81 +318,3 @@ def joined(reports: Sequence[EvaluationReport], *, seconds: float) -> Evaluation
         results[name] = parts[0].with_targets(targets)
     facts = reports[0].model_dump(include={"run", "step", "device", "versions"})
     return _report(results, **facts, seconds=seconds)
-
-
-def tasks_of(recipe: Recipe, model_tasks: Sequence[ModelTask] = ()) -> tuple[EvaluationTask, ...]:
-    """Return what a resolved recipe evaluates in; none where no environment is known.
-
-    `model_tasks` says what the model of several knows of each: returns of its data.
-    """
-    data_returns = {task.name: (task.return_worst, task.return_best) for task in model_tasks}
-    shared = recipe.evaluate
-    sections: Mapping[str, TaskSettings | EvaluateSettings] = recipe.data.tasks or {"": shared}
-    return tuple(
-        EvaluationTask(
-            name=name,
-            environment=section.environment,
-            targets=tuple(section.targets or ()),
-            reference=section.reference,
-            data_returns=data_returns.get(name),
-            episodes=shared.episodes,
-            environments=shared.environments,
-            seed=shared.seed,
-            goals=recipe.loader.goals is not None,
-        )
-        for name, section in sections.items()
-        if section.environment is not None
-    )
-
-
-def resolve_reference(
-    environment_id: str, reference: str | ReferenceScores | None = None
-) -> ReferenceScores | None:
-    """Return the scores to normalise by.
-
-    A dataset's name (``hopper-medium-v2``) may give the pair, but whether the result can be
-    called a D4RL score depends on the environment that was played; Gymnasium's are not D4RL's.
-    """
-    own = reference_scores(environment_id)
-    if reference is None:
-        return own
-    scores = known_scores(reference) if isinstance(reference, str) else reference
-    exact = own is not None and not own.indicative
-    if exact or scores.indicative:
-        return scores
-    note = own.note if own is not None else FOREIGN
-    return scores.model_copy(update={"indicative": True, "note": note})
-
-
-def check_sizes(environment: EnvironmentFacts, sizes: ModelSizes, *, whose: str) -> None:
-    """Refuse an environment whose observations or actions are not those of data or a model."""
-    there = replace(
-        sizes,
-        state_dim=environment.state_size,
-        action_dim=environment.action_size,
-        discrete=environment.discrete,
-        frame_shape=environment.observation_shape if sizes.frame_shape else (),
-    )
-    if there != sizes:
-        name, remedy = environment.environment_id, "name the environment that the data came from"
-        what = f"{name} has {_sizes_text(there)}, {whose} {_sizes_text(sizes)}"
-        remedy += ", or set evaluate.episodes=0"
-        raise InputError("ENVIRONMENT", what, "evaluate.environment", remedy)
-
-
-def _sizes_text(sizes: ModelSizes) -> str:
-    seen = count_text(sizes.state_dim, "observation value")
-    if sizes.frame_shape:
-        seen = f"frames of {' x '.join(map(str, sizes.frame_shape))}"
-    acts = count_text(sizes.action_dim, "discrete action" if sizes.discrete else "action value")
-    return f"{seen} and {acts}"
-
-
-def asked_returns(targets: Sequence[float] | float) -> tuple[float, ...]:
-    """Return `targets` as numbers below 1e18 in size, at least one, all different."""
-    try:
-        given = [] if isinstance(targets, str) else np.atleast_1d(np.asarray(targets))
-        return tuple(target_list([float(target) for target in given]))
-    except (TypeError, ValueError) as error:
-        what, remedy = f"target returns {targets!r}: {error}", "write them like 3600,1800"
-        raise InputError("USAGE", what, where="evaluate.targets", remedy=remedy) from error

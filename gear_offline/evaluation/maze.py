@@ -62,9 +62,8 @@ class Maze(gymnasium.Env[npt.NDArray[np.float32], npt.NDArray[np.float32]]):
         self.observation_space = gymnasium.spaces.Box(0.0, high)
         self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (2,))
         self.task_infos = [{"task_name": f"task{n}"} for n in range(1, 1 + len(TASKS))]
-        self._point, self._goal = np.zeros(2), None
-
-    _goal: Float64Array | None
+        self._point = np.zeros(2)
+        self._goal: Float64Array | None = None
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

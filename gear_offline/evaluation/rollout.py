@@ -23,11 +23,10 @@ from itertools import cycle
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from gear_offline.core.closing import Closing
 from gear_offline.core.system import usable_cores
-from gear_offline.core.types import BoolArray, Float64Array, Int64Array
+from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import (
     EnvironmentFacts,
@@ -47,27 +46,18 @@ IDLE, STEP, RESET = range(3)  # what a slot is to do
 
 
 class ActingPolicy(Protocol):
-    """What a rollout asks of a policy: it acts for several environments (slots) at once."""
+    """What a rollout asks of a policy: it acts for several environments at once.
 
-    def reset(self, indices: Int64Array, targets: Float64Array) -> None:
-        """Begin a new episode in the slots `indices` (m,), asked for the returns `targets` (m,).
+    `indices` (m,) are their slots, None: all.  A new episode is asked for the returns `targets`
+    (m,), or for the states (m, S) that are its goals.  Actions, (m, A) floating or (m,) integers,
+    are for `observations` (m, S), or frames (m, h, w); then their `rewards` (m,) are told.
+    """
 
-        Where goals are to be reached they are states (m, S).
-        """
-        ...
+    def reset(self, indices: Int64Array, targets: Float64Array) -> None: ...
 
-    def act(
-        self, observations: npt.NDArray[Any], indices: Int64Array | None = None
-    ) -> npt.NDArray[Any]:
-        """Return the actions for `observations` (m, S), or frames (m, h, w), of `indices` (m,).
+    def act(self, observations: Array, indices: Int64Array | None = None) -> Array: ...
 
-        (m, A) floating, or (m,) integers for discrete actions.
-        """
-        ...
-
-    def observe_reward(self, rewards: Float64Array, indices: Int64Array | None = None) -> None:
-        """Take the rewards (m,) of the actions just returned for the slots `indices`."""
-        ...
+    def observe_reward(self, rewards: Float64Array, indices: Int64Array | None = None) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,7 +67,7 @@ class Episodes:
     returns: Float64Array  # (n,) undiscounted sums of the rewards; of goals: reached, 0 or 1
     lengths: Int64Array  # (n,) steps
     terminated: BoolArray  # (n,) the environment ended the episode; False: a time limit did
-    actions: tuple[npt.NDArray[Any], ...]  # (t, A) or (t,) of the first episodes, where kept
+    actions: tuple[Array, ...]  # (t, A) or (t,) of the first episodes, where kept
 
 
 class Environments(Closing):
@@ -179,7 +169,7 @@ def _record(facts: EnvironmentFacts, goals: bool) -> np.dtype[Any]:
 
 def _work(
     environments: Sequence[Any] | Mapping[int, Any],
-    slots: npt.NDArray[Any],
+    slots: Array,
     numbers: Int64Array,
     facts: EnvironmentFacts,
 ) -> None:
@@ -248,7 +238,7 @@ def play_episodes(
     returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), np.int64)
     terminated = np.zeros(len(seeds), np.bool_)
     asked = np.asarray(targets, np.float64)
-    kept: list[list[npt.NDArray[Any]]] = [[] for _ in range(keep_actions)]
+    kept: list[list[Array]] = [[] for _ in range(keep_actions)]
     goals = "goal" in (slots.dtype.names or ())
     slots["todo"] = IDLE
     playing = np.full(slots.size, -1, np.int64)  # slot -> episode; -1: none
@@ -297,9 +287,7 @@ def play_episodes(
     return Episodes(returns=returns, lengths=lengths, terminated=terminated, actions=actions)
 
 
-def finite_actions(
-    actions: npt.NDArray[Any], observations: npt.NDArray[Any], facts: EnvironmentFacts
-) -> npt.NDArray[Any]:
+def finite_actions(actions: Array, observations: Array, facts: EnvironmentFacts) -> Array:
     """Return what a policy chose, if it can be acted on; ``MODEL``, ``ENVIRONMENT``."""
     if np.isfinite(actions).all():
         return actions

@@ -39,16 +39,11 @@ GIF_WIDTH = 320  # pixels at most: GIF compresses little
 CAPTION_HEIGHT = 24
 
 
-def check_video_name(path: Path) -> None:
-    """Refuse a file of another format (``USAGE``)."""
+def check_video(path: Path, tasks: Sequence[EvaluationTask]) -> None:
+    """Refuse early what could not be drawn or written; draws one frame of each environment."""
     if path.suffix.lower() not in FORMATS:
         what, remedy = "a video is a .gif or .mp4 file", f"write it like {path.stem or 'video'}.gif"
         raise InputError("USAGE", what, where=str(path), remedy=remedy)
-
-
-def check_video(path: Path, tasks: Sequence[EvaluationTask]) -> None:
-    """Refuse early what could not be drawn or written; draws one frame of each environment."""
-    check_video_name(path)
     for own in _paths(path, [task.name for task in tasks]):
         check_new_file(own)
     with package_needed("a video", "video"):
@@ -106,9 +101,8 @@ def _encoded(result: TaskResult, suffix: str, quiet: bool) -> bytes:
                 for frame, text in _played(environment, result, target, every):
                     image = _captioned(frame, text)
                     if suffix == ".gif" and image.width > GIF_WIDTH:
-                        image = image.resize(
-                            (GIF_WIDTH, round(image.height * GIF_WIDTH / image.width))
-                        )
+                        height = round(image.height * GIF_WIDTH / image.width)
+                        image = image.resize((GIF_WIDTH, height))
                     height, width = image.height // 2 * 2, image.width // 2 * 2  # as H.264 wants
                     writer.append_data(np.asarray(image)[:height, :width])
                     progress.advance()

@@ -17,8 +17,13 @@ from gear_offline.core.files import check_new_file, write_error
 from gear_offline.core.text import say
 from gear_offline.errors import GearError, InputError, given_path
 from gear_offline.evaluation.environments import import_module_of, say_version
-from gear_offline.evaluation.evaluate import EvaluationTask, asked_returns, tasks_of
-from gear_offline.evaluation.jobs import play_sets, play_tasks
+from gear_offline.evaluation.evaluate import (
+    EvaluationTask,
+    asked_returns,
+    play_sets,
+    play_tasks,
+    tasks_of,
+)
 from gear_offline.evaluation.video import check_video, write_videos
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.runs.report import write_report

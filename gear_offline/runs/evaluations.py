@@ -27,8 +27,13 @@ from gear_offline.core.text import count_text, finite
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import known_of
-from gear_offline.evaluation.evaluate import EvaluationTask, tasks_of
-from gear_offline.evaluation.jobs import known_to, play_job, play_tasks
+from gear_offline.evaluation.evaluate import (
+    EvaluationTask,
+    known_to,
+    play_job,
+    play_tasks,
+    tasks_of,
+)
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.progress import Progress
 from gear_offline.runs.run import best_of

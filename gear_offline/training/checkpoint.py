@@ -367,8 +367,3 @@ def no_run(path: Path) -> InputError:
     example = near[0].parent if near else example
     remedy = f"give the directory of a run, e.g. {example}"
     return InputError("RUN_NOT_FOUND", what, where=str(path), remedy=remedy)
-
-
-def run_of(checkpoint: Path) -> Path:
-    """Return the run directory of a checkpoint; a checkpoint that was copied out is its own."""
-    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint

@@ -93,21 +93,22 @@ class GradientPass:
         """
         valid: Tensor | float | None = valid_steps
         if valid is None and (self._world.size > 1 or self._accumulate > 1):
-            valid = global_steps(batch, self._world)
+            # The divisor of a rank's loss: then the mean of the ranks' gradients is that of the
+            # global batch's mean, however padding is spread over ranks and micro-batches.
+            steps = (batch.attention_mask != 0).sum().float()
+            self._world.sum_into(steps)
+            valid = steps.clamp(min=1) / self._world.size
         losses = []
         with _without_warnings() if self._without_warnings else nullcontext():
             for number, part in enumerate(micro_batches(batch, self._accumulate), start=1):
                 with self._exchange(last=number == self._accumulate):
-                    with self._autocast():
+                    kind = self._precision
+                    with torch.autocast(self._device.type, dtype=kind, enabled=kind is not None):
                         loss = self._loss(part, valid_steps=valid)
                     factor = None if weight is None else weight()
                     loss.backward(factor)  # type: ignore[no-untyped-call]
                 losses.append(loss.detach() if factor is None else loss.detach() * factor)
         return functools.reduce(torch.add, losses)
-
-    def _autocast(self) -> torch.autocast:
-        kind = self._precision
-        return torch.autocast(self._device.type, dtype=kind, enabled=kind is not None)
 
     def _exchange(self, *, last: bool) -> AbstractContextManager[None]:
         """Gradients of replicas travel once a step; shards add up theirs as they come.
@@ -129,17 +130,6 @@ class GradientPass:
             return mean_loss(losses, mask, valid_steps)
         each = segment_losses(losses, mask)
         return self.feedback.loss(each, batch, valid_steps=valid_steps)
-
-
-def global_steps(batch: Batch, world: World) -> Tensor:
-    """Return the real steps of the global batch divided by W: the divisor of a rank's loss.
-
-    With it the mean of the ranks' gradients is the gradient of the global batch's mean, however
-    padding is spread over ranks and micro-batches.
-    """
-    steps = (batch.attention_mask != 0).sum().float()
-    world.sum_into(steps)
-    return steps.clamp(min=1) / world.size
 
 
 def micro_batches(batch: Batch, count: int) -> Iterator[Batch]:

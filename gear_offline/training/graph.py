@@ -10,7 +10,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +20,13 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.distributed.world import World
 from gear_offline.errors import UnavailableError
 from gear_offline.kernels.adamw import Update
+from gear_offline.loaders.batch import Batch
+from gear_offline.loaders.feedback import DeviceFeedback
+from gear_offline.loaders.loader import GearLoader
+from gear_offline.loaders.static_batch import StaticBatch
+from gear_offline.training.gradients import GradientPass
 from gear_offline.training.optimizer import Optimizer
-
-if TYPE_CHECKING:
-    from gear_offline.loaders.batch import Batch
-    from gear_offline.loaders.feedback import DeviceFeedback
-    from gear_offline.loaders.loader import GearLoader
-    from gear_offline.loaders.static_batch import StaticBatch
-    from gear_offline.training.gradients import GradientPass
+from gear_offline.training.window import ReportWindow
 
 WARM_UPS = 3  # passes before capturing: libraries choose their algorithms and allocate
 TIMED_FILLS = 50
@@ -78,26 +77,24 @@ def start_compilers() -> None:
 class RunPart:
     """One run's part of a captured step: its batch, its update, its losses and norms.
 
-    `batches` are made from number `batch` on, for the step to come, `step`.  `window`, (n, 2)
-    float32 on the device, has loss and gradient norm of each step since the last report; `filled`
-    rows of it are in use.
+    `batches` are made from number `batch` on, for the step to come, `step`.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         batches: StaticBatch,
-        window: Tensor,
+        window: ReportWindow,
         *,
         step: int,
         batch: int,
-        filled: int,
     ) -> None:
         assert optimizer.on_device is not None, "made with captured=True"
-        self.optimizer, self.batches, self._window = optimizer, batches, window
+        self.optimizer, self.batches, self._window = optimizer, batches, window.rows
         self._adamw = optimizer.on_device
-        self._row = torch.full((1,), filled, dtype=torch.int64, device=window.device)
-        self._index = torch.full((1,), step, dtype=torch.int64, device=window.device)
+        device = window.rows.device
+        self._row = torch.full((1,), window.filled, dtype=torch.int64, device=device)
+        self._index = torch.full((1,), step, dtype=torch.int64, device=device)
         self._batch = batch
         self._fill_seconds = _time_fill(batches, batch)
 

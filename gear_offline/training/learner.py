@@ -36,9 +36,10 @@ from gear_offline.training.model import ModelSizes, make_training_model
 from gear_offline.training.optimizer import Optimizer
 from gear_offline.training.parallel import collect, take_over
 from gear_offline.training.policies import TrainedModel, copy_model, find_trained
-from gear_offline.training.seeding import random_states, restore_random, seed_rank
+from gear_offline.training.seeding import random_states, restore_random
 from gear_offline.training.window import ReportWindow
 
+SEED_STRIDE = 0x9E3779B97F4A7C15  # between the seeds of two ranks
 Statistics = tuple[Float64Array | None, Float64Array | None]
 
 
@@ -91,7 +92,8 @@ class Learner:
         self._part: RunPart | None = None  # of a captured step, made by the first one or `join`
         self._captured: CapturedStep | None = None  # unless others launch it
         self._acting: DecisionTransformer | None = None  # a sharded model's copy that acts
-        seed_rank(recipe.seed, world)
+        if world.rank:  # each rank but the first one draws dropout from a stream of its own
+            torch.manual_seed((recipe.seed + world.rank * SEED_STRIDE) % (1 << 63))
         self.meter = Meter(recipe, self.loader.rank_batch, device, half=made.half)
         self.step = 0
         self.window = ReportWindow(recipe.train.log_every, device)
@@ -181,9 +183,8 @@ class Learner:
         if self.is_captured and self.loader.engine is None:
             what = "the data have grown beyond what the GPU gathers, which captured steps need"
             raise GearError("MEMORY", what, self.recipe.name, "train it with train.graph=off")
-        part = self._part
-        kept = part is not None and self.loader.hand_over(part.batches)
-        if not all(self.world.gather(kept)):
+        is_kept = self._part is not None and self.loader.hand_over(self._part.batches)
+        if not all(self.world.gather(is_kept)):
             self.release()
             self._part = self._captured = None  # a step is captured anew
         before.close()
@@ -206,12 +207,20 @@ class Learner:
         are touched, on a GPU, which is not waited for at each step, at the next `report` or
         `check`.  A collective that fails, whoever calls it, is ``RANK_LOST``.
         """
-        if self.is_captured:
-            self._replay()
+        if not self.is_captured:
+            batch = self.take()
+            with self.world.guard("training"):
+                self.apply(self._gradients(batch))
             return
-        batch = self.take()
-        with self.world.guard("training"):
-            self.apply(self._gradients(batch))
+        self.window.start()
+        self._pass_skipped()
+        if self.will_capture:
+            self._capture()
+            self.window.start()  # that was no part of this step
+        assert self._captured is not None, "others launch the steps of one that joined"
+        self._captured.replay()
+        self.count_replay()
+        self.window.stop()
 
     def take(self) -> Batch:
         """Begin a step that is launched by itself: return its batch."""
@@ -243,17 +252,6 @@ class Learner:
             if self._part is not None:  # it stands behind the step that was launched last
                 self._part.batches.set_step(self.loader.step)
 
-    def _replay(self) -> None:
-        self.window.start()
-        self._pass_skipped()
-        if self.will_capture:
-            self._capture()
-            self.window.start()  # that was no part of this step
-        assert self._captured is not None, "others launch the steps of one that joined"
-        self._captured.replay()
-        self.count_replay()
-        self.window.stop()
-
     def _capture(self) -> None:
         part, learns = self.join(None), self.loader.loss_sampler is not None
         feedback = DeviceFeedback(self.loader, part.batches) if learns else None
@@ -278,10 +276,9 @@ class Learner:
         self._part = RunPart(
             self.optimizer,
             self.loader.static_batch(ahead=True, windows=windows, live=self.growing is not None),
-            self.window.rows,
+            self.window,
             step=self.step,
             batch=self.loader.step,
-            filled=self.window.filled,
         )
         return self._part
 
@@ -397,18 +394,17 @@ class Learner:
 
 def _check_learns(recipe: Recipe, strategy: str) -> None:
     """Refuse what a selection that learns from losses cannot be trained with."""
-    whole = "a strategy that learns from losses needs them of the whole batch at once"
-    negative = f"{strategy} weighs segments by losses, a likelihood's may be negative"
-    again = f"what {strategy} draws depends on the losses before, so the episodes of a range that "
-    again += "is left out come again"
     if recipe.train.accumulate > 1:
+        what = "a strategy that learns from losses needs them of the whole batch at once"
         remedy = "use train.accumulate=1, or another strategy"
-        raise InputError("LOADER_OPTION", whole, "train.accumulate", remedy)
+        raise InputError("LOADER_OPTION", what, "train.accumulate", remedy)
     if recipe.model.policy == "gaussian":
+        what = f"{strategy} weighs segments by losses, a likelihood's may be negative"
         remedy = "use another selection.strategy, or model.policy=deterministic"
-        raise InputError("SELECTION", negative, "model.policy", remedy)
+        raise InputError("SELECTION", what, "model.policy", remedy)
     if recipe.train.skip:
-        raise InputError("SELECTION", again, "train.skip", "use train.skip=[]")
+        what = f"what {strategy} draws depends on losses before: episodes left out come again"
+        raise InputError("SELECTION", what, "train.skip", "use train.skip=[]")
 
 
 def _statistics(recipe: Recipe, dataset: TableData, start: TrainedModel | None) -> Statistics:
@@ -427,8 +423,7 @@ def _normalized_by(
     """Return the dataset as if these, (S,), were the moments of its observations."""
     if mean is None or std is None:
         return dataset
-    statistics = dict(dataset.statistics)
-    own = statistics["observations"]
+    own = dataset.statistics["observations"]
     given = {"mean": mean.reshape(own.mean.shape), "std": std.reshape(own.std.shape)}
-    statistics["observations"] = own.model_copy(update=given)
+    statistics = {**dataset.statistics, "observations": own.model_copy(update=given)}
     return replace(dataset, manifest=dataset.manifest.replaced(statistics=statistics))

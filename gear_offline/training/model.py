@@ -42,9 +42,9 @@ def data_sizes(source: TableData, *, choices: int | None = None) -> ModelSizes:
     states, actions = source.spec[STATES], source.spec["actions"]
     discrete, width = actions.dtype.kind in "iub", prod(actions.shape)
     if discrete and choices is None:
-        found = [part.dataset.statistics["actions"] for part in parts_of(source)]
-        lowest = min(float(one.min.min()) for one in found)
-        choices = 1 + max(int(one.max.max()) for one in found)
+        statistics = [part.dataset.statistics["actions"] for part in parts_of(source)]
+        lowest = min(float(one.min.min()) for one in statistics)
+        choices = 1 + max(int(one.max.max()) for one in statistics)
         if width != 1 or lowest < 0:
             what = f"integer actions of per-step shape {actions.shape} from {lowest:g} on are not "
             what += "the numbers of one discrete choice"
@@ -107,7 +107,11 @@ def make_training_model(
     half = precision is not None
     model = recipe_model(recipe, sizes)
     if start is not None:
-        _take_weights(model, start)
+        try:
+            take_over(model.state_dict(), start)
+        except KeyError as error:
+            what, remedy = str(error.args[0]), "give the recipe the model.* options of that run"
+            raise InputError("MODEL", what, "train.init", remedy) from error
     learning = trainable_parameters(model)  # freezes what the loss never reaches
     model.encoder.gradient_checkpointing = recipe.train.recompute
     parameters = sum(parameter.numel() for parameter in learning)
@@ -130,14 +134,6 @@ def make_training_model(
     elif half and recipe.train.weights == "bf16":
         reason += "; bfloat16 gradients would add up micro-batches coarsely"
     return TrainingModel(model, working, half, autocast, reason, parallel)
-
-
-def _take_weights(model: DecisionTransformer, weights: Mapping[str, Tensor]) -> None:
-    try:
-        take_over(model.state_dict(), weights)
-    except KeyError as error:
-        what, remedy = str(error.args[0]), "give the recipe the model.* options of that run"
-        raise InputError("MODEL", what, "train.init", remedy) from error
 
 
 def resolve_precision(precision: str, device: torch.device) -> tuple[torch.dtype | None, str]:

@@ -96,7 +96,7 @@ def export_policy(
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
             graph,
-            graph.example(length),
+            _example(policy, length),
             input_names=inputs,
             output_names=["action"],
             dynamic_shapes=shapes,
@@ -124,8 +124,6 @@ class _ActingModel(nn.Module):
         self.model, self.discrete = policy.model, policy.discrete
         self.asked = "goals" if policy.goals else "returns_to_go"
         self._scale, self._last = policy.returns_scale, policy.max_timestep - 1
-        self._frames = policy.frame_stack, policy.frame_shape
-        self._sizes = policy.state_dim, policy.action_dim
         self._statistics = None
         if policy.statistics is not None:
             self._statistics = [torch.from_numpy(values) for values in policy.statistics]
@@ -137,7 +135,7 @@ class _ActingModel(nn.Module):
             asked = self._normalized(asked)
         else:
             asked = (asked.double() / self._scale).float()[..., None]
-        found: Tensor = self.model(
+        action: Tensor = self.model(
             states=self._normalized(observations),
             actions=actions,
             timesteps=timesteps.clamp(0, self._last),
@@ -145,7 +143,7 @@ class _ActingModel(nn.Module):
             only_actions=not self.model.stochastic,  # then not the means
             **{self.asked: asked},
         ).action_preds[:, -1]
-        return found.argmax(-1) if self.discrete else found
+        return action.argmax(-1) if self.discrete else action
 
     def _normalized(self, states: Tensor) -> Tensor:
         if self._statistics is None:
@@ -153,12 +151,15 @@ class _ActingModel(nn.Module):
         mean, scale = self._statistics
         return ((states.double() - mean) / scale).float()
 
-    def example(self, length: int) -> tuple[Tensor, ...]:
-        """Return inputs of two environments, zeros."""
-        (states, width), (stack, frame), shape = self._sizes, self._frames, (2, length)
-        seen, kind = ((stack, *frame), torch.uint8) if frame else ((states,), torch.float32)
-        observations = torch.zeros((*shape, *seen), dtype=kind)
-        whole = torch.zeros(shape, dtype=torch.int64)
-        actions = whole if self.discrete else torch.zeros((*shape, width))
-        asked = torch.zeros((*shape, states) if self.model.goals else shape)
-        return observations, actions, asked, whole.clone()
+
+def _example(policy: Policy, length: int) -> tuple[Tensor, ...]:
+    """Return inputs of two environments, zeros."""
+    shape, states = (2, length), policy.state_dim
+    observations = torch.zeros((*shape, states))
+    if policy.frame_shape:
+        frames = (*shape, policy.frame_stack, *policy.frame_shape)
+        observations = torch.zeros(frames, dtype=torch.uint8)
+    numbers = torch.zeros(shape, dtype=torch.int64)
+    actions = numbers if policy.discrete else torch.zeros((*shape, policy.action_dim))
+    asked = torch.zeros((*shape, states) if policy.goals else shape)
+    return observations, actions, asked, numbers.clone()

@@ -160,9 +160,7 @@ class Optimizer:
 
         A tensor of a parameter that is missing or too many is KeyError.
         """
-        given = {name: tensor for name, tensor in tensors.items() if name.startswith(STATE)}
-        if given:  # 0.1 saved none before the first step
-            take_over(self.state(), given)
+        take_over(self.state(), {n: t for n, t in tensors.items() if n.startswith(STATE)})
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,10 +24,8 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.core.text import size_text as _text
 from gear_offline.distributed.world import World, peers
 from gear_offline.errors import InputError
+from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.training.cost import CONTEXT_BYTES, USABLE, memory_bytes
-
-if TYPE_CHECKING:
-    from gear_offline.models.decision_transformer import DecisionTransformer
 
 Kind = Literal["alone", "ddp", "fsdp"]
 
@@ -79,17 +77,12 @@ def choose_parallel(
         what = "a stochastic policy is trained as replicas, not as shards of it"
         remedy = "use train.parallel=ddp, and a smaller model if that does not fit"
         raise InputError("MODEL", what, "train.parallel", remedy)
-    needed = memory(shards=world.size, reshard=False) + CONTEXT_BYTES
-    fits = on_gpu and needed <= USABLE * free
-    reshard = not fits if train.reshard == "auto" else train.reshard == "on"
-    if train.reshard != "auto":
-        why = ", as the recipe says"
-    elif not on_gpu:
-        why = ": ranks in host memory"
-    elif fits:
-        why = f": {_text(needed)} a rank fit in {_text(free)} free"
-    else:
-        why = f": once a step needs {_text(needed)} a rank, {_text(free)} are free"
+    reshard, why = train.reshard == "on", ", as the recipe says"
+    if train.reshard == "auto":
+        needed = memory(shards=world.size, reshard=False) + CONTEXT_BYTES
+        reshard, why = not on_gpu or needed > USABLE * free, ": ranks in host memory"
+        if on_gpu:
+            why = f": once a step takes {_text(needed)} a rank, {_text(free)} are free"
     how = "for each pass" if reshard else "once a step"
     return Parallel("fsdp", f"{reason}; weights collected {how}{why}", reshard)
 
@@ -133,12 +126,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 def collect(tensors: Mapping[str, Tensor], *, wanted: bool) -> dict[str, Tensor]:
     """Return named tensors as `whole` does, in host memory; nothing unless they are `wanted`."""
-    found = {}
+    collected = {}
     for name, tensor in tensors.items():
         full = whole(tensor)
         if wanted:
-            found[name] = full.cpu()
-    return found
+            collected[name] = full.cpu()
+    return collected
 
 
 @torch.no_grad()
@@ -151,12 +144,8 @@ def take_over(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     for name in sorted({n for n, _ in shapes.items() ^ others.items()}):
         raise KeyError(f"{name} is {others.get(name)}, not {shapes.get(name)}")
     for name, tensor in own.items():
-        tensor.copy_(_spread(given[name], tensor))
-
-
-def _spread(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's view of a whole tensor, laid out as `like`; what is spread stays so."""
-    if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
-        return tensor
-    mesh = like.device_mesh
-    return distribute_tensor(tensor.to(mesh.device_type), mesh, like.placements, src_data_rank=None)
+        value = given[name]
+        if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
+            mesh, layout = tensor.device_mesh, tensor.placements
+            value = distribute_tensor(value.to(mesh.device_type), mesh, layout, src_data_rank=None)
+        tensor.copy_(value)

@@ -30,7 +30,7 @@ from gear_offline.models.policy_folder import (
     assemble,
     read_policy,
 )
-from gear_offline.training.checkpoint import Checkpoint, chosen_checkpoint, damaged, run_of
+from gear_offline.training.checkpoint import Checkpoint, chosen_checkpoint, damaged
 from gear_offline.training.records import EvaluationReport, read_document, read_lines
 
 __all__ = ["TrainedModel", "load_policy"]
@@ -49,8 +49,7 @@ class TrainedModel:
 
     def policy(self, task: str | None = None, device: torch.device | str = "cpu") -> Policy:
         """Return what acts in the task, or in the only one; the model is moved to `device`."""
-        model, recipe = self.model, self.recipe
-        scale = recipe.loader.returns_scale
+        model, recipe, scale = self.model, self.recipe, self.recipe.loader.returns_scale
         mean: npt.ArrayLike | None = self.state_mean
         std: npt.ArrayLike | None = self.state_std
         if task is not None or tasks_of_config(model.config):
@@ -185,12 +184,10 @@ def _achieved(trained: TrainedModel, task: str | None) -> tuple[Achieved, ...]:
     with suppress(InputError):  # nothing of it is needed to act
         records += read_lines(trained.run / "evaluations.jsonl", EvaluationReport)
         records += [read_document(trained.run / "evaluation.json", EvaluationReport)]
-    for record in reversed(records):
-        if record is not None and record.step == trained.facts.step:
-            keys = set(Achieved.model_fields)
-            targets = record.named.get(task or "", record).targets
-            return tuple(Achieved(**target.model_dump(include=keys)) for target in targets)
-    return ()
+    found = [one for one in records if one is not None and one.step == trained.facts.step]
+    targets = found[-1].named.get(task or "", found[-1]).targets if found else ()
+    keys = set(Achieved.model_fields)
+    return tuple(Achieved(**target.model_dump(include=keys)) for target in targets)
 
 
 def copy_model(model: DecisionTransformer, weights: Mapping[str, Tensor]) -> DecisionTransformer:
@@ -210,6 +207,8 @@ def trained_model(checkpoint: Checkpoint) -> TrainedModel:
     except Exception as error:  # a library's own checks raise what they like
         raise damaged(checkpoint.path, "the weights do not fit the configuration") from error
     model.attention = checkpoint.recipe.model.attention
-    run = run_of(checkpoint.path)
+    run = checkpoint.path  # a checkpoint that was copied out of its run
+    if run.parent.name == "checkpoints":
+        run = run.parent.parent
     facts = PolicyFacts(name=run.name, step=checkpoint.state.step)
     return TrainedModel(model, checkpoint.recipe, *checkpoint.state.statistics, facts, run)

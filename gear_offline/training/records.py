@@ -117,19 +117,20 @@ class TaskResult(_Record):
 
     def with_targets(self, targets: Sequence[TargetResult]) -> TaskResult:
         """Return the task with what the episodes of `targets` came to."""
-        known = tuple(map(self._summed_up, targets))
-        means = [one.mean_return for one in known]
+        results = tuple(map(self._summed_up, targets))
+        means = [one.mean_return for one in results]
         mean = float(np.mean(means)) if self.goals else max(means)
-        by_data = BY_DATA if self.normalized(mean) is not None else None
-        found = {
+        score = self.normalized(mean)
+        by_data = None if score is None else BY_DATA
+        facts = {
             "mean_return": mean,
-            "normalized_score": self.normalized(mean),
+            "normalized_score": score,
             "scale": by_data if self.reference is None else BY_REFERENCE,
-            "episodes": known[0].episodes,
+            "episodes": results[0].episodes,
             "confidence": CONFIDENCE_OF_SHARES if self.goals else CONFIDENCE,
-            "targets": known,
+            "targets": results,
         }
-        return self.model_copy(update=found)
+        return self.model_copy(update=facts)
 
     def _summed_up(self, target: TargetResult) -> TargetResult:
         returns = np.array(target.returns)
@@ -137,7 +138,7 @@ class TaskResult(_Record):
         interval: Interval = mean_interval(returns) if several else (None, None)
         if self.goals:
             interval = share_interval(returns)
-        found = {
+        facts = {
             "episodes": returns.size,
             "mean_return": mean,
             "std": float(returns.std(ddof=1)) if several else None,
@@ -148,7 +149,7 @@ class TaskResult(_Record):
             "max": float(returns.max()),
             "length_mean": float(np.mean(target.lengths)),
         }
-        return target.model_copy(update=found)
+        return target.model_copy(update=facts)
 
     def print_targets(self, console: Console, heading: str) -> None:
         """Print a table, one row a target."""

@@ -30,7 +30,6 @@ from gear_offline.training.checkpoint import (
     MODEL_PREFIX,
     SHARDED,
     TRAINING_PREFIX,
-    Checkpoint,
     Keep,
     Normalisation,
     SavedState,
@@ -113,14 +112,14 @@ class Saver:
     def _tensors(self) -> dict[str, Tensor]:
         """Return what this rank writes, named by where it goes."""
         model, training = self._learner.model.state_dict(), self._learner.tensors()
-        everything = named(MODEL_PREFIX, model) | named(TRAINING_PREFIX, training)
-        mine: dict[str, Tensor] = {}
-        if self._shards is not None:
-            spread = {n: t for n, t in everything.items() if isinstance(t, DTensor)}
-            spread |= named(MODEL_PREFIX, model)  # with buffers, which every rank has
-            everything = {n: t for n, t in everything.items() if n not in spread}
-            mine = named(SHARD_PREFIX, self._shards.pieces(spread))
-        return everything | mine if self._world.is_first else mine
+        tensors = named(MODEL_PREFIX, model) | named(TRAINING_PREFIX, training)
+        if self._shards is None:
+            return tensors if self._world.is_first else {}
+        spread = {n: t for n, t in tensors.items() if isinstance(t, DTensor)}
+        spread |= named(MODEL_PREFIX, model)  # with buffers, which every rank has
+        pieces = named(SHARD_PREFIX, self._shards.pieces(spread))
+        whole = {n: t for n, t in tensors.items() if n not in spread}
+        return whole | pieces if self._world.is_first else pieces
 
     def _write(
         self,
@@ -219,13 +218,19 @@ def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float
     """
     world = learner.world
     checkpoint = world.lead(lambda: newest_checkpoint(folder, say))
-    found = world.gather(None if checkpoint is None else checkpoint.state.model_dump_json())[0]
-    if found is None:
+    text = world.gather(checkpoint and checkpoint.state.model_dump_json())[0]
+    if text is None:
         return 0.0
-    state = SavedState.model_validate_json(found)
+    state = SavedState.model_validate_json(text)
     path = folder / checkpoint_name(state.step)
-    in_parts = state.shards and learner.parallel.sharded  # each rank reads what it holds
-    tensors = world.send_tensors(world.lead(lambda: _tensors_of(checkpoint, whole=not in_parts)))
+    in_parts = bool(state.shards and learner.parallel.sharded)  # each rank reads what it holds
+
+    def read() -> dict[str, Tensor]:
+        assert checkpoint is not None, "the first rank reads"
+        tensors = named(TRAINING_PREFIX, checkpoint.tensors(shards=not in_parts))
+        return tensors if in_parts else tensors | named(MODEL_PREFIX, checkpoint.weights())
+
+    tensors = world.send_tensors(world.lead(read))
     try:
         if in_parts:
             from gear_offline.training.sharded import read_into
@@ -240,12 +245,6 @@ def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float
     except (KeyError, RuntimeError) as error:
         raise damaged(path, f"it does not fit the recipe ({error})") from error
     return state.seconds
-
-
-def _tensors_of(checkpoint: Checkpoint | None, *, whole: bool) -> dict[str, Tensor]:
-    assert checkpoint is not None, "only the first rank reads"
-    tensors = named(TRAINING_PREFIX, checkpoint.tensors(shards=whole))
-    return tensors | named(MODEL_PREFIX, checkpoint.weights()) if whole else tensors
 
 
 def _snapshot(
@@ -291,19 +290,16 @@ def _on_host(copies: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
     # high priority are others than those that training and captures get from torch.
     stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     staged = torch.empty(STAGED_BYTES, dtype=torch.uint8, pin_memory=True)
-    found = {}
+    fetched = {}
     with torch.cuda.stream(stream):
         for name in list(copies):
-            tensor = found[name] = copies.pop(name)
+            tensor = fetched[name] = copies.pop(name)
             if tensor.is_cuda:
-                host = found[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-                pieces = [torch.split(_bytes(one), STAGED_BYTES) for one in (tensor, host)]
-                for there, here in zip(*pieces, strict=True):
-                    staged[: len(there)].copy_(there, non_blocking=True)
+                host = fetched[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+                flat = (one.reshape(-1).view(torch.uint8) for one in (tensor, host))
+                pieces = (torch.split(one, STAGED_BYTES) for one in flat)
+                for source, place in zip(*pieces, strict=True):
+                    staged[: len(source)].copy_(source, non_blocking=True)
                     stream.synchronize()
-                    here.copy_(staged[: len(there)])
-    return found
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+                    place.copy_(staged[: len(source)])
+    return fetched

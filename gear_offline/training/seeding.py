@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gear_offline.distributed.world import World
 
 CUBLAS_WORKSPACE = ":4096:8"  # buffers of cuBLAS that let it keep one order of sums
-SEED_STRIDE = 0x9E3779B97F4A7C15  # ranks draw dropout from streams far apart
 
 
 @contextmanager
@@ -46,32 +46,21 @@ def deterministic(wanted: bool) -> Iterator[None]:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
-    cuda: Any = torch.backends.cuda  # its functions are not typed
     cudnn = torch.backends.cudnn
     algorithms = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, one_order, tf32 = cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32
     precision = torch.get_float32_matmul_precision()
-    efficient, by_cudnn = cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
     try:
         torch.use_deterministic_algorithms(True)
         cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = False, True, False
         torch.set_float32_matmul_precision("highest")
-        cuda.enable_mem_efficient_sdp(False)
-        cuda.enable_cudnn_sdp(False)
-        yield
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+            yield
     finally:
         torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
         cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = benchmark, one_order, tf32
         torch.set_float32_matmul_precision(precision)
-        cuda.enable_mem_efficient_sdp(efficient)
-        cuda.enable_cudnn_sdp(by_cudnn)
-
-
-def seed_rank(seed: int, world: World) -> None:
-    """Give every rank but the first one random numbers of its own."""
-    if world.rank:
-        torch.manual_seed((seed + world.rank * SEED_STRIDE) % (1 << 63))
 
 
 def random_states(world: World, device: torch.device) -> dict[str, Tensor]:
