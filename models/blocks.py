@@ -93,12 +93,16 @@ def attend_eagerly(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scale: float, dropout: float
 ) -> Tensor:
     """`attend` by plain products, as the released class's eager attention."""
+    weights = attention_weights(query, key, mask=mask, scale=scale)
+    return torch.matmul(F.dropout(weights, dropout, training=dropout > 0.0), value)
+
+
+def attention_weights(query: Tensor, key: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
+    """Return how much each token gathers from each other one, (B, N, T, T)."""
     if mask is None:
         mask = causal_mask(query.shape[-2], device=query.device)
     scores = torch.matmul(query, key.transpose(-1, -2)) * scale
-    scores = scores.float().masked_fill(~mask, float("-inf"))
-    weights = F.dropout(scores.softmax(-1).to(value.dtype), dropout, training=dropout > 0.0)
-    return torch.matmul(weights, value)
+    return scores.float().masked_fill(~mask, float("-inf")).softmax(-1).to(query.dtype)
 
 
 def causal_mask(tokens: int, *, device: torch.device) -> Tensor:
@@ -173,10 +177,18 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
                 # checkpointing, which restores the generator, draws the same again.
                 seeds = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=packed.device)
             return take(packed_attention(packed, heads, scale, dropout, seeds), keep)
-        query, key, value = (
-            part.view(batch, tokens, heads, width // heads).transpose(1, 2)
-            for part in packed.split(width, dim=2)
-        )
+        query, key, value = self._heads(packed)
         gather = attend_eagerly if eager else attend
         mixed = gather(query, key, value, mask=mask, scale=scale, dropout=dropout)
         return take(mixed.transpose(1, 2).reshape(batch, tokens, width), keep)
+
+    def weights(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the attention weights of what the block was given, (B, N, T, T); no dropout."""
+        query, key, _ = self._heads(self.attn.c_attn(self.ln_1(hidden)))
+        return attention_weights(query, key, mask=mask, scale=float(self.attn.scaling))
+
+    def _heads(self, packed: Tensor) -> tuple[Tensor, ...]:
+        """(B, T, 3H) -> queries, keys and values, (B, N, T, D) each."""
+        batch, tokens, _ = packed.shape
+        parts = packed.view(batch, tokens, 3, self.attn.num_heads, -1)
+        return parts.permute(2, 0, 3, 1, 4).unbind()

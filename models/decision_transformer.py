@@ -45,7 +45,7 @@ TANH_TOLERANCE = 1e-6  # float32 rounding of actions that were clipped to [-1, 1
 
 
 class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-call]
-    """Decision Transformer with the released class's weights, inputs and predictions.
+    """Decision Transformer with the released class's weights, inputs and outputs.
 
     Some keys of the configuration are ours; the released class carries them along unread:
     ``discrete_actions`` (bool: actions are integers and the head gives logits),
@@ -145,13 +145,16 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         returns_to_go: Tensor | None = None,
         timesteps: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
         *,
         tasks: Tensor | None = None,
         goals: Tensor | None = None,
         padding: Padding = "any",
         only_actions: bool = False,
-    ) -> DecisionTransformerOutput:
-        """Predict next states, actions and returns at each step, from the released class's inputs.
+    ) -> DecisionTransformerOutput | tuple[Tensor, Tensor, Tensor]:
+        """Predict next states, actions and returns at each step; the released class's signature.
 
         Parameters
         ----------
@@ -168,6 +171,9 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             a synchronisation, so check the data once with `check_timesteps`.
         attention_mask
             (B, K), non-zero at real steps; None means that all are real.
+        output_hidden_states, output_attentions, return_dict
+            As in the released class, by default of the configuration; attention weights are those
+            without dropout.
         tasks
             (B,) int64, the task of each window, of a model of several tasks.
         goals
@@ -184,8 +190,8 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         Returns
         -------
         DecisionTransformerOutput
-            Predictions at padded steps have no meaning.  For attention weights and the hidden
-            states of each block load the model's file in the released class.
+            Or (state_preds, action_preds, return_preds) if `return_dict` is False.  Predictions
+            at padded steps have no meaning.
 
         Raises
         ------
@@ -202,14 +208,29 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         if only_actions:
             state_tokens = self._encode(tokens, mask, keep=STATE_TOKENS)
             return DecisionTransformerOutput(action_preds=self._head(state_tokens))
-        hidden = self._encode(tokens, mask)
+        layers: list[Tensor] = []
+        hidden = self._encode(tokens, mask, layers=layers)
         at_state, at_action = hidden[:, 1::3], hidden[:, 2::3]
-        return DecisionTransformerOutput(
-            state_preds=self.predict_state(at_action),
-            action_preds=self._choose(self._head(at_state)),
-            return_preds=self.predict_return(at_action),
+        state_preds, return_preds = self.predict_state(at_action), self.predict_return(at_action)
+        action_preds = self._choose(self._head(at_state))
+        if not self._wants("return_dict", return_dict):
+            return state_preds, action_preds, return_preds
+        output = DecisionTransformerOutput(
+            state_preds=state_preds,
+            action_preds=action_preds,
+            return_preds=return_preds,
             last_hidden_state=hidden,
         )
+        # tuples, as the released class gives, which declares tensors
+        if self._wants("output_hidden_states", output_hidden_states):
+            output.hidden_states = cast(Tensor, (*layers, hidden))
+        if self._wants("output_attentions", output_attentions):
+            pairs: Any = zip(self.encoder.h, layers, strict=True)
+            output.attentions = cast(Tensor, tuple(b.weights(rows, mask) for b, rows in pairs))
+        return output
+
+    def _wants(self, name: str, given: bool | None) -> bool:
+        return bool(getattr(self.config, name) if given is None else given)
 
     def features(self, states: Tensor) -> Tensor:
         """Return what stands for the states, (B, K, S) floating with S = ``config.state_dim``.
@@ -341,12 +362,21 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             raise InputError("MODEL", what, where="actions", remedy=remedy)
         return F.embedding(actions, layer.weight.t()) + layer.bias
 
-    def _encode(self, tokens: Tensor, mask: Tensor | None, keep: Keep | None = None) -> Tensor:
-        """Run the blocks: (B, T, H) -> (B, T or kept, H)."""
+    def _encode(
+        self,
+        tokens: Tensor,
+        mask: Tensor | None,
+        *,
+        keep: Keep | None = None,
+        layers: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Run the blocks: (B, T, H) -> (B, T or kept, H); `layers` gets what each one is given."""
         encoder, eager = self.encoder, self.attention == "eager"
         recompute = encoder.gradient_checkpointing and self.training and torch.is_grad_enabled()
         hidden, last = tokens, len(encoder.h) - 1
         for i, block in enumerate(encoder.h):
+            if layers is not None:
+                layers.append(hidden)
             inputs = (hidden, mask, eager, keep if i == last else None)
             if recompute:
                 hidden = checkpoint(block, *inputs, use_reentrant=False)

@@ -27,6 +27,7 @@ from gear_offline.models.decision_transformer import (
 from gear_offline.models.loss import segment_losses, step_losses
 from tests.model_support import (
     ACTIONS,
+    STATES,
     STEPS,
     TOLERANCE,
     WINDOWS,
@@ -123,6 +124,23 @@ def test_fully_padded_windows_are_finite_in_value_and_gradient() -> None:
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
+def test_hidden_states_and_attentions_are_those_of_the_released_class() -> None:
+    ours = make().eval()
+    theirs = released_model(ours)
+    theirs.set_attn_implementation("eager")
+    batch = inputs()
+    with torch.no_grad():
+        found = ours(**batch, output_hidden_states=True, output_attentions=True)
+        expected = theirs(**batch, output_hidden_states=True, output_attentions=True)
+    assert len(found.hidden_states) == len(expected.hidden_states) == 3
+    assert len(found.attentions) == len(expected.attentions) == 2
+    assert found.attentions[0].shape == (WINDOWS, 2, 3 * STEPS, 3 * STEPS)
+    for name in ("hidden_states", "attentions"):
+        for one, other in zip(found[name], expected[name], strict=True):
+            assert float((one - other).abs().max()) <= TOLERANCE
+    assert torch.equal(found.last_hidden_state, found.hidden_states[-1])
+
+
 def test_prediction_does_not_see_the_future_nor_its_own_action() -> None:
     model = make().eval()
     batch = inputs()
@@ -134,6 +152,9 @@ def test_prediction_does_not_see_the_future_nor_its_own_action() -> None:
     after = model(**changed).action_preds
     assert torch.equal(before[:, :4], after[:, :4])
     assert not torch.allclose(before[:, 4:], after[:, 4:])
+    three = model(**batch, return_dict=False)
+    assert [found.shape[-1] for found in three] == [STATES, ACTIONS, 1]
+    assert torch.equal(three[1], before)
 
 
 def test_discrete_actions_are_one_hot_vectors_for_the_released_class() -> None:
