@@ -34,13 +34,10 @@ from gear_offline.kernels.segments import Segments
 
 THREADS = 256
 BLOCKS_PER_SM = 8  # more only waits
-KERNELS = {8: "8", 16: "16", 32: "32"}  # by the lanes of a task
-MANY = "many"
-FILL, SAMPLE = (
-    "fill",
-    "sample",
-)  # sources: segments that the host draws, and weights; every way to draw
-LIVE = "live.cu"  # both, of jobs that lie in GPU memory
+FILL = "fill"  # kernels for segments that the host draws, and for weights, which take few registers
+SAMPLE = "sample"  # kernels for every way to draw
+EACH, MANY = "each", "many"  # of both: a warp for each task of a window, or for many short windows
+LIVE = "live.cu"  # all of them, of jobs that lie in GPU memory
 LONG_BYTES = 1536  # from here on, a warp for each window reads host memory a little faster
 
 MAX_GROUPS: Final = 24
@@ -129,7 +126,6 @@ class GpuGather:
             )
         self._ticket = torch.zeros(1, dtype=torch.int64, device=device)
         self._job["ticket"] = self._ticket.data_ptr()
-        self._lanes = self._lanes_of()
         self._row_sum = sum(group.row_bytes for group in self.groups)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._most_blocks = BLOCKS_PER_SM * processors
@@ -181,7 +177,7 @@ class GpuGather:
         )
 
     def _load(self, source: str) -> None:
-        names = tuple(f"{source}_{suffix}" for suffix in (*KERNELS.values(), MANY))
+        names = tuple(f"{source}_{suffix}" for suffix in (EACH, MANY))
         self._kernels |= load(f"{source}.cu", names, device=self.device.index or 0)
 
     def _describe(self, placed: GroupAddresses) -> Any:
@@ -196,14 +192,6 @@ class GpuGather:
             span=self.context_length,
         )
 
-    def _lanes_of(self) -> int:
-        """Threads of a task: no more than have something to do in the largest one."""
-        busiest = 1
-        for row in self._job["group"][0, : int(self._job["groups"][0])]:
-            size = self.context_length * int(row["row_bytes"]) // int(row["unit"])
-            busiest = max(busiest, min(size, int(row["piece"])))
-        return next((lanes for lanes in KERNELS if busiest <= lanes), 32)
-
     def _fix(self, job: npt.NDArray[Any], windows: Windows) -> tuple[str, int]:
         """Write the outputs into the job; return the kernel and how many blocks it takes."""
         job["timesteps"] = windows.timesteps.data_ptr()
@@ -212,16 +200,12 @@ class GpuGather:
         for number, buffer in enumerate(windows.buffers):
             job["group"]["out"][0, number] = buffer.data_ptr()
         count = windows.segments.numel() // 2
-        per_warp = 0
+        per_warp, warps = 0, THREADS // 32  # of a block
         if self._row_sum * self.context_length <= LONG_BYTES or not self.reads_host:
-            warps = self._most_blocks * THREADS // 32
-            per_warp = segments_per_warp(job, segments=count, warps=warps)
+            per_warp = segments_per_warp(job, segments=count, warps=self._most_blocks * warps)
         job["segments"], job["per_warp"] = count, per_warp
-        if per_warp:
-            return MANY, min(-(-count // (per_warp * (THREADS // 32))), self._most_blocks)
-        teams = THREADS // self._lanes
-        blocks = min(-(-count * int(job["tasks"][0]) // teams), self._most_blocks)
-        return KERNELS[self._lanes], blocks
+        work = -(-count // per_warp) if per_warp else count * int(job["tasks"][0])
+        return MANY if per_warp else EACH, min(-(-work // warps), self._most_blocks)
 
     def _launch(self, job: npt.NDArray[Any], windows: Windows, *, source: str = FILL) -> None:
         kernel, blocks = self._fix(job, windows)

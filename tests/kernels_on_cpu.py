@@ -22,11 +22,11 @@ import numpy as np
 import pytest
 import torch
 
-from gear_offline.kernels import adamw, gather_gpu, priorities, select
+from gear_offline.kernels import adamw, gather_gpu, priorities
 from gear_offline.kernels.columns import GroupAddresses
 from gear_offline.kernels.draws import SAMPLING, TREE
 from gear_offline.kernels.gather_gpu import JOB, GpuGather
-from gear_offline.kernels.priorities import IMPORTANCE, UPDATE
+from gear_offline.kernels.priorities import UPDATE
 from gear_offline.tables.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,8 +47,8 @@ def compile_kernels(folder: Path) -> Kernels:
     subprocess.run([compiler, *FLAGS, *more, include, source, "-o", target], check=True)
     library = ctypes.CDLL(str(target))
     library.size_of.restype = ctypes.c_longlong
-    sizes = [library.size_of(number) for number in range(5)]
-    assert sizes == [d.itemsize for d in (JOB, SAMPLING, UPDATE, IMPORTANCE, TREE)]
+    sizes = [library.size_of(number) for number in range(4)]
+    assert sizes == [d.itemsize for d in (JOB, SAMPLING, UPDATE, TREE)]
     return Kernels(library)
 
 
@@ -118,7 +118,6 @@ def on_cpu(kernels: Kernels) -> Iterator[torch.device]:
     with (
         mock.patch.object(adamw, "load", load),
         mock.patch.object(priorities, "load", load),
-        mock.patch.object(select, "load", load),
         mock.patch.object(gather_gpu, "load", load),
         mock.patch.object(torch.cuda, "get_device_properties", lambda _: processor),
         mock.patch.object(torch.cuda, "current_stream", lambda _: stream),

@@ -72,7 +72,7 @@ def test_what_is_missing_is_one_clear_error(
     else:
         monkeypatch.setattr(sys, "meta_path", machine["meta_path"])
     with one_error(code) as caught:
-        cuda_module.load("fill.cu", ("fill_8",), device=0)
+        cuda_module.load("fill.cu", ("fill_each",), device=0)
     assert said in str(caught.value) and "long tail" not in str(caught.value)
 
 
