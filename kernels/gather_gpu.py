@@ -27,10 +27,10 @@ from gear_offline.kernels.draws import (
     CumulativeWeights,
     Draw,
     PriorityTree,
+    Segments,
     describe_sampling,
 )
 from gear_offline.kernels.gather import Padding, Windows, real_steps, torch_dtype
-from gear_offline.kernels.segments import Segments
 
 THREADS = 256
 BLOCKS_PER_SM = 8  # more only waits

@@ -21,10 +21,9 @@ from gear_offline.distributed.sharding import NodeShare, shard_weights, share_sh
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
-from gear_offline.kernels.draws import PriorityTree
+from gear_offline.kernels.draws import PriorityTree, Segments
 from gear_offline.kernels.gather import CpuGather, Windows
 from gear_offline.kernels.gather_gpu import GpuGather
-from gear_offline.kernels.segments import Segments
 from gear_offline.loaders.goals import GoalSampler, with_goals
 from gear_offline.loaders.options import LoaderOptions
 from gear_offline.loaders.segments import LocalSegments, Ring, ShardedSegments

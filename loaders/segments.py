@@ -22,8 +22,8 @@ from gear_offline.distributed.reads import NodeRows, Reads
 from gear_offline.distributed.sharding import Assigner, NodeShare
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
+from gear_offline.kernels.draws import Segments
 from gear_offline.kernels.gather import filled, real_steps
-from gear_offline.kernels.segments import Segments
 from gear_offline.loaders.options import LoaderOptions
 from gear_offline.sampling.base import Stream
 from gear_offline.tables.table import Table

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gear_offline.kernels.philox import bounded, draws
+from gear_offline.kernels.draws import bounded, draws
 from gear_offline.kernels.short_attention import philox4x32
 
 DRAW = st.integers(0, 2**64 - 1)

@@ -7,7 +7,7 @@ mixtures and tasks, `presets` what public implementations draw; `items` says whi
 are, as in Reverb's tables.  docs/reference/strategies.md describes them.
 """
 
-from gear_offline.kernels.segments import Segments as Segments
+from gear_offline.kernels.draws import Segments as Segments
 from gear_offline.sampling import presets as presets
 from gear_offline.sampling.base import Facts as Facts
 from gear_offline.sampling.base import Sampler as Sampler

@@ -21,9 +21,7 @@ from pydantic.dataclasses import dataclass
 from gear_offline.config.sections import Positive, PositiveFloat, Text, Whole
 from gear_offline.core.types import Array, Float64Array, Int64Array, UInt64Array
 from gear_offline.errors import InputError
-from gear_offline.kernels.draws import CumulativeWeights, GuidedSearch
-from gear_offline.kernels.philox import bounded
-from gear_offline.kernels.segments import Segments
+from gear_offline.kernels.draws import CumulativeWeights, GuidedSearch, Segments, bounded
 from gear_offline.sampling.base import (
     ROTATION_STREAM,
     STRICT,

@@ -11,9 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from gear_offline.core.types import Int64Array, UInt64Array
-from gear_offline.kernels.draws import KeyedPermutation
-from gear_offline.kernels.philox import bounded, draws
-from gear_offline.kernels.segments import Segments
+from gear_offline.kernels.draws import KeyedPermutation, Segments, bounded, draws
 from gear_offline.sampling.base import EPOCH_STREAM, Facts, Sampler, check_range, register
 
 ROUNDS = 8

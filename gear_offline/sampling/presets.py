@@ -12,8 +12,7 @@ import numpy as np
 
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
-from gear_offline.kernels.philox import bounded
-from gear_offline.kernels.segments import Segments
+from gear_offline.kernels.draws import Segments, bounded
 from gear_offline.sampling.base import Facts, Sampler, StepLocator, register, slot_draws
 from gear_offline.sampling.episodes import UniformSteps
 from gear_offline.sampling.epochs import KeyedOrder, places

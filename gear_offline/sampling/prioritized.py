@@ -21,9 +21,7 @@ from pydantic.dataclasses import dataclass
 from gear_offline.config.sections import NotNegative, Positive, PositiveFloat
 from gear_offline.core.types import BoolArray, Float32Array, Float64Array, Int64Array, UInt64Array
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.kernels.draws import PriorityTree
-from gear_offline.kernels.philox import bounded
-from gear_offline.kernels.segments import Segments
+from gear_offline.kernels.draws import PriorityTree, Segments, bounded
 from gear_offline.sampling.base import (
     STRICT,
     Facts,

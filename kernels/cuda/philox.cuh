@@ -1,4 +1,4 @@
-// Philox 4x64-10, as kernels/philox.py: the numbers of numpy.random.Philox with key (seed, stream).
+// Philox 4x64-10, as kernels/draws.py: the numbers of numpy.random.Philox with key (seed, stream).
 #pragma once
 
 // The tests compile this text for the CPU, with what CUDA has besides C++ (tests/cuda_on_cpu.h).
