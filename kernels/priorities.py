@@ -20,7 +20,7 @@ from torch import Tensor
 from gear_offline.core.text import size_text
 from gear_offline.core.types import Int64Array, UInt64Array
 from gear_offline.errors import GearError
-from gear_offline.kernels.cuda_module import Parameters, load
+from gear_offline.kernels.cuda_module import load
 from gear_offline.kernels.draws import TREE
 
 FAN: Final = 16
@@ -57,7 +57,7 @@ class DevicePriorities:
         first: int,
     ) -> None:
         self.device, self.steps = device, int(offsets[-1])
-        self._update = load("tree.cu", ("tree_update",), device=device.index or 0)["tree_update"]
+        (self._update,) = load("tree.cu", ["tree_update"], device=device.index or 0).values()
         self._levels = _allocate(level_sizes(self.steps), device)
         self.tree: Any = np.zeros((), TREE)
         self.tree["levels"] = count = len(self._levels)
@@ -120,9 +120,7 @@ class DevicePriorities:
         assert names.dtype == torch.int64 and losses.dtype == torch.float32
         job = self._job.copy()
         job["names"], job["losses"], job["count"] = names.data_ptr(), losses.data_ptr(), count
-        threads = min(THREADS, -(-max(count, 1) // 32) * 32)
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        self._update.launch(1, threads, stream, Parameters(job.ctypes.data))
+        self._update.launch(1, min(THREADS, -(-max(count, 1) // 32) * 32), job)
 
     def update_from_host(self, segments: Int64Array, losses: npt.NDArray[np.float32]) -> None:
         """`update` of names and losses in host memory."""

@@ -11,12 +11,10 @@ LAUNCHED(fill_many, gear::Job)
 LAUNCHED(sample_each, gear::Job)
 LAUNCHED(sample_many, gear::Job)
 LAUNCHED(tree_update, gear::UpdateJob)
-LAUNCHED(adamw_norm, gear::AdamwJob)
-LAUNCHED(adamw_step, gear::AdamwJob)
-LAUNCHED(adamw_norm_shadowed, gear::AdamwJob)
-LAUNCHED(adamw_step_shadowed, gear::AdamwJob)
-LAUNCHED(adamw_norm_together, gear::AdamwJobs)
-LAUNCHED(adamw_step_together, gear::AdamwJobs)
+LAUNCHED(adamw_norm, gear::AdamwJobs)
+LAUNCHED(adamw_step, gear::AdamwJobs)
+LAUNCHED(adamw_norm_shadowed, gear::AdamwJobs)
+LAUNCHED(adamw_step_shadowed, gear::AdamwJobs)
 
 using namespace gear;
 

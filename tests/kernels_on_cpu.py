@@ -10,7 +10,7 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -59,17 +59,16 @@ class Kernels:
         self.library = library
         self.seed, self.launched = 0, list[tuple[str, int]]()
 
-    def load(self, source: str, names: tuple[str, ...], *, device: int) -> dict[str, Any]:
+    def load(self, source: str, names: Sequence[str], *, device: int) -> dict[str, Any]:
         """Stand in for `gear_offline.kernels.cuda_module.load`."""
         return {name: SimpleNamespace(launch=partial(self._launch, name)) for name in names}
 
-    def _launch(self, name: str, blocks: int, threads: int, stream: int, parameters: Any) -> None:
+    def _launch(self, name: str, blocks: int, threads: int, structure: Any) -> None:
         self.launched.append((name, blocks))
         self.seed += 1
         function = getattr(self.library, f"launch_{name}")
         numbers = (ctypes.c_uint(number) for number in (blocks, threads, self.seed))
-        job = ctypes.cast(parameters.pointer, ctypes.POINTER(ctypes.c_void_p))[0]
-        function(ctypes.c_void_p(job), *numbers)
+        function(ctypes.c_void_p(structure.ctypes.data), *numbers)
 
 
 def gpu_gather(

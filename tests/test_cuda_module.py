@@ -10,7 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from gear_offline.kernels import cuda_module
 from gear_offline.kernels.cuda_module import FOLDER, OPTIONS
@@ -19,7 +21,7 @@ from tests.support import one_error
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    caches = (cuda_module._function, cuda_module._module, cuda_module.import_cupy)
+    caches = (cuda_module._kernel, cuda_module._module, cuda_module.import_cupy)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -97,13 +99,16 @@ class Driver:
 
 @pytest.mark.parametrize(("before", "after"), [(7, 7), (0, 7), (8, 8)])
 @pytest.mark.parametrize("fails", [False, True])
-def test_launches_are_in_the_context_of_the_kernel(before: int, after: int, fails: bool) -> None:
+def test_launches_are_in_the_context_of_the_kernel(
+    before: int, after: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also in a thread that has none yet, and in one that works on another GPU."""
     kernel, driver = SimpleNamespace(kernel=SimpleNamespace(ptr=1)), Driver(before)
     driver.fails = fails
-    function = cuda_module.Function(kernel, driver, 7)
+    stream = SimpleNamespace(cuda_stream=5)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     with pytest.raises(RuntimeError) if fails else nullcontext():
-        function.launch(1, 32, 0, cuda_module.Parameters(0))
+        cuda_module.Kernel(kernel, driver, 7, 0).launch(1, 32, np.zeros(1))
     assert driver.launched == [7] and driver.current == after
 
 
