@@ -24,8 +24,7 @@ from tests.segment_oracle import bits, cpu_gather, memory_table
 
 LENGTHS = [4, 1, 30, 7, 19, 2, 23, 11]
 SPAN, BATCH = 5, 7
-SHAPES = [(3, "float64", 7), (1, "float32", 7), (3, "float32", 40), (40, "float64", 9),
-          (3, "float32", 600)]  # fmt: skip
+SHAPES = [(3, "float64", 7), (40, "float32", 9), (3, "float32", 600)]
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +204,7 @@ def test_priorities_that_do_not_fit(kernels: Any, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("where", ["threads", pytest.param("gpu", marks=[*ON_GPU, NEEDS_CUPY])])
-@pytest.mark.parametrize("count", [1, 64, 3000, 8193])
+@pytest.mark.parametrize("count", [1, 64, 3000])
 @pytest.mark.parametrize("episodes", [1, 16, 300, 3000])
 def test_updates(kernels: Any, where: str, count: int, episodes: int) -> None:
     """Masses, sums and draws after updates with many repeated names, refused ones among them."""
