@@ -75,38 +75,25 @@ GEAR_CODE Segment choose_host_drawn(const Job& job, u64 first_step, i64 segment)
     return found;
 }
 
-GEAR_CODE Segment shortened(const Job& job, const Drawn& drawn) {
-    Segment segment = {drawn.episode, drawn.start, drawn.left < job.span ? drawn.left : job.span};
-    return segment;
+// EVERY: any way to draw.  Otherwise named segments and weights, which take few registers.
+template <bool EVERY>
+GEAR_CODE Segment choose(const Job& job, u64 first_step, i64 segment) {
+    if (!EVERY && job.sampling.way == HOST_DRAWN) return choose_host_drawn(job, first_step, segment);
+    i64 ahead = segment / job.rank_batch;
+    u64 slot = (u64)(segment - ahead * job.rank_batch + job.first_slot);
+    u64 step = first_step + (u64)ahead, count = (u64)job.global_batch;
+    Drawn drawn = EVERY ? draw_segment(job.sampling, job.seed, step, count, slot)
+                        : draw_weighted(job.sampling, draw(job.seed, SELECTION_STREAM, step, count, slot));
+    Segment found = {drawn.episode, drawn.start, drawn.left < job.span ? drawn.left : job.span};
+    return found;
 }
 
-// What kernels draw by: named segments and weights take few registers ...
-struct Plain {
-    GEAR_MEMBER Segment choose(const Job& job, u64 first_step, i64 segment) {
-        if (job.sampling.way == HOST_DRAWN) return choose_host_drawn(job, first_step, segment);
-        u64 ahead = (u64)(segment / job.rank_batch);
-        u64 slot = (u64)(segment - (i64)ahead * job.rank_batch + job.first_slot);
-        Draws numbers = draw(job.seed, SELECTION_STREAM, first_step + ahead, (u64)job.global_batch, slot);
-        return shortened(job, draw_weighted(job.sampling, numbers));
-    }
-    GEAR_MEMBER void note(const Job&, i64, const Segment&) {}
-};
-
-// ... than every way to draw.
-struct Every {
-    GEAR_MEMBER Segment choose(const Job& job, u64 first_step, i64 segment) {
-        u64 ahead = (u64)(segment / job.rank_batch);
-        u64 slot = (u64)(segment - (i64)ahead * job.rank_batch + job.first_slot);
-        return shortened(job, draw_segment(job.sampling, job.seed, first_step + ahead,
-                                           (u64)job.global_batch, slot));
-    }
-
-    // Write the probability of what was drawn, if anybody asks for it.
-    GEAR_MEMBER void note(const Job& job, i64 segment, const Segment& mine) {
-        if (job.chances)
-            job.chances[segment] = chance_of(job.sampling, mine.episode, mine.start);
-    }
-};
+// Write the probability of what was drawn, if anybody asks for it.
+template <bool EVERY>
+GEAR_CODE void note_chance(const Job& job, i64 segment, const Segment& mine) {
+    if (EVERY && job.chances)
+        job.chances[segment] = chance_of(job.sampling, mine.episode, mine.start);
+}
 
 typedef ulonglong2 Unit16;  // one load of 16 bytes
 
@@ -249,10 +236,10 @@ GEAR_CODE void name_segment(const Job& job, const Segment& segment, i64 number, 
     }
 }
 
-template <typename Sampler>
+template <bool EVERY>
 GEAR_CODE void run_task(const Job& job, u64 first_step, i64 task, int lane) {
     i64 number = task / job.tasks, part = task - number * job.tasks;
-    Segment segment = Sampler::choose(job, first_step, number);
+    Segment segment = choose<EVERY>(job, first_step, number);
     for (i64 s = 0; s < job.groups; ++s) {
         const Group& group = job.group[s];
         if (part < group.pieces) {
@@ -265,7 +252,7 @@ GEAR_CODE void run_task(const Job& job, u64 first_step, i64 task, int lane) {
         part -= group.pieces;
     }
     name_segment(job, segment, number, lane);
-    if (lane == 0) Sampler::note(job, number, segment);
+    if (lane == 0) note_chance<EVERY>(job, number, segment);
 }
 
 }  // namespace gear

@@ -3,7 +3,6 @@
 
 // The tests compile this text for the CPU, with what CUDA has besides C++ (tests/cuda_on_cpu.h).
 #define GEAR_CODE __device__ __forceinline__
-#define GEAR_MEMBER static GEAR_CODE  // of a structure
 
 namespace gear {
 
