@@ -1,8 +1,9 @@
 """Choosing among up to 10^9 items: priorities on the CPU and the GPU, against torch's ways.
 
 One call draws a million segments (random numbers and the search for the episode included), or
-changes as many priorities.  Peers: `torch.multinomial` (at most 2^24 weights), and cumulative
-float64 sums with a binary search, as one would write it: an update computes all sums anew.
+changes as many priorities; on the GPU those of a batch.  Peers: `torch.multinomial` (at most 2^24
+weights), and cumulative float64 sums with a binary search, as one would write it: an update
+computes all sums anew.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ GPU_SIZES, QUICK_GPU_SIZES = (1 << 24, 10**8, 10**9), (10**6,)
 DRAWS, QUICK_DRAWS = 1_000_000, 100_000
 MULTINOMIAL_MOST = 1 << 24
 EPISODE_STEPS = 1000
+BATCH = 16_384  # of updates on the GPU
 LEAST_WEIGHT = 1e-12  # the largest is 1
 
 
@@ -74,21 +76,21 @@ def _on_cpu(items: int, count: int) -> dict[str, Call]:
 
 
 def _on_gpu(items: int, count: int) -> dict[str, Call]:
-    from gear_offline.kernels.select import DeviceSelect  # needs CuPy
+    from gear_offline.kernels.gather_gpu import GpuGather  # needs CuPy
 
     device = torch.device("cuda", 0)
     sampler: Prioritized = _sampler(items, "prioritized", alpha=1.0)
     tree = sampler.on_device(device)
     fill_masses(tree.masses)
     tree.add_up()
-    select = DeviceSelect(sampler.gpu, sampler.index.offsets, device=device, global_batch=count)
-    names = torch.empty(1, count, 2, dtype=torch.int64, device=device)
-    chances = torch.empty(1, count, dtype=torch.float64, device=device)
+    shape: dict[str, Any] = {"context_length": 1, "rank_batch": count, "seed": 1}
+    gather = GpuGather([], sampler.index.offsets, device=device, draw=sampler.gpu, **shape)
     steps = itertools.count()
-    losses = itertools.cycle(torch.rand(8, count, device=device))
+    losses = itertools.cycle(torch.rand(8, BATCH, device=device))
 
-    def draw() -> None:
-        select.enqueue(seed=1, first_step=next(steps), names=names, chances=chances)
+    def draw() -> Tensor:
+        """Gather no columns, only the names, timesteps and masks of windows of one step."""
+        return gather.draw_and_gather(next(steps), 1).segments[0]
 
     more = EpisodeIndex(np.full(sampler.index.episodes * 101 // 100, EPISODE_STEPS, np.int64))
 
@@ -100,12 +102,11 @@ def _on_gpu(items: int, count: int) -> dict[str, Call]:
         del larger
         torch.cuda.empty_cache()
 
-    draw()
-    few = names[0, :64].clone()
+    names = draw()[:BATCH].clone()
     calls: dict[str, Call] = {
         "draw by priority": draw,
-        "update": lambda: tree.update(names[0], next(losses)),
-        "update 64": lambda: tree.update(few, next(losses)[:64]),
+        f"update {BATCH:,}": lambda: tree.update(names, next(losses)),
+        "update 64": lambda: tree.update(names[:64], next(losses)[:64]),
         "grow by 1 %": grow,
     }
     return calls | _peers(tree.masses, count)
@@ -113,8 +114,8 @@ def _on_gpu(items: int, count: int) -> dict[str, Call]:
 
 def _peers(masses: Tensor, count: int) -> dict[str, Call]:
     weights = masses.double()
-    changed = torch.randint(len(masses), (count,), device=masses.device)
-    values = torch.rand(count, device=masses.device, dtype=torch.float64)
+    changed = torch.randint(len(masses), (BATCH,), device=masses.device)
+    values = torch.rand(BATCH, device=masses.device, dtype=torch.float64)
     sums = weights.cumsum(0)
 
     def add_up() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import GearError
-from gear_offline.kernels.cuda_module import Parameters, load
+from gear_offline.kernels.cuda_module import load
 
 # As in cuda/adamw.cu.
 THREADS = 256
@@ -39,7 +39,6 @@ _REAL = ("rate", "beta1", "beta2", "epsilon", "decay", "limit")
 JOB = np.dtype([*((n, np.int64) for n in _WHOLE), *((n, np.float64) for n in _REAL)])
 JOBS = np.dtype([("count", np.int64), ("jobs", JOB, MOST_JOBS)])
 
-TOGETHER = ("adamw_norm_together", "adamw_step_together")
 LEAST_GROUP = 4  # pieces a sum is over: as many as a block reads at once
 STEP_BLOCKS_PER_SM = 6  # that are there at once, with 40 registers a thread
 EPSILON = 1e-8  # PyTorch's default
@@ -141,10 +140,8 @@ class DeviceAdamW:
         }.items():
             self._job[name] = value
         suffix = "" if shadows is None else "_shadowed"
-        # All are loaded now: a module cannot be loaded while a graph is captured.
-        names = (f"adamw_norm{suffix}", f"adamw_step{suffix}", *TOGETHER)
-        self._kernels = load("adamw.cu", names, device=device.index or 0)
-        self._norm, self._step = (self._kernels[name] for name in names[:2])
+        names = (f"adamw_norm{suffix}", f"adamw_step{suffix}")
+        self._norm, self._step = load("adamw.cu", names, device=device.index or 0).values()
 
     def enqueue(self, loss: Tensor, *, index: Tensor, row: Tensor, window: Tensor) -> None:
         """Clip, update, write the metrics and count, on torch's current stream.
@@ -162,11 +159,7 @@ class DeviceAdamW:
             (n, 2) float32: loss, and norm of the gradients before clipping.  A row that it does not
             have is not written.
         """
-        self._prepare(loss, index=index, row=row, window=window)
-        parameters = Parameters(self._job.ctypes.data)
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        self._norm.launch(self._norm_blocks, THREADS, stream, parameters)
-        self._step.launch(self._step_blocks(1), THREADS, stream, parameters)
+        enqueue_together([Update(self, loss, index, row, window)])
 
     def states(self) -> list[dict[str, Tensor]]:
         """Return the state of each parameter by the names of ``torch.optim.AdamW``."""
@@ -182,9 +175,6 @@ class DeviceAdamW:
             self._pieces[:, column].add_(self._cuts[:, 1], alpha=width)
         self._pieces[:, COLUMNS.index("count")] = self._cuts[:, 2]
         self._sent = self._addresses.clone()
-
-    def _step_blocks(self, models: int) -> int:
-        return step_blocks(len(self._cuts), self._processors, models=models)
 
     def _prepare(self, loss: Tensor, *, index: Tensor, row: Tensor, window: Tensor) -> None:
         """Describe the step to come; as `enqueue`."""
@@ -231,24 +221,21 @@ class Update:
 def enqueue_together(updates: Sequence[Update]) -> None:
     """As `DeviceAdamW.enqueue` for each, in two launches for up to `MOST_JOBS` models.
 
-    The models have parameters of the same sizes, no shadows, and are on one GPU.
+    The models have parameters of the same sizes, all shadows or none, and are on one GPU.
     """
     for begin in range(0, len(updates), MOST_JOBS):
         some = updates[begin : begin + MOST_JOBS]
-        one = some[0].adamw
-        jobs = np.zeros(1, JOBS)
-        jobs["count"] = len(some)
+        one, jobs = some[0].adamw, np.zeros(1, JOBS)
+        jobs["count"] = count = len(some)
         for number, update in enumerate(some):
             adamw = update.adamw
-            assert adamw._shadows is None, "of models without a bfloat16 copy"
+            assert (adamw._shadows is None) == (one._shadows is None), "of one kind"
             assert len(adamw._cuts) == len(one._cuts), "of one shape"
             adamw._prepare(update.loss, index=update.index, row=update.row, window=update.window)
             jobs["jobs"][0, number] = adamw._job[0]
-        parameters = Parameters(jobs.ctypes.data)
-        stream = torch.cuda.current_stream(one._device).cuda_stream
-        each = (one._norm_blocks, one._step_blocks(len(some)))
-        for name, blocks in zip(TOGETHER, each, strict=True):
-            one._kernels[name].launch(len(some) * blocks, THREADS, stream, parameters)
+        blocks = step_blocks(len(one._cuts), one._processors, models=count)
+        one._norm.launch(count * one._norm_blocks, THREADS, jobs)
+        one._step.launch(count * blocks, THREADS, jobs)
 
 
 def cut(sizes: Sequence[int]) -> Int64Array:
@@ -267,7 +254,7 @@ def share_norm(pieces: int) -> tuple[int, int]:
     return group, -(-pieces // group)
 
 
-def step_blocks(pieces: int, processors: int, *, models: int = 1) -> int:
+def step_blocks(pieces: int, processors: int, *, models: int) -> int:
     """Return the blocks that update one of `models` models, all of which run at once.
 
     Each has as many pieces as the others, or one less.

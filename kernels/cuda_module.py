@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,58 +21,51 @@ OPTIONS = ("--std=c++17", "--fmad=false", f"-I{FOLDER}")  # fmad: casts round as
 LEAST_CAPABILITY = 70  # __grid_constant__ and the memory model that the kernels rely on
 
 
-class Function:
+class Kernel:
     """A kernel that takes one structure by value.
 
-    Launching goes to the driver with memory prepared here: about a microsecond of host time,
-    where CuPy's own call takes six.
+    Launching goes to the driver: about a microsecond of host time, where CuPy's own call takes six.
     """
 
-    def __init__(self, kernel: Any, driver: Any, context: int) -> None:
-        self._kernel = kernel  # keeps the module loaded
-        self._handle = int(kernel.kernel.ptr)
-        self._driver, self._context = driver, context
+    def __init__(self, function: Any, driver: Any, context: int, device: int) -> None:
+        self._function = function  # keeps the module loaded
+        self._handle = int(function.kernel.ptr)
+        self._driver, self._context, self._device = driver, context, device
 
-    def launch(self, blocks: int, threads: int, stream: int, parameters: Parameters) -> None:
-        """Launch on the CUDA stream `stream`; the parameters are copied at once.
+    def launch(self, blocks: int, threads: int, structure: npt.NDArray[Any]) -> None:
+        """Launch on torch's current stream; the structure is copied at once.
 
         The driver launches in the calling thread's context.  A thread that has not used CUDA yet
         has none, and one that works on another GPU has that one's: it gets the kernel's meanwhile.
         """
-        driver = self._driver
+        driver, stream = self._driver, torch.cuda.current_stream(self._device).cuda_stream
+        parameters = (ctypes.c_void_p * 1)(structure.ctypes.data)
         before = driver.ctxGetCurrent()
         if before != self._context:
             driver.ctxSetCurrent(self._context)
         try:
-            driver.launchKernel(
-                self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, parameters.pointer, 0
-            )
+            address = ctypes.addressof(parameters)
+            driver.launchKernel(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, address, 0)
         finally:
             if before and before != self._context:
                 driver.ctxSetCurrent(before)
 
 
-class Parameters:
-    """The parameter list of a kernel with one structure: an array of one pointer to it."""
+def load(source: str, names: Sequence[str], *, device: int) -> dict[str, Kernel]:
+    """Compile ``cuda/SOURCE`` for a device and return these of its kernels by name.
 
-    def __init__(self, structure_address: int) -> None:
-        self._list = (ctypes.c_void_p * 1)(structure_address)
-        self.pointer = ctypes.addressof(self._list)
-
-
-def load(source: str, names: tuple[str, ...], *, device: int) -> dict[str, Function]:
-    """Compile ``cuda/SOURCE`` for a device and return its kernels by name."""
-    return {name: _function(source, name, device) for name in names}
+    Load them before a graph is captured: meanwhile no module can be loaded.
+    """
+    return {name: _kernel(source, name, device) for name in names}
 
 
 @cache
-def _function(source: str, name: str, device: int) -> Function:
+def _kernel(source: str, name: str, device: int) -> Kernel:
     cupy = import_cupy()
-    module = _module(source, device)
-    driver = cupy.cuda.driver
+    module, driver = _module(source, device), cupy.cuda.driver
     with cupy.cuda.Device(device):
         cupy.cuda.runtime.free(0)  # does nothing, but gives this thread the device's context
-        return Function(module.get_function(name), driver, driver.ctxGetCurrent())
+        return Kernel(module.get_function(name), driver, driver.ctxGetCurrent(), device)
 
 
 @cache

@@ -30,7 +30,7 @@ from torch import Tensor
 from gear_offline.core.types import Int64Array, UInt8Array
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup, Field, convert
-from gear_offline.kernels.segments import Segments
+from gear_offline.kernels.draws import Segments
 
 UNSPLIT_ELEMENTS = 32768  # at::internal::GRAIN_SIZE: torch uses threads above it
 SPLIT_BYTES = 1 << 20  # smaller copies are not worth a thread

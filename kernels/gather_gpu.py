@@ -19,28 +19,25 @@ from torch import Tensor
 
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import UnavailableError
-from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
-from gear_offline.kernels.cuda_module import DeviceArrays, Function, Parameters, load
+from gear_offline.kernels.columns import GroupAddresses
+from gear_offline.kernels.cuda_module import DeviceArrays, Kernel, load
 from gear_offline.kernels.draws import (
     HOST_DRAWN,
     SAMPLING,
     CumulativeWeights,
     Draw,
     PriorityTree,
+    Segments,
     describe_sampling,
 )
 from gear_offline.kernels.gather import Padding, Windows, real_steps, torch_dtype
-from gear_offline.kernels.segments import Segments
 
 THREADS = 256
 BLOCKS_PER_SM = 8  # more only waits
-KERNELS = {8: "8", 16: "16", 32: "32"}  # by the lanes of a task
-MANY = "many"
-FILL, SAMPLE = (
-    "fill",
-    "sample",
-)  # sources: segments that the host draws, and weights; every way to draw
-LIVE = "live.cu"  # both, of jobs that lie in GPU memory
+FILL = "fill"  # kernels for segments that the host draws, and for weights, which take few registers
+SAMPLE = "sample"  # kernels for every way to draw
+EACH, MANY = "each", "many"  # of both: a warp for each task of a window, or for many short windows
+LIVE = "live.cu"  # all of them, of jobs that lie in GPU memory
 LONG_BYTES = 1536  # from here on, a warp for each window reads host memory a little faster
 
 MAX_GROUPS: Final = 24
@@ -105,31 +102,41 @@ class GpuGather:
         self.rank_batch, self.context_length, self.padding = rank_batch, context_length, padding
         self.lengths, self.reads_host, self.reason = np.diff(offsets), reads_host, reason
         self._keep = keep
-        self.draws = draw is not None
-        self._kernels: dict[str, Function] = {}
-        self._load(FILL)
-        self._arrays = DeviceArrays(device)  # what addresses in the job point to
-        self._job = describe_job(
-            [self._describe(each) for each in groups],
-            seed=seed,
-            offsets=self._arrays.keep(offsets),
-            episodes=len(self.lengths),
-            rank_batch=rank_batch,
-            first_slot=first_slot,
-            global_batch=global_batch or first_slot + rank_batch,
-            span=context_length,
-            left=int(padding == "left"),
-        )
+        self.kernels = dict[str, Kernel]()
+        self.draws, self.has_chances = draw is not None, isinstance(draw, PriorityTree)
         self._source = FILL if draw is None or isinstance(draw, CumulativeWeights) else SAMPLE
-        self._has_chances = isinstance(draw, PriorityTree)
+        self._load(FILL)
+        if self._source == SAMPLE:
+            self._load(SAMPLE)  # before masses move, which stay where they are
+        if len(groups) > MAX_GROUPS:
+            raise UnavailableError(
+                "DEVICE",
+                f"{len(groups)} groups of columns, the GPU engine takes {MAX_GROUPS}",
+                remedy="name fewer extra columns, or use engine='off'",
+            )
+        self._arrays = DeviceArrays(device)  # what addresses in the job point to
+        self._ticket = torch.zeros(1, dtype=torch.int64, device=device)
+        self._job = np.zeros(1, JOB)
+        for number, each in enumerate(groups):
+            self._job["group"][0, number] = self._describe(each)
+        for name, value in {
+            "seed": seed,
+            "offsets": self._arrays.keep(offsets),
+            "episodes": len(self.lengths),
+            "rank_batch": rank_batch,
+            "first_slot": first_slot,
+            "global_batch": global_batch or first_slot + rank_batch,
+            "span": context_length,
+            "left": int(padding == "left"),
+            "ticket": self._ticket.data_ptr(),
+            "groups": len(groups),
+            "tasks": int(self._job["group"]["pieces"].sum()) + 1,
+        }.items():
+            self._job[name] = np.uint64(value)
         if draw is not None:
-            self._load(self._source)  # before masses move, which stay where they are
             self._job["sampling"] = describe_sampling(
                 draw, offsets if drawn_from is None else drawn_from, arrays=self._arrays
             )
-        self._ticket = torch.zeros(1, dtype=torch.int64, device=device)
-        self._job["ticket"] = self._ticket.data_ptr()
-        self._lanes = self._lanes_of()
         self._row_sum = sum(group.row_bytes for group in self.groups)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._most_blocks = BLOCKS_PER_SM * processors
@@ -181,54 +188,57 @@ class GpuGather:
         )
 
     def _load(self, source: str) -> None:
-        names = tuple(f"{source}_{suffix}" for suffix in (*KERNELS.values(), MANY))
-        self._kernels |= load(f"{source}.cu", names, device=self.device.index or 0)
+        names = [f"{source}_{EACH}", f"{source}_{MANY}"]
+        self.kernels |= load(f"{source}.cu", names, device=self.device.index or 0)
 
     def _describe(self, placed: GroupAddresses) -> Any:
-        field, moments = placed.group.fields[0], (0, 0)
+        """Return the `GROUP` row of a column group; `out` is set for each launch."""
+        group, row = placed.group, np.zeros((), GROUP)
+        final, field, keep = group.final_dtype, group.fields[0], self._arrays.keep
+        span, row_bytes = self.context_length + group.history, group.row_bytes
+        row["addresses"], row["row_zero"] = keep(placed.addresses), placed.row_zero
+        row["row_bytes"], row["width"], row["history"] = row_bytes, group.width, group.history
+        row["unit"] = unit = next(u for u in (16, 8, 4, 2, 1) if row_bytes % u == 0)
+        if group.is_final:
+            row["source"], row["piece"] = COPY, max(COPY_PIECE_BYTES // unit, 1)
+            row["pieces"] = -(-span * row_bytes // unit // int(row["piece"]))
+            return row
+        if group.dtype not in TYPES or final not in (np.dtype(np.float32), np.dtype(np.int64)):
+            raise UnavailableError(
+                "DEVICE",
+                f"{field.name}: no cast from {group.dtype} to {final} on the GPU",
+                remedy="use engine='off'",
+            )
         if field.mean is not None and field.divisor is not None:
-            moments = (self._arrays.keep(field.mean), self._arrays.keep(field.divisor))
-        return describe_group(
-            placed.group,
-            addresses=self._arrays.keep(placed.addresses),
-            row_zero=placed.row_zero,
-            moments=moments,
-            span=self.context_length,
-        )
+            row["mean"], row["divisor"] = keep(field.mean), keep(field.divisor)
+        row["source"], row["to_int64"] = TYPES[group.dtype], final == np.int64
+        row["piece"], row["pieces"] = CAST_PIECE, -(-span * group.width // CAST_PIECE)
+        return row
 
-    def _lanes_of(self) -> int:
-        """Threads of a task: no more than have something to do in the largest one."""
-        busiest = 1
-        for row in self._job["group"][0, : int(self._job["groups"][0])]:
-            size = self.context_length * int(row["row_bytes"]) // int(row["unit"])
-            busiest = max(busiest, min(size, int(row["piece"])))
-        return next((lanes for lanes in KERNELS if busiest <= lanes), 32)
-
-    def _fix(self, job: npt.NDArray[Any], windows: Windows) -> tuple[str, int]:
+    def fix(self, job: npt.NDArray[Any], windows: Windows) -> tuple[str, int]:
         """Write the outputs into the job; return the kernel and how many blocks it takes."""
         job["timesteps"] = windows.timesteps.data_ptr()
         job["mask"] = windows.attention_mask.data_ptr()
         job["names"] = windows.segments.data_ptr()
         for number, buffer in enumerate(windows.buffers):
             job["group"]["out"][0, number] = buffer.data_ptr()
-        count = windows.segments.numel() // 2
-        per_warp = 0
-        if self._row_sum * self.context_length <= LONG_BYTES or not self.reads_host:
-            warps = self._most_blocks * THREADS // 32
-            per_warp = segments_per_warp(job, segments=count, warps=warps)
+        count, per_warp, warps = windows.segments.numel() // 2, 0, THREADS // 32  # of a block
+        rows = job["group"][0, : len(self.groups)]
+        short = (rows["source"] == COPY) & (rows["pieces"] == 1) & (rows["unit"] >= 4)
+        short &= rows["history"] == 0
+        long = self.reads_host and self._row_sum * self.context_length > LONG_BYTES
+        if short.all() and not long:
+            # Many windows a warp, but so that all warps are busy twice over.
+            most = min(32, count // (2 * warps * self._most_blocks))
+            per_warp = 1 << most.bit_length() - 1 if most else 0
         job["segments"], job["per_warp"] = count, per_warp
-        if per_warp:
-            return MANY, min(-(-count // (per_warp * (THREADS // 32))), self._most_blocks)
-        teams = THREADS // self._lanes
-        blocks = min(-(-count * int(job["tasks"][0]) // teams), self._most_blocks)
-        return KERNELS[self._lanes], blocks
+        work = -(-count // per_warp) if per_warp else count * int(job["tasks"][0])
+        return MANY if per_warp else EACH, min(-(-work // warps), self._most_blocks)
 
     def _launch(self, job: npt.NDArray[Any], windows: Windows, *, source: str = FILL) -> None:
-        kernel, blocks = self._fix(job, windows)
+        kernel, blocks = self.fix(job, windows)
         if blocks:
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-            parameters = Parameters(job.ctypes.data)
-            self._kernels[f"{source}_{kernel}"].launch(blocks, THREADS, stream, parameters)
+            self.kernels[f"{source}_{kernel}"].launch(blocks, THREADS, job)
 
 
 class StaticFill:
@@ -262,16 +272,15 @@ class StaticFill:
             if engine.device.type == "cuda":
                 self._segments = self._segments.pin_memory()  # the GPU knows it by the same address
         elif chances:
-            assert engine._has_chances, "those of priorities alone are computed on the GPU"
+            assert engine.has_chances, "those of priorities alone are computed on the GPU"
             self.chances = torch.empty(engine.rank_batch, dtype=torch.float64, device=engine.device)
-        self._job, self._kernel, self._blocks = self._describe(engine)
-        self._parameters = Parameters(self._job.ctypes.data)
+        self._job, self._name, self._blocks = self._describe(engine)
+        self._kernel = engine.kernels[self._name]
         self._live: Tensor | None = None
         if live:
-            self._kernels = load(LIVE, (self._kernel,), device=engine.device.index or 0)
+            (self._kernel,) = load(LIVE, [self._name], device=engine.device.index or 0).values()
             self._live = torch.from_numpy(self._job.view(np.uint8)).to(engine.device)
-            self._pointer = np.array([self._live.data_ptr()], np.uint64)
-            self._parameters = Parameters(self._pointer.ctypes.data)
+            self._job = np.array([self._live.data_ptr()], np.uint64)
 
     def _describe(self, engine: GpuGather) -> tuple[npt.NDArray[Any], str, int]:
         """Return the job of an engine's rows, its kernel and how many blocks it takes."""
@@ -282,7 +291,7 @@ class StaticFill:
             job["chosen"], job["ring"] = self._segments.data_ptr(), self.ring
         elif self.chances is not None:
             job["chances"] = self.chances.data_ptr()
-        kernel, blocks = engine._fix(job, self.windows)
+        kernel, blocks = engine.fix(job, self.windows)
         return job, f"{source}_{kernel}", blocks
 
     def adopt(self, engine: GpuGather) -> bool:
@@ -290,8 +299,8 @@ class StaticFill:
 
         Waits for the GPU.  False, and nothing is changed, where that takes another kernel.
         """
-        job, kernel, _ = self._describe(engine)
-        if self._live is None or kernel != self._kernel:
+        job, name, _ = self._describe(engine)
+        if self._live is None or name != self._name:
             return False
         torch.cuda.synchronize(engine.device)
         self._live.copy_(torch.from_numpy(job.view(np.uint8)))
@@ -319,9 +328,7 @@ class StaticFill:
 
     def enqueue(self) -> None:
         """Fill the windows of the counter's step and advance it by one."""
-        kernels = self._engine._kernels if self._live is None else self._kernels
-        stream = torch.cuda.current_stream(self._engine.device).cuda_stream
-        kernels[self._kernel].launch(self._blocks, THREADS, stream, self._parameters)
+        self._kernel.launch(self._blocks, THREADS, self._job)
 
 
 def write_segments(
@@ -331,70 +338,3 @@ def write_segments(
     out[:, 0], out[:, 1] = segments.episodes.reshape(-1), segments.starts.reshape(-1)
     out[:, 2] = span if segments.lengths is None else segments.lengths.reshape(-1)
     out[:, 3] = -1 if landing is None else landing.reshape(-1)
-
-
-def describe_group(
-    group: ColumnGroup, *, addresses: int, moments: tuple[int, int], span: int, row_zero: int = 0
-) -> Any:
-    """Return the `GROUP` row of a column group; `out` is set for each launch.
-
-    `addresses`, `moments` (mean, divisor; zeros for none) and `row_zero` are device addresses.
-    """
-    row_bytes = group.row_bytes
-    row = np.zeros((), GROUP)
-    row["addresses"], row["row_bytes"], row["width"] = addresses, row_bytes, group.width
-    row["mean"], row["divisor"] = moments
-    row["history"], row["row_zero"] = group.history, row_zero
-    span += group.history
-    row["unit"] = unit = next(u for u in (16, 8, 4, 2, 1) if row_bytes % u == 0)
-    if group.is_final:
-        row["source"], row["piece"] = COPY, max(COPY_PIECE_BYTES // unit, 1)
-        row["pieces"] = -(-span * row_bytes // unit // int(row["piece"]))
-        return row
-    final = group.final_dtype
-    if group.dtype not in TYPES or final not in (np.dtype(np.float32), np.dtype(np.int64)):
-        raise UnavailableError(
-            "DEVICE",
-            f"{group.fields[0].name}: no cast from {group.dtype} to {final} on the GPU",
-            remedy="use engine='off'",
-        )
-    row["source"], row["to_int64"] = TYPES[group.dtype], final == np.int64
-    row["piece"] = CAST_PIECE
-    row["pieces"] = -(-span * group.width // CAST_PIECE)
-    return row
-
-
-def describe_job(rows: Sequence[Any], **values: int) -> npt.NDArray[Any]:
-    """Return a `JOB` of shape (1,) with the rows of its groups; unnamed values are zero."""
-    if len(rows) > MAX_GROUPS:
-        raise UnavailableError(
-            "DEVICE",
-            f"{len(rows)} groups of columns, the GPU engine takes {MAX_GROUPS}",
-            remedy="name fewer extra columns, or use engine='off'",
-        )
-    job = np.zeros(1, JOB)
-    for number, row in enumerate(rows):
-        job["group"][0, number] = row
-    job["groups"] = len(rows)
-    job["tasks"] = sum(int(row["pieces"]) for row in rows) + 1
-    for name, value in values.items():
-        job[name] = np.uint64(value)
-    return job
-
-
-def segments_per_warp(job: npt.NDArray[Any], *, segments: int, warps: int) -> int:
-    """Return how many segments a warp takes at once; 0 where windows are long, cast or few, or
-    have a history.
-
-    Enough are left to keep `warps` busy twice over.
-    """
-    rows = job["group"][0, : int(job["groups"][0])]
-    short = all(
-        int(r["source"]) == COPY
-        and int(r["pieces"]) == 1
-        and int(r["unit"]) >= 4
-        and not int(r["history"])
-        for r in rows
-    )
-    count = min(32, segments // (2 * warps)) if short else 0
-    return 1 << count.bit_length() - 1 if count else 0

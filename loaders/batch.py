@@ -53,7 +53,7 @@ class Batch:
     extras
         Further columns, ``(B, K, *shape)`` in their source dtype; and `goals`.  Where draws are
         counted (``data.max_times_sampled``) also ``probability``, ``times_sampled`` and
-        ``table_size``, ``(B,)``, as in `gear_offline.kernels.segments.Segments`.
+        ``table_size``, ``(B,)``, as in `gear_offline.kernels.draws.Segments`.
     task_bounds
         ``(T - 1,)`` int64, the first episode of each task but the first, where the batch is of
         several tasks; else None.

@@ -105,13 +105,14 @@ class DeviceFeedback(SegmentFeedback):
 
     def importance(self) -> Tensor:
         """Return (B,) float32 weights for the batch that was made last; overwritten each time."""
-        self._tree.importance(
-            self._chances,
-            counter=self._counter,
-            beta=self._options.beta,
-            beta_steps=self._options.beta_steps,
-            out=self._weights,
-        )
+        # (1 / (N p)) ** beta over the largest, within a unit in the last place: N cancels out.
+        exponent: float | Tensor = -self._options.beta
+        if self._options.beta_steps is not None:
+            step = self._counter.double() - 1.0  # that was drawn
+            share = (step / self._options.beta_steps).clamp(max=1.0)
+            exponent = exponent * (1.0 - share) - share
+        ratio = self._chances / self._chances.min()
+        torch.pow(ratio, exponent, out=self._weights)
         return self._weights
 
     def update(self, batch: Batch, losses: Tensor) -> None:

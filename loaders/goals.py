@@ -11,9 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from gear_offline.config.sections import GoalSettings
+from gear_offline.kernels.draws import Segments, bounded
 from gear_offline.kernels.gather import Windows, real_steps
-from gear_offline.kernels.philox import bounded
-from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import GOAL_STREAM, Stream, slot_draws
 from gear_offline.sampling.episodes import WeightedChoice
 from gear_offline.tables.fields import EXTRA

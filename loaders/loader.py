@@ -20,14 +20,13 @@ from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.sections import GoalSettings, Mode, Placement, Sharding
 from gear_offline.core.closing import Closing
-from gear_offline.core.device import resolve_device
 from gear_offline.core.types import Int64Array
 from gear_offline.dataset.dataset import open_dataset
-from gear_offline.distributed.world import World
+from gear_offline.distributed.world import World, resolve_device
 from gear_offline.errors import InputError
+from gear_offline.kernels.draws import Segments
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.kernels.gather_gpu import GpuGather
-from gear_offline.kernels.segments import Segments
 from gear_offline.loaders.batch import Batch, split_steps
 from gear_offline.loaders.goals import GOALS, GoalSampler
 from gear_offline.loaders.options import (

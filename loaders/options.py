@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import Annotated, Any, Literal
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BeforeValidator, ConfigDict, ValidationError
-from pydantic import Field as Range
-from pydantic.dataclasses import dataclass
+from pydantic import ValidationError
 
 from gear_offline.config.problems import nearest, problem_text
-from gear_offline.config.sections import GoalSettings, Mode, Placement, Sharding
-from gear_offline.config.strict_yaml import byte_count
+from gear_offline.config.sections import LoaderSettings
 from gear_offline.core.text import say
 from gear_offline.distributed.world import World, joined_world
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.kernels.gather import Padding
 from gear_offline.sampling import Sampler, make_sampler, parse_strategy
 from gear_offline.sampling.base import plain
 from gear_offline.tables.joint import TableData
@@ -37,24 +33,20 @@ ELSEWHERE = {  # arguments of other libraries' loaders
 }
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, allow_inf_nan=False))
-class LoaderOptions(TableOptions):
-    """The options of `gear_offline.loaders.loader.GearLoader` that say how batches are made."""
+class LoaderOptions(LoaderSettings):
+    """How `gear_offline.loaders.loader.GearLoader` makes batches: a recipe's section, and more."""
 
-    batch_size: Annotated[int, Range(ge=1)]
-    padding: Padding
-    engine: Mode
-    placement: Placement
-    hbm_budget: Annotated[int, BeforeValidator(byte_count), Range(ge=0)] | None
-    host_budget: Annotated[int, BeforeValidator(byte_count), Range(ge=1)] | None
-    sharding: Sharding
-    exchange: Mode
-    goals: GoalSettings | None
+    extra_columns: Sequence[str]
+
+    @cached_property
+    def table(self) -> TableOptions:
+        """Those that say what the table holds."""
+        return TableOptions.of(vars(self))
 
 
 def check_options(given: Mapping[str, Any], device: torch.device) -> LoaderOptions:
     """Return the options among a loader's arguments; refuse what no loader can do."""
-    asked = {option.name: given[option.name] for option in fields(LoaderOptions)}
+    asked = {name: given[name] for name in LoaderOptions.model_fields}
     try:
         options = LoaderOptions(**plain(asked))
     except ValidationError as error:

@@ -21,10 +21,9 @@ from gear_offline.distributed.sharding import NodeShare, shard_weights, share_sh
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
-from gear_offline.kernels.draws import PriorityTree
+from gear_offline.kernels.draws import PriorityTree, Segments
 from gear_offline.kernels.gather import CpuGather, Windows
 from gear_offline.kernels.gather_gpu import GpuGather
-from gear_offline.kernels.segments import Segments
 from gear_offline.loaders.goals import GoalSampler, with_goals
 from gear_offline.loaders.options import LoaderOptions
 from gear_offline.loaders.segments import LocalSegments, Ring, ShardedSegments
@@ -140,7 +139,7 @@ class RowOpener:
             self._check(table)
             return self._open_memory(table, None)
         if not self.world.feeds:
-            return self._open_memory(build_table(self.data, self.options, shards=()), None)
+            return self._open_memory(build_table(self.data, self.options.table, shards=()), None)
         if (reason := self._disk_reason()) is not None:
             return self._open_disk(reason)
         ring = self._make_ring()  # None where this node holds all rows
@@ -172,7 +171,7 @@ class RowOpener:
 
     def _check(self, table: Table) -> None:
         same = np.array_equal(table.episodes.lengths, self.data.episodes.lengths)
-        if not same or table.margin != self.options.margin:
+        if not same or table.margin != self.options.table.margin:
             raise InputError(
                 "LOADER_OPTION",
                 "the table is not one of this dataset for these windows",
@@ -187,7 +186,7 @@ class RowOpener:
             reason = "as asked for"
         # The ranks of a node build one table together: without a budget none may step aside.
         elif options.placement == "auto" and (budget is not None or self.world.size == 1):
-            needed = table_bytes(self.data, options)
+            needed = table_bytes(self.data, options.table)
             limit = available_bytes() - RESERVE_BYTES if budget is None else budget
             if needed > limit:
                 reason = (
@@ -214,7 +213,12 @@ class RowOpener:
         if budget is None:
             budget = max((available_bytes() - RESERVE_BYTES) // (2 * len(self.world.members)), 1)
         gather = DiskGather(
-            self.data, self.stream, options, host_budget=budget, padding=options.padding, pin=pin
+            self.data,
+            self.stream,
+            options.table,
+            host_budget=budget,
+            padding=options.padding,
+            pin=pin,
         )
         if options.placement == "auto" or pin:
             how = "into page-locked memory, and copied" if pin else "here"
@@ -238,13 +242,13 @@ class RowOpener:
         """Return the share and landing rows of this rank; None where each node holds all rows."""
         options = self.options
         sharding = options.sharding if self.goals is None else "replicate"
-        share = choose_share(self.data, self.stream.selection, self.world, options, sharding)
+        share = choose_share(self.data, self.stream.selection, self.world, options.table, sharding)
         if share is None:
             return None
-        row_bytes = table_bytes(self.data, options) // self.data.episodes.steps
+        row_bytes = table_bytes(self.data, options.table) // self.data.episodes.steps
         return Ring(
             share=share,
-            steps=min(self._block_steps(row_bytes * options.margin), SHARDED_STEPS),
+            steps=min(self._block_steps(row_bytes * options.table.margin), SHARDED_STEPS),
             rank_batch=self.stream.rank_batch,
             options=options,
         )
@@ -256,8 +260,8 @@ class RowOpener:
             parts["shards"] = ring.share.shards.tolist()
             parts["landing_rows"] = ring.rows * len(world.members)
         if world.size == world.node_count:
-            return build_table(self.data, self.options, **parts)
-        share = partial(share_table, self.data, self.options, **parts)
+            return build_table(self.data, self.options.table, **parts)
+        share = partial(share_table, self.data, self.options.table, **parts)
         made = world.lead(share, leader=world.leader)
         handles = world.gather(None if made is None else asdict(made[1].handle()))
         if made is None:

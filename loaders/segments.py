@@ -22,8 +22,8 @@ from gear_offline.distributed.reads import NodeRows, Reads
 from gear_offline.distributed.sharding import Assigner, NodeShare
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
+from gear_offline.kernels.draws import Segments
 from gear_offline.kernels.gather import filled, real_steps
-from gear_offline.kernels.segments import Segments
 from gear_offline.loaders.options import LoaderOptions
 from gear_offline.sampling.base import Stream
 from gear_offline.tables.table import Table
@@ -66,7 +66,7 @@ class Ring:
 
     @property
     def part_rows(self) -> int:
-        return self.steps * self.rank_batch * self.options.margin
+        return self.steps * self.rank_batch * self.options.table.margin
 
     @property
     def rows(self) -> int:
@@ -165,7 +165,7 @@ class ShardedSegments:
         """
         ring, share, rank = self.ring, self.ring.share, self._world.rank
         options = ring.options
-        span, history, padding = options.context_length, options.history, options.padding
+        span, history, padding = options.context_length, options.table.history, options.padding
         # draw and assign
         drawn = self._stream.draw(first_step, steps)
         homes = share.nodes[drawn.episodes]
@@ -179,7 +179,7 @@ class ShardedSegments:
         # A window lies as the gather copies it, so that what it copies besides is its own part.
         begin, _ = filled(far.starts, real, span=span, history=history, padding=padding)
         rows = (number % PARTS) * ring.part_rows + begin
-        rows += (step * ring.rank_batch + places) * ring.options.margin
+        rows += (step * ring.rank_batch + places) * options.table.margin
         owners, home = np.empty(len(step), np.int64), homes[moved]
         for node, members in enumerate(self._members):  # the ranks of a node serve in turn
             at_node = home == node

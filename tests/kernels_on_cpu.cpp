@@ -6,26 +6,15 @@
 #include "sample.cu"
 #include "tree.cu"
 
-#define FILLS(source)                        \
-    LAUNCHED(source##_many, gear::Job)       \
-    LAUNCHED(source##_8, gear::Job)          \
-    LAUNCHED(source##_16, gear::Job)         \
-    LAUNCHED(source##_32, gear::Job)
-FILLS(fill)
-FILLS(sample)
-LAUNCHED(sample_alone, gear::Job)
-LAUNCHED(tree_sums, gear::SumsJob)
+LAUNCHED(fill_each, gear::Job)
+LAUNCHED(fill_many, gear::Job)
+LAUNCHED(sample_each, gear::Job)
+LAUNCHED(sample_many, gear::Job)
 LAUNCHED(tree_update, gear::UpdateJob)
-LAUNCHED(tree_check, gear::UpdateJob)
-LAUNCHED(tree_apply, gear::UpdateJob)
-LAUNCHED(tree_release, gear::UpdateJob)
-LAUNCHED(tree_weigh, gear::ImportanceJob)
-LAUNCHED(adamw_norm, gear::AdamwJob)
-LAUNCHED(adamw_step, gear::AdamwJob)
-LAUNCHED(adamw_norm_shadowed, gear::AdamwJob)
-LAUNCHED(adamw_step_shadowed, gear::AdamwJob)
-LAUNCHED(adamw_norm_together, gear::AdamwJobs)
-LAUNCHED(adamw_step_together, gear::AdamwJobs)
+LAUNCHED(adamw_norm, gear::AdamwJobs)
+LAUNCHED(adamw_step, gear::AdamwJobs)
+LAUNCHED(adamw_norm_shadowed, gear::AdamwJobs)
+LAUNCHED(adamw_step_shadowed, gear::AdamwJobs)
 
 using namespace gear;
 
@@ -42,7 +31,6 @@ extern "C" i64 size_of(int which) {
         case 0: return sizeof(Job);
         case 1: return sizeof(Sampling);
         case 2: return sizeof(UpdateJob);
-        case 3: return sizeof(ImportanceJob);
         default: return sizeof(Tree);
     }
 }

@@ -10,7 +10,7 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,11 @@ import numpy as np
 import pytest
 import torch
 
-from gear_offline.kernels import adamw, gather_gpu, priorities, select
+from gear_offline.kernels import adamw, gather_gpu, priorities
 from gear_offline.kernels.columns import GroupAddresses
 from gear_offline.kernels.draws import SAMPLING, TREE
 from gear_offline.kernels.gather_gpu import JOB, GpuGather
-from gear_offline.kernels.priorities import IMPORTANCE, UPDATE
+from gear_offline.kernels.priorities import UPDATE
 from gear_offline.tables.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,8 +47,8 @@ def compile_kernels(folder: Path) -> Kernels:
     subprocess.run([compiler, *FLAGS, *more, include, source, "-o", target], check=True)
     library = ctypes.CDLL(str(target))
     library.size_of.restype = ctypes.c_longlong
-    sizes = [library.size_of(number) for number in range(5)]
-    assert sizes == [d.itemsize for d in (JOB, SAMPLING, UPDATE, IMPORTANCE, TREE)]
+    sizes = [library.size_of(number) for number in range(4)]
+    assert sizes == [d.itemsize for d in (JOB, SAMPLING, UPDATE, TREE)]
     return Kernels(library)
 
 
@@ -59,17 +59,16 @@ class Kernels:
         self.library = library
         self.seed, self.launched = 0, list[tuple[str, int]]()
 
-    def load(self, source: str, names: tuple[str, ...], *, device: int) -> dict[str, Any]:
+    def load(self, source: str, names: Sequence[str], *, device: int) -> dict[str, Any]:
         """Stand in for `gear_offline.kernels.cuda_module.load`."""
         return {name: SimpleNamespace(launch=partial(self._launch, name)) for name in names}
 
-    def _launch(self, name: str, blocks: int, threads: int, stream: int, parameters: Any) -> None:
+    def _launch(self, name: str, blocks: int, threads: int, structure: Any) -> None:
         self.launched.append((name, blocks))
         self.seed += 1
         function = getattr(self.library, f"launch_{name}")
         numbers = (ctypes.c_uint(number) for number in (blocks, threads, self.seed))
-        job = ctypes.cast(parameters.pointer, ctypes.POINTER(ctypes.c_void_p))[0]
-        function(ctypes.c_void_p(job), *numbers)
+        function(ctypes.c_void_p(structure.ctypes.data), *numbers)
 
 
 def gpu_gather(
@@ -113,7 +112,6 @@ def on_cpu(kernels: Kernels) -> Iterator[torch.device]:
     with (
         mock.patch.object(adamw, "load", load),
         mock.patch.object(priorities, "load", load),
-        mock.patch.object(select, "load", load),
         mock.patch.object(gather_gpu, "load", load),
         mock.patch.object(torch.cuda, "get_device_properties", lambda _: processor),
         mock.patch.object(torch.cuda, "current_stream", lambda _: stream),

@@ -82,7 +82,7 @@ def private_table(opener: RowOpener, ring: Any) -> Any:
     if ring is not None:
         given["shards"] = ring.share.shards.tolist()
         given["landing_rows"] = ring.rows * len(opener.world.members)
-    return build_table(opener.data, opener.options, **given)
+    return build_table(opener.data, opener.options.table, **given)
 
 
 def row_digests(batch: Batch) -> list[str]:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
+from gear_offline.kernels.draws import Segments
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
-from gear_offline.kernels.segments import Segments
 from gear_offline.tables.table import Table, TableOptions, build_table
 from tests.support import hopper_columns
 

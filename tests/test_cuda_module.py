@@ -17,7 +17,7 @@ from tests.support import one_error
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    caches = (cuda_module._function, cuda_module._module, cuda_module.import_cupy)
+    caches = (cuda_module._kernel, cuda_module._module, cuda_module.import_cupy)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -59,7 +59,7 @@ def test_what_is_missing_is_one_clear_error(
         (tmp_path / "cupy.py").write_text(cupy)
         monkeypatch.syspath_prepend(str(tmp_path))
     with one_error(code) as caught:
-        cuda_module.load("fill.cu", ("fill_8",), device=0)
+        cuda_module.load("fill.cu", ("fill_each",), device=0)
     assert said in str(caught.value) and "long tail" not in str(caught.value)
     sys.modules.pop("cupy", None)
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.kernels.columns import ColumnGroup, Field
+from gear_offline.kernels.draws import Segments
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.kernels.gather_gpu import StaticFill
-from gear_offline.kernels.segments import Segments
 from gear_offline.tables.table import Table, TableOptions, build_table
 from tests.gpu_support import NEEDS_CUPY, ON_GPU
 from tests.image_support import image_columns

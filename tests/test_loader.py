@@ -188,7 +188,7 @@ def test_iterating_again_goes_on(dataset: Dataset) -> None:
 
 
 REFUSED: list[tuple[str, str, list[Any]]] = [
-    *(("LOADER_OPTION", "batch_size", [0, 2.0, True]), ("LOADER_OPTION", "context_length", [0])),
+    *(("LOADER_OPTION", "batch_size", [0, 2.5, True]), ("LOADER_OPTION", "context_length", [0])),
     *(("LOADER_OPTION", "frame_stack", [65]), ("LOADER_OPTION", "padding", ["both"])),
     ("LOADER_OPTION", "device", [None, "abacus", "meta", "hpu"]),
     *(("LOADER_OPTION", "exchange", ["fast"]), ("LOADER_OPTION", "world", [2])),

@@ -11,12 +11,13 @@ import torch
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import UnavailableError
 from gear_offline.kernels.gather import Padding
-from gear_offline.kernels.select import DeviceSelect
+from gear_offline.kernels.gather_gpu import GpuGather
 from gear_offline.loaders import static_batch
 from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling import (
     Facts,
+    Sampler,
     Schedule,
     TaskPart,
     WeightedEpisodes,
@@ -264,18 +265,23 @@ def test_rows_of_other_nodes_are_read_where_they_landed(
 # draws and priorities ----------------------------------------------------------------------
 
 
+def draws_alone(sampler: Sampler, count: int, **options: int) -> GpuGather:
+    """A gather of no columns."""
+    offsets = sampler.index.offsets
+    shape: dict[str, Any] = {"context_length": 1, "rank_batch": count, **options}
+    return GpuGather([], offsets, device=CUDA, draw=sampler.gpu, **shape)
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_gpu() -> None:
     sampler = prioritized([50] * 1000)
     tree = sampler.on_device(CUDA)
-    select = DeviceSelect(sampler.gpu, sampler.index.offsets, device=CUDA, global_batch=20_000)
-    names = torch.empty(1, 20_000, 2, dtype=torch.int64, device=CUDA)
-    chances = torch.empty(1, 20_000, dtype=torch.float64, device=CUDA)
+    drawing = draws_alone(sampler, 20_000)
     losses = torch.rand(20_000, device=CUDA)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for count in (64, 20_000):
-            select.enqueue(seed=0, first_step=3, names=names, chances=chances)
+            names = drawing.draw_and_gather(3, 1).segments
             tree.update(names[0, :count], losses[:count])
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -293,10 +299,7 @@ def test_beyond_2_to_the_24_and_over_twelve_orders_of_magnitude() -> None:
             return weights
 
     sampler = Given(Facts(episodes=EpisodeIndex(np.ones(count, np.int64))))
-    offsets = sampler.index.offsets
-    select = DeviceSelect(sampler.gpu, offsets, device=CUDA, global_batch=100_000)
-    names = torch.empty(1, 100_000, 2, dtype=torch.int64, device=CUDA)
-    select.enqueue(seed=11, first_step=0, names=names)
+    names = draws_alone(sampler, 100_000, seed=11).draw_and_gather(0, 1).segments
     expected = sampler.sample(11, 0, 1, 100_000).episodes
     assert np.array_equal(names[..., 0].cpu().numpy(), expected)
 

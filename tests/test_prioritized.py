@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.kernels.philox import draws
+from gear_offline.kernels.draws import draws
 from gear_offline.sampling.prioritized import Prioritized
 from tests.kernels_on_cpu import on_cpu
 from tests.sampling_support import prioritized

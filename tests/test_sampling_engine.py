@@ -12,10 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gear_offline.errors import GearError, InputError
+from gear_offline.kernels.draws import bounded, draws
 from gear_offline.kernels.gather import Padding
 from gear_offline.kernels.gather_gpu import GpuGather, StaticFill
-from gear_offline.kernels.philox import bounded, draws
-from gear_offline.kernels.select import DeviceSelect
 from gear_offline.loaders.feedback import DeviceFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.static_batch import StaticBatch
@@ -30,8 +29,7 @@ from tests.segment_oracle import bits, cpu_gather, memory_table
 
 LENGTHS = [4, 1, 30, 7, 19, 2, 23, 11]
 SPAN, BATCH = 5, 7
-SHAPES = [(3, "float64", 7), (1, "float32", 7), (3, "float32", 40), (40, "float64", 9),
-          (3, "float32", 600)]  # fmt: skip
+SHAPES = [(3, "float64", 7), (40, "float32", 9), (3, "float32", 600)]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +49,7 @@ def engine_of(table: Table, sampler: Any, padding: Padding = "right", **options:
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 def test_fills_are_those_of_the_cpu(kernels: Any, name: str, options: dict[str, Any]) -> None:
-    """Of every kernel: 16 or 32 lanes a task, and a warp for many segments."""
+    """Of every kernel: a warp for each task, and for many segments."""
     every = name in ("uniform_steps", "shuffled_epochs", "prioritized")
     used = set[str]()
     for width, rewards, batch in SHAPES if every else SHAPES[:1]:
@@ -72,7 +70,7 @@ def test_fills_are_those_of_the_cpu(kernels: Any, name: str, options: dict[str, 
                 used |= {kernel for kernel, _ in kernels.launched}
     if every:
         source = "fill" if name == "uniform_steps" else "sample"
-        assert used >= {f"{source}_{suffix}" for suffix in ("16", "32", "many")}
+        assert used >= {f"{source}_{suffix}" for suffix in ("each", "many")}
 
 
 def check_static(engine: GpuGather, reference: Any, gather: Any, *, learns: bool) -> None:
@@ -211,7 +209,7 @@ def test_priorities_that_do_not_fit(kernels: Any, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("where", ["threads", pytest.param("gpu", marks=[*ON_GPU, NEEDS_CUPY])])
-@pytest.mark.parametrize("count", [1, 64, 3000, 8193])
+@pytest.mark.parametrize("count", [1, 64, 3000])
 @pytest.mark.parametrize("episodes", [1, 16, 300, 3000])
 def test_updates(kernels: Any, where: str, count: int, episodes: int) -> None:
     """Masses, sums and draws after updates with many repeated names, refused ones among them."""
@@ -242,8 +240,7 @@ def test_updates(kernels: Any, where: str, count: int, episodes: int) -> None:
             sums = [level.clone() for level in tree._levels]
             tree.add_up()
             assert all(torch.equal(a, b) for a, b in zip(sums, tree._levels, strict=True))
-        select = DeviceSelect(sampler.gpu, sampler.index.offsets, device=device, global_batch=500)
-        found = select.segments(seed=3, first_step=1, steps=2)
+        found = sampler.sample(3, 1, 2, 500)
     expected = reference.sample(3, 1, 2, 500)
     assert np.array_equal(found.episodes, expected.episodes)
     assert np.array_equal(found.starts, expected.starts)

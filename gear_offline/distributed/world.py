@@ -1,4 +1,4 @@
-"""The processes of one training run: who they are, on which nodes, and small messages between them.
+"""The processes of one training run: who they are, where they run, and small messages between them.
 
 Processes are started by ``torchrun``, which also restarts them and names those that died.  Messages
 are JSON over gloo, so that nothing unpickles what came over a network.
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from gear_offline.core.text import show_error
 from gear_offline.distributed import INTERFACE_VARIABLE
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import GearError, InputError, UnavailableError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -416,6 +416,24 @@ def _with_nodes(world: World) -> World:
 def current(device: torch.device) -> AbstractContextManager[Any]:
     """Make a GPU torch's current one inside: streams and graphs are made for that one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def resolve_device(device: str | torch.device, *, where: str = "") -> torch.device:
+    """Return the torch device; ``"auto"`` is CUDA where there is one; `where` the user said it."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+        if resolved.type not in ("cpu", "cuda", "mps"):
+            raise TypeError("batches are made by a CPU or a GPU")
+    except (RuntimeError, TypeError) as error:
+        remedy = "use one that torch has here, such as 'auto', 'cpu', 'cuda' or 'cuda:0'"
+        raise InputError("LOADER_OPTION", f"{device=} is not usable", remedy=remedy) from error
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        what = f"device {str(device)!r} was asked for and no CUDA device is available"
+        remedy = f"use {where or 'device'}=auto or cpu, or run gear-offline doctor"
+        raise UnavailableError("DEVICE", what, where, remedy)
+    return resolved
 
 
 def rank_device(name: str | torch.device) -> torch.device:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gear_offline.core.device import resolve_device
 from gear_offline.core.files import check_new_file, write_error
 from gear_offline.core.text import say
+from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import GearError, InputError, given_path
 from gear_offline.evaluation.environments import import_module_of, say_version
 from gear_offline.evaluation.evaluate import (

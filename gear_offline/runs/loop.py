@@ -18,11 +18,10 @@ import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.closing import Closing
-from gear_offline.core.device import resolve_device
 from gear_offline.core.files import write_error
 from gear_offline.core.interruption import StopRequest
 from gear_offline.core.text import say
-from gear_offline.distributed.world import World, current, open_world, rank_device
+from gear_offline.distributed.world import World, current, open_world, rank_device, resolve_device
 from gear_offline.errors import GearError
 from gear_offline.runs.callbacks import Callback, Callbacks
 from gear_offline.runs.directory import RunDirectory, check_resumed, default_run_path

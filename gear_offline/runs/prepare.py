@@ -18,7 +18,6 @@ import numpy as np
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, DataSettings
 from gear_offline.convert.conversion import convert
-from gear_offline.core.device import resolve_device
 from gear_offline.core.files import check_folder
 from gear_offline.core.hub import is_there
 from gear_offline.core.system import available_bytes
@@ -26,7 +25,7 @@ from gear_offline.core.text import count_text, say, size_text
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.dataset.scores import reference_scores
-from gear_offline.distributed.world import World
+from gear_offline.distributed.world import World, resolve_device
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.environments import EnvironmentFacts, probe, say_version
 from gear_offline.evaluation.evaluate import check_sizes

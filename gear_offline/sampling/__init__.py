@@ -3,12 +3,12 @@
 
 `base` has the interface and the registry, `episodes` the strategies that draw an episode by its
 weight, `epochs` those without replacement, `prioritized` the one that learns from losses, `mixture`
-mixtures and tasks, `presets` what public implementations draw; `items` says which episodes there
-are, as in Reverb's tables.  docs/reference/strategies.md describes them.
+mixtures and tasks; `items` says which episodes there are, as in Reverb's tables.
+docs/reference/strategies.md describes them.
 """
 
-from gear_offline.kernels.segments import Segments as Segments
-from gear_offline.sampling import presets as presets
+from gear_offline.kernels.draws import Segments as Segments
+from gear_offline.sampling import epochs as epochs
 from gear_offline.sampling.base import Facts as Facts
 from gear_offline.sampling.base import Sampler as Sampler
 from gear_offline.sampling.base import check_range as check_range

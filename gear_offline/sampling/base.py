@@ -26,9 +26,7 @@ from gear_offline.config.strict_yaml import parse_yaml
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array, UInt64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
-from gear_offline.kernels.draws import CumulativeWeights, Draw, GuidedSearch
-from gear_offline.kernels.philox import draws
-from gear_offline.kernels.segments import Segments
+from gear_offline.kernels.draws import CumulativeWeights, Draw, GuidedSearch, Segments, draws
 
 if TYPE_CHECKING:
     from gear_offline.sampling.prioritized import Prioritized

@@ -3,7 +3,8 @@
 Weights become integer masses once.  From then on everything is integer arithmetic, so that every
 device draws the same episode, and the probability of an episode is its mass over ``2**64``.
 
-Shape legend: E episodes, N steps, T steps of one episode, S strata, B slots of a batch, n items.
+Shape legend: E episodes, N steps, T steps of one episode, K steps of a window, S strata, B slots of
+a batch, n items.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from pydantic.dataclasses import dataclass
 
 from gear_offline.config.sections import Positive, PositiveFloat, Text, Whole
 from gear_offline.core.types import Array, Float64Array, Int64Array, UInt64Array
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
-from gear_offline.kernels.draws import CumulativeWeights, GuidedSearch
-from gear_offline.kernels.philox import bounded
-from gear_offline.kernels.segments import Segments
+from gear_offline.kernels.draws import CumulativeWeights, GuidedSearch, Segments, bounded
 from gear_offline.sampling.base import (
     ROTATION_STREAM,
     STRICT,
     Facts,
     Sampler,
+    StepLocator,
     register,
     slot_draws,
 )
@@ -153,6 +154,13 @@ class UniformSteps(WeightedEpisodes):
 
     def weights(self, facts: Facts) -> Float64Array:
         return self.index.lengths.astype(np.float64)
+
+
+# What public implementations of the Decision Transformer draw, by their names: these differ in the
+# side that they pad alone.  docs/reference/strategies.md says where each was read.
+UNIFORM = {"original": "left", "huggingface": "left", "corl": "right"}
+for _name, _side in UNIFORM.items():
+    register(_name)(type(_name, (UniformSteps,), {"padding": _side, "__module__": __name__}))
 
 
 @register("uniform_episodes")
@@ -370,6 +378,41 @@ class StratifiedReturn(ChosenEpisodes):
             slots = stratum == number
             episodes[slots] = members[self._choices[number].search.find(numbers[slots])]
         return episodes
+
+
+@register("d3rlpy")
+class D3rlpy(Sampler):
+    """d3rlpy: the last step of a window is uniform over transitions, padded left.
+
+    A window is the up to K steps that end there; none of the episode's later steps is in it.  The
+    last step of an episode that the environment did not end is no transition and ends no window.
+    """
+
+    padding = "left"
+    cuts_windows = True
+
+    def __init__(self, facts: Facts, options: object = None) -> None:
+        super().__init__(facts, options)
+        self.context_length = facts.need("context_length")
+        ends = self.index.lengths - ~np.asarray(facts.need("terminated"), dtype=bool)
+        self._members = np.flatnonzero(ends)  # episodes that have transitions
+        if self._members.size == 0:
+            what = "no episode has a transition: all have one step and none was terminated"
+            raise InputError("SELECTION", what)
+        self._ends = EpisodeIndex(ends[self._members])
+        self._locate = StepLocator(self._ends)
+
+    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        first, _ = slot_draws(seed, first_step, steps, count)
+        member, end = self._locate(bounded(first, self._ends.steps))
+        assert self.context_length is not None
+        starts = np.maximum(end - self.context_length + 1, 0)
+        return Segments(
+            episodes=self._members[member],
+            starts=starts,
+            probability=np.broadcast_to(np.float64(1.0 / self._ends.steps), starts.shape),
+            lengths=end - starts + 1,
+        )
 
 
 def finite_returns(facts: Facts) -> Float64Array:

@@ -1,9 +1,9 @@
 """Samplers without replacement: forwards, backwards, and in a new random order every epoch.
 
 Slot b of step t takes place ``t * B + b`` of an endless row of epochs, so an epoch's last batch
-goes on with the next epoch.
+goes on with the next epoch; but for `min_dt`, whose epochs end with their last full batch.
 
-Shape legend: N steps of the table, T steps of one episode, B slots of a batch.
+Shape legend: N steps of the table, E episodes, K steps of a window, B slots of a batch.
 """
 
 from __future__ import annotations
@@ -11,10 +11,16 @@ from __future__ import annotations
 import numpy as np
 
 from gear_offline.core.types import Int64Array, UInt64Array
-from gear_offline.kernels.draws import KeyedPermutation
-from gear_offline.kernels.philox import bounded, draws
-from gear_offline.kernels.segments import Segments
-from gear_offline.sampling.base import EPOCH_STREAM, Facts, Sampler, check_range, register
+from gear_offline.errors import InputError
+from gear_offline.kernels.draws import KeyedPermutation, Segments, bounded, draws
+from gear_offline.sampling.base import (
+    EPOCH_STREAM,
+    Facts,
+    Sampler,
+    check_range,
+    register,
+    slot_draws,
+)
 
 ROUNDS = 8
 MULTIPLIERS = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
@@ -69,6 +75,41 @@ class ShuffledEpochs(FirstInFirstOut):
     @property
     def gpu(self) -> KeyedPermutation:
         return KeyedPermutation(self.locate.search)
+
+
+@register("min_dt")
+class MinDecisionTransformer(Sampler):
+    """min-decision-transformer: every episode once an epoch, full windows, padded right.
+
+    A window begins uniformly where K steps are left, at 0 in shorter episodes.  An epoch ends
+    with its last full batch: ``E % B`` episodes are left out, others each time.
+    """
+
+    padding = "right"
+
+    def __init__(self, facts: Facts, options: object = None) -> None:
+        super().__init__(facts, options)
+        self.context_length = span = facts.need("context_length")
+        self._begins = np.maximum(self.index.lengths - span, 0) + 1
+
+    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        _, second = slot_draws(seed, first_step, steps, count)
+        full = self.index.episodes // count  # batches of an epoch
+        if full == 0:
+            what = "min_dt takes each episode once an epoch and full batches only, and "
+            what += f"{self.index.episodes} episodes make no batch of {count}"
+            remedy = "lower the batch size, or use uniform_episodes"
+            raise InputError("SELECTION", what, remedy=remedy)
+        first_epoch, epochs, batches = places(first_step, steps, 1, size=full)
+        at = batches * count + np.arange(count, dtype=np.int64)
+        order = KeyedOrder(self.index.episodes)
+        episodes = order(seed, first_epoch, np.broadcast_to(epochs, at.shape), at)
+        begins = self._begins[episodes]
+        return Segments(
+            episodes=episodes,
+            starts=bounded(second, begins),
+            probability=1.0 / (np.float64(self.index.episodes) * begins),
+        )
 
 
 def places(

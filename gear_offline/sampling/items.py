@@ -23,9 +23,7 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array, UInt64Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
-from gear_offline.kernels.draws import CumulativeWeights
-from gear_offline.kernels.philox import bounded
-from gear_offline.kernels.segments import Segments
+from gear_offline.kernels.draws import CumulativeWeights, Segments, bounded
 from gear_offline.sampling.base import REMOVER_STREAM, Members, Sampler, slot_draws
 from gear_offline.sampling.prioritized import HostPriorities
 

@@ -21,8 +21,7 @@ from gear_offline.config.sections import Count
 from gear_offline.core.types import Float64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
-from gear_offline.kernels.draws import CumulativeWeights, Draw
-from gear_offline.kernels.segments import Segments
+from gear_offline.kernels.draws import CumulativeWeights, Draw, Segments
 from gear_offline.sampling.base import (
     PART_STREAM,
     STRICT,

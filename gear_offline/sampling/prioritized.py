@@ -21,14 +21,11 @@ from pydantic.dataclasses import dataclass
 from gear_offline.config.sections import NotNegative, Positive, PositiveFloat
 from gear_offline.core.types import BoolArray, Float32Array, Float64Array, Int64Array, UInt64Array
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.kernels.draws import PriorityTree
-from gear_offline.kernels.philox import bounded
-from gear_offline.kernels.segments import Segments
+from gear_offline.kernels.draws import PriorityTree, Segments, bounded
 from gear_offline.sampling.base import (
     STRICT,
     Facts,
     Sampler,
-    check_range,
     register,
     slot_draws,
 )
@@ -37,7 +34,6 @@ if TYPE_CHECKING:
     import torch
 
     from gear_offline.kernels.priorities import DevicePriorities
-    from gear_offline.kernels.select import DeviceSelect
 
 DROPPED_BITS = 13  # of a float32's mantissa of 23: 10 stay
 CODES = 0x7F800000 >> DROPPED_BITS  # of finite, non-negative numbers
@@ -77,7 +73,6 @@ class Prioritized(Sampler):
         self.mass_of_code, self.first_mass = _masses(self.options, most)
         self._kept = facts.kept  # starts of other episodes have no mass
         self._on_gpu: DevicePriorities | None = None  # then it has the masses, not the host
-        self._select: DeviceSelect | None = None  # of the GPU, for draws that the host asks for
 
     @cached_property
     def _on_host(self) -> HostPriorities:
@@ -135,26 +130,12 @@ class Prioritized(Sampler):
         return self._priorities.updates
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        if self._on_gpu is not None:
-            return self._sample_on(self._on_gpu, seed, first_step, steps, count)
         first, _ = slot_draws(seed, first_step, steps, count)
-        priorities = self._on_host
-        rows = priorities.find(bounded(first, priorities.total).astype(np.uint64))
+        priorities, total = self._priorities, self._priorities.total
+        rows = priorities.find(bounded(first, total).view(np.uint64))
         episodes, starts = self.locate(rows)
-        chance = priorities.masses_of(rows) / np.float64(priorities.total)
+        chance = priorities.masses_of(rows) / np.float64(total)
         return Segments(episodes=episodes, starts=starts, probability=chance)
-
-    def _sample_on(
-        self, priorities: DevicePriorities, seed: int, first_step: int, steps: int, count: int
-    ) -> Segments:
-        from gear_offline.kernels.select import DeviceSelect
-
-        check_range(seed, first_step, steps, count)
-        if self._select is None or self._select.global_batch != count:
-            self._select = DeviceSelect(
-                self.gpu, self.index.offsets, device=priorities.device, global_batch=count
-            )
-        return self._select.segments(seed=seed, first_step=first_step, steps=steps)
 
     def density(self, segments: Segments) -> Float64Array:
         rows = self.index.offsets[segments.episodes] + segments.starts

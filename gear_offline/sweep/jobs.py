@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.device import resolve_device
 from gear_offline.core.files import write_error
 from gear_offline.core.interruption import StopRequest
 from gear_offline.core.text import first_line
+from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import GearError, InputError, is_out_of_memory
 from gear_offline.loaders.recipes import loader_options
 from gear_offline.progress import Progress

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.core.device import resolve_device
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text, say
+from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError
 from gear_offline.progress import Progress
 from gear_offline.runs import report

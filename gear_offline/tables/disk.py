@@ -23,8 +23,8 @@ from gear_offline.core.types import Array, Int64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup
+from gear_offline.kernels.draws import Segments
 from gear_offline.kernels.gather import CpuGather, Padding, Windows, real_steps
-from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import Stream
 from gear_offline.tables.joint import TableData, parts_of, shards_of
 from gear_offline.tables.read_ahead import REFERENCE_BYTES, Needs, ReadAhead, ReadPlan

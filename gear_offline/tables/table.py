@@ -25,10 +25,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from math import prod
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import numpy as np
-from pydantic import Field as Range
 
 from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, BoolArray, Int64Array
@@ -69,12 +68,12 @@ class TableOptions:
         Frames that make up a state; the column holds single ones.
     """
 
-    context_length: Annotated[int, Range(ge=1)]
-    gamma: Annotated[float, Range(ge=0, le=1)] = 1.0
-    returns_scale: Annotated[float, Range(gt=0)] = 1.0
+    context_length: int
+    gamma: float = 1.0
+    returns_scale: float = 1.0
     normalize_states: bool = False
     extra_columns: Sequence[str] = ()
-    frame_stack: Annotated[int, Range(ge=1, le=64)] = 1
+    frame_stack: int = 1
 
     @classmethod
     def of(cls, loader: Mapping[str, Any]) -> Self:

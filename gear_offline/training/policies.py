@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.device import resolve_device
 from gear_offline.core.hub import PREFIX, fetch, is_hub
 from gear_offline.core.types import Float64Array
+from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.multitask import find_task, single_task, tasks_of_config

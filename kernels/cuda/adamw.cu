@@ -55,7 +55,7 @@ struct AdamwJob {
     double limit;         // of the norm; infinite for none
 };
 
-struct AdamwJobs {  // of models that are updated together
+struct AdamwJobs {  // of the models that are updated together: one, or those of a stack
     i64 count;
     AdamwJob jobs[MOST_JOBS];
 };
@@ -356,23 +356,15 @@ GEAR_CODE void step(const AdamwJob& job, u32 block, u32 blocks) {
 
 }  // namespace gear
 
-// `resident`: blocks that a multiprocessor has room for, by the registers of a thread.
+// As many blocks for each model.  `resident`: blocks that a multiprocessor has room for, by the
+// registers of a thread.
 #define GEAR_ADAMW(name, body, shadowed, resident)                                        \
     extern "C" __global__ void __launch_bounds__(256, resident)                           \
-        name(const __grid_constant__ gear::AdamwJob job) {                                \
-        gear::body<shadowed>(job, blockIdx.x, gridDim.x);                                 \
+        name(const __grid_constant__ gear::AdamwJobs together) {                          \
+        unsigned each = gridDim.x / (unsigned)together.count;                             \
+        gear::body<shadowed>(together.jobs[blockIdx.x / each], blockIdx.x % each, each);  \
     }
 GEAR_ADAMW(adamw_norm, norm, false, 6)
 GEAR_ADAMW(adamw_step, step, false, 6)
 GEAR_ADAMW(adamw_norm_shadowed, norm, true, 4)
 GEAR_ADAMW(adamw_step_shadowed, step, true, 6)
-
-// As many blocks for each of several models.
-#define GEAR_ADAMW_TOGETHER(name, body, resident)                                         \
-    extern "C" __global__ void __launch_bounds__(256, resident)                           \
-        name(const __grid_constant__ gear::AdamwJobs together) {                          \
-        unsigned each = gridDim.x / (unsigned)together.count;                             \
-        gear::body<false>(together.jobs[blockIdx.x / each], blockIdx.x % each, each);     \
-    }
-GEAR_ADAMW_TOGETHER(adamw_norm_together, norm, 6)
-GEAR_ADAMW_TOGETHER(adamw_step_together, step, 6)

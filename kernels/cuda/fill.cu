@@ -1,4 +1,4 @@
 // One launch: gather segments that the host names, or draw by weight and gather.
 #include "fill_run.cuh"
 
-GEAR_KERNELS(fill, Plain, Job)
+GEAR_KERNELS(fill, false, Job)

@@ -1,8 +1,8 @@
 // From (seed, step) to a finished batch: select segments, copy or cast their rows, write the rest.
 //
 // The work is cut into tasks: a task is one piece of one column group's window of one segment, or
-// the timesteps, mask and name of a segment.  Some lanes do a task; every lane draws the segment
-// itself, which is cheaper than handing it over, so lanes never wait for each other.
+// the timesteps, mask and name of a segment.  The lanes of a warp do a task; every lane draws the
+// segment itself, which is cheaper than handing it over, so lanes never wait for each other.
 //
 // B segments a step, K steps of a window, E episodes.  All sizes are 64-bit.
 #pragma once
@@ -11,7 +11,7 @@
 namespace gear {
 
 enum Type { COPY = 0, F16, F32, F64, I8, I16, I32, I64, U8, U16, U32, U64 };
-enum { MAX_GROUPS = 24 };
+enum { MAX_GROUPS = 24, LANES = 32 };
 
 struct Group {
     const i64* addresses;   // (E,) of each episode's first row
@@ -75,81 +75,45 @@ GEAR_CODE Segment choose_host_drawn(const Job& job, u64 first_step, i64 segment)
     return found;
 }
 
-GEAR_CODE Segment shortened(const Job& job, const Drawn& drawn) {
-    Segment segment = {drawn.episode, drawn.start, drawn.left < job.span ? drawn.left : job.span};
-    return segment;
+// EVERY: any way to draw.  Otherwise named segments and weights, which take few registers.
+template <bool EVERY>
+GEAR_CODE Segment choose(const Job& job, u64 first_step, i64 segment) {
+    if (!EVERY && job.sampling.way == HOST_DRAWN) return choose_host_drawn(job, first_step, segment);
+    i64 ahead = segment / job.rank_batch;
+    u64 slot = (u64)(segment - ahead * job.rank_batch + job.first_slot);
+    u64 step = first_step + (u64)ahead, count = (u64)job.global_batch;
+    Drawn drawn = EVERY ? draw_segment(job.sampling, job.seed, step, count, slot)
+                        : draw_weighted(job.sampling, draw(job.seed, SELECTION_STREAM, step, count, slot));
+    Segment found = {drawn.episode, drawn.start, drawn.left < job.span ? drawn.left : job.span};
+    return found;
 }
 
-// What kernels draw by: named segments and weights take few registers ...
-struct Plain {
-    GEAR_MEMBER Segment choose(const Job& job, u64 first_step, i64 segment) {
-        if (job.sampling.way == HOST_DRAWN) return choose_host_drawn(job, first_step, segment);
-        u64 ahead = (u64)(segment / job.rank_batch);
-        u64 slot = (u64)(segment - (i64)ahead * job.rank_batch + job.first_slot);
-        Draws numbers = draw(job.seed, SELECTION_STREAM, first_step + ahead, (u64)job.global_batch, slot);
-        return shortened(job, draw_weighted(job.sampling, numbers));
-    }
-    GEAR_MEMBER void note(const Job&, i64, const Segment&) {}
-};
+// Write the probability of what was drawn, if anybody asks for it.
+template <bool EVERY>
+GEAR_CODE void note_chance(const Job& job, i64 segment, const Segment& mine) {
+    if (EVERY && job.chances)
+        job.chances[segment] = chance_of(job.sampling, mine.episode, mine.start);
+}
 
-// ... than every way to draw.
-struct Every {
-    GEAR_MEMBER Segment choose(const Job& job, u64 first_step, i64 segment) {
-        u64 ahead = (u64)(segment / job.rank_batch);
-        u64 slot = (u64)(segment - (i64)ahead * job.rank_batch + job.first_slot);
-        return shortened(job, draw_segment(job.sampling, job.seed, first_step + ahead,
-                                           (u64)job.global_batch, slot));
-    }
-
-    // Write the probability of what was drawn, if anybody asks for it.
-    GEAR_MEMBER void note(const Job& job, i64 segment, const Segment& mine) {
-        if (job.chances)
-            job.chances[segment] = chance_of(job.sampling, mine.episode, mine.start);
-    }
-};
-
-#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 typedef ulonglong2 Unit16;  // one load of 16 bytes
-#else
-struct alignas(16) Unit16 {
-    u64 low, high;
-};
-#endif
-
-// Batches leave the caches at once: what they push out there are rows.  Streaming loads do not help.
-template <typename Unit>
-GEAR_CODE void save(Unit* to, Unit value) {
-#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
-    __stcs(to, value);
-#else
-    *to = value;
-#endif
-}
-
-template <typename Unit>
-GEAR_CODE Unit nothing() {
-    return Unit{};
-}
 
 // Copy units [begin, end) of a window: those in [low, high) from `source`, zeros elsewhere.
-template <typename Unit, int LANES>
+// Batches leave the caches at once (__stcs): what they push out there are rows.  Streaming loads
+// do not help.
+template <typename Unit>
 GEAR_CODE void copy_piece(const Unit* source, Unit* out, i64 begin, i64 end, i64 low, i64 high,
                           int lane) {
     high = high < end ? high : end;
     for (i64 at = begin + lane; at < end; at += 8 * LANES) {  // eight loads in flight
         Unit found[8];
-#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #pragma unroll
-#endif
         for (int i = 0; i < 8; ++i) {
             i64 here = at + i * LANES;
-            found[i] = here >= low && here < high ? source[here - low] : nothing<Unit>();
+            found[i] = here >= low && here < high ? source[here - low] : Unit{};
         }
-#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #pragma unroll
-#endif
         for (int i = 0; i < 8; ++i)
-            if (at + i * LANES < end) save(out + at + i * LANES, found[i]);
+            if (at + i * LANES < end) __stcs(out + at + i * LANES, found[i]);
     }
 }
 
@@ -176,7 +140,6 @@ GEAR_CODE Extent extent(const Job& job, const Group& group, const Segment& segme
     return found;
 }
 
-template <int LANES>
 GEAR_CODE void copy_rows(const Job& job, const Group& group, const Segment& segment, i64 number,
                          i64 piece, int lane) {
     i64 row = group.row_bytes / group.unit, all = (job.span + group.history) * row;
@@ -187,26 +150,15 @@ GEAR_CODE void copy_rows(const Job& job, const Group& group, const Segment& segm
     const char* from = rows.from;
     unsigned char* to = group.out + number * all * group.unit;
     switch (group.unit) {
-        case 16:
-            copy_piece<Unit16, LANES>((const Unit16*)from, (Unit16*)to, begin, end, low, high, lane);
-            break;
-        case 8:
-            copy_piece<u64, LANES>((const u64*)from, (u64*)to, begin, end, low, high, lane);
-            break;
-        case 4:
-            copy_piece<u32, LANES>((const u32*)from, (u32*)to, begin, end, low, high, lane);
-            break;
-        case 2:
-            copy_piece<unsigned short, LANES>((const unsigned short*)from, (unsigned short*)to,
-                                              begin, end, low, high, lane);
-            break;
-        default:
-            copy_piece<unsigned char, LANES>((const unsigned char*)from, to, begin, end, low, high,
-                                             lane);
+        case 16: copy_piece((const Unit16*)from, (Unit16*)to, begin, end, low, high, lane); break;
+        case 8: copy_piece((const u64*)from, (u64*)to, begin, end, low, high, lane); break;
+        case 4: copy_piece((const u32*)from, (u32*)to, begin, end, low, high, lane); break;
+        case 2: copy_piece((const u16*)from, (u16*)to, begin, end, low, high, lane); break;
+        default: copy_piece((const unsigned char*)from, to, begin, end, low, high, lane);
     }
 }
 
-GEAR_CODE float half_to_float(unsigned short bits) {  // exact
+GEAR_CODE float half_to_float(u16 bits) {  // exact
     u32 sign = (u32)(bits & 0x8000u) << 16, exponent = (bits >> 10) & 31u, rest = bits & 1023u;
     union {
         u32 word;
@@ -238,7 +190,7 @@ GEAR_CODE void cast_one(const Group& group, Source value, i64 column, i64 at) {
 GEAR_CODE void cast_element(const Group& group, const char* from, i64 index, i64 column, i64 at) {
     switch (group.source) {
         case F16:
-            cast_one(group, half_to_float(((const unsigned short*)from)[index]), column, at);
+            cast_one(group, half_to_float(((const u16*)from)[index]), column, at);
             break;
         case F32: cast_one(group, ((const float*)from)[index], column, at); break;
         case F64: cast_one(group, ((const double*)from)[index], column, at); break;
@@ -247,13 +199,12 @@ GEAR_CODE void cast_element(const Group& group, const char* from, i64 index, i64
         case I32: cast_one(group, ((const int*)from)[index], column, at); break;
         case I64: cast_one(group, ((const i64*)from)[index], column, at); break;
         case U8: cast_one(group, ((const unsigned char*)from)[index], column, at); break;
-        case U16: cast_one(group, ((const unsigned short*)from)[index], column, at); break;
+        case U16: cast_one(group, ((const u16*)from)[index], column, at); break;
         case U32: cast_one(group, ((const u32*)from)[index], column, at); break;
         default: cast_one(group, ((const u64*)from)[index], column, at);
     }
 }
 
-template <int LANES>
 GEAR_CODE void cast_rows(const Job& job, const Group& group, const Segment& segment, i64 number,
                          i64 piece, int lane) {
     i64 all = (job.span + group.history) * group.width, base = number * all;
@@ -272,7 +223,6 @@ GEAR_CODE void cast_rows(const Job& job, const Group& group, const Segment& segm
     }
 }
 
-template <int LANES>
 GEAR_CODE void name_segment(const Job& job, const Segment& segment, i64 number, int lane) {
     i64 low = job.left ? job.span - segment.real : 0, high = low + segment.real;
     for (i64 k = lane; k < job.span; k += LANES) {
@@ -286,23 +236,23 @@ GEAR_CODE void name_segment(const Job& job, const Segment& segment, i64 number, 
     }
 }
 
-template <typename Sampler, int LANES>
+template <bool EVERY>
 GEAR_CODE void run_task(const Job& job, u64 first_step, i64 task, int lane) {
     i64 number = task / job.tasks, part = task - number * job.tasks;
-    Segment segment = Sampler::choose(job, first_step, number);
+    Segment segment = choose<EVERY>(job, first_step, number);
     for (i64 s = 0; s < job.groups; ++s) {
         const Group& group = job.group[s];
         if (part < group.pieces) {
             if (group.source == COPY)
-                copy_rows<LANES>(job, group, segment, number, part, lane);
+                copy_rows(job, group, segment, number, part, lane);
             else
-                cast_rows<LANES>(job, group, segment, number, part, lane);
+                cast_rows(job, group, segment, number, part, lane);
             return;
         }
         part -= group.pieces;
     }
-    name_segment<LANES>(job, segment, number, lane);
-    if (lane == 0) Sampler::note(job, number, segment);
+    name_segment(job, segment, number, lane);
+    if (lane == 0) note_chance<EVERY>(job, number, segment);
 }
 
 }  // namespace gear

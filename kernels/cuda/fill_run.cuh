@@ -27,13 +27,14 @@ GEAR_CODE u64 read_step(const Job& job) {
     return shared_step;
 }
 
-template <typename Sampler, int LANES>
-GEAR_CODE void run(const Job& job) {
+// A warp for each task.
+template <bool EVERY>
+GEAR_CODE void run_each(const Job& job) {
     u64 step = read_step(job);
     i64 stride = (i64)gridDim.x * (blockDim.x / LANES), tasks = job.segments * job.tasks;
     i64 first = (i64)blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES;
     for (i64 task = first; task < tasks; task += stride)
-        run_task<Sampler, LANES>(job, step, task, threadIdx.x % LANES);
+        run_task<EVERY>(job, step, task, threadIdx.x % LANES);
 }
 
 // Copy the windows of `count` consecutive segments as one run of units: the outputs lie side by
@@ -54,7 +55,7 @@ GEAR_CODE void copy_run(const Job& job, const Group& group, i64 base, int count,
             int units = __shfl_sync(0xFFFFFFFFu, real, from) * row;
             int low = job.left ? wide - units : 0;
             bool inside = number < count && at >= low && at < low + units;
-            found[i] = inside ? source[at - low] : nothing<Unit>();
+            found[i] = inside ? source[at - low] : Unit{};
             at += 32;
             while (at >= wide) {
                 at -= wide;
@@ -64,7 +65,7 @@ GEAR_CODE void copy_run(const Job& job, const Group& group, i64 base, int count,
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; ++i) {
             int here = first + i * 32 + lane;
-            if (here < all) save(out + here, found[i]);
+            if (here < all) __stcs(out + here, found[i]);
         }
     }
 }
@@ -95,7 +96,7 @@ GEAR_CODE void name_run(const Job& job, i64 base, int count, const Segment& mine
 
 // For many short windows without a history: a warp takes `per_warp` segments (up to 32), each drawn
 // by a lane of its own, so that the chain of loads behind a draw is waited for once for all of them.
-template <typename Sampler>
+template <bool EVERY>
 GEAR_CODE void run_many(const Job& job) {
     u64 step = read_step(job);
     int lane = threadIdx.x % 32, per_warp = (int)job.per_warp;
@@ -104,7 +105,7 @@ GEAR_CODE void run_many(const Job& job) {
     for (i64 base = warp * per_warp; base < job.segments; base += warps * per_warp) {
         int count = job.segments - base < per_warp ? (int)(job.segments - base) : per_warp;
         Segment mine = {0, 0, 0};
-        if (lane < count) mine = Sampler::choose(job, step, base + lane);
+        if (lane < count) mine = choose<EVERY>(job, step, base + lane);
         for (i64 s = 0; s < job.groups; ++s) {
             const Group& group = job.group[s];
             u64 address = mine.real ? (u64)first_row(group, mine) : 0;
@@ -117,7 +118,7 @@ GEAR_CODE void run_many(const Job& job) {
                 copy_run<u32>(job, group, base, count, address, real, lane);
         }
         name_run(job, base, count, mine, lane);
-        if (lane < count) Sampler::note(job, base + lane, mine);
+        if (lane < count) note_chance<EVERY>(job, base + lane, mine);
     }
 }
 
@@ -130,14 +131,12 @@ GEAR_CODE const Job& job_of(const Live& live) { return *live.job; }
 
 }  // namespace gear
 
-#define GEAR_KERNEL(name, Given, ...)                                                     \
+// Two kernels of a source; `every` as `choose` has it, `Given` a `Job` or `Live`.
+#define GEAR_KERNEL(name, run, every, Given)                                              \
     extern "C" __global__ void __launch_bounds__(256)                                     \
         name(const __grid_constant__ gear::Given given) {                                 \
-        gear::__VA_ARGS__(gear::job_of(given));                                           \
+        gear::run<every>(gear::job_of(given));                                            \
     }
-// The kernels of a sampler: a warp for many segments, or so many lanes for a task.
-#define GEAR_KERNELS(source, Sampler, Given)                                              \
-    GEAR_KERNEL(source##_many, Given, run_many<gear::Sampler>)                            \
-    GEAR_KERNEL(source##_8, Given, run<gear::Sampler, 8>)                                 \
-    GEAR_KERNEL(source##_16, Given, run<gear::Sampler, 16>)                               \
-    GEAR_KERNEL(source##_32, Given, run<gear::Sampler, 32>)
+#define GEAR_KERNELS(source, every, Given)                                                \
+    GEAR_KERNEL(source##_each, run_each, every, Given)                                    \
+    GEAR_KERNEL(source##_many, run_many, every, Given)

@@ -1,22 +1,15 @@
-// Philox 4x64-10, as kernels/philox.py: the numbers of numpy.random.Philox with key (seed, stream).
+// Philox 4x64-10, as kernels/draws.py: the numbers of numpy.random.Philox with key (seed, stream).
 #pragma once
 
-#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+// The tests compile this text for the CPU, with what CUDA has besides C++ (tests/cuda_on_cpu.h).
 #define GEAR_CODE __device__ __forceinline__
-#define GEAR_MEMBER static GEAR_CODE  // of a structure
-#else  // the tests compile the same text for the CPU
-#define GEAR_CODE static inline
-#define GEAR_MEMBER static inline
-static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
-    return (unsigned long long)(((unsigned __int128)a * b) >> 64);
-}
-#endif
 
 namespace gear {
 
 typedef long long i64;
 typedef unsigned long long u64;
 typedef unsigned int u32;
+typedef unsigned short u16;
 
 enum { SELECTION_STREAM = 0, EPOCH_STREAM = 3 };
 
@@ -33,9 +26,7 @@ GEAR_CODE Block make_block(u64 seed, u64 stream, u64 low_number, u64 high_number
     // NumPy counts up before it makes a block, so the first is number 1.
     u64 c0 = low_number + 1, c1 = high_number + (c0 == 0), c2 = 0, c3 = 0;
     u64 k0 = seed, k1 = stream;
-#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #pragma unroll
-#endif
     for (int round = 0; round < 10; ++round) {
         u64 left = __umul64hi(0xD2E7470EE14C6C93ull, c0), low = 0xD2E7470EE14C6C93ull * c0;
         u64 right = __umul64hi(0xCA5A826395121157ull, c2);

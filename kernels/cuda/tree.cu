@@ -1,128 +1,82 @@
-// Priorities: build sums, take the losses of a batch, weigh its losses.  See tree.cuh.
+// Priorities learn: the masses of segments from the losses of a batch, and the sums above them.
 #include "tree.cuh"
 
 namespace gear {
 
-GEAR_CODE void sum_level(const SumsJob& job) {
-    i64 step = (i64)gridDim.x * blockDim.x;
-    for (i64 at = (i64)blockIdx.x * blockDim.x + threadIdx.x; at < job.count; at += step)
-        job.sums[at] = sum_of(job, at);
+enum { DROPPED_BITS = 13, CODES = 0x7F800000 >> DROPPED_BITS };  // as sampling/prioritized.py
+enum { UPDATES = 0, PAUSED = 1 };  // words of a tree's state
+
+struct UpdateJob {
+    Tree tree;
+    const i64* names;     // (count, 2): episode, start
+    const float* losses;  // (count,)
+    i64 count;
+    const i64* offsets;  // (E + 1,)
+    i64 episodes;
+    const u64* masses;  // (CODES,) of each code of a loss
+    u64* state;         // see the words above
+};
+
+const u64 MARK = 1ull << 63;  // of a mass that this update has changed; masses are below it
+
+GEAR_CODE u32 bits_of(float value) {
+    union {
+        float number;
+        u32 word;
+    } found;
+    found.number = value;
+    return found.word;
 }
 
-// One block does a small batch in one launch.
-GEAR_CODE void update_small(const UpdateJob& job) {
-    if (job.state[PAUSED]) return;
-    bool good = true;
-    for (i64 i = threadIdx.x; i < job.count; i += blockDim.x) good = good && usable(job, i);
-    if (!__syncthreads_and(good)) {
-        if (threadIdx.x == 0) job.state[REFUSED] += 1;
-        return;
-    }
-    for (i64 i = threadIdx.x; i < job.count; i += blockDim.x)
-        spread(job.tree, change(job, i), 1, job.tree.levels);
-    __syncthreads();
-    for (i64 i = threadIdx.x; i < job.count; i += blockDim.x) release(job, i);
-    if (threadIdx.x == 0) job.state[UPDATES] += 1;
+// The row of a segment, or -1 if it is not in the table.
+GEAR_CODE i64 row_of(const UpdateJob& job, i64 number) {
+    i64 episode = job.names[2 * number], start = job.names[2 * number + 1];
+    if (episode < 0 || episode >= job.episodes || start < 0) return -1;
+    i64 row = job.offsets[episode] + start;
+    return row < job.offsets[episode + 1] ? row : -1;
 }
 
-// A large batch takes three launches; `WRONG` names the call that was refused, so that nobody has
-// to clear it.
-GEAR_CODE u64 number_of_call(const UpdateJob& job) {
-    return job.state[UPDATES] + job.state[REFUSED] + 1;
+GEAR_CODE bool usable(const UpdateJob& job, i64 number) {
+    u32 bits = bits_of(job.losses[number]), size = bits & 0x7FFFFFFFu;
+    return size < 0x7F800000u && (size == 0 || bits == size) && row_of(job, number) >= 0;
 }
 
-GEAR_CODE void check_large(const UpdateJob& job) {
-    if (job.state[PAUSED]) return;  // the next call has the same number
-    i64 step = (i64)gridDim.x * blockDim.x;
-    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < job.count; i += step)
-        if (!usable(job, i)) *(volatile u64*)(job.state + WRONG) = number_of_call(job);
+// The loss rounded to the nearest of 10 bits of its mantissa.
+GEAR_CODE i64 code_of(float loss) {
+    i64 code = ((i64)(bits_of(loss) & 0x7FFFFFFFu) + (1 << (DROPPED_BITS - 1))) >> DROPPED_BITS;
+    return code < CODES ? code : CODES - 1;
 }
 
-// The upper levels have few sums, which all threads change: a block adds up its own part of them.
-enum { SHARED_SUMS = 2048 };
-
-GEAR_CODE void apply_large(const UpdateJob& job) {
-    __shared__ u64 shared_sums[SHARED_SUMS];
-    if (job.state[PAUSED] || job.state[WRONG] == number_of_call(job)) return;
-    const Tree& tree = job.tree;
-    i64 first = tree.levels, size = FAN, used = 0;  // levels from `first` on are added up here
-    while (first > 1 && used + size <= SHARED_SUMS) {
-        used += size;
-        size *= FAN;
-        --first;
+// Give a segment its new mass, and the sums above what that is more than the old one.  Of a segment
+// that is named several times the largest mass counts: whoever is first finds the old mass without
+// a mark, and what all of them add telescopes to the largest less the old one, in any order.
+GEAR_CODE void change(const UpdateJob& job, i64 number) {
+    i64 at = row_of(job, number);
+    u64 mass = job.masses[code_of(job.losses[number])];
+    u64 before = atomicMax(job.tree.level[0] + at, MARK | mass);
+    if ((MARK | mass) <= before) return;
+    u64 more = mass - (before & ~MARK);  // modulo 2^64
+    for (i64 level = 1; more && level < job.tree.levels; ++level) {
+        at /= FAN;
+        atomicAdd(job.tree.level[level] + at, more);
     }
-    for (int i = threadIdx.x; i < used; i += blockDim.x) shared_sums[i] = 0;
-    __syncthreads();
-    i64 step = (i64)gridDim.x * blockDim.x;
-    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < job.count; i += step) {
-        Change mine = change(job, i);
-        spread(tree, mine, 1, first);
-        i64 at = mine.row;
-        for (i64 level = 1; level < first; ++level) at /= FAN;
-        i64 base = used, room = size / FAN;
-        for (i64 level = first; level < tree.levels && mine.by; ++level) {
-            at /= FAN;
-            base -= room;
-            room /= FAN;
-            atomicAdd(shared_sums + base + at, mine.by);
-        }
-    }
-    __syncthreads();
-    i64 base = used, room = size / FAN;
-    for (i64 level = first; level < tree.levels; ++level) {
-        base -= room;
-        for (int i = threadIdx.x; i < room; i += blockDim.x)
-            if (shared_sums[base + i]) atomicAdd(tree.level[level] + i, shared_sums[base + i]);
-        room /= FAN;
-    }
-}
-
-// Whether the call was refused needs no look here: without marks nothing changes.
-GEAR_CODE void release_large(const UpdateJob& job) {
-    if (job.state[PAUSED]) return;
-    i64 step = (i64)gridDim.x * blockDim.x;
-    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < job.count; i += step)
-        release(job, i);
-    if (blockIdx.x == 0 && threadIdx.x == 0)
-        job.state[job.state[WRONG] == number_of_call(job) ? REFUSED : UPDATES] += 1;
-}
-
-GEAR_CODE void weigh(const ImportanceJob& job) {
-    __shared__ double largest[32];
-    double beta = beta_of(job), mine = 0.0;
-    for (i64 i = threadIdx.x; i < job.count; i += blockDim.x) {
-        double weight = weight_of(job, beta, i);
-        mine = weight > mine ? weight : mine;
-    }
-    for (int half = 16; half; half /= 2) {
-        double other = __shfl_xor_sync(0xFFFFFFFFu, mine, half);
-        mine = other > mine ? other : mine;
-    }
-    if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = mine;
-    __syncthreads();
-    for (int warp = 0; warp < blockDim.x / 32; ++warp)
-        mine = largest[warp] > mine ? largest[warp] : mine;
-    for (i64 i = threadIdx.x; i < job.count; i += blockDim.x)
-        job.weights[i] = (float)(weight_of(job, beta, i) / mine);
 }
 
 }  // namespace gear
 
-extern "C" __global__ void __launch_bounds__(256) tree_sums(const __grid_constant__ gear::SumsJob job) {
-    gear::sum_level(job);
-}
+// One block, however large the batch: its threads wait for each other, and a step of training on
+// many segments takes far longer.
 extern "C" __global__ void __launch_bounds__(1024) tree_update(const __grid_constant__ gear::UpdateJob job) {
-    gear::update_small(job);
-}
-extern "C" __global__ void __launch_bounds__(256) tree_check(const __grid_constant__ gear::UpdateJob job) {
-    gear::check_large(job);
-}
-extern "C" __global__ void __launch_bounds__(256) tree_apply(const __grid_constant__ gear::UpdateJob job) {
-    gear::apply_large(job);
-}
-extern "C" __global__ void __launch_bounds__(256) tree_release(const __grid_constant__ gear::UpdateJob job) {
-    gear::release_large(job);
-}
-extern "C" __global__ void __launch_bounds__(1024) tree_weigh(const __grid_constant__ gear::ImportanceJob job) {
-    gear::weigh(job);
+    using namespace gear;
+    if (job.state[PAUSED]) return;
+    bool good = true;
+    for (i64 i = threadIdx.x; i < job.count; i += blockDim.x) good = good && usable(job, i);
+    if (!__syncthreads_and(good)) return;
+    for (i64 i = threadIdx.x; i < job.count; i += blockDim.x) change(job, i);
+    __syncthreads();
+    for (i64 i = threadIdx.x; i < job.count; i += blockDim.x) {
+        volatile u64* mass = job.tree.level[0] + row_of(job, i);
+        *mass = *mass & ~MARK;
+    }
+    if (threadIdx.x == 0) job.state[UPDATES] += 1;
 }
