@@ -103,7 +103,7 @@ def test_defaults_of_loaders_are_those_of_recipes() -> None:
     arguments = signature(go.GearLoader.__init__).parameters
     recipe = LoaderSettings().model_dump() | {"selection": SelectionSettings().strategy, "seed": 0}
     differ = {name for name, value in recipe.items() if arguments[name].default != value}
-    assert differ == {"batch_size", "returns_scale", "normalize_states"}, "docs/reference/batch.md"
+    assert differ == {"returns_scale", "normalize_states"}, "docs/reference/batch.md"
 
 
 def test_a_policy_of_one_environment_takes_a_number() -> None:
