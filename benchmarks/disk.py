@@ -44,7 +44,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
             path = Path(folder) / "dataset"
             step_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize + 4 * 4
             steps = max(nbytes // step_bytes // EPISODE_STEPS, 8) * EPISODE_STEPS
-            sizes = {"actions": 3, "episode_steps": EPISODE_STEPS, "shard_bytes": nbytes // 8}
+            sizes: Any = {"actions": 3, "episode_steps": EPISODE_STEPS, "shard_bytes": nbytes // 8}
             write_rows(path, steps, shape, dtype, **sizes)
             sequential = [read_in_order(path, seconds)]
             loader = GearLoader(

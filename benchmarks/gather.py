@@ -54,7 +54,7 @@ def _windows(device: torch.device, world: World, *, quick: bool) -> list[dict[st
             with tempfile.TemporaryDirectory(prefix="gear-benchmark-") as folder:
                 path = Path(folder) / "dataset"
                 if world.is_first:
-                    sizes = {"actions": 2, "episode_steps": 1000, "shard_bytes": 64 << 20}
+                    sizes: Any = {"actions": 2, "episode_steps": 1000, "shard_bytes": 64 << 20}
                     write_rows(path, nbytes // (size // span), (states,), **sizes)
                 path = Path(world.gather(str(path))[0])
                 for tier in tiers:

@@ -25,7 +25,7 @@ from tests.training_support import measured
 def launched(ranks: int, *arguments: str) -> str:
     """Run the child with so many ranks; return what they said."""
     done = launch(ranks, "-m", "tests.sharded_child", *arguments, timeout=240)
-    assert "acts like the whole model" in done.stdout
+    assert "saved is the whole model" in done.stdout
     return done.stderr
 
 

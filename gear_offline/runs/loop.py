@@ -130,9 +130,9 @@ def begin_run(
     shared: Shared | None = None,
     quiet: bool = False,
 ) -> Iterator[LiveRun]:
-    """Begin a run, within its `run_settings`, or take it up where its newest checkpoint left it.
+    """Begin a run, or take it up where its newest checkpoint left it, within its `run_settings`.
 
-    The first rank holds the `directory`.
+    The first rank holds the `directory` and has the callbacks.
     """
     world, shared = world or World(), shared or Shared()
     recipe, sizes = resolve(recipe, dataset, quiet=quiet)  # it says everything in numbers
@@ -146,8 +146,8 @@ def begin_run(
             recipe, sizes, dataset, device, world=world, tables=shared.tables, growing=growing
         )
         held.callback(learner.release)
-        told = [*trackings(recipe.train), *callbacks] if world.is_first else ()
-        listeners = held.enter_context(Callbacks(place, told))
+        own = [*trackings(recipe.train), *callbacks] if world.is_first else ()
+        listeners = held.enter_context(Callbacks(place, own))
         try:
             if start is not None:
                 world.lead(lambda: directory and directory.branch(recipe, start))
