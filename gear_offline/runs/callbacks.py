@@ -95,7 +95,7 @@ class Callbacks(AbstractContextManager["Callbacks"]):
             except GearError as failure:
                 failures.append(failure)
         first = failures.pop(0) if failures and error is None else None
-        for failure in failures:
-            say(f"warning: {failure.message}")
+        for other in failures:
+            say(f"warning: {other.message}")
         if first is not None:
             raise first
