@@ -83,6 +83,31 @@ def hopper_like(*, quick: bool = False, shard_bytes: int = 256 << 20) -> Iterato
         )
 
 
+def write_rows(
+    path: Path,
+    steps: int,
+    shape: tuple[int, ...],
+    dtype: type[np.generic] = np.float32,
+    *,
+    actions: int,
+    episode_steps: int,
+    shard_bytes: int,
+) -> None:
+    """Write a dataset of random observations of a shape and dtype, out of a small pool."""
+    pool = np.random.default_rng(0).integers(0, 100, 8 << 20, np.uint8)
+    ends = np.zeros(steps, bool)
+    ends[episode_steps - 1 :: episode_steps] = ends[-1] = True
+    columns = {
+        "observations": np.resize(pool.astype(dtype), (steps, *shape)),
+        "actions": np.resize(pool.astype(np.float32), (steps, actions)),
+        "rewards": np.resize(pool.astype(np.float32), steps),
+        "terminals": ends,
+        "timeouts": np.zeros(steps, bool),
+    }
+    kept = ["observations", "actions", "rewards"]
+    convert(from_arrays(columns), path, columns=kept, shard_bytes=shard_bytes, quiet=True)
+
+
 def need_cuda() -> None:
     """Refuse a machine without a GPU."""
     if not torch.cuda.is_available():

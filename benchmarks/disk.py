@@ -21,9 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from gear_offline.convert.conversion import convert
+from benchmarks.common import write_rows
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.sources import from_arrays
 
 DATA_BYTES, QUICK_DATA_BYTES = 2 << 30, 256 << 20
 OVER = 4  # how many times the budget the data are
@@ -43,7 +42,10 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     for kind, (shape, dtype) in KINDS.items():
         with tempfile.TemporaryDirectory(prefix="gear-benchmark-") as folder:
             path = Path(folder) / "dataset"
-            step_bytes = _make(path, nbytes, shape, dtype)
+            step_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize + 4 * 4
+            steps = max(nbytes // step_bytes // EPISODE_STEPS, 8) * EPISODE_STEPS
+            sizes: Any = {"actions": 3, "episode_steps": EPISODE_STEPS, "shard_bytes": nbytes // 8}
+            write_rows(path, steps, shape, dtype, **sizes)
             sequential = [read_in_order(path, seconds)]
             loader = GearLoader(
                 path,
@@ -71,25 +73,6 @@ def run(*, quick: bool = False) -> dict[str, Any]:
                 }
             )
     return {"unit": "MB/s", "data_bytes": nbytes, "over": OVER, "results": rows}
-
-
-def _make(path: Path, nbytes: int, shape: tuple[int, ...], dtype: type[np.generic]) -> int:
-    """Write random rows from a small pool; return the bytes of a step."""
-    step_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize + 4 * 4
-    steps = max(nbytes // step_bytes // EPISODE_STEPS, 8) * EPISODE_STEPS
-    pool = np.random.default_rng(0).integers(0, 100, 8 << 20, np.uint8)
-    ends = np.zeros(steps, bool)
-    ends[EPISODE_STEPS - 1 :: EPISODE_STEPS] = True
-    columns = {
-        "observations": np.resize(pool.astype(dtype), (steps, *shape)),
-        "actions": np.resize(pool.astype(np.float32), (steps, 3)),
-        "rewards": np.resize(pool.astype(np.float32), steps),
-        "terminals": ends,
-        "timeouts": np.zeros(steps, bool),
-    }
-    kept = ["observations", "actions", "rewards"]
-    convert(from_arrays(columns), path, columns=kept, shard_bytes=nbytes // 8, quiet=True)
-    return step_bytes
 
 
 def read_in_order(folder: Path, seconds: float) -> float:

@@ -12,15 +12,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from benchmarks.common import CONTEXT, captured_seconds, gpu_seconds, hopper_like, need_cuda
-from gear_offline.convert.conversion import convert
+from benchmarks.common import (
+    CONTEXT,
+    captured_seconds,
+    gpu_seconds,
+    hopper_like,
+    need_cuda,
+    write_rows,
+)
 from gear_offline.distributed.world import World, open_world, rank_device
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.progress import Progress
-from gear_offline.sources import from_arrays
 
 # bytes of a window: its steps, and float32 states of a step; 2 actions, reward, returns besides
 WINDOWS = {256: (4, 12), 880: (5, 40), 2048: (4, 124), 4096: (4, 252), 1 << 20: (4, (1 << 16) - 4)}
@@ -50,7 +54,8 @@ def _windows(device: torch.device, world: World, *, quick: bool) -> list[dict[st
             with tempfile.TemporaryDirectory(prefix="gear-benchmark-") as folder:
                 path = Path(folder) / "dataset"
                 if world.is_first:
-                    _make(path, nbytes // (size // span), states)
+                    sizes: Any = {"actions": 2, "episode_steps": 1000, "shard_bytes": 64 << 20}
+                    write_rows(path, nbytes // (size // span), (states,), **sizes)
                 path = Path(world.gather(str(path))[0])
                 for tier in tiers:
                     count = LAUNCH_BYTES // size
@@ -81,21 +86,6 @@ def _windows(device: torch.device, world: World, *, quick: bool) -> list[dict[st
                 world.gather(None)
             progress.advance()
     return rows
-
-
-def _make(path: Path, steps: int, states: int) -> None:
-    """Write episodes of up to 1,000 steps."""
-    pool = np.random.default_rng(0).normal(size=1 << 20).astype(np.float32)
-    ends = np.zeros(steps, bool)
-    ends[999::1000] = ends[-1] = True
-    columns = {
-        "observations": np.resize(pool, (steps, states)),
-        "actions": np.resize(pool, (steps, 2)),
-        "rewards": np.resize(pool, steps),
-        "terminals": ends,
-        "timeouts": np.zeros(steps, bool),
-    }
-    convert(from_arrays(columns), path, shard_bytes=64 << 20, quiet=True)
 
 
 def _small_batches(*, quick: bool) -> list[dict[str, Any]]:

@@ -1,16 +1,18 @@
-"""Does our path learn what the released class learns with the paper's own sampling?
+"""Do our recipes learn what the original procedure learns?  Several datasets, several seeds.
 
-    python benchmarks/parity.py --dataset data/hopper-medium --steps 3000 --seeds 3 --out parity
+    python -m benchmarks.parity data/hopper-replay data/hopper-medium --steps 5000 --out parity
 
-Two learners see the same data with the same hyper-parameters and optimiser:
+For each dataset and seed two runs with the paper's hyper-parameters:
 
-- ``released``: `transformers.DecisionTransformerModel`, batches drawn as in the authors' code
-  (trajectory by length, uniform start, left padding), loss over the steps that are not padding;
-- ``gear_offline``: `GearLoader`, our model, right padding, no dense mask.
+- ``gear_offline``: the recipe ``paper`` as ``gear-offline train`` runs it, on a GPU with bfloat16
+  and CUDA graphs;
+- ``released``: `transformers.DecisionTransformerModel` in float32, batches drawn as in the authors'
+  code (trajectory by length, uniform start, left padding).
 
-A fixed set of windows, drawn once, is scored with the released class's forward for both: that is
-the loss curve.  Both then play the same episodes.  The verdict says whether the
-mean difference over seeds could be zero (95 % interval, paired t).  Writes OUT.json and OUT.png.
+Both begin with the same weights and are judged alike: the released class's forward on fixed
+windows, and rollouts on the CPU from the same start states.  The verdict says whether the mean
+difference over seeds could be zero (95 % interval, paired t).  The warm-up is a tenth of the steps,
+as in the paper.  OUT.json is rewritten whenever a dataset is complete; OUT.md is its table.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -18,10 +20,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -29,25 +35,29 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import DecisionTransformerModel
 
+from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.core.files import write_file
 from gear_offline.core.system import machine
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
-from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import (
     DecisionTransformer,
     build_model,
     trainable_parameters,
 )
 from gear_offline.models.policy import Policy
+from gear_offline.runs.loop import train_run
+from gear_offline.sweep.run import run_trials
+from gear_offline.sweep.trials import Trial
+from gear_offline.training.policies import load_policy
 from gear_offline.training.records import mean_interval
 
 RELEASED, OURS = "released", "gear_offline"
-COLOURS = {RELEASED: "#D55E00", OURS: "#0072B2"}
-PROBE_SEED, PROBE_WINDOWS, PROBES = 987654321, 256, 20
+PROBE_SEED, PROBE_WINDOWS = 987654321, 256
+SOLO_STEPS = {OURS: 3000, RELEASED: 300}  # for the speed of each alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +136,15 @@ def released_loss(model: DecisionTransformerModel, batch: dict[str, Tensor]) -> 
     return torch.mean((predicted.reshape(-1, width)[real] - wanted) ** 2)
 
 
-def moved(batch: dict[str, Tensor], device: str) -> dict[str, Tensor]:
-    return {name: values.to(device) for name, values in batch.items()}
+# the released class ----------------------------------------------------------------------------
 
 
-def make_model(dataset: Dataset, settings: Settings, seed: int) -> DecisionTransformer:
+def train_released(
+    dataset: Dataset, settings: Settings, seed: int, device: str
+) -> tuple[DecisionTransformerModel, float]:
+    """Train it the usual way, from our first weights; return it, and the seconds of its steps."""
     torch.manual_seed(seed)
-    return build_model(
+    ours = build_model(
         state_dim=dataset.spec["observations"].shape[0],
         action_dim=dataset.spec["actions"].shape[0],
         hidden_size=settings.hidden_size,
@@ -141,83 +153,117 @@ def make_model(dataset: Dataset, settings: Settings, seed: int) -> DecisionTrans
         max_timestep=max(1000, int(dataset.episodes.lengths.max())),
         context_length=settings.context_length,
     )
+    model = copy_of(ours).to(torch.device(device)).train()  # type: ignore[arg-type, unused-ignore]
+    sampling = PaperSampling(dataset, settings, seed=seed)
+    parameters = trainable_parameters(model)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
+    )
+    began = time.perf_counter()
+    for step in range(settings.steps):
+        rate = settings.learning_rate * min((step + 1) / settings.warmup_steps, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        batch = {n: values.to(device) for n, values in sampling.batch(settings.batch_size).items()}
+        loss = released_loss(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, settings.clip_norm)
+        optimizer.step()
+    model.cpu()  # waits for the GPU
+    return model, time.perf_counter() - began
 
 
-def as_released(model: DecisionTransformer) -> DecisionTransformerModel:
+def copy_of(model: DecisionTransformerModel) -> DecisionTransformerModel:
+    """Return the released class with the weights of a model."""
     released = DecisionTransformerModel(model.config)
     released.load_state_dict(model.state_dict())
     return released
 
 
-def learner(
-    kind: str, dataset: Dataset, settings: Settings, seed: int, device: str
-) -> tuple[DecisionTransformerModel, Callable[[], Tensor]]:
-    """Return a model and what computes the loss of its next batch."""
-    ours = make_model(dataset, settings, seed)
-    ours.to(torch.device(device))  # type: ignore[arg-type, unused-ignore]
-    if kind == RELEASED:
-        theirs = as_released(ours)
-        theirs.to(torch.device(device))  # type: ignore[arg-type, unused-ignore]
-        sampling = PaperSampling(dataset, settings, seed=seed)
-        return theirs, lambda: released_loss(
-            theirs, moved(sampling.batch(settings.batch_size), device)
+def released_run(path: Path, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Train and judge it; in a process of its own."""
+    torch.set_num_threads(1)
+    dataset = open_dataset(path, verify=False)
+    model, seconds = train_released(dataset, settings_of(options), seed, options.device)
+    return {"seed": seed, "seconds": round(seconds, 3), **judge(model, dataset, options)}
+
+
+# ours ------------------------------------------------------------------------------------------
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    """Return the paper's settings with this budget."""
+    return Settings(steps=options.steps, warmup_steps=max(1, options.steps // 10))
+
+
+def recipe_of(path: Path, seed: int, options: argparse.Namespace) -> Recipe:
+    """Return the recipe of one of our runs."""
+    steps = options.steps
+    return load_recipe(
+        "paper",
+        [
+            f"name={path.name[:80]}",
+            f"seed={seed}",
+            f"data.path={path}",
+            f"train.steps={steps}",
+            f"train.device={options.device}",
+            f"optimizer.warmup_steps={max(1, steps // 10)}",
+            f"train.checkpoint_every={steps}",
+            "train.evaluate_every=null",
+            "train.trackers=[]",
+            "evaluate.episodes=0",
+            *options.recipe,
+        ],
+    )
+
+
+def our_runs(options: argparse.Namespace) -> None:
+    """Train ours, as a sweep: side by side on a GPU, on a CPU so many jobs at a time."""
+    trials = [
+        Trial(
+            name=f"{path.name}-s{seed}",
+            label=path.name,
+            recipe=recipe_of(path, seed, options),
+            settings={},
         )
-    loader = GearLoader(
-        dataset,
-        batch_size=settings.batch_size,
-        context_length=settings.context_length,
-        returns_scale=settings.returns_scale,
-        normalize_states=True,
-        seed=seed,
-        device=device,
-    )
-    return ours, lambda: ours.loss(next(loader))
+        for path in options.datasets
+        for seed in range(options.seeds)
+    ]
+    parallel = max(1, options.jobs) if options.device == "cpu" else None
+    run_trials(trials, sweep_path(options), exact=True, parallel=parallel)
 
 
-def run(
-    kind: str, dataset: Dataset, settings: Settings, seed: int, device: str
-) -> tuple[dict[str, Any], DecisionTransformerModel]:
-    """Train once; return the probe's loss along the way, and the model."""
-    model, next_loss = learner(kind, dataset, settings, seed, device)
-    probe = moved(PaperSampling(dataset, settings, seed=PROBE_SEED).batch(PROBE_WINDOWS), device)
-    parameters = trainable_parameters(model)
-    optimizer = torch.optim.AdamW(
-        parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
-    )
-    # the same numbers of the same class on both sides: what differs is how they were learned
-    reference = DecisionTransformerModel(model.config)
-    reference.to(torch.device(device))  # type: ignore[arg-type, unused-ignore]
-    reference.eval()
-    curve: list[tuple[int, float]] = []
-    seconds, every = 0.0, max(1, settings.steps // PROBES)
-    for step in range(settings.steps + 1):
-        if step % every == 0 or step == settings.steps:
-            reference.load_state_dict(model.state_dict())
-            with torch.no_grad():
-                curve.append((step, float(released_loss(reference, probe))))
-        if step == settings.steps:
-            break
-        started = time.perf_counter()
-        rate = settings.learning_rate * min((step + 1) / settings.warmup_steps, 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        model.train()
-        loss = next_loss()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, settings.clip_norm)
-        optimizer.step()
-        seconds += time.perf_counter() - started
-    return {"seed": seed, "probe_loss": curve, "step_ms": 1e3 * seconds / settings.steps}, model
+def sweep_path(options: argparse.Namespace) -> Path:
+    """Return the directory of our runs; another set of runs gets another one."""
+    said = repr((sorted(p.name for p in options.datasets), options.seeds, options.steps))
+    return Path(options.work) / f"ours-{sha256(said.encode()).hexdigest()[:8]}"
 
 
-def play(
-    model: DecisionTransformerModel,
-    dataset: Dataset,
-    settings: Settings,
-    options: argparse.Namespace,
+def judge_ours(path: Path, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Judge one of our runs; in a process of its own."""
+    torch.set_num_threads(1)
+    folder = sweep_path(options) / "runs" / f"{path.name}-s{seed}"
+    model = load_policy(folder, device="cpu").model
+    summary = json.loads((folder / "summary.json").read_text())
+    found = judge(model, open_dataset(path, verify=False), options)
+    return {"seed": seed, "seconds": summary["seconds"], **found}
+
+
+# both ----------------------------------------------------------------------------------------
+
+
+def judge(
+    model: DecisionTransformerModel, dataset: Dataset, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Play the episodes; the same start states for every model."""
+    """Return the loss on fixed windows, and the returns for each target."""
+    settings = settings_of(options)
+    judged = copy_of(model).eval()
+    probe = PaperSampling(dataset, settings, seed=PROBE_SEED).batch(PROBE_WINDOWS)
+    with torch.no_grad():
+        found: dict[str, Any] = {"probe_loss": float(released_loss(judged, probe))}
+    if options.episodes == 0 or dataset.environment_id is None:
+        return found
     actor = DecisionTransformer(model.config)
     actor.load_state_dict(model.state_dict())
     statistics = dataset.statistics["observations"]
@@ -227,18 +273,42 @@ def play(
         state_std=statistics.std,
         returns_scale=settings.returns_scale,
         context_length=settings.context_length,
-        device=options.device,
     )
     task = EvaluationTask(
-        environment=options.environment,
-        targets=tuple(options.targets),
+        environment=dataset.environment_id,
+        targets=tuple(targets_of(dataset, options)),
         episodes=options.episodes,
         environments=min(options.episodes, 20),
         seed=1000,
         reference=dataset.reference_scores,
     )
     report = evaluate_tasks(lambda _: policy, [task])
-    return {"returns": [target.mean_return for target in report.tasks[0].targets]}
+    found["returns"] = [target.mean_return for target in report.tasks[0].targets]
+    found["scores"] = [target.normalized_score for target in report.tasks[0].targets]
+    return found
+
+
+def targets_of(dataset: Dataset, options: argparse.Namespace) -> list[float]:
+    """Return what is asked for; by default the best return in the data, and the mean one."""
+    returns = dataset.manifest.returns
+    return options.targets or [returns.max, returns.mean]
+
+
+def speeds(path: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Return the steps a second of each learner when it has the machine alone."""
+    steps = {kind: min(most, options.steps) for kind, most in SOLO_STEPS.items()}
+    few = replace(settings_of(options), steps=steps[RELEASED])
+    _, seconds = train_released(open_dataset(path, verify=False), few, 0, options.device)
+    alone = {"train.steps": steps[OURS], "train.checkpoint_every": steps[OURS]}
+    recipe = recipe_of(path, 0, options).replace({**alone, "optimizer.warmup_steps": 1})
+    place = options.work / f"alone-{steps[OURS]}"
+    train_run(recipe, out=place, resume=True, quiet=True)
+    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    later = [line["step_seconds"] for line in lines[len(lines) // 2 :]]  # past the capture
+    return {RELEASED: few.steps / seconds, OURS: len(later) / sum(later)}
+
+
+# the verdict -----------------------------------------------------------------------------------
 
 
 def compare(ours: npt.ArrayLike, theirs: npt.ArrayLike) -> dict[str, Any]:
@@ -261,126 +331,120 @@ def compare(ours: npt.ArrayLike, theirs: npt.ArrayLike) -> dict[str, Any]:
     return found | {"interval": [low, high], "within_seed_noise": bool(low <= 0.0 <= high)}
 
 
-def verdict(runs: dict[str, list[dict[str, Any]]], targets: Sequence[float]) -> dict[str, Any]:
-    """Compare the probe's loss at half time and at the end, and the return for each target."""
-    curves = {kind: np.array([r["probe_loss"] for r in found]) for kind, found in runs.items()}
-    last = curves[OURS].shape[1] - 1
-    found = {
-        f"probe loss at step {int(curves[OURS][0, at, 0])}": compare(
-            curves[OURS][:, at, 1], curves[RELEASED][:, at, 1]
-        )
-        for at in dict.fromkeys((last // 2, last))
-    }
+def summary(runs: dict[str, list[dict[str, Any]]], targets: Sequence[float]) -> dict[str, Any]:
+    """Compare the two learners: loss, each target, and the best target of each run."""
+
+    def compared(value: Callable[[dict[str, Any]], float]) -> dict[str, Any]:
+        return compare(*([value(one) for one in runs[kind]] for kind in (OURS, RELEASED)))
+
+    found = {"probe loss": compared(lambda one: one["probe_loss"])}
     if "returns" in runs[OURS][0]:
-        for i, target in enumerate(targets):
-            returns = {kind: [r["returns"][i] for r in runs[kind]] for kind in runs}
-            found[f"return when asked {target:g}"] = compare(returns[OURS], returns[RELEASED])
+        for place, target in enumerate(targets):
+            asked = compared(lambda one, at=place: one["returns"][at])  # type: ignore[misc]
+            found[f"return, asked for {target:,.6g}"] = asked
+        found["return"] = compared(lambda one: max(one["returns"]))
+        if runs[OURS][0]["scores"][0] is not None:
+            found["score"] = compared(lambda one: max(one["scores"]))
     return found
 
 
-def plot(path: Path, document: dict[str, Any]) -> None:
-    """Loss curves with the spread of the seeds, and the achieved returns, one dot a seed."""
-    runs, targets = document["runs"], document["targets"]
-    played = "returns" in runs[OURS][0]
-    figure = Figure(figsize=(10 if played else 5.5, 4), layout="constrained")
-    axes = figure.subplots(1, 2 if played else 1, squeeze=False)[0]
-    for kind, found in runs.items():
-        curve = np.array([r["probe_loss"] for r in found])
-        steps, loss = curve[0, :, 0], curve[:, :, 1]
-        style = "--" if kind == OURS else "-"  # the curves may lie on each other
-        axes[0].plot(steps, loss.mean(0), style, color=COLOURS[kind], label=kind)
-        axes[0].fill_between(
-            steps, loss.min(0), loss.max(0), color=COLOURS[kind], alpha=0.2, linewidth=0
-        )
-        if played:
-            shift = -0.12 if kind == RELEASED else 0.12
-            for i in range(len(targets)):
-                returns = [r["returns"][i] for r in found]
-                axes[1].plot([i + shift] * len(returns), returns, "o", color=COLOURS[kind])
-    axes[0].set(xlabel="step", ylabel="squared error on fixed windows")
-    axes[0].legend(frameon=False)
-    if played:
-        axes[1].set_xticks(range(len(targets)), [f"{target:g}" for target in targets])
-        axes[1].set(xlabel="asked return", ylabel="mean return, one dot a seed")
-    for panel in axes:
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+def table(document: dict[str, Any]) -> str:
+    """Return the Markdown table of docs/dev/parity.md."""
+    lines = [
+        "| data | mean and best return in it | ours, return | released, return | ours, score | "
+        "released, score | 95 % of the difference in return | loss, ours / released | |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for name, found in document["datasets"].items():
+        result = found["summary"]
+        cells = [name, f"{found['mean_return']:,.0f}, {found['best_return']:,.0f}"]
+        for key, digits in (("return", 0), ("score", 1)):
+            for kind in (OURS, RELEASED):
+                cells.append(_cell(result.get(key, {}).get(kind), digits))
+        cells.append(_interval(result.get("return", {}).get("interval")))
+        losses = [f"{result['probe loss'][kind]['mean']:.3g}" for kind in (OURS, RELEASED)]
+        cells.append(" / ".join(losses))
+        words = {True: "within seed noise", False: "different", None: "one seed"}
+        cells.append(words[result.get("return", result["probe loss"])["within_seed_noise"]])
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="our learner against the released class")
-    parser.add_argument("--dataset", type=Path, required=True, help="directory of GEAR shards")
-    parser.add_argument("--steps", type=int, default=3000)
+def _cell(found: dict[str, Any] | None, digits: int) -> str:
+    if found is None:
+        return "-"
+    spread = "" if found["sd"] is None else f" ({found['sd']:,.{digits}f})"
+    return f"{found['mean']:,.{digits}f}{spread}"
+
+
+def _interval(found: Sequence[float] | None) -> str:
+    if found is None or not all(map(math.isfinite, found)):
+        return "-"
+    return f"{found[0]:,.0f} .. {found[1]:,.0f}"
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="our recipes against the original procedure")
+    parser.add_argument("datasets", type=Path, nargs="+", help="directories of GEAR shards")
+    parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each learner")
-    parser.add_argument("--out", type=Path, default=Path("parity"), help="OUT.json and OUT.png")
-    parser.add_argument("--environment", help="default: the dataset's")
-    parser.add_argument("--targets", type=float, nargs="+", default=[3600.0, 1800.0])
-    parser.add_argument("--episodes", type=int, default=20, help="a target; 0 plays none")
-    parser.add_argument("--hidden-size", type=int, default=128)
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--warmup-steps", type=int, default=10_000)
+    parser.add_argument("--targets", type=float, nargs="+", help="default: best and mean return")
+    parser.add_argument("--episodes", type=int, default=20, help="for each target; 0 plays none")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
-    parser.add_argument("--threads", type=int, default=1, help="of each run")
-    return parser.parse_args()
+    parser.add_argument("--jobs", type=int, default=0, help="processes; 0: one thing at a time")
+    parser.add_argument("--recipe", nargs="*", default=[], help="key=value changes of our recipe")
+    parser.add_argument("--work", type=Path, default=Path("runs/parity"), help="our runs")
+    parser.add_argument("--out", type=Path, default=Path("parity"), help="OUT.json and OUT.md")
+    return parser.parse_args(words)
 
 
-def one(kind: str, seed: int, settings: Settings, options: argparse.Namespace) -> dict[str, Any]:
-    """Train once and play; runs in a process of its own."""
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    dataset = open_dataset(options.dataset, verify=False)
-    result, model = run(kind, dataset, settings, seed, options.device)
-    if options.episodes:
-        result |= play(model, dataset, settings, options)
-    return result
-
-
-def main() -> None:
-    """Run all seeds of both learners and write the comparison."""
-    options = parse()
-    dataset = open_dataset(options.dataset)
-    options.environment = options.environment or dataset.environment_id
-    if options.episodes and options.environment is None:
-        raise SystemExit("the dataset names no environment: give --environment, or --episodes 0")
-    settings = Settings(
-        steps=options.steps,
-        hidden_size=options.hidden_size,
-        learning_rate=options.learning_rate,
-        warmup_steps=options.warmup_steps,
-    )
-    runs: dict[str, list[dict[str, Any]]] = {RELEASED: [], OURS: []}
-    tasks = [(kind, seed) for seed in range(options.seeds) for kind in runs]
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(one, kind, seed, settings, options) for kind, seed in tasks]
-        for (kind, seed), future in zip(tasks, futures, strict=True):
-            result = future.result()
-            runs[kind].append(result)
-            print(
-                f"seed {seed} {kind}: probe loss {result['probe_loss'][-1][1]:.5f}, "
-                f"{result['step_ms']:.0f} ms a step, returns {result.get('returns')}",
-                flush=True,
-            )
-    document = {
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run everything; write OUT.json and OUT.md as datasets are complete."""
+    began = time.monotonic()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    document: dict[str, Any] = {
         "machine": machine(),
         "device": torch.cuda.get_device_name() if options.device != "cpu" else "cpu",
-        "dataset": options.dataset.name,
-        "settings": asdict(settings),
-        "targets": options.targets,
-        "runs": runs,
-        "verdict": verdict(runs, options.targets),
+        "settings": asdict(settings_of(options)),
+        "episodes": options.episodes,
+        "steps_per_second_alone": speeds(options.datasets[0], options),
+        "jobs": options.jobs,
+        "datasets": {},
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{options.out}.json").write_text(json.dumps(document, indent=2) + "\n")
-    plot(Path(f"{options.out}.png"), document)
-    for name, found in document["verdict"].items():
-        said = {True: "within seed noise", False: "DIFFERENT", None: "needs two seeds or more"}
-        interval = found["interval"] and "{:.3g} .. {:.3g}".format(*found["interval"])
-        print(
-            f"{name}: ours {found[OURS]['mean']:.5g}, released {found[RELEASED]['mean']:.5g}, "
-            f"95 % of difference {interval}: {said[found['within_seed_noise']]}"
-        )
+    print(f"alone, steps/s: {document['steps_per_second_alone']}", flush=True)
+    our_runs(options)
+    document["seconds_of_our_runs"] = round(time.monotonic() - began, 1)
+    print(f"our runs are complete after {document['seconds_of_our_runs']} s", flush=True)
+    work = {OURS: judge_ours, RELEASED: released_run}
+    with ExitStack() as stack:
+        each: Any = map
+        if options.jobs:  # all of it is under way at once
+            pool = ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"))
+            each = stack.enter_context(pool).map
+        running = {
+            path: {
+                k: each(partial(w, path, options), range(options.seeds)) for k, w in work.items()
+            }
+            for path in options.datasets
+        }
+        for path, results in running.items():
+            runs = {kind: list(found) for kind, found in results.items()}
+            dataset = open_dataset(path, verify=False)
+            targets = targets_of(dataset, options)
+            document["datasets"][path.name] = {
+                "mean_return": dataset.manifest.returns.mean,
+                "best_return": dataset.manifest.returns.max,
+                "targets": targets,
+                "runs": runs,
+                "summary": summary(runs, targets),
+            }
+            document["seconds"] = round(time.monotonic() - began, 1)
+            out = str(options.out)
+            write_file(Path(f"{out}.json"), json.dumps(document, indent=1).encode())
+            write_file(Path(f"{out}.md"), table(document).encode())
+            print(f"{path.name} after {document['seconds']} s", flush=True)
+    return document
 
 
 if __name__ == "__main__":
-    main()
+    print(table(measure(parse())))

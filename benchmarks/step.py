@@ -32,7 +32,7 @@ from gear_offline.progress import Progress
 from gear_offline.training.cost import FORMULA, peak_tflops
 from gear_offline.training.graph import capture
 from gear_offline.training.learner import Learner
-from gear_offline.training.model import ModelSizes
+from gear_offline.training.model import data_sizes
 
 AUTOCAST = ("train.weights=fp32",)
 DDP = ("train.parallel=ddp", "train.graph=off")  # replicas are captured otherwise
@@ -110,11 +110,10 @@ def measure(
 ) -> dict[str, Any]:
     """Return one row; one that says why where the model does not fit."""
     recipe = make_recipe(base, changes, path=str(dataset.path), ranks=world.size)
-    sizes = _sizes_of(dataset)
     _forget()
     began = time.perf_counter()
     recipe = recipe.replace({"model.max_timestep": 1000})
-    learner = Learner(recipe, sizes, dataset, device, world=world)
+    learner = Learner(recipe, data_sizes(dataset), dataset, device, world=world)
     try:
         for _ in range(3):
             learner.advance()
@@ -152,11 +151,6 @@ def measure(
         "steps": f"{learner.precision_reason}{learner.step_kind}",
         "parallel": learner.parallel.reason,
     }
-
-
-def _sizes_of(dataset: Dataset) -> ModelSizes:
-    states, actions = (dataset.spec[c].shape[0] for c in ("observations", "actions"))
-    return ModelSizes(state_dim=states, action_dim=actions, discrete=False)
 
 
 def _forget() -> None:

@@ -23,7 +23,7 @@ from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import trainable_parameters
 from gear_offline.models.loss import mean_loss, step_losses
 from gear_offline.training.learner import Learner
-from gear_offline.training.model import ModelSizes
+from gear_offline.training.model import data_sizes
 
 BATCH = 64
 OURS = {
@@ -62,9 +62,7 @@ def paper_learner(dataset: Dataset, options: tuple[str, ...], *, seed: int = 0) 
     """Return a learner of the paper's model on the GPU, with overrides of its recipe."""
     fixed = ("data.path=unused", "train.device=cuda", "train.log_every=1000000", f"seed={seed}")
     recipe = load_recipe("paper", (*fixed, *options))
-    states, actions = (dataset.spec[c].shape[0] for c in ("observations", "actions"))
-    sizes = ModelSizes(state_dim=states, action_dim=actions, discrete=False)
-    return Learner(recipe, sizes, dataset, torch.device("cuda"))
+    return Learner(recipe, data_sizes(dataset), dataset, torch.device("cuda"))
 
 
 def _our_batches(dataset: Dataset) -> Callable[[], dict[str, Tensor]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#E69F00")
 INK, GREY, FAINT = "#222222", "#6B6B6B", "#D9D9D9"
 SIZE_INCHES, DPI = (7.2, 4.5), 150
-LONGEST_LABEL = 34  # characters that have room beside a curve
+LONGEST_LABEL, LONGEST_LINE = 34, 72  # characters that have room beside a curve, in a title
 
 
 def new_figure() -> Figure:
@@ -33,8 +34,7 @@ def new_figure() -> Figure:
 
 def titles(figure: Figure, title: str, subtitle: str) -> None:
     """Write the finding and, below it, what it was found in."""
-    size, title = 12 * min(1.0, 72 / len(title)), shortened(title, 100)
-    figure.suptitle(title, x=0.013, ha="left", fontsize=max(9.0, size), fontweight="bold")
+    figure.suptitle(fill(title, LONGEST_LINE), x=0.013, ha="left", fontsize=12, fontweight="bold")
     figure.axes[0].set_title(shortened(subtitle, 95), loc="left", fontsize=9, color=GREY)
 
 

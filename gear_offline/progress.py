@@ -161,11 +161,11 @@ class Progress(Closing):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, line = options.max_width, Text(self._description + self._doing)
-        said = "  ".join(["", self._amount(), *self._remarks()])
-        bar = min(width // 5, width - len(line) - 2 - len(said))
+        text = "  ".join(["", self._amount(), *self._remarks()])
+        bar = min(width // 5, width - len(line) - 2 - len(text))
         if bar >= LEAST_BAR:
             filled = round(bar * self._done / max(self.total, 1))
             line.append("  ").append("━" * filled, "blue").append("━" * (bar - filled), "dim")
-        line.append(said)
+        line.append(text)
         line.truncate(width, overflow="ellipsis")
         yield line

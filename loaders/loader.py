@@ -145,7 +145,7 @@ class GearLoader(Closing, Iterator[Batch]):
     def __init__(
         self,
         dataset: TableData | str | Path,
-        batch_size: int,
+        batch_size: int = 64,
         *positional: Never,
         context_length: int = 20,
         selection: str | Mapping[str, Any] | Sampler = "uniform_steps",

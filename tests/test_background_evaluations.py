@@ -109,6 +109,21 @@ def test_a_checkpoint_that_a_full_disk_does_not_take_is_not_played(
     assert learnt(run)["model"] == learnt(in_process)["model"]
 
 
+def test_a_last_checkpoint_that_fails_is_not_waited_for(
+    data: Path, tmp_path: Path, fake: None, monkeypatch: Patch
+) -> None:
+    rename = os.rename
+
+    def bad(source: Any, target: Any) -> None:
+        if str(target).endswith("step-00000020"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", bad)
+    with pytest.raises(GearError, match="Input/output error"):
+        train_run(tiny_recipe(data, "evaluate.background=on"), out=tmp_path / "run", quiet=True)
+
+
 @pytest.mark.parametrize(("delay", "workers"), [(0, 1), (3, 1), (40, 3)])
 def test_every_evaluation_is_played_and_recorded_in_order(
     data: Path, in_process: Path, tmp_path: Path, fake: type[FakePool], delay: int, workers: int

@@ -10,8 +10,16 @@ import pytest
 
 import benchmarks.__main__ as command
 from benchmarks import common, loader_peers
-from benchmarks.parity import OURS, RELEASED, PaperSampling, Settings, compare
-from benchmarks.quality import measure, parse, table
+from benchmarks.parity import (
+    OURS,
+    RELEASED,
+    PaperSampling,
+    Settings,
+    compare,
+    measure,
+    parse,
+    table,
+)
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.loader import GearLoader
 from tests.support import make_dataset
@@ -106,7 +114,7 @@ def test_verdict_tells_noise_from_a_difference() -> None:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    folder = tmp_path_factory.mktemp("quality")
+    folder = tmp_path_factory.mktemp("parity")
     small = replace(SETTINGS, steps=3, learning_rate=1e-4)
     data = make_dataset(folder, (30, 25, 40)).path
     words = [str(data), "--steps", "3", "--seeds", "2", "--episodes", "0"]
@@ -114,7 +122,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     words += ["--recipe", "train.threads=1", "train.log_every=1", "model.hidden_size=8"]
     words += ["model.layers=1", "loader.batch_size=8", "loader.context_length=4"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("benchmarks.quality.settings_of", lambda options: small)
+        patch.setattr("benchmarks.parity.settings_of", lambda options: small)
         patch.setattr("gear_offline.runs.report.write_report", lambda run, **_: Path(run))
         return measure(parse(words)), folder
 

@@ -248,9 +248,8 @@ def resume(data: Path, world: World, device: torch.device) -> None:
     second = make(data, world, device, *options)
     try:
         trained(first, 20, world)
-        first.prepare_policy()
         for one, shadow in zip(first.model.parameters(), first.working.parameters(), strict=True):
-            assert torch.equal(one.bfloat16(), shadow), "what acts is up to date"
+            assert torch.equal(one.bfloat16(), shadow), "what is saved is up to date"
         # every rank goes on from what the first one would save
         tensors = first.tensors()
         kept = world.send_tensors(tensors if world.is_first else None)

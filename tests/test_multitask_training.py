@@ -24,7 +24,7 @@ from gear_offline.runs.prepare import prepare_dataset, resolve
 from gear_offline.tables.joint import JointDataset
 from gear_offline.training.checkpoint import chosen_checkpoint
 from gear_offline.training.metrics import read_records
-from gear_offline.training.policies import load_policy, trained_model
+from gear_offline.training.policies import TrainedModel, load_policy, trained_model
 from tests.image_support import image_columns
 from tests.support import Captured, Patch, failing_code, make_dataset, one_error
 from tests.task_support import make_learner, make_parts, tasks_recipe
@@ -257,10 +257,10 @@ def test_tasks_of_frames_share_an_encoder(tmp_path: Path) -> None:
     learner.advance()
     batch = learner.loader.batch_at(0)
     assert batch.states.shape == (6, 4, 2, 36, 36) and batch.states.dtype == torch.uint8
-    policy = learner.acting.policy("two")
+    policy = TrainedModel(learner.model, recipe, *learner.statistics).policy("two")
     policy.reset([0], [1.0])
     assert policy.act(np.zeros((1, 36, 36), np.uint8)).shape == (1,)
-    learner.resume_training()
+    learner.model.train()
     learner.advance()
     assert torch.isfinite(learner.window.rows[:2]).all()
     with one_error("LOADER_OPTION", r"loader\.normalize_states=false"):

@@ -115,7 +115,7 @@ def test_defaults_of_loaders_are_those_of_recipes() -> None:
     arguments = signature(go.GearLoader.__init__).parameters
     recipe = LoaderSettings().model_dump() | {"selection": SelectionSettings().strategy, "seed": 0}
     differ = {name for name, value in recipe.items() if arguments[name].default != value}
-    assert differ == {"batch_size", "returns_scale", "normalize_states"}, "docs/reference/batch.md"
+    assert differ == {"returns_scale", "normalize_states"}, "docs/reference/batch.md"
 
 
 def test_weights_are_read_from_a_run(tmp_path: Path) -> None:

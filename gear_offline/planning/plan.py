@@ -217,9 +217,9 @@ def crossing_share(shares: Sequence[float], batch: int) -> float:
 
 def print_plan(document: Mapping[str, Any]) -> None:
     """Print what `plan` predicts, with the units of people."""
-    table = Table(title=f"{document['recipe']} (predicted)", show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = Table(title=document["recipe"])
+    table.add_column("what", no_wrap=True)
+    table.add_column("predicted", overflow="fold")
     for part, values in document.items():
         if part != "recipe":
             table.add_row(part, _text(part, values))

@@ -94,7 +94,8 @@ class Callbacks(AbstractContextManager["Callbacks"]):
                 self._call(one, "on_end", error)
             except GearError as failure:
                 failures.append(failure)
-        for failed in failures[error is None :]:
-            say(f"warning: {failed.message}")
-        if failures and error is None:
-            raise failures[0]
+        first = failures.pop(0) if failures and error is None else None
+        for other in failures:
+            say(f"warning: {other.message}")
+        if first is not None:
+            raise first

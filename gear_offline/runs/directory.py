@@ -117,8 +117,8 @@ def check_resumed(
         return
     before, done = Recipe.parse(state.recipe, where=str(path)), state.step
     for key, was, now in _differences(before, recipe, done, is_resolved=is_resolved):
-        remedy = "it may change with optimizer.schedule=constant; " * (key == "train.steps")
-        remedy += f"undo that (here, or in {path / 'recipe.yaml'} if it was edited), or train "
+        free = "it may change with optimizer.schedule=constant; " if key == "train.steps" else ""
+        remedy = f"{free}undo that (here, or in {path / 'recipe.yaml'} if it was edited), or train "
         remedy += "into another directory"
         what = f"{key} was {was!r} when the run began and is {now!r} now"
         raise InputError("RUN_MISMATCH", what, str(path), remedy)

@@ -170,7 +170,7 @@ def _keep(report: EvaluationReport, home: Path, shown: Path, quiet: bool) -> Non
         written = shown / write_report(home).name
         say(f"written: {shown / 'evaluation.json'}, {written} and its plots", quiet=quiet)
         if kept is not None:
-            said = f"the result before this one is kept in {shown / kept.name}"
-            say(f"{said}; report and plots show the new one", quiet=quiet)
+            text = f"the result before this one is kept in {shown / kept.name}"
+            say(f"{text}; report and plots show the new one", quiet=quiet)
     except (OSError, GearError) as error:
         say(f"the result could not be kept in {shown}: {error}")

@@ -1,7 +1,7 @@
 """The evaluations of a run while it trains: who plays them, what waits, what is recorded.
 
-Each one that is due is played from beginning to end in the training process, or by one worker
-process: with the same device and number of threads the returns are the same.  In the background the
+Each one that is due is played from beginning to end by one worker process, or by the training
+process, which waits: with the same device and number of threads the returns are the same.  The
 weights are those of a checkpoint, which stays until its result is there; a run that was killed
 meanwhile finds it again and plays it.  Results are recorded in the order of steps.  When more are
 outstanding than allowed, the next one waits for room: leaving evaluations out would make the result
@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,13 +25,7 @@ from gear_offline.core.text import count_text, finite
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import known_of
-from gear_offline.evaluation.evaluate import (
-    EvaluationTask,
-    known_to,
-    play_job,
-    play_tasks,
-    tasks_of,
-)
+from gear_offline.evaluation.evaluate import EvaluationTask, known_to, play_job, tasks_of
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.progress import Progress
 from gear_offline.runs.run import best_of
@@ -98,11 +90,11 @@ def plan_evaluations(
 
 @dataclass
 class _Waiting:
-    """An evaluation in the background."""
+    """An evaluation that is not played yet."""
 
     asked: float = field(default_factory=time.monotonic)
-    job: int | None = None  # its number in the pool, once begun; -1: it could not
-    played: EvaluationReport | GearError | None = None
+    job: int | None = None  # its number in the pool, once begun
+    played: EvaluationReport | Exception | None = None
 
 
 class RunEvaluations(Closing):
@@ -130,7 +122,7 @@ class RunEvaluations(Closing):
 
     @property
     def outstanding(self) -> tuple[int, ...]:
-        """Steps that are still to be played in the background."""
+        """Steps that are still to be played."""
         return tuple(self._queue)
 
     @property
@@ -148,60 +140,42 @@ class RunEvaluations(Closing):
         """Whether an evaluation of `step` could not begin before another is done."""
         return len(self._queue) >= self.plan.workers + SPARE and self._is_new(step)
 
-    def plays_here(self, step: int) -> bool:
-        """Whether `evaluate` will play the learner's own weights."""
-        return not self.plan.workers and self._is_new(step)
-
     def take_up(self) -> None:
         """Play what a killed run left: checkpoints of steps that were due, without a result."""
         for step, _ in list_checkpoints(self._run.path / "checkpoints"):
-            if not (self._recipe.evaluates_at(step) and self._is_new(step)):
-                continue
-            if self.plan.workers:
-                self._queue[step] = _Waiting()
-            elif step < self._run.learner.step:  # that of this step comes of itself
-                self._play(step, partial(play_job, Caller(), *self._job(step)))
+            if self._recipe.evaluates_at(step):
+                self.evaluate(step)
 
-    def evaluate(self, step: int) -> bool:
-        """Play the weights of `step`; return whether a checkpoint of them is needed now.
-
-        In the training process: when they are the best so far.  In the background: always.
-        """
+    def evaluate(self, step: int) -> None:
+        """Have the checkpoint of `step` played: in the training process now, else when it can."""
         if not self._is_new(step):
-            return False
-        if self.plan.workers:
-            while self.must_wait(step) and self._run.stop.signal_name is None:
-                self._run.saver.check()
-                self.wait()
-            self._queue[step] = _Waiting()
-            return True
-        learner, device = self._run.learner, self.plan.device
-        learner.check()
-        try:
-            acting = learner.acting
-            self._play(step, lambda: play_tasks(acting.on(device), self._tasks, str(device)))
-        finally:
-            learner.resume_training()
-        best = best_of(self.recorded)
-        return best is not None and best.step == step
+            return
+        while self.must_wait(step) and self._run.stop.signal_name is None:
+            self.wait()
+        self._queue[step] = _Waiting()
+        if not self.plan.workers:
+            self._run.saver.close()  # the checkpoint is whole now, or given up
+            self._run.saver.check()
+            self._drop_given_up()
+            if step in self._queue:
+                self._play(step)
 
     def _job(self, step: int) -> tuple[Any, ...]:
         """Return the arguments of `play_job`."""
         path, plan, known = self._run.saver.path(step), self.plan, known_to(self._tasks)
         return known, path.absolute(), None, self._tasks, str(plan.device), plan.threads
 
-    def _play(self, step: int, play: Callable[[], EvaluationReport]) -> None:
+    def _play(self, step: int) -> None:
         """Play in this process; Ctrl-C leaves it to a resumed run."""
-        began, random = time.monotonic(), torch.random.fork_rng(devices=[])
-        played: EvaluationReport | Exception
+        waiting, random = self._queue[step], torch.random.fork_rng(devices=[])
         try:
             with self._progress.paused("evaluating"), self._run.stop.abortable(), random:
-                played = play()
+                waiting.played = play_job(Caller(), *self._job(step))
         except Aborted:
             return
         except Exception as error:
-            played = error
-        self._record(step, played, time.monotonic() - began)
+            waiting.played = error
+        self._record_played()
 
     def collect(self) -> None:
         """Record what has come in, and begin what can be; cheap enough for every step."""
@@ -214,17 +188,23 @@ class RunEvaluations(Closing):
         for step, waiting in self._queue.items():
             if waiting.job is not None:
                 waiting.played = ended.get(waiting.job, waiting.played)
-            elif self._pool.has_room and self._run.saver.path(step).is_dir():  # else not saved yet
+                continue
+            is_saved = self._run.saver.path(step).is_dir()
+            if waiting.played is None and is_saved and self._pool.has_room:
                 try:
                     waiting.job = self._pool.submit(f"{__name__}:play_nicely", *self._job(step))
                 except GearError as error:
-                    waiting.job, waiting.played = -1, error
+                    waiting.played = error
+        self._record_played()
+
+    def _record_played(self) -> None:
+        """Record the results that are there, in the order of steps."""
         recorded = len(self.recorded)
         for step, waiting in list(self._queue.items()):
             if waiting.played is None:
                 break
             del self._queue[step]
-            self._record(step, waiting.played, now - waiting.asked)
+            self._record(step, waiting.played, time.monotonic() - waiting.asked)
         if len(self.recorded) > recorded:
             self._run.saver.prune(self.keep)
 
@@ -258,7 +238,8 @@ class RunEvaluations(Closing):
         self._run.callbacks.tell("on_evaluation", step, finite(record.to_json()))
 
     def wait(self) -> None:
-        """Sleep a moment and record what has come in."""
+        """Sleep a moment and record what has come in; raise what a checkpoint failed with."""
+        self._run.saver.check()
         time.sleep(POLL_SECONDS)
         self.collect()
 

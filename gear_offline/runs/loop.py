@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -48,6 +49,15 @@ class TrainingInterrupted(GearError):
     exit_code = 130  # 128 + SIGINT, as shells count
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What the runs of one process share; a run alone has its own."""
+
+    stop: StopRequest | None = None
+    tables: SharedTables | None = None
+    runs: int = 1  # that share the cores which training leaves to evaluations
+
+
 def train_run(
     recipe: Recipe,
     out: str | Path | None = None,
@@ -60,8 +70,7 @@ def train_run(
 ) -> Path:
     """Train a run and return its directory; `gear_offline.runs.train.train` is the public door.
 
-    `start` is a checkpoint of another run, whose branch this is; `tables` are those that several
-    runs of one process share.
+    `start` is a checkpoint of another run, whose branch this is.
     """
     path = default_run_path(recipe) if out is None else Path(out)
     device = rank_device(resolve_device(recipe.train.device, where="train.device"))
@@ -77,18 +86,19 @@ def train_run(
         held.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         held.enter_context(run_settings(recipe))
         dataset = prepare_dataset(recipe, world=world, quiet=quiet)
-        with open_run(
-            path,
+        beginning = begin_run(
+            Run(path),
             directory,
             recipe,
             dataset,
             device,
             world=world,
             start=start,
-            tables=tables,
             callbacks=callbacks,
+            shared=Shared(tables=tables),
             quiet=quiet,
-        ) as run:
+        )
+        with beginning as run:
             run.catch_up()  # a killed run may have left something to do
             while not (run.is_complete or run.is_stopped):
                 run.advance()
@@ -106,8 +116,8 @@ def run_settings(recipe: Recipe) -> Iterator[None]:
 
 
 @contextmanager
-def open_run(
-    path: Path,
+def begin_run(
+    place: Run,
     directory: RunDirectory | None,
     recipe: Recipe,
     dataset: TableData,
@@ -115,51 +125,46 @@ def open_run(
     *,
     world: World | None = None,
     start: Path | None = None,
-    tables: SharedTables | None = None,
     callbacks: Sequence[Callback] = (),
-    stop: StopRequest | None = None,
-    concurrent_runs: int = 1,
+    shared: Shared | None = None,
     quiet: bool = False,
 ) -> Iterator[LiveRun]:
-    """Open a run where its newest checkpoint has left it, within its `run_settings`.
+    """Begin a run, or take it up where its newest checkpoint left it, within its `run_settings`.
 
-    The first rank holds the `directory`.  Runs of one process share a `stop`, and the cores that
-    training leaves to evaluations (`concurrent_runs`).
+    The first rank holds the `directory` and has the callbacks.
     """
-    world = World() if world is None else world
+    world, shared = world or World(), shared or Shared()
     recipe, sizes = resolve(recipe, dataset, quiet=quiet)  # it says everything in numbers
-    world.lead(lambda: check_resumed(path, recipe, start))
+    world.lead(lambda: check_resumed(place.path, recipe, start))
     with ExitStack() as held:
         growing = open_growing(recipe, sizes, dataset, world=world, quiet=quiet)
         if growing is not None:
             held.enter_context(growing)
         torch.manual_seed(recipe.seed)
         learner = Learner(
-            recipe, sizes, dataset, device, world=world, tables=tables, growing=growing
+            recipe, sizes, dataset, device, world=world, tables=shared.tables, growing=growing
         )
         held.callback(learner.release)
-        told = [*trackings(recipe.train), *callbacks] if world.is_first else ()
-        listeners = held.enter_context(Callbacks(Run(path), told))
+        own = [*trackings(recipe.train), *callbacks] if world.is_first else ()
+        listeners = held.enter_context(Callbacks(place, own))
         try:
             if start is not None:
                 world.lead(lambda: directory and directory.branch(recipe, start))
-            with (
-                StopRequest() if stop is None else nullcontext(stop) as stop,
-                LiveRun(directory, learner, stop, listeners, concurrent_runs, quiet=quiet) as run,
-            ):
+            stop = shared.stop or held.enter_context(StopRequest())
+            with LiveRun(directory, learner, stop, listeners, shared.runs, quiet=quiet) as run:
                 yield run
         except OSError as error:  # of the run's own files: the data's errors have codes
             if directory is not None:
                 remove_leftovers(directory.checkpoints)
-            raise write_error(error, str(path)) from error
+            raise write_error(error, str(place)) from error
 
 
 class Due(NamedTuple):
     """What there is to do after a step, on all ranks alike; true if there is anything."""
 
     log: bool = False
-    evaluation: bool = False
     save: bool = False
+    evaluation: bool = False
     ask_stop: bool = False  # all ranks whether to stop
 
     def __bool__(self) -> bool:
@@ -167,11 +172,10 @@ class Due(NamedTuple):
 
 
 class LiveRun(Closing):
-    """A run as a rank goes through it, opened where its newest checkpoint has left it.
+    """A run as a rank goes through it: what the loop does, in the order in which it does it.
 
-    The first rank holds its `directory` and has a `writer`, which also holds its evaluations; both
-    are None on the others.  `is_stopped` once a callback has ended it, on all ranks alike.
-    `concurrent_runs` share the cores that training leaves to evaluations.
+    The first rank has a `writer`, which also holds the evaluations; it is None on the others.
+    `is_stopped` once a callback has ended the run, on all ranks alike.
     """
 
     def __init__(
@@ -180,18 +184,17 @@ class LiveRun(Closing):
         learner: Learner,
         stop: StopRequest,
         callbacks: Callbacks,
-        concurrent_runs: int = 1,
+        concurrent_runs: int,
         *,
         quiet: bool,
     ) -> None:
         self.learner, self.stop, self.callbacks = learner, stop, callbacks
         self.path, self.is_stopped = callbacks.run.path, False
-        self._world, self._settings = learner.world, learner.recipe.train
         self.concurrent_runs = concurrent_runs
         folder = self.path / "checkpoints"
-        self.writer: RunWriter | None = None
         self.saver = Saver(learner, folder)
         seconds = restore(learner, folder, partial(say, quiet=quiet))
+        self.writer: RunWriter | None = None
         if directory is not None:
             directory.begin(learner.recipe, step=learner.step)
             callbacks.tell("on_begin")
@@ -201,27 +204,28 @@ class LiveRun(Closing):
     @property
     def is_complete(self) -> bool:
         """Whether all steps are done."""
-        return self.learner.step == self._settings.steps
+        return self.learner.step == self.learner.recipe.train.steps
 
     def due(self) -> Due:
         """Return what there may be to do after the steps so far."""
-        step, settings = self.learner.step, self._settings
+        step, recipe, last = self.learner.step, self.learner.recipe, self.is_complete
         ask_stop = self.stop.signal_name is not None or self.callbacks.stop
-        if self._world.size > 1:
+        if self.learner.world.size > 1:
             ask_stop = step % STOP_EVERY == 0
         if step == 0:
             return Due(ask_stop=ask_stop)
+        evaluation = recipe.evaluates_at(step)
         return Due(
-            log=self.is_complete or step % settings.log_every == 0,
-            evaluation=self.learner.recipe.evaluates_at(step),
-            save=self.is_complete or step % settings.checkpoint_every == 0,
+            log=last or step % recipe.train.log_every == 0,
+            save=last or step % recipe.train.checkpoint_every == 0 or evaluation,
+            evaluation=evaluation,  # of that checkpoint
             ask_stop=ask_stop,
         )
 
     def advance(self) -> None:
         """Do a step; stop before it where Ctrl-C comes while it waits for data to be appended."""
         if not self.learner.admit(lambda: self.stop.signal_name is not None):
-            self._save_and_stop(saves=False)
+            self._stop_if_asked()
         self.learner.advance()
         self.note_step()
 
@@ -232,35 +236,36 @@ class LiveRun(Closing):
             self.writer.step(self.learner.step)
 
     def catch_up(self) -> None:
-        """Log, evaluate, save and stop, each of it if it is due after the steps so far."""
+        """Log, save, evaluate and stop, each of it if it is due after the steps so far."""
         due = self.due()
         if due.log and self.learner.window.filled:
-            values = self.learner.report()
-            if self.writer is not None:
-                self.writer.log(self.learner.step, values)
-        is_needed = due.evaluation and self._evaluate()
+            self._log()
+        if due.save:
+            self._save()
+        if due.evaluation and self.writer is not None:
+            self.writer.evaluations.evaluate(self.learner.step)
         if due:
-            self._save_and_stop(saves=due.save or is_needed)
+            self._stop_if_asked()
 
-    def _evaluate(self) -> bool:
-        """Play the policy, or have it played; return whether a checkpoint is needed now."""
-        step, first = self.learner.step, self.writer
-        plays_here = first is not None and first.evaluations.plays_here(step)
-        if self._world.gather(plays_here)[0]:  # else the weights of the checkpoint are played
-            self.learner.prepare_policy()
-        return first is not None and first.evaluations.evaluate(step)
+    def _log(self) -> None:
+        values = self.learner.report()  # of all ranks together
+        if self.writer is not None:
+            self.writer.log(self.learner.step, values)
 
-    def _save_and_stop(self, *, saves: bool) -> None:
-        """Save if the first rank needs a checkpoint or if any rank was told to stop; then stop."""
-        answer = {"saves": saves, "signal": self.stop.signal_name, "stops": self.callbacks.stop}
-        answers = self._world.gather(answer)
-        signal = next((answer["signal"] for answer in answers if answer["signal"]), None)
-        self.is_stopped = answers[0]["stops"]
-        if answers[0]["saves"] or signal or self.is_stopped:
-            seconds, keep = 0.0, Keep(newest=1)  # the first rank's count
-            if self.writer is not None:
-                seconds, keep = self.writer.seconds, self.writer.evaluations.keep
-            self.saver.save(seconds=seconds, keep=keep)
+    def _save(self) -> None:
+        seconds, keep = 0.0, Keep(newest=1)  # the first rank's count
+        if self.writer is not None:
+            seconds, keep = self.writer.seconds, self.writer.evaluations.keep
+        self.saver.save(seconds=seconds, keep=keep)
+
+    def _stop_if_asked(self) -> None:
+        """Save and stop if a callback asks for it, or a signal on any rank."""
+        answer = {"signal": self.stop.signal_name, "stops": self.callbacks.stop}
+        answers = self.learner.world.gather(answer)
+        signal = next((one["signal"] for one in answers if one["signal"]), None)
+        self.is_stopped = answers[0]["stops"]  # the first rank has callbacks
+        if signal or self.is_stopped:
+            self._save()
         if signal and not self.is_complete:
             self.saver.wait()
             what = f"stopped by {signal} after step {self.learner.step:,}, a checkpoint is saved"
@@ -272,8 +277,6 @@ class LiveRun(Closing):
         if self.writer is not None:
             self.writer.finish()
         self.saver.wait()
-        if self.writer is not None:
-            self.writer.tell_saved()
         self.close()
         self.learner.close()
         if self.writer is not None:

@@ -7,6 +7,7 @@ any time.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,13 +171,19 @@ def _plot_learning_curve(
 def _plot_returns(
     axes: Axes, points: Sequence[tuple[int, TargetResult]], asked_as: str, named: str
 ) -> None:
-    """Draw a line a target, and its 95 % interval, through what was played at steps."""
-    for index, asked in enumerate(sorted({t.target for _, t in points}, reverse=True)):
-        steps, targets = zip(*(one for one in points if one[1].target == asked), strict=True)
-        means = [target.mean_return for target in targets]
-        intervals = np.array([t.ci95 for t in targets], np.float64).T  # None becomes NaN
-        colour, label = plots.SERIES[index % len(plots.SERIES)], f"{asked_as} {short(asked)}"
-        plots.draw_mean(axes, steps, means, intervals, color=colour, label=label)
+    """Draw a line a target, and its 95 % interval, through what was played at steps.
+
+    Targets of the same curve, such as tasks that all succeed, share a line.
+    """
+    curves = defaultdict[tuple[tuple[int, float], ...], list[float]](list)
+    for asked in sorted({t.target for _, t in points}, reverse=True):
+        curves[tuple((n, t.mean_return) for n, t in points if t.target == asked)].append(asked)
+    for index, (curve, same) in enumerate(curves.items()):
+        steps, means = zip(*curve, strict=True)
+        intervals = np.array([t.ci95 for _, t in points if t.target == same[0]], np.float64)
+        colour = plots.SERIES[index % len(plots.SERIES)]
+        label = f"{asked_as} {', '.join(map(short, same))}"
+        plots.draw_mean(axes, steps, means, intervals.T, color=colour, label=label)
     lowest, highest = min(0.0, axes.get_ylim()[0]), axes.get_ylim()[1]
     axes.set_ylim(lowest, highest + 0.04 * (highest - lowest))  # room for the marker
     plots.dress(axes, y=named)

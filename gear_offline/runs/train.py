@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Never
+from typing import TYPE_CHECKING, Any, Never
 
 from gear_offline.config.files import Overrides, apply_overrides, flat
 from gear_offline.config.problems import guess_option, no_data
@@ -97,16 +97,17 @@ def train(
     quiet = quiet or not is_first_process()
     from gear_offline.core.text import say
 
-    rising = min(whole.optimizer.warmup(whole.train.steps), whole.train.steps)
-    warmup = f", the first {rising:,} of them warm-up" if rising else ""
-    say(f"{whole.name}: {whole.train.steps:,} steps{warmup}; seed {whole.seed}", quiet=quiet)
+    steps = whole.train.steps
+    warmup = min(whole.optimizer.warmup(steps), steps)
+    text = f"{steps:,} steps" + (f", the first {warmup:,} of them warm-up" if warmup else "")
+    say(f"{whole.name}: {text}; seed {whole.seed}", quiet=quiet)
     from gear_offline.evaluation.environments import import_module_of
     from gear_offline.runs.callbacks import check_callbacks
     from gear_offline.runs.checks import check_recipe
     from gear_offline.runs.directory import check_place, places
     from gear_offline.runs.run import Run
 
-    told = check_callbacks(callbacks)
+    callbacks = check_callbacks(callbacks)
     path, start = places(recipe, whole, out, resume=resume, checkpoint=checkpoint)
     if is_first_process():
         check_place(path, resume=resume)
@@ -123,4 +124,5 @@ def train(
             raise no_data(data)
     from gear_offline.runs import loop  # loads torch
 
-    return Run(loop.train_run(whole, path, resume=resume, start=start, quiet=quiet, callbacks=told))
+    how: Any = {"resume": resume, "start": start, "callbacks": callbacks, "quiet": quiet}
+    return Run(loop.train_run(whole, path, **how))

@@ -125,6 +125,7 @@ class RunWriter(Closing):
         """Write ``summary.json``, the plots and the report."""
         from gear_offline.runs.report import write_report  # matplotlib takes half a second
 
+        self.tell_saved()
         learner, before = self._learner, read_summary(self._path)
         text = f"{self._recipe.name}: was complete already, {count_text(learner.step, 'step')}"
         steps = learner.step - self._first_step

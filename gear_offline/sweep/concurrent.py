@@ -24,8 +24,15 @@ from gear_offline.distributed.world import current
 from gear_offline.errors import GearError
 from gear_offline.loaders.recipes import recipe_sampler
 from gear_offline.runs.directory import RunDirectory
-from gear_offline.runs.loop import LiveRun, TrainingInterrupted, open_run, run_settings
+from gear_offline.runs.loop import (
+    LiveRun,
+    Shared,
+    TrainingInterrupted,
+    begin_run,
+    run_settings,
+)
 from gear_offline.runs.prepare import resolve
+from gear_offline.runs.run import Run
 from gear_offline.sweep.jobs import Job, run_errors
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables.shared import SharedTables
@@ -86,7 +93,8 @@ class _Scheduler:
     """Has groups of runs take turns until all trials have ended."""
 
     def __init__(self, job: Job, stop: StopRequest) -> None:
-        self._job, self._stop, self._tables = job, stop, SharedTables()
+        self._job, self._stop = job, stop
+        self._shared = Shared(stop=stop, tables=SharedTables(), runs=job.parallel)
         self._groups: list[_Group] = []
 
     def train(self, waiting: deque[list[Trial]]) -> None:
@@ -129,7 +137,7 @@ class _Scheduler:
                 break
             try:
                 with run_errors(trial.name, self._job.folder / trial.name, self._job.device):
-                    member = _Member.open(trial, self._job, self._stop, self._tables)
+                    member = _Member.open(trial, self._job, self._shared)
             except GearError as error:
                 self._job.end(trial, error)
             else:
@@ -156,23 +164,16 @@ class _Member:
     rng: RngStream
 
     @classmethod
-    def open(cls, trial: Trial, job: Job, stop: StopRequest, tables: SharedTables) -> _Member:
+    def open(cls, trial: Trial, job: Job, shared: Shared) -> _Member:
         """Open the run of a trial, or resume it."""
         path, recipe, rng = job.folder / trial.name, trial.recipe, RngStream(job.device)
         with ExitStack() as held, rng.use(), run_settings(recipe):
             directory = held.enter_context(RunDirectory(path, resume=path.exists()))
-            opened = open_run(
-                path,
-                directory,
-                recipe,
-                job.datasets[recipe.data_key],
-                job.device,
-                tables=tables,
-                stop=stop,
-                concurrent_runs=job.parallel,
-                quiet=True,
+            dataset = job.datasets[recipe.data_key]
+            begun = begin_run(
+                Run(path), directory, recipe, dataset, job.device, shared=shared, quiet=True
             )
-            run = held.enter_context(opened)
+            run = held.enter_context(begun)
             if job.device.type == "cuda":
                 torch.cuda.synchronize(job.device)  # a table may be on its way for others
             return cls(trial, run, held.pop_all(), rng)

@@ -25,7 +25,6 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback, as_arrays, as_tensors
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.recipes import loader_options, recipe_sampler
-from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.sampling.items import Items
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import GrowingTable, SharedTables
@@ -34,8 +33,8 @@ from gear_offline.training.gradients import GradientPass
 from gear_offline.training.graph import CapturedStep, RunPart, start_compilers, why_not_captured
 from gear_offline.training.model import ModelSizes, make_training_model
 from gear_offline.training.optimizer import Optimizer
-from gear_offline.training.parallel import collect, take_over
-from gear_offline.training.policies import TrainedModel, copy_model, find_trained
+from gear_offline.training.parallel import take_over
+from gear_offline.training.policies import TrainedModel, find_trained
 from gear_offline.training.seeding import random_states, restore_random
 from gear_offline.training.window import ReportWindow
 
@@ -50,7 +49,7 @@ class Learner:
     so does dropout afterwards.
 
     `recipe` is resolved (`gear_offline.runs.prepare.resolve`).  Each rank of `world` has a learner;
-    they call `advance`, `report`, `tensors`, `weights` and `prepare_policy` together.  Several runs
+    they call `advance`, `report` and `tensors` together.  Several runs
     of one process may share `tables`.  `growing` is where a `dataset` comes from that grows.
     """
 
@@ -91,7 +90,6 @@ class Learner:
         )
         self._part: RunPart | None = None  # of a captured step, made by the first one or `join`
         self._captured: CapturedStep | None = None  # unless others launch it
-        self._acting: DecisionTransformer | None = None  # a sharded model's copy that acts
         if world.rank:  # each rank but the first one draws dropout from a stream of its own
             torch.manual_seed((recipe.seed + world.rank * SEED_STRIDE) % (1 << 63))
         self.meter = Meter(recipe, self.loader.rank_batch, device, half=made.half)
@@ -326,24 +324,6 @@ class Learner:
         if self._part is not None:
             self._part.begin_window()
         return values
-
-    def prepare_policy(self) -> None:
-        """Collect a sharded model on the first rank, for `acting`; all ranks together."""
-        if self.parallel.sharded:
-            weights = collect(self.model.state_dict(), wanted=self.world.is_first)
-            if self.world.is_first:
-                self._acting = copy_model(self.model, weights)
-
-    @property
-    def acting(self) -> TrainedModel:
-        """The model as it stands, ready to act; call `resume_training` afterwards."""
-        model = self.model if self._acting is None else self._acting
-        return TrainedModel(model, self.recipe, *self.statistics)
-
-    def resume_training(self) -> None:
-        """Undo what acting changed: dropout is on again."""
-        self._acting = None
-        self.model.train()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a checkpoint needs besides parameters and loader; moments as they lie."""

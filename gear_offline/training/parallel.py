@@ -124,16 +124,6 @@ def whole(tensor: Tensor) -> Tensor:
         return tensor.full_tensor()
 
 
-def collect(tensors: Mapping[str, Tensor], *, wanted: bool) -> dict[str, Tensor]:
-    """Return named tensors as `whole` does, in host memory; nothing unless they are `wanted`."""
-    collected = {}
-    for name, tensor in tensors.items():
-        full = whole(tensor)
-        if wanted:
-            collected[name] = full.cpu()
-    return collected
-
-
 @torch.no_grad()
 def take_over(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     """Copy whole tensors, which every rank has, into `own`, spread over the ranks or not.

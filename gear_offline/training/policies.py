@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.hub import PREFIX, fetch, is_hub
@@ -75,13 +74,6 @@ class TrainedModel:
             device=device,
             facts=self.facts.model_copy(update=facts),
         )
-
-    def on(self, device: torch.device | str) -> TrainedModel:
-        """Return this model if it is on `device`, else a copy: it goes on training where it is."""
-        here, device = next(self.model.parameters()).device, torch.device(device)
-        if here.type == device.type and device.index in (None, here.index):
-            return self
-        return replace(self, model=copy_model(self.model, self.model.state_dict()))
 
 
 def load_policy(
@@ -188,15 +180,6 @@ def _achieved(trained: TrainedModel, task: str | None) -> tuple[Achieved, ...]:
     targets = found[-1].named.get(task or "", found[-1]).targets if found else ()
     keys = set(Achieved.model_fields)
     return tuple(Achieved(**target.model_dump(include=keys)) for target in targets)
-
-
-def copy_model(model: DecisionTransformer, weights: Mapping[str, Tensor]) -> DecisionTransformer:
-    """Return a model of the same kind with `weights`, on the CPU, neither sharded nor compiled."""
-    with torch.random.fork_rng(devices=[]):  # weights are drawn before they are set
-        copied = DecisionTransformer(model.config)
-    copied.attention = model.attention
-    copied.load_state_dict(dict(weights))
-    return copied
 
 
 def trained_model(checkpoint: Checkpoint) -> TrainedModel:
