@@ -20,6 +20,7 @@ from tests.evaluation_support import Constant, Counted
 from tests.support import failing_code, one_error
 
 imageio = pytest.importorskip("imageio.v3")
+pytest.importorskip("mujoco")  # without it gymnasium's module raises an error of its own
 HopperEnv: Any = pytest.importorskip("gymnasium.envs.mujoco.hopper_v5").HopperEnv
 
 
