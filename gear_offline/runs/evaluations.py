@@ -193,6 +193,7 @@ class RunEvaluations(Closing):
             with self._progress.paused("evaluating"), self._run.stop.abortable(), random:
                 played = play()
         except Aborted:
+            self._progress.say(f"step {step:,}: not evaluated, stopped; --resume does it")
             return
         except Exception as error:
             played = error
