@@ -70,9 +70,9 @@ def default_rule(flags: Sequence[str], *, where: str) -> tuple[str, list[str]]:
         return terminal, [note]
     if time_flag:
         return time_flag, [f"only {time_flag} end episodes: none counts as terminated"]
-    remedy = "add terminals and timeouts, terminations and truncations, or dones; or give the rule "
+    remedy = "add terminals and timeouts, terminations and truncations, or dones; or give a rule: "
     what = "no column tells where episodes end"
-    raise InputError("COLUMN", what, where, f"{remedy}'steps=N' or 'none'")
+    raise InputError("COLUMN", what, where, f"{remedy}--rule steps=N, or none")
 
 
 class Boundaries(NamedTuple):

@@ -73,7 +73,8 @@ class Hdf5File(Closing):
         self.warnings: list[str] = []
         with _told_as_damaged(path):
             if not h5py.is_hdf5(path):
-                what, remedy = "not an HDF5 file", "give a .hdf5 file, or a file of that format"
+                what = "not an HDF5 file"
+                remedy = "from Python anything can be converted: go.from_arrays, go.from_episodes"
                 raise InputError("SOURCE_READ", what, where=str(path), remedy=remedy)
             try:
                 self._file = h5py.File(path, "r", locking="best-effort")
