@@ -28,6 +28,7 @@ from gear_offline.progress import Progress
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source
 from gear_offline.sources.combine import dataset_source
+from gear_offline.sources.flat import SUFFIXES
 
 PIECE_BYTES = 32 << 20  # read and written at a time
 CHUNK_ROWS = 4096
@@ -186,6 +187,9 @@ class Hdf5Writer(Closing):
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
         self._path = path
+        if path.suffix not in ("", *SUFFIXES):
+            what, remedy = "the file is HDF5", f"let its name end with {' or '.join(SUFFIXES)}"
+            raise InputError("USAGE", what, where=str(path), remedy=remedy)
         # Closing a dataset would empty its cache: a chunk would be compressed at every part.
         self._datasets: dict[str, h5py.Dataset] = {}
         with ExitStack() as stack:
