@@ -38,6 +38,7 @@ _WORDS = {
     "a valid tuple": "a list, as in [1, 2]",
     "a valid dictionary": "a section of `key: value` lines",
     "String should match pattern '^(auto|cpu|cuda(:[0-9]+)?)$'": "use auto, cpu, cuda or cuda:N",
+    "String should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$'": "use letters, digits, . _ -",
 }
 
 
