@@ -26,6 +26,7 @@ from gear_offline.progress import Progress
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source
 from gear_offline.sources.combine import dataset_source
+from gear_offline.sources.flat import SUFFIXES
 
 PIECE_BYTES = 32 << 20  # read and written at a time
 CHUNK_ROWS = 4096
@@ -178,6 +179,9 @@ class _Output(io.FileIO):
 @contextmanager
 def new_hdf5(path: Path, *, overwrite: bool = False) -> Iterator[Hdf5Writer]:
     """Give the writer of a file that appears when the body ends, and not at all after an error."""
+    if path.suffix not in ("", *SUFFIXES):
+        what, remedy = "the file is HDF5", f"let its name end with {' or '.join(SUFFIXES)}"
+        raise InputError("USAGE", what, where=str(path), remedy=remedy)
     with new_file(path, overwrite=overwrite) as part, _Output(part, "r+") as output:
         # HDF5's own lock would conflict with ours.
         with h5py.File(output, "w", locking=False, rdcc_nbytes=CACHE_BYTES) as file:

@@ -116,6 +116,8 @@ class Progress(Closing):
     def paused(self, doing: str) -> Iterator[None]:
         """Show that something else is done meanwhile, whose time does not count for the rate."""
         began, self._doing = time.monotonic(), f", {doing}"
+        if self._live is None:
+            say(f"{self._description}: {self._amount()}{self._doing}", quiet=self._quiet)
         try:
             yield
         finally:

@@ -117,6 +117,10 @@ def test_evaluating_what_is_not_there_says_what_is(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     with one_error("RUN_NOT_FOUND", r"e\.g\. runs/tiny-s0"):  # a run of nearly that name
         evaluate("tiny")
+    with one_error("RUN_NOT_FOUND", "no checkpoint yet.*--resume"):
+        (tmp_path / "begun").mkdir()
+        (tmp_path / "begun/recipe.yaml").touch()
+        evaluate("begun")
     last = checkpoints / "step-00000020"
     assert find_checkpoint(last) == last
     assert failing_code(lambda: evaluate(last, checkpoint="best")) == "USAGE", "it is one already"

@@ -116,6 +116,8 @@ def test_choices_and_paths(dataset: Dataset, tmp_path: Path) -> None:
         with one_error(code):
             export_hdf5(dataset, tmp_path / "all.hdf5", **more)
     export_hdf5(dataset, tmp_path / "all.hdf5", overwrite=True, quiet=True)
+    with one_error("USAGE", "HDF5"):  # convert would take it for another format
+        export_hdf5(dataset, tmp_path / "all.npz")
     assert [p.name for p in tmp_path.glob(".*")] == []
 
 

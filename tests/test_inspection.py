@@ -54,7 +54,7 @@ def test_text_shows_what_matters(document: dict[str, Any], tmp_path: Path) -> No
     text = text_of(document)
     for word in (
         *("observations", "float32", "scalar", "Hopper-v5", "3234.3", "indicative only"),
-        *("terminated", "truncated", "episode return  mean", "episode length  mean"),
+        *("terminated", "truncated", "returns  mean", "lengths  mean"),
         *("3 shards", "checked, all match"),
     ):
         assert word in text, word

@@ -30,10 +30,11 @@ def test_in_a_file_lines_come_now_and_then(capfd: Captured) -> None:
     work()
     said = capfd.readouterr()
     assert said.out == ""
-    first, second = said.err.splitlines()
-    assert first == "step 1,500: asked [3,600]"
-    assert second.startswith("tiny: 1,000 steps in 0.")
-    assert second.endswith("loss 0.0625  normalized 41")
+    pause, line, end = said.err.splitlines()
+    assert pause == "tiny: 1,500 of 2,000 steps, evaluating"
+    assert line == "step 1,500: asked [3,600]"
+    assert end.startswith("tiny: 1,000 steps in 0.")
+    assert end.endswith("loss 0.0625  normalized 41")
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_a_pause_does_not_count_for_the_rate(capfd: Captured, clock: list[float]
             clock[0] = 6.0
         clock[0] = 16.0
         progress.update(100)
-    assert capfd.readouterr().err.splitlines()[0].endswith("0:00:10 left  10 steps/s")
+    assert capfd.readouterr().err.splitlines()[1].endswith("0:00:10 left  10 steps/s")
 
 
 def shown_on_a_terminal(monkeypatch: Patch, columns: int) -> str:

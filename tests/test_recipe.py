@@ -130,6 +130,7 @@ def test_all_problems_are_told() -> None:
     for overrides in (["train.steps=x", "seed=y"], ["train.accumulate=7", "model.heads=3"]):
         said = refused("paper", *overrides)
         assert all(override.partition("=")[0] in said for override in overrides)
+    assert "selection.strategy=top_percent" in refused("paper", "selection=top_k")
 
 
 # a million narrow blocks would fit the memory, and never be made

@@ -69,7 +69,11 @@ def interrupted_in(step: int) -> Iterator[None]:
 
 
 def test_ctrl_c_ends_an_evaluation_which_the_resumed_run_repeats(
-    whole: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     run = tmp_path / "run"
 
@@ -80,7 +84,8 @@ def test_ctrl_c_ends_an_evaluation_which_the_resumed_run_repeats(
     with monkeypatch.context() as patched:
         patched.setattr("gear_offline.evaluation.evaluate.evaluate_tasks", slow)
         with pytest.raises(TrainingInterrupted, match="after step 7,"):
-            train_run(tiny_recipe(data, "evaluate.background=off"), out=run, quiet=True)
+            train_run(tiny_recipe(data, "evaluate.background=off"), out=run)
+    assert "not evaluated, stopped; --resume does it" in capfd.readouterr().err
     assert read_records(run / "evaluations.jsonl") == []
     train_run(tiny_recipe(data), out=run, resume=True, quiet=True)
     assert learnt(run) == learnt(whole)

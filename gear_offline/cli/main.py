@@ -35,6 +35,7 @@ from gear_offline.cli.values import (
     RecipeName,
     Run,
     Size,
+    complete_recipe,
     examples,
     options,
     parse_range,
@@ -238,7 +239,9 @@ def recipes_show(recipe: RecipeName) -> None:
 
 @recipes_app.command("cp", epilog=examples("recipes cp paper", "recipes cp paper mine.yaml"))
 def recipes_cp(
-    name: str = Argument(metavar="RECIPE", help="Name from `recipes ls`."),
+    name: str = Argument(
+        metavar="RECIPE", help="Name from `recipes ls`.", autocompletion=complete_recipe
+    ),
     target: Path = Argument(Path("."), help="File or directory to write."),
 ) -> None:
     """Copy a recipe to a file of your own."""
@@ -498,7 +501,11 @@ def doctor(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-@command("Machines", "plan demo --gpus 4", "plan dt_1b --nodes 8 --gpus 8 --data 10TB")
+@command(
+    "Machines",
+    "plan demo data.path=demo/hopper --gpus 4",
+    "plan dt_1b data.path=demo/hopper --nodes 8 --gpus 8",
+)
 def plan(
     recipe: RecipeName,
     overrides: list[str] = Overrides(),

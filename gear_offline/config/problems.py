@@ -37,6 +37,8 @@ _WORDS = {
     "a valid integer": "a whole number",
     "a valid tuple": "a list, as in [1, 2]",
     "a valid dictionary": "a section of `key: value` lines",
+    "String should match pattern '^(auto|cpu|cuda(:[0-9]+)?)$'": "use auto, cpu, cuda or cuda:N",
+    "String should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$'": "use letters, digits, . _ -",
 }
 
 
@@ -99,6 +101,8 @@ def problem_text(problem: Any) -> str:
     if problem["type"] not in ("value_error", "missing"):  # these two say what they got
         message += f", got {json.dumps(problem['input'], default=repr, ensure_ascii=False)[:60]}"
     path = ".".join(map(str, problem["loc"]))
+    if path == "selection":
+        message += "; write selection.strategy=top_percent selection.percent=10"
     return f"{path}: {message}" if path else message
 
 

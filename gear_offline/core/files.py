@@ -170,7 +170,7 @@ def new_directory(
 def check_new_file(path: Path, *, overwrite: bool = False) -> None:
     """Refuse early what could not be written as a new file hours later."""
     if path.is_dir() or (os.path.lexists(path) and not overwrite):
-        remedy = "choose another name, or overwrite a file (--overwrite)"
+        remedy = "choose another name; --overwrite, where the command has it, replaces a file"
         raise InputError("OUTPUT_EXISTS", "output exists", str(path), remedy)
     check_folder(path.parent, output=path)
     if not path.parent.is_dir():

@@ -179,14 +179,14 @@ def _endings(document: Mapping[str, Any]) -> dict[str, str]:
         for key, name in names.items()
         if (count := document["endings"][key])
     ]
-    rows = {"episodes end": ", ".join(shares)}
+    rows = {"endings": ", ".join(shares)}
     for what in ("return", "length"):
         spread = document[f"{what}s"]
         facts = [f"{name} {number_text(spread[name])}" for name in ("mean", "std", "min", "max")]
         counts = spread["histogram"]["counts"]
         most = max(counts, default=0) or 1
         bars = "".join(_HEIGHTS[-(-count * (len(_HEIGHTS) - 1) // most)] for count in counts)
-        rows[f"episode {what}"] = f"{', '.join(facts)}  {bars}"
+        rows[f"{what}s"] = f"{', '.join(facts)}  {bars}"
         if left_out := spread.get("left_out", 0):
             count = count_text(left_out, "episode")
             rows[""] = f"left out: {count} with a {what} that is NaN or infinite"

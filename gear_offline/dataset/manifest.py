@@ -350,6 +350,8 @@ def _no_dataset(path: Path) -> InputError:
     if re.match(r"(d4rl|minari):.", str(path)) or dataset_file(str(path)):
         what = "this names a source, not a dataset"
         source = str(path) if ":" in str(path) else f"d4rl:{path}"
+    elif (path / "recipe.yaml").is_file():
+        what = "this is a run, not a dataset"
     elif os.path.exists(path) and not os.path.isdir(path):
         what, source = "a dataset is a directory, this is a file", str(path)
     elif not os.access(path, os.R_OK):

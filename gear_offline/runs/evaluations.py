@@ -172,6 +172,7 @@ class RunEvaluations(Closing):
             with self._progress.paused("evaluating"), self._run.stop.abortable(), random:
                 waiting.played = play_job(Caller(), *self._job(step))
         except Aborted:
+            self._progress.say(f"step {step:,}: not evaluated, stopped; --resume does it")
             return
         except Exception as error:
             waiting.played = error

@@ -131,11 +131,11 @@ _NOTES = {
     "adroit": "no timeouts column: episodes are cut at D4RL's step limit, which human "
     "demonstrations need not keep",
     "maze2d": "no timeouts column: the file is one continuous trajectory, cut only at terminals; "
-    "rule='steps=N' cuts it at the environment's step limit",
+    "--rule steps=N cuts it at the environment's step limit",
     "antmaze": "no timeouts column: episodes are cut every 1001 steps, as D4RL's generator does",
     "mujoco": "no timeouts column: episodes end at terminals or after 1000 steps",
     "d4rl": "no timeouts column: only terminals end episodes, so time limits are not seen; "
-    "rule='terminals|steps=N' adds one",
+    "--rule 'terminals|steps=N' adds one",
 }
 
 

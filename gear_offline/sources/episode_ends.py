@@ -70,7 +70,7 @@ def default_rule(flags: Sequence[str], *, where: str) -> tuple[str, list[str]]:
         return terminal, [note]
     if time_flag:
         return time_flag, [f"only {time_flag} end episodes: none counts as terminated"]
-    remedy = "add terminals and timeouts, or dones; or give the rule 'steps=N' or 'none'"
+    remedy = "add terminals and timeouts, or dones; or give a rule: --rule steps=N, or none"
     raise InputError("COLUMN", "no column tells where episodes end", where, remedy)
 
 

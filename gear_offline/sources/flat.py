@@ -135,7 +135,8 @@ def find_columns(
     for name in chosen:
         rows = found[name].rows
         if rows != count or not rows:
-            what = f"{name} has {count_text(rows, 'row')}, {chosen[0]} has {count:,}"
+            what = f"{name} has {count_text(rows, 'row')}"
+            what += f", {chosen[0]} has {count:,}" if rows != count else ""
             remedy = "every column needs one row a step: the file is damaged or of another layout"
             raise misfit(what, where, remedy)
     for name in sorted(set(usable) - set(chosen)):

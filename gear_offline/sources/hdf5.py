@@ -73,7 +73,8 @@ class Hdf5File(Closing):
         self.warnings: list[str] = []
         with _told_as_damaged(path):
             if not h5py.is_hdf5(path):
-                raise InputError("SOURCE_READ", "not an HDF5 file", str(path), "give a .hdf5 file")
+                remedy = "from Python anything can be converted: go.from_arrays, go.from_episodes"
+                raise InputError("SOURCE_READ", "not an HDF5 file", str(path), remedy)
             try:
                 self._file = h5py.File(path, "r", locking="best-effort")
             except BlockingIOError as error:  # locked: not damaged, but not complete either

@@ -148,6 +148,6 @@ def plot_curves(path: Path, trials: Sequence[TrialResult], table: Table) -> Path
     best = table.rows[0]
     title = f"{RANKING[table.metric].capitalize()} {best.estimates[table.metric]}"
     if len(table.rows) > 1:
-        title += f" with {best.label}, the best"
+        title += f" with {best.label}, ranked first"
     plots.titles(figure, title, f"{runs_text}{hidden}; {what}")
     return plots.save_figure(figure, path)

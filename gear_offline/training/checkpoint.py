@@ -358,12 +358,13 @@ def no_run(path: Path) -> InputError:
     """Return the error of a path that is no run, with what it may be instead."""
     near = sorted(Path("runs").glob(f"{glob.escape(path.name)}*/checkpoints"))
     near = sorted(path.glob("*/checkpoints")) or near
-    what, example = "there is no such run", Path("runs/hopper-medium-s0")
+    example = near[0].parent if near else Path("runs/hopper-medium-s0")
+    what, remedy = "there is no such run", f"give the directory of a run, e.g. {example}"
     if (path / "manifest.json").exists():
         what = "this is a dataset, not a run"
+    elif (path / "recipe.yaml").is_file():
+        what = "the run has no checkpoint yet"
+        remedy = f"wait for one, or go on with `gear-offline train {path} --resume`"
     elif path.is_dir():
-        is_run = (path / "recipe.yaml").is_file()
-        what = "the run has no checkpoint yet" if is_run else "there is no run in this folder"
-    example = near[0].parent if near else example
-    remedy = f"give the directory of a run, e.g. {example}"
+        what = "there is no run in this folder"
     return InputError("RUN_NOT_FOUND", what, where=str(path), remedy=remedy)
