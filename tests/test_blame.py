@@ -89,7 +89,7 @@ def test_what_cannot_skip_says_so(data: Path, tmp_path: Path) -> None:
         with one_error("RECIPE", "skip"):
             tiny_recipe(data, f"train.skip={wrong}")
     skipping = tiny_recipe(data, *QUIET, "train.skip=[[3, 4]]")
-    with one_error("SELECTION", "prioritized draws depends on the losses"):
+    with one_error("SELECTION", "prioritized draws depends on losses"):
         learning = skipping.replace({"selection.strategy": "prioritized"})
         train_run(learning, out=tmp_path / "run", quiet=True)
     sizes = ModelSizes(state_dim=3, action_dim=1, discrete=False)
