@@ -124,7 +124,8 @@ def sealed(body: bytes) -> bytes:
 
 def run_python(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run Python to its end, with the modules of the checkout; `variables` are added to ours."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("variables", {})}
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": paths, **options.pop("variables", {})}
     command = [sys.executable, *map(str, words)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, **options)
 

@@ -350,7 +350,7 @@ def _no_dataset(path: Path) -> InputError:
     if re.match(r"(d4rl|minari):.", str(path)) or dataset_file(str(path)):
         what = "this names a source, not a dataset"
         source = str(path) if ":" in str(path) else f"d4rl:{path}"
-    elif (path / "recipe.yaml").is_file():
+    elif os.path.isfile(path / "recipe.yaml"):
         what = "this is a run, not a dataset"
     elif os.path.exists(path) and not os.path.isdir(path):
         what, source = "a dataset is a directory, this is a file", str(path)
