@@ -79,6 +79,8 @@ def test_what_is_no_path_is_refused_as_a_wrong_one_is(reader: Callable[[Any], ob
     with pytest.raises(InputError, match="a NoneType is not a path") as caught:
         reader(None)
     assert "pathlib.Path" in caught.value.remedy
+    with pytest.raises(InputError, match=r"a dict is not a path; .*go.from_arrays\(columns\)"):
+        open_source({})  # type: ignore[arg-type]
 
 
 def test_ranges_outside_and_unknown_columns(dataset: Dataset) -> None:

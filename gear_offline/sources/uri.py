@@ -76,6 +76,10 @@ def open_source(
     if not (isinstance(names, Mapping) and all(isinstance(o, str) for o in names.values())):
         what, remedy = f"names={names!r} is not usable", 'give a mapping: {"observations": "obs"}'
         raise InputError("COLUMN", what, remedy=remedy)
+    if isinstance(uri, Mapping | list | tuple):
+        what = f"a {type(uri).__name__} is not a path"
+        remedy = "make a source of it: go.from_arrays(columns), go.from_episodes(episodes)"
+        raise InputError("SOURCE_READ", what, remedy=remedy)
     text, path = str(uri), given_path(uri, "SOURCE_READ", where="uri")
     scheme, _, name = text.partition(":") if isinstance(uri, str) else ("", "", "")
     asked = Asked(text, rule, names)
