@@ -76,11 +76,12 @@ def test_every_page_is_in_the_navigation() -> None:
     assert listed == there | {f"reference/{name}" for name in GENERATED}
 
 
-def test_pages_that_the_program_names_exist() -> None:
+def test_files_that_the_program_or_a_page_names_exist() -> None:
     rooms = [*ROOMS, "recipes", "benchmarks", "examples"]
     files = [file for room in rooms for file in (ROOT / room).rglob("*") if file.is_file()]
-    texts = [file.read_text() for file in files if file.suffix in {".py", ".yaml", ".cu", ".cuh"}]
-    named = {name for text in texts for name in re.findall(r"\bdocs/[\w/-]+\.\w+", text)}
+    code = [file for file in files if file.suffix in {".py", ".yaml", ".cu", ".cuh"}]
+    texts = [file.read_text() for file in (*code, *PAGES)]
+    named = {n for text in texts for n in re.findall(r"\b(?:docs|tests)/[\w/-]+\.\w+", text)}
     assert {name for name in named if not (ROOT / name).exists()} == set()
 
 

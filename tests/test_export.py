@@ -49,7 +49,9 @@ def test_a_round_trip_keeps_bytes_and_episodes(
 
 def test_episodes_in_memory_become_a_file(tmp_path: Path) -> None:
     columns = {k: hopper_columns(4)[k] for k in ("observations", "actions", "rewards")}
-    source = from_episodes([columns | {"terminated": True}, columns], environment="Hopper-v5")
+    facts: dict[str, Any] = {"name": "mine", "environment": "Hopper-v5", "attributes": {"a": 1}}
+    source = from_episodes([columns | {"terminated": True}, columns], **facts)
+    assert (source.info.uri, source.info.attributes["a"]) == ("mine", 1)
     path = export_hdf5(source, tmp_path / "x.hdf5", quiet=True)
     with open_source(path) as again:
         assert again.info.rule == "terminals|timeouts"

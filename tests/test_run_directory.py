@@ -209,7 +209,7 @@ def test_a_file_or_a_link_that_leads_nowhere_is_named(
 
 def test_an_export_says_so_too_and_asks_for_a_folder(data: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for place, words in (("file", "file is not a folder"), ("new", "new does not exist: make it")):
+    for place, words in (("file", "file is not a folder"), ("new", "folder does not exist")):
         with one_error("OUTPUT_WRITE", words):
             gear_offline.export_hdf5(data, tmp_path / place / "x.hdf5", quiet=True)
     assert os.listdir(tmp_path) == ["file"]

@@ -220,6 +220,11 @@ def test_download_and_its_failure(tmp_path: Path, monkeypatch: Patch) -> None:
     try:
         with open_source("d4rl:hopper-medium-v2") as source:
             assert_same(source, columns, naive_episodes(columns, lambda *_: False))
+        monkeypatch.setenv("D4RL_DATASET_DIR", str(served))
+        (served / "hopper_medium-v2.hdf5").mkdir()  # no place for a file
+        with pytest.raises(UnavailableError, match="output exists"):
+            open_source("d4rl:hopper-medium-v2")
+        monkeypatch.setenv("D4RL_DATASET_DIR", str(cache))
         with pytest.raises(UnavailableError) as caught:
             open_source("d4rl:hopper-expert-v2")
     finally:

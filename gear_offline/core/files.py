@@ -174,7 +174,8 @@ def check_new_file(path: Path, *, overwrite: bool = False) -> None:
         raise InputError("OUTPUT_EXISTS", "output exists", str(path), remedy)
     check_folder(path.parent, output=path)
     if not path.parent.is_dir():
-        raise unusable(path, f"the folder {path.absolute().parent} does not exist: make it")
+        what, remedy = "the folder does not exist", "make it, or choose another place"
+        raise InputError("OUTPUT_WRITE", what, str(path.absolute().parent), remedy)
 
 
 def check_folder(folder: Path, *, output: Path) -> None:

@@ -206,6 +206,5 @@ def _download(url: str, target: Path) -> None:
     except (OSError, ValueError, GearError) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()  # it holds the connection
-        reason = error.__cause__ if isinstance(error, GearError) else error
-        what = f"cannot fetch {url}: {reason}"
+        what = f"cannot fetch {url}: {error.__cause__ or error}"
         raise UnavailableError("SOURCE_READ", what, str(target), remedy) from error
