@@ -13,7 +13,7 @@ import numpy as np
 from gear_offline.config.sections import GoalSettings
 from gear_offline.kernels.draws import Segments, bounded
 from gear_offline.kernels.gather import Windows, real_steps
-from gear_offline.sampling.base import GOAL_STREAM, Stream, slot_draws
+from gear_offline.sampling.base import GOAL_STREAM, SegmentStream, slot_draws
 from gear_offline.sampling.episodes import WeightedChoice
 from gear_offline.tables.fields import EXTRA
 
@@ -24,7 +24,7 @@ CURRENT, FUTURE, FINAL, RANDOM = range(4)
 class GoalSampler:
     """Draws the goals of segments."""
 
-    def __init__(self, options: GoalSettings, stream: Stream, context_length: int) -> None:
+    def __init__(self, options: GoalSettings, stream: SegmentStream, context_length: int) -> None:
         index, o = stream.selection.index, options
         self._stream, self._index, self._span = stream, index, context_length
         self._kinds = WeightedChoice(np.array([o.current, o.future, o.final, o.random]))

@@ -41,7 +41,7 @@ from gear_offline.loaders.recipes import loader_options, open_data, recipe_sampl
 from gear_offline.loaders.rows import RowOpener, Rows
 from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
 from gear_offline.sampling import Sampler, check_range
-from gear_offline.sampling.base import Stream, plain
+from gear_offline.sampling.base import SegmentStream, plain
 from gear_offline.tables.joint import JointDataset, TableData, data_digest, data_name
 from gear_offline.tables.table import Table
 
@@ -185,7 +185,7 @@ class GearLoader(Closing, Iterator[Batch]):
         self.loss_sampler = self.selection.loss_sampler
         rank_batch = self.world.rank_batch(self.batch_size)
         self.rank_batch = rank_batch if self.world.feeds else 0
-        stream = Stream(
+        stream = SegmentStream(
             selection=self.selection,
             seed=self.seed,
             global_batch=self.batch_size,

@@ -28,7 +28,7 @@ from gear_offline.loaders.goals import GoalSampler, with_goals
 from gear_offline.loaders.options import LoaderOptions
 from gear_offline.loaders.segments import LocalSegments, Ring, ShardedSegments
 from gear_offline.sampling import Sampler
-from gear_offline.sampling.base import Stream
+from gear_offline.sampling.base import SegmentStream
 from gear_offline.tables.fields import EXTRA
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import Handle, share_table
@@ -127,7 +127,7 @@ class RowOpener:
     """Chooses a tier and opens rows there; all ranks of `world` call it together."""
 
     data: TableData
-    stream: Stream
+    stream: SegmentStream
     world: World
     device: torch.device
     options: LoaderOptions

@@ -21,7 +21,7 @@ from gear_offline.core.text import size_text
 from gear_offline.distributed.sharding import share_shards
 from gear_offline.errors import InputError
 from gear_offline.planning.compute import StepCost, step_cost
-from gear_offline.planning.hardware import Cluster, Reads
+from gear_offline.planning.hardware import Cluster, ReadRates
 from gear_offline.planning.workload import Workload
 from gear_offline.tables.placement import HBM_SHARE, HOST, deal_out
 from gear_offline.training.cost import CONTEXT_BYTES
@@ -149,7 +149,7 @@ def _step(
     network = crossing * batch * window
     exchange = network / nodes / cluster.node_rate
     part = min(1.0, gather.host_node / gpus / gather.host.bytes)  # all GPUs read at once
-    host = Reads(windows=gather.host.windows * part, bytes=gather.host.bytes * part)
+    host = ReadRates(windows=gather.host.windows * part, bytes=gather.host.bytes * part)
     gathering = gather.launch
     for tier, rates in (("hbm", gather.hbm), ("peer", gather.peer), ("host", host)):
         windows = share * layout.reads[tier]

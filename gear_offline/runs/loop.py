@@ -32,7 +32,7 @@ from gear_offline.runs.trackers import trackings
 from gear_offline.runs.writer import RunWriter
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
-from gear_offline.training.checkpoint import Keep, remove_leftovers
+from gear_offline.training.checkpoint import Keep, remove_partial
 from gear_offline.training.gradients import check_micro_batches
 from gear_offline.training.learner import Learner
 from gear_offline.training.saving import Saver, restore
@@ -155,7 +155,7 @@ def begin_run(
                 yield run
         except OSError as error:  # of the run's own files: the data's errors have codes
             if directory is not None:
-                remove_leftovers(directory.checkpoints)
+                remove_partial(directory.checkpoints)
             raise write_error(error, str(place)) from error
 
 

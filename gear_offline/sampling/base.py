@@ -131,7 +131,7 @@ class Sampler:
     cuts_windows: bool = False
     context_length: int | None = None
     episode_order: Int64Array | None = None
-    leaves_out: ClassVar[bool] = False  # whether it looks at `Facts.kept` itself
+    knows_kept: ClassVar[bool] = False  # it leaves out what is not in `Facts.kept` itself
 
     def __init__(self, facts: Facts, options: Any = None) -> None:
         self.index = facts.episodes
@@ -356,7 +356,7 @@ def make_sampler(
 def build_sampler(name: object, facts: Facts, options: Mapping[str, Any]) -> Sampler:
     """Return a sampler of the episodes that are kept."""
     kind, chosen = sampler_class(name), parse_options(name, options)
-    if facts.kept is None or kind.leaves_out:
+    if facts.kept is None or kind.knows_kept:
         return kind(facts, chosen)
     members = np.flatnonzero(facts.kept)
     return Members(kind(facts.of_kept(), chosen), members, facts.episodes)
@@ -431,7 +431,7 @@ def plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stream:
+class SegmentStream:
     """The segments of every step of a loader, or of one rank's part of it."""
 
     selection: Sampler

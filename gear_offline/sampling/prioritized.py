@@ -52,7 +52,7 @@ class Prioritized(Sampler):
     two of which N make less than ``2**63``.
     """
 
-    leaves_out = True
+    knows_kept = True
 
     @dataclass(frozen=True, config=STRICT)
     class Options:

@@ -312,7 +312,7 @@ def legal_names(names: Iterable[str]) -> dict[str, str]:
     return columns
 
 
-def parts_of(text: str) -> list[str]:
+def split_names(text: str) -> list[str]:
     """Return the columns that ``"a + b"`` names."""
     return [part.strip().strip("/") for part in text.split("+")]
 
