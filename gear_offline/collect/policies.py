@@ -21,9 +21,8 @@ import numpy.typing as npt
 from gear_offline.collect.record import EpisodePolicy
 from gear_offline.config.problems import nearest
 from gear_offline.core.types import Array, Float64Array
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, package_needed
 from gear_offline.evaluation.environments import make_environment
-from gear_offline.sources.base import package_needed
 
 # Name before the colon: module and what pip calls it.
 LIBRARIES = {"sb3": ("stable_baselines3", "stable-baselines3"), "sbx": ("sbx", "sbx-rl")}

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from gear_offline.core.files import check_new_file, write_file, writing
 from gear_offline.core.text import first_line
-from gear_offline.errors import InputError, UnavailableError
+from gear_offline.errors import InputError, UnavailableError, package_needed
 from gear_offline.evaluation.environments import (
     FRAME_SKIP,
     describe,
@@ -27,7 +27,6 @@ from gear_offline.evaluation.environments import (
 )
 from gear_offline.evaluation.evaluate import EvaluationTask
 from gear_offline.progress import Progress
-from gear_offline.sources.base import package_needed
 from gear_offline.training.records import EvaluationReport, TargetResult, TaskResult
 
 if TYPE_CHECKING:

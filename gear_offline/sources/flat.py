@@ -24,7 +24,6 @@ from gear_offline.sources.d4rl import D4rlFile
 from gear_offline.sources.episode_ends import FLAGS, default_rule, split_episodes
 from gear_offline.sources.hdf5 import Hdf5File
 
-SUFFIXES = (".hdf5", ".h5")
 REQUIRED = ("observations", "actions", "rewards")
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray
+from gear_offline.errors import package_needed
 from gear_offline.sources.base import (
     READ_BYTES,
     Asked,
@@ -34,7 +35,6 @@ from gear_offline.sources.base import (
     files_in,
     kinds_of_rows,
     misfit,
-    package_needed,
     split_names,
 )
 from gear_offline.sources.combine import observation_vectors

@@ -18,7 +18,7 @@ import numpy as np
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, Int64Array
 from gear_offline.dataset.scores import dataset_of_file
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, package_needed
 from gear_offline.sources.base import (
     Asked,
     InputFile,
@@ -27,7 +27,6 @@ from gear_offline.sources.base import (
     damage_told,
     kinds_of_rows,
     misfit,
-    package_needed,
     some_names,
     split_names,
 )

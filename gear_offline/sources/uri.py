@@ -17,8 +17,8 @@ from gear_offline.sources.base import Asked, Source, files_in, misfit
 from gear_offline.sources.combine import dataset_source, join_sources, with_columns
 from gear_offline.sources.d4rl import find_or_download
 from gear_offline.sources.dqn_replay import open_dqn_replay, replay_folder
-from gear_offline.sources.flat import SUFFIXES, open_hdf5
-from gear_offline.sources.hdf5 import Hdf5File
+from gear_offline.sources.flat import open_hdf5
+from gear_offline.sources.hdf5 import SUFFIXES, Hdf5File
 from gear_offline.sources.lerobot import is_lerobot, open_lerobot
 from gear_offline.sources.minari import data_directory, find_directory, open_minari
 from gear_offline.sources.npz import open_npz

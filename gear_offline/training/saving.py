@@ -265,7 +265,7 @@ def _snapshot(
 
     def on_host() -> dict[str, Tensor]:
         event.synchronize()
-        return _on_host(copies, device)
+        return _fetch(copies, device)
 
     return on_host
 
@@ -285,7 +285,7 @@ def _copy(tensor: Tensor, has_room: bool) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _on_host(copies: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def _fetch(copies: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Take all out of `copies`, those of a GPU fetched without its other streams."""
     # On the default stream each fetch would wait for all the steps launched by then.  Streams of
     # high priority are others than those that training and captures get from torch.
