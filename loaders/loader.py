@@ -20,6 +20,7 @@ from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.sections import GoalSettings, Mode, Placement, Sharding
 from gear_offline.core.closing import Closing
+from gear_offline.core.text import plain
 from gear_offline.core.types import Int64Array
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.distributed.world import World, resolve_device
@@ -41,7 +42,7 @@ from gear_offline.loaders.recipes import loader_options, open_data, recipe_sampl
 from gear_offline.loaders.rows import RowOpener, Rows
 from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
 from gear_offline.sampling import Sampler, check_range
-from gear_offline.sampling.base import SegmentStream, plain
+from gear_offline.sampling.base import SegmentStream
 from gear_offline.tables.joint import JointDataset, TableData, data_digest, data_name
 from gear_offline.tables.table import Table
 

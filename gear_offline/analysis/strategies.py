@@ -10,13 +10,7 @@ from typing import Any
 
 from gear_offline.analysis.compare import Comparison, compare, verdict_text
 from gear_offline.analysis.page import write_comparison
-from gear_offline.analysis.sampling import (
-    MOST_DRAWS,
-    Strategy,
-    describe,
-    measure,
-    parse_candidates,
-)
+from gear_offline.analysis.sampling import MOST_DRAWS, Strategy, describe, measure, parse_candidates
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.sections import SelectionSettings
 from gear_offline.core.files import check_folder

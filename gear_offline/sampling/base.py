@@ -23,6 +23,7 @@ from pydantic import ConfigDict, ValidationError
 
 from gear_offline.config.problems import nearest, problem_text
 from gear_offline.config.strict_yaml import parse_yaml
+from gear_offline.core.text import plain
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array, UInt64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
@@ -419,15 +420,6 @@ class StepLocator:
     def __call__(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
         episodes = self.search.find(rows.view(np.uint64))
         return episodes, rows - self._offsets[episodes]
-
-
-def plain(value: Any) -> Any:
-    """Return a value as JSON gives it back: lists for tuples and arrays, numbers of Python."""
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return {key: plain(each) for key, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True, kw_only=True)
