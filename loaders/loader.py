@@ -29,6 +29,7 @@ from gear_offline.kernels.draws import Segments
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.kernels.gather_gpu import GpuGather
 from gear_offline.loaders.batch import Batch, split_steps
+from gear_offline.loaders.from_recipe import loader_options, open_data, recipe_sampler
 from gear_offline.loaders.goals import GOALS, GoalSampler
 from gear_offline.loaders.options import (
     bad_option,
@@ -38,7 +39,6 @@ from gear_offline.loaders.options import (
     find_world,
     no_engine,
 )
-from gear_offline.loaders.recipes import loader_options, open_data, recipe_sampler
 from gear_offline.loaders.rows import RowOpener, Rows
 from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
 from gear_offline.sampling import Sampler, check_range

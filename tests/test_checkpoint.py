@@ -27,7 +27,7 @@ from gear_offline.training.checkpoint import (
     remove_partial,
     seal,
 )
-from gear_offline.training.policies import load_policy
+from gear_offline.training.trained import load_policy
 from tests.checkpoint_support import RECIPE, save_checkpoint, saved_state, training_tensors
 from tests.model_support import assert_same_state, load_completely
 from tests.support import failing_code, one_error

@@ -23,7 +23,7 @@ from gear_offline.training.checkpoint import (
     remove_checkpoint,
     remove_partial,
 )
-from gear_offline.training.metrics import FILES, truncate_records
+from gear_offline.training.json_lines import FILES, truncate_records
 
 NEGLIGIBLE = {LOCK, ".recipe.yaml.partial"}  # a kill leaves them before the run has begun
 

@@ -23,8 +23,8 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.gather import Windows
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
+from gear_offline.loaders.from_recipe import loader_options, recipe_sampler
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.loaders.recipes import loader_options, recipe_sampler
 from gear_offline.sampling.items import Items
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import GrowingTable, SharedTables
@@ -34,8 +34,8 @@ from gear_offline.training.graph import CapturedStep, RunPart, start_compilers, 
 from gear_offline.training.model import ModelSizes, make_training_model
 from gear_offline.training.optimizer import Optimizer
 from gear_offline.training.parallel import take_over
-from gear_offline.training.policies import TrainedModel, find_trained
 from gear_offline.training.seeding import random_states, restore_random
+from gear_offline.training.trained import TrainedModel, find_trained
 from gear_offline.training.window import ReportWindow
 
 SEED_STRIDE = 0x9E3779B97F4A7C15  # between the seeds of two ranks

@@ -1,4 +1,4 @@
-"""What acts: the policy of a run, of one of its checkpoints, or of a folder of its own."""
+"""The trained model of a run, of one of its checkpoints or of a policy folder, and its policy."""
 
 from __future__ import annotations
 
