@@ -42,7 +42,7 @@ from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.files import write_file
 from gear_offline.core.system import machine
 from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
+from gear_offline.evaluation.play import EvaluationTask, evaluate_tasks
 from gear_offline.models.decision_transformer import (
     DecisionTransformer,
     build_model,
@@ -52,8 +52,8 @@ from gear_offline.models.policy import Policy
 from gear_offline.runs.loop import train_run
 from gear_offline.sweep.run import run_trials
 from gear_offline.sweep.trials import Trial
-from gear_offline.training.policies import load_policy
 from gear_offline.training.records import mean_interval
+from gear_offline.training.trained import load_policy
 
 RELEASED, OURS = "released", "gear_offline"
 PROBE_SEED, PROBE_WINDOWS = 987654321, 256

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gear_offline as go
-from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
+from gear_offline.evaluation.play import EvaluationTask, evaluate_tasks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the system's error numbers
@@ -65,6 +67,16 @@ class InputError(GearError, ValueError):
 
 class UnavailableError(GearError, RuntimeError):
     """Something the request needs is not here: a package, a device, a file system feature."""
+
+
+@contextmanager
+def package_needed(what: str, extra: str) -> Iterator[None]:
+    """Tell a package that is not installed by the extra that has it (``PACKAGE_MISSING``)."""
+    try:
+        yield
+    except ImportError as error:
+        remedy = f"pip install 'gear-offline[{extra}]'"
+        raise UnavailableError("PACKAGE_MISSING", f"{what}: {error}", remedy=remedy) from error
 
 
 def given_path(given: str | os.PathLike[str], code: str, *, where: str) -> Path:

@@ -26,7 +26,7 @@ from gear_offline.progress import Progress
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source
 from gear_offline.sources.combine import dataset_source
-from gear_offline.sources.flat import SUFFIXES
+from gear_offline.sources.hdf5 import SUFFIXES
 
 PIECE_BYTES = 32 << 20  # read and written at a time
 CHUNK_ROWS = 4096

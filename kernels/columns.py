@@ -75,7 +75,7 @@ class GroupAddresses:
     row_zero: int = 0  # address that landing rows are counted from, if there are any
 
 
-def convert(values: Array, field: Field) -> Array:
+def final_values(values: Array, field: Field) -> Array:
     """Return `values` (..., *shape) normalised if `field` asks for it, and cast to its dtype.
 
     Normalisation is computed in float64 and rounded once, so the result does not depend on where

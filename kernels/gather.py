@@ -29,7 +29,7 @@ from torch import Tensor
 
 from gear_offline.core.types import Int64Array, UInt8Array
 from gear_offline.errors import InputError
-from gear_offline.kernels.columns import ColumnGroup, Field, convert
+from gear_offline.kernels.columns import ColumnGroup, Field, final_values
 from gear_offline.kernels.draws import Segments
 
 UNSPLIT_ELEMENTS = 32768  # at::internal::GRAIN_SIZE: torch uses threads above it
@@ -164,7 +164,7 @@ class CpuGather:
         words = view.new_empty(len(rows), view.shape[1])
         _select(view, torch.from_numpy(rows), words)
         field, values = group.fields[0], words.view(torch_dtype(group.dtype)).numpy()
-        final = convert(values.reshape(*out.shape[:2], *field.shape), field)
+        final = final_values(values.reshape(*out.shape[:2], *field.shape), field)
         out.numpy()[...] = final.reshape(out.shape)
 
     def _unfilled(self, starts: Int64Array, real: Int64Array, history: int) -> Int64Array:

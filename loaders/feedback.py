@@ -6,14 +6,13 @@ Shape legend: B segments of this rank's batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from gear_offline.core.types import Array
 from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.static_batch import StaticBatch
@@ -135,14 +134,3 @@ def _learning(loader: GearLoader) -> Prioritized:
             remedy="use prioritized",
         )
     return loader.loss_sampler
-
-
-def as_tensors(name: str, state: Mapping[str, Array]) -> dict[str, Tensor]:
-    """Return what a checkpoint keeps of a state of arrays."""
-    return {f"{name}/{key}": torch.from_numpy(value) for key, value in state.items()}
-
-
-def as_arrays(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Array]:
-    """Return the state that `as_tensors` kept."""
-    kept = {k.partition("/")[2]: t for k, t in tensors.items() if k.startswith(f"{name}/")}
-    return {key: tensor.cpu().numpy() for key, tensor in kept.items()}

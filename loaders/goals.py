@@ -13,7 +13,7 @@ import numpy as np
 from gear_offline.config.sections import GoalSettings
 from gear_offline.kernels.draws import Segments, bounded
 from gear_offline.kernels.gather import Windows, real_steps
-from gear_offline.sampling.base import GOAL_STREAM, Stream, slot_draws
+from gear_offline.sampling.base import GOAL_STREAM, SegmentStream, slot_draws
 from gear_offline.sampling.episodes import WeightedChoice
 from gear_offline.tables.fields import EXTRA
 
@@ -24,14 +24,15 @@ CURRENT, FUTURE, FINAL, RANDOM = range(4)
 class GoalSampler:
     """Draws the goals of segments."""
 
-    def __init__(self, options: GoalSettings, stream: Stream, context_length: int) -> None:
-        index, o = stream.selection.index, options
+    def __init__(self, options: GoalSettings, stream: SegmentStream, context_length: int) -> None:
+        index = stream.selection.index
         self._stream, self._index, self._span = stream, index, context_length
-        self._kinds = WeightedChoice(np.array([o.current, o.future, o.final, o.random]))
+        shares = [options.current, options.future, options.final, options.random]  # as the kinds
+        self._kinds = WeightedChoice(np.array(shares))
         self._ahead: WeightedChoice | None = None
-        if o.discount is not None:
-            weights = o.discount ** np.arange(index.lengths.max(), dtype=np.float64)
-            weights[-1] /= 1.0 - o.discount  # and all beyond
+        if options.discount is not None:
+            weights = options.discount ** np.arange(index.lengths.max(), dtype=np.float64)
+            weights[-1] /= 1.0 - options.discount  # and all beyond
             self._ahead = WeightedChoice(weights)
             self._beyond = np.cumsum(self._ahead.probability[::-1])[::-1]
 

@@ -20,6 +20,7 @@ from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.sections import GoalSettings, Mode, Placement, Sharding
 from gear_offline.core.closing import Closing
+from gear_offline.core.text import plain
 from gear_offline.core.types import Int64Array
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.distributed.world import World, resolve_device
@@ -28,6 +29,7 @@ from gear_offline.kernels.draws import Segments
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.kernels.gather_gpu import GpuGather
 from gear_offline.loaders.batch import Batch, split_steps
+from gear_offline.loaders.from_recipe import loader_options, open_data, recipe_sampler
 from gear_offline.loaders.goals import GOALS, GoalSampler
 from gear_offline.loaders.options import (
     bad_option,
@@ -37,11 +39,10 @@ from gear_offline.loaders.options import (
     find_world,
     no_engine,
 )
-from gear_offline.loaders.recipes import loader_options, open_data, recipe_sampler
 from gear_offline.loaders.rows import RowOpener, Rows
 from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
 from gear_offline.sampling import Sampler, check_range
-from gear_offline.sampling.base import Stream, plain
+from gear_offline.sampling.base import SegmentStream
 from gear_offline.tables.joint import JointDataset, TableData, data_digest, data_name
 from gear_offline.tables.table import Table
 
@@ -185,7 +186,7 @@ class GearLoader(Closing, Iterator[Batch]):
         self.loss_sampler = self.selection.loss_sampler
         rank_batch = self.world.rank_batch(self.batch_size)
         self.rank_batch = rank_batch if self.world.feeds else 0
-        stream = Stream(
+        stream = SegmentStream(
             selection=self.selection,
             seed=self.seed,
             global_batch=self.batch_size,

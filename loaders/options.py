@@ -12,11 +12,10 @@ from pydantic import ValidationError
 
 from gear_offline.config.problems import nearest, problem_text
 from gear_offline.config.sections import LoaderSettings
-from gear_offline.core.text import say
+from gear_offline.core.text import plain, say
 from gear_offline.distributed.world import World, joined_world
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.sampling import Sampler, make_sampler, parse_strategy
-from gear_offline.sampling.base import plain
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.table import TableOptions
 

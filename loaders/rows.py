@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gear_offline.config.sections import Sharding
 from gear_offline.core.system import RESERVE_BYTES, available_bytes
 from gear_offline.core.text import say, size_text
 from gear_offline.core.types import BoolArray
-from gear_offline.distributed.sharding import NodeShare, shard_weights, share_shards, take_share
+from gear_offline.distributed.sharding import choose_share
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
@@ -27,12 +26,11 @@ from gear_offline.kernels.gather_gpu import GpuGather
 from gear_offline.loaders.goals import GoalSampler, with_goals
 from gear_offline.loaders.options import LoaderOptions
 from gear_offline.loaders.segments import LocalSegments, Ring, ShardedSegments
-from gear_offline.sampling import Sampler
-from gear_offline.sampling.base import Stream
+from gear_offline.sampling.base import SegmentStream
 from gear_offline.tables.fields import EXTRA
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import Handle, share_table
-from gear_offline.tables.table import Table, TableOptions, build_table, table_bytes
+from gear_offline.tables.table import Table, build_table, table_bytes
 
 if TYPE_CHECKING:
     from gear_offline.tables.disk import DiskGather
@@ -127,7 +125,7 @@ class RowOpener:
     """Chooses a tier and opens rows there; all ranks of `world` call it together."""
 
     data: TableData
-    stream: Stream
+    stream: SegmentStream
     world: World
     device: torch.device
     options: LoaderOptions
@@ -151,7 +149,7 @@ class RowOpener:
         local = None if ring is None else ring.share.nodes == self.world.node
         gathers: Gathers | None = None
         if device.type == "cuda" and options.engine != "off" and self.world.feeds:
-            gathers = self._open_engines(table, local)
+            gathers = self._gpu_gathers(table, local)
         if gathers is None:
             _need_rows(table)
             gathers = self._cpu_gathers(table, local)
@@ -270,7 +268,7 @@ class RowOpener:
         return made[0]
 
     def _cpu_gathers(self, table: Table, local: BoolArray | None) -> Gathers:
-        """Return the CPU's gathers, as `_open_engines` those of the GPU."""
+        """Return the CPU's gathers, as `_gpu_gathers` those of the GPU."""
         rows = self.data.episodes.lengths, table.first_rows(local)
         make, span = partial(CpuGather, pin=self.device.type != "cpu"), self.options.context_length
         gather = make(table.groups, *rows, context_length=span, padding=self.options.padding)
@@ -278,7 +276,7 @@ class RowOpener:
             return gather, None
         return gather, make(list(filter(_has_states, table.groups)), *rows, context_length=1)
 
-    def _open_engines(self, table: Table, local: BoolArray | None) -> Gathers | None:
+    def _gpu_gathers(self, table: Table, local: BoolArray | None) -> Gathers | None:
         """Place the table and return the GPU's gathers, of windows and of goals.
 
         With ``"auto"`` None where that cannot be.
@@ -292,7 +290,7 @@ class RowOpener:
             placed = self._place(table, local)
             groups: Sequence[GroupAddresses] = placed.groups
             if local is not None:
-                groups = [_among(each, local) for each in groups]
+                groups = [_for_all_episodes(each, local) for each in groups]
             make = partial(
                 GpuGather,
                 offsets=self.data.episodes.offsets,
@@ -349,34 +347,6 @@ class RowOpener:
         return placed
 
 
-def choose_share(
-    data: TableData, sampler: Sampler, world: World, options: TableOptions, sharding: Sharding
-) -> NodeShare | None:
-    """Return what this rank's node holds, or None if every node holds all.
-
-    Nodes get equal shares of the probability where the sampler knows it, else of steps.
-    """
-    if world.node_count == 1 or sharding == "replicate":
-        return None
-    needed = table_bytes(data, options)
-    if sharding == "auto":
-        limits = world.gather(available_bytes() - RESERVE_BYTES)
-        if needed <= min(limits):
-            return None
-    steps, weight = shard_weights(data), sampler.episode_weight
-    weights = steps if weight is None else shard_weights(data, weight)
-    owners = share_shards(weights, world.node_count, sizes=steps)
-    share, own = take_share(data, owners, world.node), owners == world.node
-    say(
-        f"sharding {sharding}: {len(share.shards)} of {len(weights)} shards, "
-        f"{steps[own].sum() / steps.sum():.1%} of {size_text(needed)} and "
-        f"{weights[own].sum() / weights.sum():.1%} of the draws, on this one of "
-        f"{world.node_count} nodes",
-        quiet=world.rank != world.leader,
-    )
-    return share
-
-
 def window_bytes(groups: Sequence[ColumnGroup], context_length: int) -> int:
     """Return the bytes that a window of `context_length` steps takes while it is gathered."""
     rows = sum(
@@ -401,7 +371,7 @@ def _has_states(group: ColumnGroup) -> bool:
     return any(field.name == "states" for field in group.fields)
 
 
-def _among(each: GroupAddresses, local: BoolArray) -> GroupAddresses:
+def _for_all_episodes(each: GroupAddresses, local: BoolArray) -> GroupAddresses:
     """Return addresses for all episodes of a dataset; those that the table lacks get another's.
 
     Only segments that nobody has written yet read there, while a captured step is rehearsed.

@@ -25,7 +25,7 @@ from gear_offline.errors import GearError
 from gear_offline.kernels.draws import Segments
 from gear_offline.kernels.gather import filled, real_steps
 from gear_offline.loaders.options import LoaderOptions
-from gear_offline.sampling.base import Stream
+from gear_offline.sampling.base import SegmentStream
 from gear_offline.tables.table import Table
 
 PARTS = 3  # of the ring: rows that are on their way, that are read, and that were read just now
@@ -34,7 +34,7 @@ PARTS = 3  # of the ring: rows that are on their way, that are read, and that we
 class LocalSegments:
     """All rows are here: a rank has its slots of the global batch, in order."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: SegmentStream) -> None:
         self._stream = stream
 
     def draw(self, first_step: int, steps: int) -> tuple[Segments, Int64Array | None]:
@@ -86,7 +86,7 @@ class ShardedSegments:
     on.  A sampler that draws only when its step has come has nothing prepared.
     """
 
-    def __init__(self, stream: Stream, world: World, ring: Ring, table: Table) -> None:
+    def __init__(self, stream: SegmentStream, world: World, ring: Ring, table: Table) -> None:
         from gear_offline.distributed.exchange import open_exchange
 
         self._stream, self._world, self.ring = stream, world, ring

@@ -18,14 +18,14 @@ import torch
 
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
-from gear_offline.evaluation import evaluate
-from gear_offline.evaluation.evaluate import tasks_of
+from gear_offline.evaluation import play
+from gear_offline.evaluation.play import tasks_of
 from gear_offline.runs import evaluations
 from gear_offline.runs.evaluations import RunEvaluations, plan_evaluations
 from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.runs.run import open_run
 from gear_offline.training.checkpoint import list_checkpoints
-from gear_offline.training.metrics import read_records
+from gear_offline.training.json_lines import read_records
 from gear_offline.workers import WorkerPool
 from tests.gpu_support import ON_GPU
 from tests.support import Captured, Patch
@@ -158,9 +158,9 @@ FULL = OSError(11, "Resource temporarily unavailable")
 @pytest.mark.parametrize(
     ("mode", "place", "error", "recorded"),
     [
-        ("on", (evaluate, "evaluate_tasks"), NAN, "NaN"),
-        ("off", (evaluate, "evaluate_tasks"), NAN, "NaN"),
-        ("off", (evaluate, "evaluate_tasks"), ZeroDivisionError(), ""),
+        ("on", (play, "evaluate_tasks"), NAN, "NaN"),
+        ("off", (play, "evaluate_tasks"), NAN, "NaN"),
+        ("off", (play, "evaluate_tasks"), ZeroDivisionError(), ""),
         ("on", (subprocess, "Popen"), FULL, "cannot be started"),
         ("on", None, None, "WORKER_LOST"),
     ],

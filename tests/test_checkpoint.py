@@ -24,10 +24,10 @@ from gear_offline.training.checkpoint import (
     newest_checkpoint,
     prune,
     read_checkpoint,
-    remove_leftovers,
+    remove_partial,
     seal,
 )
-from gear_offline.training.policies import load_policy
+from gear_offline.training.trained import load_policy
 from tests.checkpoint_support import RECIPE, save_checkpoint, saved_state, training_tensors
 from tests.model_support import assert_same_state, load_completely
 from tests.support import failing_code, one_error
@@ -225,6 +225,6 @@ def test_leftovers_are_swept_and_never_taken(tmp_path: Path, model: DecisionTran
     (tmp_path / "step-00000010.bak").mkdir()
     (tmp_path / "step-00000011").write_text("a file")
     assert [step for step, _ in list_checkpoints(tmp_path)] == [5]
-    remove_leftovers(tmp_path)
+    remove_partial(tmp_path)
     kept = [path.name, "step-00000010.bak", "step-00000011"]
     assert sorted(os.listdir(tmp_path)) == sorted(kept)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from gear_offline.analysis.compare import (
+from gear_offline.analysis.significance import (
     Outcome,
     compare,
     difference,

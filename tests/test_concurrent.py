@@ -20,8 +20,8 @@ from gear_offline.sweep.concurrent import RngStream, train_concurrently
 from gear_offline.sweep.jobs import Job, run_errors
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables import placement
+from gear_offline.training.json_lines import read_records
 from gear_offline.training.learner import Learner
-from gear_offline.training.metrics import read_records
 from gear_offline.training.stack import Stack
 from tests.gpu_support import INDUCTOR, NEEDS_CUPY, ON_GPU
 from tests.support import Patch, one_error

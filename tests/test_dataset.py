@@ -24,7 +24,7 @@ from gear_offline.dataset.shard import EPISODE_COLUMNS
 from gear_offline.errors import InputError
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.sources import open_source
-from gear_offline.training.policies import load_policy
+from gear_offline.training.trained import load_policy
 from tests.fixtures.make_v1 import fixture_columns, make
 from tests.support import ArraySource, failing_code, hopper_columns, make_dataset
 

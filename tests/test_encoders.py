@@ -15,16 +15,16 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import probe
-from gear_offline.evaluation.evaluate import check_sizes
+from gear_offline.evaluation.play import check_sizes
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.encoders import FrameEncoder
 from gear_offline.models.policy import Policy
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train_run
 from gear_offline.runs.prepare import resolve
-from gear_offline.training.metrics import read_records
+from gear_offline.training.json_lines import read_records
 from gear_offline.training.model import sizes_of
-from gear_offline.training.policies import load_policy
+from gear_offline.training.trained import load_policy
 from tests.image_support import ENVIRONMENT, SIZE, STEP_LIMIT, band_data
 from tests.model_support import assert_same_state, make
 from tests.support import one_error

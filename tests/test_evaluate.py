@@ -22,7 +22,7 @@ from gear_offline.dataset.scores import (
     reference_scores,
 )
 from gear_offline.errors import InputError
-from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
+from gear_offline.evaluation.play import EvaluationTask, evaluate_tasks
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.training.checkpoint import chosen_checkpoint, find_checkpoint
 from gear_offline.training.records import EvaluationReport, read_document, share_interval
@@ -194,7 +194,7 @@ def test_a_checkpoint_that_training_removes_meanwhile_is_played_to_the_end(
         shutil.rmtree(run / "checkpoints" / "step-00000020")
         return evaluate_tasks(*arguments, **options)
 
-    monkeypatch.setattr("gear_offline.evaluation.evaluate.evaluate_tasks", played)
+    monkeypatch.setattr("gear_offline.evaluation.play.evaluate_tasks", played)
     assert evaluate(run, episodes=1, quiet=True).step == 20
     assert json.loads((run / "evaluation.json").read_text())["step"] == 20
 

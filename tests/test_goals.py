@@ -19,8 +19,8 @@ import gear_offline as go
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.distributed.world import World
-from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
 from gear_offline.evaluation.maze import WALLS, cell_of, way_to
+from gear_offline.evaluation.play import EvaluationTask, evaluate_tasks
 from gear_offline.loaders.batch import split_steps
 from gear_offline.loaders.goals import with_goals
 from gear_offline.loaders.loader import GearLoader

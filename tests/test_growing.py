@@ -24,7 +24,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.errors import GearError, InputError
 from gear_offline.runs.loop import TrainingInterrupted
-from gear_offline.training.metrics import read_records
+from gear_offline.training.json_lines import read_records
 from tests.ranks_support import launch
 from tests.support import ArraySource, Captured, Patch, hopper_columns
 from tests.test_resume import interrupted_in

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.runs.run import best_of
-from gear_offline.training.metrics import GrowingFile, read_records, truncate_records
+from gear_offline.training.json_lines import AppendedFile, read_records, truncate_records
 from gear_offline.training.records import EvaluationReport
 from tests.support import failing_code, one_error
 
 
 def test_records_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with GrowingFile(path) as lines:
+    with AppendedFile(path) as lines:
         lines.append({"step": 1, "loss": 0.1 + 0.2})
         lines.append({"step": 2, "loss": math.nan, "parts": [1.0, math.inf, {"x": -math.inf}]})
     lines.close()  # again: nothing
@@ -42,7 +42,7 @@ def test_a_kill_at_any_byte_leaves_a_file_that_goes_on(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.unlink(missing_ok=True)
-    with GrowingFile(path) as lines:
+    with AppendedFile(path) as lines:
         for step in steps:
             lines.append({"step": step, "loss": step / 7})
     whole = path.read_bytes()
@@ -54,7 +54,7 @@ def test_a_kill_at_any_byte_leaves_a_file_that_goes_on(
     expected = [step for step in steps[:survivors] if step <= last]
     truncate_records(tmp_path, last_step=last)
     assert [r["step"] for r in read_records(path)] == expected
-    with GrowingFile(path) as lines:
+    with AppendedFile(path) as lines:
         lines.append({"step": last + 1, "loss": 0.5})
     assert [r["step"] for r in read_records(path)] == [*expected, last + 1]
 
@@ -98,7 +98,7 @@ def test_best_is_the_highest_return_and_the_latest_of_equals() -> None:
 def test_lines_that_the_disk_takes_later_or_in_part_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    metrics, write, room = GrowingFile(tmp_path / "metrics.jsonl"), os.write, 9
+    metrics, write, room = AppendedFile(tmp_path / "metrics.jsonl"), os.write, 9
 
     def nearly_full(file: int, content: bytes) -> int:
         nonlocal room

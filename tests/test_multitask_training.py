@@ -15,7 +15,7 @@ import torch
 from gear_offline.analysis.strategies import compare_strategies
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.errors import GearError
-from gear_offline.loaders.recipes import recipe_sampler
+from gear_offline.loaders.from_recipe import recipe_sampler
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.planning.workload import make_workload
 from gear_offline.runs.evaluate import evaluate
@@ -23,8 +23,8 @@ from gear_offline.runs.loop import train_run
 from gear_offline.runs.prepare import prepare_dataset, resolve
 from gear_offline.tables.joint import JointDataset
 from gear_offline.training.checkpoint import chosen_checkpoint
-from gear_offline.training.metrics import read_records
-from gear_offline.training.policies import TrainedModel, load_policy, trained_model
+from gear_offline.training.json_lines import read_records
+from gear_offline.training.trained import TrainedModel, load_policy, trained_model
 from tests.image_support import image_columns
 from tests.support import Captured, Patch, failing_code, make_dataset, one_error
 from tests.task_support import make_learner, make_parts, tasks_recipe

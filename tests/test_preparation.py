@@ -15,8 +15,8 @@ from gear_offline.errors import InputError
 from gear_offline.runs.loop import train_run
 from gear_offline.runs.prepare import prepare_one, resolve
 from gear_offline.sources.base import InputFile
-from gear_offline.training.metrics import read_records
-from gear_offline.training.policies import load_policy
+from gear_offline.training.json_lines import read_records
+from gear_offline.training.trained import load_policy
 from tests.support import (
     ArraySource,
     Captured,

@@ -16,8 +16,8 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.training.checkpoint import list_checkpoints, read_checkpoint
+from gear_offline.training.json_lines import read_records
 from gear_offline.training.learner import Learner
-from gear_offline.training.metrics import read_records
 from gear_offline.training.seeding import deterministic
 from tests.ranks_support import ranks_recipe
 from tests.support import make_dataset, one_error
@@ -82,7 +82,7 @@ def test_ctrl_c_ends_an_evaluation_which_the_resumed_run_repeats(
         time.sleep(60)
 
     with monkeypatch.context() as patched:
-        patched.setattr("gear_offline.evaluation.evaluate.evaluate_tasks", slow)
+        patched.setattr("gear_offline.evaluation.play.evaluate_tasks", slow)
         with pytest.raises(TrainingInterrupted, match="after step 7,"):
             train_run(tiny_recipe(data, "evaluate.background=off"), out=run)
     assert "not evaluated, stopped; --resume does it" in capfd.readouterr().err

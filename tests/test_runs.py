@@ -19,7 +19,7 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import GearError
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.runs.run import EvaluateOptions
-from gear_offline.training.metrics import read_records
+from gear_offline.training.json_lines import read_records
 from tests.support import Captured, Patch, one_error
 from tests.training_support import learnt, tiny_recipe
 

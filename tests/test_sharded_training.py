@@ -25,11 +25,11 @@ from gear_offline.training.checkpoint import (
     newest_checkpoint,
     read_checkpoint,
 )
+from gear_offline.training.json_lines import read_records
 from gear_offline.training.learner import Learner
-from gear_offline.training.metrics import read_records
 from gear_offline.training.parallel import whole
-from gear_offline.training.policies import load_policy
 from gear_offline.training.sharded import read_whole
+from gear_offline.training.trained import load_policy
 from tests.ranks_support import DEEPER, launch, ranks_recipe
 from tests.support import make_dataset, one_error
 from tests.training_support import measured

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gear_offline.analysis.compare import Comparison
 from gear_offline.analysis.page import drawn_cells, learned_cells, print_comparison, render
 from gear_offline.analysis.sampling import Draws, measure, parse_candidates
+from gear_offline.analysis.significance import Comparison
 from gear_offline.analysis.strategies import compare_strategies
 from gear_offline.cli import main as cli
 from gear_offline.config.recipe import Recipe, load_recipe

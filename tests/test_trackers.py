@@ -20,7 +20,7 @@ import pytest
 import gear_offline as go
 from gear_offline.cli.main import main
 from gear_offline.errors import GearError
-from gear_offline.training.metrics import read_records
+from gear_offline.training.json_lines import read_records
 from tests.support import Captured, Patch, run_python
 from tests.training_support import tiny_recipe
 

@@ -12,7 +12,7 @@ import pytest
 
 from gear_offline.errors import GearError
 from gear_offline.evaluation import video
-from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
+from gear_offline.evaluation.play import EvaluationTask, evaluate_tasks
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.training.records import EvaluationReport
 from tests.checkpoint_support import write_run
@@ -133,7 +133,7 @@ def test_what_cannot_be_shown_is_refused_before_anything_is_played(
 ) -> None:
     run = write_run(tmp_path / "run")
     (tmp_path / "there.gif").touch()
-    monkeypatch.setattr("gear_offline.evaluation.evaluate.evaluate_tasks", None)
+    monkeypatch.setattr("gear_offline.evaluation.play.evaluate_tasks", None)
     names = {"a.avi": "USAGE", "a": "USAGE", "no/a.gif": "OUTPUT_WRITE"}
     for name, code in (names | {"there.gif": "OUTPUT_EXISTS"}).items():
         with one_error(code):

@@ -32,8 +32,8 @@ from gear_offline.runs.run import Run, open_run
 from gear_offline.sampling import Sampler
 from gear_offline.tables.joint import JointDataset, TableData
 from gear_offline.training.checkpoint import list_checkpoints, no_run, read_checkpoint
-from gear_offline.training.metrics import read_records
-from gear_offline.training.policies import trained_model
+from gear_offline.training.json_lines import read_records
+from gear_offline.training.trained import trained_model
 
 BEFORE, LEAST = 20, 5  # records before one that it is compared with
 MADS = 6.0  # a spike is so many median absolute deviations above the median of those ...

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from gear_offline import plots
-from gear_offline.analysis.compare import Comparison, Outcome
 from gear_offline.analysis.sampling import Draws
+from gear_offline.analysis.significance import Comparison, Outcome
 from gear_offline.core.files import write_file, writing
 from gear_offline.core.text import count_text, printable, short
 from gear_offline.progress import print_table

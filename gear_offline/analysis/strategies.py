@@ -8,22 +8,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from gear_offline.analysis.compare import Comparison, compare, verdict_text
 from gear_offline.analysis.page import write_comparison
-from gear_offline.analysis.sampling import (
-    MOST_DRAWS,
-    Strategy,
-    describe,
-    measure,
-    parse_candidates,
-)
+from gear_offline.analysis.sampling import MOST_DRAWS, Strategy, describe, measure, parse_candidates
+from gear_offline.analysis.significance import Comparison, compare, verdict_text
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.sections import SelectionSettings
 from gear_offline.core.files import check_folder
 from gear_offline.core.system import machine
 from gear_offline.core.text import count_text, say, short
 from gear_offline.errors import GearError, InputError
-from gear_offline.loaders.recipes import recipe_sampler
+from gear_offline.loaders.from_recipe import recipe_sampler
 from gear_offline.progress import Progress
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.runs.prepare import prepare_dataset

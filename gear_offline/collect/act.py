@@ -17,7 +17,7 @@ from gear_offline.evaluation.environments import Known, known_of, probe, say_ver
 from gear_offline.models.policy import Policy
 from gear_offline.progress import Progress
 from gear_offline.training.checkpoint import chosen_checkpoint, list_checkpoints, no_run
-from gear_offline.training.policies import trained_model
+from gear_offline.training.trained import trained_model
 from gear_offline.workers import Caller, WorkerPool
 
 WAIT_SECONDS = 600.0  # for a run and its first checkpoint

@@ -16,11 +16,11 @@ from gear_offline.collect.policies import (
     LEVELS,
     LinearPolicy,
     RandomPolicy,
-    parts_of,
     play_policy,
+    quality_parts,
     train_with_library,
 )
-from gear_offline.collect.record import RECORD, Crew, EpisodePlan, Policy, episode_plan
+from gear_offline.collect.record import RECORD, Crew, EpisodePlan, EpisodePolicy, episode_plan
 from gear_offline.core.system import usable_cores, versions
 from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
@@ -140,7 +140,7 @@ def collect(
     CollectReport
         What is in the file, and who made it.
     """
-    out, parts = Path(out), parts_of(policy, quality)
+    out, parts = Path(out), quality_parts(policy, quality)
     for name, number, least in (
         ("steps", steps, 1),
         ("processes", processes, 1),
@@ -159,7 +159,7 @@ def collect(
         import_module_of(environment)
         with Crew(environment, processes=processes or min(usable_cores(), MAX_PROCESSES)) as crew:
             say_version(environment, quiet=quiet)
-            source: ars.Training | Policy
+            source: ars.Training | EpisodePolicy
             used, best = 0, None
             if "random" in parts:
                 source = RandomPolicy(crew.facts.low, crew.facts.high, crew.facts.choices)
@@ -223,7 +223,7 @@ class _Maker:
     algorithm: str  # what made its policy
     steps: int  # that it should give
     action_noise: float
-    policy: Policy | None  # None for replay, whose every episode has another one
+    policy: EpisodePolicy | None  # None for replay, whose every episode has another one
     plans: Iterator[EpisodePlan]  # endless, except for replay
     recorded: list[_Episode] = field(default_factory=list)
 
@@ -234,7 +234,7 @@ class _Maker:
 
 def _makers(
     parts: Mapping[str, float],
-    source: ars.Training | Policy,
+    source: ars.Training | EpisodePolicy,
     steps: int,
     seed: int,
     action_noise: float,
@@ -299,7 +299,7 @@ def _attributes(report: CollectReport, seed: int) -> dict[str, Any]:
     }
 
 
-def _metadata(makers: Sequence[_Maker], best: Policy | None) -> dict[str, Array | str]:
+def _metadata(makers: Sequence[_Maker], best: EpisodePolicy | None) -> dict[str, Array | str]:
     """Return what stands beside the steps: who made each episode, and the weights."""
     counts = [len(maker.recorded) for maker in makers]
     seeds = [episode.reset_seed for maker in makers for episode in maker.recorded]

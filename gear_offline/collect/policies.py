@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.collect.record import Policy
+from gear_offline.collect.record import EpisodePolicy
 from gear_offline.config.problems import nearest
 from gear_offline.core.types import Array, Float64Array
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, package_needed
 from gear_offline.evaluation.environments import make_environment
-from gear_offline.sources.base import package_needed
 
 # Name before the colon: module and what pip calls it.
 LIBRARIES = {"sb3": ("stable_baselines3", "stable-baselines3"), "sbx": ("sbx", "sbx-rl")}
@@ -41,7 +40,7 @@ QUALITIES = {
 LEVELS = {"expert": 1.0, "level:0.5": 0.5, "medium": 1 / 3, "level:0.25": 0.25}
 
 
-def parts_of(policy: str, quality: str | None) -> Mapping[str, float]:
+def quality_parts(policy: str, quality: str | None) -> Mapping[str, float]:
     """Return the parts that a file has, and their shares of the steps; ``USAGE``."""
     library, _, algorithm = policy.partition(":")
     of_library = library in LIBRARIES and algorithm.isidentifier() and algorithm.isupper()
@@ -112,18 +111,18 @@ class LibraryPolicy:
         return np.asarray(action).reshape(-1) if np.ndim(action) else np.asarray(action)
 
 
-def play_policy(environment_id: str) -> Policy:
+def play_policy(environment_id: str) -> EpisodePolicy:
     """Return the policy that an environment brings, of aims of its own; else ``MODEL``."""
     with closing(make_environment(environment_id)) as environment:
         made = getattr(environment.unwrapped, "play_policy", None)
         if made is None:
             what, remedy = "it has no play_policy()", "gear_offline/Maze-v0 has one"
             raise InputError("MODEL", what, where=environment_id, remedy=remedy)
-        policy: Policy = made()
+        policy: EpisodePolicy = made()
         return policy
 
 
-def train_with_library(policy: str, environment_id: str, *, steps: int, seed: int) -> Policy:
+def train_with_library(policy: str, environment_id: str, *, steps: int, seed: int) -> EpisodePolicy:
     """Train ``library:ALGORITHM`` with the library's own defaults and an ``MlpPolicy``."""
     library, _, name = policy.partition(":")
     module_name, package = LIBRARIES[library]

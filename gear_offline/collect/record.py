@@ -49,7 +49,7 @@ def reset_seed(seed: int, *path: int) -> int:
     return int(np.random.SeedSequence(seed, spawn_key=path).generate_state(1)[0] >> 1)
 
 
-class Policy(Protocol):
+class EpisodePolicy(Protocol):
     """Acts in an episode, given its own random generator.
 
     `algorithm` says what made it, e.g. ``"ARS-V2t linear"``; it goes into the file.
@@ -67,7 +67,7 @@ class Policy(Protocol):
 class EpisodePlan:
     """All that decides an episode."""
 
-    policy: Policy
+    policy: EpisodePolicy
     reset_seed: int
     noise_path: tuple[int, ...]  # of the episode's own stream: random actions, action noise
     # Deviation of Gaussian noise in half ranges of the action; of choices: share of random ones.
@@ -75,7 +75,7 @@ class EpisodePlan:
     on_step: Callable[[float, Array], None] | None = None  # told the reward and the action
 
 
-def episode_plan(policy: Policy, path: tuple[int, ...], action_noise: float) -> EpisodePlan:
+def episode_plan(policy: EpisodePolicy, path: tuple[int, ...], action_noise: float) -> EpisodePlan:
     """Return the plan of the episode at a `stream`'s path, its seed first."""
     return EpisodePlan(
         policy=policy, reset_seed=reset_seed(*path), noise_path=path, action_noise=action_noise

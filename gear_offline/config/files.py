@@ -11,6 +11,7 @@ from typing import Any
 from gear_offline.config.problems import nearest
 from gear_offline.config.strict_yaml import parse_yaml, read_yaml
 from gear_offline.core.files import check_new_file, write_file, writing
+from gear_offline.core.text import plain
 from gear_offline.errors import InputError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -112,7 +113,7 @@ def _pairs(overrides: Overrides) -> Iterator[tuple[str, Any]]:
     """Yield the dotted option and the value of each override."""
     if isinstance(overrides, Mapping):
         for key, value in overrides.items():
-            yield key, _plain(value)
+            yield key, plain(value)
         return
     for text in [overrides] if isinstance(overrides, str) else overrides:
         key, equals, value = map(str.strip, text.partition("="))
@@ -120,17 +121,6 @@ def _pairs(overrides: Overrides) -> Iterator[tuple[str, Any]]:
             remedy = "write options as key=value, e.g. train.steps=3000"
             raise InputError("RECIPE", f"{text!r} is not an override", remedy=remedy)
         yield key, parse_yaml(value, where=f"override {key}")
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of Python as YAML would give it: NumPy's numbers and arrays, paths."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _merge(below: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Files, memory, progress, text: what every room needs."""
+"""Files, memory, signals, text, the Hub: what every room needs."""

@@ -1,4 +1,4 @@
-"""What the machine gives this process: cores, memory, open files."""
+"""What the machine gives this process: cores, memory, versions of packages."""
 
 from __future__ import annotations
 

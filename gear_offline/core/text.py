@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -60,6 +61,17 @@ def show_error(code: str, message: str) -> None:
     if len(line) > MOST_CHARACTERS:  # an argument may be long; place and remedy stand at the end
         line = f"{line[: MOST_CHARACTERS // 2]} ... {line[-MOST_CHARACTERS // 2 :]}"
     print(f"error[{code}]: {line}", file=sys.stderr)
+
+
+def plain(value: Any) -> Any:
+    """Return a value as YAML or JSON gives it back: of NumPy's arrays, tuples, paths too."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def finite(value: Any) -> Any:

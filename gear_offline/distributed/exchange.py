@@ -168,9 +168,8 @@ class CollectiveExchange:
             posted.work.wait(timedelta(seconds=self._world.timeout))
         except RuntimeError as error:
             owners = ", ".join(map(str, np.unique(posted.reads.owners)))
-            doing = f"waiting for the rows of block {block}" + f" from ranks {owners}" * bool(
-                owners
-            )
+            doing = f"waiting for the rows of block {block}"
+            doing += f" from ranks {owners}" if owners else ""
             raise rank_lost(doing, error) from error
         reads, received = posted.reads, posted.received.numpy()
         sizes = _bytes_by(reads.owners, reads.steps * self._row_bytes, self._world.size)

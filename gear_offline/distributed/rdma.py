@@ -70,7 +70,7 @@ class RdmaExchange:
         self._world, self._node_rows, self._endpoint = world, node_rows, endpoint
         self._landing = [as_bytes(rows) for rows in landing]
         self._first_rows = node_rows.first_rows()
-        self._left: dict[int, int] = {}  # reads of a posted step that are not done
+        self._left: dict[int, int] = {}  # reads of a posted block that are not done
         self._broken = False
         # What peers read when they close, and where this rank reads theirs.
         self._done, self._others_done = np.zeros(1, np.uint8), np.zeros(world.size, np.uint8)
@@ -97,11 +97,11 @@ class RdmaExchange:
         for peer in self._peers:
             self._endpoint.connect(peer, pairs[peer][str(self._world.rank)])
 
-    def post(self, step: int, reads: Reads) -> None:
-        assert step not in self._left, "each step is posted once"
+    def post(self, block: int, reads: Reads) -> None:
+        assert block not in self._left, "each block is posted once"
         endpoint, own = self._endpoint, reads.made_by(self._world.rank)
         own.check(self._node_rows, len(self._landing[0]))
-        self._left[step] = len(own) * len(self._landing)
+        self._left[block] = len(own) * len(self._landing)
         columns = (own.owners, self._first_rows[own.episodes] + own.starts, own.steps, own.rows)
         for owner, first, steps, row in zip(*(c.tolist() for c in columns), strict=True):
             for group, landing in enumerate(self._landing):
@@ -115,13 +115,13 @@ class RdmaExchange:
                         Memory(source + first * width, key),
                         Memory(target + row * width, own_key),
                     )
-                    endpoint.post(owner, step, *read, steps * width)
+                    endpoint.post(owner, block, *read, steps * width)
                 except endpoint.verbs.PyverbsError as error:
                     raise self._lost(owner, str(error)) from error
 
-    def wait(self, step: int) -> None:
-        self._poll_until(lambda: not self._left[step])
-        del self._left[step]
+    def wait(self, block: int) -> None:
+        self._poll_until(lambda: not self._left[block])
+        del self._left[block]
 
     def _poll_until(self, done: Callable[[], bool]) -> None:
         """Take completions until `done()`, or until time is up."""
@@ -149,8 +149,8 @@ class RdmaExchange:
         if self._endpoint.closed:
             return
         with suppress(GearError):  # who closes does not want to know any more
-            for step in [] if self._broken else list(self._left):
-                self.wait(step)
+            for block in [] if self._broken else list(self._left):
+                self.wait(block)
         self._done[0] = 1
         self._wait_for_readers()
         self._endpoint.close()

@@ -1,6 +1,6 @@
-"""What an exchange of rows is given: what each node holds, and the reads of a step.
+"""What an exchange of rows is given: what each node holds, and the reads of a block.
 
-Shape legend: E episodes of the dataset, M reads of a step by all ranks, W values of a row.
+Shape legend: E episodes of the dataset, M reads of a block by all ranks, W values of a row.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class NodeRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reads:
-    """The reads of one step by all ranks, the same on every rank; (M,) each."""
+    """The reads of a block of steps by all ranks, the same on every rank; (M,) each."""
 
     readers: Int64Array  # the rank that needs the rows
     owners: Int64Array  # a rank of another node that holds them

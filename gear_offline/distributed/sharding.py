@@ -17,11 +17,54 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.config.sections import Sharding
+from gear_offline.core.system import RESERVE_BYTES, available_bytes
+from gear_offline.core.text import say, size_text
 from gear_offline.core.types import BoolArray, Float64Array, Int64Array
+from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
+from gear_offline.sampling import Sampler
 from gear_offline.tables.joint import TableData, parts_of, shards_of
+from gear_offline.tables.table import TableOptions, table_bytes
 
 NARROW = 1 << 16  # numbers below are sorted in two passes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NodeShare:
+    """What one node holds of a dataset, and where all its episodes are."""
+
+    shards: Int64Array  # numbers of the node's shards, ascending
+    nodes: Int64Array  # (E,) the node of every episode of the whole dataset
+    lengths: Int64Array  # (E,) steps of every episode of the whole dataset
+
+
+def choose_share(
+    data: TableData, sampler: Sampler, world: World, options: TableOptions, sharding: Sharding
+) -> NodeShare | None:
+    """Return what this rank's node holds, or None if every node holds all.
+
+    Nodes get equal shares of the probability where the sampler knows it, else of steps.
+    """
+    if world.node_count == 1 or sharding == "replicate":
+        return None
+    needed = table_bytes(data, options)
+    if sharding == "auto":
+        limits = world.gather(available_bytes() - RESERVE_BYTES)
+        if needed <= min(limits):
+            return None
+    steps, weight = shard_weights(data), sampler.episode_weight
+    weights = steps if weight is None else shard_weights(data, weight)
+    owners = share_shards(weights, world.node_count, sizes=steps)
+    share, own = take_share(data, owners, world.node), owners == world.node
+    say(
+        f"sharding {sharding}: {len(share.shards)} of {len(weights)} shards, "
+        f"{steps[own].sum() / steps.sum():.1%} of {size_text(needed)} and "
+        f"{weights[own].sum() / weights.sum():.1%} of the draws, on this one of "
+        f"{world.node_count} nodes",
+        quiet=world.rank != world.leader,
+    )
+    return share
 
 
 def share_shards(
@@ -55,15 +98,6 @@ def _give_out(
     for shard in shards.tolist():
         node = owners[shard] = np.argmin(totals)
         totals[node] = max(totals[node], 0.0) + max(weights[shard], 1e-12)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class NodeShare:
-    """What one node holds of a dataset, and where all its episodes are."""
-
-    shards: Int64Array  # numbers of the node's shards, ascending
-    nodes: Int64Array  # (E,) the node of every episode of the whole dataset
-    lengths: Int64Array  # (E,) steps of every episode of the whole dataset
 
 
 def shard_episodes(source: TableData) -> Int64Array:

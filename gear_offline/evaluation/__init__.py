@@ -1,1 +1,1 @@
-"""Environments, episodes, scores."""
+"""From tasks to scores: `play` the tasks, `rollout` their episodes in `environments`; `video`."""

@@ -18,16 +18,10 @@ import numpy.typing as npt
 
 from gear_offline.core.files import check_new_file, write_file, writing
 from gear_offline.core.text import first_line
-from gear_offline.errors import InputError, UnavailableError
-from gear_offline.evaluation.environments import (
-    FRAME_SKIP,
-    describe,
-    is_atari,
-    make_environment,
-)
-from gear_offline.evaluation.evaluate import EvaluationTask
+from gear_offline.errors import InputError, UnavailableError, package_needed
+from gear_offline.evaluation.environments import FRAME_SKIP, describe, is_atari, make_environment
+from gear_offline.evaluation.play import EvaluationTask
 from gear_offline.progress import Progress
-from gear_offline.sources.base import package_needed
 from gear_offline.training.records import EvaluationReport, TargetResult, TaskResult
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ class Gpu(_Part):
     host_step: NonNegativeFloat
 
 
-class Reads(_Part):
+class ReadRates(_Part):
     """Random reads from a tier by one GPU: the slower limit holds."""
 
     windows: PositiveFloat
@@ -38,9 +38,9 @@ class Reads(_Part):
 
 
 class Gather(_Part):
-    hbm: Reads
-    peer: Reads
-    host: Reads
+    hbm: ReadRates
+    peer: ReadRates
+    host: ReadRates
     launch: NonNegativeFloat
     host_node: PositiveFloat  # of all GPUs of a node together
 

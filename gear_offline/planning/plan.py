@@ -20,15 +20,15 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.core.text import size_text
 from gear_offline.distributed.sharding import share_shards
 from gear_offline.errors import InputError
+from gear_offline.loaders.static_batch import AHEAD_BYTES
 from gear_offline.planning.compute import StepCost, step_cost
-from gear_offline.planning.hardware import Cluster, Reads
+from gear_offline.planning.hardware import Cluster, ReadRates
 from gear_offline.planning.workload import Workload
 from gear_offline.tables.placement import HBM_SHARE, HOST, deal_out
 from gear_offline.training.cost import CONTEXT_BYTES
 from gear_offline.training.gradients import check_micro_batches
 
 HOST_SHARE = 0.9  # of a node's memory that rows may take
-AHEAD_BYTES = 8 << 20  # batches of so many bytes are fetched a step ahead
 TIERS = ("hbm", "peer", "host", "disk")
 # Seconds that a step grows by for each second of an all-reduce beside it: its kernels take
 # multiprocessors and memory bandwidth from the backward pass, and the last ones come after it.
@@ -149,7 +149,7 @@ def _step(
     network = crossing * batch * window
     exchange = network / nodes / cluster.node_rate
     part = min(1.0, gather.host_node / gpus / gather.host.bytes)  # all GPUs read at once
-    host = Reads(windows=gather.host.windows * part, bytes=gather.host.bytes * part)
+    host = ReadRates(windows=gather.host.windows * part, bytes=gather.host.bytes * part)
     gathering = gather.launch
     for tier, rates in (("hbm", gather.hbm), ("peer", gather.peer), ("host", host)):
         windows = share * layout.reads[tier]

@@ -16,19 +16,19 @@ from typing import cast
 import numpy as np
 
 from gear_offline.config.recipe import Recipe
+from gear_offline.convert.conversion import SHARD_BYTES
 from gear_offline.core.types import Float64Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.distributed.sharding import shard_weights
 from gear_offline.errors import InputError
-from gear_offline.loaders.recipes import open_data, recipe_sampler
+from gear_offline.loaders.from_recipe import open_data, recipe_sampler
 from gear_offline.runs.checks import check_selection
 from gear_offline.sampling import Prioritized
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.table import TableOptions, plan_groups
 from gear_offline.training.model import ModelSizes, data_sizes
 
-SHARD_BYTES = 256 << 20  # as `convert` makes them
 MOST_SHARDS = 1 << 20  # that are planned one by one
 EPISODES, LENGTH = 4096, 1000  # of data that are described rather than there
 DISCRETE_ACTIONS = 18  # of the Arcade Learning Environment

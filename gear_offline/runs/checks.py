@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-from gear_offline.collect.policies import parts_of
+from gear_offline.collect.policies import quality_parts
 from gear_offline.config.problems import nearest
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings
@@ -56,7 +56,7 @@ def check_selection(recipe: Recipe, where: str) -> None:
 def _check_collect(settings: CollectSettings, where: str) -> None:
     _check_environment(settings.environment, "data.collect.environment", where)
     try:
-        parts_of(settings.policy, settings.quality)
+        quality_parts(settings.policy, settings.quality)
     except InputError as error:
         what = f"data.collect.{error.where}: {error.what}"
         raise InputError("RECIPE", what, where=where, remedy=error.remedy) from error

@@ -21,9 +21,9 @@ from gear_offline.training.checkpoint import (
     list_checkpoints,
     read_state,
     remove_checkpoint,
-    remove_leftovers,
+    remove_partial,
 )
-from gear_offline.training.metrics import FILES, truncate_records
+from gear_offline.training.json_lines import FILES, truncate_records
 
 NEGLIGIBLE = {LOCK, ".recipe.yaml.partial"}  # a kill leaves them before the run has begun
 
@@ -33,7 +33,7 @@ def default_run_path(recipe: Recipe) -> Path:
     return Path("runs") / f"{recipe.name}-s{recipe.seed}"
 
 
-def places(
+def run_and_start(
     named: Recipe | str | os.PathLike[str],
     recipe: Recipe,
     out: str | os.PathLike[str] | None,
@@ -168,7 +168,7 @@ class RunDirectory(HeldDirectory):
         """Make the run's first changes: store its recipe, remove what comes after `step`."""
         truncate_records(self.path, last_step=step)  # it may refuse the run
         write_file(self.path / "recipe.yaml", recipe.to_yaml().encode())
-        remove_leftovers(self.checkpoints)
+        remove_partial(self.checkpoints)
         for done, path in list_checkpoints(self.checkpoints):
             if done > step:  # passed over: it would count as saved, and as the newest to keep
                 remove_checkpoint(path)
@@ -180,6 +180,6 @@ class RunDirectory(HeldDirectory):
             if (start.parents[1] / name).is_file():
                 shutil.copyfile(start.parents[1] / name, self.path / name)
         partial = self.checkpoints / f".partial-{start.name}"
-        remove_leftovers(self.checkpoints)
+        remove_partial(self.checkpoints)
         shutil.copytree(start, partial)
         return partial.rename(self.checkpoints / start.name)

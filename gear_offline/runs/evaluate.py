@@ -17,7 +17,7 @@ from gear_offline.core.text import say
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import GearError, InputError, given_path
 from gear_offline.evaluation.environments import import_module_of, say_version
-from gear_offline.evaluation.evaluate import (
+from gear_offline.evaluation.play import (
     EvaluationTask,
     asked_returns,
     play_sets,
@@ -27,9 +27,9 @@ from gear_offline.evaluation.evaluate import (
 from gear_offline.evaluation.video import check_video, write_videos
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.runs.report import write_report
-from gear_offline.training.policies import TrainedModel, find_trained
 from gear_offline.training.records import EvaluationReport
 from gear_offline.training.seeding import torch_threads
+from gear_offline.training.trained import TrainedModel, find_trained
 from gear_offline.workers import RayPool
 
 EPISODES = 10  # where the recipe has 0, which means none while training

@@ -25,12 +25,12 @@ from gear_offline.core.text import count_text, finite
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import known_of
-from gear_offline.evaluation.evaluate import EvaluationTask, known_to, play_job, tasks_of
+from gear_offline.evaluation.play import EvaluationTask, known_to, play_job, tasks_of
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.progress import Progress
 from gear_offline.runs.run import best_of
 from gear_offline.training.checkpoint import Keep, list_checkpoints
-from gear_offline.training.metrics import GrowingFile
+from gear_offline.training.json_lines import AppendedFile
 from gear_offline.training.records import EvaluationReport, read_lines
 from gear_offline.workers import Caller, WorkerPool
 
@@ -118,7 +118,7 @@ class RunEvaluations(Closing):
         self._polled = 0.0
         file = run.path / "evaluations.jsonl"
         self.recorded = read_lines(file, EvaluationReport)
-        self._file = GrowingFile(file)
+        self._file = AppendedFile(file)
 
     @property
     def outstanding(self) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from gear_offline.runs.trackers import trackings
 from gear_offline.runs.writer import RunWriter
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
-from gear_offline.training.checkpoint import Keep, remove_leftovers
+from gear_offline.training.checkpoint import Keep, remove_partial
 from gear_offline.training.gradients import check_micro_batches
 from gear_offline.training.learner import Learner
 from gear_offline.training.saving import Saver, restore
@@ -117,7 +117,7 @@ def run_settings(recipe: Recipe) -> Iterator[None]:
 
 @contextmanager
 def begin_run(
-    place: Run,
+    run: Run,
     directory: RunDirectory | None,
     recipe: Recipe,
     dataset: TableData,
@@ -135,7 +135,7 @@ def begin_run(
     """
     world, shared = world or World(), shared or Shared()
     recipe, sizes = resolve(recipe, dataset, quiet=quiet)  # it says everything in numbers
-    world.lead(lambda: check_resumed(place.path, recipe, start))
+    world.lead(lambda: check_resumed(run.path, recipe, start))
     with ExitStack() as held:
         growing = open_growing(recipe, sizes, dataset, world=world, quiet=quiet)
         if growing is not None:
@@ -146,17 +146,17 @@ def begin_run(
         )
         held.callback(learner.release)
         own = [*trackings(recipe.train), *callbacks] if world.is_first else ()
-        listeners = held.enter_context(Callbacks(place, own))
+        listeners = held.enter_context(Callbacks(run, own))
         try:
             if start is not None:
                 world.lead(lambda: directory and directory.branch(recipe, start))
             stop = shared.stop or held.enter_context(StopRequest())
-            with LiveRun(directory, learner, stop, listeners, shared.runs, quiet=quiet) as run:
-                yield run
+            with LiveRun(directory, learner, stop, listeners, shared.runs, quiet=quiet) as live:
+                yield live
         except OSError as error:  # of the run's own files: the data's errors have codes
             if directory is not None:
-                remove_leftovers(directory.checkpoints)
-            raise write_error(error, str(place)) from error
+                remove_partial(directory.checkpoints)
+            raise write_error(error, str(run)) from error
 
 
 class Due(NamedTuple):

@@ -28,8 +28,8 @@ from gear_offline.dataset.scores import reference_scores
 from gear_offline.distributed.world import World, resolve_device
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.environments import EnvironmentFacts, probe, say_version
-from gear_offline.evaluation.evaluate import check_sizes
-from gear_offline.loaders.recipes import open_data, open_one
+from gear_offline.evaluation.play import check_sizes
+from gear_offline.loaders.from_recipe import open_data, open_one
 from gear_offline.models.decision_transformer import beyond_tanh
 from gear_offline.models.multitask import ModelTask
 from gear_offline.sampling.items import HAVE_PRIORITY, episode_priorities
@@ -38,7 +38,7 @@ from gear_offline.sources.uri import was_read_from
 from gear_offline.tables.fields import STATES, is_image, standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData
 from gear_offline.training.model import ModelSizes, data_sizes
-from gear_offline.training.policies import find_trained
+from gear_offline.training.trained import find_trained
 
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
 

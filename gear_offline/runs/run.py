@@ -22,7 +22,7 @@ from gear_offline.core.text import printable
 from gear_offline.errors import InputError, given_path
 from gear_offline.progress import Printed, print_table
 from gear_offline.training.checkpoint import list_checkpoints, no_run
-from gear_offline.training.metrics import read_records
+from gear_offline.training.json_lines import read_records
 from gear_offline.training.records import EvaluationReport, read_lines, score_text
 
 if TYPE_CHECKING:  # it loads torch
@@ -121,7 +121,7 @@ class Run(os.PathLike[str]):
         device: str = "auto",
     ) -> Policy:
         """Return what acts; options and errors are those of `gear_offline.load_policy`."""
-        from gear_offline.training.policies import load_policy
+        from gear_offline.training.trained import load_policy
 
         return load_policy(self.path, task, checkpoint=checkpoint, device=device)
 

@@ -26,7 +26,7 @@ from gear_offline.runs.callbacks import Callback
 from gear_offline.runs.checks import check_trackers
 from gear_offline.runs.directory import RunDirectory
 from gear_offline.runs.run import Run, open_run
-from gear_offline.training.metrics import GrowingFile, read_records
+from gear_offline.training.json_lines import AppendedFile, read_records
 
 __all__ = ["sync"]
 
@@ -70,7 +70,7 @@ class TensorBoard:
             steps = (step for step in shown if step <= last)  # later ones are hidden below
             self.told[kind] = max([self.told.get(kind, 0), *steps])
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = GrowingFile(folder / name)
+        self._file = AppendedFile(folder / name)
         self._records = RecordWriter(self._file)
         # The start of a session hides the events of the steps that are about to be repeated.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)

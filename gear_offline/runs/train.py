@@ -104,11 +104,11 @@ def train(
     from gear_offline.evaluation.environments import import_module_of
     from gear_offline.runs.callbacks import check_callbacks
     from gear_offline.runs.checks import check_recipe
-    from gear_offline.runs.directory import check_place, places
+    from gear_offline.runs.directory import check_place, run_and_start
     from gear_offline.runs.run import Run
 
     callbacks = check_callbacks(callbacks)
-    path, start = places(recipe, whole, out, resume=resume, checkpoint=checkpoint)
+    path, start = run_and_start(recipe, whole, out, resume=resume, checkpoint=checkpoint)
     if is_first_process():
         check_place(path, resume=resume)
     names = whole.environments

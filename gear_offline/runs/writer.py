@@ -18,7 +18,7 @@ from gear_offline.core.text import count_text, finite, say
 from gear_offline.progress import Progress
 from gear_offline.runs.evaluations import RunEvaluations
 from gear_offline.runs.run import best_of
-from gear_offline.training.metrics import GrowingFile
+from gear_offline.training.json_lines import AppendedFile
 from gear_offline.training.records import read_summary
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class RunWriter(Closing):
         self._began = time.monotonic() - seconds
         self._stepped_from = self._stepped_to = self._logged = time.perf_counter()
         self._stalled = 0.0
-        self._metrics = GrowingFile(run.path / "metrics.jsonl")
+        self._metrics = AppendedFile(run.path / "metrics.jsonl")
         self.progress = Progress(self._recipe.name, total=steps, done=self._first_step, quiet=quiet)
         self.evaluations = RunEvaluations(run, self.progress)
         self._played_before = len(self.evaluations.recorded)

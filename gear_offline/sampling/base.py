@@ -23,6 +23,7 @@ from pydantic import ConfigDict, ValidationError
 
 from gear_offline.config.problems import nearest, problem_text
 from gear_offline.config.strict_yaml import parse_yaml
+from gear_offline.core.text import plain
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array, UInt64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
@@ -131,7 +132,7 @@ class Sampler:
     cuts_windows: bool = False
     context_length: int | None = None
     episode_order: Int64Array | None = None
-    leaves_out: ClassVar[bool] = False  # whether it looks at `Facts.kept` itself
+    knows_kept: ClassVar[bool] = False  # it leaves out what is not in `Facts.kept` itself
 
     def __init__(self, facts: Facts, options: Any = None) -> None:
         self.index = facts.episodes
@@ -356,7 +357,7 @@ def make_sampler(
 def build_sampler(name: object, facts: Facts, options: Mapping[str, Any]) -> Sampler:
     """Return a sampler of the episodes that are kept."""
     kind, chosen = sampler_class(name), parse_options(name, options)
-    if facts.kept is None or kind.leaves_out:
+    if facts.kept is None or kind.knows_kept:
         return kind(facts, chosen)
     members = np.flatnonzero(facts.kept)
     return Members(kind(facts.of_kept(), chosen), members, facts.episodes)
@@ -421,17 +422,8 @@ class StepLocator:
         return episodes, rows - self._offsets[episodes]
 
 
-def plain(value: Any) -> Any:
-    """Return a value as JSON gives it back: lists for tuples and arrays, numbers of Python."""
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return {key: plain(each) for key, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
-
-
 @dataclass(frozen=True, kw_only=True)
-class Stream:
+class SegmentStream:
     """The segments of every step of a loader, or of one rank's part of it."""
 
     selection: Sampler

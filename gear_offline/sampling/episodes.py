@@ -97,7 +97,7 @@ class WeightedChoice:
     """
 
     def __init__(self, weights: npt.ArrayLike, where: str = "") -> None:
-        masses = masses_of(weights, where)
+        masses = integer_masses(weights, where)
         last = int(np.flatnonzero(np.asarray(weights))[-1])
         table: UInt64Array = np.cumsum(masses, dtype=np.uint64)
         table[last:] = np.uint64(WHOLE - 1)
@@ -108,7 +108,7 @@ class WeightedChoice:
         self.probability: Float64Array = exact * 2.0**-64
 
 
-def masses_of(weights: npt.ArrayLike, where: str = "") -> UInt64Array:
+def integer_masses(weights: npt.ArrayLike, where: str = "") -> UInt64Array:
     """Return (n,) integer masses in proportion to `weights` that sum to ``2**64``.
 
     A positive weight gets at least 1, zero gets 0.  Ratios differ from those of the weights by

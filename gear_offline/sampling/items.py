@@ -145,7 +145,7 @@ class Items:
         self._data, self._seed, self._slots = recipe.data, recipe.seed, recipe.loader.batch_size
         self.kept, self.times = np.zeros(0, np.bool_), np.zeros(0, np.int64)
         self._keys = np.zeros(0)  # (E,)
-        self._clock = 0.0  # when one rang last
+        self._clock = 0.0  # key of the item that was removed last by chance, see `_new_keys`
         self._inserted = self._drawn = self._coming = 0  # episodes; segments, also until next look
         self._rule = recipe.data.limiter or LimiterSettings(min_size=1)
         self._ratio = self._rule.samples_per_insert or 1.0

@@ -35,7 +35,7 @@ from gear_offline.sampling.base import (
     sampler_class,
     slot_draws,
 )
-from gear_offline.sampling.episodes import WHOLE, WeightedEpisodes, masses_of
+from gear_offline.sampling.episodes import WHOLE, WeightedEpisodes, integer_masses
 
 if TYPE_CHECKING:
     from gear_offline.sampling.prioritized import Prioritized
@@ -75,7 +75,7 @@ class Schedule:
 
 
 def _cumulative(weights: Sequence[float]) -> list[int]:
-    masses = [int(mass) for mass in masses_of(np.asarray(weights, dtype=np.float64))]
+    masses = [int(mass) for mass in integer_masses(np.asarray(weights, dtype=np.float64))]
     if not any(masses):  # one part has everything
         masses[int(np.argmax(weights))] = WHOLE
     return list(accumulate(masses))
@@ -88,7 +88,7 @@ class Mixture(Sampler):
     The probability of a segment is the weighted mean of what all parts say of it.
     """
 
-    leaves_out = True
+    knows_kept = True
 
     @pydantic_dataclass(frozen=True, config=STRICT)
     class Options:

@@ -22,13 +22,7 @@ from gear_offline.config.sections import NotNegative, Positive, PositiveFloat
 from gear_offline.core.types import BoolArray, Float32Array, Float64Array, Int64Array, UInt64Array
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.draws import PriorityTree, Segments, bounded
-from gear_offline.sampling.base import (
-    STRICT,
-    Facts,
-    Sampler,
-    register,
-    slot_draws,
-)
+from gear_offline.sampling.base import STRICT, Facts, Sampler, register, slot_draws
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +46,7 @@ class Prioritized(Sampler):
     two of which N make less than ``2**63``.
     """
 
-    leaves_out = True
+    knows_kept = True
 
     @dataclass(frozen=True, config=STRICT)
     class Options:

@@ -14,13 +14,7 @@ import numpy as np
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.errors import InputError, check_environment_id
-from gear_offline.sources.base import (
-    Piece,
-    Source,
-    common_columns,
-    kinds_of_rows,
-    misfit,
-)
+from gear_offline.sources.base import Piece, Source, common_columns, kinds_of_rows, misfit
 from gear_offline.sources.episode_ends import FLAGS, SCALARS, TERMINAL_FLAGS
 from gear_offline.sources.flat import flat_source
 

@@ -36,7 +36,7 @@ from gear_offline.dataset.schema import (
     is_column_name,
     is_step_shape,
 )
-from gear_offline.errors import GearError, InputError, UnavailableError
+from gear_offline.errors import GearError, InputError
 from gear_offline.sources.episode_ends import SCALARS
 
 READ_BYTES = 8 << 20  # a read of about this size amortises the call
@@ -45,84 +45,6 @@ APART = "files are missing, damaged, out of order or of several sources: get the
 DIFFERS = "give every step the same shape and dtype; if the source has changed, open it again"
 
 Kinds = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]  # dtype and step shape by column
-
-
-@dataclass(frozen=True)
-class InputFile:
-    """A file from outside, and what tells whether it is still the one that was opened."""
-
-    path: Path
-    identity: FileIdentity
-
-    @classmethod
-    def find(cls, path: Path) -> InputFile:
-        """Return the regular file at `path` as it is now."""
-        with _open(path) as file:
-            return cls(path, file_identity(file.fileno()))
-
-    def open(self) -> FileIO:
-        """Open it for reading; refuse another one (``SOURCE_CHANGED``)."""
-        file = _open(self.path)
-        if file_identity(file.fileno()) != self.identity:
-            file.close()
-            raise changed_error(self.path.name)
-        return file
-
-
-def _open(path: Path) -> FileIO:
-    try:
-        return os.fdopen(open_regular(path), "rb", buffering=0)
-    except OSError as error:
-        what = f"the file cannot be read: {error.strerror or error}"
-        raise InputError("SOURCE_READ", what, str(path), "check path and permissions") from error
-
-
-def by_number(path: Path) -> list[tuple[int, int, str]]:
-    """Return a key that sorts ``part_2`` before ``part_10``."""
-    parts = re.split(r"([0-9]+)", path.name)
-    return [(1, int(p), p) if p.isdigit() and p.isascii() else (0, 0, p) for p in parts]
-
-
-def files_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    """Return the files of some suffixes right in a folder, ``part_2`` before ``part_10``."""
-    files = (p for p in folder.iterdir() if p.suffix.lower() in suffixes and p.is_file())
-    return sorted((p for p in files if not p.name.startswith(".")), key=by_number)
-
-
-@contextmanager
-def damage_told(
-    kind: str, where: Path | str, errors: tuple[type[Exception], ...]
-) -> Iterator[None]:
-    """Turn the `errors` that a library raises of a damaged file into one (``SOURCE_READ``)."""
-    try:
-        yield
-    except GearError:
-        raise
-    except errors as error:
-        what = f"not a readable {kind} file: {' '.join(str(error).split())[:200]}"
-        remedy = "it is damaged, cut short or of another format: get it again"
-        raise InputError("SOURCE_READ", what, str(where), remedy) from error
-
-
-@contextmanager
-def package_needed(what: str, extra: str) -> Iterator[None]:
-    """Tell a package that is not installed by the extra that has it (``PACKAGE_MISSING``)."""
-    try:
-        yield
-    except ImportError as error:
-        remedy = f"pip install 'gear-offline[{extra}]'"
-        raise UnavailableError("PACKAGE_MISSING", f"{what}: {error}", remedy=remedy) from error
-
-
-def changed_error(name: str) -> InputError:
-    """Return the error for a source that is not the one that was opened."""
-    what, remedy = "the source changed while it was converted", "convert again once nothing writes"
-    return InputError("SOURCE_CHANGED", what, where=name, remedy=f"{remedy} to it")
-
-
-def misfit(what: str, where: Path | str = "", remedy: str = APART) -> InputError:
-    """Return the error for what is readable and makes no trajectories."""
-    return InputError("SOURCE_LAYOUT", what, where=str(where), remedy=remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +201,80 @@ class Source(Closing):
         return f"{type(self).__name__}({self.info.uri!r}, rule {self.info.rule}: {self.spec})"
 
 
+# files from outside, and what is wrong with them ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file from outside, and what tells whether it is still the one that was opened."""
+
+    path: Path
+    identity: FileIdentity
+
+    @classmethod
+    def find(cls, path: Path) -> InputFile:
+        """Return the regular file at `path` as it is now."""
+        with _open(path) as file:
+            return cls(path, file_identity(file.fileno()))
+
+    def open(self) -> FileIO:
+        """Open it for reading; refuse another one (``SOURCE_CHANGED``)."""
+        file = _open(self.path)
+        if file_identity(file.fileno()) != self.identity:
+            file.close()
+            raise changed_error(self.path.name)
+        return file
+
+
+def _open(path: Path) -> FileIO:
+    try:
+        return os.fdopen(open_regular(path), "rb", buffering=0)
+    except OSError as error:
+        what = f"the file cannot be read: {error.strerror or error}"
+        raise InputError("SOURCE_READ", what, str(path), "check path and permissions") from error
+
+
+def by_number(path: Path) -> list[tuple[int, int, str]]:
+    """Return a key that sorts ``part_2`` before ``part_10``."""
+    parts = re.split(r"([0-9]+)", path.name)
+    return [(1, int(p), p) if p.isdigit() and p.isascii() else (0, 0, p) for p in parts]
+
+
+def files_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Return the files of some suffixes right in a folder, ``part_2`` before ``part_10``."""
+    files = (p for p in folder.iterdir() if p.suffix.lower() in suffixes and p.is_file())
+    return sorted((p for p in files if not p.name.startswith(".")), key=by_number)
+
+
+@contextmanager
+def damage_told(
+    kind: str, where: Path | str, errors: tuple[type[Exception], ...]
+) -> Iterator[None]:
+    """Turn the `errors` that a library raises of a damaged file into one (``SOURCE_READ``)."""
+    try:
+        yield
+    except GearError:
+        raise
+    except errors as error:
+        what = f"not a readable {kind} file: {' '.join(str(error).split())[:200]}"
+        remedy = "it is damaged, cut short or of another format: get it again"
+        raise InputError("SOURCE_READ", what, str(where), remedy) from error
+
+
+def changed_error(name: str) -> InputError:
+    """Return the error for a source that is not the one that was opened."""
+    what, remedy = "the source changed while it was converted", "convert again once nothing writes"
+    return InputError("SOURCE_CHANGED", what, where=name, remedy=f"{remedy} to it")
+
+
+def misfit(what: str, where: Path | str = "", remedy: str = APART) -> InputError:
+    """Return the error for what is readable and makes no trajectories."""
+    return InputError("SOURCE_LAYOUT", what, where=str(where), remedy=remedy)
+
+
+# columns and their names ----------------------------------------------------------------------
+
+
 def kinds_of(source: Any) -> Kinds:
     """Return what the columns of a source or dataset are."""
     return {column.name: (column.dtype, column.shape) for column in source.spec}
@@ -312,7 +308,7 @@ def legal_names(names: Iterable[str]) -> dict[str, str]:
     return columns
 
 
-def parts_of(text: str) -> list[str]:
+def split_names(text: str) -> list[str]:
     """Return the columns that ``"a + b"`` names."""
     return [part.strip().strip("/") for part in text.split("+")]
 

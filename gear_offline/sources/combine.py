@@ -29,8 +29,8 @@ from gear_offline.sources.base import (
     common_columns,
     kinds_of,
     misfit,
-    parts_of,
     some_names,
+    split_names,
 )
 
 MOST_NAMED = 20  # parts that a joined source describes one by one
@@ -156,7 +156,7 @@ def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
         return source
     parts: dict[str, list[ColumnSpec]] = {}
     for new, old in names.items():
-        parts |= _taken(source, new, parts_of(old))
+        parts |= _taken(source, new, split_names(old))
     moved = {column.name for taken in parts.values() for column in taken} | names.keys()
     below = tuple(f"{new}/" for new in names)
     rest = [c for c in source.spec if c.name not in moved and not c.name.startswith(below)]
@@ -173,7 +173,7 @@ def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
         return np.concatenate([part.reshape(stop - start, -1) for part in rows], axis=1)
 
     facts = source.info.attributes
-    made_of = {new: " + ".join(parts_of(old)) for new, old in names.items()}
+    made_of = {new: " + ".join(split_names(old)) for new, old in names.items()}
     made_of = {**facts.get("columns_from", {}), **made_of}
     notes = [n for n in facts.get("warnings", ()) if n.split(" is the column ")[-1] not in moved]
     return source.derived(

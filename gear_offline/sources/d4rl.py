@@ -171,8 +171,8 @@ def _family_told(name: str, env_id: str, datasets: Mapping[str, Hdf5Dataset]) ->
     return "d4rl", "content: D4RL's column names"
 
 
-def locate(name: str) -> Path:
-    """Return the file of D4RL's dataset `name`, downloaded if the d4rl package's cache lacks it."""
+def find_or_download(name: str) -> Path:
+    """Return the file of D4RL's dataset `name` in the cache that the d4rl package has too."""
     file = dataset_file(name)
     if file is None:
         near = ", ".join(difflib.get_close_matches(name, dataset_names(), n=3))

@@ -17,14 +17,13 @@ from gear_offline.sources.base import (
     can_be_column,
     kinds_of_rows,
     misfit,
-    parts_of,
     some_names,
+    split_names,
 )
 from gear_offline.sources.d4rl import D4rlFile
 from gear_offline.sources.episode_ends import FLAGS, default_rule, split_episodes
 from gear_offline.sources.hdf5 import Hdf5File
 
-SUFFIXES = (".hdf5", ".h5")
 REQUIRED = ("observations", "actions", "rewards")
 
 
@@ -120,12 +119,12 @@ def find_columns(
     chosen: list[str] = []
     for column in (*required, *optional):
         # of Dict observations the leaves
-        parts = parts_of(names.get(column, column))
+        parts = split_names(names.get(column, column))
         leaves = [n for p in parts for n in usable if n == p or n.startswith(f"{p}/")]
         if not leaves and column in required:
             what = f"no dataset {column!r}"
             what += "".join(f": it is {left_out[part]}" for part in parts if part in left_out)
-            renamed = [new for new, old in names.items() if column in parts_of(old)]
+            renamed = [new for new, old in names.items() if column in split_names(old)]
             what += "".join(f": --rename took it as {new}" for new in renamed)
             remedy = f"needed: {', '.join(required)}; found: {some_names(found)}; other "
             remedy += f"names: --columns {column}=NAME,...; other layouts: docs/how-to/convert.md"

@@ -31,6 +31,7 @@ from gear_offline.errors import InputError
 from gear_offline.sources.base import READ_BYTES, InputFile, can_be_column, damage_told
 from gear_offline.sources.hdf5_filters import FILTERS, Bytes, decode_chunk
 
+SUFFIXES = (".hdf5", ".h5")
 MAX_READ_BYTES = 256 << 20  # beyond this a row of chunks is read in parts
 KEPT_BYTES = 64 << 20  # of each column the row of chunks that was decoded last, up to this
 MAX_CHUNK_BYTES = 1 << 30

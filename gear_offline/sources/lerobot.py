@@ -23,6 +23,7 @@ import numpy as np
 from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray
+from gear_offline.errors import package_needed
 from gear_offline.sources.base import (
     READ_BYTES,
     Asked,
@@ -34,8 +35,7 @@ from gear_offline.sources.base import (
     files_in,
     kinds_of_rows,
     misfit,
-    package_needed,
-    parts_of,
+    split_names,
 )
 from gear_offline.sources.combine import observation_vectors
 from gear_offline.sources.parquet import ParquetFile, is_numeric, step_rows
@@ -72,7 +72,7 @@ def open_lerobot(path: Path, asked: Asked) -> Source:
     path, names = path.absolute(), asked.names
     reader = _Reader(path)
     info, groups, notes = reader.info, reader.groups, list[str]()
-    columns, left_out = reader.columns({p for old in names.values() for p in parts_of(old)})
+    columns, left_out = reader.columns({p for old in names.values() for p in split_names(old)})
 
     def read(group: Group, name: str, start: int, stop: int) -> Array:
         with damage_told("LeRobot", group.file.file.path, WRONG):

@@ -24,7 +24,7 @@ import numpy as np
 from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, package_needed
 from gear_offline.sources.base import (
     Asked,
     InputFile,
@@ -36,10 +36,8 @@ from gear_offline.sources.base import (
     files_in,
     kinds_of_rows,
     misfit,
-    package_needed,
 )
-from gear_offline.sources.flat import SUFFIXES
-from gear_offline.sources.hdf5 import Hdf5File
+from gear_offline.sources.hdf5 import SUFFIXES, Hdf5File
 
 MAIN_FILE, METADATA_FILE = "main_data.hdf5", "metadata.json"
 MAX_METADATA_BYTES = 64 << 20

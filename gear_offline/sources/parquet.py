@@ -18,7 +18,7 @@ import numpy as np
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, Int64Array
 from gear_offline.dataset.scores import dataset_of_file
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, package_needed
 from gear_offline.sources.base import (
     Asked,
     InputFile,
@@ -27,9 +27,8 @@ from gear_offline.sources.base import (
     damage_told,
     kinds_of_rows,
     misfit,
-    package_needed,
-    parts_of,
     some_names,
+    split_names,
 )
 from gear_offline.sources.episode_ends import FLAGS, TERMINAL_FLAGS
 from gear_offline.sources.flat import REQUIRED
@@ -41,7 +40,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
     file = ParquetFile(path)
     types = {field.name: field.type for field in file.schema}
     lists = [name for name, kind in types.items() if is_list(kind) and is_numeric(kind)]
-    needed = [part for name in REQUIRED for part in parts_of(names.get(name, name))]
+    needed = [part for name in REQUIRED for part in split_names(names.get(name, name))]
     for name in needed:
         if name not in lists:
             remedy = f"needed are lists over the steps of an episode; found: {some_names(lists)}; "
@@ -49,7 +48,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
             what = f"no column {name!r} of one list an episode"
             raise InputError("COLUMN", what, str(path), remedy)
     stored = list(dict.fromkeys([*needed, *lists]))
-    rewards = parts_of(names.get("rewards", "rewards"))[0]
+    rewards = split_names(names.get("rewards", "rewards"))[0]
     numbers = [number for number, rows in enumerate(file.rows) if rows]
     groups = {number: _lengths(file.column(number, rewards)) for number in numbers}
     lengths = np.concatenate([np.zeros(0, np.int64), *groups.values()])

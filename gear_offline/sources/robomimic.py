@@ -25,8 +25,8 @@ from gear_offline.sources.base import (
     common_columns,
     kinds_of_rows,
     misfit,
-    parts_of,
     some_names,
+    split_names,
 )
 from gear_offline.sources.combine import observation_vectors
 from gear_offline.sources.d4rl import is_gymnasium_id
@@ -50,7 +50,7 @@ def open_robomimic(file: Hdf5File, demos: Mapping[str, Demo], asked: Asked) -> S
     masks = [n.removeprefix("mask/") for n in file.datasets if n.startswith("mask/")]
     chosen = _chosen(file, key, masks, demos) if key else list(demos)
     found = {name: _columns(file, name, demos[name], names) for name in chosen}
-    wanted = {part.split("/")[0] for old in names.values() for part in parts_of(old)}
+    wanted = {part.split("/")[0] for old in names.values() for part in split_names(old)}
     columns, others = common_columns(
         [(name, kinds) for name, (kinds, _) in found.items()],
         (*STEPWISE, *wanted),

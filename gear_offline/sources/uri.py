@@ -15,10 +15,10 @@ from gear_offline.dataset.scores import dataset_file, dataset_of_file
 from gear_offline.errors import InputError, given_path
 from gear_offline.sources.base import Asked, Source, files_in, misfit
 from gear_offline.sources.combine import dataset_source, join_sources, with_columns
-from gear_offline.sources.d4rl import locate
+from gear_offline.sources.d4rl import find_or_download
 from gear_offline.sources.dqn_replay import open_dqn_replay, replay_folder
-from gear_offline.sources.flat import SUFFIXES, open_hdf5
-from gear_offline.sources.hdf5 import Hdf5File
+from gear_offline.sources.flat import open_hdf5
+from gear_offline.sources.hdf5 import SUFFIXES, Hdf5File
 from gear_offline.sources.lerobot import is_lerobot, open_lerobot
 from gear_offline.sources.minari import data_directory, find_directory, open_minari
 from gear_offline.sources.npz import open_npz
@@ -84,7 +84,7 @@ def open_source(
     scheme, _, name = text.partition(":") if isinstance(uri, str) else ("", "", "")
     asked = Asked(text, rule, names)
     if scheme == "d4rl" and name:
-        path = locate(name)
+        path = find_or_download(name)
     elif scheme == "minari" and name:
         path = find_directory(name)
     elif scheme == "robomimic" and name:

@@ -21,7 +21,7 @@ from gear_offline.runs.run import Run, open_run
 from gear_offline.sweep.report import plot_curves
 from gear_offline.sweep.results import Table, TrialResult, make_table, read_result
 from gear_offline.sweep.trials import SweepDirectory, Trial, settings_label, trial_name
-from gear_offline.training.metrics import read_records
+from gear_offline.training.json_lines import read_records
 
 __all__ = ["RunComparison", "compare_runs"]
 

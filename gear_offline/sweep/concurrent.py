@@ -22,15 +22,9 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.core.interruption import StopRequest
 from gear_offline.distributed.world import current
 from gear_offline.errors import GearError
-from gear_offline.loaders.recipes import recipe_sampler
+from gear_offline.loaders.from_recipe import recipe_sampler
 from gear_offline.runs.directory import RunDirectory
-from gear_offline.runs.loop import (
-    LiveRun,
-    Shared,
-    TrainingInterrupted,
-    begin_run,
-    run_settings,
-)
+from gear_offline.runs.loop import LiveRun, Shared, TrainingInterrupted, begin_run, run_settings
 from gear_offline.runs.prepare import resolve
 from gear_offline.runs.run import Run
 from gear_offline.sweep.jobs import Job, run_errors

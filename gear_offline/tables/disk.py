@@ -25,7 +25,7 @@ from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup
 from gear_offline.kernels.draws import Segments
 from gear_offline.kernels.gather import CpuGather, Padding, Windows, real_steps
-from gear_offline.sampling.base import Stream
+from gear_offline.sampling.base import SegmentStream
 from gear_offline.tables.joint import TableData, parts_of, shards_of
 from gear_offline.tables.read_ahead import REFERENCE_BYTES, Needs, ReadAhead, ReadPlan
 from gear_offline.tables.table import GroupPlan, Table, TableOptions, build_table, plan_groups
@@ -130,7 +130,7 @@ class DiskGather:
     def __init__(
         self,
         dataset: TableData,
-        stream: Stream,
+        stream: SegmentStream,
         options: TableOptions,
         *,
         host_budget: int,
@@ -242,7 +242,7 @@ class _Slots:
             return self._gather.gather(segments, landing)
 
 
-def _needs(episodes: EpisodeIndex, stream: Stream, options: TableOptions) -> Needs:
+def _needs(episodes: EpisodeIndex, stream: SegmentStream, options: TableOptions) -> Needs:
     """Return the function that names the windows of steps; it refers to no gather or loader."""
     span, history = options.context_length, options.history
 

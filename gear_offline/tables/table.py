@@ -33,7 +33,7 @@ from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, BoolArray, Int64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
-from gear_offline.kernels.columns import ColumnGroup, Field, convert
+from gear_offline.kernels.columns import ColumnGroup, Field, final_values
 from gear_offline.tables.fields import ACTIONS, EXTRA, REWARDS, STATES, standard_fields, to_float32
 from gear_offline.tables.joint import JointDataset, Part, TableData, parts_of, shards_of
 from gear_offline.tables.returns import sum_returns, whole_episodes
@@ -375,7 +375,7 @@ def _fill_final(
             assert step == base + begin, "columns are read side by side"
             single = fields[column]
             if single.mean is not None or single.dtype != np.float32:
-                final = convert(values.reshape(len(values), *single.shape), single)
+                final = final_values(values.reshape(len(values), *single.shape), single)
             else:
                 final = to_float32(values, column, step)
             _lay(target, plan.fields[column].offset, final)

@@ -30,7 +30,7 @@ import numpy as np
 from gear_offline.core.files import file_identity
 from gear_offline.core.types import Array, Int64Array, UInt8Array
 from gear_offline.dataset.shard import damaged
-from gear_offline.kernels.columns import convert
+from gear_offline.kernels.columns import final_values
 from gear_offline.tables.fields import standard_fields
 from gear_offline.tables.joint import Part
 from gear_offline.tables.table import GroupPlan, TableOptions, private_rows, whole_pages
@@ -243,7 +243,7 @@ def _lay_of(plan: GroupPlan, name: str, part: Part) -> Lay | None:
     def lay(stored: UInt8Array) -> UInt8Array:
         values = stored.view(column.dtype).reshape(len(stored), *column.shape)
         if single is not None:
-            values = convert(values.reshape(len(values), *single.shape), single)
+            values = final_values(values.reshape(len(values), *single.shape), single)
         rows = np.zeros((len(stored), plan.width), plan.dtype)
         flat = values.reshape(len(values), -1)
         rows[:, : flat.shape[1]] = flat

@@ -103,7 +103,8 @@ class Checkpoint:
             from gear_offline.training.sharded import read_whole  # loads torch.distributed: 1 s
 
             with _reading(self.path, SHARDED):
-                tensors |= part(read_whole(self.path / SHARDED, TRAINING_PREFIX), TRAINING_PREFIX)
+                sharded = read_whole(self.path / SHARDED, TRAINING_PREFIX)
+                tensors |= unprefixed(sharded, TRAINING_PREFIX)
         return tensors
 
     def _load(self, name: str) -> dict[str, Tensor]:
@@ -118,12 +119,12 @@ class UnreadableCheckpoint(InputError):
     """``RUN_DAMAGED`` of one that may be whole: an older one in its place would undo its work."""
 
 
-def named(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
+def prefixed(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
     """Return `tensors` with `prefix` before their names."""
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
-def part(tensors: Mapping[str, T], prefix: str) -> dict[str, T]:
+def unprefixed(tensors: Mapping[str, T], prefix: str) -> dict[str, T]:
     """Return those whose names begin with `prefix`, without it."""
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
@@ -179,10 +180,10 @@ def read_checkpoint(path: Path, *, training: bool = True) -> Checkpoint:
         if training and state.shards:
             there = {f"{SHARDED}/{name}" for name in os.listdir(path / SHARDED)}
             if there != {*state.shards}:  # all files there are read
-                raise damaged(path, f"other files in {SHARDED} than {STATE} names")
+                raise run_damaged(path, f"other files in {SHARDED} than {STATE} names")
         for name in wanted:
             if file_facts(path / name) != state.files[name]:
-                raise damaged(path, f"{name} does not match its digest")
+                raise run_damaged(path, f"{name} does not match its digest")
         config = json.loads((path / CONFIG).read_bytes())
         recipe = Recipe.parse(state.recipe, where=str(path / STATE))
     return Checkpoint(path=path, state=state, recipe=recipe, config=config)
@@ -199,7 +200,7 @@ def read_state(path: Path) -> SavedState:
         document = json.loads(raw)
         document.pop("digest")
         if seal(document) != raw:
-            raise damaged(path, f"{STATE} does not match its digest")
+            raise run_damaged(path, f"{STATE} does not match its digest")
         if document["format_version"] > 1:
             what = f"the checkpoint has format version {document['format_version']}, this "
             what += "gear-offline reads version 1"
@@ -215,22 +216,24 @@ def _reading(path: Path, name: str) -> Iterator[None]:
     except GearError as error:
         if error.code in ("RUN_DAMAGED", "RUN_NOT_FOUND"):
             raise
-        raise damaged(path, error.what) from error  # of the recipe
+        raise run_damaged(path, error.what) from error  # of the recipe
     except FileNotFoundError as error:
-        raise damaged(path, f"{Path(str(error.filename)).name} is missing") from error
+        raise run_damaged(path, f"{Path(str(error.filename)).name} is missing") from error
     except OSError as error:
         if error.errno == errno.EINVAL:
-            raise damaged(path, f"{Path(str(error.filename)).name}: {error.strerror}") from error
+            raise run_damaged(
+                path, f"{Path(str(error.filename)).name}: {error.strerror}"
+            ) from error
         what = f"the checkpoint cannot be read: {error.strerror or error}"
         remedy = "check its permissions and the disk; nothing says that it is damaged"
         raise UnreadableCheckpoint("RUN_DAMAGED", what, str(path), remedy) from error
     except Exception as error:  # what json, pydantic, safetensors and torch's reader find
         if is_out_of_memory(error):
             raise
-        raise damaged(path, f"{name}: {error!r}".splitlines()[0]) from error
+        raise run_damaged(path, f"{name}: {error!r}".splitlines()[0]) from error
 
 
-def damaged(path: Path, what: str) -> InputError:
+def run_damaged(path: Path, what: str) -> InputError:
     """Return the error for a checkpoint that is not as it was written."""
     what, remedy = f"the checkpoint is damaged: {what}", "use another checkpoint of the run"
     return InputError("RUN_DAMAGED", what, where=str(path), remedy=remedy)
@@ -285,7 +288,7 @@ def remove_checkpoint(path: Path) -> None:
     shutil.rmtree(aside)
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_partial(folder: Path) -> None:
     """Remove what killed runs left in `folder`: half-written and half-removed checkpoints."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.name.startswith((".partial-", ".removed-")):

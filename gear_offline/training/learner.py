@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.types import Float64Array
+from gear_offline.core.types import Array, Float64Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.gather import Windows
 from gear_offline.loaders.batch import Batch
-from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback, as_arrays, as_tensors
+from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
+from gear_offline.loaders.from_recipe import loader_options, recipe_sampler
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.loaders.recipes import loader_options, recipe_sampler
 from gear_offline.sampling.items import Items
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import GrowingTable, SharedTables
@@ -34,8 +34,8 @@ from gear_offline.training.graph import CapturedStep, RunPart, start_compilers, 
 from gear_offline.training.model import ModelSizes, make_training_model
 from gear_offline.training.optimizer import Optimizer
 from gear_offline.training.parallel import take_over
-from gear_offline.training.policies import TrainedModel, find_trained
 from gear_offline.training.seeding import random_states, restore_random
+from gear_offline.training.trained import TrainedModel, find_trained
 from gear_offline.training.window import ReportWindow
 
 SEED_STRIDE = 0x9E3779B97F4A7C15  # between the seeds of two ranks
@@ -330,9 +330,9 @@ class Learner:
         self.check()
         tensors = self.optimizer.state() | random_states(self.world, self.device)
         tensors["window"] = self.window.of_all(self.world)
-        tensors |= as_tensors("items", self._items.state(self.loader.step))
+        tensors |= _as_tensors("items", self._items.state(self.loader.step))
         if self.loader.loss_sampler is not None:
-            tensors |= as_tensors("selection", self.loader.loss_sampler.state())
+            tensors |= _as_tensors("selection", self.loader.loss_sampler.state())
         return tensors
 
     def load(
@@ -350,12 +350,12 @@ class Learner:
         take_over(self.model.state_dict(), model)
         self.optimizer.refresh()
         self.optimizer.load_state(tensors)
-        if items := as_arrays("items", tensors):
+        if items := _as_arrays("items", tensors):
             self._items.load_state(items)
         if self.growing is not None:
             self._grow(self.growing.go_to(step), loader["step"])
         if self.loader.loss_sampler is not None:
-            self.loader.loss_sampler.load_state(as_arrays("selection", tensors))
+            self.loader.loss_sampler.load_state(_as_arrays("selection", tensors))
         self.loader.load_state_dict(dict(loader))
         self._batches = iter(self.loader)
         restore_random(tensors, self.world, self.device)
@@ -407,3 +407,14 @@ def _normalized_by(
     given = {"mean": mean.reshape(own.mean.shape), "std": std.reshape(own.std.shape)}
     statistics = {**dataset.statistics, "observations": own.model_copy(update=given)}
     return replace(dataset, manifest=dataset.manifest.replaced(statistics=statistics))
+
+
+def _as_tensors(name: str, state: Mapping[str, Array]) -> dict[str, Tensor]:
+    """Return what a checkpoint keeps of a state of arrays."""
+    return {f"{name}/{key}": torch.from_numpy(value) for key, value in state.items()}
+
+
+def _as_arrays(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Array]:
+    """Return the state that `_as_tensors` kept."""
+    kept = {k.partition("/")[2]: t for k, t in tensors.items() if k.startswith(f"{name}/")}
+    return {key: tensor.cpu().numpy() for key, tensor in kept.items()}

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from gear_offline.core.files import check_new_file, write_file, writing
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, package_needed
 from gear_offline.models.policy import Policy
-from gear_offline.sources.base import package_needed
-from gear_offline.training.policies import load_policy
+from gear_offline.training.trained import load_policy
 
 __all__ = ["export_policy"]
 

@@ -18,7 +18,7 @@ TEMPERATURE = "log_temperature"  # of a stochastic policy: neither decayed nor c
 
 
 class SteadyAdam:
-    """Adam at a constant rate, by operations that a CUDA graph captures; of nothing it is idle.
+    """Adam at a constant rate, as operations a CUDA graph captures; idle without parameters.
 
     Gradients are those of `used`, in a working copy of the model or the parameters themselves.
     """

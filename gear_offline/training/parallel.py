@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.text import size_text as _text
+from gear_offline.core.text import size_text
 from gear_offline.distributed.world import World, peers
 from gear_offline.errors import InputError
 from gear_offline.models.decision_transformer import DecisionTransformer
@@ -71,8 +71,8 @@ def choose_parallel(
             return Parallel("ddp", "DDP: ranks in host memory")
         needed = memory() + CONTEXT_BYTES
         if needed <= USABLE * free:
-            return Parallel("ddp", f"DDP: {_text(needed)} a rank fit in {_text(free)} free")
-        reason = f"FSDP: replicas need {_text(needed)} a rank, {_text(free)} are free"
+            return Parallel("ddp", f"DDP: {size_text(needed)} a rank fit in {size_text(free)} free")
+        reason = f"FSDP: replicas need {size_text(needed)} a rank, {size_text(free)} are free"
     if recipe.model.policy == "gaussian":
         what = "a stochastic policy is trained as replicas, not as shards of it"
         remedy = "use train.parallel=ddp, and a smaller model if that does not fit"
@@ -82,7 +82,7 @@ def choose_parallel(
         needed = memory(shards=world.size, reshard=False) + CONTEXT_BYTES
         reshard, why = not on_gpu or needed > USABLE * free, ": ranks in host memory"
         if on_gpu:
-            why = f": once a step takes {_text(needed)} a rank, {_text(free)} are free"
+            why = f": once a step takes {size_text(needed)} a rank, {size_text(free)} are free"
     how = "for each pass" if reshard else "once a step"
     return Parallel("fsdp", f"{reason}; weights collected {how}{why}", reshard)
 

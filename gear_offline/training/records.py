@@ -25,7 +25,7 @@ from gear_offline.core.types import Float64Array
 from gear_offline.dataset.scores import ReferenceScores
 from gear_offline.errors import InputError
 from gear_offline.progress import Printed, print_table
-from gear_offline.training.metrics import read_records
+from gear_offline.training.json_lines import read_records
 
 MOST_BYTES = 64 << 20  # of a summary or an evaluation
 BY_REFERENCE, BY_DATA = "reference scores", "returns of its data"

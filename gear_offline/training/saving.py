@@ -34,11 +34,11 @@ from gear_offline.training.checkpoint import (
     Normalisation,
     SavedState,
     checkpoint_name,
-    damaged,
-    named,
     newest_checkpoint,
-    part,
+    prefixed,
     prune,
+    run_damaged,
+    unprefixed,
     write_checkpoint,
 )
 from gear_offline.training.learner import Learner
@@ -112,12 +112,12 @@ class Saver:
     def _tensors(self) -> dict[str, Tensor]:
         """Return what this rank writes, named by where it goes."""
         model, training = self._learner.model.state_dict(), self._learner.tensors()
-        tensors = named(MODEL_PREFIX, model) | named(TRAINING_PREFIX, training)
+        tensors = prefixed(MODEL_PREFIX, model) | prefixed(TRAINING_PREFIX, training)
         if self._shards is None:
             return tensors if self._world.is_first else {}
         spread = {n: t for n, t in tensors.items() if isinstance(t, DTensor)}
-        spread |= named(MODEL_PREFIX, model)  # with buffers, which every rank has
-        pieces = named(SHARD_PREFIX, self._shards.pieces(spread))
+        spread |= prefixed(MODEL_PREFIX, model)  # with buffers, which every rank has
+        pieces = prefixed(SHARD_PREFIX, self._shards.pieces(spread))
         whole = {n: t for n, t in tensors.items() if n not in spread}
         return whole | pieces if self._world.is_first else pieces
 
@@ -130,18 +130,19 @@ class Saver:
         keep: Keep,
     ) -> None:
         tensors = copies()
-        model, is_whole = part(tensors, MODEL_PREFIX), False
+        model, is_whole = unprefixed(tensors, MODEL_PREFIX), False
         try:
             if self._shards is not None:
                 from gear_offline.training.sharded import read_whole
 
-                files = self._shards.write(place / SHARDED, part(tensors, SHARD_PREFIX))
-                state = state.model_copy(update={"files": named(f"{SHARDED}/", files)})
+                files = self._shards.write(place / SHARDED, unprefixed(tensors, SHARD_PREFIX))
+                state = state.model_copy(update={"files": prefixed(f"{SHARDED}/", files)})
                 if self._world.is_first:
-                    model = part(read_whole(place / SHARDED, MODEL_PREFIX), MODEL_PREFIX)
+                    model = unprefixed(read_whole(place / SHARDED, MODEL_PREFIX), MODEL_PREFIX)
             if self._world.is_first:
                 self.before()
-                write_checkpoint(place, state, config, model, part(tensors, TRAINING_PREFIX))
+                training = unprefixed(tensors, TRAINING_PREFIX)
+                write_checkpoint(place, state, config, model, training)
                 self._full, is_whole = None, True
                 self.written.append(state.step)
                 prune(self._folder, keep)
@@ -227,8 +228,8 @@ def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float
 
     def read() -> dict[str, Tensor]:
         assert checkpoint is not None, "the first rank reads"
-        tensors = named(TRAINING_PREFIX, checkpoint.tensors(shards=not in_parts))
-        return tensors if in_parts else tensors | named(MODEL_PREFIX, checkpoint.weights())
+        tensors = prefixed(TRAINING_PREFIX, checkpoint.tensors(shards=not in_parts))
+        return tensors if in_parts else tensors | prefixed(MODEL_PREFIX, checkpoint.weights())
 
     tensors = world.send_tensors(world.lead(read))
     try:
@@ -236,14 +237,14 @@ def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float
             from gear_offline.training.sharded import read_into
 
             moments = {n: t for n, t in learner.optimizer.state().items() if isinstance(t, DTensor)}
-            held = named(MODEL_PREFIX, learner.model.state_dict())
-            held |= named(TRAINING_PREFIX, moments)
+            held = prefixed(MODEL_PREFIX, learner.model.state_dict())
+            held |= prefixed(TRAINING_PREFIX, moments)
             read_into(path / SHARDED, held)
             tensors |= held
-        model, training = part(tensors, MODEL_PREFIX), part(tensors, TRAINING_PREFIX)
+        model, training = (unprefixed(tensors, p) for p in (MODEL_PREFIX, TRAINING_PREFIX))
         learner.load(step=state.step, model=model, tensors=training, loader=state.loader)
     except (KeyError, RuntimeError) as error:
-        raise damaged(path, f"it does not fit the recipe ({error})") from error
+        raise run_damaged(path, f"it does not fit the recipe ({error})") from error
     return state.seconds
 
 
@@ -264,7 +265,7 @@ def _snapshot(
 
     def on_host() -> dict[str, Tensor]:
         event.synchronize()
-        return _on_host(copies, device)
+        return _fetch(copies, device)
 
     return on_host
 
@@ -284,7 +285,7 @@ def _copy(tensor: Tensor, has_room: bool) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _on_host(copies: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def _fetch(copies: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Take all out of `copies`, those of a GPU fetched without its other streams."""
     # On the default stream each fetch would wait for all the steps launched by then.  Streams of
     # high priority are others than those that training and captures get from torch.

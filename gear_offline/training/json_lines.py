@@ -1,4 +1,4 @@
-"""What a run measures: JSON lines that survive a kill.
+"""Files of JSON lines that survive a kill: what a run measures.
 
 They are written with one system call a record, so a killed run leaves whole lines and at most one
 torn last line, which readers ignore and a resumed run removes.
@@ -70,8 +70,8 @@ def truncate_records(folder: Path, *, last_step: int) -> None:
             os.truncate(path, end)
 
 
-class GrowingFile(Closing):
-    """A file of a run that only grows, made when missing; what is appended is one system call."""
+class AppendedFile(Closing):
+    """A file that nothing is taken from, made when missing; to append is one system call."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW

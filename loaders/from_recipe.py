@@ -1,4 +1,4 @@
-"""What a recipe says of a loader: its data, its sampler, its options."""
+"""From a recipe to the data, the sampler and the options of its loader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What acts: the policy of a run, of one of its checkpoints, or of a folder of its own."""
+"""The trained model of a run, of one of its checkpoints or of a policy folder, and its policy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gear_offline.models.policy_folder import (
     assemble,
     read_policy,
 )
-from gear_offline.training.checkpoint import Checkpoint, chosen_checkpoint, damaged
+from gear_offline.training.checkpoint import Checkpoint, chosen_checkpoint, run_damaged
 from gear_offline.training.records import EvaluationReport, read_document, read_lines
 
 __all__ = ["TrainedModel", "load_policy"]
@@ -188,7 +188,7 @@ def trained_model(checkpoint: Checkpoint) -> TrainedModel:
     try:
         model = assemble(checkpoint.config, weights)
     except Exception as error:  # a library's own checks raise what they like
-        raise damaged(checkpoint.path, "the weights do not fit the configuration") from error
+        raise run_damaged(checkpoint.path, "the weights do not fit the configuration") from error
     model.attention = checkpoint.recipe.model.attention
     run = checkpoint.path  # a checkpoint that was copied out of its run
     if run.parent.name == "checkpoints":

@@ -27,9 +27,9 @@ from gear_offline.models.multitask import ModelTask
 from gear_offline.models.policy import Policy
 from gear_offline.progress import Progress
 from gear_offline.training.model import ModelSizes, sizes_of
-from gear_offline.training.policies import TrainedModel, find_trained
 from gear_offline.training.records import EvaluationReport, TargetResult, TaskResult
 from gear_offline.training.seeding import torch_threads
+from gear_offline.training.trained import TrainedModel, find_trained
 from gear_offline.workers import Caller, RayPool
 
 FOREIGN = "the environment is not the one that D4RL measured, so the score is indicative only"
