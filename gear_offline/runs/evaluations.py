@@ -248,11 +248,9 @@ class RunEvaluations(Closing):
         """Wait for what is outstanding; Ctrl-C leaves it to a resumed run."""
         if self._queue:
             self._progress.say(f"waiting for {count_text(len(self._queue), 'evaluation')}")
-        try:
-            with self._run.stop.abortable():
-                while self._queue:
-                    self.wait()
-        except Aborted:
+        while self._queue and self._run.stop.signal_name is None:
+            self.wait()
+        if self._queue:
             self._pool.close()
 
     def sync(self) -> None:
