@@ -133,8 +133,7 @@ class RunEvaluations(Closing):
         return Keep(newest=newest, best=step, pinned=self.outstanding)
 
     def _is_new(self, step: int) -> bool:
-        is_recorded = any(record.step == step for record in self.recorded)
-        return not is_recorded and step not in self._queue
+        return step not in self._queue and all(one.step != step for one in self.recorded)
 
     def must_wait(self, step: int) -> bool:
         """Whether an evaluation of `step` could not begin before another is done."""
