@@ -66,6 +66,13 @@ def draw_mean(
     axes.fill_between(x, low, high, color=style["color"], alpha=0.14, linewidth=edge)
 
 
+def from_zero(axes: Axes) -> None:
+    """Let the y axis begin at zero, or where negative values do, with room for markers."""
+    low, high = axes.dataLim.intervaly
+    room = 0.05 * (high - min(0.0, low))
+    axes.set_ylim(low - room if low < 0 else 0.0, high + room or None)
+
+
 def legend(axes: Axes) -> None:
     """Name the lines that have labels, beside the axes."""
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)

@@ -215,19 +215,16 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         action_preds = self._choose(self._head(at_state))
         if not self._wants("return_dict", return_dict):
             return state_preds, action_preds, return_preds
-        output = DecisionTransformerOutput(
-            state_preds=state_preds,
-            action_preds=action_preds,
-            return_preds=return_preds,
-            last_hidden_state=hidden,
-        )
-        # tuples, as the released class gives, which declares tensors
+        states_too: Any = None  # tuples, as the released class gives, which declares tensors
+        weights: Any = None
         if self._wants("output_hidden_states", output_hidden_states):
-            output.hidden_states = cast(Tensor, (*layers, hidden))
+            states_too = (*layers, hidden)
         if self._wants("output_attentions", output_attentions):
             pairs: Any = zip(self.encoder.h, layers, strict=True)
-            output.attentions = cast(Tensor, tuple(b.weights(rows, mask) for b, rows in pairs))
-        return output
+            weights = tuple(block.weights(rows, mask) for block, rows in pairs)
+        return DecisionTransformerOutput(  # at once, for their order: it can be indexed
+            state_preds, action_preds, return_preds, states_too, weights, hidden
+        )
 
     def _wants(self, name: str, given: bool | None) -> bool:
         return bool(getattr(self.config, name) if given is None else given)

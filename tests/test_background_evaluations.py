@@ -89,8 +89,9 @@ def test_real_workers_find_the_same_returns(
     assert summary["evaluation_best"]["step"] == best.step
 
 
+@pytest.mark.parametrize("mode", ["on", "off"])
 def test_a_checkpoint_that_a_full_disk_does_not_take_is_not_played(
-    data: Path, in_process: Path, tmp_path: Path, fake: None, monkeypatch: Patch
+    data: Path, in_process: Path, tmp_path: Path, fake: None, monkeypatch: Patch, mode: str
 ) -> None:
     """The first two checkpoints, of steps 5 and 7, are given up; the run is as without that."""
     rename, left = os.rename, 2
@@ -103,14 +104,15 @@ def test_a_checkpoint_that_a_full_disk_does_not_take_is_not_played(
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", full)
-    recipe = tiny_recipe(data, "evaluate.background=on")
+    recipe = tiny_recipe(data, f"evaluate.background={mode}")
     run = train_run(recipe, out=tmp_path / "run", quiet=True)
     assert played(run) == played(in_process)[1:]
     assert learnt(run)["model"] == learnt(in_process)["model"]
 
 
+@pytest.mark.parametrize("mode", ["on", "off"])
 def test_a_last_checkpoint_that_fails_is_not_waited_for(
-    data: Path, tmp_path: Path, fake: None, monkeypatch: Patch
+    data: Path, tmp_path: Path, fake: None, monkeypatch: Patch, mode: str
 ) -> None:
     rename = os.rename
 
@@ -120,8 +122,9 @@ def test_a_last_checkpoint_that_fails_is_not_waited_for(
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", bad)
+    recipe = tiny_recipe(data, f"evaluate.background={mode}")
     with pytest.raises(GearError, match="Input/output error"):
-        train_run(tiny_recipe(data, "evaluate.background=on"), out=tmp_path / "run", quiet=True)
+        train_run(recipe, out=tmp_path / "run", quiet=True)
 
 
 @pytest.mark.parametrize(("delay", "workers"), [(0, 1), (3, 1), (40, 3)])

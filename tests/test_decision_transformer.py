@@ -132,6 +132,7 @@ def test_hidden_states_and_attentions_are_those_of_the_released_class() -> None:
     with torch.no_grad():
         found = ours(**batch, output_hidden_states=True, output_attentions=True)
         expected = theirs(**batch, output_hidden_states=True, output_attentions=True)
+    assert list(found) == list(expected), "found[3] is what code of the released class expects"
     assert len(found.hidden_states) == len(expected.hidden_states) == 3
     assert len(found.attentions) == len(expected.attentions) == 2
     assert found.attentions[0].shape == (WINDOWS, 2, 3 * STEPS, 3 * STEPS)

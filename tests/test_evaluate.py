@@ -183,6 +183,8 @@ def test_options_that_cannot_be_played(tmp_path: Path) -> None:
         for value in values:
             with one_error("USAGE"):
                 evaluate(run, quiet=True, **{option: value})
+    with one_error("ENVIRONMENT", "name the environment that the data came from$"):
+        evaluate(run, environment="CartPole-v1", quiet=True)
 
 
 def test_a_checkpoint_that_training_removes_meanwhile_is_played_to_the_end(

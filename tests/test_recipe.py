@@ -107,7 +107,8 @@ def test_a_short_run_has_a_short_warm_up() -> None:
         ("environment=x", "did you mean 'evaluate.environment'"),
         ("model.xyz=2", "unknown option 'model.xyz', `recipes validate` prints all there are"),
         ("train.steps=many", 'train.steps: Input should be a whole number, got "many"'),
-        ("evaluate.targets=3600,1800", "a list, as in [1, 2]"),
+        ("train.skip=3", "a list, as in [1, 2]"),
+        ("train.trackers=tensorboard,trackoi", "train.trackers.1: Input should be 'tensorboard',"),
         ("evaluate.targets=[3600, 1800, 3600]", "evaluate.targets: names a return twice"),
         ("train.precision=bf61", "train.precision: Input should be 'auto', 'fp32' or 'bf16'"),
         ("model.heads=3", "multiple of model.heads (3), got 128: try 129"),
@@ -179,7 +180,11 @@ def test_overrides_are_texts_or_a_mapping() -> None:
     for name, reference in {"Hopper-v4": "hopper-medium-v2", "Pendulum-v1": None}.items():
         other = base.replace({"evaluate.environment": name})
         assert other.evaluate.reference == reference, "other scores are not those of the data"
-    assert load_recipe("paper", "evaluate.targets=3600").evaluate.targets == (3600.0,)
+    for text, targets in {"3600": (3600.0,), "36e2, -1": (3600.0, -1.0)}.items():
+        assert load_recipe("paper", f"evaluate.targets={text}").evaluate.targets == targets
+    listed = load_recipe("paper", ["train.trackers=tensorboard,wandb", "optimizer.betas=0.8,0.9"])
+    assert listed.train.trackers == ("tensorboard", "wandb")
+    assert listed.optimizer.betas == (0.8, 0.9)
     assert load_recipe("paper", {"data.path": Path("d/ü")}).data.path == "d/ü"
     with pytest.raises(InputError, match=r"train\.steps: .*, got .*\{1\}"):
         load_recipe("paper", {"train.steps": {1}})

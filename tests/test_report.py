@@ -11,7 +11,7 @@ from PIL import Image
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.convert.conversion import convert
-from gear_offline.plots import new_figure, titles
+from gear_offline.plots import draw_mean, from_zero, new_figure, titles
 from gear_offline.runs.report import write_report
 from gear_offline.sources import from_arrays
 from tests.support import failing_code, one_error
@@ -67,6 +67,16 @@ def test_titles_fit_the_width(letters: int) -> None:
     for text in (figure._suptitle, axes.title, axes._left_title):  # type: ignore[attr-defined]
         assert text.get_window_extent().x1 <= figure.bbox.width
     assert axes._left_title.get_text().endswith(": 3 runs")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("values", [[1.3, 1.4], [0.9, -3.0], [-2.0, -1.0], [0.0, 0.0]])
+def test_what_is_negative_is_drawn_too(values: list[float]) -> None:
+    """A likelihood's loss, for example."""
+    axes = new_figure().add_subplot()
+    draw_mean(axes, [1, 2], values, [[float("nan")] * 2] * 2, color="black")
+    from_zero(axes)
+    low, high = axes.get_ylim()
+    assert max(values) < high and (low < min(values) if min(values) < 0 else low == 0.0)
 
 
 def write_data(folder: Path, rule: str = "by hand") -> Recipe:

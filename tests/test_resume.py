@@ -68,13 +68,16 @@ def interrupted_in(step: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("place", ["training.trained.assemble", "evaluation.play.play_tasks"])
 def test_ctrl_c_ends_an_evaluation_which_the_resumed_run_repeats(
     whole: Path,
     data: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
+    place: str,
 ) -> None:
+    """Also while its checkpoint is read: that is no damage."""
     run = tmp_path / "run"
 
     def slow(*_: Any, **__: Any) -> None:
@@ -82,7 +85,7 @@ def test_ctrl_c_ends_an_evaluation_which_the_resumed_run_repeats(
         time.sleep(60)
 
     with monkeypatch.context() as patched:
-        patched.setattr("gear_offline.evaluation.play.evaluate_tasks", slow)
+        patched.setattr(f"gear_offline.{place}", slow)
         with pytest.raises(TrainingInterrupted, match="after step 7,"):
             train_run(tiny_recipe(data, "evaluate.background=off"), out=run)
     assert "not evaluated, stopped; --resume does it" in capfd.readouterr().err

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from gear_offline.config.strict_yaml import byte_count, whole_number
+from gear_offline.config.strict_yaml import byte_count, parse_yaml, whole_number
 from gear_offline.errors import InputError
 
 LARGEST_TARGET = 1e18  # squares of returns-to-go stay finite in float32
@@ -31,6 +31,12 @@ def target_list(value: Any) -> Any:
     return values
 
 
+def from_text(value: Any) -> Any:
+    """Return the list that the text ``a,b`` stands for; anything else as it is."""
+    return parse_yaml(f"[{value}]", where=value) if isinstance(value, str) else value
+
+
+Listed = BeforeValidator(from_text)
 Whole = Annotated[int, BeforeValidator(whole_number)]  # 100000, 1e5 or 100_000
 Positive = Annotated[Whole, Field(ge=1, lt=1 << 62)]
 Size = Annotated[Positive, BeforeValidator(byte_count)]  # bytes; 256MiB
@@ -47,14 +53,12 @@ PositiveFloat = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 Range = Annotated[tuple[Count, Count], Field(strict=False)]
 Targets = Annotated[
-    Annotated[tuple[float, ...], Field(strict=False)] | None, BeforeValidator(target_list)
+    Annotated[tuple[float, ...], Field(strict=False)] | None, BeforeValidator(target_list), Listed
 ]
-
 Trackers = Annotated[
-    tuple[Literal["tensorboard", "trackio", "wandb"], ...],
-    Field(strict=False),
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    tuple[Literal["tensorboard", "trackio", "wandb"], ...], Field(strict=False), Listed
 ]
+Pair = Annotated[tuple[float, float], Field(strict=False), Listed]
 
 
 class Section(BaseModel):
@@ -164,7 +168,7 @@ class LimiterSettings(Section):
     """Episodes that are there before any is drawn; null: as many as at first."""
     samples_per_insert: PositiveFloat | None = None
     """Segments that are drawn for each episode that is inserted."""
-    error_buffer: PositiveFloat | Annotated[tuple[float, float], Field(strict=False)] | None = None
+    error_buffer: PositiveFloat | Pair | None = None
     """Segments that may be drawn too few or too many; or the least and most of
     inserts * samples_per_insert - draws."""
 
@@ -192,7 +196,7 @@ class DataSettings(Section):
     """Directory of GEAR shards, relative to the current directory, or hub:USER/NAME."""
     source: Text | None = None
     """What to convert into `path` when it does not exist: a file, d4rl:, minari: or hub:NAME."""
-    columns: Annotated[tuple[Text, ...], Field(min_length=1, strict=False)] | None = None
+    columns: Annotated[tuple[Text, ...], Field(min_length=1, strict=False), Listed] | None = None
     """Columns to convert; null: all."""
     collect: CollectSettings | None = None
     """What to record and convert into `path` when it does not exist, instead of `source`."""
@@ -334,7 +338,7 @@ class OptimizerSettings(Section):
     """Learning rate after the warm-up."""
     weight_decay: NotNegative = 1e-4
     """Decoupled weight decay of all parameters."""
-    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), strict=False)
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False), Listed] = (0.9, 0.999)
     """Averaging factors of the first and second moment."""
     clip_norm: PositiveFloat | None = 0.25
     """Largest norm of the gradient; null: no clipping."""
@@ -382,7 +386,7 @@ class TrainSettings(Section):
     log_every: Annotated[Whole, Field(ge=1, le=1_000_000)] = 100
     """Steps between two lines of metrics.jsonl."""
     checkpoint_every: Positive = 10_000
-    """Steps between two checkpoints."""
+    """Steps between two checkpoints; an evaluation is of one of its own."""
     keep_checkpoints: Positive = 3
     """Newest checkpoints that are kept; the best one stays too."""
     evaluate_every: Positive | None = 10_000

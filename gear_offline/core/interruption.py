@@ -12,8 +12,8 @@ from typing import Any, Self
 from gear_offline.core.closing import Closing
 
 
-class Aborted(Exception):
-    """Raised inside `StopRequest.abortable` when a stop is requested."""
+class Aborted(BaseException):
+    """Raised inside `StopRequest.abortable` when a stop is requested; no error to be handled."""
 
 
 class StopRequest(Closing):

@@ -145,21 +145,19 @@ def _play(
     name, count = task.environment, len(task.targets)
     total, slots = task.episodes * count, min(task.environments, task.episodes) * count
     options: dict[str, Any] = {"processes": processes, "goals": task.goals}
-    with (
-        Environments(name, slots, episodes=total, **options) as environments,
-        Progress(f"evaluate {name}", total=total, unit="episodes", quiet=quiet) as progress,
-    ):
+    with Environments(name, slots, episodes=total, **options) as environments:
         policy = policy_of(task)
         if isinstance(policy, Policy):
             check_sizes(environments.facts, sizes_of(policy.model), whose="the model")
-        played = play_episodes(
-            policy,
-            environments,
-            seeds=[task.seed + e for e in range(task.episodes) for _ in range(count)],
-            targets=task.targets * task.episodes,
-            keep_actions=count,
-            on_episode=progress.advance,
-        )
+        with Progress(f"evaluate {name}", total=total, unit="episodes", quiet=quiet) as progress:
+            played = play_episodes(
+                policy,
+                environments,
+                seeds=[task.seed + e for e in range(task.episodes) for _ in range(count)],
+                targets=task.targets * task.episodes,
+                keep_actions=count,
+                on_episode=progress.advance,
+            )
     return [
         TargetResult(
             target=target,
@@ -209,7 +207,9 @@ def resolve_reference(
     return scores.model_copy(update={"indicative": True, "note": note})
 
 
-def check_sizes(environment: EnvironmentFacts, sizes: ModelSizes, *, whose: str) -> None:
+def check_sizes(
+    environment: EnvironmentFacts, sizes: ModelSizes, *, whose: str, otherwise: str = ""
+) -> None:
     """Refuse an environment whose observations or actions are not those of data or a model."""
     played = replace(
         sizes,
@@ -221,8 +221,7 @@ def check_sizes(environment: EnvironmentFacts, sizes: ModelSizes, *, whose: str)
     if played != sizes:
         name, remedy = environment.environment_id, "name the environment that the data came from"
         what = f"{name} has {_sizes_text(played)}, {whose} {_sizes_text(sizes)}"
-        remedy += ", or set evaluate.episodes=0"
-        raise InputError("ENVIRONMENT", what, "evaluate.environment", remedy)
+        raise InputError("ENVIRONMENT", what, "evaluate.environment", remedy + otherwise)
 
 
 def _sizes_text(sizes: ModelSizes) -> str:

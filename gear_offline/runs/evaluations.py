@@ -133,8 +133,7 @@ class RunEvaluations(Closing):
         return Keep(newest=newest, best=step, pinned=self.outstanding)
 
     def _is_new(self, step: int) -> bool:
-        is_recorded = any(record.step == step for record in self.recorded)
-        return not is_recorded and step not in self._queue
+        return step not in self._queue and all(one.step != step for one in self.recorded)
 
     def must_wait(self, step: int) -> bool:
         """Whether an evaluation of `step` could not begin before another is done."""
@@ -248,11 +247,9 @@ class RunEvaluations(Closing):
         """Wait for what is outstanding; Ctrl-C leaves it to a resumed run."""
         if self._queue:
             self._progress.say(f"waiting for {count_text(len(self._queue), 'evaluation')}")
-        try:
-            with self._run.stop.abortable():
-                while self._queue:
-                    self.wait()
-        except Aborted:
+        while self._queue and self._run.stop.signal_name is None:
+            self.wait()
+        if self._queue:
             self._pool.close()
 
     def sync(self) -> None:

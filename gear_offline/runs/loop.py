@@ -156,7 +156,7 @@ def begin_run(
         except OSError as error:  # of the run's own files: the data's errors have codes
             if directory is not None:
                 remove_partial(directory.checkpoints)
-            raise write_error(error, str(run)) from error
+            raise write_error(error, str(run.path)) from error
 
 
 class Due(NamedTuple):

@@ -233,7 +233,8 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         if facts is not None:
             if sizes.discrete and facts.discrete:  # some actions may never occur in the data
                 sizes = replace(sizes, action_dim=max(sizes.action_dim, facts.action_size))
-            check_sizes(facts, sizes, whose="the data")
+            otherwise = ", or set evaluate.episodes=0"
+            check_sizes(facts, sizes, whose="the data", otherwise=otherwise)
             longest = max(longest, facts.step_limit)
     scores, returns = dataset.reference_scores, dataset.manifest.returns
     known = scores.name if scores is not None and reference_scores(scores.name) else None

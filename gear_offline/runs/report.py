@@ -153,7 +153,7 @@ def _plot_learning_curve(
     if y.min() > 0 and y.max() / y.min() > 20:
         panels[0].set_yscale("log")
     else:
-        panels[0].set_ylim(0, 1.05 * float(y.max()) if y.max() > 0 else None)
+        plots.from_zero(panels[0])
     title = f"Loss {short(y[0])} to {short(y[-1])} in {count_text(steps[-1], 'step')}"
     if points:
         goals = any(row.goals for row in evaluations)
@@ -184,8 +184,7 @@ def _plot_returns(
         colour = plots.SERIES[index % len(plots.SERIES)]
         label = f"{asked_as} {', '.join(map(short, same))}"
         plots.draw_mean(axes, steps, means, intervals.T, color=colour, label=label)
-    lowest, highest = min(0.0, axes.get_ylim()[0]), axes.get_ylim()[1]
-    axes.set_ylim(lowest, highest + 0.04 * (highest - lowest))  # room for the marker
+    plots.from_zero(axes)
     plots.dress(axes, y=named)
     plots.thousands(axes.yaxis)
     plots.legend(axes)

@@ -252,7 +252,7 @@ class _Group:
             yield from self._each(self._catch_up_one)
 
     def _catch_up_one(self, member: _Member) -> bool:
-        """Log, evaluate, save and stop; return False if an evaluation cannot begin yet."""
+        """Log, save, evaluate and stop; return False if an evaluation cannot begin yet."""
         run, step = member.run, member.run.learner.step
         assert run.writer is not None, "a sweep has one rank"
         if self._stop.signal_name is None:

@@ -136,7 +136,7 @@ def plot_curves(path: Path, trials: Sequence[TrialResult], table: Table) -> Path
             plots.draw_mean(axes, steps, mean, [mean - half, mean + half], color=colour, label=name)
         plots.dress(axes, y=RANKING[metric])
         plots.thousands(axes.yaxis)
-    panels[0].set_ylim(bottom=0)
+    plots.from_zero(panels[0])
     panels[-1].set_xlabel("optimizer step")
     plots.thousands(panels[-1].xaxis)
     if len(shown) > 1:
