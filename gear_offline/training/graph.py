@@ -145,7 +145,7 @@ class CapturedStep:
         self._ranks: RankGradients | None = None
         if world.size > 1:
             divisor = float(part.batches.batch.attention_mask.numel())
-            self._ranks = RankGradients(part.optimizer.computed, world=world, divisor=divisor)
+            self._ranks = RankGradients(part.optimizer.working, world=world, divisor=divisor)
         with contextlib.nullcontext() if feedback is None else feedback.paused():
             warm_up(self._rehearse, part.batches.batch.device)
         part.optimizer.zero_gradients()

@@ -20,20 +20,20 @@ TEMPERATURE = "log_temperature"  # of a stochastic policy: neither decayed nor c
 class SteadyAdam:
     """Adam at a constant rate, as operations a CUDA graph captures; idle without parameters.
 
-    Gradients are those of `used`, in a working copy of the model or the parameters themselves.
+    Gradients are those of `working`, in a copy of the model or the parameters themselves.
     """
 
     RATE, BETAS, EPSILON = 1e-4, (0.9, 0.999), 1e-8  # of the Online Decision Transformer's code
 
-    def __init__(self, parameters: Sequence[nn.Parameter], used: Sequence[nn.Parameter]) -> None:
-        self._parameters, self._used = parameters, used
+    def __init__(self, parameters: Sequence[nn.Parameter], working: Sequence[nn.Parameter]) -> None:
+        self._parameters, self._working = parameters, working
         self.states = [_zeros(parameter) for parameter in parameters]
 
     @torch.no_grad()
     def update(self) -> None:
-        for parameter, used, state in zip(self._parameters, self._used, self.states, strict=True):
-            assert used.grad is not None, "the loss of a stochastic policy gives one"
-            gradient, (step, first, second) = used.grad.float(), state.values()
+        for parameter, own, state in zip(self._parameters, self._working, self.states, strict=True):
+            assert own.grad is not None, "the loss of a stochastic policy gives one"
+            gradient, (step, first, second) = own.grad.float(), state.values()
             step.add_(1.0)
             first.lerp_(gradient, 1.0 - self.BETAS[0])
             second.lerp_(gradient.square(), 1.0 - self.BETAS[1])
@@ -42,8 +42,8 @@ class SteadyAdam:
                 for moment, beta in zip((first, second), self.BETAS, strict=True)
             )
             parameter.sub_(self.RATE * mean / (square.sqrt() + self.EPSILON))
-            if used is not parameter:
-                used.copy_(parameter)
+            if own is not parameter:
+                own.copy_(parameter)
 
 
 class Optimizer:
@@ -56,8 +56,8 @@ class Optimizer:
 
     Attributes
     ----------
-    computed
-        The parameters that forward and backward passes compute with: of the working copy, if any.
+    working
+        The parameters that forward and backward passes compute with: of the copy, if there is one.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Optimizer:
         working: nn.Module | None = None,
     ) -> None:
         named = _trainable(model)
-        used = named if working is None else _trainable(working)
-        self._names, self._all, self.computed = list(named), [*named.values()], [*used.values()]
+        own = named if working is None else _trainable(working)
+        self._names, self._all, self.working = list(named), [*named.values()], [*own.values()]
         count = len(named) - (TEMPERATURE in named)
         self._parameters = self._all[:count]
-        self._shadows = None if working is None else self.computed[:count]
-        self._temperature = SteadyAdam(self._all[count:], self.computed[count:])
+        self._copies = None if working is None else self.working[:count]
+        self._temperature = SteadyAdam(self._all[count:], self.working[count:])
         self._limit = math.inf if settings.clip_norm is None else settings.clip_norm
         self._schedule = Schedule(
             settings.learning_rate, settings.warmup(steps), steps, settings.schedule
@@ -90,7 +90,7 @@ class Optimizer:
                 betas=settings.betas,
                 weight_decay=settings.weight_decay,
                 clip_norm=settings.clip_norm,
-                shadows=self._shadows,
+                shadows=self._copies,
             )
             states = self.on_device.states()
         else:
@@ -107,8 +107,8 @@ class Optimizer:
 
     def clip(self) -> Tensor:
         """Clip the gradients to ``clip_norm``; return the norm before, a scalar."""
-        for parameter, shadow in zip(self._parameters, self._shadows or (), strict=False):
-            parameter.grad = None if shadow.grad is None else shadow.grad.float()
+        for parameter, copy in zip(self._parameters, self._copies or (), strict=False):
+            parameter.grad = None if copy.grad is None else copy.grad.float()
         return whole(nn.utils.clip_grad_norm_(self._parameters, self._limit))
 
     def rate(self, step: int) -> float:
@@ -136,12 +136,12 @@ class Optimizer:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Give the working copy the parameters' values."""
-        if self._shadows is not None:
-            torch._foreach_copy_([*self.computed], [*self._all])
+        """Give the copy the parameters' values."""
+        if self._copies is not None:
+            torch._foreach_copy_([*self.working], [*self._all])
 
     def zero_gradients(self) -> None:
-        for parameter in self._all + self.computed:
+        for parameter in self._all + self.working:
             parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
