@@ -386,7 +386,7 @@ class TrainSettings(Section):
     log_every: Annotated[Whole, Field(ge=1, le=1_000_000)] = 100
     """Steps between two lines of metrics.jsonl."""
     checkpoint_every: Positive = 10_000
-    """Steps between two checkpoints; an evaluation is of one of its own."""
+    """Steps between two checkpoints; each evaluation saves one too."""
     keep_checkpoints: Positive = 3
     """Newest checkpoints that are kept; the best one stays too."""
     evaluate_every: Positive | None = 10_000

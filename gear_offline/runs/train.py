@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Never
 
 from gear_offline.config.files import Overrides, apply_overrides, flat
 from gear_offline.config.problems import guess_option, no_data
@@ -124,5 +124,7 @@ def train(
             raise no_data(data)
     from gear_offline.runs import loop  # loads torch
 
-    how: Any = {"resume": resume, "start": start, "callbacks": callbacks, "quiet": quiet}
-    return Run(loop.train_run(whole, path, **how))
+    trained = loop.train_run(
+        whole, path, resume=resume, start=start, callbacks=callbacks, quiet=quiet
+    )
+    return Run(trained)

@@ -14,7 +14,14 @@ import numpy as np
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.errors import InputError, check_environment_id
-from gear_offline.sources.base import Piece, Source, common_columns, kinds_of_rows, misfit
+from gear_offline.sources.base import (
+    Piece,
+    Source,
+    SourceInfo,
+    common_columns,
+    kinds_of_rows,
+    misfit,
+)
 from gear_offline.sources.episode_ends import FLAGS, SCALARS, TERMINAL_FLAGS
 from gear_offline.sources.flat import flat_source
 
@@ -98,11 +105,9 @@ def from_episodes(
         [Piece.of(columns) for columns, _ in read],
         kinds,
         terminated=[terminated for _, (terminated, _) in read],
-        uri=name,
-        format="arrays",
-        rule="episodes",
-        environment_id=environment,
-        attributes=facts,
+        info=SourceInfo(
+            uri=name, format="arrays", rule="episodes", environment_id=environment, attributes=facts
+        ),
     )
 
 

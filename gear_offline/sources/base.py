@@ -108,11 +108,10 @@ class Source(Closing):
         lengths: npt.ArrayLike | None = None,  # (E,), default: each piece is an episode
         terminated: npt.ArrayLike = False,  # (E,)
         truncated: npt.ArrayLike | None = None,  # (E,), default: what is not terminated
-        info: SourceInfo | None = None,  # or else its fields
+        info: SourceInfo,
         preferred: Mapping[str, int] | None = None,  # rows a read that suit the storage
         usual: Mapping[str, str] | None = None,  # made of others unless these are asked for
         by_piece: bool = False,  # a read loads a piece: all its columns come before the next one
-        **fields: Any,
     ) -> None:
         columns = {  # a reward or flag of shape (1,) is one number
             name: (dtype, () if name in SCALARS and shape == (1,) else shape)
@@ -141,7 +140,7 @@ class Source(Closing):
             episodes=self.episodes.episodes,
         )
         renamed = [f"{old!r} is the column {new}" for old, new in names.items() if old != new]
-        self.info = info or SourceInfo(**fields)
+        self.info = info
         files = self.info.files
         self._where = files[0].path if len(files) == 1 else self.info.uri
         if renamed:

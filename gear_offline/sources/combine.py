@@ -26,6 +26,7 @@ from gear_offline.sources.base import (
     Kinds,
     Piece,
     Source,
+    SourceInfo,
     common_columns,
     kinds_of,
     misfit,
@@ -120,16 +121,18 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
         lengths=np.concatenate([source.episodes.lengths for source in sources]),
         terminated=np.concatenate([source.terminated for source in sources]),
         truncated=np.concatenate([source.truncated for source in sources]),
-        uri=uri or " + ".join(info.uri for info in infos[:3]) + " + ..." * (len(infos) > 3),
-        **shared,
-        files=tuple(file for info in infos for file in info.files),
-        attributes={
-            "parts": len(sources),
-            "part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]],
-            "left_out": left_out,
-            "warnings": notes,
-        },
         preferred={name: max(s.preferred_rows(name) for s in sources) for name in columns},
+        info=SourceInfo(
+            uri=uri or " + ".join(info.uri for info in infos[:3]) + " + ..." * (len(infos) > 3),
+            files=tuple(file for info in infos for file in info.files),
+            attributes={
+                "parts": len(sources),
+                "part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]],
+                "left_out": left_out,
+                "warnings": notes,
+            },
+            **shared,
+        ),
     )
 
 
@@ -245,12 +248,14 @@ def dataset_source(dataset: Dataset) -> Source:
         lengths=dataset.episodes.lengths,
         terminated=dataset.terminated,
         truncated=dataset.truncated,
-        uri=dataset.path.name,
-        format="gear",
-        rule=before.rule,
-        environment_id=dataset.environment_id,
-        reference_name=None if scores is None else scores.name,
-        # The manifest bears the digests of all the others.
-        files=(InputFile.find(dataset.path / MANIFEST_NAME),),
-        attributes=attributes,
+        info=SourceInfo(
+            uri=dataset.path.name,
+            format="gear",
+            rule=before.rule,
+            environment_id=dataset.environment_id,
+            reference_name=None if scores is None else scores.name,
+            # The manifest bears the digests of all the others.
+            files=(InputFile.find(dataset.path / MANIFEST_NAME),),
+            attributes=attributes,
+        ),
     )

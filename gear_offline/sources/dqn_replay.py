@@ -27,6 +27,7 @@ from gear_offline.sources.base import (
     Kinds,
     Piece,
     Source,
+    SourceInfo,
     can_be_column,
     files_in,
     kinds_of,
@@ -84,12 +85,14 @@ def open_dqn_replay(folder: Path, asked: Asked) -> Source:
         [Piece(read=log.read, first=first, steps=steps) for first, steps in bounds],
         kinds_of(log),
         terminated=terminals[stops - 1] & (lengths != STEP_LIMIT),
-        uri=f"{game}/{folder.parent.name}" if game else folder.name,
-        format="dqn-replay",
-        rule="terminals",
-        environment_id=f"ALE/{game}-v5" if _GAME.fullmatch(game) else None,
-        files=tuple(InputFile.find(path) for path in files_in(folder, (".gz",))),
-        attributes={"padding_rows": int(rows - lengths.sum()), "warnings": notes},
+        info=SourceInfo(
+            uri=f"{game}/{folder.parent.name}" if game else folder.name,
+            format="dqn-replay",
+            rule="terminals",
+            environment_id=f"ALE/{game}-v5" if _GAME.fullmatch(game) else None,
+            files=tuple(InputFile.find(path) for path in files_in(folder, (".gz",))),
+            attributes={"padding_rows": int(rows - lengths.sum()), "warnings": notes},
+        ),
     )
 
 
@@ -144,7 +147,10 @@ def _open_log(folder: Path) -> tuple[Source, list[int], bool]:
             first, steps = first + length, steps + length
         known = count
     log = Source(
-        pieces, kinds[0], lengths=[steps], uri=folder.name, format="dqn-replay", rule="none"
+        pieces,
+        kinds[0],
+        lengths=[steps],
+        info=SourceInfo(uri=folder.name, format="dqn-replay", rule="none"),
     )
     return log, gaps, fresh
 

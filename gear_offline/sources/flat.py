@@ -14,6 +14,7 @@ from gear_offline.sources.base import (
     Asked,
     Piece,
     Source,
+    SourceInfo,
     can_be_column,
     kinds_of_rows,
     misfit,
@@ -88,10 +89,8 @@ def flat_source(
         kinds_of_rows(columns),
         lengths=ends.lengths,
         terminated=ends.terminated,
-        rule=rule,
-        attributes=facts,
-        **info,
         preferred=preferred,
+        info=SourceInfo(rule=rule, attributes=facts, **info),
     )
 
 

@@ -30,6 +30,7 @@ from gear_offline.sources.base import (
     InputFile,
     Piece,
     Source,
+    SourceInfo,
     by_number,
     damage_told,
     files_in,
@@ -95,21 +96,23 @@ def open_lerobot(path: Path, asked: Asked) -> Source:
         kinds,
         lengths=np.diff(reader.bounds),
         terminated=terminated if cut is None else terminated & ~cut,
-        uri=path.name,
-        format="lerobot",
-        rule="episode_index",
-        files=tuple(dict.fromkeys([*(group.file.file for group in groups), *reader.videos])),
-        attributes={
-            **{key: info.get(key) for key in ("codebase_version", "robot_type", "fps")},
-            "left_out": left_out,
-            "warnings": notes,
-        },
         preferred={  # a read of frames looks for a key frame
             name: max(1, 4 * READ_BYTES // math.prod(shape))
             for name, (_, shape) in kinds.items()
             if len(shape) == 3
         },
         usual=usual | observation_vectors(kinds, "observation.", path, names),
+        info=SourceInfo(
+            uri=path.name,
+            format="lerobot",
+            rule="episode_index",
+            files=tuple(dict.fromkeys([*(group.file.file for group in groups), *reader.videos])),
+            attributes={
+                **{key: info.get(key) for key in ("codebase_version", "robot_type", "fps")},
+                "left_out": left_out,
+                "warnings": notes,
+            },
+        ),
     )
 
 

@@ -31,6 +31,7 @@ from gear_offline.sources.base import (
     Kinds,
     Piece,
     Source,
+    SourceInfo,
     common_columns,
     damage_told,
     files_in,
@@ -104,17 +105,19 @@ def open_minari(path: Path, asked: Asked) -> Source:
         [Piece(read=partial(reader.read, n), steps=part[0]) for n, part in reader.found.items()],
         columns,
         terminated=[terminated for _, terminated, _ in reader.found.values()],
-        uri=uri,
-        format="minari",
-        rule="episodes",
-        environment_id=_environment(metadata),
-        files=files,
-        attributes={
-            "metadata": {k: metadata[k] for k in sorted(metadata) if k not in LONG},
-            "left_out": left_out,
-            "unfinished_tail_steps": 0,
-            "warnings": notes,
-        },
+        info=SourceInfo(
+            uri=uri,
+            format="minari",
+            rule="episodes",
+            environment_id=_environment(metadata),
+            files=files,
+            attributes={
+                "metadata": {k: metadata[k] for k in sorted(metadata) if k not in LONG},
+                "left_out": left_out,
+                "unfinished_tail_steps": 0,
+                "warnings": notes,
+            },
+        ),
     )
 
 

@@ -24,6 +24,7 @@ from gear_offline.sources.base import (
     InputFile,
     Piece,
     Source,
+    SourceInfo,
     damage_told,
     kinds_of_rows,
     misfit,
@@ -80,15 +81,17 @@ def open_parquet(path: Path, asked: Asked) -> Source:
         kinds_of_rows(first),
         lengths=lengths,
         terminated=np.concatenate(terminated) if terminal else False,
-        uri=asked.uri,
-        format="parquet",
-        rule="rows",
-        reference_name=next((d for f in folders if (d := dataset_of_file(f))), None),
-        files=(file.file,),
-        attributes={
-            "left_out": left_out,
-            "warnings": [] if flags else ["no flags: every episode counts as truncated"],
-        },
+        info=SourceInfo(
+            uri=asked.uri,
+            format="parquet",
+            rule="rows",
+            reference_name=next((d for f in folders if (d := dataset_of_file(f))), None),
+            files=(file.file,),
+            attributes={
+                "left_out": left_out,
+                "warnings": [] if flags else ["no flags: every episode counts as truncated"],
+            },
+        ),
     )
 
 

@@ -22,6 +22,7 @@ from gear_offline.sources.base import (
     Kinds,
     Piece,
     Source,
+    SourceInfo,
     common_columns,
     kinds_of_rows,
     misfit,
@@ -66,19 +67,21 @@ def open_robomimic(file: Hdf5File, demos: Mapping[str, Demo], asked: Asked) -> S
     return Source(
         pieces,
         columns,
-        uri=f"{asked.uri}#{key}" if key else asked.uri,
-        format="robomimic",
-        rule="demonstrations",
-        environment_id=environment,
-        reference_name=reference,
-        files=(file.file,),
-        attributes={
-            **attributes,
-            "filter_keys": sorted(masks),
-            "left_out": others | left_out,
-            "warnings": [*file.warnings, *([DONES] if "dones" in columns else [])],
-        },
         usual=observation_vectors(columns, "obs/", file.path, names),
+        info=SourceInfo(
+            uri=f"{asked.uri}#{key}" if key else asked.uri,
+            format="robomimic",
+            rule="demonstrations",
+            environment_id=environment,
+            reference_name=reference,
+            files=(file.file,),
+            attributes={
+                **attributes,
+                "filter_keys": sorted(masks),
+                "left_out": others | left_out,
+                "warnings": [*file.warnings, *([DONES] if "dones" in columns else [])],
+            },
+        ),
     )
 
 
