@@ -208,18 +208,20 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         if only_actions:
             state_tokens = self._encode(tokens, mask, keep=STATE_TOKENS)
             return DecisionTransformerOutput(action_preds=self._head(state_tokens))
+        with_states = self._wants("output_hidden_states", output_hidden_states)
+        with_weights = self._wants("output_attentions", output_attentions)
         layers: list[Tensor] = []
-        hidden = self._encode(tokens, mask, layers=layers)
+        keeps = with_states or with_weights
+        hidden = self._encode(tokens, mask, layers=layers if keeps else None)
         at_state, at_action = hidden[:, 1::3], hidden[:, 2::3]
         state_preds, return_preds = self.predict_state(at_action), self.predict_return(at_action)
         action_preds = self._choose(self._head(at_state))
         if not self._wants("return_dict", return_dict):
             return state_preds, action_preds, return_preds
-        states_too: Any = None  # tuples, as the released class gives, which declares tensors
+        # tuples, as the released class gives, which declares tensors
+        states_too: Any = (*layers, hidden) if with_states else None
         weights: Any = None
-        if self._wants("output_hidden_states", output_hidden_states):
-            states_too = (*layers, hidden)
-        if self._wants("output_attentions", output_attentions):
+        if with_weights:
             pairs: Any = zip(self.encoder.h, layers, strict=True)
             weights = tuple(block.weights(rows, mask) for block, rows in pairs)
         return DecisionTransformerOutput(  # at once, for their order: it can be indexed
