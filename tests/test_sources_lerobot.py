@@ -144,7 +144,7 @@ def as_file(pixels: Any, kind: str, mode: str | None = None) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
 @pytest.mark.parametrize("colours", [0, 1, 3, 4])
 def test_images_keep_their_type_and_numbers(tmp_path: Path, kind: str, colours: int) -> None:
-    pixels = PICTURES * 16 if not colours else PICTURES.astype(np.uint8)
+    pixels: Any = PICTURES * 16 if not colours else PICTURES.astype(np.uint8)
     if colours > 1:
         pixels = np.stack([pixels] * (colours - 1) + [pixels[::-1]], axis=3)
     rows = {VIDEO: [as_file(one, kind) for one in pixels]}
@@ -166,7 +166,7 @@ def test_images_that_no_array_holds_are_refused(tmp_path: Path, kind: str, mode:
 
 @pytest.mark.parametrize("kind", ["gray12le", "gray16le", "gray"])
 def test_depth_in_a_video(tmp_path: Path, kind: str) -> None:
-    pixels = PICTURES.astype(np.uint8 if kind == "gray" else np.uint16)
+    pixels: Any = PICTURES.astype(np.uint8 if kind == "gray" else np.uint16)
     rows, feature = {"timestamp": [0.0, 0.1, 0.2]}, {"dtype": "video", "is_depth_map": True}
     film = {"codec": "ffv1", "kind": kind, "options": {}}
     frames = {n * 0.1: frame for n, frame in enumerate(pixels)}

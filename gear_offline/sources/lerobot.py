@@ -268,8 +268,8 @@ class _Reader:
         found: dict[int, tuple[str, float]] = {}
         if self.version == 2:
             for number in self.episodes:
-                values = {"episode_index": number, "episode_chunk": number // self.chunk}
-                place = self._place("video_path", {**values, "video_key": name})
+                numbers = {"episode_index": number, "episode_chunk": number // self.chunk}
+                place = self._place("video_path", {"video_key": name, **numbers})
                 found[number] = place, 0.0
         else:
             keys = [f"videos/{name}/{k}" for k in ("chunk_index", "file_index", "from_timestamp")]
