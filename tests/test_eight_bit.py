@@ -46,7 +46,7 @@ def test_rows_are_rounded_to_four_bits(seed: int, rows: int, width: int) -> None
 def test_products_are_those_of_the_rounded_numbers(device: str) -> None:
     leaves: Any = [tensor.to(device).requires_grad_() for tensor in sample(0, 64, 48, 32)[:3]]
     above = sample(0, 64, 48, 32)[3].to(device).bfloat16()
-    result = eight_bit_linear(*leaves, kind=torch.bfloat16)
+    result = eight_bit_linear(leaves[0], leaves[1], leaves[2], torch.bfloat16)
     gradients = torch.autograd.grad(result, leaves, above)
     rows, weight, bias = (leaf.detach().cpu().double().numpy() for leaf in leaves)
     back = above.cpu().double().numpy()
