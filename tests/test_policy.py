@@ -1,6 +1,7 @@
 """A policy acts as a plain loop would; its folder and its ONNX file act as the run does."""
 
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from gear_offline.cli.main import main
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
+from gear_offline.models.tensor_file import file_facts
 from tests.checkpoint_support import write_run
 from tests.model_support import ACTIONS, STATES, make, released_model
 from tests.support import Captured, Patch, failing_code, one_error
@@ -125,6 +127,52 @@ def test_damage_is_one_error(tmp_path: Path) -> None:
             path.unlink()
         with one_error("RUN_DAMAGED", "the policy is damaged"):
             go.load_policy(path.parent)
+
+
+HUGE = 2**40
+FOREIGN: list[tuple[str, Any]] = [
+    *((name, HUGE) for name in ("num_labels", "hidden_size", "n_positions", "max_ep_len")),
+    *((name, HUGE) for name in ("vocab_size", "n_inner", "state_dim", "context_length")),
+    *(("n_layer", value) for value in (-1, 0, 1e12, True, "2", None, [2], 10**6)),
+    *(("n_head", value) for value in (-1, 3, 2.0)),
+    *(("max_ep_len", value) for value in (math.nan, -5, math.inf)),
+    *(("frame_shape", None), ("frame_shape", [36, 36]), ("frame_stack", "x")),
+    *(("frame_encoder", "cnn"), ("add_cross_attention", True), ("resid_pdrop", 7.0)),
+    *(("activation_function", "os.system"), ("activation_function", {"a": 1}), ("tasks", [1])),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), FOREIGN)
+def test_a_strangers_configuration_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+    with one_error("RUN_DAMAGED", key if key != "frame_encoder" else "the policy is damaged"):
+        go.load_policy(with_config(tmp_path, **{key: value}), device="cpu")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"n_layer": 1, ' * 10_000, "\xff", ""])
+def test_a_configuration_that_is_no_json_is_refused(text: str, tmp_path: Path) -> None:
+    with one_error("RUN_DAMAGED"):
+        go.load_policy(with_config(tmp_path, text), device="cpu")
+
+
+def test_keys_of_transformers_change_nothing(tmp_path: Path) -> None:
+    """Neither code nor attention is fetched that a folder names; a released file has such keys."""
+    keys = {"attn_implementation": "someone/kernel@main", "_attn_implementation": "someone/kernel"}
+    keys |= {"auto_map": {"AutoModel": "someone/code--model.Model"}, "torch_dtype": "float16"}
+    keys |= {"quantization_config": {"quant_method": "bitsandbytes"}, "id2label": {"0": "\x1b[2J"}}
+    policy = go.load_policy(with_config(tmp_path, **keys), device="cpu")
+    np.testing.assert_array_equal(act(policy), act(policy_of("normalised")))
+
+
+def with_config(folder: Path, text: str | None = None, **keys: Any) -> Path:
+    """A policy folder whose configuration somebody has written, with its digest."""
+    path = policy_of("normalised").save(folder / "policy")
+    if text is None:
+        text = json.dumps(json.loads((path / "config.json").read_text()) | keys)
+    (path / "config.json").write_text(text)
+    facts = json.loads((path / "policy.json").read_text())
+    facts["files"]["config.json"] = file_facts(path / "config.json").model_dump()
+    (path / "policy.json").write_text(json.dumps(facts))
+    return path
 
 
 def test_what_others_wrote_steers_nothing(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class Checkpoint:
     path: Path
     state: SavedState
     recipe: Recipe
-    config: Mapping[str, Any]  # of the model
+    config: bytes  # of the model, JSON
 
     def weights(self) -> dict[str, Tensor]:
         """Return the model's parameters, on the CPU."""
@@ -184,7 +184,7 @@ def read_checkpoint(path: Path, *, training: bool = True) -> Checkpoint:
         for name in wanted:
             if file_facts(path / name) != state.files[name]:
                 raise run_damaged(path, f"{name} does not match its digest")
-        config = json.loads((path / CONFIG).read_bytes())
+        config = read_regular(path / CONFIG, most=MAX_STATE_BYTES)
         recipe = Recipe.parse(state.recipe, where=str(path / STATE))
     return Checkpoint(path=path, state=state, recipe=recipe, config=config)
 
