@@ -29,6 +29,7 @@ from gear_offline.errors import InputError, is_out_of_memory
 from gear_offline.models.decision_transformer import DecisionTransformer, DecisionTransformerConfig
 from gear_offline.models.multitask import ModelTask
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
+from gear_offline.tables.fields import Window
 
 CONFIG, MODEL, POLICY, CARD = "config.json", "model.safetensors", "policy.json", "README.md"
 MAX_POLICY_BYTES = 64 << 20
@@ -69,15 +70,11 @@ class PolicyFacts(_Strict):
     achieved: tuple[Achieved, ...] = ()
 
 
-class PolicyFile(PolicyFacts):
+class PolicyFile(PolicyFacts, Window):
     """The content of ``policy.json``; docs/how-to/share.md says what each key means."""
 
     format: Literal["gear-offline policy"] = "gear-offline policy"
     format_version: Literal[1] = 1
-    context_length: Annotated[int, Field(ge=1)]
-    returns_scale: Annotated[float, Field(gt=0)]
-    state_mean: Numbers | None
-    state_std: Numbers | None
     actions: Literal["continuous", "discrete"]
     action_bounds: tuple[float, float] | None
     files: dict[str, FileFacts] = {}
@@ -93,8 +90,9 @@ def write_policy(
         write_file(part / CONFIG, config_text(model).encode())
         files = {CONFIG: file_facts(part / CONFIG), MODEL: write_tensors(part / MODEL, weights)}
         file = file.model_copy(update={"files": files})
-        new = {"goals"} if file.goals is None else None  # 0.1 reads what has none
-        write_file(part / POLICY, file.model_dump_json(indent=1, exclude=new).encode())
+        rare = {"goals", "gamma", "state_dtype", "reward_edits"}  # 0.1 reads what has none of them
+        usual = {key for key in rare if getattr(file, key) == PolicyFile.model_fields[key].default}
+        write_file(part / POLICY, file.model_dump_json(indent=1, exclude=usual).encode())
         write_file(part / CARD, _card(file))
 
 
