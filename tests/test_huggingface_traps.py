@@ -116,8 +116,8 @@ def test_policy_shows_the_model_what_training_showed(kind: str, tmp_path: Path) 
     model = make_model(
         **shape, discrete=discrete, action_dim=4 if discrete else 3, goals=bool(goals)
     )
-    policy = Policy(model, **dict(loader.window)).save(tmp_path / "policy")
-    policy, seen = go.load_policy(policy, device="cpu"), list[Any]()
+    folder = Policy(model, **dict(loader.window)).save(tmp_path / "policy")
+    policy, seen = go.load_policy(folder, device="cpu"), list[Any]()
     assert policy.window == loader.window
     act = policy.model.predict_last_action
 
@@ -159,7 +159,7 @@ def test_policy_shows_the_model_what_training_showed(kind: str, tmp_path: Path) 
             if not goals:
                 assert torch.equal(timesteps[0], batch.timesteps[row, window])
             if goals:
-                assert torch.equal(returns[0], batch.goals[row].expand(last + 1, -1))
+                assert torch.equal(returns[0], batch["goals"][row].expand(last + 1, -1))
             elif asked.get("gamma") != 0.0:
                 assert torch.equal(returns[0], batch.returns_to_go[row, window])
             else:  # the next reward, which nobody knows

@@ -41,7 +41,8 @@ OFFSET = 1.75e9  # of observations in float64
 
 
 def policy_of(name: str) -> Policy:
-    raw = {} if name in ("normalised", "goals") else {"state_mean": None, "state_std": None}
+    raw: dict[str, Any] = {"state_mean": None, "state_std": None}
+    raw = {} if name in ("normalised", "goals") else raw
     span = 1 if name == "one step" else CONTEXT
     if name == "large":
         edit = RewardEdit(scale=0.5, shift=1.0)

@@ -208,9 +208,9 @@ def convert(
         manifest = _manifest(source, plan, written, files, recorded)
         if map is not None and REWARDS in manifest.spec:
             before = whole if kept is None else pick_episodes(whole, np.frombuffer(kept, np.bool_))
-            edits = _reward_edits(before, with_shards(folder, manifest))
-            source.info = source.info.with_facts(reward_edits=edits)
-            manifest = _manifest(source, plan, written, files, recorded)
+            edits = {"reward_edits": _reward_edits(before, with_shards(folder, manifest))}
+            facts = {"attributes": manifest.source.attributes | edits}
+            manifest = manifest.replaced(source=manifest.source.model_copy(update=facts))
         lines = [*summary(manifest), *_looks_discrete(source, manifest)]
         write_file(folder / MANIFEST_NAME, manifest.encode())
     for line in lines:
