@@ -125,7 +125,7 @@ def test_policy_shows_the_model_what_training_showed(kind: str, tmp_path: Path) 
         seen.append([tensor.clone() for tensor in inputs[:5]])
         return act(*inputs)
 
-    policy.model.predict_last_action = spy  # type: ignore[method-assign]
+    policy.model.predict_last_action = spy
     names = {tuple(name): row for row, name in enumerate(batch.segments.tolist())}
     for episode, rows in enumerate(iter_episodes(source)):
         start = int(dataset.episodes.offsets[episode])
