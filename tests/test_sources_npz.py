@@ -125,7 +125,7 @@ def test_arrays_stored_by_columns(tmp_path: Path, save: Callable[..., None]) -> 
 
 def test_many_members_and_many_files(tmp_path: Path) -> None:
     """One reading of an archive's directory, and no file open between reads."""
-    arrays = {f"infos_{number}": np.zeros(33, np.uint8) for number in range(1500)}
+    arrays: Columns = {f"infos_{number}": np.zeros(33, np.uint8) for number in range(1500)}
     np.savez(tmp_path / "a.npz", **antmaze(), **arrays)
     with open_source(tmp_path / "a.npz") as source:
         assert len(source.spec.columns) == 1505

@@ -38,6 +38,9 @@ NO_REWARDS = (
 class Member:
     """An array in a stream of ``.npy``, which is opened by its first read and read in order."""
 
+    _stream: Any
+    _whole: Array | None
+
     def __init__(self, path: Path, where: str, decoded: Callable[[], Any]) -> None:
         self.where = where  # for messages
         self._kind, self._decoded = path.suffix, decoded
@@ -95,8 +98,7 @@ class Member:
 
     def close(self) -> None:
         """Drop what was decoded; a read begins again."""
-        self._stream: Any = None
-        self._whole: Array | None = None
+        self._stream = self._whole = None
 
     def _told(self) -> AbstractContextManager[None]:
         return damage_told(self._kind, self.where)
