@@ -173,15 +173,15 @@ class RunDirectory(HeldDirectory):
             if done > step:  # passed over: it would count as saved, and as the newest to keep
                 remove_checkpoint(path)
 
-    def branch(self, start: Path) -> None:
+    def branch(self, start: Path) -> Path:
         """Copy the checkpoint `start` and its run's records.
 
         `begin` cuts the records and writes the recipe, without which the directory is no run.
         """
-        partial = self.checkpoints / f".partial-{start.name}"
-        remove_partial(self.checkpoints)
-        shutil.copytree(start, partial)
-        partial.rename(self.checkpoints / start.name)
         for name in FILES:
             if (start.parents[1] / name).is_file():
                 shutil.copyfile(start.parents[1] / name, self.path / name)
+        partial = self.checkpoints / f".partial-{start.name}"
+        remove_partial(self.checkpoints)
+        shutil.copytree(start, partial)
+        return partial.rename(self.checkpoints / start.name)
