@@ -43,6 +43,7 @@ from gear_offline.loaders.rows import RowOpener, Rows
 from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
 from gear_offline.sampling import Sampler, check_range
 from gear_offline.sampling.base import SegmentStream
+from gear_offline.tables.fields import Window
 from gear_offline.tables.joint import JointDataset, TableData, data_digest, data_name
 from gear_offline.tables.table import Table
 
@@ -266,6 +267,20 @@ class GearLoader(Closing, Iterator[Batch]):
     def table(self) -> Table:
         """The rows in host memory, for other loaders of the same options; of a disk, its slots."""
         return self.rows.table
+
+    @property
+    def window(self) -> Window:
+        """What says how its windows are made of what an environment gives, for a policy.
+
+        ``Policy(model, **dict(loader.window))`` acts with a model that was trained on its batches;
+        of several tasks it holds what they share.
+        """
+        options = self._options
+        names = {"context_length", "gamma", "returns_scale"}
+        shared: dict[str, Any] = {name: getattr(options, name) for name in names}
+        if isinstance(self.dataset, JointDataset):
+            return Window(**shared)
+        return Window.of(self.dataset, normalize_states=options.normalize_states, **shared)
 
     @property
     def step(self) -> int:

@@ -363,8 +363,9 @@ class TrainSettings(Section):
     """Ranges of batches to leave out, both ends included: [[4100, 4160]]; later ones follow."""
     device: Device = "auto"
     """auto: CUDA where there is one, else the CPU."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """auto: bfloat16 autocast on CUDA devices that have it, float32 elsewhere."""
+    precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
+    """auto: bfloat16 autocast on CUDA devices that have it, float32 elsewhere; fp8: the blocks'
+    linear maps in 8 bits where the GPU can, all else as with auto."""
     graph: Mode = "auto"
     """On CUDA: the whole step as one CUDA graph; auto: where possible."""
     compile: Mode = "auto"

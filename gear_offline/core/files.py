@@ -141,8 +141,8 @@ def new_directory(
     check_folder(path.parent, output=path)
     try:
         path = path.resolve()
-    except RuntimeError as error:
-        raise unusable(path, "it is a loop of links") from error
+    except RuntimeError:
+        raise unusable(path, "it is a link that leads to itself") from None
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path.parent, path.name)

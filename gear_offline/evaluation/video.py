@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.core.files import check_new_file, write_file, writing
-from gear_offline.core.text import first_line
+from gear_offline.core.text import first_line, told_apart
 from gear_offline.errors import InputError, UnavailableError, package_needed
 from gear_offline.evaluation.environments import FRAME_SKIP, describe, is_atari, make_environment
 from gear_offline.evaluation.play import EvaluationTask
@@ -108,13 +108,14 @@ def _played(
 ) -> Iterator[tuple[npt.NDArray[np.uint8], str]]:
     """Play a target's first episode again; give a frame and its caption every `every` steps."""
     facts, total = describe(environment, task.environment), 0.0
+    (asked,) = told_apart([target.target])
     options = {"task_id": int(target.target)} if task.goals else None
     environment.reset(seed=task.seed, options=options)
     for step in range(len(target.actions) + 1):
         if step % every == 0:
-            text = f"asked {target.target:,.6g}   achieved {total:,.1f}"
+            text = f"asked {asked}   achieved {total:,.1f}"
             if task.goals:
-                text = f"task {target.target:g}   step {step:,}"
+                text = f"task {asked}   step {step:,}"
             yield _frame(environment, task.environment), text
         if step < len(target.actions):
             action = facts.shaped(target.actions[step].copy())

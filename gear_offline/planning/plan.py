@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from scipy.stats import binom
 
@@ -24,6 +23,7 @@ from gear_offline.loaders.static_batch import AHEAD_BYTES
 from gear_offline.planning.compute import StepCost, step_cost
 from gear_offline.planning.hardware import Cluster, ReadRates
 from gear_offline.planning.workload import Workload
+from gear_offline.progress import Terminal
 from gear_offline.tables.placement import HBM_SHARE, HOST, deal_out
 from gear_offline.training.cost import CONTEXT_BYTES
 from gear_offline.training.gradients import check_micro_batches
@@ -223,7 +223,7 @@ def print_plan(document: Mapping[str, Any]) -> None:
     for part, values in document.items():
         if part != "recipe":
             table.add_row(part, _text(part, values))
-    console = Console()
+    console = Terminal()
     console.print(table)
     console.print(
         "Assumed: all nodes alike, the network's full rate between any two of them, shards on "
