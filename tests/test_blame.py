@@ -66,6 +66,7 @@ def test_a_run_begins_with_a_checkpoint_of_another_and_skips(
         np.testing.assert_array_equal(taken[step], seen[batch])
     with one_error("OUTPUT_EXISTS"):
         go.train(str(before), skipping, checkpoint=5, quiet=True)
+
     def kill(source: str, place: str) -> None:
         raise RuntimeError("as kill -9 does, before the first file is copied")
 
