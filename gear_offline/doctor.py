@@ -235,4 +235,4 @@ def _rdma(verbs: Probe, devices: list[dict[str, str]]) -> Feature:
     shown = ", ".join(f"{device['name']} ({device['state']})" for device in devices) or "none"
     reason = f"RDMA devices: {shown}; {'pyverbs works' if verbs.works else verbs.reason}"
     install = None if verbs.works or not devices else OPTIONAL_PACKAGES["pyverbs"][1]
-    return Feature("rdma", False, "exchange between nodes by torch.distributed", reason, install)
+    return Feature("rdma", False, "exchange between nodes by NCCL or gloo", reason, install)

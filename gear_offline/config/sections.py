@@ -49,6 +49,7 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Mode = Literal["auto", "on", "off"]
 Placement = Literal["auto", "hbm", "peer", "host", "disk"]
 Sharding = Literal["auto", "replicate", "shard"]
+Road = Literal["auto", "nccl", "rdma", "gloo"]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 Range = Annotated[tuple[Count, Count], Field(strict=False)]
@@ -302,8 +303,8 @@ class LoaderSettings(Section):
     """For auto and disk, bytes of host memory for rows; null: half of it if on disk, else all."""
     sharding: Sharding = "auto"
     """With several nodes: each holds all, or its shards; auto: its shards where all do not fit."""
-    exchange: Mode = "auto"
-    """Rows of other nodes by RDMA: on; by torch.distributed: off; auto: RDMA where it works."""
+    exchange: Road = "auto"
+    """Rows of other nodes: from GPU to GPU, by RDMA reads, by gloo; auto: the first that works."""
 
 
 class ModelSettings(Section):
