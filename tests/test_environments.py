@@ -138,12 +138,12 @@ def test_without_ale_py_or_opencv_there_is_one_clear_error(monkeypatch: Patch) -
 def test_games_are_preprocessed_as_usual() -> None:
     assert unregistered("ALE/Pong-v5") == "" and unregistered("ALE/NoGame-v5")
     environment = make_environment("ALE/Pong-v5")
-    facts = describe(environment, "ALE/Pong-v5")
+    facts = environment.facts
     assert (facts.observation_shape, facts.action_size, facts.frames) == ((84, 84), 6, True)
     assert facts.step_limit == 27_000
     frame, _ = environment.reset(seed=3)
     assert frame.shape == (84, 84) and frame.dtype == np.uint8 and frame.max() > 100
-    _, _, _, _, numbers = environment.step(0)
+    _, _, _, _, numbers = environment.step(np.zeros((), np.int64))
     assert numbers["episode_frame_number"] % 4 == numbers["frame_number"] % 4
     again, _ = environment.reset(seed=3)
     assert np.array_equal(frame, again)
