@@ -86,13 +86,13 @@ def test_other_processes_learn_what_this_one_knows(monkeypatch: Patch) -> None:
     assert found is not None and found.module == "gymnasium"
 
 
-RIGHT = {
+RIGHT: dict[str, list[Any]] = {
     "reward": [1, True, np.float32(1), np.array(1.0), np.array([1.0]), [1.0]],
     "truncated": [0, np.False_, np.array(False), np.array([0])],
     "seen": [[0.0, 1, 1], np.zeros(3), np.ones(3, np.int64), (True, False, True)],
     "close": [RuntimeError("the window is gone")],
 }
-WRONG = {
+WRONG: dict[str, list[Any]] = {
     "reward": [None, "1", np.ones(2), np.ones((1, 1)), np.nan, np.inf, [[1.0], 2.0], 1j],
     "terminated": [None, 0.5, 2, np.zeros(2, bool), "no"],
     "seen": [0.5, np.ones(1), np.ones((1, 3)), np.ones(4), np.full(3, np.nan), None, {"a": 1}],
