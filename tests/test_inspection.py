@@ -7,19 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 import gear_offline as go
 from gear_offline.cli.main import main
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.inspect import inspect, print_inspection, summary
 from gear_offline.dataset.manifest import Manifest
+from gear_offline.progress import Terminal
 from tests.support import ArraySource, hopper_columns, make_dataset
 
 
 def text_of(document: dict[str, Any], *, width: int = 80, full: bool = True) -> str:
     out = io.StringIO()
-    print_inspection(document, full=full, console=Console(file=out, width=width))
+    print_inspection(document, full=full, console=Terminal(file=out, width=width))
     return out.getvalue()
 
 

@@ -218,17 +218,17 @@ app.add_typer(recipes_app, name="recipes", rich_help_panel="Train")
 @recipes_app.command("ls", epilog=examples("recipes ls", "recipes ls --json"))
 def recipes_ls(as_json: Json = False) -> None:
     """List the recipes that come with gear-offline."""
-    from rich import print as print_rich
     from rich.table import Table
 
     from gear_offline.config.files import recipe_descriptions
+    from gear_offline.progress import Terminal
 
     descriptions = recipe_descriptions()
     rows = [{"name": name, "description": text} for name, text in descriptions.items()]
     table = Table("recipe", "what it is for", box=None, pad_edge=False)
     for name in dict.fromkeys((*FIRST_RECIPES, *descriptions)):
         table.add_row(name, descriptions[name])
-    show(rows, as_json, lambda: print_rich(table))
+    show(rows, as_json, lambda: Terminal().print(table))
 
 
 @recipes_app.command("show", epilog=examples("recipes show hopper-medium"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -31,6 +31,8 @@ from gear_offline.convert.shards import (
 )
 from gear_offline.core.files import new_directory, write_file
 from gear_offline.core.text import count_text, say
+from gear_offline.core.types import Array
+from gear_offline.dataset.dataset import Dataset, with_shards
 from gear_offline.dataset.inspect import summary
 from gear_offline.dataset.manifest import (
     MANIFEST_NAME,
@@ -43,6 +45,7 @@ from gear_offline.dataset.manifest import (
     SourceRecord,
     is_only_dataset,
 )
+from gear_offline.dataset.rewards import RewardEdit, find_edit
 from gear_offline.dataset.schema import ColumnSpec, TableSpec
 from gear_offline.dataset.scores import known_scores, reference_scores
 from gear_offline.dataset.shard import RESERVED_NAMES, digest
@@ -51,11 +54,12 @@ from gear_offline.errors import InputError, check_environment_id
 from gear_offline.progress import Progress
 from gear_offline.sources import open_source
 from gear_offline.sources.base import InputFile, Source
-from gear_offline.sources.combine import with_columns
+from gear_offline.sources.combine import pick_episodes, with_columns
 from gear_offline.sources.edit import EpisodeFunction, edit_source, find_function, keep_episodes
 
 SHARD_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20
+BLOCK_STEPS = 1 << 20  # of rewards that are compared at a time
 MAX_WIDTH = 2 << 20  # numbers a step: the statistics of each take 90 bytes of a manifest
 MOST_CHOICES = 1000  # whole numbers below this in a float column look like numbers of choices
 MAX_FACT_CHARS = 4096  # of each attribute of a source in the manifest
@@ -170,6 +174,7 @@ def convert(
             source = with_columns(source, names)
         else:
             source = stack.enter_context(open_source(source, rule=rule, names=names))
+        whole = source
         source, kept = _edited(source, rename or {}, map, where)
         info, kept_columns = source.info, _pick_columns(source, columns, discrete)
         replaceable = is_only_dataset if overwrite else lambda path: False
@@ -201,6 +206,11 @@ def convert(
         scores = given_scores or next((one for one in known if one is not None), None)
         recorded = Environment(id=environment or info.environment_id, reference_scores=scores)
         manifest = _manifest(source, plan, written, files, recorded)
+        if map is not None and REWARDS in manifest.spec:
+            before = whole if kept is None else pick_episodes(whole, np.frombuffer(kept, np.bool_))
+            edits = {"reward_edits": _reward_edits(before, with_shards(folder, manifest))}
+            facts = {"attributes": manifest.source.attributes | edits}
+            manifest = manifest.replaced(source=manifest.source.model_copy(update=facts))
         lines = [*summary(manifest), *_looks_discrete(source, manifest)]
         write_file(folder / MANIFEST_NAME, manifest.encode())
     for line in lines:
@@ -219,6 +229,27 @@ def _digest(file: InputFile, stop: Event) -> SourceFile:
         what = f"cannot read the source: {error.strerror or error}"
         raise InputError("SOURCE_READ", what, file.path.name, "check the file") from error
     return SourceFile(name=file.path.name, bytes=file.identity[2], digest=str(xxh3.hexdigest()))
+
+
+def _reward_edits(before: Source, made: Dataset) -> list[Any]:
+    """Return what `reward_edits` says of rewards that a function made; null: no step tells it."""
+    edits = list(before.info.attributes.get("reward_edits", ()))
+    if REWARDS not in before.spec or before.spec[REWARDS].dtype.kind == "c":
+        return [*edits, None]
+    ends = made.episodes.offsets[1:] - 1  # after which nothing is asked
+
+    def blocks() -> Iterator[tuple[Array, Array]]:
+        for start in range(0, made.spec.steps, BLOCK_STEPS):
+            stop = min(start + BLOCK_STEPS, made.spec.steps)
+            inside = np.full(stop - start, True)
+            inside[ends[(ends >= start) & (ends < stop)] - start] = False
+            rows = (one.read(REWARDS, start, stop) for one in (before, made))
+            yield tuple(each.reshape(-1)[inside].astype(np.float64) for each in rows)
+
+    found = find_edit(blocks())
+    if found == RewardEdit():
+        return edits
+    return [*edits, found and found.model_dump()]
 
 
 def _looks_discrete(source: Source, manifest: Manifest) -> list[str]:

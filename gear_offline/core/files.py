@@ -140,7 +140,10 @@ def new_directory(
     whether what stands at `path` may be replaced; an empty directory always may.
     """
     check_folder(path.parent, output=path)
-    path = path.resolve()
+    try:
+        path = path.resolve()
+    except RuntimeError:
+        raise unusable(path, "it is a link that leads to itself") from None
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path.parent, path.name)

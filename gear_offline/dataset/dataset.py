@@ -28,6 +28,7 @@ from gear_offline.dataset.manifest import (
     ShardRecord,
     read_admissions,
 )
+from gear_offline.dataset.rewards import RewardEdit
 from gear_offline.dataset.schema import EpisodeIndex, TableSpec, chosen_episodes
 from gear_offline.dataset.scores import ReferenceScores
 from gear_offline.dataset.shard import (
@@ -109,6 +110,15 @@ class Dataset:
     def reference_scores(self) -> ReferenceScores | None:
         """Scores of a random and an expert policy, ``None`` when unknown."""
         return self.manifest.environment.reference_scores
+
+    @property
+    def reward_edits(self) -> tuple[RewardEdit, ...] | None:
+        """What made the rewards of the environment's; None: nothing that one step tells."""
+        edits = self.manifest.source.attributes.get("reward_edits", ())
+        try:
+            return tuple(map(RewardEdit.model_validate, edits))
+        except (TypeError, ValueError):
+            return None
 
     @property
     def verified(self) -> bool:

@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from gear_offline.core.text import count_text, printable, size_text
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import Manifest
 from gear_offline.dataset.shard import DIGEST_CHARS
-from gear_offline.progress import Progress, print_table
+from gear_offline.progress import Progress, Terminal, print_table
 
 MOST_LEFT_OUT = 8  # that `convert` names
 LONGEST_TEXT = 300  # of what the source says; --json shows all
@@ -66,10 +64,10 @@ def inspect(path: str | Path, *, verify: bool = True, quiet: bool = True) -> dic
 
 
 def print_inspection(
-    document: Mapping[str, Any], *, full: bool = False, console: Console | None = None
+    document: Mapping[str, Any], *, full: bool = False, console: Terminal | None = None
 ) -> None:
     """Print a `document` that `inspect` returned, on a screen of 24 lines unless `full`."""
-    console = console or Console()
+    console = console or Terminal()
     _print_facts(console, _facts(document, full))
     console.print()
     _print_columns(console, document, full)
@@ -134,16 +132,16 @@ def _facts(document: Mapping[str, Any], full: bool) -> dict[str, str]:
     return rows
 
 
-def _print_facts(console: Console, facts: Mapping[str, str]) -> None:
+def _print_facts(console: Terminal, facts: Mapping[str, str]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", overflow="fold", max_width=30)
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        table.add_row(escape(printable(name)), escape(printable(value)))
+        table.add_row(name, value)
     console.print(table)
 
 
-def _print_columns(console: Console, document: Mapping[str, Any], full: bool) -> None:
+def _print_columns(console: Terminal, document: Mapping[str, Any], full: bool) -> None:
     columns, statistics = document["columns"], document["statistics"]
     main, more = list[tuple[str, ...]](), list[tuple[str, ...]]()
     for column in columns if full else columns[:MOST_COLUMNS]:

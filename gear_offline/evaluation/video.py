@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.core.files import check_new_file, write_file, writing
+from gear_offline.core.text import told_apart
 from gear_offline.errors import GearError, InputError, UnavailableError, package_needed
 from gear_offline.evaluation.environments import (
     FRAME_SKIP,
@@ -113,12 +114,13 @@ def _played(
 ) -> Iterator[tuple[npt.NDArray[np.uint8], str]]:
     """Play a target's first episode again; give a frame and its caption every `every` steps."""
     total, options = 0.0, {"task_id": int(target.target)} if task.goals else None
+    (asked,) = told_apart([target.target])
     environment.reset(seed=task.seed, options=options)
     for step in range(len(target.actions) + 1):
         if step % every == 0:
-            text = f"asked {target.target:,.6g}   achieved {total:,.1f}"
+            text = f"asked {asked}   achieved {total:,.1f}"
             if task.goals:
-                text = f"task {target.target:g}   step {step:,}"
+                text = f"task {asked}   step {step:,}"
             yield _frame(environment), text
         if step < len(target.actions):
             _, reward, _, _, info = environment.step(target.actions[step])

@@ -10,8 +10,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from gear_offline.core.files import check_new_file, write_error
 from gear_offline.core.text import say
 from gear_offline.distributed.world import resolve_device
@@ -26,6 +24,7 @@ from gear_offline.evaluation.play import (
 )
 from gear_offline.evaluation.video import check_video, write_videos
 from gear_offline.models.multitask import tasks_of_config
+from gear_offline.progress import Terminal
 from gear_offline.runs.report import write_report
 from gear_offline.training.records import EvaluationReport
 from gear_offline.training.seeding import torch_threads
@@ -122,7 +121,7 @@ def evaluate(
             try:
                 report.write(Path(out))
             except OSError as error:
-                report.print(console=Console(stderr=True))
+                report.print(console=Terminal(stderr=True))
                 raise write_error(error, str(out)) from error
         elif home is not None:
             _keep(report, home, run if (run / "checkpoints").is_dir() else home, quiet)

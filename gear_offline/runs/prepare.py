@@ -25,6 +25,7 @@ from gear_offline.core.text import count_text, say, size_text
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.dataset.scores import reference_scores
+from gear_offline.dataset.statistics import distribution
 from gear_offline.distributed.world import World, resolve_device
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.environments import EnvironmentFacts, probe, say_version
@@ -37,6 +38,7 @@ from gear_offline.sources import open_source
 from gear_offline.sources.uri import was_read_from
 from gear_offline.tables.fields import STATES, is_image, standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData
+from gear_offline.tables.table import discounted_returns
 from gear_offline.training.model import ModelSizes, data_sizes
 from gear_offline.training.trained import find_trained
 
@@ -201,15 +203,14 @@ def _resolve_tasks(
 
 
 def _model_task(task: Part, sizes: ModelSizes, *, normalized: bool) -> ModelTask:
-    moments, returns = task.dataset.statistics[STATES], task.dataset.manifest.returns
-    normalized = normalized and not is_image(task.dataset.spec[STATES])
-    return ModelTask(
+    returns = task.dataset.manifest.returns
+    return ModelTask.of(
+        task.dataset,
+        normalize_states=normalized,
         name=task.name,
         state_dim=sizes.state_dim,
         action_dim=sizes.action_dim,
         returns_scale=task.returns_scale,
-        state_mean=tuple(moments.mean.ravel().tolist()) if normalized else None,
-        state_std=tuple(moments.std.ravel().tolist()) if normalized else None,
         return_worst=returns.min,
         return_best=returns.max,
     )
@@ -245,12 +246,20 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
             raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
         changes["evaluate.targets"] = list(range(1, facts.tasks + 1)) if plays and facts else None
     elif recipe.evaluate.targets is None:
+        if recipe.loader.gamma < 1.0:  # as training shows them
+            returns = distribution(discounted_returns(dataset, recipe.loader.gamma))
         alike = isclose(returns.max, returns.mean, rel_tol=1e-9)  # of one and the same return
         changes["evaluate.targets"] = [returns.max] if alike else [returns.max, returns.mean]
+    if dataset.reward_edits is None and not goals and facts is not None:
+        what = "the data's rewards were edited, and how does not follow from those of single steps"
+        say(f"{what}: playing subtracts the environment's own", quiet=quiet)
+    if recipe.loader.gamma < 1.0 and not goals and facts is not None:
+        what = f"loader.gamma is {recipe.loader.gamma:g}: returns that are asked for are discounted"
+        say(f"{what}, those that are achieved are not", quiet=quiet)
     if recipe.train.init is not None:
         start = find_trained(recipe.train.init)
-        changes["loader.returns_scale"] = start.recipe.loader.returns_scale
-        changes["loader.normalize_states"] = start.state_mean is not None
+        changes["loader.returns_scale"] = start.window.returns_scale
+        changes["loader.normalize_states"] = start.window.state_mean is not None
         if recipe.model.max_timestep is None:
             changes["model.max_timestep"] = int(start.model.config.max_ep_len)
     elif recipe.model.max_timestep is None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from io import FileIO
 from math import prod
@@ -174,7 +174,10 @@ class Source(Closing):
         while start < stop:
             piece, first = self._pieces[index], int(self._firsts[index])
             end, shift = min(first + piece.steps, stop), piece.first - first
-            rows = piece.read(name, start + shift, end + shift)
+            # Nothing that a library raises of foreign bytes is an error of ours.
+            told = damage_told(self.info.format, self._where) if self.info.files else nullcontext()
+            with told:
+                rows = piece.read(name, start + shift, end + shift)
             fits = rows.size == (end - start) * prod(spec.shape)
             if not fits or not np.can_cast(rows.dtype, spec.dtype):
                 what = f"a step is {rows.dtype} {rows.shape[1:]}, another {spec.dtype} {spec.shape}"
@@ -234,8 +237,8 @@ def _open(path: Path) -> FileIO:
 
 
 def by_number(path: Path) -> list[tuple[int, int, str]]:
-    """Return a key that sorts ``part_2`` before ``part_10``."""
-    parts = re.split(r"([0-9]+)", path.name)
+    """Return a key that sorts ``part_2`` before ``part_10``, of a file or folders and a file."""
+    parts = re.split(r"([0-9]+)", str(path))
     return [(1, int(p), p) if p.isdigit() and p.isascii() else (0, 0, p) for p in parts]
 
 
@@ -246,16 +249,15 @@ def files_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 @contextmanager
-def damage_told(
-    kind: str, where: Path | str, errors: tuple[type[Exception], ...]
-) -> Iterator[None]:
-    """Turn the `errors` that a library raises of a damaged file into one (``SOURCE_READ``)."""
+def damage_told(kind: str, where: Path | str) -> Iterator[None]:
+    """Turn whatever a library raises of a foreign file into one error (``SOURCE_READ``)."""
     try:
         yield
     except GearError:
         raise
-    except errors as error:
-        what = f"not a readable {kind} file: {' '.join(str(error).split())[:200]}"
+    except Exception as error:
+        said = " ".join(str(error).split())[:200] or type(error).__name__
+        what = f"not a readable {kind} file: {said}"
         remedy = "it is damaged, cut short or of another format: get it again"
         raise InputError("SOURCE_READ", what, str(where), remedy) from error
 

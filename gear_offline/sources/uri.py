@@ -13,7 +13,7 @@ from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import is_dataset
 from gear_offline.dataset.scores import dataset_file, dataset_of_file
 from gear_offline.errors import InputError, given_path
-from gear_offline.sources.base import Asked, Source, files_in, misfit
+from gear_offline.sources.base import Asked, Source, damage_told, files_in, misfit
 from gear_offline.sources.combine import dataset_source, join_sources, with_columns
 from gear_offline.sources.d4rl import find_or_download
 from gear_offline.sources.dqn_replay import open_dqn_replay, replay_folder
@@ -117,7 +117,8 @@ def _open(path: Path, asked: Asked) -> Source:
         reader = FILES.get(path.suffix.lower(), _open_hdf5)
     if reader is None:
         return _open_folder(path, asked)
-    source = reader(path, asked)
+    with damage_told(path.suffix or "dataset", path):
+        source = reader(path, asked)
     if asked.rule not in (None, source.info.rule):
         what = f"boundary rule {asked.rule!r} does not apply to a format that stores episodes apart"
         raise misfit(what, asked.uri, "leave the rule out, or convert the first source again")
