@@ -113,7 +113,7 @@ def evaluate(
         if video is not None:
             videos = write_videos(video, report, quiet=quiet)
             say(f"written: {', '.join(map(str, videos))}", quiet=quiet)
-            here = (home or run).resolve()
+            here = (home or (run if run.exists() else Path())).resolve()  # not one of the Hub
             seen = tuple(os.path.relpath(path.resolve(), here) for path in videos)
             report = report.model_copy(update={"videos": seen})
     finally:  # what was played must not be lost
