@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PARTS = 3  # of the ring: rows that are on their way, that are read, and that were read just now
 PLANS = 2  # ahead, each by a thread, where GPUs exchange
-PLAN_SEGMENTS = 16384  # of all ranks in a plan: fewer cost more each, more leave the caches
+PLAN_SEGMENTS = 16384  # of all ranks in a plan: more leave the processor's caches
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,8 +226,8 @@ class ShardedSegments:
         self._planner = Planner(stream, world, ring, first_row=first_row, whole=whole)
         self._depth, self._blocks = 1, 1  # plans ahead, and blocks of each
         if self.in_stream and self._ahead:
-            segments = ring.steps * stream.global_batch
-            self._depth, self._blocks = PLANS, max(1, PLAN_SEGMENTS // segments)
+            blocks = PLAN_SEGMENTS // (ring.steps * stream.global_batch)
+            self._depth, self._blocks = PLANS, max(blocks, 1)
         self._threads = ThreadPoolExecutor(self._depth, thread_name_prefix="gear-exchange")
         self._first = -1  # step of the block that is drawn from
         self._block: Block | None = None
