@@ -6,7 +6,7 @@ Shape legend: B segments, K steps of a window, S and A per-step shapes of states
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Never
 
@@ -89,15 +89,23 @@ class Batch:
             return self.__dict__
         return self._map(lambda tensor: tensor.contiguous().clone()).__dict__
 
-    def keys(self) -> tuple[str, ...]:
-        """Return the names of the tensors: ``**batch`` and ``batch["states"]`` are possible."""
-        return (*self._fields(), "segments", *self.extras)
+    # A mapping as Hugging Face's BatchEncoding, but none that libraries make anew of its tensors.
+    get, keys, items, values = Mapping.get, Mapping.keys, Mapping.items, Mapping.values
+    __contains__ = Mapping.__contains__
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of the tensors."""
+        return iter((*self._fields(), "segments", *self.extras))
+
+    def __len__(self) -> int:
+        """Return how many tensors it has; B is ``len(batch.segments)``."""
+        return sum(1 for _ in self)
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self.extras:
             return self.extras[name]
-        if name not in self.keys():
-            raise KeyError(f"{name!r}; a batch has {', '.join(self.keys())}")
+        if name not in tuple(self):
+            raise KeyError(f"{name!r}; a batch has {', '.join(self)}")
         tensor: Tensor = getattr(self, name)
         return tensor
 
@@ -107,10 +115,6 @@ class Batch:
         if name in _FIELDS:
             remedy = ": its dataset has no rewards"
         raise AttributeError(f"a Batch has no attribute {name!r}{remedy}")
-
-    def __len__(self) -> int:
-        """Return B."""
-        return len(self.segments)
 
     @property
     def device(self) -> torch.device:
