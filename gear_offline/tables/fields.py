@@ -163,11 +163,11 @@ def standard_fields(
     }
     fields |= {REWARDS: Field(name="rewards", dtype=f32, shape=(1,))} if rewards else {}
     for column, field in fields.items():  # of several tasks each is asked by itself
-        if field.dtype != f32 or field.mean is not None or not isinstance(source, Dataset):
-            continue
-        facts = source.statistics[column]
-        if max(np.max(facts.max), -np.min(facts.min)) >= BEYOND_FLOAT32:
-            raise _too_large(f"column {column}")
+        is_wide = source.spec[column].dtype == np.float64 and field.dtype == f32
+        if is_wide and field.mean is None and isinstance(source, Dataset):
+            facts = source.statistics[column]
+            if max(np.max(facts.max), -np.min(facts.min)) >= BEYOND_FLOAT32:
+                raise _too_large(f"column {column}")
     return fields
 
 
