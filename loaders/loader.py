@@ -20,7 +20,7 @@ from torch.utils.data import get_worker_info
 
 from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.config.sections import GoalSettings, Mode, Placement, Sharding
+from gear_offline.config.sections import GoalSettings, Mode, Placement, Road, Sharding
 from gear_offline.core.closing import Closing
 from gear_offline.core.text import plain
 from gear_offline.core.types import Int64Array
@@ -106,7 +106,8 @@ class GearLoader(Closing, Iterator[Batch]):
         With a `world` of several nodes.  ``"replicate"``: each holds all rows.  ``"shard"``: each
         holds some of the shards.  ``"auto"``: that only where a node has too little memory.
     exchange
-        How rows travel between nodes: ``"on"`` by RDMA, ``"off"`` by collectives, or ``"auto"``.
+        How rows travel between nodes: ``"nccl"`` from GPU to GPU, ``"rdma"`` by RDMA reads,
+        ``"gloo"`` through host memory.  ``"auto"``: the first that every rank can use.
     world
         The ranks that share each batch equally, in the order of its slots.  The processes of a node
         hold the table in host memory once.  ``"auto"``: those of torch's process group if there is
@@ -169,7 +170,7 @@ class GearLoader(Closing, Iterator[Batch]):
         hbm_budget: int | str | None = None,
         host_budget: int | str | None = None,
         sharding: Sharding = "auto",
-        exchange: Mode = "auto",
+        exchange: Road = "auto",
         world: World | Literal["auto"] | None = "auto",
         table: Table | None = None,
         **unknown: Never,

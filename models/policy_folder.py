@@ -24,7 +24,7 @@ from torch import Tensor
 from gear_offline.config.sections import GoalSettings
 from gear_offline.core.files import new_directory, read_regular, write_file
 from gear_offline.core.hub import card
-from gear_offline.core.text import first_line, printable
+from gear_offline.core.text import LEAST, first_line, printable, told_apart
 from gear_offline.errors import InputError, is_out_of_memory
 from gear_offline.models.decision_transformer import DecisionTransformer, DecisionTransformerConfig
 from gear_offline.models.multitask import ModelTask
@@ -218,9 +218,11 @@ def _card(file: PolicyFile) -> bytes:
     digits = 2 if file.goals else 1
     named = "task | success" if file.goals else "asked return | achieved"
     rows = [f"| {named} | 95 % interval | episodes |", "|---:|---:|---:|---:|"]
-    for one in file.achieved:
-        ends = " .. ".join("-" if end is None else f"{end:,.{digits}f}" for end in one.ci95)
-        rows += [f"| {one.target:,.6g} | {one.mean_return:,.{digits}f} | {ends} | {one.episodes} |"]
+    targets = told_apart([one.target for one in file.achieved])
+    for one, target in zip(file.achieved, targets, strict=True):
+        known = one.ci95 if file.goals or one.episodes >= LEAST else (None, None)
+        ends = " .. ".join("-" if end is None else f"{end:,.{digits}f}" for end in known)
+        rows += [f"| {target} | {one.mean_return:,.{digits}f} | {ends} | {one.episodes} |"]
     asked = "GOAL" if file.goals else file.targets[0] if file.targets else "RETURN"
     code = f"""
 ```python

@@ -226,17 +226,14 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         remedy = "give it goals (loader.goals={future: 1.0}), or add a column rewards to the source"
         raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
     sizes, environment = data_sizes(dataset), recipe.evaluate.environment or dataset.environment_id
-    longest, facts = int(dataset.episodes.lengths.max()), None
-    if recipe.evaluate.episodes > 0:
+    longest, plays = int(dataset.episodes.lengths.max()), recipe.evaluate.episodes > 0
+    if plays:
         resolve_device(recipe.evaluate.device, where="evaluate.device")
-        facts = _probe_environment(recipe, dataset, quiet=quiet)
-        environment = environment if facts else None
-        if facts is not None:
-            if sizes.discrete and facts.discrete:  # some actions may never occur in the data
-                sizes = replace(sizes, action_dim=max(sizes.action_dim, facts.action_size))
-            otherwise = ", or set evaluate.episodes=0"
-            check_sizes(facts, sizes, whose="the data", otherwise=otherwise)
-            longest = max(longest, facts.step_limit)
+    facts, sizes = _probe_environment(recipe, dataset, sizes, quiet=quiet)
+    if facts is not None:
+        longest = max(longest, facts.step_limit)
+    elif plays:
+        environment = None
     scores, returns = dataset.reference_scores, dataset.manifest.returns
     known = scores.name if scores is not None and reference_scores(scores.name) else None
     changes: dict[str, Any] = {
@@ -244,10 +241,10 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         "evaluate.reference": recipe.evaluate.reference or known,
     }
     if recipe.evaluate.targets is None and goals:
-        if facts is not None and not facts.tasks:
+        if plays and facts is not None and not facts.tasks:
             what, remedy = "it has no tasks with goals (task_infos)", "use evaluate.episodes=0"
             raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
-        changes["evaluate.targets"] = list(range(1, facts.tasks + 1)) if facts else None
+        changes["evaluate.targets"] = list(range(1, facts.tasks + 1)) if plays and facts else None
     elif recipe.evaluate.targets is None:
         if recipe.loader.gamma < 1.0:  # as training shows them
             returns = distribution(discounted_returns(dataset, recipe.loader.gamma))
@@ -274,27 +271,37 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
     return resolved, sizes
 
 
-def _probe_environment(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> EnvironmentFacts | None:
-    """Return what the environment to evaluate in is like; None, and say so, where there is none.
+def _probe_environment(
+    recipe: Recipe, dataset: Dataset, sizes: ModelSizes, *, quiet: bool
+) -> tuple[EnvironmentFacts | None, ModelSizes]:
+    """Return what the environment to evaluate in is like, and sizes that it has, too.
 
-    One that only the dataset names is made if that imports nothing, and may be missing here.
+    None, and that is said, where there is none: one that only the dataset names is made if that
+    imports nothing, and may be missing here.  So may any where nothing is played.
     """
-    name = recipe.evaluate.environment or dataset.environment_id
+    asked, plays = recipe.evaluate.environment, recipe.evaluate.episodes > 0
+    name, facts, whole = asked or dataset.environment_id, None, sizes
+    without = "no evaluation" if plays else "the data alone tell the model's sizes"
     if name is None:
         names = f"neither the recipe nor {dataset.path} names an environment"
-        say(f"no evaluation: {names}; evaluate.environment=ID would", quiet=quiet)
-        return None
+        say(f"{without}: {names}; evaluate.environment=ID would", quiet=quiet or not plays)
+        return None, sizes
     try:
         facts = probe(name)  # refuses to import a module that only a file names
+        if sizes.discrete and facts.discrete:  # some actions may never occur in the data
+            whole = replace(sizes, action_dim=max(sizes.action_dim, facts.action_size))
+        check_sizes(facts, whole, whose="the data", otherwise=", or set evaluate.episodes=0")
     except (InputError, UnavailableError) as error:
-        if recipe.evaluate.environment is not None:
+        if plays and (asked or facts):
             raise
-        say(f"no evaluation: {error}", quiet=quiet)
-        return None
+        say(f"{without}: {error}", quiet=quiet)
+        return None, sizes
+    if not plays:
+        return facts, whole
     say_version(name, quiet=quiet)
     if dataset.environment_id not in (None, name):
         say(f"evaluation in {name}; the data are of {dataset.environment_id}", quiet=quiet)
-    return facts
+    return facts, whole
 
 
 def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
