@@ -133,7 +133,7 @@ def test_a_policy_remembers_what_was_done() -> None:
     policy = Policy(model, state_mean=None, state_std=None, returns_scale=1.0, context_length=4)
     act, seen = model.predict_last_action, list[torch.Tensor]()
 
-    def spy(states: torch.Tensor, actions: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def spy(states: torch.Tensor, actions: torch.Tensor, *rest: Any) -> Any:
         seen.append(actions[:, :-1].clone())
         return act(states, actions, *rest)
 
