@@ -187,8 +187,8 @@ def test_nested_infos_and_names_alike(
         with open_source("minari:y-v0") as source:
             assert "observations/a_b_2" in str(source.info.attributes["warnings"])
             for name, of in (("a_b", "a_b"), ("a_b_2", "a/b")):
-                rows = source.read(f"observations/{name}", 0, steps)
-                np.testing.assert_array_equal(rows, parts[of][:-1])
+                found = source.read(f"observations/{name}", 0, steps)
+                np.testing.assert_array_equal(found, parts[of][:-1])
     monkeypatch.setattr("gear_offline.sources.minari.MAX_EPISODE_BYTES", 100)
     refused("minari:x-v0", "SOURCE_UNSAFE", "an episode of")
 
