@@ -134,7 +134,7 @@ def evaluate_tasks(
             goals=task.goals,
         )
         results[task.name] = asked.with_targets(_play(policy_of, task, processes, quiet))
-    known = versions("gymnasium", "mujoco", "torch", "numpy")
+    known = versions("gear-offline", "gymnasium", "mujoco", "torch", "numpy")
     return _report(results, versions=known, seconds=time.perf_counter() - began)
 
 
