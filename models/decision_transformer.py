@@ -29,6 +29,7 @@ from transformers.models.decision_transformer.modeling_decision_transformer impo
     DecisionTransformerOutput as DecisionTransformerOutput,
 )
 
+from gear_offline.dataset.schema import channels_last
 from gear_offline.errors import InputError
 from gear_offline.models.blocks import Block, Keep, dense_mask, drop
 from gear_offline.models.encoders import Encoder, FrameEncoder, resolve_encoder
@@ -494,6 +495,10 @@ def build_model(
         what = f"{state_dim} pixels do not make frames of shape {tuple(frame_shape)}"
         remedy = "use frames (height, width) or (height, width, colours)"
         raise InputError("MODEL", what, "model.frame_shape", remedy)
+    if kind != "none" and channels_last(tuple(frame_shape)) != tuple(frame_shape):
+        what = f"frames of shape {tuple(frame_shape)} have their channels first"
+        remedy = "convert the source again, which puts them last; or use model.encoder=none"
+        raise InputError("MODEL", what, "model.encoder", remedy)
     config = DecisionTransformerConfig(
         # The transformer sees an encoder's features in place of the state.
         state_dim=hidden_size if kind != "none" else state_dim * frame_stack,
