@@ -119,6 +119,7 @@ class Source(Closing):
         }
         names = legal_names(columns)
         self._stored = {new: old for old, new in names.items()}
+        self.stored_names = [*columns]  # the format's own
         self.usual = usual or {}
         self._pieces = tuple(pieces)
         self._firsts = np.cumsum([0, *(piece.steps for piece in pieces)], dtype=np.int64)
@@ -162,7 +163,7 @@ class Source(Closing):
     def warn(self, *notes: str) -> None:
         """Put warnings behind those that there are."""
         before = self.info.attributes.get("warnings", ())
-        self.info = self.info.with_facts(warnings=[*before, *notes])
+        self.info = self.info.with_facts(warnings=[*dict.fromkeys([*before, *notes])])
 
     def read(self, column: str, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
@@ -310,6 +311,12 @@ def legal_names(names: Iterable[str]) -> dict[str, str]:
 def split_names(text: str) -> list[str]:
     """Return the columns that ``"a + b"`` names."""
     return [part.strip().strip("/") for part in text.split("+")]
+
+
+def names_after(stored: Iterable[str], names: Mapping[str, str]) -> set[str]:
+    """Return what columns are called once the user's `names` are given."""
+    taken = {part for old in names.values() for part in split_names(old)}
+    return {*stored} - taken | {*names}
 
 
 def common_columns(

@@ -22,7 +22,7 @@ import numpy as np
 
 from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
-from gear_offline.core.types import Array, BoolArray
+from gear_offline.core.types import Array
 from gear_offline.errors import package_needed
 from gear_offline.sources.base import (
     READ_BYTES,
@@ -39,15 +39,13 @@ from gear_offline.sources.base import (
     split_names,
 )
 from gear_offline.sources.combine import observation_vectors
+from gear_offline.sources.flat import NO_REWARDS
 from gear_offline.sources.parquet import ParquetFile, is_numeric, step_rows
 
 INFO = Path("meta", "info.json")
 MAX_INFO_BYTES = 64 << 20
 WRONG = (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError)
 NAMES = {"actions": "action", "rewards": "next.reward"}
-NO_REWARDS = "no next.reward in the data: there are no rewards and returns"
-SUCCESS = ", --columns rewards=next.success,... takes success"
-NO_DONE = "no next.done in the data: every episode counts as truncated"
 
 
 class Group(NamedTuple):
@@ -69,7 +67,7 @@ def is_lerobot(path: Path) -> bool:
 
 
 def open_lerobot(path: Path, asked: Asked) -> Source:
-    """Open a dataset's folder; reads episode numbers and flags."""
+    """Open a dataset's folder; reads the episode numbers."""
     path, names = path.absolute(), asked.names
     reader = _Reader(path)
     info, groups, notes = reader.info, reader.groups, list[str]()
@@ -83,19 +81,15 @@ def open_lerobot(path: Path, asked: Asked) -> Source:
     kinds: dict[str, Any] = dict(kinds_of_rows(first))
     rewards = names.get("rewards", NAMES["rewards"])
     if rewards not in kinds:
-        notes.append(NO_REWARDS + (SUCCESS if "next.success" in kinds else ""))
+        success = "next.success" in kinds
+        notes.append(NO_REWARDS.replace("NAME", "next.success") if success else NO_REWARDS)
     elif kinds[rewards][0].kind == "b":
         kinds[rewards] = np.dtype(np.float32), ()
     usual = {new: old for new, old in NAMES.items() if old in kinds}
-    terminated, cut = reader.flags("next.done"), reader.flags("next.truncated")
-    if terminated is None:
-        notes.append(NO_DONE)
-        terminated = np.zeros(reader.firsts.size, np.bool_)
     return Source(
         [Piece(read=partial(read, g), first=g.first, steps=g.steps) for g in groups],
         kinds,
         lengths=np.diff(reader.bounds),
-        terminated=terminated if cut is None else terminated & ~cut,
         preferred={  # a read of frames looks for a key frame
             name: max(1, 4 * READ_BYTES // math.prod(shape))
             for name, (_, shape) in kinds.items()
@@ -168,12 +162,6 @@ class _Reader:
             else:
                 left_out[name] = f"no numbers ({types[name]})"
         return reads, left_out
-
-    def flags(self, name: str) -> BoolArray | None:
-        """Return a flag at the last step of each episode, (E,), ``None`` if there is none."""
-        if any(name not in group.file.schema.names for group in self.groups):
-            return None
-        return np.asarray(self._whole(name)[np.array(self.bounds[1:]) - 1] != 0)
 
     def _whole(self, name: str) -> Array:
         parts = [self._numbers(name, group, group.first, self.steps) for group in self.groups]

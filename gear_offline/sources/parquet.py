@@ -31,27 +31,26 @@ from gear_offline.sources.base import (
     some_names,
     split_names,
 )
-from gear_offline.sources.episode_ends import FLAGS, TERMINAL_FLAGS
-from gear_offline.sources.flat import REQUIRED
+from gear_offline.sources.flat import NO_REWARDS, REQUIRED
 
 
 def open_parquet(path: Path, asked: Asked) -> Source:
-    """Open a file of one row an episode; reads rewards and flags."""
+    """Open a file of one row an episode; reads how long they are."""
     path, names = path.absolute(), asked.names
     file = ParquetFile(path)
     types = {field.name: field.type for field in file.schema}
     lists = [name for name, kind in types.items() if is_list(kind) and is_numeric(kind)]
     needed = [part for name in REQUIRED for part in split_names(names.get(name, name))]
-    for name in needed:
+    rewards = names.get("rewards", "rewards")
+    for name in [*needed, *({rewards} & types.keys())]:
         if name not in lists:
             remedy = f"needed are lists over the steps of an episode; found: {some_names(lists)}; "
             remedy += f"other names: --columns {name}=NAME,..."
             what = f"no column {name!r} of one list an episode"
             raise InputError("COLUMN", what, str(path), remedy)
     stored = list(dict.fromkeys([*needed, *lists]))
-    rewards = split_names(names.get("rewards", "rewards"))[0]
     numbers = [number for number, rows in enumerate(file.rows) if rows]
-    groups = {number: _lengths(file.column(number, rewards)) for number in numbers}
+    groups = {number: _lengths(file.column(number, needed[0])) for number in numbers}
     lengths = np.concatenate([np.zeros(0, np.int64), *groups.values()])
     if not lengths.all() or not lengths.size:
         what = "an episode without steps" if lengths.size else "no episodes"
@@ -62,25 +61,18 @@ def open_parquet(path: Path, asked: Asked) -> Source:
         if recent.get(name, (-1,))[0] != group:
             values = file.column(group, name)
             if not np.array_equal(_lengths(values), groups[group]):
-                what = f"its lists are not as long as those of {rewards}"
+                what = f"its lists are not as long as those of {needed[0]}"
                 raise misfit(what, f"{path}: {name}", "give every column one value a step")
             recent[name] = group, step_rows(values.flatten(), name, path)
         return recent[name][1][start:stop]
 
     first = {name: read(numbers[0], name, 0, 1) for name in stored}
-    flags = [flag for flag in FLAGS if names.get(flag, flag) in stored]
-    terminal = next((names.get(flag, flag) for flag in flags if flag in TERMINAL_FLAGS), None)
-    terminated = []
-    for group, steps in groups.items() if terminal else ():
-        rows = read(group, str(terminal), 0, int(steps.sum()))
-        terminated.append(rows[np.cumsum(steps) - 1].reshape(steps.size, -1).any(1))
     left_out = {n: f"no list of numbers ({k})" for n, k in types.items() if n not in lists}
     folders = (path.stem, path.parent.name, path.parent.parent.name)  # hopper-medium-v2/train/
     return Source(
         [Piece(read=partial(read, n), steps=int(steps.sum())) for n, steps in groups.items()],
         kinds_of_rows(first),
         lengths=lengths,
-        terminated=np.concatenate(terminated) if terminal else False,
         info=SourceInfo(
             uri=asked.uri,
             format="parquet",
@@ -89,7 +81,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
             files=(file.file,),
             attributes={
                 "left_out": left_out,
-                "warnings": [] if flags else ["no flags: every episode counts as truncated"],
+                "warnings": [] if rewards in lists else [NO_REWARDS],
             },
         ),
     )
