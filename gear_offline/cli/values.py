@@ -65,10 +65,10 @@ def parse_pairs(text: str) -> dict[str, str]:
 
 def parse_shift(text: str) -> dict[str, int]:
     """Return the rows by column of ``"actions=1,rewards=1"``."""
-    pairs = parse_pairs(text)
-    if not all(by.isdecimal() for by in pairs.values()):
+    pairs = [part.rpartition("=") for part in parse_list(text)]
+    if not all(name and by.isdecimal() for name, _, by in pairs):
         raise BadParameter(f"{text!r} gives no rows by column, as in actions=1,rewards=1")
-    return {name: int(by) for name, by in pairs.items()}
+    return {name.strip(): int(by) for name, _, by in pairs}
 
 
 def parse_numbers(text: str) -> list[float]:

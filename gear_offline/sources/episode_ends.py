@@ -84,7 +84,7 @@ class Rule(NamedTuple):
             cuts = [f for f in TIME_FLAGS if f in columns][:1] if name == SPLIT else []
             if name == SPLIT and not cuts and limit is None:
                 what = f"boundary rule {text!r} needs a flag of time limits beside {flag}"
-                remedy = f"name it, --columns timeouts=NAME,...; or --rule '{SPLIT}|steps=N'"
+                remedy = f"name it, --rename NAME=timeouts; or --rule '{SPLIT}|steps=N'"
                 raise InputError("COLUMN", what, where, remedy)
             ends = [*ends, *(f for f in (flag, *cuts) if f not in ends)]
         for column in (*ends, *(mark.column for mark in marks)):

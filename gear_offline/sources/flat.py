@@ -138,7 +138,7 @@ def find_columns(
             renamed = [new for new, old in names.items() if column in split_names(old)]
             what += "".join(f": --rename took it as {new}" for new in renamed)
             remedy = f"needed: {', '.join(required)}; found: {some_names(found)}; other "
-            remedy += f"names: --columns {column}=NAME,...; other layouts: docs/how-to/convert.md"
+            remedy += f"names: --rename NAME={column}; other layouts: docs/how-to/convert.md"
             raise InputError("COLUMN", what, where=where, remedy=remedy)
         chosen += [name for name in leaves if name not in chosen]
     count = found[chosen[0]].rows

@@ -45,7 +45,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
     for name in [*needed, *({rewards} & types.keys())]:
         if name not in lists:
             remedy = f"needed are lists over the steps of an episode; found: {some_names(lists)}; "
-            remedy += f"other names: --columns {name}=NAME,..."
+            remedy += f"other names: --rename NAME={name}"
             what = f"no column {name!r} of one list an episode"
             raise InputError("COLUMN", what, str(path), remedy)
     stored = list(dict.fromkeys([*needed, *lists]))
