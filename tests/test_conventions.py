@@ -26,7 +26,7 @@ STOPS, N = np.cumsum(LENGTHS), sum(LENGTHS)
 TERMINAL, LIMIT = (np.isin(np.arange(N), STOPS[np.equal(ENDED, e)] - 1) for e in (True, False))
 FIRST = np.isin(np.arange(N), [0, *STOPS[:-1]])
 EPISODE = np.repeat(np.arange(4), LENGTHS)
-STEPS = {
+STEPS: dict[str, Any] = {
     "observations": np.arange(N * 2, dtype=np.float32).reshape(N, 2),
     "actions": np.arange(N, dtype=np.float32)[:, None] / N,
     "rewards": np.arange(N, dtype=np.float32),
@@ -128,7 +128,7 @@ def test_episodes_of_arrays(convention: str) -> None:
 def lerobot(path: Path, columns: dict[str, Any]) -> Path:
     names = {"actions": "action", "rewards": "next.reward", "observations": "observation.state"}
     names |= {"dones": "next.done", "truncated": "next.truncated", "success": "next.success"}
-    rows = {names.get(name, name): list(values) for name, values in columns.items()}
+    rows: dict[str, Any] = {names.get(name, name): list(values) for name, values in columns.items()}
     rows |= {"episode_index": EPISODE, "index": np.arange(N), "task_index": 0 * EPISODE}
     frames = np.arange(N) - np.repeat(np.append(0, STOPS[:-1]), LENGTHS)
     rows |= {"frame_index": frames, "timestamp": frames / 10}
@@ -176,15 +176,14 @@ def test_how_stored_episodes_end(tmp_path: Path, writer: Callable[..., Path]) ->
     )
     if writer is not robomimic:
         assert converted(path, tmp_path / "a").terminated.tolist() == ENDED
-    for number, (options, ended) in enumerate(
-        [
-            ({"rule": "done-and-timeout"}, ENDED),
-            ({"rule": "done-only"}, [True] * 4),
-            ({"rule": f"{done}-as-truncations"}, [False] * 4),
-            ({"rename": {won: "terminals"}}, ENDED),
-            ({"rename": {done: "terminals", cut: "more"}}, [True] * 4),
-        ]
-    ):
+    cases: list[tuple[dict[str, Any], list[bool]]] = [
+        ({"rule": "done-and-timeout"}, ENDED),
+        ({"rule": "done-only"}, [True] * 4),
+        ({"rule": f"{done}-as-truncations"}, [False] * 4),
+        ({"rename": {won: "terminals"}}, ENDED),
+        ({"rename": {done: "terminals", cut: "more"}}, [True] * 4),
+    ]
+    for number, (options, ended) in enumerate(cases):
         dataset = converted(path, tmp_path / str(number), **options)
         assert dataset.episodes.lengths.tolist() == list(LENGTHS)
         assert dataset.terminated.tolist() == ended, options
@@ -263,7 +262,7 @@ def test_rows_that_come_one_step_late(tmp_path: Path, apart: bool, workers: int)
     if not apart:
         np.savez(source / "all.npz", **whole)
     shift = {"actions": 1, "rewards": 1}
-    more = {"workers": workers, "shard_bytes": 64}
+    more: dict[str, Any] = {"workers": workers, "shard_bytes": 64}
     dataset = converted(source, tmp_path / "d", columns=DREAMER, shift=shift, **more)
     assert dataset.episodes.lengths.tolist() == list(lengths)
     assert dataset.terminated.tolist() == [True, False, True, False]

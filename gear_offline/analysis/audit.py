@@ -209,9 +209,10 @@ def _columns(data: Dataset) -> Iterator[Finding]:
 def _endings(data: Dataset) -> Iterator[Finding]:
     source, lengths = data.manifest.source, data.episodes.lengths
     names = [column.name for column in data.spec]
-    for odd in odd_episodes(lengths, data.terminated, source.rule, source.attributes, names):
-        for finding in _found("ending", odd.episodes, odd.what):
-            yield replace(finding, remedy=f"convert with {odd.remedy}")
+    odd = odd_episodes(lengths, data.terminated, source.rule, source.attributes, names)
+    for episodes, what, remedy in odd:
+        for finding in _found("ending", episodes, what):
+            yield replace(finding, remedy=f"convert it again: {remedy}")
     if lengths[-1] == source.attributes.get("unfinished_tail_steps"):
         yield from _found("ending", [len(lengths) - 1], "at the end is unfinished: it has no flag")
     open_ends = np.flatnonzero(~(data.terminated | data.truncated))

@@ -184,7 +184,7 @@ def convert(
     if isinstance(source, Source) and (rule or ends):
         what, remedy = "an open source has its episodes", "give rule to from_arrays or open_source"
         raise InputError("USAGE", f"{what}: rule and ends come too late", remedy=remedy)
-    rule = "|".join(filter(None, (ends, rule))) or None
+    rule = rule if ends is None else "|".join([ends, *([rule] if rule else [])])
     given_scores = None if reference is None else known_scores(reference)
     with ExitStack() as stack:
         if isinstance(source, Source):

@@ -143,7 +143,7 @@ class Source(Closing):
         renamed = [f"{old!r} is the column {new}" for old, new in names.items() if old != new]
         self.info = info
         files = self.info.files
-        self._where = files[0].path if len(files) == 1 else self.info.uri
+        self.where = files[0].path if len(files) == 1 else self.info.uri
         if renamed:
             self.warn(*renamed)
 
@@ -179,7 +179,7 @@ class Source(Closing):
             fits = rows.size == (end - start) * prod(spec.shape)
             if not fits or not np.can_cast(rows.dtype, spec.dtype):
                 what = f"a step is {rows.dtype} {rows.shape[1:]}, another {spec.dtype} {spec.shape}"
-                raise misfit(what, f"{self._where}: {column}", DIFFERS)
+                raise misfit(what, f"{self.where}: {column}", DIFFERS)
             parts.append(rows.astype(spec.dtype, copy=False).reshape(end - start, *spec.shape))
             start, index = end, index + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)

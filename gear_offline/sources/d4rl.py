@@ -63,7 +63,7 @@ class D4rlFile:
     name: str  # D4RL's of the dataset, or the file's
     family: Family
     evidence: str  # what told the family
-    rule: str  # for the columns that are there
+    rule: str | None  # for the columns that are there
     environment: str | None  # Gymnasium id
     reference: str | None  # D4RL's dataset of the reference scores, if no environment tells them
 

@@ -1,12 +1,15 @@
-"""Where episodes end: the rules, and one streaming pass over the flags that applies a rule.
+"""Where episodes end and how: the rules, and what a rule makes of flags and other columns.
 
-Shape legend: N rows, E episodes.
+A flag is the rows at which it is true.
+
+Shape legend: N rows, E episodes, K rows at which a flag is true.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from functools import cache, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,25 +21,22 @@ _STEPS = re.compile(r"steps=([1-9][0-9]{0,11})")
 MARK = re.compile(r"(starts|lengths|ids|first|last):([^|=]+)(?:=(-?[0-9.]+))?")
 UNIONS = ("dones", "done", "next.done")  # may be true at time limits too
 TERMINAL_FLAGS = ("terminals", "terminations", "terminated", "is_terminal", *UNIONS)
-TIME_FLAGS = ("timeouts", "truncations", "truncated", "is_last", "next.truncated")
+TIME_FLAGS: tuple[str, ...] = ("timeouts", "truncations", "truncated", "is_last", "next.truncated")
 TIME_FLAGS += ("TimeLimit.truncated", "infos/TimeLimit.truncated", "episode_terminals")
 FLAGS = (*TERMINAL_FLAGS, *TIME_FLAGS)
 SCALARS = ("rewards", *FLAGS)  # (N, 1) is read as one number a step
 PAIRS = {"terminals": "timeouts", "terminations": "truncations", "terminated": "truncated"}
 PAIRS |= {"is_terminal": "is_last"}
-BLOCK_ROWS = 1 << 20  # of flags in memory
+BLOCK_ROWS = 1 << 20  # of a column in memory
 CUTS = "-as-truncations"
 ARTIFICIAL = f"terminals{CUTS}"
 SPLIT, ONLY = "done-and-timeout", "done-only"
-Read = Callable[[str, int, int], Array]  # rows of a column
-
-
-class Mark(NamedTuple):
-    """A column that tells where episodes are."""
-
-    kind: str  # starts, lengths, ids, first or last
-    column: str
-    value: float | None  # of a first or last row; None: it is a flag
+_ROW_MARKS = {  # names of columns that tell where episodes are, and the part of a rule for them
+    r"is_first|episode_start": "first:{}",
+    r"step_type": "last:{}=2",
+    r"(episode|traj(ectory)?|demo)(_?(id|idx|index|number|num))?": "ids:{}",
+}
+True_ = Callable[[str], Int64Array]  # (K,) rows at which a flag is true
 
 
 class Rule(NamedTuple):
@@ -47,57 +47,53 @@ class Rule(NamedTuple):
     cuts: list[str]  # ... and none of these
     step_limit: int | None
     limit_cuts: bool  # an episode of `step_limit` steps did not terminate
-    marks: list[Mark]
+    marks: list[re.Match[str]]
 
     @classmethod
-    def parse(cls, text: str, columns: Collection[str], where: str = "") -> Rule:
+    def parse(cls, text: str, columns: Collection[str], where: str) -> Rule:
         """Read ``none``, or flags, ``steps=N``, marks, a convention's name, joined by ``|``."""
-        ends, marks, names = list[str](), list[Mark](), list[str]()
+        ends, marks, names = list[str](), list[re.Match[str]](), list[str]()
         limit: int | None = None
         for part in text.split("|") if text != "none" else []:
-            is_name = part in (SPLIT, ONLY) or part.removesuffix(CUTS) in TERMINAL_FLAGS
+            flag = part.removesuffix(CUTS)
             if (steps := _STEPS.fullmatch(part)) and limit is None:
                 limit = int(steps[1])
             elif mark := MARK.fullmatch(part):
-                marks.append(Mark(mark[1], mark[2], float(mark[3]) if mark[3] else None))
+                marks.append(mark)
             elif part in FLAGS and part not in ends:
                 ends.append(part)
-            elif is_name and part not in FLAGS and not names:
+            elif not names and (part in (SPLIT, ONLY) or (flag != part and flag in TERMINAL_FLAGS)):
                 names.append(part)
             else:
                 what = f"boundary rule {text!r} is not understood at {part!r}"
-                remedy = f"join parts with '|': {', '.join(FLAGS)}, steps=N, starts:COLUMN, "
-                remedy += f"lengths:COLUMN, ids:COLUMN, first:COLUMN, last:COLUMN=VALUE, {SPLIT}, "
-                remedy += f"{ONLY}, {ARTIFICIAL}; or 'none' for one episode"
+                known = ", ".join((*FLAGS, SPLIT, ONLY, ARTIFICIAL, "steps=N", "starts:COLUMN"))
+                remedy = f"join parts with '|': {known}, lengths:, ids:, first:COLUMN, "
+                remedy += "last:COLUMN=VALUE; or 'none' for one episode"
                 raise InputError("SOURCE_LAYOUT", what, remedy=remedy)
         own = [flag for flag in ends if flag in TERMINAL_FLAGS]
-        proper = [flag for flag in own if flag not in UNIONS]
-        terminals, cuts = proper or own, list[str]()
+        terminals, cuts = [flag for flag in own if flag not in UNIONS] or own, list[str]()
         if not own:  # on time flags alone: their counterparts tell
             terminals = [t for t, time in PAIRS.items() if time in ends and t in columns]
         for name in names:
-            flag = name.removesuffix(CUTS)
-            if flag == name:
-                either = (f for f in (*UNIONS, *TERMINAL_FLAGS) if f in columns)
-                flag = next(either, TERMINAL_FLAGS[0])
+            either = (f for f in (*UNIONS, *TERMINAL_FLAGS) if f in columns)
+            flag = name.removesuffix(CUTS) if name.endswith(CUTS) else next(either, "terminals")
             terminals = [] if name.endswith(CUTS) else [flag]
             cuts = [f for f in TIME_FLAGS if f in columns][:1] if name == SPLIT else []
-            if name == SPLIT and not cuts and limit is None:
-                what = f"boundary rule {text!r} needs a flag of time limits beside {flag}"
-                remedy = f"name it, --rename NAME=timeouts; or --rule '{SPLIT}|steps=N'"
-                raise InputError("COLUMN", what, where, remedy)
-            ends = [*ends, *(f for f in (flag, *cuts) if f not in ends)]
-        for column in (*ends, *(mark.column for mark in marks)):
+            ends += [f for f in (flag, *cuts) if f not in ends]
+        if SPLIT in names and not cuts and limit is None:
+            what = f"boundary rule {text!r} needs a flag of time limits beside {ends[-1]}"
+            remedy = f"name it, --rename NAME=timeouts; or --rule '{SPLIT}|steps=N'"
+            raise InputError("COLUMN", what, where, remedy)
+        for column in (*ends, *(mark[2] for mark in marks)):
             if column not in columns:
-                what, here = f"boundary rule {text!r} needs the column {column!r}", list(columns)
-                raise InputError("COLUMN", what, where, f"columns here: {', '.join(here)}")
+                what = f"boundary rule {text!r} needs the column {column!r}"
+                raise InputError("COLUMN", what, where, f"columns here: {', '.join(columns)}")
         return cls(ends, terminals, cuts, limit, SPLIT in names, marks)
 
-    def terminated(self, last: Mapping[str, BoolArray], lengths: Int64Array) -> BoolArray:
-        """Return (E,) which episodes terminated, by the flags at their last rows, (E,) each."""
-        none: BoolArray = np.zeros(len(lengths), np.bool_)
-        ended = np.logical_or.reduce([none, *(last[name] for name in self.terminals)])
-        ended &= ~np.logical_or.reduce([none, *(last[name] for name in self.cuts)])
+    def terminated(self, last: Int64Array, lengths: Int64Array, true: True_) -> BoolArray:
+        """Return (E,) which episodes terminated, by their `last` rows."""
+        ended = np.isin(last, _union(map(true, self.terminals)))
+        ended &= ~np.isin(last, _union(map(true, self.cuts)))
         return ended & (lengths != self.step_limit) if self.limit_cuts else ended
 
 
@@ -114,41 +110,33 @@ def chosen_flags(columns: Collection[str], names: Mapping[str, str]) -> dict[str
     return {flag: flags[flag] for flag in FLAGS if flag in flags}
 
 
-def default_rule(
-    flags: Collection[str], rows: int, read: Read, *, where: str, remedy: str = ""
-) -> tuple[str, list[str]]:
-    """Return the rule that the flag columns of a table imply, and what it cannot tell."""
-    proper = next((f for f in TERMINAL_FLAGS if f in flags and f not in UNIONS), None)
-    union = next((flag for flag in UNIONS if flag in flags), None)
-    time = next((flag for flag in TIME_FLAGS if flag in flags), None)
+def kind_of_flag(name: str) -> int:
+    """Return what a flag means: 0 a termination, 1 either end, 2 a time limit; else -1."""
+    return 1 if name in UNIONS else 0 if name in TERMINAL_FLAGS else 2 if name in TIME_FLAGS else -1
+
+
+def default_rule(flags: Collection[str], true: True_) -> tuple[str, str]:
+    """Return the rule that the flags of a table imply, and what they cannot tell; "" for none."""
+    by_kind = [
+        next((f for f in FLAGS if f in flags and kind_of_flag(f) == k), "") for k in (0, 1, 2)
+    ]
+    proper, union, time = by_kind
     for pair in PAIRS.items():
         if {*pair} <= {*flags}:
-            return "|".join(pair), []
+            return "|".join(pair), ""
     if proper and (other := time or union):
         tells = "one with both counts as terminated" if time else f"{proper} tells terminations"
-        return f"{proper}|{other}", [f"{proper} and {other} end episodes: {tells}"]
+        return f"{proper}|{other}", f"{proper} and {other} end episodes: {tells}"
     if union and time:
-        limits = 0
-        for row in range(0, rows, BLOCK_ROWS):
-            at_limit, done = (
-                flag_values(read(f, row, min(row + BLOCK_ROWS, rows)), f, where, row)
-                for f in (time, union)
-            )
-            limits += int(at_limit.sum())
-            if (at_limit & ~done).any() and union != "next.done":
-                note = f"{union} and {time} end episodes: one with both counts as terminated"
-                return f"{union}|{time}", [f"{note}; --rule {SPLIT} counts it as truncated"]
-        note = f"{union} is true at every {time} too, which count as truncated; "
-        return SPLIT, [f"{note}--rule {ONLY} counts them as terminated"] if limits else []
+        if union != "next.done" and np.setdiff1d(true(time), true(union)).size:
+            note = f"{union} and {time} end episodes: one with both counts as terminated; "
+            return f"{union}|{time}", f"{note}--rule {SPLIT} counts it as truncated"
+        note = f"{union} is true at every {time} too, which count as truncated; --rule {ONLY} "
+        return SPLIT, f"{note}counts them as terminated" if true(time).size else ""
     if terminal := proper or union:
         note = f"only {terminal} tells how episodes end: a time limit cannot be told from a "
-        return terminal, [f"{note}termination; --rule '{SPLIT}|steps=N' splits them by length"]
-    if time:
-        return time, [f"only {time} end episodes: none counts as terminated"]
-    remedy = (
-        remedy or "add terminals and timeouts, or dones; or give a rule: --rule steps=N, or none"
-    )
-    raise InputError("COLUMN", "no column tells where episodes end", where, remedy)
+        return terminal, f"{note}termination; --rule '{SPLIT}|steps=N' splits them by length"
+    return time, f"only {time} end episodes: none counts as terminated" if time else ""
 
 
 class Boundaries(NamedTuple):
@@ -164,64 +152,43 @@ class Boundaries(NamedTuple):
 def split_episodes(
     rule: str | None, table: Mapping[str, Any], flags: Collection[str], rows: int, *, where: str
 ) -> Boundaries:
-    """Return the episodes of a table of `rows` rows by a rule, or by its `flags`, in one pass.
+    """Return the episodes of a table of `rows` rows by a rule, or by its `flags`.
 
     `table` has arrays, or what has ``shape`` and ``read(start, stop)``.  An episode is terminated
     if its last row bears a terminal flag, which wins over a timeout on the same row.  Rows behind
     the last end form an episode that is truncated.
     """
-
-    def read(name: str, start: int, stop: int) -> Array:
-        column = table[name]
-        part = column[start:stop] if isinstance(column, np.ndarray) else column.read(start, stop)
-        return np.asarray(part)
-
-    notes, untold = list[str](), dict[str, Int64Array]()
+    true = cache(lambda name: _true_rows(table[name], name, where))
+    untold, note = _untold(table, rows) if rule is None else {}, ""
     if rule is None:
-        untold = _untold(table, rows, read)
-        marks = [*untold, *row_marks(table)]
-        remedy = f"give --ends {marks[0]}" if marks else ""
-        rule, notes = default_rule(flags, rows, read, where=where, remedy=remedy)
+        rule, note = default_rule(flags, true)
+        if not rule:
+            remedy = "add terminals and timeouts, or dones; or give --rule 'steps=N', or none"
+            for mark in [*untold, *row_marks(table)][:1]:
+                remedy = f"give --ends {mark}"
+            raise InputError("COLUMN", "no column tells where episodes end", where, remedy)
     parsed = Rule.parse(rule, table, where)
-    told = {*flags} - {mark.column for mark in parsed.marks}
+    told = {*flags} - {mark[2] for mark in parsed.marks}
     if not parsed.ends and told & {*TERMINAL_FLAGS}:
-        text, more = default_rule(told, rows, read, where=where)
-        implied = Rule.parse(text, told)
+        text, said = default_rule(told, true)
+        implied = Rule.parse(text, told, where)
         parsed = parsed._replace(terminals=implied.terminals, cuts=implied.cuts)
-        notes = more if parsed.marks and implied.terminals[0] in UNIONS else []
-    sizes = {mark: table[mark.column].shape[0] for mark in parsed.marks}
-    marked = [_last_rows(mark, size, rows, read, where) for mark, size in sizes.items()]
-    last_rows = np.unique(np.concatenate([np.zeros(0, np.int64), *marked]))
-    ends: list[Int64Array] = [np.zeros(0, np.int64)]
-    finals: list[BoolArray] = [np.zeros(0, np.bool_)]
-    start = 0  # of the episode that is under way
-    for row in range(0, rows, BLOCK_ROWS):
-        stop = min(row + BLOCK_ROWS, rows)
-        bears = {
-            name: flag_values(read(name, row, stop), name, where, row)
-            for name in dict.fromkeys([*parsed.ends, *parsed.terminals, *parsed.cuts])
-        }
-        by_flag = np.logical_or.reduce([np.zeros(stop - row, bool), *map(bears.get, parsed.ends)])
-        inside = last_rows[(last_rows >= row) & (last_rows < stop)]
-        final = np.union1d(np.flatnonzero(by_flag) + row, inside)
-        if parsed.step_limit is not None:
-            final = _with_step_limit(final, start, stop, parsed.step_limit)
-        lengths = np.diff(final, prepend=start - 1)
-        ends.append(final)
-        finals.append(parsed.terminated({n: f[final - row] for n, f in bears.items()}, lengths))
-        start = int(final[-1]) + 1 if final.size else start
-    if start < rows:
-        ends.append(np.array([rows - 1]))
-        finals.append(np.array([False]))
-    last = np.concatenate(ends)
-    for mark_text, tells in untold.items():
+        note = said if parsed.marks and implied.terminals[0] in UNIONS else ""
+    marked = (_last_rows(mark, table[mark[2]], rows, where) for mark in parsed.marks)
+    last = _union([*map(true, parsed.ends), *marked])
+    if parsed.step_limit is not None:
+        last = _with_step_limit(last, rows, parsed.step_limit)
+    tail = rows - 1 - int(last[-1]) if last.size else rows
+    last = np.append(last, [rows - 1] * (tail > 0)).astype(np.int64)
+    for name, tells in untold.items():
         if not np.isin(tells, last).all():
-            what = f"{mark_text.partition(':')[2]} looks like the {mark_text.partition(':')[0]} of "
-            what += f"{tells.size:,} episodes, and {rule} makes {last.size:,} others"
-            remedy = f"give --ends {mark_text}, or keep these by --rule '{rule}'"
-            raise InputError("SOURCE_LAYOUT", what, where, remedy)
+            what = f"{name} tells of {tells.size:,} episodes, it seems, and {rule} of "
+            remedy = f"give --ends {name}, or keep these by --rule '{rule}'"
+            raise InputError("SOURCE_LAYOUT", f"{what}{last.size:,} others", where, remedy)
     lengths = np.diff(last, prepend=np.int64(-1))
-    return Boundaries(rule, lengths, np.concatenate(finals), rows - start, notes)
+    terminated = parsed.terminated(last, lengths, true)
+    terminated[-1] &= not tail
+    return Boundaries(rule, lengths, terminated, tail, [note] if note else [])
 
 
 def judge_ends(
@@ -229,165 +196,144 @@ def judge_ends(
 ) -> tuple[BoolArray, list[str]]:
     """Return which of the episodes that a format stores apart terminated, and what is not known.
 
-    `flags` are (N,) each; their values at the last step of each episode count.
+    Of `flags`, (N,) each, the values at the last steps count.
     """
-    ends, notes = np.cumsum(lengths) - 1, list[str]()
-    bears = {name: flag_values(rows, name, where) for name, rows in flags.items()}
-    last = {name: rows[ends] for name, rows in bears.items()}
-    for name in flags if rule is None else ():
-        if inside := int(bears[name].sum() - last[name].sum()):
-            notes.append(
-                f"{name} is true at {inside:,} steps that end no episode: they do not count"
-            )
-    if rule is None and not {*flags} & {*TERMINAL_FLAGS}:
-        note = "no flag tells a termination: every episode counts as truncated"
-        limited = any(rows.all() for rows in last.values())
-        return np.zeros(ends.size, np.bool_), [*notes, *([] if limited else [note])]
-    text, more = (
-        (rule, [])
-        if rule
-        else default_rule(last, ends.size, lambda n, a, b: last[n][a:b], where=where)
+    last, true = np.cumsum(lengths) - 1, cache(lambda name: _true_rows(flags[name], name, where))
+    inside = {} if rule else {name: np.setdiff1d(true(name), last).size for name in flags}
+    notes = [f"{n} is true at {k:,} steps that end no episode" for n, k in inside.items() if k]
+    text, note = (
+        (rule, "") if rule else default_rule(flags, lambda n: np.intersect1d(true(n), last))
     )
+    if not {*flags} & {*TERMINAL_FLAGS} and not rule:
+        note = "no flag tells a termination: every episode counts as truncated"
+        silent = not any(np.isin(last, true(name)).all() for name in flags)
+        return np.zeros(last.size, np.bool_), [*notes, *([note] if silent else [])]
     parsed = Rule.parse(text, flags, where)
-    ended = parsed.terminated(last, lengths)
-    told = (
-        parsed.cuts or len(parsed.ends) > 1
-    )  # a flag alone needs a word only if it is of two meanings
-    return ended, notes + (more if told or (ended.any() and parsed.ends[0] in UNIONS) else [])
+    ended = parsed.terminated(last, lengths, true)
+    # one flag that says nothing of time limits is enough, as the ends are known
+    enough = len(parsed.ends) == 1 and not (ended.any() and parsed.ends[0] in UNIONS)
+    return ended, notes if enough or not note else [*notes, note]
 
 
-def kind_of_flag(name: str) -> int:
-    """Return what a flag means: 0 a termination, 1 either end, 2 a time limit; else -1."""
-    kinds = ({*TERMINAL_FLAGS} - {*UNIONS}, UNIONS, TIME_FLAGS)
-    return next((number for number, names in enumerate(kinds) if name in names), -1)
-
-
-def judges_only(rule: str | None) -> bool:
+def judges_only(rule: str) -> bool:
     """Whether a rule tells how episodes end, not where: one of formats that store them apart."""
-    return rule is not None and (rule.split("|")[0] in (SPLIT, ONLY) or rule.endswith(CUTS))
+    return rule.split("|")[0] in (SPLIT, ONLY) or rule.endswith(CUTS)
 
 
 def flag_values(values: Array, name: str, where: str, first: int = 0) -> BoolArray:
     """Return rows `first` on of a flag as (n,) bools; refuse what is neither 0 nor 1."""
-    rows, remedy = values.reshape(len(values), -1), "give one true or false for each step"
-    what = f"the flag {name} has {rows.shape[1]} values a step" if rows.shape[1] != 1 else ""
-    if not what and rows.dtype != np.bool_:
-        odd = np.flatnonzero((rows != 0) & (rows != 1))
-        if odd.size and rows[odd[0], 0] != rows[odd[0], 0]:
+    rows, remedy, what = values.reshape(len(values), -1), "give one true or false for each step", ""
+    if rows.shape[1] != 1:
+        what = f"the flag {name} has {rows.shape[1]} values a step"
+    elif rows.dtype != np.bool_ and (odd := np.flatnonzero((rows != 0) & (rows != 1))).size:
+        seen = np.unique(rows)
+        what = f"{name} is no flag: it holds {', '.join(f'{v:g}' for v in seen[:5])}"
+        runs = 1 + np.count_nonzero(rows[1:] != rows[:-1])  # of an id each, or of other values
+        reads = f"ids:{name}" if runs == seen.size else f"last:{name}={seen[-1]:g}"
+        remedy = f"--ends {reads} may read it"
+        if np.isnan(rows).any():
             what = f"the flag {name} is NaN at row {first + int(odd[0])}"
-        elif odd.size:
-            seen = np.unique(rows)
-            what = f"{name} is no flag: it holds {', '.join(f'{v:g}' for v in seen[:5])}"
-            remedy = f"if {seen[-1]:g} marks the last step of an episode, --ends "
-            remedy += f"last:{name}={seen[-1]:g} reads it; if it numbers episodes, ids:{name}"
+            remedy = "give one true or false for each step"
     if what:
         raise InputError("SOURCE_LAYOUT", what, where, remedy)
     return np.asarray(rows[:, 0] != 0)
 
 
-def _last_rows(mark: Mark, size: int, rows: int, read: Read, where: str) -> Int64Array:
+def row_marks(columns: Collection[str]) -> list[str]:
+    """Return parts of a rule for columns whose names say that they tell where episodes are."""
+    found = (
+        (n, part)
+        for pattern, part in _ROW_MARKS.items()
+        for n in columns
+        if re.fullmatch(pattern, n.rpartition("/")[2])
+    )
+    return [part.format(name) for name, part in found]
+
+
+def _union(parts: Any) -> Int64Array:
+    return reduce(np.union1d, parts, np.zeros(0, np.int64))
+
+
+def _blocks(column: Any) -> Any:
+    """Yield the rows of a column part by part, with the number of each first one."""
+    for row in range(0, column.shape[0], BLOCK_ROWS):
+        stop = min(row + BLOCK_ROWS, column.shape[0])
+        part = column[row:stop] if isinstance(column, np.ndarray) else column.read(row, stop)
+        yield row, np.asarray(part)
+
+
+def _true_rows(column: Any, name: str, where: str, value: str | None = None) -> Int64Array:
+    """Return the rows at which a flag is true, or a column has a value."""
+    parts = [np.zeros(0, np.int64)]
+    for row, part in _blocks(column):
+        hits = flag_values(part, name, where, row) if value is None else part == float(value)
+        parts.append(np.flatnonzero(hits) + row)
+    return np.concatenate(parts)
+
+
+def _last_rows(mark: re.Match[str], column: Any, rows: int, where: str) -> Int64Array:
     """Return the last row of each episode that a mark tells of."""
-    kind, name, value = mark
+    kind, name, value = mark.groups()
+    what, remedy, last = "", "name another column or value", None
     if kind in ("starts", "lengths"):
-        if (last := _bounds(kind, read(name, 0, size), rows)) is None:
-            what = f"{name} holds no {kind} of episodes of {rows:,} rows in all"
-            remedy = (
-                "starts are row numbers that rise, lengths add up to all rows; a column with a "
-            )
-            remedy += f"value each row is first:{name}, last:{name} or ids:{name}"
-            raise InputError("SOURCE_LAYOUT", what, where, remedy)
-        return last
-    found, ids = [np.zeros(0, np.int64)], list[Array]()
-    for row in range(0, rows, BLOCK_ROWS):
-        values = read(name, row, min(row + BLOCK_ROWS, rows)).reshape(-1)
-        if kind == "ids":
-            before = read(name, row - 1, row).reshape(-1) if row else values[:1]
-            hits = np.diff(values, prepend=before) != 0
-            ids += [values[:1]] * (not row) + [values[hits]]
-        else:
-            hits = flag_values(values, name, where, row) if value is None else values == value
-        found.append(np.flatnonzero(hits) + row - (kind != "last"))
-    last = np.concatenate(found)
-    numbers = np.concatenate([np.zeros(0), *ids])
-    if (twice := numbers.size - np.unique(numbers).size) or not (last.size or ids):
-        what = (
-            f"{name} has the same id again later, {twice:,} times"
-            if twice
-            else f"no row of {name} is marked"
-        )
-        remedy = (
-            "sort the rows by episode and give each an id of its own"
-            if twice
-            else "name another column or value"
-        )
-        raise InputError("SOURCE_LAYOUT", what, where, remedy)
-    return np.unique([*last[last >= 0], *([] if kind == "last" else [rows - 1])])
+        last = _bounds(kind, column, rows)
+        what = f"{name} holds no {kind} of the episodes of {rows:,} rows"
+        remedy = f"a column with a value in each row is first:{name}, last:{name} or ids:{name}"
+    elif kind == "ids":
+        ids, parts = list[Array](), [np.zeros(0, np.int64)]
+        for row, part in _blocks(column):
+            part = part.reshape(-1)
+            hits = np.append(not ids or part[0] != ids[-1][-1], part[1:] != part[:-1])
+            parts.append(np.flatnonzero(hits) + row)
+            ids.append(part[hits] if hits.any() else ids[-1][-1:])
+        first = np.concatenate(parts)
+        if np.unique(np.concatenate(ids)).size == first.size:
+            last = np.append(first[1:], rows) - 1
+        what = f"{name} has an id again behind another one"
+        remedy = "sort the rows by episode, and give each an id of its own"
+    elif (hits := _true_rows(column, name, where, value)).size:
+        last = hits if kind == "last" else np.append(hits[hits > 0], rows) - 1
+    if last is None:
+        raise InputError("SOURCE_LAYOUT", what or f"{name} marks no row", where, remedy)
+    return last
 
 
-def _bounds(kind: str, values: Array, rows: int) -> Int64Array | None:
-    """Return the last row of each episode by starts or lengths, ``None`` if they are none."""
-    numbers = values.reshape(-1)
+def _bounds(kind: str, column: Any, rows: int) -> Int64Array | None:
+    """Return the last row of each episode by starts, or lengths, ``None`` if they are none."""
+    numbers = np.concatenate([np.zeros(0), *(part.reshape(-1) for _, part in _blocks(column))])
     stops = np.cumsum(numbers) if kind == "lengths" else numbers
+    fits = numbers.size and (np.diff(stops) > 0).all() and (numbers == np.rint(numbers)).all()
     if (
-        values.size != len(values)
-        or not (np.diff(stops) > 0).all()
-        or (numbers != np.rint(numbers)).any()
-    ):
-        return None
-    if (
-        not numbers.size
+        not fits
         or numbers[0] < (kind == "lengths")
-        or stops[-1] > rows
-        or (kind == "lengths" and stops[-1] != rows)
+        or not rows * (kind == "lengths") <= stops[-1] <= rows
     ):
         return None
-    return np.unique([*stops[stops > 0].astype(np.int64), rows]) - 1
+    return np.union1d(stops[stops > 0].astype(np.int64), [rows]) - 1
 
 
-def _untold(table: Mapping[str, Any], rows: int, read: Read) -> dict[str, Int64Array]:
-    """Return what arrays of fewer rows seem to tell of episodes: the mark, and the last rows."""
+def _untold(table: Mapping[str, Any], rows: int) -> dict[str, Int64Array]:
+    """Return what whole numbers that no row has seem to tell of episodes: the mark, last rows."""
     marks = dict[str, Int64Array]()
     for name, column in table.items():
         size = column.shape[0]
         if (
-            len(column.shape) != 1
+            column.shape != (size,)
             or column.dtype.kind not in "iu"
-            or not 1 < size <= rows + 1
+            or not 1 < size <= rows
             or size == rows
         ):
             continue
-        values = read(name, 0, size)
         for kind in ("lengths", "starts"):
-            last = _bounds(kind, values, rows)
-            whole = kind == "lengths" or values[0] == 0 or values[-1] == rows
-            if last is not None and whole and values[-1] >= size * (kind == "starts"):
+            last = _bounds(kind, column, rows)
+            if last is not None and last.size in (size, size - 1) and last[-2] >= size - 1:
                 marks[f"{kind}:{name}"] = last
     return marks
 
 
-_ROW_MARKS = {  # names of columns that tell where episodes begin, and the part of a rule for them
-    r"is_first|episode_start": "first:{}",
-    r"step_type": "last:{}=2",
-    r"(episode|traj(ectory)?|demo)(_?(id|idx|index|number|num))?": "ids:{}",
-}
-
-
-def row_marks(columns: Collection[str]) -> list[str]:
-    """Return parts of a rule for columns whose names say that they tell where episodes are."""
-    return [
-        part.format(name)
-        for pattern, part in _ROW_MARKS.items()
-        for name in columns
-        if re.fullmatch(pattern, name.rpartition("/")[2])
-    ]
-
-
-def _with_step_limit(ends: Int64Array, start: int, stop: int, limit: int) -> Int64Array:
-    """Add the rows at which `limit` steps are full, between `ends` and up to `stop`."""
-    previous = np.concatenate(([start - 1], ends))
-    following = np.concatenate((ends, [stop]))
-    cuts = [ends]
-    for before, after in zip(previous, following, strict=True):
-        if after - before > limit:
-            cuts.append(np.arange(before + limit, after, limit, dtype=np.int64))
-    return np.sort(np.concatenate(cuts))
+def _with_step_limit(last: Int64Array, rows: int, limit: int) -> Int64Array:
+    """Add the rows at which `limit` steps are full, between `last` ones and up to `rows`."""
+    bounds = np.concatenate(([-1], last, [rows]))
+    runs = zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
+    cuts = [np.arange(a + limit, b, limit) for a, b in runs if b - a > limit]
+    return np.sort(np.concatenate([last, *cuts]))

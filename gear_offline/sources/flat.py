@@ -83,7 +83,7 @@ def flat_source(
     piece, names = Piece.of(columns), names or {}
     flags = chosen_flags(columns, names)
     table = {name: rows for name, rows in columns.items() if name not in flags.values()}
-    table |= {new: columns[old] for new, old in (names | flags).items() if old in columns}
+    table |= {new: columns[old] for new, old in {**names, **flags}.items() if old in columns}
     table = {**columns, **table, **(others or {})}
     ends = split_episodes(rule, table, flags, piece.steps, where=where)
     warnings = [*notes, *ends.notes]

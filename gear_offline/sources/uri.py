@@ -134,7 +134,7 @@ def _open(path: Path, asked: Asked) -> Source:
 
 def _judge(source: Source, asked: Asked) -> None:
     """Tell how stored episodes ended, by a rule or the flags of the user or the format."""
-    if asked.rule is not None and not judges_only(asked.rule):
+    if asked.rule and not judges_only(asked.rule):
         what = f"boundary rule {asked.rule!r} does not apply to a format that stores episodes apart"
         remedy = "leave it out, or convert the first source again; here rules say how episodes "
         raise misfit(what, asked.uri, f"{remedy}ended: {SPLIT}|steps=N, {ONLY}, FLAG{CUTS}")
@@ -146,7 +146,7 @@ def _judge(source: Source, asked: Asked) -> None:
     flags = chosen_flags(source.stored_names, asked.names)
     rows = {f: source.read(source.named(old), 0, source.spec.steps) for f, old in flags.items()}
     lengths = source.episodes.lengths
-    source.terminated, notes = judge_ends(rows, lengths, asked.rule, where=asked.uri)
+    source.terminated, notes = judge_ends(rows, lengths, asked.rule, where=str(source.where))
     source.truncated = ~source.terminated
     source.info = replace(source.info, rule=asked.rule or source.info.rule)
     source.warn(*notes)
