@@ -21,13 +21,13 @@ from typing import Any
 
 import psutil
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import gear_offline
 from gear_offline.core.system import processor, usable_cores, versions
 from gear_offline.core.text import count_text
+from gear_offline.progress import Terminal
 
 SECONDS = 90.0  # that an attempt may take
 CORE_PACKAGES = (
@@ -132,7 +132,7 @@ def diagnose(*, seconds: float = SECONDS) -> dict[str, Any]:
 
 def print_diagnosis(diagnosis: Mapping[str, Any]) -> None:
     """Print what `diagnose` returned as tables."""
-    console, cpu = Console(highlight=False), diagnosis["cpu"]
+    console, cpu = Terminal(), diagnosis["cpu"]
     console.print(
         f"gear_offline {diagnosis['gear_offline']}, Python {diagnosis['python']['version']}, "
         f"{cpu['model']}: {cpu['usable']} of {count_text(cpu['cores'], 'core')}, "
@@ -235,4 +235,4 @@ def _rdma(verbs: Probe, devices: list[dict[str, str]]) -> Feature:
     shown = ", ".join(f"{device['name']} ({device['state']})" for device in devices) or "none"
     reason = f"RDMA devices: {shown}; {'pyverbs works' if verbs.works else verbs.reason}"
     install = None if verbs.works or not devices else OPTIONAL_PACKAGES["pyverbs"][1]
-    return Feature("rdma", False, "exchange between nodes by torch.distributed", reason, install)
+    return Feature("rdma", False, "exchange between nodes by NCCL or gloo", reason, install)

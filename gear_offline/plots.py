@@ -16,15 +16,17 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import FuncFormatter
 
 from gear_offline.core.files import write_file
+from gear_offline.core.text import escaped, printable
 
 BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#E69F00")
 INK, GREY, FAINT = "#222222", "#6B6B6B", "#D9D9D9"
 SIZE_INCHES, DPI = (7.2, 4.5), 150
-LONGEST_LABEL, LONGEST_LINE = 34, 72  # characters that have room beside a curve, in a title
+LONGEST_LABEL, LONGEST_LINE, WIDTH = 34, 72, 100  # characters of a name, of a title, of a legend
 
 
 def new_figure() -> Figure:
@@ -34,14 +36,26 @@ def new_figure() -> Figure:
 
 def titles(figure: Figure, title: str, subtitle: str) -> None:
     """Write the finding and, below it, what it was found in."""
-    figure.suptitle(fill(title, LONGEST_LINE), x=0.013, ha="left", fontsize=12, fontweight="bold")
-    figure.axes[0].set_title(shortened(subtitle, 95), loc="left", fontsize=9, color=GREY)
+    text = fill(shown(title, 2 * LONGEST_LINE), LONGEST_LINE)
+    bold: Any = {"ha": "left", "fontsize": 12, "fontweight": "bold", "parse_math": False}
+    figure.suptitle(text, x=0.013, **bold)
+    below: Any = {"loc": "left", "fontsize": 9, "color": GREY, "parse_math": False}
+    figure.axes[0].set_title(shown(subtitle, 95), **below)
 
 
-def shortened(text: str, most: int = LONGEST_LABEL) -> str:
-    """Return text of at most `most` characters: what is amid a longer one is left out."""
-    half = (most - 3) // 2
-    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
+def shown(text: str, most: int = LONGEST_LABEL) -> str:
+    """Return text as a picture can show it: without signs that its font lacks, the middle left out.
+
+    It is for a `label`, which `legend` shows as it is, or for text without `parse_math`.
+    """
+    font, half = get_font(findfont(FontProperties())), (most - 3) // 2
+    whole = "".join(c if font.get_char_index(ord(c)) else escaped(c) for c in printable(text))
+    return whole if len(whole) <= most else f"{whole[:half]}...{whole[-half:]}"
+
+
+def label(text: str) -> str:
+    """Return the label of a curve; the blank, which `legend` drops, lets it begin with ``_``."""
+    return f" {shown(text)}"
 
 
 def dress(axes: Axes, *, x: str = "", y: str = "", grid: str = "y") -> None:
@@ -56,6 +70,11 @@ def dress(axes: Axes, *, x: str = "", y: str = "", grid: str = "y") -> None:
     axes.set_axisbelow(True)
 
 
+def spread(count: int) -> list[int]:
+    """Return which of so many curves are drawn: all, or as many as there are colours, spread."""
+    return [*map(int, np.linspace(0, count - 1, min(count, len(SERIES))))]
+
+
 def draw_mean(
     axes: Axes, x: Sequence[int], mean: npt.ArrayLike, interval: npt.ArrayLike, **style: Any
 ) -> None:
@@ -63,7 +82,8 @@ def draw_mean(
     axes.plot(x, mean, linewidth=1.8, marker="o" if len(x) <= 20 else None, markersize=4, **style)
     low, high = np.asarray(interval, np.float64)
     edge = 2.0 * (len(x) == 1)  # the area of one point is a line
-    axes.fill_between(x, low, high, color=style["color"], alpha=0.14, linewidth=edge)
+    if np.isfinite(low).any():
+        axes.fill_between(x, low, high, color=style["color"], alpha=0.14, linewidth=edge)
 
 
 def from_zero(axes: Axes) -> None:
@@ -74,16 +94,23 @@ def from_zero(axes: Axes) -> None:
 
 
 def legend(axes: Axes) -> None:
-    """Name the lines that have labels, beside the axes."""
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
+    """Name the lines that have a `label` below the axes, as many in a row as fit."""
+    handles, labels = axes.get_legend_handles_labels()
+    columns = max(1, WIDTH // (max(map(len, labels), default=0) + 8))
+    how: Any = {"loc": "outside lower left", "frameon": False, "fontsize": 9, "ncols": columns}
+    box = axes.get_figure().legend(handles, labels, **how)  # type: ignore[union-attr]
+    for text, name in zip(box.get_texts(), labels, strict=True):
+        text.set(text=name[1:], parse_math=False)
 
 
 def thousands(axis: Any) -> None:
     """Write an axis's numbers with separators; from a million on in millions."""
 
     def text(value: float, _: int | None) -> str:
-        in_millions = max(abs(end) for end in axis.get_view_interval()) >= 1e6
-        return f"{value / 1e6:,.4g} M" if in_millions and value else f"{value:,.6g}"
+        most, ticks = max(abs(end) for end in axis.get_view_interval()), axis.get_majorticklocs()
+        step = np.diff(ticks).min() if len(ticks) > 1 else most
+        digits = max(6, 2 + int(np.log10(most / step)))  # that tell ticks apart
+        return f"{value / 1e6:,.{digits}g} M" if most >= 1e6 and value else f"{value:,.{digits}g}"
 
     axis.set_major_formatter(FuncFormatter(text))
 

@@ -15,6 +15,7 @@ from typing import Any
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
@@ -27,11 +28,26 @@ LEAST_BAR = 6  # characters
 MOST_NAME = 26  # characters of a name that are not broken on a narrow terminal
 
 
+class Terminal(Console):
+    """A console that shows text as it is: no markup, no codes of emoji, nothing that steers."""
+
+    def render_str(
+        self,
+        text: str,
+        *,
+        style: str | Style = "",
+        justify: Any = None,
+        overflow: Any = None,
+        **_: Any,
+    ) -> Text:
+        return Text(printable(text), style=style, justify=justify, overflow=overflow)
+
+
 class Printed:
     """Shows in Python what its `print` prints."""
 
     def __repr__(self) -> str:
-        console = Console(width=100, color_system=None)
+        console = Terminal(width=100, color_system=None)
         with console.capture() as text:
             self.print(console=console)  # type: ignore[attr-defined]
         return text.get().rstrip()
@@ -39,21 +55,26 @@ class Printed:
     __str__ = __repr__
 
 
-def print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows whose first column is a name; headings and names are broken where it is narrow."""
+def print_table(
+    console: Terminal,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    names: Sequence[str] = (),
+) -> None:
+    """Print rows whose first column and `names` are text: that is broken where it is narrow."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     cells = [[printable(cell) for cell in row] for row in rows]
     columns = list(zip(headings, *cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
     is_wide = sum(widths) + 2 * len(widths) > console.width
     for heading in headings:  # numbers stay whole
-        text, name = heading.replace(" ", "\n") if is_wide else heading, not table.columns
-        least = min(widths[0], MOST_NAME) if name else None
-        justify: Any = "left" if name else "right"
-        table.add_column(text, justify=justify, no_wrap=not name, min_width=least, overflow="fold")
+        text, first = heading.replace(" ", "\n") if is_wide else heading, not table.columns
+        name, least = first or heading in names, min(widths[0], MOST_NAME) if first else None
+        how: Any = {"justify": "left" if name else "right", "no_wrap": not name}
+        table.add_column(Text(text), min_width=least, overflow="fold", **how)
     for row in cells:
         table.add_row(*map(Text, row))
-    console.print(table, highlight=False)
+    console.print(table)
 
 
 class Progress(Closing):
@@ -83,7 +104,7 @@ class Progress(Closing):
 
     def __enter__(self) -> Progress:
         if not self._quiet and sys.stderr.isatty():
-            console = Console(stderr=True)
+            console = Terminal(stderr=True)
             self._live = Live(
                 self, console=console, refresh_per_second=DRAWS_PER_SECOND, redirect_stdout=False
             )
@@ -107,8 +128,8 @@ class Progress(Closing):
     def say(self, line: str) -> None:
         """Print a line above the bar."""
         if self._live is not None:
-            text = "\n".join(map(printable, line.split("\n")))
-            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            for text in line.split("\n"):
+                self._live.console.print(text, soft_wrap=True)
         else:
             say(line, quiet=self._quiet)
 

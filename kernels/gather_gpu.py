@@ -99,9 +99,10 @@ class GpuGather:
         keep: Any = None,
     ) -> None:
         self.groups, self.device = tuple(each.group for each in groups), device
+        self.placed = tuple(groups)
         self.rank_batch, self.context_length, self.padding = rank_batch, context_length, padding
         self.lengths, self.reads_host, self.reason = np.diff(offsets), reads_host, reason
-        self._keep = keep
+        self._keep = [keep]
         self.kernels = dict[str, Kernel]()
         self.draws, self.has_chances = draw is not None, isinstance(draw, PriorityTree)
         self._source = FILL if draw is None or isinstance(draw, CumulativeWeights) else SAMPLE
@@ -140,6 +141,14 @@ class GpuGather:
         self._row_sum = sum(group.row_bytes for group in self.groups)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._most_blocks = BLOCKS_PER_SM * processors
+
+    def land_in(self, ring: Sequence[Tensor]) -> None:
+        """Count landing rows from the first of `ring`, of each group, in this GPU's memory.
+
+        Before anything is launched or captured.
+        """
+        self._job["group"]["row_zero"][0, : len(ring)] = [rows.data_ptr() for rows in ring]
+        self._keep.append(ring)
 
     def draw_and_gather(self, first_step: int, steps: int) -> Windows:
         """Return the windows that the GPU draws in consecutive steps, (steps, B, K, ...).

@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 
 from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.config.sections import GoalSettings, Mode, Placement, Sharding
+from gear_offline.config.sections import GoalSettings, Mode, Placement, Road, Sharding
 from gear_offline.core.closing import Closing
 from gear_offline.core.text import plain
 from gear_offline.core.types import Int64Array
@@ -43,6 +43,7 @@ from gear_offline.loaders.rows import RowOpener, Rows
 from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
 from gear_offline.sampling import Sampler, check_range
 from gear_offline.sampling.base import SegmentStream
+from gear_offline.tables.fields import Window
 from gear_offline.tables.joint import JointDataset, TableData, data_digest, data_name
 from gear_offline.tables.table import Table
 
@@ -102,7 +103,8 @@ class GearLoader(Closing, Iterator[Batch]):
         With a `world` of several nodes.  ``"replicate"``: each holds all rows.  ``"shard"``: each
         holds some of the shards.  ``"auto"``: that only where a node has too little memory.
     exchange
-        How rows travel between nodes: ``"on"`` by RDMA, ``"off"`` by collectives, or ``"auto"``.
+        How rows travel between nodes: ``"nccl"`` from GPU to GPU, ``"rdma"`` by RDMA reads,
+        ``"gloo"`` through host memory.  ``"auto"``: the first that every rank can use.
     world
         The ranks that share each batch equally, in the order of its slots.  The processes of a node
         hold the table in host memory once.  ``"auto"``: those of torch's process group if there is
@@ -165,7 +167,7 @@ class GearLoader(Closing, Iterator[Batch]):
         hbm_budget: int | str | None = None,
         host_budget: int | str | None = None,
         sharding: Sharding = "auto",
-        exchange: Mode = "auto",
+        exchange: Road = "auto",
         world: World | Literal["auto"] | None = "auto",
         table: Table | None = None,
         **unknown: Never,
@@ -266,6 +268,20 @@ class GearLoader(Closing, Iterator[Batch]):
     def table(self) -> Table:
         """The rows in host memory, for other loaders of the same options; of a disk, its slots."""
         return self.rows.table
+
+    @property
+    def window(self) -> Window:
+        """What says how its windows are made of what an environment gives, for a policy.
+
+        ``Policy(model, **dict(loader.window))`` acts with a model that was trained on its batches;
+        of several tasks it holds what they share.
+        """
+        options = self._options
+        names = {"context_length", "gamma", "returns_scale"}
+        shared: dict[str, Any] = {name: getattr(options, name) for name in names}
+        if isinstance(self.dataset, JointDataset):
+            return Window(**shared)
+        return Window.of(self.dataset, normalize_states=options.normalize_states, **shared)
 
     @property
     def step(self) -> int:

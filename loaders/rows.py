@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 BLOCK_SEGMENTS = 16384  # segments selected and gathered in one pass, at most ...
 BLOCK_BYTES = 32 << 20  # ... and at most this many bytes, at least one batch
-SHARDED_STEPS = 32  # of a dataset spread over nodes: the first batch waits for all assignments
+SHARDED_STEPS = 32  # of a dataset spread over nodes: the first batch waits for all assignments ...
+RING_BYTES = 128 << 20  # ... and each of its parts takes at most this, or what one pass needs
 
 RankSegments = LocalSegments | ShardedSegments
 Gather = CpuGather | GpuGather
@@ -158,8 +159,9 @@ class RowOpener:
             segments: RankSegments = LocalSegments(self.stream)
             steps = self._block_steps(window_bytes(table.groups, options.context_length))
         else:
-            segments = ShardedSegments(self.stream, self.world, ring, table)
-            steps = ring.steps
+            engine = gather if isinstance(gather, GpuGather) else None
+            segments = ShardedSegments(self.stream, self.world, ring, table, engine)
+            steps = ring.pass_steps
         if isinstance(gather, GpuGather):
             device = gather.device
             if ring is None and not gather.reads_host:
@@ -244,10 +246,16 @@ class RowOpener:
         if share is None:
             return None
         row_bytes = table_bytes(self.data, options.table) // self.data.episodes.steps
+        window = row_bytes * options.table.margin
+        steps, rank_batch = min(self._block_steps(window), SHARDED_STEPS), self.stream.rank_batch
+        fits = RING_BYTES // max(rank_batch * window, 1)
+        fits = min(fits, BLOCK_SEGMENTS // self.stream.global_batch, SHARDED_STEPS)
+        passes = max(fits // steps, 1) if self.stream.selection.ahead else 1
         return Ring(
             share=share,
-            steps=min(self._block_steps(row_bytes * options.table.margin), SHARDED_STEPS),
-            rank_batch=self.stream.rank_batch,
+            pass_steps=steps,
+            steps=steps * passes,
+            rank_batch=rank_batch,
             options=options,
         )
 
@@ -297,7 +305,7 @@ class RowOpener:
                 device=placed.device,
                 padding=options.padding,
                 rank_batch=self.stream.rank_batch,
-                reads_host=placed.reads_host or local is not None,
+                reads_host=placed.reads_host,
                 reason=placed.reason,
                 keep=placed,
             )

@@ -3,19 +3,25 @@
 Every rank draws the same global batches.  Where each node holds all rows, a rank has its slots of
 them.  Where a dataset is spread over nodes, all ranks assign the segments alike, most of them to a
 rank of the node that holds them.  The rows of the others are read ahead, a block of steps at a
-time, into a ring of landing rows behind those of the table, where the gather reads them like any
-others: a thread draws, assigns and exchanges, so that a step of training does not wait for it.
+time, into a ring of landing rows, where the gather reads them like any others.  Threads draw and
+assign.  Where hosts exchange, a thread does that too, and the ring lies behind the table's rows;
+where GPUs do, it lies in GPU memory, and nothing waits.
 
-Shape legend: T steps of a block, B segments of a rank, E episodes.
+Shape legend: T steps of a block, N segments of a step, B of them a rank's, M reads, E episodes, D
+nodes, W ranks.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from gear_offline.core.types import Int64Array
 from gear_offline.distributed.reads import NodeRows, Reads
@@ -28,7 +34,11 @@ from gear_offline.loaders.options import LoaderOptions
 from gear_offline.sampling.base import SegmentStream
 from gear_offline.tables.table import Table
 
+if TYPE_CHECKING:
+    from gear_offline.kernels.gather_gpu import GpuGather
+
 PARTS = 3  # of the ring: rows that are on their way, that are read, and that were read just now
+PLANS = 2  # blocks ahead that are drawn and assigned at once, of an exchange that the GPU does
 
 
 class LocalSegments:
@@ -56,10 +66,11 @@ class LocalSegments:
 class Ring:
     """The landing rows of a rank beside the `share` of its node.
 
-    For blocks of up to `steps` x `rank_batch` segments.
+    For blocks of `steps` x `rank_batch` segments, which are gathered `pass_steps` at a time.
     """
 
     share: NodeShare
+    pass_steps: int
     steps: int
     rank_batch: int
     options: LoaderOptions
@@ -73,123 +84,70 @@ class Ring:
         return PARTS * self.part_rows
 
 
-Block = tuple[Segments, Int64Array]  # what `draw` returns, when its rows have landed
-Coming = tuple[int, int, int, Future[Block]]  # first step, steps, number among the exchange's
+Block = tuple[Segments, Int64Array]  # what `draw` returns
+Coming = tuple[int, int, Future[Any]]  # first step, number, and the block or, in stream, its plan
 
 
-class ShardedSegments:
-    """Segments of a dataset that is spread over nodes; an exchange fills the `ring` of a table.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """A rank's segments of a block of steps, and the reads of all ranks that they need."""
 
-    The methods are those of `LocalSegments`; rows that landed stay until the block has been
-    released and two more drawn.  All ranks make the same calls in the same order, this one, too.
-    A thread of its own uses the exchange: it prepares the block that follows while one is trained
-    on.  A sampler that draws only when its step has come has nothing prepared.
-    """
+    segments: Segments  # (T, B)
+    landing: Int64Array  # (T, B) counted from the first row of a part of the ring, or -1
+    reads: Reads  # so are the rows of these
 
-    def __init__(self, stream: SegmentStream, world: World, ring: Ring, table: Table) -> None:
-        from gear_offline.distributed.exchange import open_exchange
 
-        self._stream, self._world, self.ring = stream, world, ring
+class Planner:
+    """Draws and assigns blocks of steps: the same for all ranks, whatever was planned before."""
+
+    def __init__(self, stream: SegmentStream, world: World, ring: Ring, *, whole: bool) -> None:
+        """`whole`: the gather copies whole windows, what is no row of the episode included."""
+        self._stream, self._ring, self._rank, self._whole = stream, ring, world.rank, whole
         self._assigner = Assigner(world.nodes, stream.global_batch)
-        nodes, share = np.array(world.nodes), ring.share
-        self._members = [np.flatnonzero(nodes == node) for node in range(world.node_count)]
-        # The ranks of a node have their landing rows one after the other in the same memory.
-        self._first_row = table.landing_row + world.members.index(world.rank) * ring.rows
-        landing = slice(self._first_row, self._first_row + ring.rows)
-        held = slice(table.margin, table.margin + table.episodes.steps)
-        own = tuple(group.rows[held] for group in table.groups)
-        self._exchange = open_exchange(
-            NodeRows(lengths=share.lengths, nodes=share.nodes, rows=own),
-            tuple(group.rows[landing] for group in table.groups),
-            world,
-            mode=ring.options.exchange,
-        )
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gear-exchange")
-        self._coming: Coming | None = None
-        self._posted = self._drawn = -1
-        self._read: list[Any] = [None] * PARTS  # event behind the gather of each part of the ring
-        self._error: BaseException | None = None  # which ended the exchange
-
-    def draw(self, first_step: int, steps: int) -> Block:
-        coming, ahead = self._coming, self._stream.selection.ahead
-        if coming is None or coming[:2] != (first_step, steps):
-            self._drop()
-            coming = self._prepare(first_step, steps)
-        self._coming = self._prepare(first_step + steps, steps) if ahead else None
-        *_, self._drawn, block = coming
-        return block.result()
-
-    def release(self, event: Any = None) -> None:
-        self._read[self._drawn % PARTS] = event
+        self._own = self._assigner.places[world.rank]
+        # Of each place the rank, and which of its segments.
+        self._reader, self._turn = np.empty((2, stream.global_batch), np.int64)
+        self._reader[self._assigner.places] = np.arange(world.size)[:, None]
+        self._turn[self._assigner.places] = np.arange(ring.rank_batch)
+        # The ranks of a node serve in turn: (D, most ranks of a node).
+        self._counts = np.bincount(world.nodes)
+        self._members = np.zeros((world.node_count, self._counts.max()), np.int64)
+        for node, count in enumerate(self._counts):
+            self._members[node, :count] = np.flatnonzero(np.array(world.nodes) == node)
 
     def slots_at(self, step: int) -> Int64Array:
-        homes = self.ring.share.nodes[self._stream.draw(step, 1).episodes]
-        slots: Int64Array = self._assigner.assign(homes)[0][0, self._world.rank]
+        homes = self._ring.share.nodes[self._stream.draw(step, 1).episodes]
+        slots: Int64Array = self._assigner.assign(homes)[0][0, self._own]
         return slots
 
-    def close(self) -> None:
-        try:
-            self._drop()
-        except GearError:
-            pass  # was raised where batches were asked for
-        finally:
-            self._thread.shutdown()
-            self._exchange.close()
-
-    def _drop(self) -> None:
-        coming, self._coming = self._coming, None
-        if coming is not None:
-            coming[-1].result()
-
-    def _prepare(self, first_step: int, steps: int) -> Coming:
-        self._posted += 1
-        number, part = self._posted, self._posted % PARTS
-        event, self._read[part] = self._read[part], None
-        block = self._thread.submit(self._try, number, first_step, steps, event)
-        return first_step, steps, number, block
-
-    def _try(self, *arguments: Any) -> Block:
-        """`_fetch`, but after an error nothing is asked of the exchange any more."""
-        if self._error is not None:
-            raise self._error
-        try:
-            return self._fetch(*arguments)
-        except BaseException as error:
-            self._error = error
-            raise
-
-    def _fetch(self, number: int, first_step: int, steps: int, event: Any) -> Block:
-        """Draw and assign a block, and read what this rank's node does not hold; in the thread.
-
-        The rows that lay in the same part of the ring are read when `event` has come.
-        """
-        ring, share, rank = self.ring, self.ring.share, self._world.rank
-        options = ring.options
-        span, history, padding = options.context_length, options.table.history, options.padding
-        # draw and assign
+    def plan(self, first_step: int, steps: int) -> Plan:
+        share, options = self._ring.share, self._ring.options
+        span, history, margin = options.context_length, options.table.history, options.table.margin
         drawn = self._stream.draw(first_step, steps)
         homes = share.nodes[drawn.episodes]
         slots, moves = self._assigner.assign(homes)
-        step, readers, places = np.nonzero(moves)  # of all ranks' segments, those held elsewhere
-        moved = (step, slots[step, readers, places])
-        far = drawn[moved]
-        # locate: where each lands in this part of the ring, and which rank sends it
-        real = real_steps(far, share.lengths, span)
-        before = np.minimum(far.starts, history)
-        # A window lies as the gather copies it, so that what it copies besides is its own part.
-        begin, _ = filled(far.starts, real, span=span, history=history, padding=padding)
-        rows = (number % PARTS) * ring.part_rows + begin
-        rows += (step * ring.rank_batch + places) * options.table.margin
-        owners, home = np.empty(len(step), np.int64), homes[moved]
-        for node, members in enumerate(self._members):  # the ranks of a node serve in turn
-            at_node = home == node
-            owners[at_node] = members[moved[1][at_node] % len(members)]
-        # fetch
-        if event is not None:
-            self._world.wait_for_gpu(event)
-        self._exchange.post(
-            number,
-            Reads(
+        # All ranks' segments that are held elsewhere, (M,): who reads which from whom.
+        step, place = np.nonzero(moves)
+        moved = (step, slots[step, place])
+        home, readers = homes[moved], self._reader[place]
+        owners = self._members[home, moved[1] % self._counts[home]]
+        order = np.lexsort((owners, readers))
+        step, place, readers, owners = (x[order] for x in (step, place, readers, owners))
+        far = drawn[step, slots[step, place]]
+        # Each lands in a window of its own, those of a reader one behind the other.
+        counts = np.bincount(readers, minlength=len(self._assigner.places))
+        ends = np.cumsum(counts)
+        rows = (np.arange(len(far.episodes)) - np.repeat(ends - counts, counts)) * margin
+        real, before = real_steps(far, share.lengths, span), np.minimum(far.starts, history)
+        if self._whole:  # it lies as the gather copies it: what is copied besides is its own part
+            rows += filled(far.starts, real, span=span, history=history, padding=options.padding)[0]
+        own = slice(ends[self._rank] - counts[self._rank], ends[self._rank])
+        landing = np.full((steps, self._ring.rank_batch), -1)
+        landing[step[own], self._turn[place[own]]] = (rows + before)[own]
+        return Plan(
+            segments=drawn[np.arange(steps)[:, None], slots[:, self._own]],
+            landing=landing,
+            reads=Reads(
                 readers=readers,
                 owners=owners,
                 episodes=far.episodes,
@@ -198,10 +156,124 @@ class ShardedSegments:
                 rows=rows,
             ),
         )
-        landing = np.full((steps, ring.rank_batch), -1)
-        own = readers == rank
-        landing[step[own], places[own]] = self._first_row + (rows + before)[own]
-        every = np.arange(steps)[:, None]
-        segments = drawn[every, slots[:, rank]]
-        self._exchange.wait(number)
-        return segments, landing
+
+
+class ShardedSegments:
+    """Segments of a dataset that is spread over nodes; an exchange fills the `ring` of a table.
+
+    The methods are those of `LocalSegments`; rows that landed stay until the block has been
+    released and two more drawn.  All ranks make the same calls in the same order, this one, too.
+    The exchange is used by a thread of its own, which prepares the block that follows while one is
+    trained on, or by the thread that draws if rows land in a GPU's order.  A sampler that draws
+    only when its step has come has nothing prepared.
+
+    `engine` gathers the batches, if a GPU does.
+    """
+
+    def __init__(
+        self,
+        stream: SegmentStream,
+        world: World,
+        ring: Ring,
+        table: Table,
+        engine: GpuGather | None = None,
+    ) -> None:
+        from gear_offline.distributed.exchange import open_exchange
+
+        self._world, self.ring, self._ahead = world, ring, stream.selection.ahead
+        # The ranks of a node have their landing rows one after the other in the same memory.
+        self._first_row = table.landing_row + world.members.index(world.rank) * ring.rows
+        landing = slice(self._first_row, self._first_row + ring.rows)
+        held = slice(table.margin, table.margin + table.episodes.steps)
+        own = tuple(group.rows[held] for group in table.groups)
+        self._exchange = open_exchange(
+            NodeRows(lengths=ring.share.lengths, nodes=ring.share.nodes, rows=own),
+            tuple(group.rows[landing] for group in table.groups),
+            world,
+            road=ring.options.exchange,
+            engine=engine,
+            span=table.margin,
+            windows=PARTS * ring.steps * ring.rank_batch,
+        )
+        self._in_stream = self._exchange.in_stream
+        self._device = None if engine is None else engine.device
+        if self._in_stream:
+            self._first_row = 0
+        self._planner = Planner(stream, world, ring, whole=not self._in_stream)
+        self._depth = PLANS if self._in_stream else 1
+        self._threads = ThreadPoolExecutor(self._depth, thread_name_prefix="gear-exchange")
+        self._first = -1  # step of the block that is drawn from
+        self._block: Block | None = None
+        self._coming = deque[Coming]()
+        self._posted = self._drawn = -1
+        self._read: list[Any] = [None] * PARTS  # event behind the gather of each part
+        self._error: BaseException | None = None  # which ended the exchange
+
+    def draw(self, first_step: int, steps: int) -> Block:
+        """Return part of a block; rows of other nodes have landed, or will in the GPU's order."""
+        at = first_step - self._first
+        if self._block is None or not self._ahead or not 0 <= at <= self.ring.steps - steps:
+            self._block, self._first, at = self._next(first_step), first_step, 0
+        segments, landing = self._block
+        return segments[at : at + steps], landing[at : at + steps]
+
+    def release(self, event: Any = None) -> None:
+        self._read[self._drawn % PARTS] = event
+
+    def slots_at(self, step: int) -> Int64Array:
+        return self._planner.slots_at(step)
+
+    def close(self) -> None:
+        try:
+            self._drop()
+        except GearError:
+            pass  # was raised where batches were asked for
+        finally:
+            self._threads.shutdown()
+            self._exchange.close()
+
+    def _drop(self) -> None:
+        self._block = None
+        while self._coming:
+            self._coming.popleft()[-1].result()
+
+    def _next(self, first_step: int) -> Block:
+        """Return the block that begins at a step, and prepare those that follow."""
+        coming = self._coming
+        if not coming or coming[0][0] != first_step:
+            self._drop()
+            self._prepare(first_step)
+        _, self._drawn, work = coming.popleft()
+        while self._ahead and len(coming) < self._depth:
+            self._prepare(first_step + (len(coming) + 1) * self.ring.steps)
+        if self._in_stream:
+            return self._fetch(self._drawn, work.result)
+        block: Block = work.result()
+        return block
+
+    def _prepare(self, first_step: int) -> None:
+        self._posted += 1
+        plan = partial(self._planner.plan, first_step, self.ring.steps)
+        work = (plan,) if self._in_stream else (self._fetch, self._posted, plan)
+        self._coming.append((first_step, self._posted, self._threads.submit(*work)))
+
+    def _fetch(self, number: int, plan: Callable[[], Plan]) -> Block:
+        """Read what this rank's node does not hold; nothing more after an error of the exchange."""
+        if self._error is not None:
+            raise self._error
+        try:
+            planned, part = plan(), number % PARTS
+            event, self._read[part] = self._read[part], None
+            if event is not None and self._in_stream:
+                event.wait(torch.cuda.current_stream(self._device))
+            elif event is not None:
+                self._world.wait_for_gpu(event)
+            first = part * self.ring.part_rows
+            self._exchange.post(number, replace(planned.reads, rows=planned.reads.rows + first))
+            first += self._first_row
+            landing = np.where(planned.landing < 0, -1, planned.landing + first)
+            self._exchange.wait(number)
+            return planned.segments, landing
+        except BaseException as error:
+            self._error = error
+            raise

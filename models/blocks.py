@@ -14,9 +14,11 @@ from transformers.models.decision_transformer.modeling_decision_transformer impo
     DecisionTransformerGPT2Attention,
     DecisionTransformerGPT2Block,
 )
+from transformers.pytorch_utils import Conv1D
 
 from gear_offline.kernels.relu_linear import relu_linear
 from gear_offline.kernels.short_attention import packed_attention, supports_packed
+from gear_offline.models.eight_bit import eight_bit_linear
 from gear_offline.models.narrow import compute_dtype
 
 WIDE = 256  # of the hidden size: below it matrix products are too small to gain
@@ -128,6 +130,8 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
     Blocks are called as modules, so hooks, FSDP2 wrapping and per-block compilation work.
     """
 
+    eight_bits = False  # training may have the products of the linear maps in 8 bits
+
     def forward(  # type: ignore[override]
         self,
         hidden: Tensor,
@@ -142,17 +146,24 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
         """
         mixed = self._attend(hidden, mask, eager, keep)
         residual = self.attn.resid_dropout.p if self.training else 0.0
-        hidden = take(hidden, keep) + drop(self.attn.c_proj(mixed), residual)
-        inner = self.mlp.c_proj(self._widen(self.ln_2(hidden)))
+        hidden = take(hidden, keep) + drop(self._map(self.attn.c_proj, mixed), residual)
+        inner = self._map(self.mlp.c_proj, self._widen(self.ln_2(hidden)))
         return hidden + drop(inner, self.mlp.dropout.p if self.training else 0.0)
+
+    def _map(self, layer: Conv1D, hidden: Tensor) -> Tensor:
+        """Apply one of the block's four linear maps."""
+        if self.eight_bits and self.training:
+            return eight_bit_linear(hidden, layer.weight, layer.bias, compute_dtype(hidden))
+        return cast(Tensor, layer(hidden))
 
     def _widen(self, hidden: Tensor) -> Tensor:
         """(B, T', H) -> (B, T', 4H), the MLP's first map and its activation."""
         layer = self.mlp.c_fc
         kind = compute_dtype(hidden)
         wide = hidden.device.type == "cuda" and hidden.shape[-1] >= WIDE
-        if not wide or kind == torch.float32 or not isinstance(self.mlp.act, nn.ReLU):
-            return cast(Tensor, self.mlp.act(layer(hidden)))
+        plain = self.eight_bits or not isinstance(self.mlp.act, nn.ReLU)
+        if plain or not wide or kind == torch.float32:
+            return cast(Tensor, self.mlp.act(self._map(layer, hidden)))
         rows = hidden.flatten(0, 1).to(kind)
         widened = relu_linear(rows, layer.weight.to(kind), layer.bias.to(kind))
         return cast(Tensor, widened.unflatten(0, hidden.shape[:2]))
@@ -164,7 +175,7 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
         attention: DecisionTransformerGPT2Attention = self.attn
         batch, tokens, width = hidden.shape
         heads = attention.num_heads
-        packed = attention.c_attn(self.ln_1(hidden))
+        packed = self._map(attention.c_attn, self.ln_1(hidden))
         dropout = attention.attn_dropout.p if self.training else 0.0
         scale = float(attention.scaling)
         plain = mask is None and not eager

@@ -521,7 +521,7 @@ def build_model(
     if goals:
         config.goals = True
     if tasks:
-        config.tasks = [task.model_dump(mode="json") for task in tasks]
+        config.tasks = [task.model_dump(mode="json", exclude_defaults=True) for task in tasks]
     model = DecisionTransformer(config)
     model.attention = attention
     return model

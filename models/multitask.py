@@ -17,11 +17,12 @@ from copy import copy, deepcopy
 from typing import TYPE_CHECKING, Annotated, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from gear_offline.core.text import first_line
 from gear_offline.errors import InputError
+from gear_offline.tables.fields import Scales
 
 if TYPE_CHECKING:
     from gear_offline.models.decision_transformer import (
@@ -32,27 +33,18 @@ if TYPE_CHECKING:
 TASK_STD = 0.02  # of the initial embeddings, as the released class's own
 
 
-Statistics = tuple[Annotated[float, Field(strict=True)], ...]
-
-
-class ModelTask(BaseModel):
+class ModelTask(Scales):
     """What a model knows of one of its tasks, named as in the recipe; its configuration has it."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
     name: str
     state_dim: Annotated[int, Field(ge=1)]
     action_dim: Annotated[int, Field(ge=1)]  # or how many discrete actions it has
-    returns_scale: Annotated[float, Field(gt=0.0)]  # its returns-to-go were divided by this
-    # of its states, S numbers each, what they were normalised with
-    state_mean: Annotated[Statistics, Field(strict=False)] | None = None
-    state_std: Annotated[Statistics, Field(strict=False)] | None = None
     return_worst: float = 0.0  # of the episodes it was learnt from
     return_best: float = 0.0
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
-        lengths = {None if n is None else len(n) for n in (self.state_mean, self.state_std)}
-        if lengths not in ({None}, {self.state_dim}):
+    def _fits(self) -> Self:
+        if self.state_mean is not None and len(self.state_mean) != self.state_dim:
             raise ValueError("state_mean and state_std are not of its states")
         return self
 

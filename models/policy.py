@@ -8,21 +8,25 @@ Shape legend: E environments, K steps of context, S state elements, A action ele
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
+from gear_offline.config.problems import problem_text
 from gear_offline.core.hub import put
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
+from gear_offline.dataset.rewards import RewardEdit
 from gear_offline.errors import InputError, given_path
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy_folder import CARD, PLACE, PolicyFacts, PolicyFile, write_policy
-from gear_offline.tables.fields import STD_FLOOR
+from gear_offline.tables.fields import Window
 
 
 class Policy:
@@ -30,7 +34,8 @@ class Policy:
 
     Every environment remembers its last K steps in a window that is padded on the right, so one
     batched forward serves environments that are at different steps.  The target of the next
-    step is the target of this one minus the reward that was received; a goal stays.
+    step is the target of this one minus the reward that was received, divided by `gamma`; a goal
+    stays.  So an episode of the data, played again, shows the model what the loader showed.
 
     Parameters
     ----------
@@ -39,10 +44,14 @@ class Policy:
     state_mean, state_std
         (S,) statistics that the training data were normalised with:
         ``(state - mean) / (std + 1e-6)``.  None if the model was trained on raw states.
-    returns_scale
-        Returns-to-go are divided by it before the model sees them, as in training.
+    returns_scale, gamma
+        Returns-to-go are divided by the one before the model sees them, and are discounted by the
+        other, as in training.
     context_length
         K, at least 1.
+    state_dtype, reward_edits
+        As of `gear_offline.tables.fields.Scales`, which `GearLoader.window` says: what floating
+        observations are rounded to first, and what was done to the environment's rewards.
     device
         A torch device.
     facts
@@ -52,6 +61,8 @@ class Policy:
     ----------
     model, device, context_length, returns_scale, facts
         As given.
+    window
+        All that says how windows are made.
     max_timestep, state_dim, action_dim, discrete, stochastic
         Rows of the model's timestep embedding; S, A (or the number of discrete actions), and
         whether actions are discrete, and whether they can be drawn.
@@ -74,19 +85,23 @@ class Policy:
         state_std: npt.ArrayLike | None,
         returns_scale: float,
         context_length: int,
+        gamma: float = 1.0,
+        state_dtype: str | None = None,
+        reward_edits: Sequence[RewardEdit] = (),
         device: str | torch.device = "cpu",
         facts: PolicyFacts | None = None,
     ) -> None:
-        if not returns_scale > 0.0:
-            raise InputError("MODEL", f"returns_scale {returns_scale} is not positive")
-        if context_length < 1:
-            raise InputError("MODEL", f"context_length {context_length} is less than 1")
-        if (state_mean is None) != (state_std is None):
-            raise InputError("MODEL", "state_mean and state_std belong together")
+        given = {name: value for name, value in locals().items() if name in Window.model_fields}
+        for name in ("state_mean", "state_std"):
+            if given[name] is not None:
+                given[name] = np.asarray(given[name], np.float64).reshape(-1).tolist()
+        try:
+            self.window = window = Window(**given)
+        except ValidationError as error:
+            raise InputError("MODEL", problem_text(error.errors()[0])) from error
         self.model = model.to(torch.device(device)).eval()  # type: ignore[arg-type, unused-ignore]
         self.device = torch.device(device)
-        self.context_length = context_length
-        self.returns_scale = float(returns_scale)
+        self.context_length, self.returns_scale = context_length, window.returns_scale
         self.facts = facts or PolicyFacts()
         self.max_timestep = int(model.config.max_ep_len)
         self.frame_shape = tuple(getattr(model.config, "frame_shape", ()))
@@ -96,19 +111,20 @@ class Policy:
         self.action_dim = int(model.config.act_dim)
         self.discrete, self.stochastic = model.discrete, model.stochastic
         self.goals = model.goals
-        self._mean = _statistic(state_mean, self.state_dim, "state_mean")
-        self._std = _statistic(state_std, self.state_dim, "state_std")
+        if window.state_mean is not None and len(window.state_mean) != self.state_dim:
+            what = f"state_mean has {len(window.state_mean)} elements"
+            raise InputError("MODEL", f"{what}, the model expects {self.state_dim} states")
         self._targets: Float64Array = np.zeros((0, self.state_dim) if self.goals else 0)
         self._steps: Int64Array = np.zeros(0, np.int64)
         self._waiting: BoolArray = np.zeros(0, np.bool_)  # for a reward
         # (E, K, ...) states, actions, what is asked, timesteps, and of frames the newest ones
-        window, device = (0, context_length), self.device
-        actions = torch.zeros((*window, self.action_dim), device=device)
+        shape, device = (0, context_length), self.device
+        actions = torch.zeros((*shape, self.action_dim), device=device)
         self._windows = [
-            torch.zeros((*window, int(model.config.state_dim)), device=device),
-            torch.zeros(window, dtype=torch.int64, device=device) if self.discrete else actions,
-            torch.zeros((*window, model.embed_return.in_features), device=device),
-            torch.zeros(window, dtype=torch.int64, device=device),
+            torch.zeros((*shape, int(model.config.state_dim)), device=device),
+            torch.zeros(shape, dtype=torch.int64, device=device) if self.discrete else actions,
+            torch.zeros((*shape, model.embed_return.in_features), device=device),
+            torch.zeros(shape, dtype=torch.int64, device=device),
         ]
         stack = (0, self.frame_stack, *self.frame_shape)  # the newest one last
         self._frames = torch.zeros(stack, dtype=torch.uint8, device=device)
@@ -131,7 +147,7 @@ class Policy:
 
     @property
     def targets(self) -> Float64Array:
-        """(E,) float64, what is still asked of each environment, in the units of the rewards.
+        """(E,) float64, what is still asked of each environment, in units of the data's rewards.
 
         Of a policy of goals (E, S), as the environment observes them.
         """
@@ -140,9 +156,7 @@ class Policy:
     @property
     def statistics(self) -> tuple[Float64Array, Float64Array] | None:
         """(S,) float64 mean and scale: ``(state - mean) / scale`` is seen; None: raw states."""
-        if self._mean is None or self._std is None:
-            return None
-        return self._mean, self._std + STD_FLOOR
+        return self.window.moments
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
         """Write a folder that acts by itself, which `gear_offline.load_policy` reads; return it.
@@ -155,10 +169,7 @@ class Policy:
         bounded = bool(self.model.config.action_tanh) and not self.discrete
         file = PolicyFile(
             **{name: getattr(self.facts, name) for name in PolicyFacts.model_fields},
-            context_length=self.context_length,
-            returns_scale=self.returns_scale,
-            state_mean=None if self._mean is None else tuple(self._mean.tolist()),
-            state_std=None if self._std is None else tuple(self._std.tolist()),
+            **{name: getattr(self.window, name) for name in Window.model_fields},
             actions="discrete" if self.discrete else "continuous",
             action_bounds=(-1.0, 1.0) if bounded else None,
         )
@@ -187,25 +198,37 @@ class Policy:
         Parameters
         ----------
         indices
-            (n,) integers; numbers not seen before add environments.  Alone it is the target of
-            the one environment there is: ``policy.reset(3600)``; default: the return that the
-            policy is asked for by default, ``facts.targets[0]``.
+            (n,) integers; numbers not seen before add environments.  A single argument is no index
+            but the target of the one environment there is: ``policy.reset(3600)``; default: the
+            return that the policy is asked for by default, ``facts.targets[0]``.
         targets
-            (n,) or scalar, undiscounted return asked, in the units of the rewards; of a policy of
+            (n,) or scalar, the return asked: of rewards as the data hold them, after any edits of
+            `gear_offline.convert`, and discounted if ``loader.gamma`` was below 1; of a policy of
             goals (n, S) or (S,), observations to reach.
+
+        Raises
+        ------
+        InputError
+            ``USAGE`` for a missing target, and for ``reset(0)``, which may mean either; ``MODEL``
+            for a number of an environment or a target that cannot be.
         """
-        if indices is None:
+        if targets is None:
+            if type(indices) is int and indices == 0:
+                what, remedy = "0 alone is an index or a return", "write policy.reset(0.0) to ask "
+                raise InputError("USAGE", what, remedy=f"{remedy}for 0, or policy.reset(0, TARGET)")
+            indices, targets = None, indices
+        if targets is None:
             if self.goals or not self.facts.targets:
                 what, remedy = "the policy knows no return to ask for", "write policy.reset(3600)"
                 if self.goals:
                     what, remedy = "there is no goal to reach", 'write policy.reset(info["goal"])'
                 raise InputError("USAGE", what, remedy=remedy)
-            indices = self.facts.targets[0]
-        if targets is None:
-            if np.ndim(indices) != int(self.goals) or self.environments > 1:  # a goal is a state
+            targets = self.facts.targets[0]
+        if indices is None:
+            if np.ndim(targets) != int(self.goals) or self.environments > 1:  # a goal is a state
                 remedy = "write policy.reset(numbers of environments, targets)"
                 raise InputError("USAGE", "one target for several environments", remedy=remedy)
-            indices, targets = 0, indices
+            indices = 0
         chosen = np.atleast_1d(np.asarray(indices, dtype=np.int64))
         if chosen.size == 0:
             return
@@ -214,9 +237,13 @@ class Policy:
         if int(chosen.max()) >= self.environments:
             self._grow(int(chosen.max()) + 1 - self.environments)
         given = np.asarray(targets, dtype=np.float64)
-        if self.goals and (given.shape[-1:] != (self.state_dim,) or not np.isfinite(given).all()):
-            what = f"goals {given.shape} are not finite states of {self.state_dim} elements"
-            raise InputError("MODEL", what)
+        fits = given.shape in ((), chosen.shape)
+        if self.goals:
+            fits = given.shape in ((self.state_dim,), (*chosen.shape, self.state_dim))
+        if not fits or not np.isfinite(given).all():
+            wanted = f"states of {self.state_dim} elements" if self.goals else "returns"
+            what = f"targets of shape {given.shape} are not finite {wanted}"
+            raise InputError("MODEL", what, remedy="give one for each environment, or one for all")
         self._targets[chosen] = given
         self._steps[chosen] = 0
         self._waiting[chosen] = False
@@ -260,11 +287,14 @@ class Policy:
         if generator is not None and not self.stochastic:
             raise InputError("MODEL", "the policy draws no actions: it is deterministic")
         chosen = self._chosen(indices)
-        given = np.asarray(observations).reshape(len(chosen), -1)
+        given = np.asarray(observations)
+        if given.size != len(chosen) * self.state_dim:
+            acting = count_text(len(chosen), "environment")
+            what = f"observations of shape {given.shape} are not those of {acting}"
+            remedy = f"give each that acts {self.state_dim} elements: act(observation[None])"
+            raise InputError("MODEL", what, remedy=remedy)
+        given = given.reshape(len(chosen), -1)
         _check_finite(given, "observation")
-        if given.shape[1] != self.state_dim:
-            what = f"observations have {given.shape[1]} elements"
-            raise InputError("MODEL", f"{what}, the model expects {self.state_dim}")
         if self._waiting[chosen].any():
             raise InputError("MODEL", "act was called twice without observe_reward")
         rows = torch.from_numpy(chosen).to(self.device)
@@ -291,7 +321,7 @@ class Policy:
     def _see(self, rows: Tensor, given: Array) -> Tensor:
         """Return the states (n, S) as the model takes them; of frames, features of the stacks."""
         if not self.frame_shape:
-            return torch.from_numpy(self._normalized(given)).to(self.device)
+            return torch.from_numpy(self.window.states(given)).to(self.device)
         if given.dtype != np.uint8:
             raise InputError("MODEL", f"frames are {given.dtype}, the model expects uint8")
         newest = torch.from_numpy(np.ascontiguousarray(given)).to(self.device)
@@ -300,14 +330,6 @@ class Policy:
         self._frames[rows] = stacks
         features: Tensor = self.model.features(stacks[:, None])
         return features[:, 0]
-
-    def _normalized(self, given: Array) -> npt.NDArray[np.float32]:
-        states = given.astype(np.float32)
-        if self.statistics is None:
-            return states
-        # as the loader does it: float32 data, float64 arithmetic, rounded once
-        mean, scale = self.statistics
-        return ((states - mean) / scale).astype(np.float32)
 
     def observe_reward(
         self,
@@ -321,7 +343,7 @@ class Policy:
         Parameters
         ----------
         rewards
-            (n,) rewards of the step that `act` chose.
+            (n,) rewards of the step that `act` chose, as the environment gives them.
         indices
             As in `act`.
         actions
@@ -330,18 +352,24 @@ class Policy:
         Raises
         ------
         InputError
-            ``MODEL`` for rewards that are not finite, or environments that there are not.
+            ``MODEL`` for rewards that are not finite or not as many as environments, and for
+            environments that have not acted, or that there are not.
         """
         chosen = self._chosen(indices)
-        given = np.asarray(rewards, dtype=np.float64).reshape(len(chosen))
+        given = np.asarray(rewards, dtype=np.float64).reshape(-1)
+        if given.size != len(chosen):
+            what = f"{given.size} rewards of {count_text(len(chosen), 'environment')}"
+            raise InputError("MODEL", what, remedy="give each that acted its own")
         _check_finite(given, "reward")
+        if not self._waiting[chosen].all():
+            raise InputError("MODEL", "observe_reward was called without an act before it")
         if actions is not None:
             rows = torch.from_numpy(chosen).to(self.device)
             last = torch.from_numpy(np.minimum(self._steps[chosen], self.context_length) - 1)
             done = torch.from_numpy(np.asarray(actions)).to(self._windows[1])
             self._windows[1][rows, last.to(self.device)] = done
         if not self.goals:
-            self._targets[chosen] -= given
+            self._targets[chosen] = self.window.rest(self._targets[chosen], given)
         self._waiting[chosen] = False
 
     def _chosen(self, indices: npt.ArrayLike | None) -> Int64Array:
@@ -365,10 +393,10 @@ class Policy:
         place = np.minimum(steps, self.context_length - 1)
         at = torch.from_numpy(place).to(self.device)
         asked: Array = self._targets[chosen]
-        asked = self._normalized(asked) if self.goals else asked[:, None] / self.returns_scale
+        asked = self.window.states(asked) if self.goals else self.window.returns(asked)[:, None]
         timesteps = torch.from_numpy(np.minimum(steps, self.max_timestep - 1))
         action = torch.zeros((), device=self.device)  # not chosen yet; causality hides it anyway
-        now = (states, action, torch.from_numpy(asked.astype(np.float32)), timesteps)
+        now = (states, action, torch.from_numpy(asked), timesteps)
         for window, values in zip(self._windows, now, strict=True):
             window[rows, at] = values.to(window)
         return place
@@ -382,16 +410,6 @@ class Policy:
             np.concatenate([values, np.zeros((added, *values.shape[1:]), values.dtype)])
             for values in (self._targets, self._steps, self._waiting)
         )
-
-
-def _statistic(values: npt.ArrayLike | None, size: int, name: str) -> Float64Array | None:
-    if values is None:
-        return None
-    array = np.asarray(values, dtype=np.float64).reshape(-1)
-    if array.size != size or not np.isfinite(array).all():
-        what = f"{name} has {array.size} elements or is not finite, the model expects {size} states"
-        raise InputError("MODEL", what)
-    return array
 
 
 def _check_finite(values: Array, name: str) -> None:

@@ -9,25 +9,27 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from gear_offline.config.sections import GoalSettings
 from gear_offline.core.files import new_directory, read_regular, write_file
 from gear_offline.core.hub import card
-from gear_offline.core.text import first_line, printable
+from gear_offline.core.text import LEAST, first_line, printable, told_apart
 from gear_offline.errors import InputError, is_out_of_memory
 from gear_offline.models.decision_transformer import DecisionTransformer, DecisionTransformerConfig
+from gear_offline.models.multitask import ModelTask
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
+from gear_offline.tables.fields import Window
 
 CONFIG, MODEL, POLICY, CARD = "config.json", "model.safetensors", "policy.json", "README.md"
 MAX_POLICY_BYTES = 64 << 20
@@ -35,6 +37,9 @@ PLACE = "THIS FOLDER"  # in a card, until it is on the Hub
 TAGS = ("reinforcement-learning", "offline-reinforcement-learning", "decision-transformer")
 
 Numbers = tuple[float, ...]
+Size = Annotated[int, Field(ge=1, le=1 << 31)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Activation = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,40}$")]  # torch modules of transformers
 Text = Annotated[str, AfterValidator(printable)]  # others wrote it: nothing that steers a terminal
 
 
@@ -65,15 +70,11 @@ class PolicyFacts(_Strict):
     achieved: tuple[Achieved, ...] = ()
 
 
-class PolicyFile(PolicyFacts):
+class PolicyFile(PolicyFacts, Window):
     """The content of ``policy.json``; docs/how-to/share.md says what each key means."""
 
     format: Literal["gear-offline policy"] = "gear-offline policy"
     format_version: Literal[1] = 1
-    context_length: Annotated[int, Field(ge=1)]
-    returns_scale: Annotated[float, Field(gt=0)]
-    state_mean: Numbers | None
-    state_std: Numbers | None
     actions: Literal["continuous", "discrete"]
     action_bounds: tuple[float, float] | None
     files: dict[str, FileFacts] = {}
@@ -89,9 +90,72 @@ def write_policy(
         write_file(part / CONFIG, config_text(model).encode())
         files = {CONFIG: file_facts(part / CONFIG), MODEL: write_tensors(part / MODEL, weights)}
         file = file.model_copy(update={"files": files})
-        new = {"goals"} if file.goals is None else None  # 0.1 reads what has none
-        write_file(part / POLICY, file.model_dump_json(indent=1, exclude=new).encode())
+        rare = {"goals", "gamma", "state_dtype", "reward_edits"}  # 0.1 reads what has none of them
+        usual = {key for key in rare if getattr(file, key) == PolicyFile.model_fields[key].default}
+        write_file(part / POLICY, file.model_dump_json(indent=1, exclude=usual).encode())
         write_file(part / CARD, _card(file))
+
+
+class ModelConfig(BaseModel):
+    """The keys of a configuration that a model is built from; any others in a file are left out.
+
+    A file that somebody else wrote reaches no library's constructor but through these.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+    state_dim: Size
+    act_dim: Size
+    hidden_size: Size
+    max_ep_len: Size
+    n_layer: Size
+    n_head: Size = 1
+    n_inner: Size | None = None
+    n_positions: Size = 1024
+    vocab_size: Size = 1
+    activation_function: Activation = "relu"
+    action_tanh: bool = True
+    resid_pdrop: Share = 0.1
+    embd_pdrop: Share = 0.1
+    attn_pdrop: Share = 0.1
+    layer_norm_epsilon: Share = 1e-5
+    initializer_range: Share = 0.02
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+    reorder_and_upcast_attn: bool = False
+    add_cross_attention: Literal[False] = False
+    use_cache: bool = True
+    bos_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 0
+    output_hidden_states: bool = False
+    output_attentions: bool = False
+    return_dict: bool = True
+    num_labels: Annotated[int, Field(ge=0, le=1000)] = 2  # makes as many names
+    discrete_actions: bool = False
+    context_length: Annotated[int, Field(ge=1, le=65_536)] = 20
+    goals: bool = False
+    stochastic_policy: bool = False
+    frame_encoder: Literal["none", "cnn", "patch"] = "none"
+    frame_shape: Annotated[tuple[Size, ...], Field(min_length=2, max_length=3)] | tuple[()] = ()
+    frame_stack: Annotated[int, Field(ge=1, le=64)] = 1
+    tasks: tuple[ModelTask, ...] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.hidden_size % self.n_head:
+            raise ValueError("n_head does not divide hidden_size")
+        pixels = self.frame_stack * prod(self.frame_shape)
+        is_plain = self.frame_encoder == "none"
+        if is_plain and self.frame_shape and pixels != self.state_dim:
+            raise ValueError("frame_shape is not that of the states")
+        if not (is_plain or self.frame_shape):
+            raise ValueError("an encoder needs frame_shape")
+        return self
+
+    def build(self) -> DecisionTransformer:
+        """Build the model, on torch's default device."""
+        # from_dict builds the defaults too, and 5.17 warns of them
+        keys = self.model_dump(mode="json", exclude_unset=True)
+        return DecisionTransformer(DecisionTransformerConfig(**keys))
 
 
 def read_policy(folder: Path) -> tuple[DecisionTransformer, PolicyFile]:
@@ -101,7 +165,7 @@ def read_policy(folder: Path) -> tuple[DecisionTransformer, PolicyFile]:
         for name in (CONFIG, MODEL):
             if file_facts(folder / name) != file.files.get(name):
                 raise ValueError(f"{name} does not match its digest")
-        config = json.loads((folder / CONFIG).read_bytes())
+        config = read_regular(folder / CONFIG, most=MAX_POLICY_BYTES)
         return assemble(config, load_tensors((folder / MODEL).read_bytes())), file
     except Exception as error:  # a library's own checks raise what they like
         if is_out_of_memory(error):
@@ -110,18 +174,17 @@ def read_policy(folder: Path) -> tuple[DecisionTransformer, PolicyFile]:
         raise InputError("RUN_DAMAGED", what, str(folder), remedy) from error
 
 
-def assemble(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> DecisionTransformer:
-    """Return the model of a configuration and its weights; any exception if they do not fit."""
-    layers = config["n_layer"]
-    if type(layers) is not int or layers > len(weights):
-        raise ValueError(f"{layers} layers")
-    made = DecisionTransformerConfig(**config)  # from_dict builds the defaults too, and 5.17 warns
+def assemble(config: bytes, weights: Mapping[str, Tensor]) -> DecisionTransformer:
+    """Return the model of a configuration, JSON, and weights; any exception if they do not fit."""
+    keys = ModelConfig.model_validate_json(config)
+    if keys.n_layer > len(weights):
+        raise ValueError(f"n_layer is {keys.n_layer}")
     # Without memory first: what a configuration asks for may be more than the machine has.
     with torch.device("meta"):
-        wanted = {name: w.shape for name, w in DecisionTransformer(made).state_dict().items()}
+        wanted = {name: w.shape for name, w in keys.build().state_dict().items()}
     if wanted != {name: w.shape for name, w in weights.items()}:
         raise ValueError("the weights do not fit the configuration")
-    model = DecisionTransformer(made)
+    model = keys.build()
     model.load_state_dict(dict(weights))
     return model
 
@@ -155,9 +218,11 @@ def _card(file: PolicyFile) -> bytes:
     digits = 2 if file.goals else 1
     named = "task | success" if file.goals else "asked return | achieved"
     rows = [f"| {named} | 95 % interval | episodes |", "|---:|---:|---:|---:|"]
-    for one in file.achieved:
-        ends = " .. ".join("-" if end is None else f"{end:,.{digits}f}" for end in one.ci95)
-        rows += [f"| {one.target:,.6g} | {one.mean_return:,.{digits}f} | {ends} | {one.episodes} |"]
+    targets = told_apart([one.target for one in file.achieved])
+    for one, target in zip(file.achieved, targets, strict=True):
+        known = one.ci95 if file.goals or one.episodes >= LEAST else (None, None)
+        ends = " .. ".join("-" if end is None else f"{end:,.{digits}f}" for end in known)
+        rows += [f"| {target} | {one.mean_return:,.{digits}f} | {ends} | {one.episodes} |"]
     asked = "GOAL" if file.goals else file.targets[0] if file.targets else "RETURN"
     code = f"""
 ```python

@@ -12,6 +12,7 @@ from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.distributed.world import World
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.policy_folder import config_text
+from gear_offline.tables.fields import Window
 from gear_offline.training.checkpoint import Normalisation, SavedState, write_checkpoint
 from gear_offline.training.learner import Learner
 
@@ -47,7 +48,8 @@ class StandIn(SimpleNamespace):
     """A learner without data, as far as a `Saver` asks."""
 
     def __init__(self, model: DecisionTransformer, training: Mapping[str, Tensor]) -> None:
-        loader = SimpleNamespace(state_dict=lambda: {"step": self.step})
+        window = Window(context_length=5, returns_scale=1.0)
+        loader = SimpleNamespace(state_dict=lambda: {"step": self.step}, window=window)
         super().__init__(
             step=0,
             world=World(),
@@ -55,7 +57,6 @@ class StandIn(SimpleNamespace):
             model=model,
             device=next(model.parameters()).device,
             loader=loader,
-            statistics=(None, None),
             parallel=SimpleNamespace(sharded=False),
             tensors=lambda: dict(training),
         )

@@ -5,6 +5,7 @@ Shape legend: E episodes, N steps.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +31,7 @@ from gear_offline.errors import GearError
 
 ANSWER_SECONDS = 240.0
 UNTOUCHED = 255  # bytes of landing memory before anything came
+SPAN, BLOCKS, MOST_READS = 9, 4, 8  # of windows in a GPU's ring, for tests with episodes this long
 Bytes = npt.NDArray[np.uint8]
 ReadRow = tuple[int, int, int, int, int, int]  # reader, owner, episode, start, steps, row
 
@@ -101,6 +104,63 @@ def reads_of(rows: Sequence[ReadRow]) -> Reads:
     return Reads(**dict(zip(names, columns, strict=True)))
 
 
+class Windows:
+    """An exchange between GPUs as the tests use one: a block's windows are copied to its rows."""
+
+    def __init__(self, held: NodeRows, landing: tuple[Bytes, ...], world: Any, device: str) -> None:
+        import torch
+
+        from gear_offline.distributed.exchange import open_exchange
+        from gear_offline.distributed.nccl import NcclExchange
+        from gear_offline.kernels.columns import ColumnGroup, Field, GroupAddresses
+        from gear_offline.kernels.gather_gpu import GpuGather
+
+        self.rank, self.landing, self.device = world.rank, landing, device
+        here = held.nodes == world.node
+        rows = [torch.from_numpy(group).to(device) for group in held.rows]
+        groups = []
+        for kept, group in zip(rows, held.rows, strict=True):
+            field = Field(name="states", dtype=group.dtype, shape=group.shape[1:])
+            firsts = np.where(here, held.first_rows(), 0) * group.shape[1]
+            both = ColumnGroup(fields=(field,), rows=group)
+            groups.append(GroupAddresses(group=both, addresses=kept.data_ptr() + firsts))
+        offsets = np.append(0, np.cumsum(held.lengths))
+        place = torch.device(device)
+        engine = GpuGather(
+            groups, offsets, device=place, context_length=SPAN, rank_batch=1, keep=rows
+        )
+        windows = BLOCKS * MOST_READS
+        if device == "cpu":
+            self.exchange: Any = NcclExchange(engine, world, span=SPAN, windows=windows)
+        else:
+            places: dict[str, Any] = {"engine": engine, "span": SPAN, "windows": windows}
+            self.exchange = open_exchange(held, landing, world, road="auto", **places)
+            assert isinstance(self.exchange, NcclExchange)
+        self.posted: dict[int, Reads] = {}
+
+    def post(self, block: int, reads: Reads) -> None:
+        reads = reads.take(np.lexsort((reads.owners, reads.readers)))
+        turn = np.arange(len(reads)) - np.searchsorted(reads.readers, reads.readers)
+        windows = (block % BLOCKS) * MOST_READS + turn
+        self.posted[block] = reads.take(np.flatnonzero(reads.readers == self.rank))
+        self.exchange.post(block, Reads(**{**vars(reads), "rows": windows * SPAN}))
+
+    def wait(self, block: int) -> None:
+        import torch
+
+        self.exchange.wait(block)
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+        own = self.posted.pop(block)
+        for group, ring in zip(self.landing, self.exchange.ring, strict=True):
+            landed = ring[(block % BLOCKS) * MOST_READS :].cpu().numpy()
+            for window, row, steps in zip(landed, own.rows, own.steps, strict=False):
+                group[row : row + steps] = window[:steps]
+
+    def close(self) -> None:
+        self.exchange.close()
+
+
 class Player:
     """One rank, inside its process."""
 
@@ -110,16 +170,20 @@ class Player:
         self.exchange: Any = None
         self.landing: tuple[Bytes, ...] = ()
 
-    def open(self, table: Table, rows: int, *, seconds: float = 30.0, mode: str = "off") -> None:
+    def open(self, table: Table, rows: int, *, seconds: float = 30.0, road: str = "gloo") -> None:
         """Open the transport under test into new landing memory."""
         held, self.landing = table.held(self.nodes[self.rank]), table.landing(rows)
         self.opened += 1
-        if self.transport == "collective":
+        if self.transport != "rdma":
             from gear_offline.distributed.exchange import open_exchange
             from gear_offline.distributed.world import World
 
             world = World(rank=self.rank, nodes=self.nodes, timeout=seconds)
-            self.exchange = open_exchange(held, self.landing, world, mode=cast(Any, mode))
+            if self.transport == "gloo":
+                self.exchange = open_exchange(held, self.landing, world, road=cast(Any, road))
+            else:
+                device = "cpu" if self.transport == "packed" else f"cuda:{self.rank}"
+                self.exchange = Windows(held, self.landing, world, device)
             return
         folder = self.folder / str(self.opened)
         folder.mkdir(exist_ok=True)
@@ -138,9 +202,25 @@ class Failure:
     seconds: float
 
 
-def _play(pipe: Connection, rank: int, nodes: tuple[int, ...], transport: str, folder: str) -> None:
+def _play(
+    pipe: Connection, rank: int, nodes: tuple[int, ...], transport: str, folder: str, kernels: str
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if transport == "collective":
+    said = os.open(f"{folder}/said-{rank}", os.O_WRONLY | os.O_CREAT)
+    if transport == "nccl":
+        import torch
+
+        os.dup2(said, 2)
+        torch.cuda.set_device(rank)
+    if transport == "packed":
+        import torch
+
+        from tests.kernels_on_cpu import Kernels, on_cpu
+
+        patches = on_cpu(Kernels(ctypes.CDLL(kernels)))
+        patches.__enter__()
+        mock.patch.object(torch.cuda, "Event", mock.Mock).start()
+    if transport != "rdma":
         import torch.distributed as dist
 
         dist.init_process_group(
@@ -167,20 +247,22 @@ def _play(pipe: Connection, rank: int, nodes: tuple[int, ...], transport: str, f
 
 
 class Team:
-    """The processes of all ranks, each on its node, over ``"collective"`` or ``"rdma"``."""
+    """The processes of all ranks, each on its node, over ``"gloo"``, ``"rdma"`` or ``"nccl"``.
 
-    def __init__(self, nodes: tuple[int, ...], transport: str) -> None:
+    ``"packed"`` is the code of ``"nccl"`` with collectives of gloo and `kernels` for the CPU.
+    """
+
+    def __init__(self, nodes: tuple[int, ...], transport: str, kernels: str = "") -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="gear-exchange-test-")
         context = multiprocessing.get_context("forkserver")
-        loaded = ["torch.distributed"] if transport == "collective" else ["pyverbs.qp"]
+        loaded = ["pyverbs.qp"] if transport == "rdma" else ["torch.distributed"]
         context.set_forkserver_preload(["tests.exchange_team", *loaded])  # once, not a rank
         self.ranks, self.pipes, self.processes = range(len(nodes)), [], []
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         for rank in self.ranks:
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_play, args=(theirs, rank, nodes, transport, self._folder.name), daemon=True
-            )
+            words = (theirs, rank, nodes, transport, self._folder.name, kernels)
+            process = context.Process(target=_play, args=words, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -202,6 +284,11 @@ class Team:
         for rank in self.ranks:
             self.start(function, *arguments, rank=rank)
         return self.answers()
+
+    def ended(self, rank: int, seconds: float) -> tuple[int | None, str]:
+        """Return the exit code of a rank that ends in time, and what it said."""
+        self.processes[rank].join(seconds)
+        return self.processes[rank].exitcode, Path(f"{self._folder.name}/said-{rank}").read_text()
 
     def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
         pid = self.processes[rank].pid

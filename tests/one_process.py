@@ -24,7 +24,7 @@ class OneProcess:
     `held` is what each rank holds, all there when the first step is posted.
     """
 
-    name = "fake"
+    in_stream = False
 
     def __init__(
         self, rank: int, held: Mapping[int, NodeRows], landing: Sequence[npt.NDArray[Any]]

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import DecisionTransformerModel
@@ -67,9 +66,10 @@ def test_what_was_saved_is_read(tmp_path: Path, model: DecisionTransformer) -> N
     checkpoint, saved = read_checkpoint(path), saved_state(30)
     assert checkpoint.recipe == RECIPE
     assert checkpoint.state.model_copy(update={"files": {}}) == saved  # bit for bit
-    mean, std = checkpoint.state.statistics
-    np.testing.assert_array_equal(mean, [0.1, 1 / 3, -1e300])
-    np.testing.assert_array_equal(std, [1.0, 0.0, 5e-324])
+    shown = checkpoint.state.shown
+    assert (shown.state_mean, shown.state_std) == ((0.1, 1 / 3, -1e300), (1.0, 0.0, 5e-324))
+    loader = RECIPE.loader  # an older checkpoint has these in its recipe
+    assert (shown.gamma, shown.returns_scale) == (loader.gamma, loader.returns_scale)
     tensors, expected = checkpoint.tensors(), training_tensors(30)
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
@@ -204,6 +204,27 @@ def test_acting_reads_no_moments(tmp_path: Path, model: DecisionTransformer) -> 
     for place in (tmp_path, path):
         assert chosen_checkpoint(place).recipe == RECIPE
     assert code_of(path) == "RUN_DAMAGED"
+
+
+@pytest.mark.parametrize("name", FILES[:3])
+def test_a_checkpoint_that_is_pruned_while_it_is_read_gives_way_to_a_newer_one(
+    name: str, tmp_path: Path, model: DecisionTransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run saves another one and removes the first just before one of its files is opened."""
+    folder, opened = tmp_path / "checkpoints", os.open
+    first = save_checkpoint(folder, model, 5)
+
+    def prune_first(path: Any, *rest: Any, **options: Any) -> int:
+        if str(path) == str(first / name):
+            monkeypatch.undo()
+            save_checkpoint(folder, model, 10)
+            prune(folder, Keep(newest=1))
+        return opened(path, *rest, **options)
+
+    monkeypatch.setattr(os, "open", prune_first)
+    assert load_policy(tmp_path, device="cpu").facts.step == 10
+    with one_error("RUN_NOT_FOUND", "no checkpoint '5'"):
+        load_policy(tmp_path, device="cpu", checkpoint=5)
 
 
 def test_what_is_no_run_is_said(tmp_path: Path, model: DecisionTransformer) -> None:

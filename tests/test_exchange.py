@@ -1,7 +1,7 @@
-"""Rows of other nodes: the same tests for both transports.
+"""Rows of other nodes: the same tests for all roads.
 
-`collective` runs over gloo in local processes; `rdma` needs an RDMA device and runs in the virtual
-machine that `make test-rdma` starts.
+`gloo` runs in local processes, and so does `packed`, the code of `nccl` without a GPU; `nccl` needs
+four GPUs; `rdma` an RDMA device: it runs in the virtual machine that `make test-rdma` starts.
 """
 
 import os
@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.distributed.rdma import Endpoint, find_port
 from gear_offline.errors import GearError, UnavailableError
 from tests.exchange_team import Failure, Player, ReadRow, Table, Team, reads_of
+from tests.gpu_support import NEEDS_CUPY
 
 HAS_RDMA = "GEAR_OFFLINE_RDMA_INTERFACE" in os.environ
 EXAMPLES = 8 if HAS_RDMA else 25  # an emulated processor is slow
@@ -35,14 +37,25 @@ EVERYONE: list[ReadRow] = [
 rdma = [pytest.mark.rdma, pytest.mark.skipif(not HAS_RDMA, reason="needs RDMA: make test-rdma")]
 
 
-@pytest.fixture(scope="module", params=["collective", pytest.param("rdma", marks=rdma)])
+nccl = [
+    *(pytest.mark.gpu, pytest.mark.multi_gpu, NEEDS_CUPY),
+    pytest.mark.skipif(torch.cuda.device_count() < len(NODES), reason="needs four GPUs"),
+]
+HOSTS: list[Any] = ["gloo", pytest.param("rdma", marks=rdma)]
+GPUS: list[Any] = ["packed", pytest.param("nccl", marks=nccl)]
+
+
+@pytest.fixture(scope="module", params=HOSTS)
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module")
-def team(transport: str) -> Iterator[Team]:
-    with Team(NODES, transport) as team:
+@pytest.fixture(scope="module", params=HOSTS + GPUS)
+def team(request: pytest.FixtureRequest) -> Iterator[Team]:
+    kernels = ""
+    if request.param == "packed":
+        kernels = request.getfixturevalue("kernels").library._name
+    with Team(NODES, request.param, kernels) as team:
         yield team
 
 
@@ -158,7 +171,7 @@ def test_a_stopped_rank(transport: str) -> None:
         assert team.run(leave_open, 0) == [None] * len(NODES)
         team.kill(1, signal.SIGSTOP)
         team.start(read_on, 1, 2, rank=0)
-        if transport == "collective":
+        if transport == "gloo":
             team.start(read_on, 1, 2, rank=2)
             team.start(read_on, 1, 2, rank=3)
         (answer,) = team.answers([0])
@@ -203,19 +216,34 @@ def test_a_rank_that_cannot_register_memory_is_an_error_of_all() -> None:
     assert "rank 1" in answers[0].text and "locked memory is short" in answers[0].text
 
 
-def open_as(player: Player, mode: str) -> str:
-    player.open(SMALL, ROWS, mode=mode)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("transport", [pytest.param("nccl", marks=nccl)])
+def test_a_rank_whose_gpu_is_gone_is_lost(transport: str, number: signal.Signals) -> None:
+    """The others' GPUs wait without end: their processes say so and end."""
+    with Team(NODES, transport) as team:
+        assert team.run(leave_open, 0) == [None] * len(NODES)
+        team.kill(1, number)
+        for rank in (0, 2, 3):
+            team.start(read_on, 1, 3, rank=rank)
+        for rank in (0, 2, 3):
+            code, said = team.ended(rank, SECONDS + 10)
+            assert code == 1 and "error[RANK_LOST]" in said, said
+
+
+def open_as(player: Player, road: str) -> str:
+    player.open(SMALL, ROWS, road=road)
     name = type(player.exchange).__name__
     player.exchange.close()
     return name
 
 
-def test_rdma_that_is_missing(team: Team, transport: str) -> None:
-    if transport == "rdma":
-        pytest.skip("it is there")
-    assert team.run(open_as, "auto") == ["CollectiveExchange"] * len(NODES)
-    for answer in team.run(open_as, "on"):
-        assert answer.code in ("PACKAGE_MISSING", "EXCHANGE"), answer.trace
+@pytest.mark.skipif(HAS_RDMA, reason="it is there")
+def test_roads_that_are_missing() -> None:
+    with Team(NODES, "gloo") as team:
+        assert team.run(open_as, "auto") == ["CollectiveExchange"] * len(NODES)
+        for road in ("rdma", "nccl"):
+            for answer in team.run(open_as, road):
+                assert answer.code in ("PACKAGE_MISSING", "EXCHANGE"), answer.trace
 
 
 def test_ports_as_the_kernel_shows_them(tmp_path: Path) -> None:

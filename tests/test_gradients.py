@@ -114,6 +114,15 @@ def test_bfloat16_weights_learn_and_are_saved_in_float32(
         assert torch.equal(tensor, weights(halves)[name]), name
 
 
+def test_a_device_without_8_bit_products_trains_without_and_says_so(recipe: Path) -> None:
+    learner = make_learner(load_recipe(recipe, ["train.precision=fp8"]))
+    assert (
+        learner.precision_reason.startswith("float32")
+        and "not in 8 bits" in learner.precision_reason
+    )
+    assert not any(block.eight_bits for block in learner.working.encoder.h)
+
+
 def test_bfloat16_weights_do_not_add_up_micro_batches(recipe: Path) -> None:
     options = ["train.precision=bf16", "train.weights=bf16", "train.accumulate=2"]
     some = make_learner(load_recipe(recipe, options))

@@ -225,6 +225,9 @@ def compiled(*options: str) -> Any:
         ("train.weights=fp32", "train.graph=on"),
         ("train.accumulate=4", "train.recompute=true"),
         compiled("train.recompute=true", "train.weights=bf16"),
+        ("train.precision=fp8", "train.weights=bf16", "train.graph=on"),
+        ("train.precision=fp8", "train.accumulate=4", "train.recompute=true"),
+        compiled("train.precision=fp8", "train.weights=bf16", "train.graph=on"),
     ],
 )
 def test_ways_of_a_step_learn_alike(path: Path, plain: Any, options: tuple[str, ...]) -> None:

@@ -20,17 +20,18 @@ import pytest
 import torch
 from transformers import DecisionTransformerConfig
 
+import gear_offline as go
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
 from gear_offline.models.policy_folder import config_text
-from tests.image_support import image_columns
 from tests.model_support import TOLERANCE, make, released_model
-from tests.support import make_dataset
+from tests.support import ArraySource, hopper_columns, iter_episodes, make_dataset
 
 LENGTHS = (12, 3, 7, 5)
 STATES, CONTEXT, SCALE = 11, 6, 10.0
+RAW = {"returns_scale": 1.0, "normalize_states": False}
 
 
 @pytest.fixture(scope="module")
@@ -50,44 +51,122 @@ def make_model(**changes: Any) -> DecisionTransformer:
     return model
 
 
-@pytest.mark.parametrize("frames", [False, True])
-@pytest.mark.parametrize("episode", range(len(LENGTHS)))
-def test_policy_shows_the_model_what_training_showed(
-    dataset: Dataset, tmp_path: Path, episode: int, frames: bool
-) -> None:
+def clip(episode: Any) -> Any:
+    return {"rewards": np.clip(episode["rewards"], -1.0, 0.5)}
+
+
+def affine(episode: Any) -> Any:
+    return {"rewards": episode["rewards"] / 4 - 3}
+
+
+def delayed(episode: Any) -> Any:
+    return {"rewards": np.append(0 * episode["rewards"][1:], episode["rewards"].sum())}
+
+
+FRAME = (36, 36)
+LARGE = {"dtype": np.float64, "offset": 1.75e9}  # seconds since 1970, metres of UTM
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "normalised": {"normalize_states": True, "returns_scale": SCALE},
+    "left": {"normalize_states": True, "padding": "left", "returns_scale": 7 / 3},
+    "discounted": {"gamma": 0.5, "returns_scale": SCALE},
+    "without a future": {"gamma": 0.0},
+    "large": {"normalize_states": True, **LARGE},
+    "large, discounted, edited": {"normalize_states": True, **LARGE, "gamma": 0.5, "map": affine},
+    "half": {"normalize_states": True, "dtype": np.float16},
+    "raw float64": {"dtype": np.float64, "padding": "left"},
+    "numbers": {"dtype": np.int32, "offset": 3, "normalize_states": True},
+    "clipped": {"map": clip, "returns_scale": SCALE},
+    "affine": {"map": affine},
+    "delayed": {"map": delayed, "gamma": 0.5},
+    "choices": {"discrete": True},
+    "frames": {"discrete": True, "frame_stack": 3},
+    "goals": {"normalize_states": True, "goals": {"future": 1.0}, **LARGE},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_policy_shows_the_model_what_training_showed(kind: str, tmp_path: Path) -> None:
     """transformers issue 31374, kzl/decision-transformer issues 70 and 84, CORL pull request 75.
 
     Replaying an episode of the data through the policy, with its own return as the target, must
-    show the model the very windows that the loader gives: sign and scale of the returns-to-go, the
-    normalisation of states, timesteps, stacks of frames, and on which side the padding is.
+    show the model the very windows that the loader gives, bit for bit: the environment's own
+    observations, float64, and its own rewards, whatever `convert` and the loader made of them.
     """
-    frame: dict[str, Any] = {"frame_shape": (36, 36), "frame_stack": 3, "discrete": True}
-    model = make_model(**frame, state_dim=36 * 36, action_dim=4) if frames else make_model()
-    for weight in model.parameters():
-        weight.data *= 5  # as drawn, actions hang too little on what is shown
-    options, scales = dict[str, Any](), dict[str, Any](state_mean=None, state_std=None)
+    asked = dict(KINDS[kind])
+    dtype, offset = asked.pop("dtype", np.float32), asked.pop("offset", 0.0)
+    discrete, edit, frames = asked.pop("discrete", False), asked.pop("map", None), kind == "frames"
+    rng, steps = np.random.default_rng(3), sum(LENGTHS)
+    columns = hopper_columns(steps)
+    columns["observations"] = (offset + 9 * rng.normal(size=(steps, STATES))).astype(dtype)
+    columns["rewards"] = rng.integers(-9, 9, steps).astype(np.float32) / 4  # exact sums
+    if discrete:
+        columns |= {"actions": rng.integers(0, 4, (steps, 1))}
     if frames:
-        dataset = make_dataset(tmp_path, LENGTHS, columns=image_columns(sum(LENGTHS), (36, 36)))
-        options = {"frame_stack": 3, "normalize_states": False}
-    else:
-        moments = dataset.statistics["observations"]
-        scales = {"state_mean": moments.mean, "state_std": moments.std}
-    batch = make_loader(dataset, batch_size=400, **options).batch_at(0)
-    rows = {tuple(name): row for row, name in enumerate(batch.segments.tolist())}
-    policy = Policy(model, context_length=CONTEXT, returns_scale=SCALE, **scales)
-    policy.reset([0], [1.0])
-    policy.act(dataset[episode]["observations"][-1:])  # of an episode before, to be forgotten
-    policy.reset([0], [float(dataset.returns[episode])])
-    for step, seen in enumerate(dataset[episode]["observations"]):
-        acted = policy.act(seen[None])
-        row, last = rows[episode, max(0, step + 1 - CONTEXT)], min(step, CONTEXT - 1)
-        window = (slice(row, row + 1), slice(last + 1))
-        shown = {name: value[window] for name, value in batch.model_inputs().items()}
-        expected = model(**shown).action_preds[0, last].detach().numpy()
-        expected = expected.argmax() if frames else expected
-        np.testing.assert_allclose(acted[0], expected, rtol=0, atol=TOLERANCE)
-        done = {name: dataset[episode][name][[step]] for name in ("rewards", "actions")}
-        policy.observe_reward(**done)
+        columns["observations"] = rng.integers(0, 256, (steps, *FRAME), np.uint8)
+    source = ArraySource(columns, LENGTHS)
+    go.convert(source, tmp_path / "data", map=edit, quiet=True)
+    dataset = go.open_dataset(tmp_path / "data")
+    loader = make_loader(dataset, batch_size=400, **{**RAW, **asked})
+    batch, goals = loader.batch_at(0), asked.get("goals")
+    real = batch.attention_mask.bool()
+    shape: dict[str, Any] = (
+        {"frame_shape": FRAME, "frame_stack": 3, "state_dim": 36 * 36} if frames else {}
+    )
+    model = make_model(
+        **shape, discrete=discrete, action_dim=4 if discrete else 3, goals=bool(goals)
+    )
+    folder = Policy(model, **dict(loader.window)).save(tmp_path / "policy")
+    policy, seen = go.load_policy(folder, device="cpu"), list[Any]()
+    assert policy.window == loader.window
+    act = policy.model.predict_last_action
+
+    def spy(*inputs: Any) -> Any:
+        seen.append([tensor.clone() for tensor in inputs[:5]])
+        return act(*inputs)
+
+    policy.model.predict_last_action = spy
+    names = {tuple(name): row for row, name in enumerate(batch.segments.tolist())}
+    for episode, rows in enumerate(iter_episodes(source)):
+        start = int(dataset.episodes.offsets[episode])
+        edited = dataset.read("rewards", start, start + LENGTHS[episode]).astype(np.float64)
+        discounts = asked.get("gamma", 1.0) ** np.arange(LENGTHS[episode])
+        for step in range(LENGTHS[episode]):
+            row = names[episode, max(0, step + 1 - CONTEXT)]
+            places, last = np.flatnonzero(real[row])[: step + 1], min(step, CONTEXT - 1)
+            again = range(step, step)
+            if goals:  # each window of the loader has a goal of its own
+                goal, again = loader.goals_at(0), range(max(0, step + 1 - CONTEXT), step)
+                at = dataset.episodes.offsets[goal.episodes[row]] + goal.starts[row]
+                policy.reset([0], columns["observations"][[at]])
+            elif step == 0:
+                wanted = float((edited * discounts).sum())
+                policy.reset([0], wanted)
+            for before in again:
+                policy.act(rows["observations"][[before]])
+                policy.observe_reward([0.0], actions=rows["actions"][[before]])
+            given = rows["observations"][[step]]
+            policy.act(given if frames else given.astype(np.float64))
+            states, actions, returns, timesteps, at_last = seen[-1]
+            window = slice(places[0], places[0] + last + 1)
+            expected = batch.states[row, window]
+            assert int(at_last) == last
+            if frames:  # encoded one by one
+                torch.testing.assert_close(states[0], model.features(expected[None])[0])
+            else:
+                assert torch.equal(states[0], expected)
+            assert torch.equal(actions[0, :last], batch.actions[row, window][:last])
+            if not goals:
+                assert torch.equal(timesteps[0], batch.timesteps[row, window])
+            if goals:
+                assert torch.equal(returns[0], batch["goals"][row].expand(last + 1, -1))
+            elif asked.get("gamma") != 0.0:
+                assert torch.equal(returns[0], batch.returns_to_go[row, window])
+            else:  # the next reward, which nobody knows
+                assert (returns[0] == np.float32(wanted)).all()
+            policy.observe_reward(
+                rows["rewards"][[step]], actions=rows["actions"][[step]].squeeze()
+            )
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])

@@ -7,19 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 import gear_offline as go
 from gear_offline.cli.main import main
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.inspect import inspect, print_inspection, summary
 from gear_offline.dataset.manifest import Manifest
+from gear_offline.progress import Terminal
 from tests.support import ArraySource, hopper_columns, make_dataset
 
 
 def text_of(document: dict[str, Any], *, width: int = 80, full: bool = True) -> str:
     out = io.StringIO()
-    print_inspection(document, full=full, console=Console(file=out, width=width))
+    print_inspection(document, full=full, console=Terminal(file=out, width=width))
     return out.getvalue()
 
 
@@ -125,6 +125,10 @@ def test_many_warnings_and_datasets_left_out_stay_what_they_are(tmp_path: Path) 
     warned = [line for line in lines if line.startswith("warning")]
     assert 40 < len(warned) < 60 and warned[0].startswith("warning: part 0: odd odd")
     assert warned[-1] == f"warning: and {31 - len(warned) // 2} more"
+    odd = {"warnings": 5, "left_out": [1], "edits": "by hand"}
+    source = ArraySource(hopper_columns(3), [3], attributes=odd)
+    assert "warning: 5" in summary_of(convert(source, tmp_path / "odd", quiet=True))
+    assert "edited: by hand" in summary_of(convert(tmp_path / "odd", tmp_path / "o", quiet=True))
     left_out = [line for line in lines if line.startswith("left out")]
     assert left_out[8] == "left out: others too, see inspect"
 

@@ -257,7 +257,7 @@ def test_tasks_of_frames_share_an_encoder(tmp_path: Path) -> None:
     learner.advance()
     batch = learner.loader.batch_at(0)
     assert batch.states.shape == (6, 4, 2, 36, 36) and batch.states.dtype == torch.uint8
-    policy = TrainedModel(learner.model, recipe, *learner.statistics).policy("two")
+    policy = TrainedModel(learner.model, recipe, learner.loader.window).policy("two")
     policy.reset([0], [1.0])
     assert policy.act(np.zeros((1, 36, 36), np.uint8)).shape == (1,)
     learner.model.train()

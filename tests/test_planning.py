@@ -34,7 +34,7 @@ def test_crossing_share_is_what_the_assignment_moves(shares: list[float]) -> Non
     nodes, batch, steps = len(shares), 64 * len(shares), 400
     generator = np.random.default_rng(0)
     homes = generator.choice(nodes, (steps, batch), p=shares)
-    moved = Assigner(range(nodes), batch).assign(homes)[1].mean((1, 2))
+    moved = Assigner(range(nodes), batch).assign(homes)[1].mean(1)
     error = 4 * float(np.std(moved)) / math.sqrt(steps) + 1e-12
     assert crossing_share(shares, batch) == pytest.approx(float(np.mean(moved)), abs=error)
 

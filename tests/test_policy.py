@@ -1,6 +1,7 @@
 """A policy acts as a plain loop would; its folder and its ONNX file act as the run does."""
 
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -18,9 +19,11 @@ from transformers import DecisionTransformerModel
 import gear_offline as go
 from gear_offline import export_policy
 from gear_offline.cli.main import main
+from gear_offline.dataset.rewards import RewardEdit
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
+from gear_offline.models.tensor_file import file_facts
 from tests.checkpoint_support import write_run
 from tests.model_support import ACTIONS, STATES, make, released_model
 from tests.support import Captured, Patch, failing_code, one_error
@@ -32,12 +35,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "one step": {"discrete": True},
     "goals": {"goals": True},
     "frames": {"discrete": True, **FRAMES},
+    "large": {},
 }
+OFFSET = 1.75e9  # of observations in float64
 
 
 def policy_of(name: str) -> Policy:
-    raw = {} if name in ("normalised", "goals") else {"state_mean": None, "state_std": None}
+    raw: dict[str, Any] = {"state_mean": None, "state_std": None}
+    raw = {} if name in ("normalised", "goals") else raw
     span = 1 if name == "one step" else CONTEXT
+    if name == "large":
+        edit = RewardEdit(scale=0.5, shift=1.0)
+        raw = {"state_mean": MEAN + OFFSET, "state_dtype": "float64", "gamma": 0.9}
+        raw["reward_edits"] = [edit]
     return make_policy(make(**MODELS[name]), returns_scale=10 / 3, context_length=span, **raw)
 
 
@@ -127,6 +137,55 @@ def test_damage_is_one_error(tmp_path: Path) -> None:
             go.load_policy(path.parent)
 
 
+HUGE = 2**40
+FOREIGN: list[tuple[str, Any]] = [
+    *((name, HUGE) for name in ("num_labels", "hidden_size", "n_positions", "max_ep_len")),
+    *((name, HUGE) for name in ("vocab_size", "n_inner", "state_dim", "context_length")),
+    *(("n_layer", value) for value in (-1, 0, 1e12, True, "2", None, [2], 10**6)),
+    *(("n_head", value) for value in (-1, 3, 2.0)),
+    *(("max_ep_len", value) for value in (math.nan, -5, math.inf)),
+    *(("frame_shape", None), ("frame_shape", [36, 36]), ("frame_stack", "x")),
+    *(("frame_encoder", "cnn"), ("add_cross_attention", True), ("resid_pdrop", 7.0)),
+    *(("activation_function", "os.system"), ("activation_function", {"a": 1}), ("tasks", [1])),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), FOREIGN)
+def test_a_strangers_configuration_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+    with one_error("RUN_DAMAGED", key if key != "frame_encoder" else "the policy is damaged"):
+        go.load_policy(with_config(tmp_path, **{key: value}), device="cpu")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"n_layer": 1, ' * 10_000, "\xff", ""])
+def test_a_configuration_that_is_no_json_is_refused(text: str, tmp_path: Path) -> None:
+    with one_error("RUN_DAMAGED"):
+        go.load_policy(with_config(tmp_path, text), device="cpu")
+
+
+def test_keys_of_transformers_change_nothing(tmp_path: Path) -> None:
+    """Neither code nor attention is fetched that a folder names; a released file has such keys."""
+    keys: dict[str, Any] = {
+        "attn_implementation": "someone/kernel@main",
+        "_attn_implementation": "someone/kernel",
+    }
+    keys |= {"auto_map": {"AutoModel": "someone/code--model.Model"}, "torch_dtype": "float16"}
+    keys |= {"quantization_config": {"quant_method": "bitsandbytes"}, "id2label": {"0": "\x1b[2J"}}
+    policy = go.load_policy(with_config(tmp_path, **keys), device="cpu")
+    np.testing.assert_array_equal(act(policy), act(policy_of("normalised")))
+
+
+def with_config(folder: Path, text: str | None = None, **keys: Any) -> Path:
+    """A policy folder whose configuration somebody has written, with its digest."""
+    path = policy_of("normalised").save(folder / "policy")
+    if text is None:
+        text = json.dumps(json.loads((path / "config.json").read_text()) | keys)
+    (path / "config.json").write_text(text)
+    facts = json.loads((path / "policy.json").read_text())
+    facts["files"]["config.json"] = file_facts(path / "config.json").model_dump()
+    (path / "policy.json").write_text(json.dumps(facts))
+    return path
+
+
 def test_what_others_wrote_steers_nothing(tmp_path: Path) -> None:
     """Neither a module that only a folder names is imported, nor is a terminal told what to do."""
     run = write_run(tmp_path / "run\x1b[2J", environment="this:Pendulum-v1")
@@ -141,8 +200,9 @@ def test_actions_equal_those_of_the_policy(name: str, tmp_path: Path) -> None:
     policy, generator = policy_of(name), np.random.default_rng(0)
     file = export_policy(policy, tmp_path / "policy.onnx")
     session = onnxruntime.InferenceSession(file)
-    length = int(session.get_modelmeta().custom_metadata_map["context_length"])
-    assert length == policy.context_length
+    facts = session.get_modelmeta().custom_metadata_map
+    length = int(facts["context_length"])
+    assert length == policy.context_length and float(facts["gamma"]) == policy.window.gamma
     asked: Any = np.linspace(5.0, 50.0, COUNT)
     if name == "goals":
         asked = generator.normal(size=(COUNT, STATES)).astype(np.float32)
@@ -152,6 +212,8 @@ def test_actions_equal_those_of_the_policy(name: str, tmp_path: Path) -> None:
     stack = np.zeros((COUNT, STACK, *FRAME), np.uint8)
     for step in range(STEPS):
         seen: Any = generator.normal(size=(COUNT, STATES)).astype(np.float32)
+        if name == "large":
+            seen = seen.astype(np.float64) + OFFSET
         if name == "frames":
             frames = generator.integers(0, 256, (COUNT, *FRAME), np.uint8)
             stack = np.concatenate([stack[:, 1:], frames[:, None]], axis=1)
@@ -169,7 +231,8 @@ def test_actions_equal_those_of_the_policy(name: str, tmp_path: Path) -> None:
         columns["actions"][-1] = expected
         rewards = generator.normal(size=COUNT)
         policy.observe_reward(rewards)
-        asked = asked if name == "goals" else asked - rewards
+        rewards = rewards / 2 + 1 if name == "large" else rewards
+        asked = asked if name == "goals" else (asked - rewards) / policy.window.gamma
     assert expected.shape == ((COUNT,) if policy.discrete else (COUNT, ACTIONS))
 
 
@@ -270,11 +333,14 @@ def test_lock_step_equals_single_environments(
 
 def test_impossible_settings_are_refused() -> None:
     settings: list[tuple[dict[str, Any], str]] = [
-        ({"returns_scale": 0.0}, "not positive"),
-        ({"returns_scale": float("nan")}, "not positive"),
-        ({"context_length": 0}, "less than 1"),
+        ({"returns_scale": 0.0}, "returns_scale: .* greater than 0"),
+        ({"returns_scale": float("nan")}, "returns_scale: .* finite"),
+        ({"context_length": 0}, "context_length: .* equal to 1"),
+        ({"gamma": 1.5}, "gamma: .* equal to 1"),
         ({"state_mean": None}, "belong together"),
-        ({"state_std": np.ones(STATES + 1)}, "state_std has 6 elements"),
+        ({"state_std": np.ones(STATES + 1)}, "belong together"),
+        ({"state_std": np.ones(STATES + 1), "state_mean": np.ones(STATES + 1)}, "has 6 elements"),
+        ({"state_std": -np.ones(STATES)}, "state_std is negative"),
         ({"state_mean": np.full(STATES, np.nan)}, "state_mean"),
     ]
     for changes, message in settings:
@@ -289,9 +355,14 @@ def test_wrong_use_is_refused() -> None:
     with pytest.raises(InputError, match="negative"):
         policy.reset([-1], 0.0)
     policy.reset([0], 1.0)
-    with pytest.raises(InputError, match="the model expects 5"):
-        policy.act(np.zeros((1, STATES + 1)))
+    with pytest.raises(InputError, match="without an act"):
+        policy.observe_reward([1.0])
+    for shape in ((1, STATES + 1), (2, STATES), (STATES, STATES)):
+        with one_error("MODEL", "1 environment; give each that acts 5 elements"):
+            policy.act(np.zeros(shape))
     policy.act(np.zeros((1, STATES)))
+    with one_error("MODEL", "2 rewards of 1 environment"):
+        policy.observe_reward([1.0, 2.0])
     with pytest.raises(InputError, match="twice"):
         policy.act(np.zeros((1, STATES)))
     with pytest.raises(InputError, match="among 1"):
@@ -305,6 +376,17 @@ def test_a_policy_of_one_environment_takes_a_number() -> None:
     for number in (3600, 200.5):
         policy.reset(number)
         assert policy.targets.tolist() == [number]
+    with one_error("USAGE", r"policy\.reset\(0\.0\)"):  # the number of an environment, or a return
+        policy.reset(0)
+    for reset in (
+        lambda: policy.reset(0.0),
+        lambda: policy.reset(targets=0),
+        lambda: policy.reset(0, 0),
+    ):
+        reset()
+        assert policy.targets.tolist() == [0.0]
+    with one_error("MODEL", "one for each environment"):
+        policy.reset([0, 1], [1.0, 2.0, 3.0])
     policy.reset([0, 1], 5)
     with pytest.raises(InputError, match=r"policy\.reset\(numbers of environments, targets\)"):
         policy.reset(3600)

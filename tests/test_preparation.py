@@ -77,13 +77,14 @@ def test_data_of_one_return_are_asked_for_once(tmp_path: Path) -> None:
 def test_an_environment_that_only_the_data_name_may_be_missing(
     tmp_path: Path, capfd: Captured
 ) -> None:
-    for name, said in (
-        ("NoSuchEnvironment-v0", "no evaluation: "),
-        (None, "no evaluation: neither the recipe nor "),
+    for name, alone, said in (
+        ("NoSuchEnvironment-v0", "the data alone tell the model's sizes: ", "no evaluation: "),
+        (None, "", "no evaluation: neither the recipe nor "),
     ):
         dataset = make_dataset(tmp_path / f"of {name}", [3, 3], environment_id=name)
         resolve(tiny_recipe(dataset.path, "evaluate.episodes=0"), dataset)
-        assert capfd.readouterr().err == ""
+        error = capfd.readouterr().err
+        assert error.startswith(alone) and error.count("\n") == bool(alone)
         resolved, _ = resolve(tiny_recipe(dataset.path), dataset)
         assert resolved.evaluate.environment is None
         error = capfd.readouterr().err
@@ -100,6 +101,8 @@ def test_discrete_actions_that_never_occur_come_from_the_environment(tmp_path: P
     assert (sizes.action_dim, sizes.discrete) == (2, True)
     assert not resolved.model.action_tanh
     assert resolved.model.max_timestep == 500
+    unplayed, same = resolve(tiny_recipe(dataset.path, "evaluate.episodes=0"), dataset)
+    assert (same, unplayed.model) == (sizes, resolved.model)
 
 
 def test_what_training_would_stumble_over_late_is_refused_early(

@@ -110,7 +110,10 @@ def test_a_short_run_has_a_short_warm_up() -> None:
         ("train.skip=3", "a list, as in [1, 2]"),
         ("train.trackers=tensorboard,trackoi", "train.trackers.1: Input should be 'tensorboard',"),
         ("evaluate.targets=[3600, 1800, 3600]", "evaluate.targets: names a return twice"),
-        ("train.precision=bf61", "train.precision: Input should be 'auto', 'fp32' or 'bf16'"),
+        (
+            "train.precision=bf61",
+            "train.precision: Input should be 'auto', 'fp32', 'bf16' or 'fp8'",
+        ),
         ("model.heads=3", "multiple of model.heads (3), got 128: try 129"),
         ("model.max_timestep=5", "at least loader.context_length"),
         ("train={deterministic: true, compile: on}", "exclude each other"),

@@ -1,17 +1,26 @@
 """Plots are pictures with something on them; the report says what the files of the run say."""
 
+import io
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+from matplotlib import rc_context
 from PIL import Image
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.convert.conversion import convert
-from gear_offline.plots import draw_mean, from_zero, new_figure, titles
+from gear_offline.core.text import exact, markdown, printable, told_apart
+from gear_offline.plots import draw_mean, from_zero, label, legend, new_figure, titles
+from gear_offline.progress import Terminal, print_table
 from gear_offline.runs.report import write_report
 from gear_offline.sources import from_arrays
 from tests.support import failing_code, one_error
@@ -37,8 +46,9 @@ def check_picture(path: Path, *colours: str) -> None:
 
 def target(asked: float, mean: float, *, half: float | None = 248.4) -> dict[str, Any]:
     interval = [None, None] if half is None else [mean - half, mean + half]
-    returns = [mean] if half is None else [mean - 100.0, mean, mean + 100.0]
-    return {"target": asked, "return": mean, "ci95": interval, "returns": returns}
+    returns = [mean] if half is None else [mean - 100.0, mean, mean, mean, mean + 100.0]
+    counts = {"episodes": len(returns), "returns": returns}
+    return {"target": asked, "return": mean, "ci95": interval, **counts}
 
 
 def evaluation(**changes: Any) -> dict[str, Any]:
@@ -52,6 +62,20 @@ def evaluation(**changes: Any) -> dict[str, Any]:
 def run(tmp_path: Path) -> Path:
     (tmp_path / "tiny-s0").mkdir()
     return tmp_path / "tiny-s0"
+
+
+ODD_NAMES = (
+    *("_x", "$a$", "a_b^c", "{x}", "[red]x[/red]", "<b>", "a|b", "%s", "\x1b[31m", ":fire:", "_"),
+    *("a\nb", "x" * 200, "*a* `b` \\* &amp; ~~c~~", "100% $", "![a](b)", "\u202ea", "\u05d0"),
+)
+
+
+def shown_text(page: str) -> list[str]:
+    """Return the text of each block of a Markdown page as a reader sees it."""
+    blocks = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(page)
+    lines = [block.children or [] for block in blocks if block.type == "inline"]
+    kinds = ("text", "text_special", "code_inline")  # not of HTML
+    return ["".join(part.content for part in line if part.type in kinds) for line in lines]
 
 
 def write_lines(path: Path, *records: dict[str, Any]) -> None:
@@ -104,7 +128,7 @@ def test_report_of_a_whole_run(tmp_path: Path, run: Path) -> None:
     assert "| mean of the data | 13 |  | 1.3 |" in text  # (6 + 20) / 2, of 1000
     assert "| best of the data | 20 |  | 2.0 |" in text
     assert "| policy, asked 3,000 | 2,100 | 1,852 to 2,348 | 210.0 |" in text
-    for part in ("only a hint", "2 episodes, 5 steps", "20 steps", f"`{tmp_path / 'tiny'}`"):
+    for part in ("only a hint", "2 episodes, 5 steps", "20 steps", f"data: {tmp_path / 'tiny'}"):
         assert part in text
     assert "| random actions, as D4RL measured them | 0 |  | 0.0 |" in text
 
@@ -130,8 +154,52 @@ def test_report_of_negative_returns_and_single_episodes(run: Path) -> None:
 def test_text_of_a_dataset_is_no_markup_of_a_report(tmp_path: Path, run: Path) -> None:
     recipe = write_data(tmp_path, rule="<script>x</script>\x1b[2J`**b**`")
     (run / "recipe.yaml").write_text(recipe.to_yaml())
-    report = write_report(run).read_text()
-    assert "end by `<script>x</script>\\x1b[2J'**b**'`" in report and "\x1b" not in report
+    (paragraph,) = [text for text in shown_text(write_report(run).read_text()) if "end by" in text]
+    assert "end by <script>x</script>\\x1b[2J`**b**`" in paragraph
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_names_are_shown_as_they_are(name: str) -> None:
+    """In Markdown, of which another reader says what it shows; in pictures; on terminals."""
+    seen = printable(name)
+    page = f"# {markdown(name)}\n\n|a|b|\n|---|---|\n| {markdown(name)} | 2 |\n"
+    assert shown_text(page) == [seen.strip(), "a", "b", seen.strip(), "2"]
+    figure = new_figure()
+    axes = figure.add_subplot()
+    axes.plot([1, 2], label=label(name))
+    titles(figure, name, name)
+    legend(axes)
+    content = io.BytesIO()
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(content, format="svg")
+    tree = ElementTree.fromstring(content.getvalue())
+    texts = ["".join(one.itertext()) for one in tree.iter("{http://www.w3.org/2000/svg}text")]
+    for most in (34, 95):  # in the legend, below the title
+        half = (most - 3) // 2
+        wanted = seen if len(seen) <= most else f"{seen[:half]}...{seen[-half:]}"
+        assert wanted in texts
+    out = io.StringIO()
+    console = Terminal(file=out, width=300, force_terminal=True)
+    console.print(name)
+    print_table(console, ["a"], [[name]])
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in out.getvalue().splitlines()]
+    assert lines[0] == lines[-1] == seen.rstrip()
+
+
+@given(st.lists(st.floats(-1e18, 1e18), min_size=1, max_size=4, unique=True))
+def test_numbers_are_names(values: list[float]) -> None:
+    assert [float(exact(value)) for value in values] == values
+    assert len(set(told_apart(values))) == len(values)
+
+
+def test_whole_numbers_are_as_written() -> None:
+    written = ["1000001", "-1234567", "0.1", "0", "12345678.5", "3600"]
+    assert [exact(float(text)) for text in written] == written and exact(-0.0) == "0"
+    assert told_apart([1000001.0, 12345678.5, -131.2345678901]) == [
+        "1,000,001",
+        "12,345,678.5",
+        "-131",
+    ]
 
 
 def test_report_with_little_to_say(run: Path) -> None:

@@ -130,11 +130,13 @@ def test_a_strategy_that_learns_is_one_for_all_worlds(dataset: Dataset, monkeypa
         loader.close()
 
 
+@pytest.mark.parametrize("in_stream", [False, True])
 def test_a_captured_step_reads_rows_of_other_nodes(
-    dataset: Dataset, kernels: Any, monkeypatch: Patch
+    dataset: Dataset, kernels: Any, monkeypatch: Patch, in_stream: bool
 ) -> None:
     """Segments and rows are there before each replay, over many turns of the rings."""
     monkeypatch.setattr(torch.cuda, "Event", Mock)  # which has come whenever it is asked
+    monkeypatch.setattr(OneProcess, "in_stream", in_stream)
     alone, batches = GearLoader(dataset, **OPTIONS), list[tuple[GearLoader, StaticBatch]]()
     with on_cpu(kernels):
         for rank in open_ranks(dataset, (0, 1), "shard", **OPTIONS):
@@ -146,6 +148,8 @@ def test_a_captured_step_reads_rows_of_other_nodes(
                 offsets=dataset.episodes.offsets,
                 local=segments.ring.share.nodes == rank.world.node,
             )
+            if in_stream:  # rows land in memory of their own
+                engine.land_in([torch.from_numpy(rows) for rows in segments._exchange.landing])
             writer = SegmentWriter(segments, rank.rows.block_steps, World())
             batches.append((rank, StaticBatch(engine, padding="right", step=5, writer=writer)))
         for steps in (range(5, 30), range(2, 4), range(100, 110)):
@@ -236,8 +240,8 @@ def batches(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
 def test_equal_shares_with_the_least_movement(batch: tuple[list[int], list[list[int]]]) -> None:
     nodes, homes = batch
     held = np.array(homes, np.int64).reshape(len(homes), -1)
-    slots, moves = Assigner(nodes, held.shape[1]).assign(held)
-    share = held.shape[1] // len(nodes)
+    assigner, share = Assigner(nodes, held.shape[1]), held.shape[1] // len(nodes)
+    slots, moves = (of_places[:, assigner.places] for of_places in assigner.assign(held))
     assert slots.shape == moves.shape == (len(homes), len(nodes), share)
     for row, ranks, far in zip(held, slots, moves, strict=True):
         assert sorted(ranks.flatten().tolist()) == list(range(len(row)))

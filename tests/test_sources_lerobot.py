@@ -3,10 +3,14 @@
 import json
 import sys
 import zipfile
+from fractions import Fraction
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
+import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -56,6 +60,123 @@ def test_frames_that_are_asked_for(folder: Path, tmp_path: Path) -> None:
             assert np.abs(source.read("observations", start, stop) - video[start:stop]).max() <= 4
 
 
+PATHS = {
+    "data_path": "rows/task-{episode_chunk:04d}/episode_{episode_index:08d}.parquet",
+    "video_path": "films/task-{episode_chunk:04d}/{video_key}-{episode_index:08d}.mkv",
+}
+
+
+def small(
+    root: Path, rows: dict[str, Any], feature: dict[str, Any], frames: Any = None, **video: Any
+) -> Path:
+    """Write one episode, number 10010, under paths of its own; `frames` by their time stamps."""
+    names = {"episode_chunk": 1, "episode_index": 10010, "video_key": VIDEO}
+    data, film = (root / PATHS[of].format(**names) for of in PATHS)
+    steps = len(next(iter(rows.values())))
+    for folder in (root / "meta", data.parent, film.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    column = pa.array(np.zeros((steps, 1)).tolist())
+    numbers = {"observation.state": column, "action": column, "episode_index": [10010] * steps}
+    pq.write_table(pa.table(rows | numbers), data)
+    features = {VIDEO: feature, "action": {"dtype": "float64", "shape": [1]}}
+    info = {"codebase_version": "v2.1", "fps": 10, "chunks_size": 10_000, "total_frames": steps}
+    (root / "meta" / "info.json").write_text(
+        json.dumps({**info, "total_episodes": 1, "features": features, **PATHS})
+    )
+    if frames is not None:
+        codec, kind = video.pop("codec", "libx264"), video.pop("kind", "yuv444p")
+        with av.open(film, "w") as out:
+            stream = out.add_stream(codec, rate=30, options=video.pop("options", {"crf": "1"}))
+            stream.height, stream.width = next(iter(frames.values())).shape[:2]
+            stream.pix_fmt = kind
+            stream.codec_context.time_base = Fraction(1, 1000)
+            for time, frame in frames.items():
+                coloured = "rgb24" if frame.ndim == 3 else kind
+                picture = av.VideoFrame.from_ndarray(frame, format=coloured)
+                picture.pts, picture.time_base = round(time * 1000), Fraction(1, 1000)
+                out.mux(stream.encode(picture))
+            out.mux(stream.encode())
+    return root
+
+
+B_FRAMES = {"crf": "1", "g": "7", "bf": "3"}
+REGULAR = [number * 0.05 for number in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("stamps", "times", "options"),
+    [
+        (np.arange(10) * 0.2, REGULAR, {"crf": "1"}),  # a faster video
+        (0.5 + np.arange(15) * 0.1, REGULAR, B_FRAMES),  # the first rows are gone
+        (np.arange(9)[::-1] * 0.2, REGULAR, B_FRAMES),
+        ([0.0, 0.2, 0.9, 1.1], [0.0, 0.033, 0.2, 0.25, 0.9, 1.0, 1.1, 3.0], B_FRAMES),
+        ([0.7, 0.9], [0.5, 0.7, 0.9], {"crf": "1"}),  # it does not begin at 0
+    ],
+)
+def test_frames_are_those_of_the_rows_times(
+    tmp_path: Path, stamps: Any, times: list[float], options: dict[str, str]
+) -> None:
+    frames = {t: np.full((32, 48, 3), n * 6, np.uint8) for n, t in enumerate(times)}
+    rows, feature = {"timestamp": np.float32(stamps)}, {"dtype": "video"}
+    folder = small(tmp_path, rows, feature, frames, options=options)
+    with open_source(folder, names={"observations": VIDEO}) as source:
+        shown = source.read("observations", 0, len(stamps))[:, 9, 9, 0] / 6
+    nearest = [np.abs(np.array(times) - stamp).argmin() for stamp in stamps]
+    assert np.round(shown).astype(int).tolist() == nearest
+    for wrong in (np.float32(stamps) + 0.02, np.float32(stamps) + 60):
+        small(tmp_path, {"timestamp": wrong}, feature)
+        refused(folder, "SOURCE_LAYOUT", "no frame at", names={"observations": VIDEO})
+    small(tmp_path, {"time": rows["timestamp"]}, feature)
+    refused(folder, "SOURCE_LAYOUT", "no timestamp", names={"observations": VIDEO})
+    for depth in ({"info": {"video.is_depth_map": True}}, {"video_info": {"is_depth_map": True}}):
+        small(tmp_path, rows, {**feature, **depth})
+        refused(folder, "SOURCE_LAYOUT", "as colours", names={"observations": VIDEO})
+
+
+PICTURES = np.random.default_rng(0).integers(0, 4096, (4, 18, 32)).astype(np.uint16)
+
+
+def as_file(pixels: Any, kind: str, mode: str | None = None) -> dict[str, Any]:
+    buffer, image = BytesIO(), PIL.Image.fromarray(pixels)
+    (image.convert(mode) if mode else image).save(buffer, kind)
+    return {"bytes": buffer.getvalue(), "path": None}
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+@pytest.mark.parametrize("colours", [0, 1, 3, 4])
+def test_images_keep_their_type_and_numbers(tmp_path: Path, kind: str, colours: int) -> None:
+    pixels: Any = PICTURES * 16 if not colours else PICTURES.astype(np.uint8)
+    if colours > 1:
+        pixels = np.stack([pixels] * (colours - 1) + [pixels[::-1]], axis=3)
+    rows = {VIDEO: [as_file(one, kind) for one in pixels]}
+    folder = small(tmp_path, rows, {"dtype": "image", "info": {"is_depth_map": colours < 2}})
+    with open_source(folder, names={"observations": VIDEO}) as source:
+        found = source.read("observations", 0, 4)
+    assert found.dtype == pixels.dtype and found.shape == (4, 18, 32, max(colours, 1))
+    np.testing.assert_array_equal(found, pixels.reshape(found.shape))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("PNG", "P"), ("PNG", "LA"), ("PNG", "1"), ("TIFF", "I")]
+)
+def test_images_that_no_array_holds_are_refused(tmp_path: Path, kind: str, mode: str) -> None:
+    rows = {VIDEO: [as_file(PICTURES[0].astype(np.uint8), kind, mode)]}
+    folder = small(tmp_path, rows, {"dtype": "image"})
+    refused(folder, "SOURCE_", names={"observations": VIDEO})
+
+
+@pytest.mark.parametrize("kind", ["gray12le", "gray16le", "gray"])
+def test_depth_in_a_video(tmp_path: Path, kind: str) -> None:
+    pixels: Any = PICTURES.astype(np.uint8 if kind == "gray" else np.uint16)
+    rows, feature = {"timestamp": [0.0, 0.1, 0.2]}, {"dtype": "video", "is_depth_map": True}
+    film = {"codec": "ffv1", "kind": kind, "options": {}}
+    frames = {n * 0.1: frame for n, frame in enumerate(pixels)}
+    folder = small(tmp_path, rows, feature, frames, **film)
+    with open_source(folder, names={"observations": VIDEO}) as source:
+        assert source.spec["observations"].dtype == pixels.dtype
+        np.testing.assert_array_equal(source.read("observations", 0, 3)[..., 0], pixels[:3])
+
+
 def rewrite(path: Path, change: Any) -> None:
     """Write the parquet files of data again, `change` applied, in groups of 5 rows."""
     for file in path.glob("data/*/*.parquet"):
@@ -102,7 +223,10 @@ def test_damaged_and_foreign_folders_are_refused_in_one_line(
         ({"codebase_version": "v1.6"}, "v1.6"),
         ({"total_frames": 24}, "24 of 3"),
         ({"features": 5}, "not a readable info.json"),
-        ({"fps": 20}, "of the frames"),
+        ({"video_path": "../{video_key}.mp4"}, "not accepted"),
+        ({"data_path": "/data/*.parquet"}, "not accepted"),
+        ({"video_path": "{video_key.__class__}"}, "not accepted"),
+        ({"video_path": "{video_key:>999999999}"}, "not accepted"),
     ):
         (folder / "meta" / "info.json").write_text(json.dumps({**info, **change}))
         refused(folder, "SOURCE_", words, names=names)

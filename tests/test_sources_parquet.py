@@ -70,7 +70,7 @@ def test_other_names_types_and_columns(tmp_path: Path) -> None:
 
 BAD: dict[str, tuple[str, int, Any, str]] = {  # what is wrong, and what is said of it
     "ragged": ("actions", 0, [[1.0] * 3] * 4 + [[1.0]], "different widths"),
-    "wider": ("actions", 3, [[1.0] * 4] * 7, "another float32 (3,)"),
+    "wider": ("actions", 3, [[1.0] * 4] * 7, "different widths"),
     "null": ("rewards", 2, [None] * 4, "missing (null)"),
     "null step": ("actions", 0, [None] * 5, "missing"),
     "null episode": ("observations", 2, None, "without steps"),

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from gear_offline.analysis.page import drawn_cells, learned_cells, print_comparison, render
 from gear_offline.analysis.sampling import Draws, measure, parse_candidates
@@ -21,6 +20,7 @@ from gear_offline.cli import main as cli
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.progress import Terminal
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.sampling import make_sampler, sampler_class, strategy_names
 from gear_offline.sampling.base import _SAMPLERS
@@ -123,7 +123,7 @@ def test_a_strategy_that_cannot_run_is_named_and_the_others_go_on(
     found = compare_strategies(recipe, "min_dt,top_percent", out=tmp_path, quiet=True)
     assert [one.error is None for one in found.strategies] == [True, False, True]
     reason = "5 episodes make no batch of 6"
-    console = Console(width=90, record=True)
+    console = Terminal(width=90, record=True)
     print_comparison(found, console=console)
     assert reason in " ".join(console.export_text().split())
     assert reason in render(found)
@@ -257,7 +257,7 @@ def test_the_tables_fit_the_terminal(
     comparison: Comparison, trained: tuple[Comparison, Path], width: int
 ) -> None:
     for found in (comparison, trained[0]):
-        console = Console(width=width, record=True)
+        console = Terminal(width=width, record=True)
         print_comparison(found, console=console)
         text = console.export_text()
         assert max(map(len, text.splitlines())) <= width

@@ -16,11 +16,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from gear_offline.cli.main import main
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.errors import GearError, InputError
+from gear_offline.progress import Terminal
 from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.sweep import run as sweep_run
 from gear_offline.sweep.jobs import Job
@@ -360,12 +360,12 @@ def test_the_report_names_settings_runs_and_failures(filled: Path) -> None:
     result = read_sweep(filled)
     text = result.write().read_text()
     assert text.index("layers=2 | 2") < text.index("layers=1 | 4")
-    assert "6 complete, 2 failed" in text and "out of memory \\| (layers=2,s1)" in text
+    assert "6 complete, 2 failed" in text and "out of memory &#124; (layers=2,s1)" in text
     assert "<model>" not in text and "a smaller" in text
     assert "[layers=1,s0](runs/layers=1,s0/report.md)" in text
     assert "plots/learning_curves.png" in text
     assert (filled / "plots" / "learning_curves.png").read_bytes().startswith(b"\x89PNG")
-    console = Console(record=True, width=80)
+    console = Terminal(record=True, width=80)
     result.print(console=console)
     printed = console.export_text()
     half = T_95[4] * math.sqrt(5 / 3) / 2

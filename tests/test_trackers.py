@@ -126,7 +126,9 @@ def expected(run: Path) -> Shown:
     for record in read_records(run / "evaluations.jsonl"):
         for name, found in {"": record, **record.get("tasks", {})}.items():
             for target in found["targets"]:
-                tag = f"evaluate/{name}/return_{target['target']:g}".replace("//", "/")
+                tag = f"evaluate/{name}/return_{target['target']!r}".replace(
+                    "//", "/"
+                ).removesuffix(".0")
                 numbers.setdefault(tag, []).append((record["step"], target["return"]))
         if record.get("tasks"):
             numbers["evaluate/normalized_score"] = [(record["step"], record["normalized_score"])]

@@ -171,7 +171,7 @@ def test_discrete_actions_and_raw_states(tmp_path: Path) -> None:
     recipe = tiny_recipe(dataset.path, "train.steps=4", "loader.normalize_states=false")
     trained = trained_model(chosen_checkpoint(train_run(recipe, out=tmp_path / "run", quiet=True)))
     assert trained.model.discrete and trained.model.config.act_dim == 4
-    assert trained.state_mean is None and trained.state_std is None
+    assert trained.window.state_mean is None
 
 
 # ---- the parts of a policy, precision, the shipped recipes

@@ -60,7 +60,7 @@ def test_a_world_is_found_once_for_a_process_group(monkeypatch: pytest.MonkeyPat
         {},
         {"padding": "left", "extra_columns": ("terminals",)},
         {"placement": "disk"},
-        {"sharding": "shard", "exchange": "on"},
+        {"sharding": "shard", "exchange": "rdma"},
         {"selection": "prioritized"},
     ],
 )

@@ -13,15 +13,14 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from rich.console import Console
 from rich.table import Table
 
-from gear_offline.core.text import Document, count_text, printable
+from gear_offline.core.text import Document, count_text
 from gear_offline.core.types import Float64Array
 from gear_offline.dataset.dataset import Columns, Dataset, open_dataset
 from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import probe
-from gear_offline.progress import Progress
+from gear_offline.progress import Progress, Terminal
 from gear_offline.sources.plausible import odd_episodes
 
 COMPARED = ("observations", "actions", "rewards")  # what makes two episodes the same
@@ -66,9 +65,9 @@ class Audit(Document):
 
     def print(self) -> None:
         """Print the page."""
-        console = Console(highlight=False, markup=False)
+        console = Terminal()
         counts = f"{count_text(self.episodes, 'episode')}, {count_text(self.steps, 'step')}"
-        console.print(f"{printable(self.path)}: {counts}")
+        console.print(f"{self.path}: {counts}")
         if not self.findings:
             console.print("nothing looks wrong")
             return
@@ -77,7 +76,7 @@ class Audit(Document):
             places = ", ".join(":".join(map(str, place)) for place in finding.places)
             more = ", ..." if finding.count > len(finding.places) > 0 else ""
             where = f" ({places}{more})" if places else ""
-            table.add_row(finding.check, printable(finding.what) + where, finding.remedy)
+            table.add_row(finding.check, finding.what + where, finding.remedy)
         console.print(table)
 
 

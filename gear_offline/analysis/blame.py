@@ -18,16 +18,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from rich.console import Console
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.text import Document, printable, short
+from gear_offline.core.text import Document, short
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.loss import segment_losses
-from gear_offline.progress import Progress, print_table
+from gear_offline.progress import Progress, Terminal, print_table
 from gear_offline.runs.run import Run, open_run
 from gear_offline.sampling import Sampler
 from gear_offline.tables.joint import JointDataset, TableData
@@ -104,8 +103,8 @@ class Blame(Document):
 
     def print(self) -> None:
         """Print the verdict and the episodes that add most."""
-        console = Console(highlight=False, markup=False)
-        console.print(f"{printable(self.run)}, batches {self.first:,} to {self.last:,}")
+        console = Terminal()
+        console.print(f"{self.run}, batches {self.first:,} to {self.last:,}")
         console.print(self.verdict, style="bold")
         text = f"under checkpoint {self.checkpoint:,}: loss {self.loss:.3g}, of ordinary batches "
         text += f"{self.ordinary_loss:.3g}"
@@ -114,7 +113,7 @@ class Blame(Document):
         console.print(text)
         print_table(console, HEADINGS, [one.cells() for one in self.episodes[:SHOWN]])
         for one in self.episodes[:NAMED]:
-            console.print(f"{one.episode} is {printable(one.source)}", style="dim")
+            console.print(f"{one.episode} is {one.source}", style="dim")
         if self.without is not None:
             skip = str(self.without).replace(" ", "")
             command = f"gear-offline train {self.run} --checkpoint {self.checkpoint}"

@@ -14,15 +14,13 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.markup import escape
 
 from gear_offline import plots
 from gear_offline.analysis.sampling import Draws
 from gear_offline.analysis.significance import Comparison, Outcome
 from gear_offline.core.files import write_file, writing
-from gear_offline.core.text import count_text, printable, short
-from gear_offline.progress import print_table
+from gear_offline.core.text import count_text, short
+from gear_offline.progress import Terminal, print_table
 from gear_offline.runs.report import render_page
 
 MAIN = {  # what the terminal shows; the page has all
@@ -94,17 +92,17 @@ def _remarks(comparison: Comparison) -> list[str]:
     return [measured, *(f"{name}: {error}" for name, error in (*left_out, *failed))]
 
 
-def print_comparison(comparison: Comparison, *, console: Console | None = None) -> None:
+def print_comparison(comparison: Comparison, *, console: Terminal | None = None) -> None:
     """Print the verdict, then what strategies came to, else what they drew: its main columns."""
-    console = console or Console()
-    console.print(escape(comparison.verdict), highlight=False, style="bold")
+    console = console or Terminal()
+    console.print(comparison.verdict, style="bold")
     rows = {one.label: learned_cells(one) for one in comparison.outcomes}
     rows = rows or {label: drawn_cells(draws) for label, draws in _drawn(comparison).items()}
     headings = [name for name in next(iter(rows.values()), {}) if name in MAIN]
     cells = [[label, *(row[name] for name in headings)] for label, row in rows.items()]
     print_table(console, ["strategy", *headings], cells)
     for line in _remarks(comparison):
-        console.print(escape(printable(line)), highlight=False, style="dim")
+        console.print(line, style="dim")
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> None:
@@ -144,7 +142,7 @@ def _drawn_picture(comparison: Comparison) -> str:
         returns.plot(edges, 100 * np.cumsum(draws.returns), dash, color=colour)
         batches, seen = zip(*draws.coverage, strict=True)
         points = (0, *batches), 100 * np.array([0, *seen])
-        coverage.plot(*points, dash, color=colour, label=plots.shortened(label))
+        coverage.plot(*points, dash, color=colour, label=plots.label(label))
     plots.dress(returns, x="return of the episode (grey: the data)", y="% of draws up to it")
     plots.dress(coverage, x="batches", y="% of starts drawn so far")
     plots.legend(coverage)

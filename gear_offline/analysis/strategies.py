@@ -17,6 +17,7 @@ from gear_offline.core.files import check_folder
 from gear_offline.core.system import machine
 from gear_offline.core.text import count_text, say, short
 from gear_offline.errors import GearError, InputError
+from gear_offline.evaluation.environments import import_module_of
 from gear_offline.loaders.from_recipe import recipe_sampler
 from gear_offline.progress import Progress
 from gear_offline.runs.loop import TrainingInterrupted
@@ -79,6 +80,8 @@ def compare_strategies(
     if train and whole.evaluate.episodes == 0:
         what = "strategies are compared by their returns, but evaluate.episodes is 0"
         raise InputError("USAGE", what, remedy="leave out --train to see what strategies draw")
+    for name in whole.environments:
+        import_module_of(name)
     dataset = prepare_dataset(whole, quiet=quiet)
     comparison = _drawn(whole, candidates, dataset, quiet=quiet)
     if train:

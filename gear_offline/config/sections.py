@@ -49,6 +49,7 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Mode = Literal["auto", "on", "off"]
 Placement = Literal["auto", "hbm", "peer", "host", "disk"]
 Sharding = Literal["auto", "replicate", "shard"]
+Road = Literal["auto", "nccl", "rdma", "gloo"]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 Range = Annotated[tuple[Count, Count], Field(strict=False)]
@@ -302,8 +303,8 @@ class LoaderSettings(Section):
     """For auto and disk, bytes of host memory for rows; null: half of it if on disk, else all."""
     sharding: Sharding = "auto"
     """With several nodes: each holds all, or its shards; auto: its shards where all do not fit."""
-    exchange: Mode = "auto"
-    """Rows of other nodes by RDMA: on; by torch.distributed: off; auto: RDMA where it works."""
+    exchange: Road = "auto"
+    """Rows of other nodes: from GPU to GPU, by RDMA reads, by gloo; auto: the first that works."""
 
 
 class ModelSettings(Section):
@@ -363,8 +364,9 @@ class TrainSettings(Section):
     """Ranges of batches to leave out, both ends included: [[4100, 4160]]; later ones follow."""
     device: Device = "auto"
     """auto: CUDA where there is one, else the CPU."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """auto: bfloat16 autocast on CUDA devices that have it, float32 elsewhere."""
+    precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
+    """auto: bfloat16 autocast on CUDA devices that have it, float32 elsewhere; fp8: the blocks'
+    linear maps in 8 bits where the GPU can, all else as with auto."""
     graph: Mode = "auto"
     """On CUDA: the whole step as one CUDA graph; auto: where possible."""
     compile: Mode = "auto"

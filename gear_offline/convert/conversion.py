@@ -31,7 +31,9 @@ from gear_offline.convert.shards import (
     write_shards,
 )
 from gear_offline.core.files import new_directory, write_file
-from gear_offline.core.text import count_text, say
+from gear_offline.core.text import count_text, say, texts
+from gear_offline.core.types import Array
+from gear_offline.dataset.dataset import Dataset, with_shards
 from gear_offline.dataset.inspect import summary
 from gear_offline.dataset.manifest import (
     MANIFEST_NAME,
@@ -44,6 +46,7 @@ from gear_offline.dataset.manifest import (
     SourceRecord,
     is_only_dataset,
 )
+from gear_offline.dataset.rewards import RewardEdit, find_edit
 from gear_offline.dataset.schema import ColumnSpec, TableSpec
 from gear_offline.dataset.scores import known_scores, reference_scores
 from gear_offline.dataset.shard import RESERVED_NAMES, digest
@@ -52,7 +55,7 @@ from gear_offline.errors import InputError, check_environment_id
 from gear_offline.progress import Progress
 from gear_offline.sources import open_source
 from gear_offline.sources.base import InputFile, Source, SourceInfo, split_names
-from gear_offline.sources.combine import with_columns
+from gear_offline.sources.combine import pick_episodes, with_columns
 from gear_offline.sources.edit import (
     EpisodeFunction,
     edit_source,
@@ -64,6 +67,7 @@ from gear_offline.sources.plausible import late_rows, odd_episodes
 
 SHARD_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20
+BLOCK_STEPS = 1 << 20  # of rewards that are compared at a time
 MAX_WIDTH = 2 << 20  # numbers a step: the statistics of each take 90 bytes of a manifest
 MOST_CHOICES = 1000  # whole numbers below this in a float column look like numbers of choices
 MAX_FACT_CHARS = 4096  # of each attribute of a source in the manifest
@@ -192,9 +196,9 @@ def convert(
         else:
             source = stack.enter_context(open_source(source, rule=rule, names=names))
         if source.info.format != "gear":  # of which it was said when they were made
-            source.warn(
-                *_looks_wrong(source), *(late_rows(_names(source)) if shift is None else ())
-            )
+            late = late_rows(_names(source)) if shift is None else []
+            source.warn(*_looks_wrong(source), *late)
+        whole = source = shift_source(source, shift or {})
         source, kept = _edited(source, rename or {}, shift or {}, map, where)
         kept_columns = _pick_columns(source, columns, discrete)
         info = source.info = _of_kept(source.info, columns, kept_columns, names)
@@ -215,8 +219,8 @@ def convert(
         progress = Progress(f"convert {info.uri}", total=total, unit="bytes", quiet=quiet)
         advance = stack.enter_context(progress).advance
         if given is not None and several and plan.shards > 1:
-            edits = tuple((shift or {}).items()), str(map) if map else None, kept
-            opening = Opening(given, rule, tuple(names.items()), *edits)
+            moved, function = tuple((shift or {}).items()), str(map) if map else None
+            opening = Opening(given, rule, tuple(names.items()), moved, function, kept)
             written = write_in_processes(opening, plan, workers, ray, advance)
         else:
             written = write_shards(source, range(plan.shards), plan, advance)
@@ -228,6 +232,11 @@ def convert(
         scores = given_scores or next((one for one in known if one is not None), None)
         recorded = Environment(id=environment or info.environment_id, reference_scores=scores)
         manifest = _manifest(source, plan, written, files, recorded)
+        if map is not None and REWARDS in manifest.spec:
+            before = whole if kept is None else pick_episodes(whole, np.frombuffer(kept, np.bool_))
+            edits = {"reward_edits": _reward_edits(before, with_shards(folder, manifest))}
+            facts = {"attributes": manifest.source.attributes | edits}
+            manifest = manifest.replaced(source=manifest.source.model_copy(update=facts))
         lines = [*summary(manifest), *_looks_discrete(source, manifest)]
         write_file(folder / MANIFEST_NAME, manifest.encode())
     for line in lines:
@@ -246,6 +255,27 @@ def _digest(file: InputFile, stop: Event) -> SourceFile:
         what = f"cannot read the source: {error.strerror or error}"
         raise InputError("SOURCE_READ", what, file.path.name, "check the file") from error
     return SourceFile(name=file.path.name, bytes=file.identity[2], digest=str(xxh3.hexdigest()))
+
+
+def _reward_edits(before: Source, made: Dataset) -> list[Any]:
+    """Return what `reward_edits` says of rewards that a function made; null: no step tells it."""
+    edits = list(before.info.attributes.get("reward_edits", ()))
+    if REWARDS not in before.spec or before.spec[REWARDS].dtype.kind == "c":
+        return [*edits, None]
+    ends = made.episodes.offsets[1:] - 1  # after which nothing is asked
+
+    def blocks() -> Iterator[tuple[Array, Array]]:
+        for start in range(0, made.spec.steps, BLOCK_STEPS):
+            stop = min(start + BLOCK_STEPS, made.spec.steps)
+            inside = np.full(stop - start, True)
+            inside[ends[(ends >= start) & (ends < stop)] - start] = False
+            rows = (one.read(REWARDS, start, stop) for one in (before, made))
+            yield tuple(each.reshape(-1)[inside].astype(np.float64) for each in rows)
+
+    found = find_edit(blocks())
+    if found == RewardEdit():
+        return edits
+    return [*edits, found and found.model_dump()]
 
 
 def _looks_discrete(source: Source, manifest: Manifest) -> list[str]:
@@ -303,7 +333,6 @@ def _edited(
 ) -> tuple[Source, bytes | None]:
     """Return a source that says what was edited, and which episodes are kept."""
     function = kept = None
-    source = shift_source(source, shift)
     notes = [f"rename {old} to {new}" for old, new in rename.items()]
     notes += [f"shift {name} by {by}" for name, by in shift.items() if by]
     if map is not None:
@@ -315,7 +344,7 @@ def _edited(
         notes.append(f"where {' '.join(where.split())}: {counts}")
     source = edit_source(source, function, kept)
     if notes:
-        before = source.info.attributes.get("edits", ())
+        before = texts(source.info.attributes.get("edits"))
         source.info = source.info.with_facts(edits=[*before, *notes])
     return source, None if kept is None else kept.tobytes()
 

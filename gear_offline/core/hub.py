@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from gear_offline.core.files import write_error
-from gear_offline.core.text import first_line
+from gear_offline.core.text import first_line, markdown
 from gear_offline.errors import NO_SPACE, InputError, UnavailableError
 
 Kind = Literal["model", "dataset"]
@@ -73,8 +73,10 @@ def put(files: Mapping[str, Any], name: str, kind: Kind, *, private: bool = Fals
 def card(metadata: Mapping[str, Any], title: str, facts: Mapping[str, Any], rest: str) -> bytes:
     """Return a README.md as the Hub shows it; what is None is left out."""
     head = yaml.safe_dump({k: v for k, v in metadata.items() if v is not None}, sort_keys=False)
-    lines = [f"- {name}: {value}" for name, value in facts.items() if value is not None]
-    return "\n".join([f"---\n{head}---\n\n# {title}\n", *lines, "", rest, ""]).encode()
+    lines = [
+        f"- {name}: {markdown(str(value))}" for name, value in facts.items() if value is not None
+    ]
+    return "\n".join([f"---\n{head}---\n\n# {markdown(title)}\n", *lines, "", rest, ""]).encode()
 
 
 def _parts(name: str, code: str) -> tuple[str, str | None, str | None]:

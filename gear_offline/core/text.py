@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 MOST_CHARACTERS = 900  # of the line of an error
+LEAST = 5  # seeds or episodes of which an interval is shown: of fewer it says nothing
+LONGEST_NUMBER = 14  # characters; a longer one was computed, not typed
+_MARKUP = re.compile(r"[\\`*\[\]<>&|$~#]|(?<![^\W_])_|_(?![^\W_])")  # a_b is no markup
 
 
 def say(message: str, *, quiet: bool = False) -> None:
@@ -23,6 +27,13 @@ def say(message: str, *, quiet: bool = False) -> None:
 def count_text(count: int, noun: str, plural: str | None = None) -> str:
     """Return a count and its noun, e.g. ``"1 episode"`` or ``"2,000 episodes"``."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def texts(value: object) -> list[str]:
+    """Return a stranger's text, list of texts or whatever it is as a list of texts."""
+    if value is None:
+        return []
+    return list(map(str, value)) if isinstance(value, (list, tuple)) else [str(value)]
 
 
 def size_text(count: int) -> str:
@@ -38,9 +49,36 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if value == 0 or abs(value) >= 100 else f"{value:,.3g}"
 
 
+def exact(value: float) -> str:
+    """Return a number as one writes it, never rounded: ``1000001``, ``0.1``; -0.0 is ``0``."""
+    return repr(float(value) + 0.0).removesuffix(".0")
+
+
+def told_apart(values: Sequence[float]) -> list[str]:
+    """Return numbers for a table: exact, but long ones `short` if all stay different."""
+    whole = [f"{float(value) + 0.0:,}".removesuffix(".0") for value in values]
+    brief = [
+        text if len(text) <= LONGEST_NUMBER else short(value)
+        for text, value in zip(whole, values, strict=True)
+    ]
+    return brief if len(set(brief)) == len(set(whole)) else whole
+
+
 def printable(text: str) -> str:
-    """Return `text` without what would steer a terminal."""
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+    """Return `text` with escapes in place of what would steer a terminal or begin a line."""
+    return "".join(c if c.isprintable() else escaped(c) for c in text)
+
+
+def escaped(character: str) -> str:
+    """Return a character as Python writes it by its number: ``\\x1b``, ``\\u202e``."""
+    code = ord(character)
+    letter, digits = ("x", 2) if code < 1 << 8 else ("u", 4) if code < 1 << 16 else ("U", 8)
+    return f"\\{letter}{code:0{digits}x}"
+
+
+def markdown(text: str) -> str:
+    """Return `text` for Markdown, its tables too: what would be markup becomes an entity."""
+    return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", printable(text))
 
 
 def first_line(error: Any) -> str:

@@ -28,6 +28,7 @@ from gear_offline.dataset.manifest import (
     ShardRecord,
     read_admissions,
 )
+from gear_offline.dataset.rewards import RewardEdit
 from gear_offline.dataset.schema import EpisodeIndex, TableSpec, chosen_episodes
 from gear_offline.dataset.scores import ReferenceScores
 from gear_offline.dataset.shard import (
@@ -111,6 +112,15 @@ class Dataset:
         return self.manifest.environment.reference_scores
 
     @property
+    def reward_edits(self) -> tuple[RewardEdit, ...] | None:
+        """What made the rewards of the environment's; None: nothing that one step tells."""
+        edits = self.manifest.source.attributes.get("reward_edits", ())
+        try:
+            return tuple(map(RewardEdit.model_validate, edits))
+        except (TypeError, ValueError):
+            return None
+
+    @property
     def verified(self) -> bool:
         """Whether every block of every shard has been compared with its digest."""
         return self.verified_shards == len(self.manifest.shards)
@@ -157,10 +167,10 @@ class Dataset:
             raise InputError("SELECTION", what, where=f"column {column}")
         dtype, shape = stored_form(spec)
         rows = np.empty((stop - start, *shape), dtype)
-        for shard, (first, end) in enumerate(pairwise(self.first_steps.tolist())):
+        begin = int(np.searchsorted(self.first_steps, start, side="right")) - 1
+        for shard in range(begin, int(np.searchsorted(self.first_steps, stop))):
+            first, end = self.first_steps[shard : shard + 2].tolist()
             low, high = max(start, first), min(stop, end)
-            if low >= high:
-                continue
             tensor, record = self._tensor(shard, column), self.manifest.shards[shard]
             data = byte_view(rows[low - start : high - start])
             offset = record.header_bytes + tensor.start + (low - first) * spec.step_bytes
@@ -328,8 +338,7 @@ class Dataset:
 
     def _tensor(self, shard: int, name: str) -> TensorLayout:
         self.spec[name]  # refuses another column
-        tensors = self.manifest.tensors(self.manifest.shards[shard])
-        return next(t for t in tensors if t.name == name)
+        return self.manifest.layouts(self.manifest.shards[shard])[name]
 
 
 def open_dataset(
@@ -427,7 +436,7 @@ def _read_episodes(
         raise damaged("the shard's header is not the one that the manifest implies", where)
     values: list[Array] = []
     for column in EPISODE_COLUMNS:
-        tensor = next(t for t in tensors if t.name == column.name)
+        tensor = manifest.layouts(shard)[column.name]
         raw = np.empty(tensor.bytes, np.uint8)
         for _ in _stream(file, path, manifest, shard, tensor, raw):
             pass

@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from gear_offline.core.text import count_text, printable, size_text
+from gear_offline.core.text import count_text, printable, size_text, texts
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import Manifest
 from gear_offline.dataset.shard import DIGEST_CHARS
-from gear_offline.progress import Progress, print_table
+from gear_offline.progress import Progress, Terminal, print_table
 
 MOST_LEFT_OUT = 8  # that `convert` names
 LONGEST_TEXT = 300  # of what the source says; --json shows all
@@ -66,10 +64,10 @@ def inspect(path: str | Path, *, verify: bool = True, quiet: bool = True) -> dic
 
 
 def print_inspection(
-    document: Mapping[str, Any], *, full: bool = False, console: Console | None = None
+    document: Mapping[str, Any], *, full: bool = False, console: Terminal | None = None
 ) -> None:
     """Print a `document` that `inspect` returned, on a screen of 24 lines unless `full`."""
-    console = console or Console()
+    console = console or Terminal()
     _print_facts(console, _facts(document, full))
     console.print()
     _print_columns(console, document, full)
@@ -88,12 +86,13 @@ def summary(manifest: Manifest) -> list[str]:
         f"{endings.truncated:,} truncated), {', '.join(counts)}, "
         f"{size_text(manifest.total_bytes)}; rule {source.rule}"
     ]
-    lines += [f"edited: {edit}" for edit in source.attributes.get("edits", ())]
+    lines += [f"edited: {edit}" for edit in texts(source.attributes.get("edits"))]
     for name, column in manifest.statistics.items():
         if column.nonfinite:
             count = count_text(column.nonfinite, "value")
             lines.append(f"warning: column {name}: {count} NaN or infinite")
-    left_out = list(source.attributes.get("left_out", {}).items())
+    facts = source.attributes.get("left_out")
+    left_out = list(facts.items()) if isinstance(facts, dict) else []
     lines += [f"left out: {name}: {why}" for name, why in left_out[:MOST_LEFT_OUT]]
     if len(left_out) > MOST_LEFT_OUT:
         lines.append("left out: others too, see inspect")
@@ -134,16 +133,16 @@ def _facts(document: Mapping[str, Any], full: bool) -> dict[str, str]:
     return rows
 
 
-def _print_facts(console: Console, facts: Mapping[str, str]) -> None:
+def _print_facts(console: Terminal, facts: Mapping[str, str]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", overflow="fold", max_width=30)
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        table.add_row(escape(printable(name)), escape(printable(value)))
+        table.add_row(name, value)
     console.print(table)
 
 
-def _print_columns(console: Console, document: Mapping[str, Any], full: bool) -> None:
+def _print_columns(console: Terminal, document: Mapping[str, Any], full: bool) -> None:
     columns, statistics = document["columns"], document["statistics"]
     main, more = list[tuple[str, ...]](), list[tuple[str, ...]]()
     for column in columns if full else columns[:MOST_COLUMNS]:

@@ -1,6 +1,8 @@
 """Rows that other nodes hold, brought into landing memory of this rank ahead of their use.
 
-By RDMA reads (`gear_offline.distributed.rdma`), or by collectives of torch, here.
+By three roads, of which all ranks take the same: from GPU to GPU by NCCL
+(`gear_offline.distributed.nccl`), by RDMA reads (`gear_offline.distributed.rdma`), or by
+collectives of gloo, here.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gear_offline.config.sections import Mode
+from gear_offline.config.sections import Road
 from gear_offline.core.text import say
 from gear_offline.core.types import Int64Array
 from gear_offline.distributed.rdma import Endpoint, RdmaExchange
 from gear_offline.distributed.reads import NodeRows, Reads, as_bytes, ranges
 from gear_offline.distributed.world import World, rank_lost
 from gear_offline.errors import GearError, UnavailableError
+
+if TYPE_CHECKING:
+    from gear_offline.kernels.gather_gpu import GpuGather
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -33,7 +38,15 @@ class Exchange(Protocol):
     All ranks open, post the same blocks of segments with the same reads in the same order, and
     close.  Posted blocks are read in the background.  After an error the exchange can only be
     closed.
+
+    Attributes
+    ----------
+    in_stream
+        Rows land in the order of torch's current stream: who launches gathers posts.  Else any one
+        thread may use the exchange.
     """
+
+    in_stream: bool
 
     def post(self, block: int, reads: Reads) -> None:
         """Begin the reads of a block; its landing rows must not be touched until `wait` returns."""
@@ -56,29 +69,72 @@ def open_exchange(
     landing: tuple[npt.NDArray[Any], ...],
     world: World,
     *,
-    mode: Mode,
+    road: Road,
+    engine: GpuGather | None = None,
+    span: int = 1,
+    windows: int = 0,
 ) -> Exchange:
-    """Open an exchange; all ranks of `world` call it together, with the same mode.
+    """Open an exchange; all ranks of `world` call it together, with the same road.
 
     Rows of other nodes go to `landing`: one C-contiguous, writable (L, W) array for each column
-    group.  RDMA between the nodes is ``"on"``, or an error that says what is missing and where;
-    ``"off"``, collectives of torch; or ``"auto"``, RDMA if every rank can.
+    group; by ``"nccl"`` to GPU memory, `windows` of `span` rows, where the `engine` that gathers
+    this rank's batches reads them.  ``"auto"`` is the first of ``"nccl"``, ``"rdma"`` and
+    ``"gloo"`` that every rank can take; one that is named is taken, or an error says what is
+    missing and where.
     """
     widths = [
         [rows.shape[1] * rows.itemsize for rows in groups] for groups in (landing, node_rows.rows)
     ]
     assert widths[0] == widths[1], "rows of one shape"
     assert len({len(rows) for rows in landing}) == 1, "as many landing rows in every column group"
-    endpoint, why = (None, "exchange='off'") if mode == "off" else _agree(world, mode)
-    kind = "RDMA reads" if endpoint else "collectives"
-    say(f"exchange: {kind} ({why})", quiet=not world.is_first)
-    if endpoint is None:
-        return CollectiveExchange(node_rows, landing, world)
-    return RdmaExchange(node_rows, landing, world, endpoint)
+    missing = list[str]()
+    if road in ("auto", "nccl"):
+        why = _why_no_nccl(world, engine)
+        if engine is not None and why is None:
+            from gear_offline.distributed.nccl import NcclExchange
+
+            _say(world, "NCCL, from GPU to GPU", ["every rank has a GPU of its own"])
+            return NcclExchange(engine, world, span=span, windows=windows)
+        missing.append(f"no NCCL: {why}")
+        if road == "nccl":
+            remedy = "use loader.exchange=auto"
+            raise UnavailableError("EXCHANGE", missing[0], remedy=remedy)
+    if engine is not None:
+        engine.reads_host = True  # what has landed
+    if road in ("auto", "rdma"):
+        endpoint, why = _open_endpoints(world, must=road == "rdma")
+        if endpoint is not None:
+            _say(world, "RDMA reads", [*missing, why])
+            return RdmaExchange(node_rows, landing, world, endpoint)
+        missing.append(why)
+    _say(world, "collectives of gloo", missing or ["exchange=gloo"])
+    return CollectiveExchange(node_rows, landing, world)
 
 
-def _agree(world: World, mode: Mode) -> tuple[Endpoint | None, str]:
-    """Return this rank's endpoint if all ranks can use RDMA, and why (not)."""
+def _say(world: World, kind: str, reasons: list[str]) -> None:
+    say(f"exchange: {kind} ({'; '.join(reasons)})", quiet=not world.is_first)
+
+
+def _why_no_nccl(world: World, engine: GpuGather | None) -> str | None:
+    """Return why the ranks cannot exchange rows by NCCL, the same on every rank, or None."""
+    gpu = None
+    if engine is not None:
+        gpu = str(torch.cuda.get_device_properties(engine.device).uuid)
+    gpus = world.gather(gpu)
+    if None in gpus:
+        return f"rank {gpus.index(None)} has no GPU that gathers"
+    if len(set(gpus)) < len(gpus):
+        twice = next(each for each in gpus if gpus.count(each) > 1)
+        return f"ranks {', '.join(str(r) for r, g in enumerate(gpus) if g == twice)} share a GPU"
+    if not dist.is_nccl_available():
+        return "this torch has none"
+    if world.size < dist.get_world_size():
+        return "some ranks of the job read no data"
+    return None
+
+
+def _open_endpoints(world: World, *, must: bool) -> tuple[Endpoint | None, str]:
+    """Return this rank's endpoint if all ranks can use RDMA, and why (not); or all if they must."""
     endpoint: Endpoint | None = None
     problem: GearError | None = None
     try:
@@ -92,9 +148,9 @@ def _agree(world: World, mode: Mode) -> tuple[Endpoint | None, str]:
     if endpoint is not None:
         endpoint.close()
     rank, why = missing[0]
-    if mode == "auto":
+    if not must:
         return None, f"no RDMA at rank {rank}: {why}"
-    what, remedy = f"rank {rank} cannot use RDMA: {why}", "use loader.exchange=auto or off"
+    what, remedy = f"rank {rank} cannot use RDMA: {why}", "use loader.exchange=auto"
     raise problem or UnavailableError("EXCHANGE", what, remedy=f"{remedy}, or mend that node")
 
 
@@ -115,6 +171,8 @@ class CollectiveExchange:
     them.  The rows for one reader travel as one run of bytes, column group after column group.  The
     gloo group is the exchange's own, so that a thread may use it while others use the world's.
     """
+
+    in_stream = False
 
     def __init__(
         self, node_rows: NodeRows, landing: tuple[npt.NDArray[np.generic], ...], world: World

@@ -60,6 +60,8 @@ class Memory(NamedTuple):
 class RdmaExchange:
     """An `Exchange` by RDMA reads; `endpoint` belongs to it from now on."""
 
+    in_stream = False
+
     def __init__(
         self,
         node_rows: NodeRows,
@@ -259,7 +261,7 @@ class Endpoint:
         except self.verbs.PyverbsError as error:
             what = f"the RDMA device refuses: {error}"
             remedy = "check `rdma link` and the rights on /dev/infiniband, or set "
-            remedy += "loader.exchange=off"
+            remedy += "loader.exchange=gloo"
             raise UnavailableError("EXCHANGE", what, self.describe(), remedy) from error
 
     def describe(self) -> str:
@@ -308,7 +310,7 @@ class Endpoint:
         except verbs.PyverbsError as error:
             what = f"{memory.nbytes} bytes cannot be registered for RDMA: {error}"
             remedy = "raise the limit of locked memory (`ulimit -l unlimited`), or set "
-            remedy += "loader.exchange=off"
+            remedy += "loader.exchange=gloo"
             raise GearError("MEMORY", what, self.describe(), remedy) from error
         self._regions.append((region, memory))
         return Memory(address, int(region.rkey if remote else region.lkey))
@@ -391,7 +393,7 @@ def find_port(wanted: set[IPv6Address], root: Path = DEVICES) -> Port:
     if devices:
         what = f"none of the RDMA devices {devices} is active on this node's network interface"
     remedy = f"name the interface in {INTERFACE_VARIABLE} (`rdma link` shows them), or set "
-    raise UnavailableError("EXCHANGE", what, remedy=remedy + "loader.exchange=off")
+    raise UnavailableError("EXCHANGE", what, remedy=remedy + "loader.exchange=gloo")
 
 
 def _text(path: Path) -> str:
@@ -418,7 +420,7 @@ def load_verbs() -> Any:
                     names |= {name: int(member.value) for name, member in kind.__members__.items()}
     except ImportError as error:
         remedy = "install the package of your distribution (Debian, Ubuntu: apt install "
-        remedy += "python3-pyverbs; versions 44 to 59), or set loader.exchange=off"
+        remedy += "python3-pyverbs; versions 44 to 59), or set loader.exchange=gloo"
         what = f"pyverbs cannot be loaded: {error}"
         raise UnavailableError("PACKAGE_MISSING", what, remedy=remedy) from error
     finally:  # importing pyverbs configures the root logger of the program

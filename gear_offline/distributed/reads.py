@@ -36,7 +36,11 @@ class NodeRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reads:
-    """The reads of a block of steps by all ranks, the same on every rank; (M,) each."""
+    """The reads of a block of steps by all ranks, the same on every rank; (M,) each.
+
+    Those of a reader land in windows of a table's margin, one behind the other in the order of
+    their owners.
+    """
 
     readers: Int64Array  # the rank that needs the rows
     owners: Int64Array  # a rank of another node that holds them

@@ -125,24 +125,29 @@ class Assigner:
 
     No assignment moves fewer segments between nodes.  The ranks of a node take its segments, and
     those that move, in turn.
+
+    Attributes
+    ----------
+    places
+        (W, B), which of a step's N places are a rank's.
     """
 
     def __init__(self, nodes: Sequence[int], global_batch: int) -> None:
         assert global_batch % len(nodes) == 0, "World.rank_batch refuses other batches"
         by_node = np.argsort(nodes, kind="stable")
         ranks = np.bincount(nodes)  # of each node
-        self._ranks, self._share = len(nodes), global_batch // len(nodes)
-        self._room = ranks * self._share  # (D,) segments of a node
+        share = global_batch // len(nodes)
+        self._room = ranks * share  # (D,) segments of a node
         self._first = np.cumsum(self._room) - self._room
-        # Places of a node lie side by side; which of them are a rank's, (W, B).
+        # Places of a node lie side by side.
         turn = np.concatenate([np.arange(count) for count in ranks])
         places = self._first[np.asarray(nodes)[by_node], None] + turn[:, None]
-        places = places + np.arange(self._share) * np.repeat(ranks, ranks)[:, None]
-        self._places = np.empty_like(places)
-        self._places[by_node] = places
+        places = places + np.arange(share) * np.repeat(ranks, ranks)[:, None]
+        self.places: Int64Array = np.empty_like(places)
+        self.places[by_node] = places
 
     def assign(self, homes: Int64Array) -> tuple[Int64Array, BoolArray]:
-        """Return the slots of each rank, and which of them move, (T, W, B).
+        """Return the slot at each place, and which of them move, (T, N).
 
         `homes`, (T, N), are the nodes that hold the segments.
         """
@@ -159,6 +164,4 @@ class Assigner:
         slots[place[stays]] = order[stays]
         moves = slots < 0
         slots[moves] = order[~stays]  # as many in every step
-        shape, places = (steps, self._ranks, self._share), self._places.reshape(-1)
-        slots, moves = slots.reshape(homes.shape) - count * step, moves.reshape(homes.shape)
-        return slots[:, places].reshape(shape), moves[:, places].reshape(shape)
+        return slots.reshape(homes.shape) - count * step, moves.reshape(homes.shape)

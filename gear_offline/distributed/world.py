@@ -167,8 +167,14 @@ class World:
         """Return `peers` for a collective call of this world's ranks."""
         return nullcontext() if self.size == 1 else peers(doing)
 
-    def wait_for_gpu(self, event: Any) -> None:
-        """Return when the GPU has come to `event`.
+    def wait_for_gpu(
+        self,
+        event: Any,
+        *,
+        doing: str = "the GPU added up gradients",
+        pause: float = POLL_SECONDS,
+    ) -> None:
+        """Return when the GPU has come to `event`, which is asked for at every `pause`.
 
         NCCL's watchdog does not see the collectives of a CUDA graph: a GPU whose peers are gone
         waits in its kernel without end.  After `timeout` seconds the process ends with code 1 and
@@ -181,11 +187,11 @@ class World:
         deadline = time.monotonic() + self.timeout
         while not event.query():
             if time.monotonic() > deadline:
-                doing, waited = "the GPU added up gradients", f"waited {self.timeout:g} s"
+                waited = f"waited {self.timeout:g} s"
                 show_error("RANK_LOST", f"{GONE}, while {doing}: {waited}; {GO_ON}")
                 sys.stderr.flush()
                 os._exit(1)
-            time.sleep(POLL_SECONDS)
+            time.sleep(pause)
 
     def sum_into(self, tensor: Tensor) -> None:
         """Add up a tensor over all ranks, in place, wherever it lies."""

@@ -47,6 +47,7 @@ class Gather(_Part):
 
 class Transfer(_Part):
     allreduce: PositiveFloat
+    gloo: PositiveFloat
     latency: NonNegativeFloat
     nic_share: Annotated[float, Field(gt=0.0, le=1.0)]
 

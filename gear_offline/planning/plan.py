@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from scipy.stats import binom
 
@@ -24,6 +23,7 @@ from gear_offline.loaders.static_batch import AHEAD_BYTES
 from gear_offline.planning.compute import StepCost, step_cost
 from gear_offline.planning.hardware import Cluster, ReadRates
 from gear_offline.planning.workload import Workload
+from gear_offline.progress import Terminal
 from gear_offline.tables.placement import HBM_SHARE, HOST, deal_out
 from gear_offline.training.cost import CONTEXT_BYTES
 from gear_offline.training.gradients import check_micro_batches
@@ -41,6 +41,7 @@ class NodeLayout:
     """Where the rows of the fullest node lie."""
 
     spread: bool  # nodes hold a part each
+    road: str  # of rows between them
     node_shares: list[float]  # (D,) how often each node's shards are drawn from
     shards: dict[str, int]  # by tier
     bytes: dict[str, float]  # by tier
@@ -92,6 +93,7 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
         "model": asdict(cost) | {"tflops_per_second": cost.flops / step["seconds"] / 1e12},
         "placement": {
             "sharding": "shard" if layout.spread else "replicate",
+            "exchange": layout.road if layout.spread else None,
             "shards_of_a_node": layout.shards,
             "bytes_of_a_node": layout.bytes,
             "read_shares": layout.reads,
@@ -131,6 +133,7 @@ def lay_out(recipe: Recipe, workload: Workload, cluster: Cluster, free_bytes: fl
     reads[:2] += own, -own
     return NodeLayout(
         spread=spread,
+        road="nccl" if loader.exchange == "auto" else loader.exchange,
         node_shares=node_shares,
         shards=dict(zip(TIERS, np.bincount(tiers, minlength=4).tolist(), strict=True)),
         bytes=dict(zip(TIERS, nbytes.tolist(), strict=True)),
@@ -147,7 +150,8 @@ def _step(
     share, window = batch // (nodes * gpus), workload.window_bytes
     crossing = crossing_share(layout.node_shares, batch) if layout.spread else 0.0
     network = crossing * batch * window
-    exchange = network / nodes / cluster.node_rate
+    road = cluster.hardware.transfer.gloo * gpus if layout.road == "gloo" else cluster.node_rate
+    exchange = network / nodes / min(road, cluster.node_rate)
     part = min(1.0, gather.host_node / gpus / gather.host.bytes)  # all GPUs read at once
     host = ReadRates(windows=gather.host.windows * part, bytes=gather.host.bytes * part)
     gathering = gather.launch
@@ -159,8 +163,9 @@ def _step(
     averaging = _averaging_seconds(cluster, cost.travelling_bytes)
     exposed = max(averaging * SLOWED, averaging - cost.compute_seconds * HIDDEN_SHARE)
     busy = cost.compute_seconds + exposed
-    behind = max(gathering if ahead else 0.0, exchange, disk)
-    stall = (0.0 if ahead else gathering) + max(0.0, behind - busy)
+    between = exchange if layout.road == "nccl" else 0.0  # steps; other roads run beside them
+    behind = max(gathering if ahead else 0.0, exchange - between, disk)
+    stall = (0.0 if ahead else gathering) + between + max(0.0, behind - busy)
     seconds = busy + stall
     return {
         "seconds": seconds,
@@ -223,7 +228,7 @@ def print_plan(document: Mapping[str, Any]) -> None:
     for part, values in document.items():
         if part != "recipe":
             table.add_row(part, _text(part, values))
-    console = Console()
+    console = Terminal()
     console.print(table)
     console.print(
         "Assumed: all nodes alike, the network's full rate between any two of them, shards on "

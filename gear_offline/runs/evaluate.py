@@ -10,8 +10,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from gear_offline.core.files import check_new_file, write_error
 from gear_offline.core.text import say
 from gear_offline.distributed.world import resolve_device
@@ -26,6 +24,7 @@ from gear_offline.evaluation.play import (
 )
 from gear_offline.evaluation.video import check_video, write_videos
 from gear_offline.models.multitask import tasks_of_config
+from gear_offline.progress import Terminal
 from gear_offline.runs.report import write_report
 from gear_offline.training.records import EvaluationReport
 from gear_offline.training.seeding import torch_threads
@@ -114,7 +113,7 @@ def evaluate(
         if video is not None:
             videos = write_videos(video, report, quiet=quiet)
             say(f"written: {', '.join(map(str, videos))}", quiet=quiet)
-            here = (home or run).resolve()
+            here = (home or (run if run.exists() else Path())).resolve()  # not one of the Hub
             seen = tuple(os.path.relpath(path.resolve(), here) for path in videos)
             report = report.model_copy(update={"videos": seen})
     finally:  # what was played must not be lost
@@ -122,7 +121,7 @@ def evaluate(
             try:
                 report.write(Path(out))
             except OSError as error:
-                report.print(console=Console(stderr=True))
+                report.print(console=Terminal(stderr=True))
                 raise write_error(error, str(out)) from error
         elif home is not None:
             _keep(report, home, run if (run / "checkpoints").is_dir() else home, quiet)

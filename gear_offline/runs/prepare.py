@@ -25,6 +25,7 @@ from gear_offline.core.text import count_text, say, size_text
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.dataset.scores import reference_scores
+from gear_offline.dataset.statistics import distribution
 from gear_offline.distributed.world import World, resolve_device
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.environments import EnvironmentFacts, probe, say_version
@@ -37,6 +38,7 @@ from gear_offline.sources import open_source
 from gear_offline.sources.uri import was_read_from
 from gear_offline.tables.fields import STATES, is_image, standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData
+from gear_offline.tables.table import discounted_returns
 from gear_offline.training.model import ModelSizes, data_sizes
 from gear_offline.training.trained import find_trained
 
@@ -201,15 +203,14 @@ def _resolve_tasks(
 
 
 def _model_task(task: Part, sizes: ModelSizes, *, normalized: bool) -> ModelTask:
-    moments, returns = task.dataset.statistics[STATES], task.dataset.manifest.returns
-    normalized = normalized and not is_image(task.dataset.spec[STATES])
-    return ModelTask(
+    returns = task.dataset.manifest.returns
+    return ModelTask.of(
+        task.dataset,
+        normalize_states=normalized,
         name=task.name,
         state_dim=sizes.state_dim,
         action_dim=sizes.action_dim,
         returns_scale=task.returns_scale,
-        state_mean=tuple(moments.mean.ravel().tolist()) if normalized else None,
-        state_std=tuple(moments.std.ravel().tolist()) if normalized else None,
         return_worst=returns.min,
         return_best=returns.max,
     )
@@ -225,17 +226,14 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         remedy = "give it goals (loader.goals={future: 1.0}), or add a column rewards to the source"
         raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
     sizes, environment = data_sizes(dataset), recipe.evaluate.environment or dataset.environment_id
-    longest, facts = int(dataset.episodes.lengths.max()), None
-    if recipe.evaluate.episodes > 0:
+    longest, plays = int(dataset.episodes.lengths.max()), recipe.evaluate.episodes > 0
+    if plays:
         resolve_device(recipe.evaluate.device, where="evaluate.device")
-        facts = _probe_environment(recipe, dataset, quiet=quiet)
-        environment = environment if facts else None
-        if facts is not None:
-            if sizes.discrete and facts.discrete:  # some actions may never occur in the data
-                sizes = replace(sizes, action_dim=max(sizes.action_dim, facts.action_size))
-            otherwise = ", or set evaluate.episodes=0"
-            check_sizes(facts, sizes, whose="the data", otherwise=otherwise)
-            longest = max(longest, facts.step_limit)
+    facts, sizes = _probe_environment(recipe, dataset, sizes, quiet=quiet)
+    if facts is not None:
+        longest = max(longest, facts.step_limit)
+    elif plays:
+        environment = None
     scores, returns = dataset.reference_scores, dataset.manifest.returns
     known = scores.name if scores is not None and reference_scores(scores.name) else None
     changes: dict[str, Any] = {
@@ -243,17 +241,25 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         "evaluate.reference": recipe.evaluate.reference or known,
     }
     if recipe.evaluate.targets is None and goals:
-        if facts is not None and not facts.tasks:
+        if plays and facts is not None and not facts.tasks:
             what, remedy = "it has no tasks with goals (task_infos)", "use evaluate.episodes=0"
             raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
-        changes["evaluate.targets"] = list(range(1, facts.tasks + 1)) if facts else None
+        changes["evaluate.targets"] = list(range(1, facts.tasks + 1)) if plays and facts else None
     elif recipe.evaluate.targets is None:
+        if recipe.loader.gamma < 1.0:  # as training shows them
+            returns = distribution(discounted_returns(dataset, recipe.loader.gamma))
         alike = isclose(returns.max, returns.mean, rel_tol=1e-9)  # of one and the same return
         changes["evaluate.targets"] = [returns.max] if alike else [returns.max, returns.mean]
+    if dataset.reward_edits is None and not goals and facts is not None:
+        what = "the data's rewards were edited, and how does not follow from those of single steps"
+        say(f"{what}: playing subtracts the environment's own", quiet=quiet)
+    if recipe.loader.gamma < 1.0 and not goals and facts is not None:
+        what = f"loader.gamma is {recipe.loader.gamma:g}: returns that are asked for are discounted"
+        say(f"{what}, those that are achieved are not", quiet=quiet)
     if recipe.train.init is not None:
         start = find_trained(recipe.train.init)
-        changes["loader.returns_scale"] = start.recipe.loader.returns_scale
-        changes["loader.normalize_states"] = start.state_mean is not None
+        changes["loader.returns_scale"] = start.window.returns_scale
+        changes["loader.normalize_states"] = start.window.state_mean is not None
         if recipe.model.max_timestep is None:
             changes["model.max_timestep"] = int(start.model.config.max_ep_len)
     elif recipe.model.max_timestep is None:
@@ -265,27 +271,37 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
     return resolved, sizes
 
 
-def _probe_environment(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> EnvironmentFacts | None:
-    """Return what the environment to evaluate in is like; None, and say so, where there is none.
+def _probe_environment(
+    recipe: Recipe, dataset: Dataset, sizes: ModelSizes, *, quiet: bool
+) -> tuple[EnvironmentFacts | None, ModelSizes]:
+    """Return what the environment to evaluate in is like, and sizes that it has, too.
 
-    One that only the dataset names is made if that imports nothing, and may be missing here.
+    None, and that is said, where there is none: one that only the dataset names is made if that
+    imports nothing, and may be missing here.  So may any where nothing is played.
     """
-    name = recipe.evaluate.environment or dataset.environment_id
+    asked, plays = recipe.evaluate.environment, recipe.evaluate.episodes > 0
+    name, facts, whole = asked or dataset.environment_id, None, sizes
+    without = "no evaluation" if plays else "the data alone tell the model's sizes"
     if name is None:
         names = f"neither the recipe nor {dataset.path} names an environment"
-        say(f"no evaluation: {names}; evaluate.environment=ID would", quiet=quiet)
-        return None
+        say(f"{without}: {names}; evaluate.environment=ID would", quiet=quiet or not plays)
+        return None, sizes
     try:
         facts = probe(name)  # refuses to import a module that only a file names
+        if sizes.discrete and facts.discrete:  # some actions may never occur in the data
+            whole = replace(sizes, action_dim=max(sizes.action_dim, facts.action_size))
+        check_sizes(facts, whole, whose="the data", otherwise=", or set evaluate.episodes=0")
     except (InputError, UnavailableError) as error:
-        if recipe.evaluate.environment is not None:
+        if plays and (asked or facts):
             raise
-        say(f"no evaluation: {error}", quiet=quiet)
-        return None
+        say(f"{without}: {error}", quiet=quiet)
+        return None, sizes
+    if not plays:
+        return facts, whole
     say_version(name, quiet=quiet)
     if dataset.environment_id not in (None, name):
         say(f"evaluation in {name}; the data are of {dataset.environment_id}", quiet=quiet)
-    return facts
+    return facts, whole
 
 
 def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:

@@ -15,18 +15,20 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
 from matplotlib.axes import Axes
 
 from gear_offline import plots
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.files import write_file
 from gear_offline.core.hub import is_there
-from gear_offline.core.text import count_text, printable, short
+from gear_offline.core.text import count_text, markdown, short, told_apart
 from gear_offline.core.types import Float64Array
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
 from gear_offline.training.records import (
     EvaluationReport,
+    Interval,
     MetricsRecord,
     TargetResult,
     TaskResult,
@@ -34,6 +36,8 @@ from gear_offline.training.records import (
     read_lines,
     score_text,
 )
+
+MOST_NAMED = 4  # targets in a title
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,6 @@ def write_report(run: str | Path) -> Path:
     text = render_page(
         Path(__file__).with_name("report.md.j2"),
         interval=_interval,
-        quoted=_quoted,
         name=run.name,
         recipe=recipe,
         metrics=metrics,
@@ -89,15 +92,21 @@ def write_report(run: str | Path) -> Path:
 
 
 def render_page(template: Path, **values: Any) -> str:
-    """Return the page that a template makes of `values`; in HTML they are escaped."""
+    """Return the page that a template makes of `values`; their text is no markup there."""
     environment = Environment(
         loader=FileSystemLoader(template.parent),
-        autoescape=".html" in template.suffixes,
+        autoescape=True,
+        finalize=None if ".html" in template.suffixes else _plain_markdown,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {"short": short, "count": count_text, "score": score_text}
     return environment.get_template(template.name).render(**values)
+
+
+def _plain_markdown(value: Any) -> Any:
+    """Return text as Markdown that shows it; what a macro or the filter `safe` made stays."""
+    return Markup(markdown(value)) if type(value) is str else value
 
 
 def _dataset(recipe: Recipe | None) -> Dataset | None:
@@ -123,18 +132,13 @@ def _section(
         picture = f"plots/asked_vs_achieved{f'-{task}' if task else ''}.png"
         place = f" at step {final.step:,}" if final.step is not None else ""
         name = f"{run.name}{place} in {result.environment}"
-        _plot_asked_vs_achieved(run / picture, result.targets, name, levels)
+        _plot_asked_vs_achieved(run / picture, result, name, levels)
     return _Section(task, result, levels, picture)
 
 
 def _interval(ends: tuple[float | None, float | None]) -> str:
     low, high = ends
     return "" if low is None or high is None else f"{short(low)} to {short(high)}"
-
-
-def _quoted(text: str) -> str:
-    """Return a dataset's text, which others wrote, as code: no markup, nothing that steers."""
-    return "`" + printable(text).replace("`", "'") + "`"
 
 
 # the plots: each one PNG of 1080 x 675 pixels ---------------------------------------------------
@@ -145,7 +149,11 @@ def _plot_learning_curve(
 ) -> None:
     """Draw the training loss by step and, of a run of one task, the returns of evaluations."""
     steps, y = list(losses), np.array(list(losses.values()))
-    points = [(row.step or 0, target) for row in evaluations for target in row.targets]
+    points = [
+        (row.step or 0, target, row.interval(target))
+        for row in evaluations
+        for target in row.targets
+    ]
     figure = plots.new_figure()
     panels = figure.subplots(2 if points else 1, 1, sharex=True, squeeze=False)[:, 0]
     panels[0].plot(steps, y, color=plots.BLUE, linewidth=1.8, marker="o" if y.size == 1 else None)
@@ -154,72 +162,87 @@ def _plot_learning_curve(
         panels[0].set_yscale("log")
     else:
         plots.from_zero(panels[0])
-    title = f"Loss {short(y[0])} to {short(y[-1])} in {count_text(steps[-1], 'step')}"
+    title = f"Loss {short(y[-1])} after {count_text(steps[-1], 'step')}, {short(y[0])} at first"
+    subtitle = f"{path.parents[1].name}: mean loss of the logged steps"
     if points:
         goals = any(row.goals for row in evaluations)
         words = ("task", "success") if goals else ("asked", "mean return")
-        _plot_returns(panels[1], points, *words)
+        left_out = _plot_returns(panels[1], points, *words)
+        subtitle += f"; {left_out} more curves of returns left out" if left_out else ""
         best = max(row.mean_return for row in evaluations if row.mean_return is not None)
         title = f"{title}; best {words[1]} {short(best)}"
     panels[-1].set_xlabel("optimizer step")
     plots.ticks_to(panels[-1], float(steps[-1]))
-    plots.titles(figure, title, f"{path.parents[1].name}: mean loss of the logged steps")
+    plots.titles(figure, title, subtitle)
     figure.align_ylabels(list(panels))
     plots.save_figure(figure, path)
 
 
 def _plot_returns(
-    axes: Axes, points: Sequence[tuple[int, TargetResult]], asked_as: str, named: str
-) -> None:
+    axes: Axes, points: Sequence[tuple[int, TargetResult, Interval]], asked_as: str, named: str
+) -> int:
     """Draw a line a target, and its 95 % interval, through what was played at steps.
 
-    Targets of the same curve, such as tasks that all succeed, share a line.
+    Targets of the same curve, such as tasks that all succeed, share a line.  Return how many
+    curves are left out.
     """
-    curves = defaultdict[tuple[tuple[int, float], ...], list[float]](list)
-    for asked in sorted({t.target for _, t in points}, reverse=True):
-        curves[tuple((n, t.mean_return) for n, t in points if t.target == asked)].append(asked)
-    for index, (curve, same) in enumerate(curves.items()):
-        steps, means = zip(*curve, strict=True)
-        intervals = np.array([t.ci95 for _, t in points if t.target == same[0]], np.float64)
-        colour = plots.SERIES[index % len(plots.SERIES)]
-        label = f"{asked_as} {', '.join(map(short, same))}"
-        plots.draw_mean(axes, steps, means, intervals.T, color=colour, label=label)
+    asked = sorted({target.target for _, target, _ in points}, reverse=True)
+    curves = defaultdict[tuple[tuple[int, float, Interval], ...], list[str]](list)
+    for value, text in zip(asked, told_apart(asked), strict=True):
+        own = tuple((n, t.mean_return, ends) for n, t, ends in points if t.target == value)
+        curves[own].append(text)
+    chosen = plots.spread(len(curves))
+    for index, colour in zip(chosen, plots.SERIES, strict=False):
+        curve, same = list(curves.items())[index]
+        steps, means, intervals = zip(*curve, strict=True)
+        ends = np.array(intervals, np.float64).T
+        label = plots.label(f"{asked_as} {', '.join(same)}")
+        plots.draw_mean(axes, steps, means, ends, color=colour, label=label)
     plots.from_zero(axes)
     plots.dress(axes, y=named)
     plots.thousands(axes.yaxis)
     plots.legend(axes)
+    return len(curves) - len(chosen)
 
 
 def _plot_asked_vs_achieved(
-    path: Path, targets: Sequence[TargetResult], name: str, levels: Mapping[str, float]
+    path: Path, result: TaskResult, name: str, levels: Mapping[str, float]
 ) -> None:
     """Draw achieved over asked returns, with every episode, 95 % intervals and named levels."""
-    targets = sorted(targets, key=lambda target: target.target)
+    targets = sorted(result.targets, key=lambda target: target.target)
     asked, means = np.array([(target.target, target.mean_return) for target in targets]).T
     figure = plots.new_figure()
     axes = figure.add_subplot()
     for target in targets:
         places = np.full(len(target.returns), target.target)
         axes.scatter(places, target.returns, s=11, color=plots.BLUE, alpha=0.25)
-    halves = [0.0 if t.ci95[1] is None else t.ci95[1] - t.mean_return for t in targets]
-    axes.errorbar(asked, means, yerr=halves, color=plots.BLUE, linewidth=2, marker="o", capsize=4)
+    ends = np.array([result.interval(target) for target in targets], np.float64)
+    bars: Any = {"yerr": np.abs(ends.T - means), "capsize": 4} if np.isfinite(ends).all() else {}
+    axes.errorbar(asked, means, color=plots.BLUE, linewidth=2, marker="o", **bars)
     for (label, level), colour in zip(levels.items(), (plots.ORANGE, plots.GREEN), strict=False):
-        axes.axhline(level, color=colour, linewidth=1.5, label=f"{label}\n{short(level)}")
+        axes.axhline(
+            level, color=colour, linewidth=1.5, label=plots.label(f"{label}: {short(level)}")
+        )
     low, high = min(0.0, float(asked.min())), max(0.0, float(asked.max()))
     room = 0.08 * (high - low) or 1.0
-    ends = (low - room if low < 0 else 0.0, high + room)
-    axes.plot(ends, ends, color=plots.GREY, linestyle="--", linewidth=1.2, label="achieved = asked")
-    axes.set_xlim(*ends)
+    line: Any = {"linestyle": "--", "linewidth": 1.2, "label": plots.label("achieved = asked")}
+    corners = (low - room if low < 0 else 0.0, high + room)
+    axes.plot(corners, corners, color=plots.GREY, **line)
+    axes.set_xlim(*corners)
     plots.dress(axes, x="asked return", y="achieved return")
     plots.thousands(axes.xaxis)
     plots.thousands(axes.yaxis)
     plots.legend(axes)
     episodes = count_text(len(targets[0].returns), "episode")
-    finding = f"Asked for {_span(asked)}, it achieves {_span(means)}"
-    plots.titles(figure, finding, f"{name}: mean and 95 % interval of {episodes} each")
+    finding = f"Asked for {_numbers(asked)}, it achieves {_numbers(means)}"
+    what = "mean and 95 % interval" if bars else "mean"
+    plots.titles(figure, finding, f"{name}: {what} of {episodes} each")
     plots.save_figure(figure, path)
 
 
-def _span(values: Float64Array) -> str:
-    first, last = short(float(values[0])), short(float(values[-1]))
-    return first if first == last else f"{first} to {last}"
+def _numbers(values: Float64Array) -> str:
+    """Return each of a few numbers; of more, or of equal ones, lowest and highest."""
+    if 1 < len(values) <= MOST_NAMED:
+        return ", ".join(map(short, values))
+    low, high = short(float(values.min())), short(float(values.max()))
+    return low if low == high else f"{low} to {high}"

@@ -15,12 +15,9 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from rich.console import Console
-
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.core.text import printable
 from gear_offline.errors import InputError, given_path
-from gear_offline.progress import Printed, print_table
+from gear_offline.progress import Printed, Terminal, print_table
 from gear_offline.training.checkpoint import list_checkpoints, no_run
 from gear_offline.training.json_lines import read_records
 from gear_offline.training.records import EvaluationReport, read_lines, score_text
@@ -155,14 +152,14 @@ class Run(os.PathLike[str]):
         saved = [step for step, _ in list_checkpoints(self.path / "checkpoints")]
         return {**asdict(row), "checkpoints": saved, "evaluations": evaluations}
 
-    def print(self, *, console: Console | None = None) -> None:
+    def print(self, *, console: Terminal | None = None) -> None:
         """Print what there is to say, and a line an evaluation."""
-        console, document = console or Console(), self.to_json()
+        console, document = console or Terminal(), self.to_json()
         saved = ", ".join(f"{step:,}" for step in document["checkpoints"])
         facts = {"run": str(self.path), **self.facts(), "checkpoints": saved or "none"}
         facts["age"] = age_text(document["age_seconds"])
         for name, text in facts.items():
-            console.print(f"{name:13}{printable(text)}", markup=False, highlight=False)
+            console.print(f"{name:13}{text}")
         rows = [
             [f"{one['step'] or 0:,}", _number(one["return"]), score_text(one["normalized_score"])]
             for one in document["evaluations"]
@@ -268,7 +265,7 @@ class RunList(Printed):
         """Return what ``--json`` prints."""
         return [asdict(row) for row in self.rows]
 
-    def print(self, *, console: Console | None = None) -> None:
+    def print(self, *, console: Terminal | None = None) -> None:
         """Print a row a run."""
         headings = ["run", "steps", "best", "last", "score", "age", "data"]
         rows = []
@@ -277,10 +274,7 @@ class RunList(Printed):
             cells += [_number(row.best_return), _number(row.last_return)]
             cells += [score_text(row.normalized_score), age_text(row.age_seconds)]
             rows.append([row.name, *cells, row.data])
-        console = console or Console()
-        widest = max(sum(map(len, cells)) for cells in rows)
-        shown = len(headings) - (widest + 2 * len(headings) > console.width)  # names stay whole
-        print_table(console, headings[:shown], [cells[:shown] for cells in rows])
+        print_table(console or Terminal(), headings, rows, names=["data"])
 
 
 def list_runs(folder: str | os.PathLike[str] = "runs") -> RunList:

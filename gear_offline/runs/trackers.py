@@ -21,16 +21,20 @@ from typing import Any, Protocol
 
 from gear_offline.config.sections import TrainSettings
 from gear_offline.core.files import write_file
-from gear_offline.core.text import first_line, say
+from gear_offline.core.text import exact, first_line, say
 from gear_offline.runs.callbacks import Callback
 from gear_offline.runs.checks import check_trackers
 from gear_offline.runs.directory import RunDirectory
 from gear_offline.runs.run import Run, open_run
 from gear_offline.training.json_lines import AppendedFile, read_records
+from gear_offline.training.records import EvaluationReport, MetricsRecord, read_lines
 
 __all__ = ["sync"]
 
-FILES = {"train": "metrics.jsonl", "evaluate": "evaluations.jsonl"}  # kind of a value: its file
+FILES: dict[str, tuple[str, Any]] = {  # kind of a value: its file, and what is a line of it
+    "train": ("metrics.jsonl", MetricsRecord),
+    "evaluate": ("evaluations.jsonl", EvaluationReport),
+}
 
 
 class Tracker(Protocol):
@@ -160,7 +164,8 @@ class Tracking(Callback):
     def open(self, run: Run) -> None:
         """Open the tracker and send what it lacks of the run's files."""
         self._tracker = TRACKERS[self._name](run, self._project)
-        for kind, file in FILES.items():
+        for kind, (file, line) in FILES.items():
+            read_lines(run.path / file, line)  # refuses what is no such line
             for record in read_records(run.path / file):
                 self._show(kind, record["step"], record)
 
@@ -247,8 +252,9 @@ def _values(kind: str, record: Mapping[str, Any]) -> dict[str, float]:
         for prefix, one in (("", record), *((f"{name}/", task) for name, task in tasks.items())):
             for target in one.get("targets", ()):
                 for number in ("return", "normalized_score"):
-                    values[f"{prefix}{number}_{target['target']:g}"] = target.get(number)
-    return {f"{kind}/{name}": value for name, value in values.items() if value is not None}
+                    values[f"{prefix}{number}_{exact(target['target'])}"] = target.get(number)
+    numbers = {n: v for n, v in values.items() if type(v) in (int, float) and abs(v) < float("inf")}
+    return {f"{kind}/{name}": value for name, value in numbers.items()}
 
 
 def _run_id(run: Run) -> str:

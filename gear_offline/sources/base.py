@@ -16,11 +16,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from io import FileIO
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +30,7 @@ import numpy.typing as npt
 
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import FileIdentity, file_identity, open_regular
+from gear_offline.core.text import texts
 from gear_offline.core.types import Array, BoolArray
 from gear_offline.dataset.schema import (
     ColumnSpec,
@@ -162,7 +165,7 @@ class Source(Closing):
 
     def warn(self, *notes: str) -> None:
         """Put warnings behind those that there are."""
-        before = self.info.attributes.get("warnings", ())
+        before = texts(self.info.attributes.get("warnings"))
         self.info = self.info.with_facts(warnings=[*dict.fromkeys([*before, *notes])])
 
     def read(self, column: str, start: int, stop: int) -> Array:
@@ -175,7 +178,10 @@ class Source(Closing):
         while start < stop:
             piece, first = self._pieces[index], int(self._firsts[index])
             end, shift = min(first + piece.steps, stop), piece.first - first
-            rows = piece.read(name, start + shift, end + shift)
+            # Nothing that a library raises of foreign bytes is an error of ours.
+            told = damage_told(self.info.format, self.where) if self.info.files else nullcontext()
+            with told:
+                rows = piece.read(name, start + shift, end + shift)
             fits = rows.size == (end - start) * prod(spec.shape)
             if not fits or not np.can_cast(rows.dtype, spec.dtype):
                 what = f"a step is {rows.dtype} {rows.shape[1:]}, another {spec.dtype} {spec.shape}"
@@ -183,6 +189,11 @@ class Source(Closing):
             parts.append(rows.astype(spec.dtype, copy=False).reshape(end - start, *spec.shape))
             start, index = end, index + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def column(self, name: str) -> Any:
+        """Return a column as what has its ``shape`` and ``read(start, stop)``."""
+        shape = (self.spec.steps, *self.spec[name].shape)
+        return SimpleNamespace(shape=shape, read=partial(self.read, name))
 
     def named(self, stored: str) -> str:
         """Return the column, or group of columns, that the format calls `stored`."""
@@ -235,8 +246,8 @@ def _open(path: Path) -> FileIO:
 
 
 def by_number(path: Path) -> list[tuple[int, int, str]]:
-    """Return a key that sorts ``part_2`` before ``part_10``."""
-    parts = re.split(r"([0-9]+)", path.name)
+    """Return a key that sorts ``part_2`` before ``part_10``, of a file or folders and a file."""
+    parts = re.split(r"([0-9]+)", str(path))
     return [(1, int(p), p) if p.isdigit() and p.isascii() else (0, 0, p) for p in parts]
 
 
@@ -247,16 +258,15 @@ def files_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 @contextmanager
-def damage_told(
-    kind: str, where: Path | str, errors: tuple[type[Exception], ...]
-) -> Iterator[None]:
-    """Turn the `errors` that a library raises of a damaged file into one (``SOURCE_READ``)."""
+def damage_told(kind: str, where: Path | str) -> Iterator[None]:
+    """Turn whatever a library raises of a foreign file into one error (``SOURCE_READ``)."""
     try:
         yield
     except GearError:
         raise
-    except errors as error:
-        what = f"not a readable {kind} file: {' '.join(str(error).split())[:200]}"
+    except Exception as error:
+        said = " ".join(str(error).split())[:200] or type(error).__name__
+        what = f"not a readable {kind} file: {said}"
         remedy = "it is damaged, cut short or of another format: get it again"
         raise InputError("SOURCE_READ", what, str(where), remedy) from error
 

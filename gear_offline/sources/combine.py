@@ -117,6 +117,7 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
         elif fact not in shared:
             what = fact.replace("_", " ")
             notes.append(f"the parts differ in {what}: {', '.join(sorted(map(str, values)))}")
+    edits = [info.attributes.get("reward_edits", []) for info in infos]
     for info in infos:
         left_out = {**info.attributes.get("left_out", {}), **left_out}
     return Source(
@@ -133,6 +134,7 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
                 "parts": len(sources),
                 "part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]],
                 "left_out": left_out,
+                "reward_edits": edits[0] if all(own == edits[0] for own in edits) else [None],
                 "warnings": notes,
             },
             **shared,

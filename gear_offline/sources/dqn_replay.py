@@ -91,7 +91,11 @@ def open_dqn_replay(folder: Path, asked: Asked) -> Source:
             rule="terminals",
             environment_id=f"ALE/{game}-v5" if _GAME.fullmatch(game) else None,
             files=tuple(InputFile.find(path) for path in files_in(folder, (".gz",))),
-            attributes={"padding_rows": int(rows - lengths.sum()), "warnings": notes},
+            attributes={
+                "padding_rows": int(rows - lengths.sum()),
+                "reward_edits": [{"low": -1.0, "high": 1.0}],  # of the game's points
+                "warnings": notes,
+            },
         ),
     )
 

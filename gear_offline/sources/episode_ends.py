@@ -192,11 +192,11 @@ def split_episodes(
 
 
 def judge_ends(
-    flags: Mapping[str, Array], lengths: Int64Array, rule: str | None, *, where: str
+    flags: Mapping[str, Any], lengths: Int64Array, rule: str | None, *, where: str
 ) -> tuple[BoolArray, list[str]]:
     """Return which of the episodes that a format stores apart terminated, and what is not known.
 
-    Of `flags`, (N,) each, the values at the last steps count.
+    Of `flags`, columns as of `split_episodes`, the values at the last steps count.
     """
     last, true = np.cumsum(lengths) - 1, cache(lambda name: _true_rows(flags[name], name, where))
     inside = {} if rule else {name: np.setdiff1d(true(name), last).size for name in flags}

@@ -326,7 +326,7 @@ def _filters(plan: Any, path: Path, name: str) -> tuple[int, ...]:
 
 
 def _told_as_damaged(path: Path) -> AbstractContextManager[None]:
-    return damage_told("HDF5", path, LIBRARY_ERRORS)
+    return damage_told("HDF5", path)
 
 
 def _pread_into(file: int, buffer: memoryview, offset: int) -> None:

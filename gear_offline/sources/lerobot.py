@@ -9,12 +9,12 @@ Shape legend: N steps, E episodes.
 
 from __future__ import annotations
 
+import glob
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Mapping
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ import numpy as np
 from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.errors import package_needed
+from gear_offline.errors import InputError
 from gear_offline.sources.base import (
     READ_BYTES,
     Asked,
@@ -33,51 +33,61 @@ from gear_offline.sources.base import (
     SourceInfo,
     by_number,
     damage_told,
-    files_in,
     kinds_of_rows,
     misfit,
     split_names,
 )
 from gear_offline.sources.combine import observation_vectors
 from gear_offline.sources.flat import NO_REWARDS
-from gear_offline.sources.parquet import ParquetFile, is_numeric, step_rows
+from gear_offline.sources.parquet import Column, ParquetFile, is_numeric, step_rows
+from gear_offline.sources.pictures import image_pixels, video_frames
 
 INFO = Path("meta", "info.json")
 MAX_INFO_BYTES = 64 << 20
-WRONG = (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError)
+# where data and videos lie unless info.json says otherwise, by version
+PATHS = {
+    2: (
+        "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
+        "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
+    ),
+    3: (
+        "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+    ),
+}
+FIELD = re.compile(r"\{(\w+)(?::0?([0-9]{1,2})d?)?\}")
 NAMES = {"actions": "action", "rewards": "next.reward"}
 
 
-class Group(NamedTuple):
-    """A group of rows of a parquet file."""
+class Part(NamedTuple):
+    """A parquet file, its first step of all, and its columns that are being read."""
 
     file: ParquetFile
-    number: int
-    first: int  # of all steps
-    steps: int
+    first: int
+    columns: dict[str, Column]
 
 
 Place = tuple[InputFile, float]  # a video, and where in it an episode begins, in seconds
-Read = Callable[[Group, int, int], Array]  # steps of a group
+Read = Callable[[Part, int, int], Array]  # steps of a file
 
 
 def is_lerobot(path: Path) -> bool:
     """Whether a folder is a dataset of LeRobot's."""
-    return (path / INFO).is_file() and (path / "data").is_dir()
+    return (path / INFO).is_file()
 
 
 def open_lerobot(path: Path, asked: Asked) -> Source:
     """Open a dataset's folder; reads the episode numbers."""
     path, names = path.absolute(), asked.names
     reader = _Reader(path)
-    info, groups, notes = reader.info, reader.groups, list[str]()
+    info, notes = reader.info, list[str]()
     columns, left_out = reader.columns({p for old in names.values() for p in split_names(old)})
 
-    def read(group: Group, name: str, start: int, stop: int) -> Array:
-        with damage_told("LeRobot", group.file.file.path, WRONG):
-            return columns[name](group, start, stop)
+    def read(part: Part, name: str, start: int, stop: int) -> Array:
+        with damage_told("LeRobot", part.file.file.path):
+            return columns[name](part, start, stop)
 
-    first = {name: read(groups[0], name, 0, 1) for name in columns}
+    first = {name: read(reader.parts[0], name, 0, 1) for name in columns}
     kinds: dict[str, Any] = dict(kinds_of_rows(first))
     rewards = names.get("rewards", NAMES["rewards"])
     if rewards not in kinds:
@@ -87,7 +97,7 @@ def open_lerobot(path: Path, asked: Asked) -> Source:
         kinds[rewards] = np.dtype(np.float32), ()
     usual = {new: old for new, old in NAMES.items() if old in kinds}
     return Source(
-        [Piece(read=partial(read, g), first=g.first, steps=g.steps) for g in groups],
+        [Piece(read=partial(read, p), first=p.first, steps=p.file.rows) for p in reader.parts],
         kinds,
         lengths=np.diff(reader.bounds),
         preferred={  # a read of frames looks for a key frame
@@ -100,7 +110,7 @@ def open_lerobot(path: Path, asked: Asked) -> Source:
             uri=path.name,
             format="lerobot",
             rule="episode_index",
-            files=tuple(dict.fromkeys([*(group.file.file for group in groups), *reader.videos])),
+            files=(*(part.file.file for part in reader.parts), *reader.videos),
             attributes={
                 **{key: info.get(key) for key in ("codebase_version", "robot_type", "fps")},
                 "left_out": left_out,
@@ -111,32 +121,32 @@ def open_lerobot(path: Path, asked: Asked) -> Source:
 
 
 class _Reader:
-    """Reads rows of columns; of each column the group of rows that was read last is kept."""
+    """Reads rows of columns, of each column one file at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.videos: list[InputFile] = []
-        self._recent: dict[str, tuple[int, Any]] = {}
-        with damage_told("info.json", path / INFO, WRONG):
+        self._recent: dict[str, Column] = {}
+        with damage_told("info.json", path / INFO):
             self.info: dict[str, Any] = json.loads(read_regular(path / INFO, most=MAX_INFO_BYTES))
             self.version = int(self.info["codebase_version"].removeprefix("v").split(".")[0])
-            self.fps, self.chunk = float(self.info["fps"]), int(self.info.get("chunks_size", 1000))
-            self.dtypes = {n: str(kind["dtype"]) for n, kind in self.info["features"].items()}
+            self.chunk = int(self.info.get("chunks_size", 1000))
+            self.features = dict[str, Mapping[str, Any]](self.info["features"])
+            self.dtypes = {n: str(kind["dtype"]) for n, kind in self.features.items()}
             counts = int(self.info["total_frames"]), int(self.info["total_episodes"])
-        if self.version not in (2, 3):
+        if self.version not in PATHS:
             what = f"a dataset of LeRobot's format {self.info['codebase_version']}"
             raise misfit(what, path, "v2 and v3 are read: convert it with LeRobot")
-        self.groups: list[Group] = []
+        self.parts: list[Part] = []
         self.steps = 0
-        chunks = sorted((p for p in (path / "data").glob("*") if p.is_dir()), key=by_number)
-        for file in (ParquetFile(f) for chunk in chunks for f in files_in(chunk, (".parquet",))):
-            for number, rows in enumerate(file.rows):
-                self.groups += [Group(file, number, self.steps, rows)] if rows else []
-                self.steps += rows
-        numbers = self._whole("episode_index") if self.groups else np.zeros(0, np.int64)
-        self.firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
-        self.bounds: list[int] = [*self.firsts.tolist(), self.steps]
-        self.episodes: list[int] = numbers[self.firsts].tolist()
+        pattern = self._place("data_path", None)
+        files = sorted(path.glob(pattern), key=lambda file: by_number(file.relative_to(path)))
+        for file in map(ParquetFile, files):
+            self.parts += [Part(file, self.steps, {})] if file.rows else []
+            self.steps += file.rows
+        firsts, self.episodes = self._runs()
+        self.firsts = np.array(firsts, np.int64)
+        self.bounds: list[int] = [*firsts, self.steps]
         episodes = len(set(self.episodes))
         if not self.steps or counts != (self.steps, episodes):
             found = f"{count_text(self.steps, 'step')} of {count_text(episodes, 'episode')}"
@@ -144,17 +154,45 @@ class _Reader:
         if episodes < len(self.episodes):
             raise misfit("the steps of an episode do not follow each other", path)
 
+    def _runs(self) -> tuple[list[int], list[int]]:
+        """Return the first steps of runs of one ``episode_index``, and these numbers."""
+        firsts, episodes = list[int](), list[int]()
+        for part in self.parts:
+            for row, values in part.file.batches("episode_index"):
+                numbers = step_rows(values, "episode_index", part.file.file.path).reshape(-1)
+                before = episodes[-1] if episodes else int(numbers[0]) - 1
+                changes = np.flatnonzero(np.diff(numbers, prepend=before))
+                firsts += (changes + part.first + row).tolist()
+                episodes += numbers[changes].tolist()
+        return firsts, episodes
+
+    def _place(self, of: str, values: Mapping[str, int | str] | None) -> str:
+        """Return a path below the dataset by a template of info.json; a pattern without values."""
+        template = self.info.get(of) or PATHS[self.version][of == "video_path"]
+
+        def filled(field: re.Match[str]) -> str:
+            return "*" if values is None else str(values[field[1]]).zfill(int(field[2] or 0))
+
+        with damage_told("info.json", self.path / INFO):
+            text = FIELD.sub(filled, glob.escape(template) if values is None else template)
+        if Path(text).is_absolute() or ".." in Path(text).parts or "{" in text:
+            what, remedy = f"{of} of {text[:200]!r} is not accepted", "name files of the dataset"
+            raise InputError("SOURCE_UNSAFE", what, str(self.path / INFO), remedy)
+        return text
+
     def columns(self, asked: set[str]) -> tuple[dict[str, Read], dict[str, str]]:
         """Return what reads each column, and what is left out: frames that nobody asked for."""
         reads: dict[str, Read] = {}
         left_out: dict[str, str] = {}
-        types = {field.name: field.type for field in self.groups[0].file.schema}
+        types = {field.name: field.type for field in self.parts[0].file.schema}
         for name in [*types, *(n for n, dtype in self.dtypes.items() if dtype == "video")]:
             dtype = self.dtypes.get(name)
             if dtype in ("image", "video") and name not in asked:
                 left_out[name] = f"frames: --columns observations={name},actions decodes them"
+            elif dtype == "video" and "timestamp" not in types:
+                raise misfit(f"no timestamp, which tells the frames of {name}", self.path)
             elif dtype == "video":
-                reads[name] = partial(self._video, self._places(name))
+                reads[name] = partial(self._video, name, self._videos(name))
             elif dtype == "image":
                 reads[name] = partial(self._images, name)
             elif is_numeric(types[name]):
@@ -163,89 +201,70 @@ class _Reader:
                 left_out[name] = f"no numbers ({types[name]})"
         return reads, left_out
 
-    def _whole(self, name: str) -> Array:
-        parts = [self._numbers(name, group, group.first, self.steps) for group in self.groups]
-        return np.concatenate([part.reshape(-1) for part in parts])
+    def _rows(self, name: str, part: Part, start: int, stop: int) -> Any:
+        column = part.columns.setdefault(name, Column(part.file, name))
+        if self._recent.setdefault(name, column) is not column:
+            self._recent[name].close()
+            self._recent[name] = column
+        return column.read(start - part.first, stop - part.first)
 
-    def _numbers(self, name: str, group: Group, start: int, stop: int) -> Array:
-        made = partial(step_rows, name=name, path=group.file.file.path)
-        rows: Array = self._kept(name, group, made)[start - group.first : stop - group.first]
-        return rows
+    def _numbers(self, name: str, part: Part, start: int, stop: int) -> Array:
+        return step_rows(self._rows(name, part, start, stop), name, part.file.file.path)
 
-    def _images(self, name: str, group: Group, start: int, stop: int) -> Array:
-        stored = self._kept(name, group, list)[start - group.first : stop - group.first]
-        return np.stack([_image(image.as_py(), group.file.file.path) for image in stored])
+    def _images(self, name: str, part: Part, start: int, stop: int) -> Array:
+        path, frames = part.file.file.path, list[Array]()
+        for image in self._rows(name, part, start, stop):
+            stored = image.as_py() or {}
+            if not stored.get("bytes"):
+                what = "an image is missing, or a file of its own"
+                raise misfit(what, f"{path}: {name}", "embed images in the parquet files")
+            frames.append(image_pixels(stored["bytes"], path))
+        return self._frames(name, np.stack(frames))
 
-    def _kept(self, name: str, group: Group, make: Callable[[Any], Any]) -> Any:
-        """Return what is made of a group's column; of each column the last one is kept."""
-        if self._recent.get(name, (-1,))[0] != group.first:
-            self._recent[name] = group.first, make(group.file.column(group.number, name))
-        return self._recent[name][1]
-
-    def _video(self, places: dict[int, Place], group: Group, start: int, stop: int) -> Array:
+    def _video(
+        self, name: str, places: dict[int, Place], part: Part, start: int, stop: int
+    ) -> Array:
+        times = self._numbers("timestamp", part, start, stop).reshape(-1).astype(np.float64)
         number = int(np.searchsorted(self.firsts, start, side="right")) - 1
         parts: list[Array] = []
-        while start < stop:
-            file, begin = places[self.episodes[number]]
-            first, end = self.bounds[number], min(stop, self.bounds[number + 1])
-            parts.append(_frames(file, begin, self.fps, start - first, end - first))
-            start, number = end, number + 1
-        return np.concatenate(parts)
+        for episode in range(number, int(np.searchsorted(self.firsts, stop))):
+            (file, begin), bounds = (
+                places[self.episodes[episode]],
+                self.bounds[episode : episode + 2],
+            )
+            first, end = max(bounds[0], start), min(bounds[1], stop)
+            parts.append(video_frames(file, begin + times[first - start : end - start]))
+        return self._frames(name, np.concatenate(parts))
 
-    def _places(self, name: str) -> dict[int, Place]:
-        folder, found = self.path / "videos", dict[int, tuple[Path, float]]()
+    def _frames(self, name: str, frames: Array) -> Array:
+        """Return frames; refuse colours where info.json says that they are depths."""
+        facts = self.features[name]
+        facts = {**facts, **(facts.get("info") or {}), **(facts.get("video_info") or {})}
+        is_depth = facts.get("is_depth_map") or facts.get("video.is_depth_map")
+        if is_depth and frames.shape[-1] != 1:
+            what, remedy = "depths that are stored as colours", "store them as grey of 16 bits"
+            raise misfit(what, f"{self.path}: {name}", remedy)
+        return frames
+
+    def _videos(self, name: str) -> dict[int, Place]:
+        found: dict[int, tuple[str, float]] = {}
         if self.version == 2:
             for number in self.episodes:
-                chunk = folder / f"chunk-{number // self.chunk:03d}"
-                found[number] = chunk / name / f"episode_{number:06d}.mp4", 0.0
+                numbers = {"episode_index": number, "episode_chunk": number // self.chunk}
+                place = self._place("video_path", {"video_key": name, **numbers})
+                found[number] = place, 0.0
         else:
             keys = [f"videos/{name}/{k}" for k in ("chunk_index", "file_index", "from_timestamp")]
             for meta in map(ParquetFile, (self.path / "meta" / "episodes").glob("*/*.parquet")):
-                for group in range(len(meta.rows)):
-                    rows = (meta.column(group, c).to_pylist() for c in ("episode_index", *keys))
-                    for number, chunk, file, begin in zip(*rows, strict=True):
-                        video = f"chunk-{chunk:03d}/file-{file:03d}.mp4"
-                        found[number] = folder / name / video, begin
+                batches = (meta.batches(column) for column in ("episode_index", *keys))
+                for rows in zip(*batches, strict=True):
+                    lists = (values.to_pylist() for _, values in rows)
+                    for number, chunk, file, begin in zip(*lists, strict=True):
+                        values = {"chunk_index": chunk, "file_index": file, "video_key": name}
+                        found[number] = self._place("video_path", values), float(begin)
         if missing := set(self.episodes) - set(found):
             raise misfit(f"no video {name} of episode {min(missing)}", self.path / "meta")
         paths = dict.fromkeys(found[n][0] for n in self.episodes)
-        files = {path: InputFile.find(path) for path in paths}
+        files = {path: InputFile.find(self.path / path) for path in paths}
         self.videos += files.values()
         return {n: (files[found[n][0]], found[n][1]) for n in self.episodes}
-
-
-def _frames(file: InputFile, begin: float, fps: float, first: int, stop: int) -> Array:
-    """Return frames ``[first, stop)`` of an episode that begins at `begin` seconds of a video."""
-    frames: dict[int, Array] = {}
-    for place in (begin + first / fps, 0.0):  # a key frame before it, or else the beginning
-        with file.open() as raw, _opened(raw, file.path) as video:
-            stream = video.streams.video[0]
-            video.seek(int(place / stream.time_base), stream=stream)
-            for frame in video.decode(stream):
-                number = round((frame.time - begin) * fps)
-                if first <= number < stop:
-                    frames[number] = frame.to_ndarray(format="rgb24")
-                if number >= stop - 1:
-                    break
-        if len(frames) == stop - first:
-            return np.stack([frames[number] for number in range(first, stop)])
-    what = f"the video has {len(frames)} of the frames {first} to {stop - 1} of an episode"
-    raise misfit(what, file.path)
-
-
-def _image(stored: Mapping[str, Any] | None, path: Path) -> Array:
-    """Return a frame that parquet holds as a file of PNG or JPEG."""
-    if not stored or not stored.get("bytes"):
-        raise misfit("an image is missing", path)
-    with _opened(BytesIO(stored["bytes"]), path) as image:
-        frame: Array = next(image.decode(video=0)).to_ndarray(format="rgb24")
-        return frame
-
-
-@contextmanager
-def _opened(file: Any, path: Path) -> Iterator[Any]:
-    with package_needed("frames are decoded by PyAV", "lerobot"):
-        import av
-    errors = (av.FFmpegError, OSError, ValueError, TypeError, LookupError, StopIteration)
-    with damage_told("video or image", path, errors), av.open(file) as opened:
-        yield opened

@@ -199,7 +199,7 @@ class _Reader:
 @contextmanager
 def _told(where: Path) -> Iterator[None]:
     """Whatever the package raises of damaged files is one error; its warnings are not shown."""
-    with damage_told("Minari", where, (Exception,)), warnings.catch_warnings():
+    with damage_told("Minari", where), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
@@ -209,7 +209,7 @@ def _read_metadata(data: Path) -> dict[str, Any]:
     if not path.exists():
         what = "the dataset has no metadata.json, as those of Minari before 0.5"
         raise InputError("SOURCE_READ", what, str(data), REMEDY)
-    with damage_told("metadata.json", path, (Exception,)):
+    with damage_told("metadata.json", path):
         metadata = json.loads(read_regular(path, most=MAX_METADATA_BYTES))
         # Without spaces minari would make the environment, whose module a stranger may have named.
         if not all(isinstance(metadata[f"{of}_space"], str) for of in ("observation", "action")):

@@ -84,7 +84,7 @@ class Member:
             self._stream = None
 
     def _told(self) -> AbstractContextManager[None]:
-        return damage_told(self._file.path.suffix, self.where, DAMAGE)
+        return damage_told(self._file.path.suffix, self.where)
 
 
 def open_npz(path: Path, asked: Asked) -> Source:
@@ -117,7 +117,7 @@ def open_npz(path: Path, asked: Asked) -> Source:
 
 def _members(file: InputFile) -> Iterator[tuple[str, Member]]:
     """Yield the arrays of a file."""
-    with damage_told(".npz", file.path, DAMAGE), file.open() as raw:
+    with damage_told(".npz", file.path), file.open() as raw:
         entries = zipfile.ZipFile(raw).infolist()
     for entry in entries:
         name = entry.filename.removesuffix(".npy")

@@ -8,8 +8,7 @@ Shape legend: T steps of an episode, R steps of a group of rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,10 @@ from gear_offline.sources.base import (
 )
 from gear_offline.sources.flat import NO_REWARDS, REQUIRED
 
+BATCH_VALUES, BATCH_ROWS = 1 << 22, 1 << 20  # of a batch; run lengths make billions of few bytes
+MAX_ROW_VALUES = 1 << 27
+MAX_EPISODES = 1 << 24  # of a file; each takes some tens of bytes
+
 
 def open_parquet(path: Path, asked: Asked) -> Source:
     """Open a file of one row an episode; reads how long they are."""
@@ -49,28 +52,37 @@ def open_parquet(path: Path, asked: Asked) -> Source:
             what = f"no column {name!r} of one list an episode"
             raise InputError("COLUMN", what, str(path), remedy)
     stored = list(dict.fromkeys([*needed, *lists]))
-    numbers = [number for number, rows in enumerate(file.rows) if rows]
-    groups = {number: _lengths(file.column(number, needed[0])) for number in numbers}
-    lengths = np.concatenate([np.zeros(0, np.int64), *groups.values()])
+    if file.rows > MAX_EPISODES:
+        raise misfit(f"{file.rows:,} episodes", path, f"give files of at most {MAX_EPISODES:,}")
+    lengths = np.zeros(file.rows, np.int64)
+    for row, values in file.batches(needed[0]):
+        lengths[row : row + len(values)] = counts = _lengths(values)
+        if not counts.all():
+            break
     if not lengths.all() or not lengths.size:
         what = "an episode without steps" if lengths.size else "no episodes"
         raise misfit(what, path, "give a file with one row an episode, which has one step at least")
-    recent: dict[str, tuple[int, Array]] = {}  # of each column the group that was read last
+    bounds = np.cumsum([0, *lengths])
+    steps = int(bounds[-1])
+    columns = {name: Column(file, name) for name in stored}
 
-    def read(group: int, name: str, start: int, stop: int) -> Array:
-        if recent.get(name, (-1,))[0] != group:
-            values = file.column(group, name)
-            if not np.array_equal(_lengths(values), groups[group]):
+    def read(name: str, start: int, stop: int) -> Array:
+        first = int(np.searchsorted(bounds, start, side="right")) - 1
+        last = int(np.searchsorted(bounds, stop))
+        with file.told():
+            values = columns[name].read(first, last)
+            if not np.array_equal(_lengths(values), lengths[first:last]):
                 what = f"its lists are not as long as those of {needed[0]}"
                 raise misfit(what, f"{path}: {name}", "give every column one value a step")
-            recent[name] = group, step_rows(values.flatten(), name, path)
-        return recent[name][1][start:stop]
+            rows = values.flatten()[start - int(bounds[first]) : stop - int(bounds[first])]
+            return step_rows(rows, name, path)
 
-    first = {name: read(numbers[0], name, 0, 1) for name in stored}
+    first = {name: read(name, 0, 1) for name in stored}
+    columns = {name: Column(file, name) for name in stored}  # those before are open
     left_out = {n: f"no list of numbers ({k})" for n, k in types.items() if n not in lists}
     folders = (path.stem, path.parent.name, path.parent.parent.name)  # hopper-medium-v2/train/
     return Source(
-        [Piece(read=partial(read, n), steps=int(steps.sum())) for n, steps in groups.items()],
+        [Piece(read=read, steps=steps)],
         kinds_of_rows(first),
         lengths=lengths,
         info=SourceInfo(
@@ -88,34 +100,77 @@ def open_parquet(path: Path, asked: Asked) -> Source:
 
 
 class ParquetFile:
-    """A file of which columns are read by group of rows."""
+    """A file of which columns are read in batches of rows."""
 
     def __init__(self, path: Path) -> None:
-        self.file = InputFile.find(path)
-        with self._opened() as opened:
-            groups = range(opened.num_row_groups)
-            self.rows = [int(opened.metadata.row_group(number).num_rows) for number in groups]
-            self.schema = opened.schema_arrow
-
-    def column(self, group: int, name: str) -> Any:
-        """Return a column of a group of rows as an Arrow array."""
-        with self._opened() as opened:
-            read = opened.read_row_group(group, columns=[name]).column(name).combine_chunks()
-            return getattr(read, "storage", read)  # of extension types, as datasets.Array2D
-
-    @contextmanager
-    def _opened(self) -> Iterator[Any]:
-        """Open the file; of what pyarrow raises of a damaged one make one error."""
         with package_needed("parquet is read by pyarrow", "parquet"):
-            import pyarrow
             import pyarrow.parquet
-        errors = (pyarrow.ArrowException, OSError, ValueError, KeyError)
-        with (
-            damage_told("parquet", self.file.path, errors),
-            self.file.open() as raw,
-            pyarrow.parquet.ParquetFile(raw) as opened,
-        ):
-            yield opened
+        self.file, self._open = InputFile.find(path), pyarrow.parquet.ParquetFile
+        with self.told(), self.file.open() as raw, self._open(raw) as opened:
+            self.schema, metadata = opened.schema_arrow, opened.metadata
+            groups = [metadata.row_group(n) for n in range(metadata.num_row_groups)]
+            self.firsts = np.cumsum([0, *(group.num_rows for group in groups)])
+            self.rows = int(self.firsts[-1])
+            # of each column the values of a row, before anything is decoded
+            self.widths: dict[str, int] = {}
+            for group in groups if self.rows else ():
+                for part in map(group.column, range(group.num_columns)):
+                    name, values = part.path_in_schema, part.num_values // max(group.num_rows, 1)
+                    self.widths[name] = max(self.widths.get(name, 1), values)
+
+    def told(self) -> AbstractContextManager[None]:
+        """Make one error of whatever pyarrow raises of a damaged file."""
+        return damage_told("parquet", self.file.path)
+
+    def batches(self, name: str, row: int = 0) -> Iterator[tuple[int, Any]]:
+        """Yield a column as Arrow arrays with their first rows, from the group of `row` on."""
+        below = (
+            n for leaf, n in self.widths.items() if leaf == name or leaf.startswith(f"{name}.")
+        )
+        width = max(below, default=1)
+        if width > MAX_ROW_VALUES:
+            what, remedy = f"a row of {width:,} values", "write long episodes as several rows"
+            raise InputError("SOURCE_UNSAFE", what, f"{self.file.path}: {name}", remedy)
+        group = int(np.searchsorted(self.firsts[1:-1], row, side="right"))
+        first, size = int(self.firsts[group]), max(1, min(BATCH_VALUES // width, BATCH_ROWS))
+        numbers = range(group, len(self.firsts) - 1)
+        with self.told(), self.file.open() as raw, self._open(raw) as opened:
+            for batch in opened.iter_batches(size, numbers, [name], use_threads=False):
+                values = batch.column(name)
+                yield first, getattr(values, "storage", values)  # of extension types
+                first += len(values)
+
+
+class Column:
+    """Rows of a column of a file, decoded forwards; a read of earlier ones begins again."""
+
+    def __init__(self, file: ParquetFile, name: str) -> None:
+        self._file, self._name, self.path = file, name, file.file.path
+        self.close()
+
+    def close(self) -> None:
+        """Close the file and drop what was decoded; a read opens it again."""
+        self._batches: Iterator[tuple[int, Any]] = iter(())
+        self._batch: tuple[int, Any] = (self._file.rows, ())
+
+    def read(self, start: int, stop: int) -> Any:
+        """Return rows ``[start, stop)``, at least one, as an Arrow array."""
+        import pyarrow
+
+        if start < self._batch[0]:
+            self._batches = self._file.batches(self._name, start)
+            self._batch = next(self._batches)
+        parts = []
+        while True:
+            first, values = self._batch
+            if start < first + len(values):
+                parts.append(values[max(start - first, 0) : stop - first])
+            if stop <= first + len(values):
+                break
+            self._batch = next(self._batches)
+        if stop == self._file.rows:  # a folder may have thousands of files
+            self.close()
+        return parts[0] if len(parts) == 1 else pyarrow.concat_arrays(parts)
 
 
 def step_rows(values: Any, name: str, path: Path) -> Array:

@@ -13,7 +13,7 @@ from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import is_dataset
 from gear_offline.dataset.scores import dataset_file, dataset_of_file
 from gear_offline.errors import InputError, given_path
-from gear_offline.sources.base import Asked, Source, files_in, misfit
+from gear_offline.sources.base import Asked, Source, damage_told, files_in, misfit
 from gear_offline.sources.combine import dataset_source, join_sources, with_columns
 from gear_offline.sources.d4rl import find_or_download
 from gear_offline.sources.dqn_replay import open_dqn_replay, replay_folder
@@ -126,9 +126,10 @@ def _open(path: Path, asked: Asked) -> Source:
         reader = FILES.get(path.suffix.lower(), _open_hdf5)
     if reader is None:
         return _open_folder(path, asked)
-    source = reader(path, asked)
-    if source.info.format not in FLAT:
-        _judge(source, asked)
+    with damage_told(path.suffix or "dataset", path):
+        source = reader(path, asked)
+        if source.info.format not in FLAT:
+            _judge(source, asked)
     return with_columns(source, asked.names)
 
 
@@ -144,7 +145,7 @@ def _judge(source: Source, asked: Asked) -> None:
     if not (asked.rule or named or source.info.format in JUDGED):
         return
     flags = chosen_flags(source.stored_names, asked.names)
-    rows = {f: source.read(source.named(old), 0, source.spec.steps) for f, old in flags.items()}
+    rows = {flag: source.column(source.named(old)) for flag, old in flags.items()}
     lengths = source.episodes.lengths
     source.terminated, notes = judge_ends(rows, lengths, asked.rule, where=str(source.where))
     source.truncated = ~source.terminated

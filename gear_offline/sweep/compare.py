@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
-
 from gear_offline.config.files import flat
 from gear_offline.core.files import check_new_file, writing
 from gear_offline.core.text import Document
 from gear_offline.errors import InputError
-from gear_offline.progress import Printed
+from gear_offline.progress import Printed, Terminal
 from gear_offline.runs.run import Run, open_run
 from gear_offline.sweep.report import plot_curves
 from gear_offline.sweep.results import Table, TrialResult, make_table, read_result
@@ -38,14 +36,14 @@ class RunComparison(Printed, Document):
     environments: dict[str, tuple[str, ...]]  # names of runs by where they were evaluated
     plot: Path | None  # the picture of the curves, if one was asked for
 
-    def print(self, *, console: Console | None = None) -> None:
+    def print(self, *, console: Terminal | None = None) -> None:
         """Print a row a setting, and which runs' returns may be compared."""
-        console = console or Console()
+        console = console or Terminal()
         self.table.print(console)
         if len(self.environments) > 1:
             console.print("Returns of one environment alone are comparable; they are left out:")
             for environment, names in self.environments.items():
-                console.print(f"  {environment}: {', '.join(names)}", markup=False, highlight=False)
+                console.print(f"  {environment}: {', '.join(names)}")
 
 
 def compare_runs(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.markup import escape
 
 from gear_offline import plots
 from gear_offline.core.files import write_file
-from gear_offline.core.text import count_text, printable
-from gear_offline.progress import Printed
+from gear_offline.core.text import LEAST, count_text, short
+from gear_offline.progress import Printed, Terminal
 from gear_offline.runs.report import render_page
 from gear_offline.sweep.results import (
     INTERVAL,
@@ -29,6 +26,8 @@ from gear_offline.sweep.results import (
     read_result,
 )
 from gear_offline.sweep.trials import SweepDirectory
+
+MOST_DOTTED = 40  # steps at which each seed has a dot
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -67,21 +66,19 @@ class SweepResult(Printed):
         whole = {"path": str(self.path), "recipe": self.recipe, "trials": trials}
         return {**whole, "others": self.others, "table": self.table.to_json()}
 
-    def print(self, *, console: Console | None = None) -> None:
+    def print(self, *, console: Terminal | None = None) -> None:
         """Print a row a setting, the best one first, and what failed."""
-        console = console or Console()
+        console = console or Terminal()
         self.table.print(console, self.remark)
         for one in self.trials:
             if one.status == "failed":
-                error = escape(printable(str(one.error)))
-                console.print(f"{one.trial.name} failed: {error}", highlight=False)
+                console.print(f"{one.trial.name} failed: {one.error}")
 
     def write(self) -> Path:
         """Write ``sweep.md`` and its plots; return its path."""
         plot = plot_curves(self.path / "plots" / "learning_curves.png", self.trials, self.table)
         text = render_page(
             Path(__file__).with_name("sweep.md.j2"),
-            cell=_cell,
             result=self,
             states=[one.status for one in self.trials],
             interval=INTERVAL,
@@ -108,11 +105,6 @@ def read_sweep(path: str | os.PathLike[str]) -> SweepResult:
     )
 
 
-def _cell(text: str) -> str:
-    """Return text of strangers for a Markdown table."""
-    return " ".join(printable(html.escape(text, quote=False)).split()).replace("|", "\\|")
-
-
 def plot_curves(path: Path, trials: Sequence[TrialResult], table: Table) -> Path | None:
     """Draw loss and return of the best settings over steps into `path`; None without any.
 
@@ -130,24 +122,38 @@ def plot_curves(path: Path, trials: Sequence[TrialResult], table: Table) -> Path
         for label, colour in zip(shown, plots.SERIES, strict=False):
             runs = [one.curves[metric] for one in groups[label] if one.status == "complete"]
             steps = sorted(set.intersection(*map(set, runs)))
-            means = [estimate([run[step] for run in runs]) for step in steps]
+            values = np.array([[run[step] for run in runs] for step in steps], np.float64)
+            means = [estimate(row) for row in values]
             mean, half = np.array([[m.mean, m.half] for m in means], np.float64).reshape(-1, 2).T
-            name = plots.shortened(label)
-            plots.draw_mean(axes, steps, mean, [mean - half, mean + half], color=colour, label=name)
+            half[:] = np.nan if len(runs) < LEAST else half
+            style: Any = {"color": colour, "label": plots.label(label)}
+            plots.draw_mean(axes, steps, mean, [mean - half, mean + half], **style)
+            if len(runs) > 1 and 0 < len(steps) <= MOST_DOTTED:
+                places = np.repeat(steps, len(runs))
+                axes.scatter(places, values.reshape(-1), s=11, color=colour, alpha=0.35)
         plots.dress(axes, y=RANKING[metric])
         plots.thousands(axes.yaxis)
     plots.from_zero(panels[0])
     panels[-1].set_xlabel("optimizer step")
+    panels[-1].set_xlim(left=0)
     plots.thousands(panels[-1].xaxis)
     if len(shown) > 1:
         plots.legend(panels[-1])
     figure.align_ylabels(list(panels))
     runs_text = count_text(sum(len(row.seeds) for row in table.rows), "run")
     hidden = f", the best {len(shown)} of {len(table.rows)}" if len(shown) < len(table.rows) else ""
-    what = "mean over seeds, 95 % interval from 3 seeds on"
-    best = table.rows[0]
-    title = f"{RANKING[table.metric].capitalize()} {best.estimates[table.metric]}"
-    if len(table.rows) > 1:
-        title += f" with {best.label}, ranked first"
-    plots.titles(figure, title, f"{runs_text}{hidden}; {what}")
+    what = f"mean over seeds (dots), 95 % interval from {LEAST} seeds on"
+    plots.titles(figure, _finding(table), f"{runs_text}{hidden}; {what}")
     return plots.save_figure(figure, path)
+
+
+def _finding(table: Table) -> str:
+    """Return the best mean and its setting; of few seeds, which rank nothing, the means' range."""
+    known = [row.estimates[table.metric] for row in table.rows if table.metric in row.estimates]
+    what, means = RANKING[table.metric].capitalize(), sorted(one.mean for one in known)
+    if len(known) == 1:
+        return f"{what} {known[0]}"
+    if all(len(one.values) >= LEAST for one in known):
+        return f"{what} {known[0]} with {table.rows[0].label}, ranked first"
+    ends = " to ".join(dict.fromkeys(map(short, (means[0], means[-1]))))
+    return f"{what} {ends} in {count_text(len(known), 'setting')}; too few seeds to rank"

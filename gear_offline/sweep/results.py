@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from rich.console import Console
 
 from gear_offline.core.files import open_regular
 from gear_offline.core.text import Document, short
-from gear_offline.progress import print_table
+from gear_offline.progress import Terminal, print_table
 from gear_offline.runs.run import Run
 from gear_offline.sweep.trials import Trial
 from gear_offline.training.records import (
@@ -101,7 +100,7 @@ class Table(Document):
         """The headings of the metrics that some trial has."""
         return {n: text for n, text in METRICS.items() if any(n in r.estimates for r in self.rows)}
 
-    def print(self, console: Console, remark: str = "") -> None:
+    def print(self, console: Terminal, remark: str = "") -> None:
         """Print a row a setting, and what its intervals are."""
         shown = [name for name in self.headings if name != "best_return"]
         cells = [
@@ -111,7 +110,7 @@ class Table(Document):
         print_table(console, ["setting", "seeds", *(METRICS[name] for name in shown)], cells)
         has_intervals = any("±" in text for row in cells for text in row[2:])
         what = f"± is the {INTERVAL}." if has_intervals else "Intervals are shown from 3 seeds on."
-        console.print(f"{what} {remark}".rstrip(), highlight=False)
+        console.print(f"{what} {remark}".rstrip())
 
 
 def read_result(trial: Trial, path: Path, error: str | None = None) -> TrialResult:

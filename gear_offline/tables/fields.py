@@ -1,13 +1,25 @@
-"""What a batch is made of: its fields, and the columns of a dataset that they come from."""
+"""What a batch is made of: its fields, and the columns of a dataset that they come from.
+
+`Window` says how the numbers of a window follow from those of an environment: the loader writes it,
+and the policy, its folder and its ONNX file read it.
+
+Shape legend: n rows, S state elements.
+"""
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import prod
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import Field as Checked
 
-from gear_offline.core.types import Array
+from gear_offline.config.sections import LARGEST_TARGET
+from gear_offline.core.types import Array, Float32Array, Float64Array
 from gear_offline.dataset.dataset import Dataset
+from gear_offline.dataset.rewards import RewardEdit
 from gear_offline.dataset.schema import ColumnSpec
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import Field
@@ -15,6 +27,78 @@ from gear_offline.kernels.columns import Field
 STATES, ACTIONS, REWARDS = "observations", "actions", "rewards"  # columns of a dataset
 EXTRA = "extras/"  # before the name of a further column, so that no name is taken twice
 STD_FLOOR = 1e-6  # added to the deviation, as the paper's code does
+
+
+Moments = Annotated[tuple[Annotated[float, Checked(strict=True)], ...], Checked(strict=False)]
+
+
+class Scales(BaseModel):
+    """How the numbers of a window are scaled; those of a task are its own."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+    returns_scale: Annotated[float, Checked(gt=0.0)]  # returns-to-go are divided by it
+    state_mean: Moments | None = None  # S numbers each; None: states are not normalised
+    state_std: Moments | None = None
+    # floating states are rounded to it first, as the data hold them; None: they are as given
+    state_dtype: Literal["float16", "float32", "float64"] | None = "float32"
+    # made the data's rewards of the environment's, one after the other
+    reward_edits: Annotated[tuple[RewardEdit, ...], Checked(strict=False)] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        mean, std = self.state_mean, self.state_std
+        if (mean is None) != (std is None) or len(mean or ()) != len(std or ()):
+            raise ValueError("state_mean and state_std belong together")
+        if min(std or (0.0,)) < 0.0:
+            raise ValueError("state_std is negative")
+        return self
+
+    @classmethod
+    def of(cls, dataset: Dataset, *, normalize_states: bool, **more: Any) -> Self:
+        """Return those of a dataset's windows."""
+        states, moments = dataset.spec[STATES], dataset.statistics[STATES]
+        if normalize_states and not is_image(states):
+            more["state_mean"] = tuple(moments.mean.ravel().tolist())
+            more["state_std"] = tuple(moments.std.ravel().tolist())
+        more["state_dtype"] = states.dtype.name if states.dtype.kind == "f" else None
+        return cls(reward_edits=dataset.reward_edits or (), **more)
+
+    @cached_property
+    def moments(self) -> tuple[Float64Array, Float64Array] | None:
+        """(S,) float64 mean and divisor of the states; None: they are not normalised."""
+        if self.state_mean is None or self.state_std is None:
+            return None
+        return np.array(self.state_mean), np.array(self.state_std) + STD_FLOOR
+
+
+class Window(Scales):
+    """What a window holds, besides the columns themselves."""
+
+    context_length: Annotated[int, Checked(ge=1, le=65_536)]  # K
+    gamma: Annotated[float, Checked(ge=0.0, le=1.0)] = 1.0  # discount of returns-to-go
+
+    def states(self, observations: Array) -> Float32Array:
+        """Return (n, S) states of an environment's observations; float64, rounded once."""
+        if self.state_dtype is not None and observations.dtype.kind == "f":
+            observations = observations.astype(self.state_dtype)
+        if self.moments is not None:
+            mean, divisor = self.moments
+            observations = (observations.astype(np.float64) - mean) / divisor
+        return observations.astype(np.float32)
+
+    def returns(self, targets: Float64Array) -> Float32Array:
+        """Return (n,) returns-to-go of what is asked, in the units of the data's rewards."""
+        return (targets / self.returns_scale).astype(np.float32)
+
+    def rest(self, targets: Float64Array, rewards: Float64Array) -> Float64Array:
+        """Return (n,) what is asked at the next step when the environment gave `rewards`.
+
+        With a discount of 0 the same: what is asked is then the next reward.
+        """
+        for edit in self.reward_edits:
+            rewards = edit.apply(rewards)
+        left = (targets - rewards) / self.gamma if self.gamma else targets
+        return np.clip(left, -LARGEST_TARGET, LARGEST_TARGET)
 
 
 def standard_fields(

@@ -31,6 +31,7 @@ import numpy as np
 
 from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, BoolArray, Int64Array
+from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup, Field, final_values
@@ -407,6 +408,15 @@ def shard_returns(part: Part, shard: int, options: TableOptions) -> tuple[Array,
         ends = offsets[first : last + 1]
         returns[steps, 0] = sum_returns(rewards[steps], ends, gamma=options.gamma, scale=scale)
     return rewards, returns
+
+
+def discounted_returns(dataset: Dataset, gamma: float) -> Array:
+    """Return (E,) float32, what the returns-to-go of whole episodes begin with, not scaled."""
+    (part,), options = parts_of(dataset), TableOptions(context_length=1, gamma=gamma)
+    shards = range(len(dataset.first_steps) - 1)
+    returns = [shard_returns(part, shard, options)[1] for shard in shards]
+    firsts: Array = np.concatenate(returns)[dataset.episodes.offsets[:-1], 0]
+    return firsts
 
 
 @contextmanager

@@ -15,12 +15,11 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-import numpy as np
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -28,9 +27,9 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import read_regular, sync_directory, write_error, write_file
 from gear_offline.core.hub import is_hub
 from gear_offline.core.system import versions
-from gear_offline.core.types import Float64Array
 from gear_offline.errors import GearError, InputError, is_out_of_memory
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
+from gear_offline.tables.fields import Window
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +46,7 @@ _STRICT = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=Fal
 
 
 class Normalisation(BaseModel):
-    """What the observations were normalised with, S values each."""
+    """What observations were normalised with, S values each; older checkpoints say it so."""
 
     model_config = _STRICT
     mean: tuple[float, ...]
@@ -64,7 +63,8 @@ class SavedState(BaseModel):
     seconds: Annotated[float, Field(ge=0)]  # wall time of the run so far
     recipe: dict[str, Any]  # every option, resolved
     loader: dict[str, Any]  # `GearLoader.state_dict` after `step` batches
-    normalisation: Normalisation | None
+    normalisation: Normalisation | None = None
+    window: Window | None = None
     versions: dict[str, str] = Field(
         default_factory=lambda: versions("torch", "transformers", "numpy")
     )
@@ -76,11 +76,14 @@ class SavedState(BaseModel):
         return [name for name in self.files if name.startswith(f"{SHARDED}/")]
 
     @property
-    def statistics(self) -> tuple[Float64Array | None, Float64Array | None]:
-        """Mean and standard deviation of the observations, (S,), or None twice."""
-        if self.normalisation is None:
-            return None, None
-        return np.array(self.normalisation.mean), np.array(self.normalisation.std)
+    def shown(self) -> Window:
+        """What windows hold; older checkpoints say it in their recipe and `normalisation`."""
+        if self.window is not None:
+            return self.window
+        own = {name: self.recipe["loader"][name] for name in ("context_length", "returns_scale")}
+        for name, values in self.normalisation or ():
+            own[f"state_{name}"] = values
+        return Window(**own, gamma=self.recipe["loader"]["gamma"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +93,7 @@ class Checkpoint:
     path: Path
     state: SavedState
     recipe: Recipe
-    config: Mapping[str, Any]  # of the model
+    config: bytes  # of the model, JSON
 
     def weights(self) -> dict[str, Tensor]:
         """Return the model's parameters, on the CPU."""
@@ -117,6 +120,17 @@ class Checkpoint:
 
 class UnreadableCheckpoint(InputError):
     """``RUN_DAMAGED`` of one that may be whole: an older one in its place would undo its work."""
+
+
+class RemovedCheckpoint(UnreadableCheckpoint):
+    """``RUN_NOT_FOUND`` of one that was there when the folder was listed, or chosen from it."""
+
+
+def while_removed(read: Callable[[], T]) -> T:
+    """Call `read`, which chooses a checkpoint, again where the run has pruned that meanwhile."""
+    while True:
+        with suppress(RemovedCheckpoint):
+            return read()
 
 
 def prefixed(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
@@ -184,7 +198,7 @@ def read_checkpoint(path: Path, *, training: bool = True) -> Checkpoint:
         for name in wanted:
             if file_facts(path / name) != state.files[name]:
                 raise run_damaged(path, f"{name} does not match its digest")
-        config = json.loads((path / CONFIG).read_bytes())
+        config = read_regular(path / CONFIG, most=MAX_STATE_BYTES)
         recipe = Recipe.parse(state.recipe, where=str(path / STATE))
     return Checkpoint(path=path, state=state, recipe=recipe, config=config)
 
@@ -195,6 +209,8 @@ def read_state(path: Path) -> SavedState:
         try:
             raw = read_regular(path / STATE, most=MAX_STATE_BYTES)
         except (FileNotFoundError, NotADirectoryError) as error:
+            if not path.exists():
+                raise
             what, remedy = "there is no checkpoint", "give a run directory or a checkpoint in it"
             raise InputError("RUN_NOT_FOUND", what, str(path), remedy) from error
         document = json.loads(raw)
@@ -218,6 +234,9 @@ def _reading(path: Path, name: str) -> Iterator[None]:
             raise
         raise run_damaged(path, error.what) from error  # of the recipe
     except FileNotFoundError as error:
+        if not path.exists():
+            what, remedy = "the checkpoint was removed meanwhile", "choose another one"
+            raise RemovedCheckpoint("RUN_NOT_FOUND", what, str(path), remedy) from error
         raise run_damaged(path, f"{Path(str(error.filename)).name} is missing") from error
     except OSError as error:
         if error.errno == errno.EINVAL:
@@ -335,7 +354,8 @@ def newest_checkpoint(
         except InputError as error:
             say(f"passing over {path.name}: {error.what}")
     if checkpoints:
-        what, remedy = "none of the checkpoints is whole", "remove them to begin the run again"
+        what = "none of the checkpoints is whole"
+        remedy = "copy the run again from where it is whole, or train into another directory"
         raise InputError("RUN_DAMAGED", what, where=str(folder), remedy=remedy)
     return None
 

@@ -19,6 +19,7 @@ from gear_offline.core.files import open_regular
 from gear_offline.core.text import finite
 from gear_offline.errors import NO_SPACE, InputError
 
+MOST_STEPS = 1 << 62  # train.steps is below
 FILES = ("metrics.jsonl", "evaluations.jsonl")
 
 
@@ -49,6 +50,8 @@ def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
         try:
             record = json.loads(line)
             record["step"] = int(record["step"])
+            if not 0 <= record["step"] < MOST_STEPS:
+                raise ValueError
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             where = f"{path} line {number}"
             raise _damaged("a line is not a record with a step", where, "that line") from error

@@ -11,11 +11,12 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.types import Array, Float64Array
+from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.distributed.world import World
@@ -26,6 +27,7 @@ from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
 from gear_offline.loaders.from_recipe import loader_options, recipe_sampler
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling.items import Items
+from gear_offline.tables.fields import Window
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import GrowingTable, SharedTables
 from gear_offline.training.cost import Meter, is_compiled
@@ -35,11 +37,10 @@ from gear_offline.training.model import ModelSizes, make_training_model
 from gear_offline.training.optimizer import Optimizer
 from gear_offline.training.parallel import take_over
 from gear_offline.training.seeding import random_states, restore_random
-from gear_offline.training.trained import TrainedModel, find_trained
+from gear_offline.training.trained import find_trained
 from gear_offline.training.window import ReportWindow
 
 SEED_STRIDE = 0x9E3779B97F4A7C15  # between the seeds of two ranks
-Statistics = tuple[Float64Array | None, Float64Array | None]
 
 
 class Learner:
@@ -67,7 +68,7 @@ class Learner:
         self.recipe, self.device = recipe, device
         self.world = world = World() if world is None else world
         start = None if recipe.train.init is None else find_trained(recipe.train.init)
-        self.statistics = _statistics(recipe, dataset, start)
+        self._start = None if start is None else start.window
         weights = None if start is None else start.model.state_dict()
         made = make_training_model(recipe, sizes, device, world, weights)
         self.model, self.working, self.parallel = made.model, made.working, made.parallel
@@ -103,9 +104,9 @@ class Learner:
         sampler = recipe_sampler(recipe, dataset, items=self._items, step=step)
         if sampler.loss_sampler is not None:
             _check_learns(recipe, sampler.name)
-        if recipe.train.init is not None:  # normalised by what it goes on from
+        if self._start is not None:  # normalised by what it goes on from
             assert isinstance(dataset, Dataset), "a start is of one task"
-            dataset = _normalized_by(dataset, *self.statistics)
+            dataset = _normalized_by(dataset, self._start)
         elif tables is not None:
             table = tables.table(dataset, loader_options(recipe, dataset))
         if self.growing is not None and self.world.size == 1:
@@ -387,25 +388,14 @@ def _check_learns(recipe: Recipe, strategy: str) -> None:
         raise InputError("SELECTION", what, "train.skip", "use train.skip=[]")
 
 
-def _statistics(recipe: Recipe, dataset: TableData, start: TrainedModel | None) -> Statistics:
-    """Return mean and deviation, (S,), that states are normalised by, of one task."""
-    if start is not None:
-        return start.state_mean, start.state_std
-    if not recipe.loader.normalize_states or not isinstance(dataset, Dataset):
-        return None, None
-    moments = dataset.statistics["observations"]
-    return moments.mean.ravel(), moments.std.ravel()
-
-
-def _normalized_by(
-    dataset: Dataset, mean: Float64Array | None, std: Float64Array | None
-) -> Dataset:
-    """Return the dataset as if these, (S,), were the moments of its observations."""
-    if mean is None or std is None:
+def _normalized_by(dataset: Dataset, window: Window) -> Dataset:
+    """Return the dataset as if the moments of a window were those of its observations."""
+    if window.state_mean is None:
         return dataset
     own = dataset.statistics["observations"]
-    given = {"mean": mean.reshape(own.mean.shape), "std": std.reshape(own.std.shape)}
-    statistics = {**dataset.statistics, "observations": own.model_copy(update=given)}
+    given = {"mean": window.state_mean, "std": window.state_std}
+    update = {name: np.array(values).reshape(own.mean.shape) for name, values in given.items()}
+    statistics = {**dataset.statistics, "observations": own.model_copy(update=update)}
     return replace(dataset, manifest=dataset.manifest.replaced(statistics=statistics))
 
 

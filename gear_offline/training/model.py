@@ -19,6 +19,7 @@ from gear_offline.models.decision_transformer import (
     build_model,
     trainable_parameters,
 )
+from gear_offline.models.eight_bit import MULTIPLE
 from gear_offline.models.multitask import ModelTask
 from gear_offline.tables.fields import STATES, is_image
 from gear_offline.tables.joint import TableData, data_name, parts_of
@@ -133,7 +134,27 @@ def make_training_model(
         reason = "bfloat16 weights, float32 updates"
     elif half and recipe.train.weights == "bf16":
         reason += "; bfloat16 gradients would add up micro-batches coarsely"
+    if recipe.train.precision == "fp8":
+        obstacle = eight_bit_obstacle(recipe, device, world)
+        for block in working.encoder.h:
+            block.eight_bits = obstacle is None
+        reason += (
+            "; blocks multiply in 8 bits" if obstacle is None else f"; not in 8 bits: {obstacle}"
+        )
     return TrainingModel(model, working, half, autocast, reason, parallel)
+
+
+def eight_bit_obstacle(recipe: Recipe, device: torch.device, world: World) -> str | None:
+    """Return why the products of the recipe's blocks cannot be in 8 bits, as a clause, or None."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return "only GPUs from Hopper (H100) on scale them by rows"
+    if recipe.model.hidden_size % MULTIPLE:
+        return f"model.hidden_size is {recipe.model.hidden_size}, no multiple of {MULTIPLE}"
+    share = recipe.loader.batch_size // world.size // recipe.train.accumulate
+    steps = share * recipe.loader.context_length
+    if steps % MULTIPLE:
+        return f"a pass has {steps} steps, no multiple of {MULTIPLE}"
+    return None
 
 
 def resolve_precision(precision: str, device: torch.device) -> tuple[torch.dtype | None, str]:

@@ -50,11 +50,13 @@ def export_policy(
         `out`.  The graph of a file takes the last L steps of each environment, L at most K, which
         the file's metadata name ``context_length``:
 
-        - ``observations`` (B, L, S) float32 as the environment gives them; of frames
-          (B, L, stack, *frame) uint8, zeros before an episode's first frame
+        - ``observations`` (B, L, S) float32 as the environment gives them, float64 where the
+          data were; of frames (B, L, stack, *frame) uint8, zeros before an episode's first frame
         - ``actions`` (B, L, A) float32, or (B, L) int64 for discrete ones; the last has no effect
-        - ``returns_to_go`` (B, L) float32, still asked at each step, in units of the rewards; of a
-          policy of goals ``goals`` (B, L, S) float32 in their place, alike at each step
+        - ``returns_to_go`` (B, L) float32, still asked at each step, in units of the rewards; that
+          of the next step is (this - reward) / ``gamma`` of the metadata, of rewards as its
+          ``reward_edits`` make them; of a policy of goals ``goals`` (B, L, S), as observations, in
+          their place, alike at each step
         - ``timesteps`` (B, L) int64, step within the episode
 
         and gives ``action``, (B, A) float32 or (B,) int64, of the last step.
@@ -109,6 +111,7 @@ def export_policy(
         what = f"{model.ByteSize() / 2**30:.1f} GiB are more than one ONNX file holds (2 GiB)"
         raise InputError("MODEL", what, str(target), "export a smaller model")
     facts = {"context_length": policy.context_length, "max_timestep": policy.max_timestep}
+    facts |= policy.window.model_dump(mode="json", include={"gamma", "reward_edits"})
     onnx.helper.set_model_props(model, {name: str(value) for name, value in facts.items()})
     with writing(target):
         write_file(target, model.SerializeToString())
@@ -123,6 +126,7 @@ class _ActingModel(nn.Module):
         self.model, self.discrete = policy.model, policy.discrete
         self.asked = "goals" if policy.goals else "returns_to_go"
         self._scale, self._last = policy.returns_scale, policy.max_timestep - 1
+        self._first = _dtype(policy)
         self._statistics = None
         if policy.statistics is not None:
             self._statistics = [torch.from_numpy(values) for values in policy.statistics]
@@ -145,20 +149,30 @@ class _ActingModel(nn.Module):
         return action.argmax(-1) if self.discrete else action
 
     def _normalized(self, states: Tensor) -> Tensor:
-        if self._statistics is None:
+        if not states.is_floating_point():  # frames
             return states
-        mean, scale = self._statistics
-        return ((states.double() - mean) / scale).float()
+        states = states.to(self._first)
+        if self._statistics is not None:
+            mean, scale = self._statistics
+            states = (states.double() - mean) / scale
+        return states.float()
+
+
+def _dtype(policy: Policy) -> torch.dtype:
+    """Return what observations are rounded to first."""
+    dtype: torch.dtype = getattr(torch, policy.window.state_dtype or "float32")
+    return dtype
 
 
 def _example(policy: Policy, length: int) -> tuple[Tensor, ...]:
     """Return inputs of two environments, zeros."""
     shape, states = (2, length), policy.state_dim
-    observations = torch.zeros((*shape, states))
+    kind = torch.float64 if _dtype(policy) == torch.float64 else torch.float32
+    observations = torch.zeros((*shape, states), dtype=kind)
     if policy.frame_shape:
         frames = (*shape, policy.frame_stack, *policy.frame_shape)
         observations = torch.zeros(frames, dtype=torch.uint8)
     numbers = torch.zeros(shape, dtype=torch.int64)
     actions = numbers if policy.discrete else torch.zeros((*shape, policy.action_dim))
-    asked = torch.zeros((*shape, states) if policy.goals else shape)
+    asked = torch.zeros_like(observations) if policy.goals else torch.zeros(shape)
     return observations, actions, asked, numbers.clone()

@@ -17,21 +17,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer
-from rich.console import Console
 
 from gear_offline.core.files import read_regular, write_file
-from gear_offline.core.text import count_text, first_line
+from gear_offline.core.text import LEAST, count_text, first_line, told_apart
 from gear_offline.core.types import Float64Array
 from gear_offline.dataset.scores import ReferenceScores
 from gear_offline.errors import InputError
-from gear_offline.progress import Printed, print_table
+from gear_offline.progress import Printed, Terminal, print_table
 from gear_offline.training.json_lines import read_records
 
 MOST_BYTES = 64 << 20  # of a summary or an evaluation
 BY_REFERENCE, BY_DATA = "reference scores", "returns of its data"
 HEADINGS = ("95 % interval", "std", "score", "length", "n")  # behind what is asked and achieved
 
-LEAST_EPISODES = 5  # of which an interval of the mean is printed: of fewer it says nothing
 CONFIDENCE = "two-sided 95 % Student t interval of the mean over episodes"
 CONFIDENCE_OF_SHARES = "two-sided 95 % interval of the share of episodes (Wilson 1927)"
 
@@ -87,6 +85,7 @@ class TaskResult(_Record):
     """
 
     environment: str = ""
+    environment_options: dict[str, Any] = {}
     mean_return: float | None = Field(
         default=None, validation_alias="return", serialization_alias="return"
     )
@@ -151,19 +150,26 @@ class TaskResult(_Record):
         }
         return target.model_copy(update=facts)
 
-    def print_targets(self, console: Console, heading: str) -> None:
+    def interval(self, target: TargetResult) -> Interval:
+        """Return the interval to show of a target, (None, None) of fewer than five episodes."""
+        return target.ci95 if self.goals or target.episodes >= LEAST else (None, None)
+
+    @property
+    def asked(self) -> list[str]:
+        """The targets as text, in their order."""
+        return told_apart([one.target for one in self.targets])
+
+    def print_targets(self, console: Terminal, heading: str) -> None:
         """Print a table, one row a target."""
-        console.print(f"{heading} in {self.environment}", markup=False, highlight=False)
+        console.print(f"{heading} in {self.environment}")
         digits = 2 if self.goals else 1
         cells = []
-        for one in self.targets:
-            low, high = one.ci95
-            if one.episodes < LEAST_EPISODES and not self.goals:
-                low = None
+        for one, asked in zip(self.targets, self.asked, strict=True):
+            low, high = self.interval(one)
             interval = "-" if low is None else f"{low:,.{digits}f} .. {high:,.{digits}f}"
             cells.append(
                 [
-                    *(f"{one.target:,.6g}", f"{one.mean_return:,.{digits}f}", interval),
+                    *(asked, f"{one.mean_return:,.{digits}f}", interval),
                     "-" if one.std is None else f"{one.std:,.{digits}f}",
                     *(score_text(one.normalized_score), f"{one.length_mean:,.0f}"),
                     str(one.episodes),
@@ -178,7 +184,7 @@ class TaskResult(_Record):
             ends = f"0 is {self.data_worst:,.6g}, 100 is {self.data_best:,.6g}"
             note = f"score on the {BY_DATA}: {ends}"
         if note:
-            console.print(note, style="dim", markup=False, highlight=False)
+            console.print(note, style="dim")
 
 
 class EvaluationReport(Printed, TaskResult):
@@ -221,9 +227,9 @@ class EvaluationReport(Printed, TaskResult):
         """Write `to_json` to `path`, whole or not at all."""
         write_file(path, (json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n").encode())
 
-    def print(self, *, console: Console | None = None) -> None:
+    def print(self, *, console: Terminal | None = None) -> None:
         """Print a table a task, one row a target."""
-        console = console or Console()
+        console = console or Terminal()
         place = f" at step {self.step:,}" if self.step is not None else ""
         heading = f"{self.run or 'policy'}{place}"
         if not self.named:
@@ -242,14 +248,15 @@ class EvaluationReport(Printed, TaskResult):
             text = f"mean score {score_text(self.normalized_score)}"
             parts = [f"{name} {task.mean_return:,.4g}" for name, task in self.named.items()]
             return text, f"{'; '.join(parts)}; {text}"
+        targets = [*zip(self.asked, self.targets, strict=True)]
         if self.goals:
             text = f"success {self.mean_return:.2f}"
-            parts = [f"task {one.target:g} {one.mean_return:.2f}" for one in self.targets]
+            parts = [f"task {name} {t.mean_return:.2f}" for name, t in targets]
             return text, f"{text}: {', '.join(parts)}"
         score = self.normalized_score
         scored = "" if score is None else f", score {score:.1f}"
         text = f"return {self.mean_return:,.4g}{scored}"
-        pairs = "; ".join(f"asked {t.target:,.4g}, got {t.mean_return:,.4g}" for t in self.targets)
+        pairs = "; ".join(f"asked {name}, got {t.mean_return:,.4g}" for name, t in targets)
         if len(self.targets) == 1:
             return text, pairs + scored
         # not "best return": a reader takes that for the best so far

@@ -31,7 +31,6 @@ from gear_offline.training.checkpoint import (
     SHARDED,
     TRAINING_PREFIX,
     Keep,
-    Normalisation,
     SavedState,
     checkpoint_name,
     newest_checkpoint,
@@ -200,14 +199,12 @@ class Saver:
 
 
 def _state(learner: Learner, seconds: float) -> SavedState:
-    moments = zip(("mean", "std"), learner.statistics, strict=True)
-    known = {name: tuple(values.tolist()) for name, values in moments if values is not None}
     return SavedState(
         step=learner.step,
         seconds=seconds,
         recipe=learner.recipe.to_dict(),
         loader=learner.loader.state_dict(),
-        normalisation=Normalisation(**known) if known else None,
+        window=learner.loader.window,
     )
 
 

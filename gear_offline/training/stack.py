@@ -47,6 +47,7 @@ def why_not_stacked(recipe: Recipe, sizes: ModelSizes, *, learns: bool) -> str:
         "blocks are computed twice (train.recompute)": train.recompute,
         "batches are left out (train.skip)": train.skip,
         "steps run on a bfloat16 copy of the weights (train.weights)": train.weights != "fp32",
+        "products are in 8 bits (train.precision)": train.precision == "fp8",
         "windows are padded on the left (loader.padding)": loader.padding != "right",
         "the policy is stochastic (model.policy)": recipe.model.policy == "gaussian",
         "the host draws goals (loader.goals)": loader.goals is not None,

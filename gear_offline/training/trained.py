@@ -8,13 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.hub import PREFIX, fetch, is_hub
-from gear_offline.core.types import Float64Array
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
 from gear_offline.models.decision_transformer import DecisionTransformer
@@ -29,7 +26,13 @@ from gear_offline.models.policy_folder import (
     assemble,
     read_policy,
 )
-from gear_offline.training.checkpoint import Checkpoint, chosen_checkpoint, run_damaged
+from gear_offline.tables.fields import Scales, Window
+from gear_offline.training.checkpoint import (
+    Checkpoint,
+    chosen_checkpoint,
+    run_damaged,
+    while_removed,
+)
 from gear_offline.training.records import EvaluationReport, read_document, read_lines
 
 __all__ = ["TrainedModel", "load_policy"]
@@ -37,24 +40,21 @@ __all__ = ["TrainedModel", "load_policy"]
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model and how its inputs were scaled: what it takes to act."""
+    """A model and what its windows held: what it takes to act."""
 
     model: DecisionTransformer
     recipe: Recipe
-    state_mean: Float64Array | None = None  # (S,) of the training data; None: not normalised
-    state_std: Float64Array | None = None  # (S,) the model saw (state - mean) / (std + 1e-6)
+    window: Window
     facts: PolicyFacts = field(default_factory=PolicyFacts)  # what the recipe does not say of it
     run: Path | None = None  # directory of the run, or of a checkpoint that was copied out of it
 
     def policy(self, task: str | None = None, device: torch.device | str = "cpu") -> Policy:
         """Return what acts in the task, or in the only one; the model is moved to `device`."""
-        model, recipe, scale = self.model, self.recipe, self.recipe.loader.returns_scale
-        mean: npt.ArrayLike | None = self.state_mean
-        std: npt.ArrayLike | None = self.state_std
+        model, recipe, window = self.model, self.recipe, self.window
         if task is not None or tasks_of_config(model.config):
             _, one = find_task(model, task)
-            model, scale = single_task(model, one.name), one.returns_scale
-            mean, std = one.state_mean, one.state_std
+            model, own = single_task(model, one.name), set(Scales.model_fields)
+            window = window.model_copy(update={name: getattr(one, name) for name in own})
             if one.name in (recipe.data.tasks or {}):
                 recipe = recipe.of_task(one.name)
         names = (self.facts.data, recipe.data.source, recipe.data.path)  # none of this machine's
@@ -67,10 +67,7 @@ class TrainedModel:
         }
         return Policy(
             model,
-            state_mean=mean,
-            state_std=std,
-            returns_scale=scale,
-            context_length=recipe.loader.context_length,
+            **{name: getattr(window, name) for name in Window.model_fields},
             device=device,
             facts=self.facts.model_copy(update=facts),
         )
@@ -154,18 +151,17 @@ def find_trained(
         name = f"{PREFIX}{str(path).removeprefix(PREFIX)}"
         path = fetch(name, "model", "RUN_NOT_FOUND", only=(POLICY, CONFIG, MODEL))
     if not (path / POLICY).is_file():
-        return trained_model(chosen_checkpoint(path, checkpoint, say))
+        return while_removed(lambda: trained_model(chosen_checkpoint(path, checkpoint, say)))
     if checkpoint is not None:
         what, remedy = f"{path} is one policy", "leave the choice of a checkpoint out"
         raise InputError("USAGE", what, where="checkpoint", remedy=remedy)
     model, file = read_policy(path)
-    loader = file.model_dump(include={"context_length", "returns_scale", "goals"})
+    loader = file.model_dump(include={"context_length", "returns_scale", "gamma", "goals"})
     evaluate = file.model_dump(include={"environment", "reference"})
     evaluate["targets"] = list(file.targets) or None
     options = {"name": "policy", "loader": loader, "evaluate": evaluate}
     recipe = Recipe.parse(options, where=str(path))
-    mean, std = (None if n is None else np.array(n) for n in (file.state_mean, file.state_std))
-    return TrainedModel(model, recipe, mean, std, file)
+    return TrainedModel(model, recipe, file, file)
 
 
 def _achieved(trained: TrainedModel, task: str | None) -> tuple[Achieved, ...]:
@@ -194,4 +190,4 @@ def trained_model(checkpoint: Checkpoint) -> TrainedModel:
     if run.parent.name == "checkpoints":
         run = run.parent.parent
     facts = PolicyFacts(name=run.name, step=checkpoint.state.step)
-    return TrainedModel(model, checkpoint.recipe, *checkpoint.state.statistics, facts, run)
+    return TrainedModel(model, checkpoint.recipe, checkpoint.state.shown, facts, run)

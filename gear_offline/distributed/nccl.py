@@ -1,0 +1,118 @@
+"""Owners' GPUs push rows: the gather's kernel packs them, one all-to-all of NCCL moves them.
+
+Rows go from where the owner's GPU reads them, its own memory or pinned host memory, into a ring in
+the reader's GPU memory, which is one more memory behind the gather's addresses.  NCCL takes NVLink,
+InfiniBand, RoCE or EFA, whatever there is.  Nothing waits on the host.
+
+Shape legend: W ranks, S rows of a landing window, L windows of the ring, n windows of a block.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gear_offline.distributed.reads import Reads
+from gear_offline.distributed.world import World
+from gear_offline.kernels.columns import Field, GroupAddresses
+from gear_offline.kernels.draws import Segments
+from gear_offline.kernels.gather_gpu import GpuGather
+
+WATCH_SECONDS = 0.01  # between two looks at whether a block has landed
+SPARE_SECONDS = 60.0  # that torch's own watchdog waits longer than `World.wait_for_gpu`
+_GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by torch's default group
+
+
+class NcclExchange:
+    """An `Exchange` whose calls are launches on torch's current stream: a block lands in its order.
+
+    `engine` gathers this rank's batches, from a ring of `windows` times `span` rows, too.
+
+    Two communicators can deadlock: rank 0's GPU runs a collective of one while it has no room for
+    the other's, and rank 1's GPU the other way round.  Here none ever overlap.  The thread that
+    trains posts, between two steps and at the same steps on all ranks, on the stream that those
+    steps begin and end on.  So a block's all-to-all starts when all collectives of the step before
+    are done, and ends before one of the next step starts.
+    """
+
+    in_stream = True
+
+    def __init__(self, engine: GpuGather, world: World, *, span: int, windows: int) -> None:
+        self._world, self._span = world, span
+        ends = np.cumsum(engine.lengths)
+        self._packer = GpuGather(
+            [_stored(each) for each in engine.placed],
+            np.append(0, ends),
+            device=engine.device,
+            context_length=span,
+            rank_batch=1,
+            reads_host=engine.reads_host,
+            keep=engine,
+        )
+        self.ring: tuple[Tensor, ...] = self._packer.allocate((windows,)).buffers  # (L, S, bytes)
+        engine.land_in(self.ring)
+        self._watch = ThreadPoolExecutor(1, thread_name_prefix="gear-watch")
+        with world.guard("opening the exchange"):
+            self._group = _group(world, engine.device)
+            one = torch.zeros(world.size, dtype=torch.uint8, device=engine.device)
+            dist.all_to_all_single(one.clone(), one, group=self._group)  # all connect
+
+    def post(self, block: int, reads: Reads) -> None:
+        if not len(reads):
+            return
+        rank, size = self._world.rank, self._world.size
+        own, served = reads.made_by(rank), reads.served_by(rank)
+        begin, more = divmod(int(own.rows[0]) if len(own) else 0, self._span)
+        in_turn = (begin + np.arange(len(own))) * self._span
+        assert not more and np.array_equal(own.rows, in_turn), "windows lie in the owners' order"
+        segments = Segments(
+            episodes=served.episodes,
+            starts=served.starts,
+            probability=np.zeros(len(served)),
+            lengths=served.steps,
+        )
+        received, sent = (
+            np.bincount(ranks, minlength=size).tolist() for ranks in (own.owners, served.readers)
+        )
+        packed = self._packer.gather(segments).buffers
+        with self._world.guard(f"posting the rows of block {block}"):
+            for rows, ring in zip(packed, self.ring, strict=True):
+                landed = ring[begin : begin + len(own)]
+                dist.all_to_all_single(landed, rows, received, sent, group=self._group)
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._packer.device))
+        doing = f"the rows of block {block} travelled"
+        self._watch.submit(self._world.wait_for_gpu, event, doing=doing, pause=WATCH_SECONDS)
+
+    def wait(self, block: int) -> None:
+        """Do nothing: what is launched next on the stream runs when the block has landed."""
+
+    def close(self) -> None:
+        self._watch.shutdown(cancel_futures=True)  # the group ends with torch's
+
+
+def _stored(placed: GroupAddresses) -> GroupAddresses:
+    """Return addresses of a group's rows as bytes, as they are stored."""
+    group = placed.group
+    rows = np.empty((0, group.row_bytes), np.uint8)
+    field = Field(name="rows", dtype=rows.dtype, shape=(group.row_bytes,))
+    return replace(placed, group=replace(group, fields=(field,), rows=rows))
+
+
+def _group(world: World, device: torch.device) -> Any:
+    """Return the communicator of all exchanges, which is made once: each holds GPU memory."""
+    default = dist.group.WORLD
+    if default not in _GROUPS:
+        _GROUPS[default] = dist.new_group(
+            backend="nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=world.timeout + SPARE_SECONDS),
+        )
+    return _GROUPS[default]

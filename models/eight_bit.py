@@ -1,0 +1,108 @@
+"""A linear map whose three products are of 8-bit numbers, on GPUs that have them.
+
+Each row of an operand is divided by a power of two and rounded to float8 e4m3 (4 bits of precision,
+largest number 448); ``torch._scaled_mm`` sums the products in float32.  Powers of two let the
+backward pass move 8-bit numbers to another scale without a second rounding, so rows and gradients
+are quantised once: the sum over rows that gives the weights' gradients cannot take the rows' scales
+out, so those of both operands go into one of them.  The forward pass keeps its rows in 8 bits.
+
+Shape legend: M rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EIGHT_BITS = torch.float8_e4m3fn
+LARGEST = 448.0  # of its numbers
+SMALLEST = 1e-15  # of a row's largest number: the product of two scales is a float32 too
+MULTIPLE = 16  # of each size of a product
+
+
+def eight_bit_linear(rows: Tensor, weight: Tensor, bias: Tensor, kind: torch.dtype) -> Tensor:
+    """Apply ``rows @ weight + bias`` with 8-bit products, forward and backward.
+
+    Parameters
+    ----------
+    rows
+        (..., I) floating.
+    weight
+        (I, O) floating, as GPT-2's maps store it.  M, I and O are multiples of `MULTIPLE`.
+    bias
+        (O,) floating.
+    kind
+        16-bit type of the result.
+
+    Returns
+    -------
+    Tensor
+        (..., O), dtype `kind`.
+    """
+    function: Any = _EightBitLinear.apply
+    product: Tensor = function(rows.flatten(0, -2), weight, bias, kind)
+    return product.view(*rows.shape[:-1], -1)
+
+
+class _EightBitLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor, kind: torch.dtype) -> Tensor:
+        narrow, scale = quantize(rows)
+        ctx.save_for_backward(narrow, scale, weight)
+        ctx.rows_kind, ctx.bias_kind = rows.dtype, bias.dtype
+        by_output, scales = quantize(weight.t())  # (O, I)
+        return _product(narrow, by_output, scale, scales.t(), kind, bias.to(kind))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        narrow, scale, weight = ctx.saved_tensors
+        kind = gradient.dtype
+        back, back_scale = quantize(gradient)  # (M, O)
+        by_input, scales = quantize(weight)  # (I, O)
+        rows = _product(back, by_input, back_scale, scales.t(), kind)
+        both = scale * back_scale
+        largest = both.max()
+        shifted = (back.float() * (both / largest)).to(EIGHT_BITS)
+        turned = shifted.t().contiguous()  # (O, M)
+        ones = torch.ones_like(largest)
+        weights = _product(narrow.t().contiguous(), turned, ones, largest, kind)
+        biases = gradient.sum(0, dtype=torch.float32)
+        return rows.to(ctx.rows_kind), weights.to(weight.dtype), biases.to(ctx.bias_kind), None
+
+
+def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale each row by a power of two and round it to 8 bits.
+
+    Returns the numbers, (A, B) float8, and the scales that give `values` back, (A, 1) float32.
+    """
+    largest = values.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST)
+    scale = torch.exp2(torch.ceil(torch.log2(largest / LARGEST)))
+    return (values * (1.0 / scale)).to(EIGHT_BITS).contiguous(), scale
+
+
+def _product(
+    left: Tensor,
+    right: Tensor,
+    left_scale: Tensor,
+    right_scale: Tensor,
+    kind: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Multiply (A, C) by the transpose of (B, C): (A, B).
+
+    Scales are (A, 1) and (1, B), or scalars.
+    """
+    if left.device.type != "cuda":  # the definition, for tests
+        product = left.float() @ right.float().t() * (left_scale * right_scale)
+        return (product if bias is None else product + bias.float()).to(kind)
+    return torch._scaled_mm(
+        left,
+        right.t(),
+        scale_a=left_scale,
+        scale_b=right_scale,
+        bias=bias,
+        out_dtype=kind,
+        use_fast_accum=True,
+    )

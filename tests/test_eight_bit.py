@@ -1,0 +1,75 @@
+"""8-bit products: what they round, and that they are the products of what was rounded."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gear_offline.models.eight_bit import eight_bit_linear, quantize
+from tests.gpu_support import ON_GPU
+
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
+
+
+def sample(seed: int, rows: int, inputs: int, outputs: int) -> list[Tensor]:
+    """Rows, weight, bias and the gradient of the result; rows differ in size by 2^16."""
+    draws = torch.Generator().manual_seed(seed)
+    shapes = ((rows, inputs), (inputs, outputs), (outputs,), (rows, outputs))
+    values, weight, bias, gradient = (torch.randn(shape, generator=draws) for shape in shapes)
+    sizes = 2.0 ** torch.randint(-8, 8, (rows, 1), generator=draws)
+    return [values * sizes, weight / inputs**0.5, bias, gradient * sizes.roll(1, 0)]
+
+
+def rounded(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Round to 4 bits of precision, with exponents as far down as a row of float8 reaches."""
+    largest = np.abs(values).max(-1, keepdims=True)
+    scale = 2.0 ** np.ceil(np.log2(largest / 448.0))
+    exponent = np.floor(np.log2(np.maximum(np.abs(values / scale), 2.0**-6)))
+    unit = 2.0 ** (exponent - 3)
+    return np.asarray(np.round(values / scale / unit) * unit * scale)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 99), rows=st.integers(1, 40), width=st.integers(1, 40))
+def test_rows_are_rounded_to_four_bits(seed: int, rows: int, width: int) -> None:
+    values = sample(seed, rows, width, 1)[0]
+    narrow, scale = quantize(values)
+    expected = rounded(values.double().numpy())
+    np.testing.assert_array_equal((narrow.double() * scale.double()).numpy(), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_products_are_those_of_the_rounded_numbers(device: str) -> None:
+    leaves: Any = [tensor.to(device).requires_grad_() for tensor in sample(0, 64, 48, 32)[:3]]
+    above = sample(0, 64, 48, 32)[3].to(device).bfloat16()
+    result = eight_bit_linear(leaves[0], leaves[1], leaves[2], torch.bfloat16)
+    gradients = torch.autograd.grad(result, leaves, above)
+    rows, weight, bias = (leaf.detach().cpu().double().numpy() for leaf in leaves)
+    back = above.cpu().double().numpy()
+    narrow, turned = rounded(rows), rounded(back)
+    expected = [
+        narrow @ rounded(weight.T).T + bias,
+        turned @ rounded(weight).T,
+        narrow.T @ turned,
+        back.sum(0),
+    ]
+    for tensor, values in zip((result, *gradients), expected, strict=True):
+        size = np.abs(values).max(-1, keepdims=True)
+        error = np.abs(tensor.detach().cpu().double().numpy() - values)
+        assert (error < size / 64).all()
+
+
+def test_rows_of_zeros_and_infinite_gradients() -> None:
+    rows, weight, bias, above = (tensor.requires_grad_() for tensor in sample(1, 16, 16, 16))
+    blank = torch.zeros_like(rows, requires_grad=True)
+    result = eight_bit_linear(blank, weight, bias, torch.float32)
+    torch.testing.assert_close(result, bias.expand_as(result))
+    for gradient in torch.autograd.grad(result, (blank, weight, bias), torch.zeros_like(above)):
+        assert not gradient.any()
+    result = eight_bit_linear(rows, weight, bias, torch.float32)
+    above = torch.full_like(above, torch.inf)
+    assert not torch.autograd.grad(result, weight, above)[0].isfinite().any()
