@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from gear_offline.collect.record import Player, episode_plan
 from gear_offline.convert.append import Appender
 from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, given_path
 from gear_offline.evaluation.environments import (
     Known,
     import_module_of,
@@ -50,7 +51,7 @@ class ActReport(Document):
 
 
 def act(
-    run: str | Path,
+    run: str | os.PathLike[str],
     *,
     environment: str | None = None,
     actors: int = 1,
@@ -93,7 +94,7 @@ def act(
     GearError
         ``WORKER_LOST``, ``OUTPUT_WRITE``.
     """
-    path = Path(run)
+    path = given_path(run, "RUN_NOT_FOUND", where="run")
     if actors < 1 or (episodes is not None and episodes < 1) or not (action_noise or 0.0) >= 0.0:
         what = f"got actors={actors}, episodes={episodes}, action_noise={action_noise}"
         raise InputError("USAGE", what, remedy="give at least one actor and episode, no negatives")
