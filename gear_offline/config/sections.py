@@ -328,8 +328,8 @@ class ModelSettings(Section):
     """Probability of dropout, in residuals, embeddings and attention."""
     max_timestep: Positive | None = 1000
     """Longest episode the model can place; null: the longest of the data and the environment."""
-    action_tanh: bool = True
-    """Squash predicted actions into [-1, 1]; false where the actions go beyond."""
+    action_tanh: bool | Literal["auto"] = True
+    """Squash predicted actions into [-1, 1]; auto: where the data lie in it."""
     policy: Literal["deterministic", "gaussian"] = "deterministic"
     """gaussian: a stochastic one that explores, as of the Online Decision Transformer."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
