@@ -54,7 +54,7 @@ from gear_offline.errors import InputError, check_environment_id, given_path
 from gear_offline.progress import Progress
 from gear_offline.sources import open_source
 from gear_offline.sources.base import InputFile, Source
-from gear_offline.sources.combine import pick_episodes, with_columns
+from gear_offline.sources.combine import frames_turned, pick_episodes, with_columns
 from gear_offline.sources.edit import EpisodeFunction, edit_source, find_function, keep_episodes
 
 SHARD_BYTES = 256 << 20
@@ -172,7 +172,7 @@ def convert(
     given_scores = None if reference is None else known_scores(reference)
     with ExitStack() as stack:
         if isinstance(source, Source):
-            source = with_columns(source, names)
+            source = frames_turned(with_columns(source, names))
         else:
             source = stack.enter_context(open_source(source, rule=rule, names=names))
         whole = source
