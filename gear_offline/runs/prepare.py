@@ -193,15 +193,15 @@ def settle(recipe: Recipe, run: Path, device: torch.device, *, start: Path | Non
     before = recipe_before(run, start)
     recipe = recipe if before is None else going_on(recipe, before[0])
     train = recipe.train
-    half, _ = resolve_precision(train.precision, device)
-    return recipe.replace(
-        {
-            "optimizer.warmup_steps": recipe.optimizer.warmup(train.steps),
-            "train.compile": "on" if is_compiled(train) else "off",
-            "train.precision": "fp32" if half is None else "bf16",
-            "train.threads": train.threads or cpu_threads(recipe),
-        }
-    )
+    changes = {
+        "optimizer.warmup_steps": recipe.optimizer.warmup(train.steps),
+        "train.compile": "on" if is_compiled(train) else "off",
+        "train.threads": train.threads or cpu_threads(recipe),
+    }
+    if train.precision == "auto":
+        half, _ = resolve_precision("auto", device)
+        changes["train.precision"] = "fp32" if half is None else "bf16"
+    return recipe.replace(changes)
 
 
 def resolve(
