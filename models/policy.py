@@ -370,7 +370,7 @@ class Policy:
         if actions is not None:
             rows = torch.from_numpy(chosen).to(self.device)
             last = torch.from_numpy(np.minimum(self._steps[chosen], self.context_length) - 1)
-            done = torch.from_numpy(np.asarray(actions)).to(self._windows[1])
+            done = torch.from_numpy(np.ascontiguousarray(actions)).to(self._windows[1])
             self._windows[1][rows, last.to(self.device)] = done
         if not self.goals:
             self._targets[chosen] = self.window.rest(self._targets[chosen], given)

@@ -292,7 +292,7 @@ class LoaderSettings(Section):
     padding: Literal["right", "left"] = "right"
     """Side on which segments shorter than K are filled up."""
     gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
-    """Discount of the returns-to-go."""
+    """Discount of the returns-to-go, and of what is asked while playing."""
     returns_scale: PositiveFloat = 1000.0
     """Returns-to-go are divided by this, in training and in evaluation."""
     normalize_states: bool = True
@@ -431,7 +431,7 @@ class EvaluateSettings(Section):
     reference: Text | None = None
     """D4RL name whose scores normalise returns; null (also by another environment): the data's."""
     targets: Targets = None
-    """Returns to ask for; null: the best and the mean of the data.  Of goals: numbers of tasks."""
+    """Returns as the data count them; null: their best and mean.  Of goals: numbers of tasks."""
     episodes: Count = 100
     """Episodes for each target; 0: no evaluation while training."""
     environments: Positive = 20
