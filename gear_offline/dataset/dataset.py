@@ -335,7 +335,7 @@ class Dataset:
     def open_shard(self, shard: int) -> int:
         """Return a descriptor of a shard's file, with the content that it had at first.
 
-        Another identity alone, as after chmod, touch or a backup by links, is no other content.
+        A chmod, touch, backup by links or equal copy makes no other content.
         """
         record = self.manifest.shards[shard]
         with open(open_member(self.path / record.name, size=record.bytes), "rb") as file:

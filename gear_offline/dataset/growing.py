@@ -83,7 +83,7 @@ class GrowingDataset(Closing):
         *,
         admits: bool = True,
         check: Callable[[Dataset], None] = lambda piece: None,
-        check_whole: Callable[[Dataset], None] = lambda dataset: None,
+        check_whole: Callable[[Dataset], object] = lambda dataset: None,
         quiet: bool = False,
     ) -> None:
         if not isinstance(path, Dataset):
