@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Literal, Never, NoReturn, Self
 
 import torch
@@ -22,7 +21,7 @@ from gear_offline.config.sections import GoalSettings, Mode, Placement, Road, Sh
 from gear_offline.core.closing import Closing
 from gear_offline.core.text import plain
 from gear_offline.core.types import Int64Array
-from gear_offline.dataset.dataset import open_dataset
+from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import World, resolve_device
 from gear_offline.errors import InputError
 from gear_offline.kernels.draws import Segments
@@ -147,7 +146,7 @@ class GearLoader(Closing, Iterator[Batch]):
 
     def __init__(
         self,
-        dataset: TableData | str | Path,
+        dataset: TableData | str | os.PathLike[str],
         batch_size: int = 64,
         *positional: Never,
         context_length: int = 20,
@@ -181,7 +180,7 @@ class GearLoader(Closing, Iterator[Batch]):
         self.batch_size, self.context_length = options.batch_size, options.context_length
         self.padding = options.padding
         self.world = find_world(world, self.batch_size)
-        if isinstance(dataset, (str, Path)):
+        if not isinstance(dataset, (Dataset, JointDataset)):
             dataset = open_dataset(dataset, verify=False)  # what is loaded is compared
         self.dataset = dataset
         self.selection = choose_sampler(selection, dataset, self.context_length, padding)

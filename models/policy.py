@@ -7,6 +7,7 @@ Shape legend: E environments, K steps of context, S state elements, A action ele
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 from math import prod
@@ -158,7 +159,7 @@ class Policy:
         """(S,) float64 mean and scale: ``(state - mean) / scale`` is seen; None: raw states."""
         return self.window.moments
 
-    def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
+    def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Write a folder that acts by itself, which `gear_offline.load_policy` reads; return it.
 
         In it are ``config.json`` and ``model.safetensors``, which plain transformers reads,

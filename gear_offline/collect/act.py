@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +13,14 @@ from gear_offline.collect.record import Player, episode_plan
 from gear_offline.convert.append import Appender
 from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
-from gear_offline.errors import InputError
-from gear_offline.evaluation.environments import Known, known_of, probe, say_version
+from gear_offline.errors import InputError, given_path
+from gear_offline.evaluation.environments import (
+    Known,
+    import_module_of,
+    known_of,
+    probe,
+    say_version,
+)
 from gear_offline.models.policy import Policy
 from gear_offline.progress import Progress
 from gear_offline.training.checkpoint import (
@@ -44,7 +51,7 @@ class ActReport(Document):
 
 
 def act(
-    run: str | Path,
+    run: str | os.PathLike[str],
     *,
     environment: str | None = None,
     actors: int = 1,
@@ -87,7 +94,7 @@ def act(
     GearError
         ``WORKER_LOST``, ``OUTPUT_WRITE``.
     """
-    path = Path(run)
+    path = given_path(run, "RUN_NOT_FOUND", where="run")
     if actors < 1 or (episodes is not None and episodes < 1) or not (action_noise or 0.0) >= 0.0:
         what = f"got actors={actors}, episodes={episodes}, action_noise={action_noise}"
         raise InputError("USAGE", what, remedy="give at least one actor and episode, no negatives")
@@ -100,6 +107,8 @@ def act(
     if name is None or (target is None and targets is None):
         what = "the run names no environment to play in, or no return to ask for"
         raise InputError("ENVIRONMENT", what, str(path), "give --environment and --target")
+    if environment is not None:
+        import_module_of(environment)
     probe(name)
     if (known := known_of(name)) is None:
         what, remedy = "only this process knows the environment", "register it with an entry point"
@@ -110,7 +119,7 @@ def act(
     if action_noise is None:
         action_noise = 0.0 if recipe.model.policy == "gaussian" else 0.1
     base = time.time_ns() if seed is None else seed
-    shared = path, Path(recipe.data.path), name, known, target, action_noise, time.time()
+    shared = path, Path(recipe.data.path), known, target, action_noise, time.time()
     jobs = [
         (*shared, (base, number), episodes and (episodes + actors - 1 - number) // actors)
         for number in range(min(actors, episodes or actors))
@@ -171,7 +180,6 @@ def play_in_worker(
     caller: Caller,
     run: Path,
     data: Path,
-    environment: str,
     known: Known,
     target: float,
     noise: float,
@@ -180,10 +188,9 @@ def play_in_worker(
     episodes: int | None,
 ) -> None:
     """Play episodes until there are enough, or the run has ended; send each one's facts."""
-    known.learn()
     appender, policy, step, played = Appender(data), None, -1, 0
     summary = run / "summary.json"
-    with Player(environment) as player:
+    with Player(known.make()) as player:
         while episodes is None or played < episodes:
             is_over = summary.is_file() and summary.stat().st_mtime > began
             if episodes is None and is_over:

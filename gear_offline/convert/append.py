@@ -17,7 +17,7 @@ from gear_offline.dataset.growing import INCOMING, MAX_PIECE_BYTES, piece_return
 from gear_offline.dataset.manifest import Manifest
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex
 from gear_offline.dataset.shard import EPISODE_COLUMNS, digest, encode_header, plan_tensors
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, given_path
 from gear_offline.sources.arrays import Episode, read_episodes
 from gear_offline.sources.episode_ends import FLAGS, TERMINAL_FLAGS, TIME_FLAGS
 
@@ -55,8 +55,9 @@ class Appender:
     'incoming'
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self._manifest, self._folder = Manifest.read(path), Path(path) / INCOMING
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._manifest = Manifest.read(path)
+        self._folder = given_path(path, "DATASET_NOT_FOUND", where="path") / INCOMING
 
     def append(self, episodes: Iterable[Mapping[str, Any]]) -> Path:
         """Append `episodes`, as `gear_offline.from_episodes` takes them, as one piece.

@@ -43,8 +43,8 @@ def evaluate(
     checkpoint: str | int | None = None,
     seed: int | None = None,
     device: str = "auto",
-    out: str | Path | None = None,
-    video: str | Path | None = None,
+    out: str | os.PathLike[str] | None = None,
+    video: str | os.PathLike[str] | None = None,
     ray: str | None = None,
     quiet: bool = False,
 ) -> EvaluationReport:
@@ -89,7 +89,8 @@ def evaluate(
     """
     run = given_path(run, "RUN_NOT_FOUND", where="run")
     if out is not None:
-        check_new_file(Path(out))
+        out = given_path(out, "OUTPUT_WRITE", where="out")
+        check_new_file(out)
     trained = find_trained(run, checkpoint, partial(say, quiet=quiet))
     if environment is not None:
         import_module_of(environment)
@@ -113,13 +114,13 @@ def evaluate(
         if video is not None:
             videos = write_videos(video, report, quiet=quiet)
             say(f"written: {', '.join(map(str, videos))}", quiet=quiet)
-            here = (home or run).resolve()
+            here = (home or (run if run.exists() else Path())).resolve()  # not one of the Hub
             seen = tuple(os.path.relpath(path.resolve(), here) for path in videos)
             report = report.model_copy(update={"videos": seen})
     finally:  # what was played must not be lost
         if out is not None:
             try:
-                report.write(Path(out))
+                report.write(out)
             except OSError as error:
                 report.print(console=Terminal(stderr=True))
                 raise write_error(error, str(out)) from error

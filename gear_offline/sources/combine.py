@@ -240,7 +240,8 @@ def observation_vectors(
 def dataset_source(dataset: Dataset) -> Source:
     """Return an opened dataset of GEAR shards as a source."""
     before, scores = dataset.manifest.source, dataset.reference_scores
-    attributes = {k: v for k, v in before.attributes.items() if k not in ("left_out", "picked")}
+    others = ("left_out", "picked", "options")  # that say nothing of what is there
+    attributes = {k: v for k, v in before.attributes.items() if k not in others}
     if "warnings" in attributes:
         attributes["warnings"] = before.warnings
     attributes["converted_from"] = f"{before.uri} ({before.format}), digest {before.digest}"

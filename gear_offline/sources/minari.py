@@ -56,7 +56,7 @@ def find_directory(dataset_id: str) -> Path:
         what = f"{dataset_id!r} is not a Minari dataset id"
         raise InputError("SOURCE_READ", what, remedy="ids look like mujoco/hopper/medium-v0")
     root = os.environ.get("MINARI_DATASETS_PATH")
-    base = Path(root) if root else Path.home() / ".minari" / "datasets"
+    base = Path(root).expanduser() if root else Path.home() / ".minari" / "datasets"
     if not (base / dataset_id).is_dir():
         what = f"Minari dataset {dataset_id} is not on this machine"
         remedy = f"run: minari download {dataset_id} (or set MINARI_DATASETS_PATH)"

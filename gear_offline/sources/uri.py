@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ ACCEPTED = (
 
 
 def open_source(
-    uri: str | Path, *, rule: str | None = None, names: Mapping[str, str] | None = None
+    uri: str | os.PathLike[str], *, rule: str | None = None, names: Mapping[str, str] | None = None
 ) -> Source:
     """Open a dataset of another format for reading.
 
@@ -95,6 +97,19 @@ def open_source(
         _check_there(text, path)
         asked = Asked(path.name, rule, names)
     return _open(path, asked)
+
+
+def place_of(source: str) -> Path | None:
+    """Return where a source lies on this machine; None where it does not, or not yet."""
+    scheme, _, name = source.partition(":")
+    path: Path | None = Path(source)
+    if scheme == "robomimic":
+        path = Path(name) if Path(name).is_file() else Path(name.partition("#")[0])
+    elif name and (is_hub(source) or scheme in ("d4rl", "minari")):
+        path = None
+        with suppress(InputError):  # an id that is not on this machine
+            path = find_directory(name) if scheme == "minari" else None
+    return path if path is not None and path.exists() else None
 
 
 def was_read_from(source: str, uri: str, files: Sequence[str]) -> bool:
