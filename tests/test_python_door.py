@@ -130,7 +130,7 @@ def test_kinds_are_also_the_builtin_kinds() -> None:
 
 
 def test_what_is_written_elsewhere_works_here_too(folder: Path) -> None:
-    assert len(next(DOOR.GearLoader(folder, 4, device="cpu", context_length=3))) == 4
+    assert len(next(DOOR.GearLoader(folder, 4, device="cpu", context_length=3)).segments) == 4
     assert bool(loader(folder)) and length_hint(loader(folder), 3) == 3
     batch = next(loader(folder, extra_columns=["terminals"]))
     assert batch["states"] is batch.states and batch["terminals"] is batch.extras["terminals"]
@@ -174,3 +174,7 @@ def test_weights_are_read_from_a_run(tmp_path: Path) -> None:
     assert DecisionTransformer.from_pretrained(tmp_path).config.hidden_size == 16
     (tmp_path / "checkpoints" / "best").symlink_to("step-00000001")
     assert DecisionTransformer.from_pretrained(str(tmp_path)).config.hidden_size == 8
+    model.save_pretrained(tmp_path)  # beside checkpoints of something else
+    (tmp_path / "checkpoints" / "epoch=1.ckpt").write_text("")
+    named = DecisionTransformer.from_pretrained(pretrained_model_name_or_path=tmp_path)
+    assert named.config.hidden_size == 16

@@ -292,7 +292,7 @@ class LoaderSettings(Section):
     padding: Literal["right", "left"] = "right"
     """Side on which segments shorter than K are filled up."""
     gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
-    """Discount of the returns-to-go."""
+    """Discount of the returns-to-go, and of what is asked while playing."""
     returns_scale: PositiveFloat = 1000.0
     """Returns-to-go are divided by this, in training and in evaluation."""
     normalize_states: bool = True
@@ -328,8 +328,8 @@ class ModelSettings(Section):
     """Probability of dropout, in residuals, embeddings and attention."""
     max_timestep: Positive | None = 1000
     """Longest episode the model can place; null: the longest of the data and the environment."""
-    action_tanh: bool = True
-    """Squash predicted actions into [-1, 1]; false where the actions go beyond."""
+    action_tanh: bool | Literal["auto"] = True
+    """Squash predicted actions into [-1, 1]; auto: where the data lie in it."""
     policy: Literal["deterministic", "gaussian"] = "deterministic"
     """gaussian: a stochastic one that explores, as of the Online Decision Transformer."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
@@ -388,7 +388,7 @@ class TrainSettings(Section):
     recompute: bool = False
     """Compute blocks again in the backward pass instead of keeping what is in them."""
     threads: Annotated[Whole, Field(ge=1, le=4096)] | None = None
-    """CPU threads of torch; null: torch decides."""
+    """CPU threads of torch; null: OMP_NUM_THREADS, else up to 8 cores, 1 for small models."""
     timeout: PositiveFloat = 600.0
     """Seconds to wait for other processes; an evaluation of the first one must fit in."""
     log_every: Annotated[Whole, Field(ge=1, le=1_000_000)] = 100
@@ -431,7 +431,7 @@ class EvaluateSettings(Section):
     reference: Text | None = None
     """D4RL name whose scores normalise returns; null (also by another environment): the data's."""
     targets: Targets = None
-    """Returns to ask for; null: the best and the mean of the data.  Of goals: numbers of tasks."""
+    """Returns as the data count them; null: their best and mean.  Of goals: numbers of tasks."""
     episodes: Count = 100
     """Episodes for each target; 0: no evaluation while training."""
     environments: Positive = 20
