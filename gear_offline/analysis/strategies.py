@@ -73,12 +73,12 @@ def compare_strategies(
     whole = load_recipe(recipe)
     folder = Path(out) if out is not None else Path("runs") / f"{whole.name}-strategies"
     candidates = parse_candidates(strategies, whole)
-    check_folder(folder, output=folder)  # before anything is drawn
     if train and seeds < 1:
         raise InputError("USAGE", f"{seeds} seeds", remedy="give 1 or more; a verdict takes 3")
     if train and whole.evaluate.episodes == 0:
         what = "strategies are compared by their returns, but evaluate.episodes is 0"
         raise InputError("USAGE", what, remedy="leave out --train to see what strategies draw")
+    check_folder(folder, output=folder)  # before anything is drawn
     dataset = prepare_dataset(whole, quiet=quiet)
     comparison = _drawn(whole, candidates, dataset, quiet=quiet)
     if train:

@@ -88,8 +88,6 @@ def evaluate(
         and ``OUTPUT_WRITE`` for `out` and `video`, ``PACKAGE_MISSING`` for `video`.
     """
     run = given_path(run, "RUN_NOT_FOUND", where="run")
-    if out is not None:
-        check_new_file(Path(out))
     trained = find_trained(run, checkpoint, partial(say, quiet=quiet))
     if environment is not None:
         import_module_of(environment)
@@ -98,6 +96,8 @@ def evaluate(
         count = (task.episodes or EPISODES) if episodes is None else episodes
         tasks[index] = replace(task, episodes=count, seed=task.seed if seed is None else seed)
         say_version(task.environment, quiet=quiet)
+    if out is not None:  # after what may be typed wrong
+        check_new_file(Path(out))
     if video is not None:
         video = given_path(video, "OUTPUT_WRITE", where="video")
         check_video(video, tasks)

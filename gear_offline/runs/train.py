@@ -109,8 +109,6 @@ def train(
 
     callbacks = check_callbacks(callbacks)
     path, start = run_and_start(recipe, whole, out, resume=resume, checkpoint=checkpoint)
-    if is_first_process():
-        check_place(path, resume=resume)
     names = whole.environments
     if resume or start:  # a run's own recipe imports no module, what is typed here does
         typed = flat(apply_overrides({}, overrides))
@@ -122,6 +120,7 @@ def train(
         data = whole.data
         if not (data.tasks or data.source or data.collect or (data.path and is_there(data.path))):
             raise no_data(data)
+        check_place(path, resume=resume)  # last: what is typed wrong is told first
     from gear_offline.runs import loop  # loads torch
 
     trained = loop.train_run(

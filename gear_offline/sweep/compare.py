@@ -90,12 +90,12 @@ def compare_runs(
         remedy = "name two different runs or more, or a sweep; `gear-offline runs ls` lists them"
         raise InputError("USAGE", "there is nothing to compare", remedy=remedy)
     plot = None if out is None else Path(out)
-    if plot is not None:
-        if plot.suffix not in (".png", ".svg"):
-            remedy = "let its name end with .png or .svg"
-            raise InputError("USAGE", "a picture of this format is not made", str(plot), remedy)
-        check_new_file(plot, overwrite=overwrite)
+    if plot is not None and plot.suffix not in (".png", ".svg"):
+        remedy = "let its name end with .png or .svg"
+        raise InputError("USAGE", "a picture of this format is not made", str(plot), remedy)
     opened = [open_run(path) for path in paths.values()]
+    if plot is not None:
+        check_new_file(plot, overwrite=overwrite)
     results = [
         replace(read_result(trial, run.path), status="complete")  # as far as it is
         for run, trial in zip(opened, _trials(opened), strict=True)

@@ -7,13 +7,14 @@ numbers and steps; but for dropout and rounding where trials are stacked on a GP
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text, say
@@ -30,7 +31,7 @@ from gear_offline.sweep.concurrent import MOST_ON_A_GPU, train_concurrently
 from gear_offline.sweep.jobs import LOCK_SECONDS, Job, train_in_pool, train_in_processes
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.results import is_complete, steps_done
-from gear_offline.sweep.trials import SweepDirectory, SweepFile, Trial, make_trials
+from gear_offline.sweep.trials import SweepDirectory, SweepFile, Trial, make_trials, option_values
 from gear_offline.tables.joint import TableData
 from gear_offline.workers import RayPool
 
@@ -40,7 +41,7 @@ QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 def sweep(
     recipe: Recipe | str | Path,
-    options: Mapping[str, Sequence[Any]] | None = None,
+    options: Overrides = (),
     *,
     seeds: int | Sequence[int] | None = None,
     out: str | Path | None = None,
@@ -60,8 +61,9 @@ def sweep(
     recipe
         A recipe, or what `gear_offline.load_recipe` takes.
     options
-        Dotted options, each with its values: ``{"model.layers": [3, 4]}``.  Every combination is a
-        trial.
+        Dotted options, each with its value or a list of values: ``{"model.layers": [3, 4]}``, or
+        as the command line takes them: ``["model.layers=3,4"]``.  Every combination is a trial.
+        A list that `gear_offline.train` takes, as of ``evaluate.targets``, is one value.
     seeds
         A number of seeds from 0 on, or a list of them; by default the recipe's own.
     out
@@ -93,14 +95,15 @@ def sweep(
     """
     if isinstance(seeds, int):
         seeds = range(seeds)
+    values = option_values(recipe, options)
     if out is None:
-        names = [*(options or {}).get("name", ())]
+        names = values.get("name", [])
         name = load_recipe(recipe, {"name": names[0]} if len(names) == 1 else ()).name
         out = Path("runs") / f"{name}-sweep"
     place = Path(out)
     directory = SweepDirectory(place)
     named = directory.read().trials[0].settings if directory.is_begun else ()
-    trials = make_trials(recipe, options or {}, seeds, named=tuple(named))
+    trials = make_trials(recipe, values, seeds, named=tuple(named))
     return run_trials(trials, place, parallel=parallel, exact=exact, ray=ray, quiet=quiet)
 
 

@@ -363,9 +363,10 @@ def check_trained(run: Path, which: str | None) -> None:
 def no_run(path: Path) -> InputError:
     """Return the error of a path that is no run, with what it may be instead."""
     near = sorted(Path("runs").glob(f"{glob.escape(path.name)}*/checkpoints"))
-    near = sorted(path.glob("*/checkpoints")) or near
-    example = near[0].parent if near else Path("runs/hopper-medium-s0")
-    what, remedy = "there is no such run", f"give the directory of a run, e.g. {example}"
+    near = sorted(path.glob("*/checkpoints")) or near or sorted(Path("runs").glob("*/checkpoints"))
+    what, remedy = "there is no such run", "`gear-offline train smoke` makes a run in runs/"
+    if near:
+        remedy = f"give the directory of a run, e.g. {near[0].parent}"
     if (path / "manifest.json").exists():
         what = "this is a dataset, not a run"
     elif (path / "recipe.yaml").is_file():

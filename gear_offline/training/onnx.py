@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gear_offline.core.files import check_new_file, write_file, writing
-from gear_offline.errors import InputError, package_needed
+from gear_offline.errors import InputError, given_path, package_needed
 from gear_offline.models.policy import Policy
 from gear_offline.training.trained import load_policy
 
@@ -39,8 +39,8 @@ def export_policy(
     task
         Of a run of several tasks: the one to act in.
     out
-        ``NAME.onnx``, a file that normalises, scales and acts; any other name is that of a folder
-        to make, as `gear_offline.models.policy.Policy.save` does.
+        ``NAME.onnx``, a file that normalises, scales and acts; a name without an ending is that of
+        a folder to make, as `gear_offline.models.policy.Policy.save` does.
     overwrite
         Replace a file or a policy folder that is there.
 
@@ -76,11 +76,15 @@ def export_policy(
     >>> go.export_policy("runs/tiny", "tiny.onnx").name
     'tiny.onnx'
     """
-    target = Path(out)
-    if target.suffix == ".onnx":
-        check_new_file(target, overwrite=overwrite)
+    target = given_path(out, "OUTPUT_WRITE", where="out")
+    if target.suffix != ".onnx" and target.suffix[1:].isalpha() and not target.is_dir():
+        what = f"a policy is no {target.suffix} file"
+        remedy = f"write {target.with_suffix('.onnx')}, or a folder: {target.with_suffix('')}"
+        raise InputError("OUTPUT_WRITE", what, str(target), remedy)
     if not isinstance(policy, Policy):
         policy = load_policy(policy, task, device="cpu")
+    if target.suffix == ".onnx":
+        check_new_file(target, overwrite=overwrite)
     if target.suffix != ".onnx":
         return policy.save(target, overwrite=overwrite)
     with package_needed("an ONNX file", "onnx"):
