@@ -24,7 +24,7 @@ from gear_offline.runs.prepare import prepare_dataset
 from gear_offline.sampling import sampler_class
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.run import run_trials
-from gear_offline.sweep.trials import Trial, trial_name
+from gear_offline.sweep.trials import MOST_TRIALS, Trial, trial_name
 from gear_offline.tables.joint import TableData
 
 
@@ -73,7 +73,7 @@ def compare_strategies(
     whole = load_recipe(recipe)
     folder = Path(out) if out is not None else Path("runs") / f"{whole.name}-strategies"
     candidates = parse_candidates(strategies, whole)
-    if train and seeds < 1:
+    if train and not 1 <= seeds <= MOST_TRIALS:
         raise InputError("USAGE", f"{seeds} seeds", remedy="give 1 or more; a verdict takes 3")
     if train and whole.evaluate.episodes == 0:
         what = "strategies are compared by their returns, but evaluate.episodes is 0"

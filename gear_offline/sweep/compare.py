@@ -85,7 +85,7 @@ def compare_runs(
     ['hidden_size=16, steps=4', 'hidden_size=64, steps=8']
     """
     given = [runs] if isinstance(runs, (str, os.PathLike)) else runs
-    paths = {path.resolve(): path for one in given for path in _runs_in(Path(one))}
+    paths = {os.path.realpath(path): path for one in given for path in _runs_in(Path(one))}
     if len(paths) < 2:
         remedy = "name two different runs or more, or a sweep; `gear-offline runs ls` lists them"
         raise InputError("USAGE", "there is nothing to compare", remedy=remedy)

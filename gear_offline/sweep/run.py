@@ -7,7 +7,7 @@ numbers and steps; but for dropout and rounding where trials are stacked on a GP
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ import torch
 from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.system import usable_cores
-from gear_offline.core.text import count_text, say
+from gear_offline.core.text import count_text, plain, say
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError
 from gear_offline.progress import Progress
 from gear_offline.runs import report
-from gear_offline.runs.checks import check_recipe
+from gear_offline.runs.checks import check_recipe, check_selection
 from gear_offline.runs.directory import check_resumed
 from gear_offline.runs.evaluations import MOST_WORKERS
 from gear_offline.runs.loop import TrainingInterrupted
@@ -31,7 +31,7 @@ from gear_offline.sweep.concurrent import MOST_ON_A_GPU, train_concurrently
 from gear_offline.sweep.jobs import LOCK_SECONDS, Job, train_in_pool, train_in_processes
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.results import is_complete, steps_done
-from gear_offline.sweep.trials import SweepDirectory, SweepFile, Trial, make_trials, option_values
+from gear_offline.sweep.trials import SweepDirectory, SweepFile, Trial, make_trials, parse_options
 from gear_offline.tables.joint import TableData
 from gear_offline.workers import RayPool
 
@@ -105,6 +105,28 @@ def sweep(
     named = directory.read().trials[0].settings if directory.is_begun else ()
     trials = make_trials(recipe, values, seeds, named=tuple(named))
     return run_trials(trials, place, parallel=parallel, exact=exact, ray=ray, quiet=quiet)
+
+
+def option_values(recipe: Recipe | str | Path, options: Overrides) -> dict[str, list[Any]]:
+    """Return the values of each option, as texts ``key=a,b,c`` or in a mapping.
+
+    There a value that `gear_offline.train` takes is one value, and a list of such are several.
+    """
+    if not isinstance(options, Mapping):
+        return parse_options([options] if isinstance(options, str) else options)
+    return {
+        key: values if isinstance(values, list) and not _is_one(recipe, key, values) else [values]
+        for key, values in ((key, plain(value)) for key, value in options.items())
+    }
+
+
+def _is_one(recipe: Recipe | str | Path, key: str, value: list[Any]) -> bool:
+    """Whether a list is itself the value of an option, as of ``evaluate.targets``."""
+    try:
+        check_selection(load_recipe(recipe, {key: value}), "")
+    except InputError:
+        return False
+    return True
 
 
 def run_trials(

@@ -21,13 +21,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from gear_offline.config.files import Overrides, flat
+from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.strict_yaml import dump_yaml, parse_yaml
 from gear_offline.core.files import LOCK, HeldDirectory, read_regular, write_file
-from gear_offline.core.text import finite, first_line, plain
+from gear_offline.core.text import finite, first_line
 from gear_offline.errors import InputError
-from gear_offline.runs.checks import check_selection
 
 MOST_TRIALS = 10_000
 NAME_CHARACTERS = 80
@@ -82,28 +81,6 @@ def make_trials(
         name, label = trial_name(label, one.seed), label or one.name
         trials.append(Trial(name=name, label=label, recipe=one, settings=settings))
     return trials
-
-
-def option_values(recipe: Recipe | str | Path, options: Overrides) -> dict[str, list[Any]]:
-    """Return the values of each option, as texts ``key=a,b,c`` or in a mapping.
-
-    There a value that `gear_offline.train` takes is one value, and a list of such are several.
-    """
-    if not isinstance(options, Mapping):
-        return parse_options([options] if isinstance(options, str) else options)
-    return {
-        key: values if isinstance(values, list) and not _is_one(recipe, key, values) else [values]
-        for key, values in ((key, plain(value)) for key, value in options.items())
-    }
-
-
-def _is_one(recipe: Recipe | str | Path, key: str, value: list[Any]) -> bool:
-    """Whether a list is itself the value of an option, as of ``evaluate.targets``."""
-    try:
-        check_selection(load_recipe(recipe, {key: value}), "")
-    except InputError:
-        return False
-    return True
 
 
 def trial_name(label: str, seed: int) -> str:
