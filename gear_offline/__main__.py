@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 
@@ -13,7 +14,10 @@ def main() -> int:
     try:
         if reconfigure := getattr(sys.stdout, "reconfigure", None):
             reconfigure(errors="replace")  # a histogram's bars, names of files that are not UTF-8
-        return int(import_module("gear_offline.cli.main").main())
+        status = int(import_module("gear_offline.cli.main").main())
+        if sys.stdout is not None and sys.stdout is sys.__stdout__:
+            os.dup2(2, 1)  # what libraries print at exit is no result
+        return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED_BY_USER

@@ -420,6 +420,8 @@ def _answer(caller: Caller, request: bytes) -> bytes:
         module, _, function = name.partition(":")
         return pickle.dumps((True, getattr(import_module(module), function)(caller, *arguments)))
     except GearError as error:
+        if error.__cause__ is not None:  # for --debug
+            error.add_note("".join(traceback.format_exception(error.__cause__)))
         return pickle.dumps((True, error))
     except Exception as error:
         last = traceback.format_exception_only(error)[-1].strip()

@@ -1,6 +1,6 @@
 """Environments and policies that tests of playing and of evaluation share."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -60,9 +60,37 @@ class Square(Counted):
         return seen, float(action.sum()), True, False, facts
 
 
+class Given(gymnasium.Env[Any, Any]):
+    """Gives what a test says: one value in place of a right one, or raises it."""
+
+    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)
+    action_space = gymnasium.spaces.Box(-0.1, 0.3, (2,), np.float64)
+    said: ClassVar[dict[str, Any]] = {}
+
+    def give(self, name: str, right: Any) -> Any:
+        value = self.said.get(name, right)
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        right = self.give("first", np.zeros(3, np.float32)), self.give("info", {})
+        return self.give("reset", right)
+
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action), repr(action)
+        seen = self.give("seen", np.ones(3, np.float32))
+        ends = self.give("terminated", False), self.give("truncated", False)
+        return self.give("step", (seen, self.give("reward", 1.0), *ends, self.give("info", {})))
+
+    def close(self) -> None:
+        self.give("close", None)
+
+
 for made in (Counted, Endless, Broken, Blind, Square):
     entry = f"tests.evaluation_support:{made.__name__}"
     gymnasium.register(id=f"GearTest/{made.__name__}-v0", entry_point=entry)
+gymnasium.register("GearTest/Given-v0", f"{__name__}:Given", max_episode_steps=3)
 
 
 class Remembering:

@@ -225,6 +225,31 @@ def test_any_error_is_one_line(
     assert said(capsys, code=1).startswith(line)
 
 
+LOUD = """
+import atexit, ctypes, os
+from tests.evaluation_support import Given, gymnasium
+print("imported")
+atexit.register(print, "at the end")
+class Loud(Given):
+    def reset(self, **options):
+        os.write(1, b"a C library")
+        ctypes.CDLL(None).puts(b"with a buffer")
+        print("a print")
+        return super().reset(**options)
+gymnasium.register("Loud-v0", "loud:Loud", max_episode_steps=5)
+"""
+
+
+def test_stdout_is_one_document_whatever_an_environment_prints(tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text(LOUD)
+    words = ["collect", "loud:Loud-v0", "x.hdf5", "--steps=5", "--json", "-q"]
+    variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    done = run_python("-m", "gear_offline", *words, cwd=tmp_path, variables=variables)
+    assert json.loads(done.stdout)["environment_id"] == "loud:Loud-v0", done.stderr
+    for words_of in ("imported", "a C library", "with a buffer", "a print", "at the end"):
+        assert words_of in done.stderr
+
+
 def test_ctrl_c_is_exit_130_and_no_error(monkeypatch: Patch, capsys: Captured) -> None:
     for mock in (Mock(return_value=130), Mock(side_effect=KeyboardInterrupt)):  # typer's, Python's
         monkeypatch.setattr(cli, "app", mock)
@@ -377,7 +402,7 @@ def test_what_errors_and_help_name_exists() -> None:
     fields = set(dotted_fields(Recipe))
     fields |= {field.rpartition(".")[0] for field in fields}
     sections = "|".join({field.partition(".")[0] for field in fields if "." in field})
-    foreign = re.compile(r"pip |torchrun|docker|ray start|--fmad|--std|--nproc")
+    foreign = re.compile(r"--always|pip |torchrun|docker|ray start|--fmad|--std|--nproc")
     rooms = ("gear_offline", "loaders", "models", "kernels")
     for path in (file for room in rooms for file in sorted((ROOT / room).rglob("*.py"))):
         for text in texts_of(path):

@@ -22,7 +22,7 @@ from gear_offline.collect.record import (
     episode_plan,
     stream,
 )
-from gear_offline.evaluation.environments import probe
+from gear_offline.evaluation.environments import make_environment, probe
 from tests.collect_environments import COUNTER, LIMIT, PUSH, length_of
 from tests.support import one_error
 
@@ -53,7 +53,7 @@ def check_counter_episode(episode: Episode) -> None:
 @settings(max_examples=25)
 @given(st.lists(st.integers(0, 2**20), min_size=1, max_size=12))
 def test_every_transition_is_real(seeds: list[int]) -> None:
-    player = Player(COUNTER)
+    player = Player(make_environment(COUNTER))
     for plan in plans_for(player, seeds):
         episode = player.play(plan)
         assert episode.reset_seed == plan.reset_seed
@@ -76,7 +76,7 @@ def test_short_episodes_do_not_crowd_out_long_ones(processes: int) -> None:
 
 
 def test_noise_is_scaled_by_half_ranges_and_clipped() -> None:
-    player, ways, plain = Player(COUNTER), range(200), np.zeros((1, 3))
+    player, ways, plain = Player(make_environment(COUNTER)), range(200), np.zeros((1, 3))
     still = LinearPolicy(plain, np.zeros(3), np.ones(3))
     plans = [
         EpisodePlan(policy=still, reset_seed=LIMIT, noise_path=(i,), action_noise=0.5) for i in ways
@@ -88,7 +88,7 @@ def test_noise_is_scaled_by_half_ranges_and_clipped() -> None:
 
 
 def test_discrete_actions_and_their_noise() -> None:
-    player = Player("CartPole-v1")
+    player = Player(make_environment("CartPole-v1"))
     left = LinearPolicy(np.zeros((2, 4)), np.zeros(4), np.ones(4), discrete=True)
     for noise, expected in ((0.0, {0}), (1.0, {0, 1})):
         plans = [
@@ -102,7 +102,7 @@ def test_discrete_actions_and_their_noise() -> None:
 
 def test_an_episode_can_be_replayed_exactly_from_its_seed_and_actions() -> None:
     pytest.importorskip("mujoco", reason="needs pip install 'gear-offline[mujoco]'")
-    player, fresh = Player("Hopper-v5"), gymnasium.make("Hopper-v5")
+    player, fresh = Player(make_environment("Hopper-v5")), gymnasium.make("Hopper-v5")
     for plan in plans_for(player, [3, 4, 5]):
         c = player.play(plan).columns(player.facts)
         observation, _ = fresh.reset(seed=plan.reset_seed)
@@ -120,13 +120,13 @@ def test_an_episode_can_be_replayed_exactly_from_its_seed_and_actions() -> None:
 def test_environments_that_cannot_be_recorded_are_refused() -> None:
     for name, why in {"Unbounded": "no bounds", "Endless": "no step limit"}.items():
         with one_error("ENVIRONMENT", why):
-            Player(f"{name}-v0")
+            Player(make_environment(f"{name}-v0"))
     with one_error("ENVIRONMENT", "not one"):
-        Player("Taxi-v4")
+        Player(make_environment("Taxi-v4"))
 
 
 def test_a_policy_that_has_diverged_is_an_error() -> None:
-    player = Player(COUNTER)
+    player = Player(make_environment(COUNTER))
     broken = LinearPolicy(np.full((1, 3), np.nan), np.zeros(3), np.ones(3))
     with one_error("MODEL"):
         player.play(EpisodePlan(policy=broken, reset_seed=3, noise_path=(0,)))

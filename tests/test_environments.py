@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import gymnasium
@@ -24,10 +25,12 @@ from gear_offline.evaluation.environments import (
     unregistered,
     versioned_id,
 )
+from gear_offline.evaluation.rollout import Environments, play_episodes
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train_run
 from gear_offline.runs.prepare import resolve
 from gear_offline.sources import open_source
+from tests.evaluation_support import Constant, Given
 from tests.support import Captured, Patch, failing_code, make_dataset, one_error
 from tests.training_support import TinyEnvironment, tiny_recipe
 
@@ -81,6 +84,65 @@ def test_other_processes_learn_what_this_one_knows(monkeypatch: Patch) -> None:
     assert known_of("GearKnown-v0") is None, "it is made of what this process holds"
     found = known_of("gymnasium:CartPole-v1")
     assert found is not None and found.module == "gymnasium"
+
+
+RIGHT: dict[str, list[Any]] = {
+    "reward": [1, True, np.float32(1), np.array(1.0), np.array([1.0]), [1.0]],
+    "truncated": [0, np.False_, np.array(False), np.array([0])],
+    "seen": [[0.0, 1, 1], np.zeros(3), np.ones(3, np.int64), (True, False, True)],
+    "close": [RuntimeError("the window is gone")],
+}
+WRONG: dict[str, list[Any]] = {
+    "reward": [None, "1", np.ones(2), np.ones((1, 1)), np.nan, np.inf, [[1.0], 2.0], 1j],
+    "terminated": [None, 0.5, 2, np.zeros(2, bool), "no"],
+    "seen": [0.5, np.ones(1), np.ones((1, 3)), np.ones(4), np.full(3, np.nan), None, {"a": 1}],
+    "first": [np.ones(2), np.full(3, np.inf)],
+    "reset": [np.zeros(3), (np.zeros(3),), (0.0, 1.0, 2.0)],
+    "step": [(np.zeros(3), 1.0, False, {}), None, RuntimeError("motor is off"), SystemExit(3)],
+    "info": [None, [1]],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "right"),
+    [(k, v, values is RIGHT) for values in (RIGHT, WRONG) for k in values for v in values[k]],
+)
+def test_each_value_of_a_strangers_environment_is_looked_at(
+    name: str, value: Any, right: bool, tmp_path: Path, monkeypatch: Patch, capfd: Captured
+) -> None:
+    environment, out = "GearTest/Given-v0", tmp_path / "x.hdf5"
+    monkeypatch.setattr(Given, "said", {name: value})
+
+    def play() -> float:
+        with Environments(environment, 1) as made:  # which checks each action
+            far = Constant(np.array([-9.0, 0.3], np.float32))
+            return float(play_episodes(far, made, seeds=[0], targets=[0.0]).returns[0])
+
+    if right:
+        assert play() == collect(environment, out, steps=3, quiet=True).mean_return == 3.0
+        said = capfd.readouterr().err.splitlines()
+        assert len(said) == 2 * (name == "close") and all("is gone" in line for line in said)
+        return
+    for door in (play, lambda: collect(environment, out, steps=3, quiet=True)):
+        with one_error("ENVIRONMENT", environment) as caught:
+            door()
+        line = Path(__file__).with_name("evaluation_support.py").name + ":"
+        assert (line in str(caught.value)) is isinstance(value, BaseException)
+        assert caught.value.exit_code == 2 and not out.exists()
+
+
+def test_ctrl_c_in_an_environment_stays_ctrl_c(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Given, "said", {"step": KeyboardInterrupt()})
+    with make_environment("GearTest/Given-v0") as made, pytest.raises(KeyboardInterrupt):
+        made.reset(seed=0)
+        made.step(np.zeros(2))
+
+
+def test_recorded_actions_are_those_that_were_applied(tmp_path: Path) -> None:
+    collect("GearTest/Given-v0", tmp_path / "x.hdf5", action_noise=2.0, steps=30, quiet=True)
+    with open_source(tmp_path / "x.hdf5") as source:
+        actions = source.read("actions", 0, source.spec.steps)
+    assert actions.dtype == np.float64 and all(map(Given.action_space.contains, actions))
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -138,12 +200,12 @@ def test_without_ale_py_or_opencv_there_is_one_clear_error(monkeypatch: Patch) -
 def test_games_are_preprocessed_as_usual() -> None:
     assert unregistered("ALE/Pong-v5") == "" and unregistered("ALE/NoGame-v5")
     environment = make_environment("ALE/Pong-v5")
-    facts = describe(environment, "ALE/Pong-v5")
+    facts = environment.facts
     assert (facts.observation_shape, facts.action_size, facts.frames) == ((84, 84), 6, True)
     assert facts.step_limit == 27_000
     frame, _ = environment.reset(seed=3)
     assert frame.shape == (84, 84) and frame.dtype == np.uint8 and frame.max() > 100
-    _, _, _, _, numbers = environment.step(0)
+    _, _, _, _, numbers = environment.step(np.zeros((), np.int64))
     assert numbers["episode_frame_number"] % 4 == numbers["frame_number"] % 4
     again, _ = environment.reset(seed=3)
     assert np.array_equal(frame, again)

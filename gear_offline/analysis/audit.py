@@ -5,10 +5,10 @@ Shape legend: N steps, E episodes, T steps of an episode, S elements of an obser
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,9 +81,9 @@ class Audit(Document):
 
 
 def audit(
-    dataset: Dataset | str | Path,
+    dataset: Dataset | str | os.PathLike[str],
     *,
-    against: Sequence[Dataset | str | Path] = (),
+    against: Sequence[Dataset | str | os.PathLike[str]] = (),
     quiet: bool = True,
 ) -> Audit:
     """Look through a dataset for what is often wrong in one.

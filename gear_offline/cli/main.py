@@ -35,6 +35,7 @@ from gear_offline.cli.values import (
     RecipeName,
     Run,
     Size,
+    alone_on_stdout,
     complete_recipe,
     examples,
     options,
@@ -60,7 +61,8 @@ runs_app = typer.Typer(no_args_is_help=True, help="List runs, show one, compare 
 
 def command(panel: str, *lines: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return the decorator of a command in a group of the overview, with its examples."""
-    return app.command(rich_help_panel=panel, epilog=examples(*lines))
+    register = app.command(rich_help_panel=panel, epilog=examples(*lines))
+    return lambda function: register(alone_on_stdout(function))
 
 
 def _version(asked: bool) -> None:
@@ -117,7 +119,7 @@ def convert(
 
     if environment is not None and (problem := unregistered(environment)):
         say(f"warning: {problem}", quiet=quiet)
-    print(out)
+    show(out)
 
 
 @command("Data", "inspect data/mine", "inspect data/mine --no-verify --json")
@@ -185,7 +187,7 @@ def export(
     quiet: Quiet = False,
 ) -> None:
     """Write a dataset as one HDF5 file in D4RL's layout."""
-    print(go.export_hdf5(dataset, out, columns=columns, overwrite=overwrite, quiet=quiet))
+    show(go.export_hdf5(dataset, out, columns=columns, overwrite=overwrite, quiet=quiet))
 
 
 @command(
@@ -207,7 +209,7 @@ def push(
         pushed = go.open_dataset(what, verify=False)
     else:
         pushed = go.load_policy(what, task, device="cpu")
-    print(pushed.push_to_hub(name, private=private))
+    show(pushed.push_to_hub(name, private=private))
 
 
 app.add_typer(recipes_app, name="recipes", rich_help_panel="Train")
@@ -278,7 +280,7 @@ def train(
     """Train a Decision Transformer from a recipe."""
     trained = go.train(**locals())
     if is_first_process():  # torchrun starts several of us
-        print(trained.path)
+        show(trained.path)
 
 
 @command(
@@ -349,7 +351,7 @@ def sync(
 ) -> None:
     """Send what a run has logged to a tracker, as far as it is not there yet."""
     go.sync(run, tracker, project=project)
-    print(run)
+    show(run)
 
 
 @command(
@@ -367,7 +369,7 @@ def export_policy(
     from gear_offline.training.checkpoint import check_trained
 
     check_trained(run, None)  # before torch is loaded
-    print(go.export_policy(run, out, task, overwrite=overwrite))
+    show(go.export_policy(run, out, task, overwrite=overwrite))
 
 
 @command("Compare", "sweep smoke --seeds 3", "sweep smoke optimizer.learning_rate=1e-4,3e-4")
@@ -391,7 +393,7 @@ def sweep(
     how: dict[str, Any] = {"parallel": parallel, "exact": exact, "ray": ray, "quiet": quiet}
     result = go.sweep(recipe, overrides, seeds=numbers, out=out, **how)
     if not (quiet or as_json):
-        result.print()
+        show(None, print_text=result.print)
     show(result.to_json(), as_json, lambda: print(result.path))
     if not result.is_complete:
         raise typer.Exit(1)
@@ -485,7 +487,7 @@ def strategies(
     how |= {"train": train, "seeds": seeds or 3}
     comparison = go.compare_strategies(whole, strategies, out=folder, **how)
     if not as_json:
-        print_comparison(comparison)
+        show(None, print_text=lambda: print_comparison(comparison))
     show(comparison.to_json(), as_json, lambda: print(folder / "strategies.html"))
 
 

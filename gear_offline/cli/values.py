@@ -5,11 +5,13 @@ Examples are lines of at most 76 columns, so that they can be copied.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial, wraps
 from glob import escape, glob
 from typing import Annotated, Any
 
@@ -135,9 +137,53 @@ def options(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name != "as_json"}
 
 
-def show(document: Any, as_json: bool, print_text: Callable[[], object]) -> None:
+def show(
+    document: Any, as_json: bool = False, print_text: Callable[[], object] | None = None
+) -> None:
     """Print a result as a JSON document or as text."""
-    if as_json:
-        print(json.dumps(document, indent=2, allow_nan=False))
-    else:
-        print_text()
+    with _stdout_to(_results[-1]):
+        if as_json:
+            print(json.dumps(document, indent=2, allow_nan=False))
+        elif print_text is None:
+            print(document)
+        else:
+            print_text()
+
+
+_results = [1]  # the handle that `show` prints to is the last one
+
+
+def alone_on_stdout(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that prints by `show` alone: what others print goes to stderr."""
+
+    @wraps(command)
+    def run(*words: Any, **options: Any) -> None:
+        with _stdout_to(2) as before:
+            _results.append(before)
+            try:
+                command(*words, **options)
+            finally:
+                _results.pop()
+
+    return run
+
+
+@contextmanager
+def _stdout_to(handle: int) -> Iterator[int]:
+    """Send to another handle what Python and C libraries print; yield the one before."""
+    if sys.stdout is None or sys.stderr is None:  # closed by the caller
+        yield handle
+        return
+
+    def turn(to: int) -> None:
+        print(end="", flush=True)
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(to, 1)
+
+    before = os.dup(1)
+    turn(handle)
+    try:
+        yield before
+    finally:
+        turn(before)
+        os.close(before)

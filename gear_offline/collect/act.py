@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,12 +13,23 @@ from gear_offline.collect.record import Player, episode_plan
 from gear_offline.convert.append import Appender
 from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
-from gear_offline.errors import InputError
-from gear_offline.evaluation.environments import Known, known_of, probe, say_version
+from gear_offline.errors import InputError, given_path
+from gear_offline.evaluation.environments import (
+    Known,
+    import_module_of,
+    known_of,
+    probe,
+    say_version,
+)
 from gear_offline.models.policy import Policy
 from gear_offline.progress import Progress
-from gear_offline.training.checkpoint import chosen_checkpoint, list_checkpoints, no_run
-from gear_offline.training.trained import trained_model
+from gear_offline.training.checkpoint import (
+    chosen_checkpoint,
+    list_checkpoints,
+    no_run,
+    while_removed,
+)
+from gear_offline.training.trained import find_trained
 from gear_offline.workers import Caller, WorkerPool
 
 WAIT_SECONDS = 600.0  # for a run and its first checkpoint
@@ -39,7 +51,7 @@ class ActReport(Document):
 
 
 def act(
-    run: str | Path,
+    run: str | os.PathLike[str],
     *,
     environment: str | None = None,
     actors: int = 1,
@@ -82,12 +94,12 @@ def act(
     GearError
         ``WORKER_LOST``, ``OUTPUT_WRITE``.
     """
-    path = Path(run)
+    path = given_path(run, "RUN_NOT_FOUND", where="run")
     if actors < 1 or (episodes is not None and episodes < 1) or not (action_noise or 0.0) >= 0.0:
         what = f"got actors={actors}, episodes={episodes}, action_noise={action_noise}"
         raise InputError("USAGE", what, remedy="give at least one actor and episode, no negatives")
     _wait_for_checkpoint(path, quiet=quiet)
-    recipe = chosen_checkpoint(path).recipe
+    recipe = while_removed(lambda: chosen_checkpoint(path)).recipe
     if recipe.data.admit_every is None or recipe.data.path is None:
         what, remedy = "the run's data do not grow", "train it with data.admit_every=1000"
         raise InputError("USAGE", what, str(path), remedy)
@@ -95,6 +107,8 @@ def act(
     if name is None or (target is None and targets is None):
         what = "the run names no environment to play in, or no return to ask for"
         raise InputError("ENVIRONMENT", what, str(path), "give --environment and --target")
+    if environment is not None:
+        import_module_of(environment)
     probe(name)
     if (known := known_of(name)) is None:
         what, remedy = "only this process knows the environment", "register it with an entry point"
@@ -105,7 +119,7 @@ def act(
     if action_noise is None:
         action_noise = 0.0 if recipe.model.policy == "gaussian" else 0.1
     base = time.time_ns() if seed is None else seed
-    shared = path, Path(recipe.data.path), name, known, target, action_noise, time.time()
+    shared = path, Path(recipe.data.path), known, target, action_noise, time.time()
     jobs = [
         (*shared, (base, number), episodes and (episodes + actors - 1 - number) // actors)
         for number in range(min(actors, episodes or actors))
@@ -169,7 +183,6 @@ def play_in_worker(
     caller: Caller,
     run: Path,
     data: Path,
-    environment: str,
     known: Known,
     target: float,
     noise: float,
@@ -178,18 +191,17 @@ def play_in_worker(
     episodes: int | None,
 ) -> None:
     """Play episodes until there are enough, or the run has ended; send each one's facts."""
-    known.learn()
     appender, policy, step, played = Appender(data), None, -1, 0
     summary = run / "summary.json"
-    with Player(environment) as player:
+    with Player(known.make()) as player:
         while episodes is None or played < episodes:
             is_over = summary.is_file() and summary.stat().st_mtime > began
             if episodes is None and is_over:
                 return
             newest = list_checkpoints(run / "checkpoints")[-1:]
             if policy is None or (newest and newest[0][0] > step):
-                checkpoint = chosen_checkpoint(run)
-                policy, step = trained_model(checkpoint).policy(), checkpoint.state.step
+                trained = find_trained(run)
+                policy, step = trained.policy(), trained.facts.step or 0
             policy.reset(target)
             acting = _Acting(policy)
             plan = episode_plan(acting, (*seed, played), noise)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count, repeat
@@ -24,7 +26,7 @@ from gear_offline.collect.record import RECORD, Crew, EpisodePlan, EpisodePolicy
 from gear_offline.core.system import usable_cores, versions
 from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import GearError, InputError, given_path
 from gear_offline.evaluation.environments import import_module_of, is_atari, say_version
 from gear_offline.export import Hdf5Writer, new_hdf5
 from gear_offline.progress import Progress
@@ -82,7 +84,7 @@ class CollectReport(Recorded):
 
 def collect(
     environment: str,
-    out: str | Path,
+    out: str | os.PathLike[str],
     *,
     policy: str = "random",
     quality: str | None = None,
@@ -140,7 +142,9 @@ def collect(
     CollectReport
         What is in the file, and who made it.
     """
-    out, parts = Path(out), quality_parts(policy, quality)
+    asked = {"policy": policy, "quality": quality, "steps": steps, "seed": seed}
+    text = json.dumps(asked | {"train_steps": train_steps, "action_noise": action_noise})
+    out, parts = given_path(out, "OUTPUT_WRITE", where="out"), quality_parts(policy, quality)
     for name, number, least in (
         ("steps", steps, 1),
         ("processes", processes, 1),
@@ -186,7 +190,7 @@ def collect(
             train_steps=used,
         )
         _check_gate(gate, max(maker.mean_return for maker in report.makers), environment)
-        writer.describe(_attributes(report, seed), _metadata(makers, best))
+        writer.describe({"asked": text, **_attributes(report, seed)}, _metadata(makers, best))
     if report.steps < steps:  # only rollouts of a training come to an end
         say(
             f"warning: {count_text(report.steps, 'step')} in place of {steps:,}: training "

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gear_offline.collect.record import EpisodePolicy
 from gear_offline.config.problems import nearest
+from gear_offline.core.system import torch_alone
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.errors import InputError, package_needed
-from gear_offline.evaluation.environments import make_environment
+from gear_offline.evaluation.environments import Options, guarded, make_environment
 
 # Name before the colon: module and what pip calls it.
 LIBRARIES = {"sb3": ("stable_baselines3", "stable-baselines3"), "sbx": ("sbx", "sbx-rl")}
@@ -63,8 +62,8 @@ def quality_parts(policy: str, quality: str | None) -> Mapping[str, float]:
 class RandomPolicy:
     """Uniform actions within the bounds (A,), or one of so many choices."""
 
-    low: npt.NDArray[np.float32]
-    high: npt.NDArray[np.float32]
+    low: Array
+    high: Array
     choices: int = 0
     algorithm: str = "uniform random"
 
@@ -111,18 +110,20 @@ class LibraryPolicy:
         return np.asarray(action).reshape(-1) if np.ndim(action) else np.asarray(action)
 
 
-def play_policy(environment_id: str) -> EpisodePolicy:
+def play_policy(environment_id: str, options: Options | None = None) -> EpisodePolicy:
     """Return the policy that an environment brings, of aims of its own; else ``MODEL``."""
-    with closing(make_environment(environment_id)) as environment:
-        made = getattr(environment.unwrapped, "play_policy", None)
+    with make_environment(environment_id, options) as environment:
+        made = getattr(environment.raw.unwrapped, "play_policy", None)
         if made is None:
             what, remedy = "it has no play_policy()", "gear_offline/Maze-v0 has one"
             raise InputError("MODEL", what, where=environment_id, remedy=remedy)
-        policy: EpisodePolicy = made()
+        policy: EpisodePolicy = guarded(environment_id, "play_policy()", made)
         return policy
 
 
-def train_with_library(policy: str, environment_id: str, *, steps: int, seed: int) -> EpisodePolicy:
+def train_with_library(
+    policy: str, environment_id: str, options: Options | None = None, *, steps: int, seed: int
+) -> EpisodePolicy:
     """Train ``library:ALGORITHM`` with the library's own defaults and an ``MlpPolicy``."""
     library, _, name = policy.partition(":")
     module_name, package = LIBRARIES[library]
@@ -133,9 +134,10 @@ def train_with_library(policy: str, environment_id: str, *, steps: int, seed: in
     if name not in known:
         what = f"{package} has no algorithm {name!r}"
         raise InputError("USAGE", what, "policy", f"use one of {', '.join(sorted(known))}")
-    with closing(make_environment(environment_id)) as environment:
-        options = {"device": "cpu"} if library == "sb3" else {}
-        model = known[name]("MlpPolicy", environment, seed=seed, **options)
-        model.learn(steps)
+    alone = torch_alone(f"training {policy}", quiet=False)
+    with alone, make_environment(environment_id, options) as environment:
+        where = {"device": "cpu"} if library == "sb3" else {}
+        model = known[name]("MlpPolicy", environment.raw, seed=seed, **where)
+        guarded(environment_id, f"learning with {policy}", model.learn, steps)
     version = getattr(module, "__version__", "")
     return LibraryPolicy(model, f"{package} {version} {name}, {model.num_timesteps} steps")

@@ -22,11 +22,13 @@ from gear_offline.core.closing import Closing
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import (
+    Environment,
     EnvironmentFacts,
     Known,
-    describe,
+    Options,
     known_of,
     make_environment,
+    not_finite,
     simulator_data,
 )
 from gear_offline.evaluation.rollout import finite_actions
@@ -88,7 +90,7 @@ class Episode:
 
     reset_seed: int
     observations: Array  # (T + 1, S), or frames (T + 1, h, w): the last one is not acted on
-    actions: Array  # (T, A) float32 or (T,) int64, as they were applied
+    actions: Array  # (T, A) in the environment's dtype or (T,) int64, as they were applied
     rewards: Float64Array  # (T,)
     terminated: bool  # the environment ended it; False: a time limit did
     infos: dict[str, Array]  # MuJoCo's ``qpos`` and ``qvel`` before each step, (T, ...) float32
@@ -125,10 +127,9 @@ class Episode:
 class Player(Closing):
     """One environment of this process that plays plans."""
 
-    def __init__(self, environment_id: str) -> None:
-        self._environment = make_environment(environment_id)
-        self.facts = facts = describe(self._environment, environment_id)
-        self._data = simulator_data(self._environment)
+    def __init__(self, environment: Environment) -> None:
+        self._environment, self.facts = environment, environment.facts
+        self._data, facts = simulator_data(environment), self.facts
         if not np.isfinite([facts.low, facts.high]).all():
             what, remedy = "its actions have no bounds", "wrap it with RescaleAction"
             raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
@@ -139,30 +140,29 @@ class Player(Closing):
 
     def play(self, plan: EpisodePlan) -> Episode:
         facts, generator = self.facts, stream(*plan.noise_path)
-        observation, _ = self._environment.reset(seed=plan.reset_seed)
-        seen = [np.array(observation)]
+        seen = [self._environment.reset(seed=plan.reset_seed)[0]]
         actions, rewards = list[Array](), list[float]()
         infos: dict[str, list[Array]] = {} if self._data is None else {"qpos": [], "qvel": []}
         terminated = truncated = False
         while not (terminated or truncated):
-            chosen = finite_actions(plan.policy.act(seen[-1], generator), seen[-1], facts)
+            chosen = finite_actions(plan.policy.act(seen[-1], generator))
             # What is stored is what was applied: the environment gets the value after the cast.
             actions.append(noisy(facts, chosen, plan.action_noise, generator))
             for name, rows in infos.items():
                 rows.append(getattr(self._data, name).copy())
-            action = facts.shaped(actions[-1])
-            observation, reward, terminated, truncated, _ = self._environment.step(action)
-            seen.append(np.array(observation))  # it may write to its array again
-            rewards.append(float(reward))
+            observation, reward, terminated, truncated, _ = self._environment.step(actions[-1])
+            seen.append(observation)
+            rewards.append(reward)
             if plan.on_step is not None:
                 plan.on_step(rewards[-1], actions[-1])
-        kept = None if facts.observation_dtype.kind == "f" else facts.observation_dtype
+        if not np.isfinite(seen[-1]).all():  # it is recorded, too
+            raise not_finite("a last observation", facts.environment_id)
         return Episode(
             reset_seed=plan.reset_seed,
-            observations=np.asarray(seen, kept),
+            observations=np.asarray(seen),
             actions=np.asarray(actions),
             rewards=np.asarray(rewards),
-            terminated=bool(terminated),
+            terminated=terminated,
             infos={name: np.asarray(rows, np.float32) for name, rows in infos.items()},
         )
 
@@ -181,16 +181,18 @@ def noisy(
     if noise:
         half = 0.5 * (facts.high - facts.low)
         action = action + noise * half * generator.standard_normal(facts.low.size)
-    return np.minimum(np.maximum(action, facts.low), facts.high).astype(np.float32)
+    return facts.bounded(action)
 
 
 class Crew(Closing):
     """Plays plans in this process (``processes=1``) or in several; a context manager."""
 
-    def __init__(self, environment_id: str, *, processes: int) -> None:
-        self._player = Player(environment_id)
+    def __init__(
+        self, environment_id: str, options: Options | None = None, *, processes: int
+    ) -> None:
+        self._player = Player(make_environment(environment_id, options))
         self.facts = self._player.facts
-        self._id, self._known = environment_id, known_of(environment_id)
+        self._known = known_of(environment_id, options)
         several = processes > 1 and self._known is not None
         self._pool = WorkerPool(processes) if several else None
 
@@ -198,7 +200,7 @@ class Crew(Closing):
         """Yield the episodes of `plans` (maybe endless) in order; stop reading when enough."""
         if self._pool is None:
             return map(self._player.play, plans)
-        jobs = ((self._id, self._known, plan) for plan in plans)
+        jobs = ((self._known, plan) for plan in plans)
         return self._pool.run(f"{__name__}:play_in_worker", jobs)
 
     def close(self) -> None:
@@ -209,11 +211,10 @@ class Crew(Closing):
 
 
 @functools.cache
-def _player(environment_id: str, known: Known) -> Player:
-    known.learn()
-    return Player(environment_id)
+def _player(known: Known) -> Player:
+    return Player(known.make())
 
 
-def play_in_worker(caller: Caller, environment_id: str, known: Known, plan: EpisodePlan) -> Episode:
+def play_in_worker(caller: Caller, known: Known, plan: EpisodePlan) -> Episode:
     """Do one job of `Crew` in a worker."""
-    return _player(environment_id, known).play(plan)
+    return _player(known).play(plan)

@@ -15,9 +15,9 @@ from gear_offline.core.files import new_part, write_all, writing
 from gear_offline.core.types import Array
 from gear_offline.dataset.growing import INCOMING
 from gear_offline.dataset.manifest import Manifest
-from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, fold_episodes
+from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, channels_last, fold_episodes
 from gear_offline.dataset.shard import EPISODE_COLUMNS, digest, encode_header, plan_tensors
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, given_path
 from gear_offline.sources.arrays import Episode, read_episodes
 from gear_offline.sources.episode_ends import FLAGS, TERMINAL_FLAGS, TIME_FLAGS
 
@@ -55,8 +55,9 @@ class Appender:
     'incoming'
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self._manifest, self._folder = Manifest.read(path), Path(path) / INCOMING
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._manifest = Manifest.read(path)
+        self._folder = given_path(path, "DATASET_NOT_FOUND", where="path") / INCOMING
 
     def append(self, episodes: Iterable[Mapping[str, Any]]) -> Path:
         """Append `episodes`, as `gear_offline.from_episodes` takes them, as one piece.
@@ -115,6 +116,8 @@ def _rows(episode: Mapping[str, Any], column: ColumnSpec) -> Array:
         remedy = "give it, or grow a dataset that was converted with fewer --columns"
         raise InputError("COLUMN", what, remedy=remedy)
     given = np.asarray(episode[column.name])
+    if given.shape[1:] != column.shape == channels_last(given.shape[1:]):
+        given = np.moveaxis(given, 1, -1)  # frames of an environment, as they were converted
     with np.errstate(all="ignore"):
         rows = given.astype(column.dtype, copy=False)
     if given.shape[1:] != column.shape or (

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -30,7 +30,7 @@ from gear_offline.convert.shards import (
     write_shards,
 )
 from gear_offline.core.files import new_directory, write_file
-from gear_offline.core.text import count_text, say
+from gear_offline.core.text import count_text, say, texts
 from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset, with_shards
 from gear_offline.dataset.inspect import summary
@@ -50,11 +50,11 @@ from gear_offline.dataset.schema import ColumnSpec, TableSpec
 from gear_offline.dataset.scores import known_scores, reference_scores
 from gear_offline.dataset.shard import RESERVED_NAMES, digest
 from gear_offline.dataset.statistics import distribution
-from gear_offline.errors import InputError, check_environment_id
+from gear_offline.errors import InputError, check_environment_id, given_path
 from gear_offline.progress import Progress
 from gear_offline.sources import open_source
 from gear_offline.sources.base import InputFile, Source
-from gear_offline.sources.combine import pick_episodes, with_columns
+from gear_offline.sources.combine import frames_turned, pick_episodes, with_columns
 from gear_offline.sources.edit import EpisodeFunction, edit_source, find_function, keep_episodes
 
 SHARD_BYTES = 256 << 20
@@ -66,8 +66,8 @@ MAX_FACT_CHARS = 4096  # of each attribute of a source in the manifest
 
 
 def convert(
-    source: str | Path | Source,
-    out: str | Path,
+    source: str | os.PathLike[str] | Source,
+    out: str | os.PathLike[str],
     *,
     rule: str | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -163,22 +163,25 @@ def convert(
     """
     if environment is not None:
         check_environment_id(environment, where="environment")
+    target = given_path(out, "OUTPUT_WRITE", where="out")
     given = None if isinstance(source, Source) else source
     named = given is not None and isinstance(map, str | None)  # so that any process can open it
     several = workers > 1 or ray is not None
     _check_options(shard_bytes, block_bytes, workers, usable=named or not several)
-    columns, names = _split_names(columns, rename or {})
+    asked, (columns, names) = columns, _split_names(columns, rename or {})
     given_scores = None if reference is None else known_scores(reference)
     with ExitStack() as stack:
         if isinstance(source, Source):
-            source = with_columns(source, names)
+            source = frames_turned(with_columns(source, names))
         else:
             source = stack.enter_context(open_source(source, rule=rule, names=names))
         whole = source
         source, kept = _edited(source, rename or {}, map, where)
+        if chosen := options_text(columns=asked, rule=rule, discrete=discrete):
+            source.info = source.info.with_facts(options=chosen)
         info, kept_columns = source.info, _pick_columns(source, columns, discrete)
         replaceable = is_only_dataset if overwrite else lambda path: False
-        folder = stack.enter_context(new_directory(Path(out), replaceable=replaceable))
+        folder = stack.enter_context(new_directory(target, replaceable=replaceable))
         plan = Plan(
             spec=source.spec,
             columns=kept_columns,
@@ -189,7 +192,7 @@ def convert(
         )
         pool, stopped = stack.enter_context(ThreadPoolExecutor(max_workers=1)), Event()
         stack.callback(stopped.set)
-        digests = [pool.submit(_digest, file, stopped) for file in info.files]
+        digests = [pool.submit(digest_file, file, stopped) for file in info.files]
         total = source.spec.steps * sum(c.step_bytes for c in plan.columns)
         progress = Progress(f"convert {info.uri}", total=total, unit="bytes", quiet=quiet)
         advance = stack.enter_context(progress).advance
@@ -218,7 +221,13 @@ def convert(
     return manifest
 
 
-def _digest(file: InputFile, stop: Event) -> SourceFile:
+def options_text(**options: str | Sequence[str] | None) -> list[str]:
+    """Return in lines what options choose of a source, as the manifest records them."""
+    texts = {k: v if isinstance(v, str) else ", ".join(sorted(v or ())) for k, v in options.items()}
+    return [f"{name} {text}" for name, text in texts.items() if text]
+
+
+def digest_file(file: InputFile, stop: Event) -> SourceFile:
     """Read a file of the source and digest it; refuse one that changes meanwhile."""
     xxh3, buffer = xxhash.xxh3_128(), memoryview(bytearray(256 << 10))
     try:
@@ -313,7 +322,7 @@ def _edited(
         notes.append(f"where {' '.join(where.split())}: {counts}")
     source = edit_source(source, function, kept)
     if notes:
-        before = source.info.attributes.get("edits", ())
+        before = texts(source.info.attributes.get("edits"))
         source.info = source.info.with_facts(edits=[*before, *notes])
     return source, None if kept is None else kept.tobytes()
 

@@ -229,7 +229,7 @@ def _read_rows(source: Source, stored: ColumnSpec, start: int, stop: int) -> Arr
 class Opening:
     """How a source is opened, here and in workers: what the user gave, and which episodes stay."""
 
-    uri: str | Path
+    uri: str | os.PathLike[str]
     rule: str | None
     names: tuple[tuple[str, str], ...]
     map: str | None

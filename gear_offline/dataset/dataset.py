@@ -44,7 +44,7 @@ from gear_offline.dataset.shard import (
     stored_form,
 )
 from gear_offline.dataset.statistics import ColumnStatistics, distribution
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, given_path
 
 PIECE_BYTES = 1 << 20  # read and digested while it is in the cache
 RUN_BYTES = 16 << 20  # episodes that follow each other are read together up to this
@@ -167,10 +167,10 @@ class Dataset:
             raise InputError("SELECTION", what, where=f"column {column}")
         dtype, shape = stored_form(spec)
         rows = np.empty((stop - start, *shape), dtype)
-        for shard, (first, end) in enumerate(pairwise(self.first_steps.tolist())):
+        begin = int(np.searchsorted(self.first_steps, start, side="right")) - 1
+        for shard in range(begin, int(np.searchsorted(self.first_steps, stop))):
+            first, end = self.first_steps[shard : shard + 2].tolist()
             low, high = max(start, first), min(stop, end)
-            if low >= high:
-                continue
             tensor, record = self._tensor(shard, column), self.manifest.shards[shard]
             data = byte_view(rows[low - start : high - start])
             offset = record.header_bytes + tensor.start + (low - first) * spec.step_bytes
@@ -338,12 +338,11 @@ class Dataset:
 
     def _tensor(self, shard: int, name: str) -> TensorLayout:
         self.spec[name]  # refuses another column
-        tensors = self.manifest.tensors(self.manifest.shards[shard])
-        return next(t for t in tensors if t.name == name)
+        return self.manifest.layouts(self.manifest.shards[shard])[name]
 
 
 def open_dataset(
-    path: str | Path, *, verify: bool = True, admissions: int | None = None
+    path: str | os.PathLike[str], *, verify: bool = True, admissions: int | None = None
 ) -> Dataset:
     """Open the dataset directory at `path`.
 
@@ -379,7 +378,7 @@ def open_dataset(
     """
     if is_hub(path):
         path = fetch(str(path), "dataset", "DATASET_NOT_FOUND")
-    manifest, path = Manifest.read(path), Path(path)
+    manifest, path = Manifest.read(path), given_path(path, "DATASET_NOT_FOUND", where="path")
     dataset = with_shards(path, manifest)
     if admissions != 0:
         dataset = grow_dataset(dataset, read_admissions(path)[0][:admissions])
@@ -437,7 +436,7 @@ def _read_episodes(
         raise damaged("the shard's header is not the one that the manifest implies", where)
     values: list[Array] = []
     for column in EPISODE_COLUMNS:
-        tensor = next(t for t in tensors if t.name == column.name)
+        tensor = manifest.layouts(shard)[column.name]
         raw = np.empty(tensor.bytes, np.uint8)
         for _ in _stream(file, path, manifest, shard, tensor, raw):
             pass

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -21,6 +22,13 @@ from gear_offline.errors import InputError
 _COLUMN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*(/[A-Za-z0-9_][A-Za-z0-9_.\-]*)*")
 MAX_DIMENSIONS = 8
 MAX_STEP_BYTES = 64 << 20  # one step of one column; larger is a damaged or hostile shape
+MOST_CHANNELS = 16  # of a frame
+
+
+def channels_last(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a frame's shape with few channels last: (3, 84, 84) is (84, 84, 3)."""
+    is_first = len(shape) == 3 and shape[0] <= MOST_CHANNELS and 2 * shape[0] < min(shape[1:])
+    return (*shape[1:], shape[0]) if is_first else shape
 
 
 def is_column_name(name: str) -> bool:
@@ -114,13 +122,16 @@ class TableSpec:
     def __iter__(self) -> Iterator[ColumnSpec]:
         return iter(self.columns)
 
+    @cached_property
+    def _by_name(self) -> dict[object, ColumnSpec]:
+        return {column.name: column for column in self.columns}
+
     def __contains__(self, name: object) -> bool:
-        return any(c.name == name for c in self.columns)
+        return name in self._by_name
 
     def __getitem__(self, name: str) -> ColumnSpec:
-        for column in self.columns:
-            if column.name == name:
-                return column
+        if (column := self._by_name.get(name)) is not None:
+            return column
         names = [c.name for c in self.columns]
         remedy = f"columns here: {', '.join(names)}"
         if parts := "+".join(n for n in names if n.startswith(f"{name}/")):

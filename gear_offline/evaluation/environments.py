@@ -4,33 +4,49 @@ An id ``module:Name-v0`` imports a module, which runs its code.  `make_environme
 owner's word does (`import_module_of`), at the door where an id was given by hand; an id that only
 a run or a dataset names does not.
 
+An environment is a stranger's code.  `guarded` calls it: whatever it raises is an ``ENVIRONMENT``
+error.  `Environment` refuses values that Gymnasium's interface does not have.
+
 Atari games (``ALE/...``) get the usual preprocessing (Machado et al. 2018), made of Gymnasium's
 wrappers: single 84 x 84 grey frames.  Loader and policy stack them.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
+import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import __file__ as imported_by
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import gymnasium
 import numpy as np
-import numpy.typing as npt
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 
+from gear_offline.core.closing import Closing
 from gear_offline.core.text import first_line, say
 from gear_offline.core.types import Array
-from gear_offline.errors import InputError, UnavailableError
+from gear_offline.errors import GearError, InputError, UnavailableError
 
 FRAME_SKIP = 4  # emulator frames a step; the last two are merged by their maximum
 SCREEN_SIZE = 84
 FRAMES_PER_EPISODE = 108_000  # half an hour of play, ALE's own limit
+LINES_SHOWN = 3  # of a user's files, where an environment raises
+LIBRARIES = (
+    "<frozen",
+    *(f"{Path(p).parent}/" for p in (gymnasium.__file__, imported_by, __file__)),
+)
+RESET, STEP = "(observation, info)", "(observation, reward, terminated, truncated, info)"
+
+Options = Mapping[str, Any]  # what `gymnasium.make` takes
+T = TypeVar("T")
 
 gymnasium.register(
     "gear_offline/Maze-v0", "gear_offline.evaluation.maze:Maze", max_episode_steps=200
@@ -47,8 +63,8 @@ class EnvironmentFacts:
     choices: int  # discrete actions, or 0 where actions are continuous
     action_shape: tuple[int, ...]  # as the environment takes them
     action_dtype: np.dtype[Any]
-    low: npt.NDArray[np.float32]  # (A,) bounds of continuous actions; empty for discrete ones
-    high: npt.NDArray[np.float32]
+    low: Array  # (A,) bounds of continuous actions in their dtype; empty for discrete ones
+    high: Array
     step_limit: int  # steps after which Gymnasium truncates an episode; 0: never
     tasks: int = 0  # with goals, that it numbers from 1 on, as OGBench's environments do
 
@@ -75,21 +91,162 @@ class EnvironmentFacts:
         """Return actions (n, A) within the bounds, or (n,) choices, in the environment's dtype."""
         if self.discrete:
             return actions.astype(np.int64)
-        clipped: Array = np.clip(actions, self.low, self.high)
-        return clipped.astype(self.action_dtype)
+        # cast first: the nearest number of another dtype may lie beyond a bound
+        bounded: Array = np.clip(actions.astype(self.action_dtype), self.low, self.high)
+        return bounded
 
     def shaped(self, action: Array) -> Any:
         """Return one action as the environment takes it."""
         return int(action) if self.discrete else action.reshape(self.action_shape)
 
 
-def make_environment(environment_id: str, **options: Any) -> gymnasium.Env[Any, Any]:
+def guarded(environment_id: str, what: str, call: Callable[..., T], *words: Any, **how: Any) -> T:
+    """Call an environment's code; tell what it raises with the lines of its own files."""
+    try:
+        return call(*words, **how)
+    except GearError:
+        raise
+    except (Exception, SystemExit) as error:
+        cause: BaseException | None = error
+        lines: list[str] = []
+        while cause is not None and not lines:  # `gymnasium.make` raises another from it
+            frames = reversed(traceback.extract_tb(cause.__traceback__))
+            own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+            lines = [f"{line.filename}:{line.lineno} in {line.name}" for line in own[:LINES_SHOWN]]
+            cause = cause.__cause__
+        what = f"{what} raised {type(error).__name__}: {first_line(error)}"
+        what += f", at {', from '.join(lines)}" if lines else ""
+        remedy = "mend it there"
+        if not lines:
+            remedy = "give it what it takes: environment_options"
+        if not lines and what.startswith(("reset", "step")):
+            remedy = f"mend it: reset(seed=..., options=...) gives {RESET}, step(action) {STEP}"
+        raise InputError("ENVIRONMENT", what, environment_id, remedy) from error
+
+
+class Environment(Closing):
+    """An environment behind a door that looks at each value; `raw` is Gymnasium's own object."""
+
+    def __init__(self, environment_id: str, raw: gymnasium.Env[Any, Any]) -> None:
+        self.raw, self._id, self._is_open = raw, environment_id, True
+        self.facts = guarded(environment_id, "its spaces", describe, raw, environment_id)
+
+    @property
+    def metadata(self) -> Options:
+        """What it says of drawing."""
+        return guarded(self._id, "its metadata", lambda: dict(self.raw.metadata or {}))
+
+    def call(self, name: str, *words: Any, **how: Any) -> Any:
+        """Call a method by its name."""
+        return guarded(self._id, f"{name}()", lambda: getattr(self.raw, name)(*words, **how))
+
+    def reset(self, *, seed: int | None, options: Options | None = None) -> tuple[Array, Options]:
+        """Begin an episode; return its first observation and info."""
+        result = self.call("reset", seed=seed, options=options)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise self.odd("what reset() gave", result, RESET)
+        seen, info = result
+        return self.observation("an observation", seen), self._info(info)
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, Options]:
+        """Act as `EnvironmentFacts.bounded` gives it; the observation is a copy."""
+        result = self.call("step", self.facts.shaped(action.copy()))  # it may keep the action
+        if not isinstance(result, tuple) or len(result) != 5:
+            raise self.odd("what step() gave", result, STEP)
+        seen, reward, terminated, truncated, info = result
+        ends = self._flag("terminated", terminated), self._flag("truncated", truncated)
+        seen = self.observation("an observation", seen, is_last=any(ends))
+        return seen, self.number("a reward", reward), *ends, self._info(info)
+
+    def observation(self, name: str, value: Any, *, is_last: bool = False) -> Array:
+        """Return a copy of an observation; the last one, which nobody acts on, may be NaN."""
+        facts = self.facts
+        wanted = f"{facts.observation_dtype} of shape {facts.observation_shape}"
+        seen = given = self._array(name, value, (facts.observation_shape,), "biuf", wanted)
+        if facts.observation_dtype.kind != "f":
+            seen = given.astype(facts.observation_dtype, copy=False)
+            if not np.array_equal(seen, given):
+                raise self.odd(name, given, wanted)
+        if seen.dtype.kind == "f" and not is_last and not np.isfinite(seen).all():
+            raise not_finite(name, self._id)
+        return seen
+
+    def number(self, name: str, value: Any) -> float:
+        """Return a number, also that of an array of shape (1,)."""
+        number = float(self._array(name, value, ((), (1,)), "biuf", "one number").reshape(()))
+        if not math.isfinite(number):
+            raise not_finite(name, self._id)
+        return number
+
+    def told(self, info: Options, name: str) -> Any:
+        """Return the goal of an episode, or whether it is reached."""
+        if name not in info:
+            what, remedy = f"it gives no info[{name!r}]", "goals need an environment like OGBench's"
+            raise InputError("ENVIRONMENT", what, self._id, remedy)
+        read = self.observation if name == "goal" else self.number
+        return read(f"info[{name!r}]", info[name])
+
+    def _flag(self, name: str, value: Any) -> bool:
+        flag = self._array(name, value, ((), (1,)), "biu", "True or False").item()
+        if flag not in (0, 1):
+            raise self.odd(name, value, "True or False")
+        return bool(flag)
+
+    def _info(self, value: Any) -> Options:
+        if not isinstance(value, Mapping):
+            raise self.odd("info", value, "a dict")
+        return value
+
+    def _array(self, name: str, value: Any, shapes: Any, kinds: str, wanted: str) -> Array:
+        try:
+            array = np.array(value)
+        except Exception as error:  # a list of lists of several lengths
+            raise self.odd(name, value, wanted) from error
+        if array.shape not in shapes or array.dtype.kind not in kinds:
+            raise self.odd(name, array if array.dtype.kind in "biuf" else value, wanted)
+        return array
+
+    def odd(self, name: str, value: Any, wanted: str) -> InputError:
+        """Return the error for a value that is not as it has to be."""
+        kind = f"{len(value)} values" if isinstance(value, tuple) else type(value).__name__
+        if isinstance(value, np.ndarray):
+            kind = f"{value.dtype} of shape {value.shape}"
+        what = f"{name} is {kind}, not {wanted}"
+        return InputError("ENVIRONMENT", what, self._id, "mend the environment, or wrap it")
+
+    def close(self) -> None:
+        """Close it; an error, which is said, loses nothing."""
+        try:
+            if self._is_open:
+                self._is_open = False
+                self.call("close")
+        except GearError as error:
+            say(f"warning: {error}")
+
+
+def not_finite(what: str, environment_id: str) -> InputError:
+    """Return the error for a value of an environment that is no finite number."""
+    what = f"the environment gave {what} that is NaN or infinite"
+    remedy = "its simulation has broken down, or its reward has no value there: mend it"
+    return InputError("ENVIRONMENT", what, environment_id, remedy)
+
+
+def make_environment(
+    environment_id: str, options: Options | None = None, **more: Any
+) -> Environment:
     """Make one Gymnasium environment, with one clear error when that is not possible."""
     module, colon, name = environment_id.rpartition(":")
     if colon and module not in sys.modules:
         what = f"{environment_id!r} would import a module that only a run or a dataset names"
         remedy = f"if you trust it, name it yourself: environment {environment_id}"
         raise InputError("ENVIRONMENT", what, remedy=remedy)
+    raw = guarded(
+        environment_id, "making it", _make, environment_id, name, {**(options or {}), **more}
+    )
+    return Environment(environment_id, raw)
+
+
+def _make(environment_id: str, name: str, options: dict[str, Any]) -> gymnasium.Env[Any, Any]:
     make = _make_atari if is_atari(name) else gymnasium.make
     try:
         with warnings.catch_warnings(), _quiet_simulator():
@@ -98,7 +255,7 @@ def make_environment(environment_id: str, **options: Any) -> gymnasium.Env[Any, 
             # `say_version` says it, once for all environments and processes
             warnings.filterwarnings("ignore", message=".*Using the latest versioned environment.*")
             # the checker repeats for every step what the first episode already proves
-            return make(name, disable_env_checker=True, **options)
+            return make(name, **{"disable_env_checker": True, **options})
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         what = f"the simulator of {environment_id} is not usable: {first_line(error)}"
         extra = "atari" if is_atari(name) else "mujoco"
@@ -114,9 +271,13 @@ def make_environment(environment_id: str, **options: Any) -> gymnasium.Env[Any, 
 def import_module_of(environment_id: str) -> None:
     """Import the module that an id given by the user names, if it names one."""
     module, colon, _ = environment_id.rpartition(":")
+    if colon:
+        guarded(environment_id, f"importing {module}", _import, module, environment_id)
+
+
+def _import(module: str, environment_id: str) -> None:
     try:
-        if colon:
-            import_module(module)
+        import_module(module)
     except ImportError as error:
         what = f"the module of {environment_id} cannot be imported: {first_line(error)}"
         remedy = f"put the folder of module {module!r} on PYTHONPATH, e.g. PYTHONPATH=."
@@ -146,22 +307,22 @@ def describe(environment: gymnasium.Env[Any, Any], environment_id: str) -> Envir
         choices=int(getattr(acted, "n", 0)),
         action_shape=tuple(acted.shape or ()),
         action_dtype=np.dtype(acted.dtype),
-        low=np.asarray(getattr(acted, "low", none), np.float32).reshape(-1),
-        high=np.asarray(getattr(acted, "high", none), np.float32).reshape(-1),
+        low=np.asarray(getattr(acted, "low", none)).reshape(-1),
+        high=np.asarray(getattr(acted, "high", none)).reshape(-1),
         step_limit=int((spec.max_episode_steps if spec is not None else None) or 0),
         tasks=len(getattr(environment.unwrapped, "task_infos", ())),
     )
 
 
-def probe(environment_id: str) -> EnvironmentFacts:
+def probe(environment_id: str, options: Options | None = None) -> EnvironmentFacts:
     """Make an environment, describe it, close it."""
-    with closing(make_environment(environment_id)) as environment:
-        return describe(environment, environment_id)
+    with make_environment(environment_id, options) as environment:
+        return environment.facts
 
 
-def simulator_data(environment: gymnasium.Env[Any, Any]) -> Any:
+def simulator_data(environment: Environment) -> Any:
     """Return MuJoCo's ``MjData`` of an environment, or None where there is none."""
-    data = getattr(environment.unwrapped, "data", None)
+    data = getattr(environment.raw.unwrapped, "data", None)
     return data if hasattr(data, "qpos") and hasattr(data, "qvel") else None
 
 
@@ -213,28 +374,36 @@ def say_version(name: str, *, quiet: bool) -> None:
 
 @dataclass(frozen=True)
 class Known:
-    """What this process knows of an environment and another one must learn: a module, a spec."""
+    """What makes an environment in another process: a module or a spec, which it must learn."""
 
+    environment_id: str
+    options: str = "{}"  # JSON
     module: str = ""
     spec: str = ""
 
     def learn(self) -> None:
         """Make it known here."""
         if self.module:
-            import_module(self.module)
+            import_module_of(self.environment_id)
         if self.spec:
             spec = EnvSpec.from_json(self.spec)
             gymnasium.registry.setdefault(spec.id, spec)
 
+    def make(self) -> Environment:
+        """Make one, where it is not known too."""
+        self.learn()
+        return make_environment(self.environment_id, json.loads(self.options))
 
-def known_of(environment_id: str) -> Known | None:
+
+def known_of(environment_id: str, options: Options | None = None) -> Known | None:
     """Return what another process needs to make an environment; None: it cannot."""
     module, _, name = environment_id.rpartition(":")
-    spec = gymnasium.registry.get(name)
+    spec, how = gymnasium.registry.get(name), json.dumps(options or {})
     if module or spec is None or is_atari(name):  # the error of making it is the same everywhere
-        return Known(module)
+        return Known(environment_id, how, module)
     try:
-        return Known(spec=spec.to_json()) if isinstance(spec.entry_point, str) else None
+        is_text = isinstance(spec.entry_point, str)
+        return Known(environment_id, how, spec=spec.to_json()) if is_text else None
     except (TypeError, ValueError):  # options that are no JSON
         return None
 

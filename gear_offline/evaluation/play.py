@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import EvaluateSettings, TaskSettings, target_list
 from gear_offline.core.system import versions
 from gear_offline.core.text import count_text
+from gear_offline.dataset.schema import channels_last
 from gear_offline.dataset.scores import ReferenceScores, known_scores, reference_scores
 from gear_offline.errors import InputError
-from gear_offline.evaluation.environments import EnvironmentFacts, Known, known_of
+from gear_offline.evaluation.environments import EnvironmentFacts, Known, Options, known_of
 from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_episodes
 from gear_offline.models.multitask import ModelTask
 from gear_offline.models.policy import Policy
@@ -40,6 +41,7 @@ class EvaluationTask:
     """What to play."""
 
     environment: str  # Gymnasium id
+    environment_options: Options = field(default_factory=dict)  # it is made with
     targets: tuple[float, ...]  # asked returns, in the environment's units
     name: str = ""  # of the task; empty for a policy of one
     episodes: int = 10  # of each target; episode e is reset with ``seed + e``
@@ -123,6 +125,7 @@ def evaluate_tasks(
         worst, best = task.data_returns or (None, None)
         asked = TaskResult(
             environment=task.environment,
+            environment_options=dict(task.environment_options),
             reference=reference,
             data_worst=worst,
             data_best=best,
@@ -131,7 +134,7 @@ def evaluate_tasks(
             goals=task.goals,
         )
         results[task.name] = asked.with_targets(_play(policy_of, task, processes, quiet))
-    known = versions("gymnasium", "mujoco", "torch", "numpy")
+    known = versions("gear-offline", "gymnasium", "mujoco", "torch", "numpy")
     return _report(results, versions=known, seconds=time.perf_counter() - began)
 
 
@@ -145,7 +148,12 @@ def _play(
     name, count = task.environment, len(task.targets)
     total, slots = task.episodes * count, min(task.environments, task.episodes) * count
     options: dict[str, Any] = {"processes": processes, "goals": task.goals}
+    options["options"] = task.environment_options
     with Environments(name, slots, episodes=total, **options) as environments:
+        if task.goals and (tasks := environments.facts.tasks):
+            for target in set(task.targets) - set(range(1, tasks + 1)):
+                what, remedy = f"{name} has no task {target:g}", f"give numbers from 1 to {tasks}"
+                raise InputError("USAGE", what, "evaluate.targets", remedy)
         policy = policy_of(task)
         if isinstance(policy, Policy):
             check_sizes(environments.facts, sizes_of(policy.model), whose="the model")
@@ -216,7 +224,7 @@ def check_sizes(
         state_dim=environment.state_size,
         action_dim=environment.action_size,
         discrete=environment.discrete,
-        frame_shape=environment.observation_shape if sizes.frame_shape else (),
+        frame_shape=channels_last(environment.observation_shape) if sizes.frame_shape else (),
     )
     if played != sizes:
         name, remedy = environment.environment_id, "name the environment that the data came from"
@@ -247,7 +255,8 @@ def asked_returns(targets: Sequence[float] | float) -> tuple[float, ...]:
 
 def known_to(tasks: Sequence[EvaluationTask]) -> list[Known]:
     """Return what another process has to learn before it can play `tasks`."""
-    return [known_of(task.environment) or Known() for task in tasks]
+    known = ((task, known_of(task.environment, task.environment_options)) for task in tasks)
+    return [made or Known(task.environment) for task, made in known]
 
 
 def play_job(

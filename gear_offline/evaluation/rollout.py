@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, Protocol
@@ -29,12 +29,14 @@ from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import (
+    Environment,
     EnvironmentFacts,
     Known,
-    describe,
+    Options,
     known_of,
     make_environment,
 )
+from gear_offline.models.policy import Policy
 from gear_offline.workers import Caller, Worker
 
 FALLBACK_MAX_STEPS = 10_000  # for environments that are registered without a time limit
@@ -91,17 +93,18 @@ class Environments(Closing):
         episodes: int = 0,
         processes: int | None = None,
         goals: bool = False,
+        options: Options | None = None,
     ) -> None:
         self._workers: list[Worker] = []
         with ExitStack() as stack:
 
-            def make() -> Any:
-                return stack.enter_context(closing(make_environment(environment_id)))
+            def make() -> Environment:
+                return stack.enter_context(make_environment(environment_id, options))
 
             self._made = [make()]  # slot -> environment; one to look at
-            self.facts = describe(self._made[0], environment_id)
+            self.facts = self._made[0].facts
             self.groups = np.array_split(np.arange(count), 2 if count >= SLOTS_FOR_GROUPS else 1)
-            known, record = known_of(environment_id), _record(self.facts, goals)
+            known, record = known_of(environment_id, options), _record(self.facts, goals)
             if processes is None:
                 steps = episodes * (self.facts.step_limit or FALLBACK_MAX_STEPS)
                 few = steps < STEPS_FOR_WORKERS
@@ -119,9 +122,7 @@ class Environments(Closing):
                 for first in range(processes):
                     worker = stack.enter_context(Worker())
                     own = [group[group % processes == first] for group in self.groups]
-                    worker.start(
-                        f"{__name__}:step_in_worker", known, environment_id, goals, path, count, own
-                    )
+                    worker.start(f"{__name__}:step_in_worker", known, goals, path, count, own)
                     self._workers.append(worker)
             self._stack = stack.pop_all()
 
@@ -135,7 +136,7 @@ class Environments(Closing):
         for worker in self._workers_of(group):
             worker.receive()
         if not self._workers:
-            _work(self._made, self.slots, self.groups[group], self.facts)
+            _work(self._made, self.slots, self.groups[group])
 
     def _workers_of(self, group: int) -> list[Worker]:
         if not self._workers:
@@ -168,53 +169,43 @@ def _record(facts: EnvironmentFacts, goals: bool) -> np.dtype[Any]:
 
 
 def _work(
-    environments: Sequence[Any] | Mapping[int, Any],
+    environments: Sequence[Environment] | Mapping[int, Environment],
     slots: Array,
     numbers: Int64Array,
-    facts: EnvironmentFacts,
 ) -> None:
     """Do what the slots `numbers` are to do, each in its environment."""
     todo, observations, actions = slots["todo"], slots["observation"], slots["action"]
     goals = "goal" in (slots.dtype.names or ())
     for slot in numbers:
+        environment = environments[slot]
         if todo[slot] == RESET:
             options = {"task_id": int(slots["task"][slot])} if goals else None
             seed = int(slots["seed"][slot])
-            observations[slot], info = environments[slot].reset(seed=seed, options=options)
+            observations[slot], info = environment.reset(seed=seed, options=options)
             if goals:
-                slots["goal"][slot] = _told(info, "goal", facts)
+                slots["goal"][slot] = environment.told(info, "goal")
         elif todo[slot] == STEP:
-            action = facts.shaped(actions[slot].copy())  # an environment may keep it
-            seen, reward, ended, cut, info = environments[slot].step(action)
+            seen, reward, ended, cut, info = environment.step(actions[slot])
             observations[slot] = seen
-            slots["reward"][slot] = _told(info, "success", facts) if goals else reward
+            slots["reward"][slot] = environment.told(info, "success") if goals else reward
             slots["terminated"][slot], slots["truncated"][slot] = ended, cut
-
-
-def _told(info: Mapping[str, Any], name: str, facts: EnvironmentFacts) -> Any:
-    if name in info:
-        return info[name]
-    what, remedy = f"it gives no info[{name!r}]", "goals need an environment that OGBench's is like"
-    raise InputError("ENVIRONMENT", what, where=facts.environment_id, remedy=remedy)
 
 
 def step_in_worker(
     caller: Caller,
     known: Known,
-    environment_id: str,
     goals: bool,
     path: str,
     count: int,
     groups: Sequence[Int64Array],
 ) -> None:
     """Serve `Environments`: a job that ends with its caller."""
-    known.learn()
-    made = {slot: make_environment(environment_id) for group in groups for slot in group}
-    facts = describe(next(iter(made.values())), environment_id)
-    slots = np.memmap(path, _record(facts, goals), "r+", shape=(count,)).view(np.ndarray)
+    made = {slot: known.make() for group in groups for slot in group}
+    record = _record(next(iter(made.values())).facts, goals)
+    slots = np.memmap(path, record, "r+", shape=(count,)).view(np.ndarray)
     while True:
         group = caller.receive()
-        _work(made, slots, groups[group], facts)
+        _work(made, slots, groups[group])
         caller.send(None)
 
 
@@ -253,9 +244,10 @@ def play_episodes(
         stepped = numbers[slots["todo"][numbers] == STEP]
         if stepped.size:
             result, episodes = slots[stepped], playing[stepped]
-            if not np.isfinite(result["reward"]).all():
-                raise _broken("a reward", facts)
-            policy.observe_reward(result["reward"], stepped)
+            if isinstance(policy, Policy):  # data have what was done, within the bounds
+                policy.observe_reward(result["reward"], stepped, actions=result["action"])
+            else:
+                policy.observe_reward(result["reward"], stepped)
             if goals:
                 returns[episodes] = 0.0  # the last step's success counts, as OGBench has it
             returns[episodes] += result["reward"]
@@ -268,8 +260,7 @@ def play_episodes(
         slots["todo"][numbers] = IDLE
         active = numbers[playing[numbers] >= 0]
         if active.size:
-            seen = slots["observation"][active]
-            chosen = finite_actions(policy.act(seen, active), seen, facts)
+            chosen = finite_actions(policy.act(slots["observation"][active], active))
             slots["action"][active] = facts.bounded(chosen)
             slots["todo"][active] = STEP
             for slot in active[playing[active] < keep_actions]:
@@ -287,18 +278,10 @@ def play_episodes(
     return Episodes(returns=returns, lengths=lengths, terminated=terminated, actions=actions)
 
 
-def finite_actions(actions: Array, observations: Array, facts: EnvironmentFacts) -> Array:
-    """Return what a policy chose, if it can be acted on; ``MODEL``, ``ENVIRONMENT``."""
+def finite_actions(actions: Array) -> Array:
+    """Return what a policy chose, if it can be acted on; ``MODEL``."""
     if np.isfinite(actions).all():
         return actions
-    if not np.isfinite(observations).all():
-        raise _broken("an observation", facts)
     what = "the policy returned an action that is NaN or infinite"
     remedy = "the weights have probably diverged: train with a lower learning rate"
     raise InputError("MODEL", what, remedy=remedy)
-
-
-def _broken(what: str, facts: EnvironmentFacts) -> InputError:
-    what = f"the environment gave {what} that is NaN or infinite"
-    remedy = "its simulation has broken down, or its reward has no value there: mend it"
-    return InputError("ENVIRONMENT", what, facts.environment_id, remedy)

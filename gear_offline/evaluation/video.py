@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.core.files import check_new_file, write_file, writing
-from gear_offline.core.text import first_line, told_apart
-from gear_offline.errors import InputError, UnavailableError, package_needed
-from gear_offline.evaluation.environments import FRAME_SKIP, describe, is_atari, make_environment
+from gear_offline.core.text import told_apart
+from gear_offline.errors import GearError, InputError, UnavailableError, package_needed
+from gear_offline.evaluation.environments import (
+    FRAME_SKIP,
+    Environment,
+    Options,
+    is_atari,
+    make_environment,
+)
 from gear_offline.evaluation.play import EvaluationTask
 from gear_offline.progress import Progress
 from gear_offline.training.records import EvaluationReport, TargetResult, TaskResult
@@ -46,16 +51,17 @@ def check_video(path: Path, tasks: Sequence[EvaluationTask]) -> None:
     if not os.environ.get("DISPLAY"):  # or pygame and MuJoCo look for one
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
         os.environ.setdefault("MUJOCO_GL", "egl")
-    for environment_id in dict.fromkeys(task.environment for task in tasks):
-        with closing(make_environment(environment_id)) as plain:
+    for task in tasks:
+        name, options = task.environment, task.environment_options
+        with make_environment(name, options) as plain:
             modes = plain.metadata.get("render_modes") or ()
         if "rgb_array" not in modes:
-            what = f"the environment cannot draw itself: its render modes are {list(modes)}"
+            what = f"the environment cannot draw itself: its render modes are {modes}"
             remedy = "leave out --video, or give it the render mode rgb_array"
-            raise InputError("ENVIRONMENT", what, environment_id, remedy)
-        with closing(_drawing(environment_id)) as environment:
+            raise InputError("ENVIRONMENT", what, name, remedy)
+        with _drawing(name, options) as environment:
             environment.reset(seed=0)
-            _frame(environment, environment_id)
+            _frame(environment)
 
 
 def write_videos(path: Path, report: EvaluationReport, *, quiet: bool = True) -> tuple[Path, ...]:
@@ -80,7 +86,7 @@ def _encoded(result: TaskResult, suffix: str, quiet: bool) -> bytes:
     import imageio.v2
 
     name = result.environment
-    with closing(_drawing(name)) as environment:
+    with _drawing(name, result.environment_options) as environment:
         rate = float(environment.metadata.get("render_fps") or FRAMES_PER_SECOND)
         if is_atari(name):
             rate /= FRAME_SKIP
@@ -104,23 +110,21 @@ def _encoded(result: TaskResult, suffix: str, quiet: bool) -> bytes:
 
 
 def _played(
-    environment: Any, task: TaskResult, target: TargetResult, every: int
+    environment: Environment, task: TaskResult, target: TargetResult, every: int
 ) -> Iterator[tuple[npt.NDArray[np.uint8], str]]:
     """Play a target's first episode again; give a frame and its caption every `every` steps."""
-    facts, total = describe(environment, task.environment), 0.0
+    total, options = 0.0, {"task_id": int(target.target)} if task.goals else None
     (asked,) = told_apart([target.target])
-    options = {"task_id": int(target.target)} if task.goals else None
     environment.reset(seed=task.seed, options=options)
     for step in range(len(target.actions) + 1):
         if step % every == 0:
             text = f"asked {asked}   achieved {total:,.1f}"
             if task.goals:
                 text = f"task {asked}   step {step:,}"
-            yield _frame(environment, task.environment), text
+            yield _frame(environment), text
         if step < len(target.actions):
-            action = facts.shaped(target.actions[step].copy())
-            _, reward, _, _, info = environment.step(action)
-            total = float(info["success"]) if task.goals else total + float(reward)
+            _, reward, _, _, info = environment.step(target.actions[step])
+            total = environment.told(info, "success") if task.goals else total + reward
     if total != target.returns[0]:
         what = f"the same seed and actions gave {total:,.6g} and not {target.returns[0]:,.6g}"
         remedy = "an environment that does not repeat itself cannot be shown: seed its random "
@@ -139,10 +143,10 @@ def _captioned(frame: npt.NDArray[np.uint8], text: str) -> Image:
     return image
 
 
-def _drawing(environment_id: str) -> Any:
+def _drawing(environment_id: str, options: Options) -> Environment:
     """Make an environment that draws itself into arrays."""
-    environment = make_environment(environment_id, render_mode="rgb_array")
-    if renderer := getattr(environment.unwrapped, "mujoco_renderer", None):
+    environment = make_environment(environment_id, {**options, "render_mode": "rgb_array"})
+    if renderer := getattr(environment.raw.unwrapped, "mujoco_renderer", None):
         import mujoco
 
         camera = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
@@ -150,15 +154,15 @@ def _drawing(environment_id: str) -> Any:
     return environment
 
 
-def _frame(environment: Any, environment_id: str) -> npt.NDArray[np.uint8]:
+def _frame(environment: Environment) -> npt.NDArray[np.uint8]:
     """Return what an environment shows, (h, w, 3)."""
     try:
-        frame = np.asarray(environment.render(), np.uint8)
-        if frame.ndim != 3 or frame.shape[2] != 3:
-            raise ValueError(f"an array of shape {frame.shape} is no picture of three colours")
+        frame = np.asarray(environment.call("render"))
+        if frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8:
+            raise environment.odd("a picture", frame, "uint8 of shape (height, width, 3)")
         return frame
-    except Exception as error:  # pygame, OpenGL and each simulator raise what they like
-        what = f"the environment does not draw itself: {first_line(error)}"
+    except GearError as error:  # pygame, OpenGL and each simulator raise what they like
+        what = f"the environment does not draw itself: {error.what}"
         remedy = "pip install 'gear-offline[video]' for CartPole and its like; MuJoCo needs EGL "
         remedy += "(apt-get install libegl1), or MUJOCO_GL=osmesa and libosmesa6"
-        raise UnavailableError("ENVIRONMENT", what, environment_id, remedy) from error
+        raise UnavailableError("ENVIRONMENT", what, error.where, remedy) from error

@@ -43,8 +43,8 @@ def evaluate(
     checkpoint: str | int | None = None,
     seed: int | None = None,
     device: str = "auto",
-    out: str | Path | None = None,
-    video: str | Path | None = None,
+    out: str | os.PathLike[str] | None = None,
+    video: str | os.PathLike[str] | None = None,
     ray: str | None = None,
     quiet: bool = False,
 ) -> EvaluationReport:
@@ -97,7 +97,8 @@ def evaluate(
         tasks[index] = replace(task, episodes=count, seed=task.seed if seed is None else seed)
         say_version(task.environment, quiet=quiet)
     if out is not None:  # after what may be typed wrong
-        check_new_file(Path(out))
+        out = given_path(out, "OUTPUT_WRITE", where="out")
+        check_new_file(out)
     if video is not None:
         video = given_path(video, "OUTPUT_WRITE", where="video")
         check_video(video, tasks)
@@ -113,13 +114,13 @@ def evaluate(
         if video is not None:
             videos = write_videos(video, report, quiet=quiet)
             say(f"written: {', '.join(map(str, videos))}", quiet=quiet)
-            here = (home or run).resolve()
+            here = (home or (run if run.exists() else Path())).resolve()  # not one of the Hub
             seen = tuple(os.path.relpath(path.resolve(), here) for path in videos)
             report = report.model_copy(update={"videos": seen})
     finally:  # what was played must not be lost
         if out is not None:
             try:
-                report.write(Path(out))
+                report.write(out)
             except OSError as error:
                 report.print(console=Terminal(stderr=True))
                 raise write_error(error, str(out)) from error

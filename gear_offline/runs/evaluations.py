@@ -78,7 +78,7 @@ def plan_evaluations(
         at_the_end = train.evaluate_every is None or train.evaluate_every >= train.steps
         too_large = on_gpu and away.type == "cpu" and parameters > CPU_PARAMETERS
         wanted = spare > 0 and not at_the_end and not too_large
-    can = all(known_of(task.environment) is not None for task in tasks)
+    can = all(known_of(task.environment, task.environment_options) for task in tasks)
     if not (wanted and can and tasks):
         return EvaluationPlan(workers=0, threads=torch.get_num_threads(), device=here)
     threads = max(1, min(MOST_THREADS, spare // 2)) if on_gpu else train.threads or 1

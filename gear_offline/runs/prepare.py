@@ -6,7 +6,9 @@ the longest episode.  `resolve` fills these in, so that a run directory speaks f
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from dataclasses import replace
 from functools import partial
 from math import isclose
@@ -14,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, DataSettings
-from gear_offline.convert.conversion import convert
-from gear_offline.core.files import check_folder
+from gear_offline.convert.conversion import convert, options_text
+from gear_offline.convert.origin import changed_files
+from gear_offline.core.files import check_folder, turn_of
 from gear_offline.core.hub import is_there
 from gear_offline.core.system import available_bytes
 from gear_offline.core.text import count_text, say, size_text
@@ -33,13 +37,15 @@ from gear_offline.evaluation.play import check_sizes
 from gear_offline.loaders.from_recipe import open_data, open_one
 from gear_offline.models.decision_transformer import beyond_tanh
 from gear_offline.models.multitask import ModelTask
+from gear_offline.runs.directory import going_on, recipe_before
 from gear_offline.sampling.items import HAVE_PRIORITY, episode_priorities
 from gear_offline.sources import open_source
 from gear_offline.sources.uri import was_read_from
 from gear_offline.tables.fields import STATES, is_image, standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData
 from gear_offline.tables.table import discounted_returns
-from gear_offline.training.model import ModelSizes, data_sizes
+from gear_offline.training.cost import cpu_threads, is_compiled
+from gear_offline.training.model import ModelSizes, data_sizes, resolve_precision
 from gear_offline.training.trained import find_trained
 
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -86,39 +92,60 @@ def open_growing(
 
 
 def prepare_one(recipe: Recipe, *, quiet: bool = False) -> Dataset:
-    """Open the dataset of a recipe of one, making it first when it does not exist."""
-    data, source = recipe.data, recipe.data.source
-    if data.path is not None and not is_there(path := Path(data.path)):
-        if data.collect is not None:
-            source = str(_collect(data.collect, path.with_name(path.name + ".hdf5"), quiet))
-        if source is not None:
-            say(f"converting {source} to {path}", quiet=quiet)
-            convert(source, path, columns=data.columns, quiet=quiet)
+    """Open the dataset of a recipe of one, making it first when it does not exist.
+
+    Of several processes that miss it one makes it, the others wait.
+    """
+    path = None if recipe.data.path is None else Path(recipe.data.path)
+    if path is not None and not is_there(path) and (recipe.data.source or recipe.data.collect):
+        with turn_of(path, quiet=quiet):
+            if not is_there(path):
+                _make(recipe.data, path, quiet=quiet)
     dataset = open_one(recipe)
-    _check_origin(data, dataset)
+    _check_origin(recipe.data, dataset)
     return dataset
+
+
+def _make(data: DataSettings, path: Path, *, quiet: bool) -> None:
+    source = data.source
+    if data.collect is not None:
+        source = str(_collect(data.collect, path.with_name(path.name + ".hdf5"), quiet))
+    say(f"converting {source} to {path}", quiet=quiet)
+    convert(source or "", path, columns=data.columns, quiet=quiet)
 
 
 def _check_origin(data: DataSettings, dataset: Dataset) -> None:
     """Refuse a dataset that is there already but was made of something else."""
-    origin = dataset.manifest.source
-    if (data.source or data.collect) and (edits := origin.attributes.get("edits")):
-        made = f"{origin.uri} with edits ({'; '.join(map(str, edits))})"
-        raise _mismatch("dataset", dataset.path, f"{data.source or 'data.collect'} alone", made)
+    origin, path = dataset.manifest.source, dataset.path
+    if data.source is None and data.collect is None:
+        return
+    facts = [*origin.attributes.get("edits", ()), *origin.attributes.get("options", ())]
+    if facts != (asked := options_text(columns=data.columns)):
+        has = {column.name.partition("/")[0] for column in dataset.spec} - {"rewards"}
+        names = {name.partition("=")[0].strip() for name in data.columns or ()} - {"rewards"}
+        if facts or has != {name.partition("/")[0] for name in names}:
+            made = f"{origin.uri} with edits ({'; '.join(map(str, facts)) or 'none'})"
+            wanted = f"{data.source or 'data.collect'} {'; '.join(asked) or 'alone'}"
+            raise _mismatch("dataset", path, wanted, made)
     if data.collect is not None:
         collected = origin.attributes.get("attributes")
-        _check_collected(data.collect, collected, "dataset", dataset.path)
+        _check_collected(data.collect, collected, "dataset", path)
         return
     files = [file.name for file in origin.files]
     if data.source is not None and not was_read_from(data.source, origin.uri, files):
-        made = ", ".join(files) or origin.uri
-        raise _mismatch("dataset", dataset.path, data.source, made)
+        raise _mismatch("dataset", path, data.source, ", ".join(files) or origin.uri)
+    if data.source is not None and (changed := ", ".join(changed_files(data.source, dataset))):
+        sizes = ", ".join(f"{one.name} of {one.bytes:,} bytes" for one in origin.files[:3])
+        raise _mismatch("dataset", path, f"{data.source}: {changed[:300]}", sizes)
 
 
 def _check_collected(settings: CollectSettings, recorded: Any, what: str, path: Path) -> None:
     """Refuse a file or dataset whose recorded attributes are not what would be collected."""
     facts = recorded if isinstance(recorded, dict) else {}
     asked: dict[str, Any] = {"env_id": settings.environment, "seed": settings.seed}
+    if isinstance(options := facts.get("asked"), str):  # not of files that older versions wrote
+        facts = facts | json.loads(options)
+        asked |= settings.model_dump(exclude={"environment", "gate"})
     # The version that was taken is recorded, of an environment that is named without one too.
     if re.sub(r"-v[0-9]+$", "", str(facts.get("env_id"))) == settings.environment:
         del asked["env_id"]
@@ -129,8 +156,9 @@ def _check_collected(settings: CollectSettings, recorded: Any, what: str, path: 
 
 
 def _mismatch(what: str, path: Path, wanted: str, actual: str) -> InputError:
-    remedy = f"give another data.path, or remove that {what} to have it made again, or take it as "
-    remedy += "it is: data.source=null data.collect=null"
+    again = f"rm -r {shlex.quote(str(path))}"
+    remedy = f"have it made again after `{again}`, give another data.path, or take it as it is: "
+    remedy += "data.source=null data.collect=null"
     what = f"the {what} that is there was made of {actual}, the recipe says {wanted}"
     return InputError("DATA_MISMATCH", what, str(path), remedy)
 
@@ -155,6 +183,25 @@ def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:
 
 
 # the recipe -----------------------------------------------------------------------------------
+
+
+def settle(recipe: Recipe, run: Path, device: torch.device, *, start: Path | None = None) -> Recipe:
+    """Return a recipe that leaves no number to the moment at which its run starts or goes on.
+
+    What it leaves open is as it was when the run, or that of the checkpoint `start`, began.
+    """
+    before = recipe_before(run, start)
+    recipe = recipe if before is None else going_on(recipe, before[0])
+    train = recipe.train
+    half, _ = resolve_precision(train.precision, device)
+    return recipe.replace(
+        {
+            "optimizer.warmup_steps": recipe.optimizer.warmup(train.steps),
+            "train.compile": "on" if is_compiled(train) else "off",
+            "train.precision": "fp32" if half is None else "bf16",
+            "train.threads": train.threads or cpu_threads(recipe),
+        }
+    )
 
 
 def resolve(
@@ -226,17 +273,14 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         remedy = "give it goals (loader.goals={future: 1.0}), or add a column rewards to the source"
         raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
     sizes, environment = data_sizes(dataset), recipe.evaluate.environment or dataset.environment_id
-    longest, facts = int(dataset.episodes.lengths.max()), None
-    if recipe.evaluate.episodes > 0:
+    longest, plays = int(dataset.episodes.lengths.max()), recipe.evaluate.episodes > 0
+    if plays:
         resolve_device(recipe.evaluate.device, where="evaluate.device")
-        facts = _probe_environment(recipe, dataset, quiet=quiet)
-        environment = environment if facts else None
-        if facts is not None:
-            if sizes.discrete and facts.discrete:  # some actions may never occur in the data
-                sizes = replace(sizes, action_dim=max(sizes.action_dim, facts.action_size))
-            otherwise = ", or set evaluate.episodes=0"
-            check_sizes(facts, sizes, whose="the data", otherwise=otherwise)
-            longest = max(longest, facts.step_limit)
+    facts, sizes = _probe_environment(recipe, dataset, sizes, quiet=quiet)
+    if facts is not None:
+        longest = max(longest, facts.step_limit)
+    elif plays:
+        environment = None
     scores, returns = dataset.reference_scores, dataset.manifest.returns
     known = scores.name if scores is not None and reference_scores(scores.name) else None
     changes: dict[str, Any] = {
@@ -244,10 +288,10 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         "evaluate.reference": recipe.evaluate.reference or known,
     }
     if recipe.evaluate.targets is None and goals:
-        if facts is not None and not facts.tasks:
+        if plays and facts is not None and not facts.tasks:
             what, remedy = "it has no tasks with goals (task_infos)", "use evaluate.episodes=0"
             raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
-        changes["evaluate.targets"] = list(range(1, facts.tasks + 1)) if facts else None
+        changes["evaluate.targets"] = list(range(1, facts.tasks + 1)) if plays and facts else None
     elif recipe.evaluate.targets is None:
         if recipe.loader.gamma < 1.0:  # as training shows them
             returns = distribution(discounted_returns(dataset, recipe.loader.gamma))
@@ -274,27 +318,37 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
     return resolved, sizes
 
 
-def _probe_environment(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> EnvironmentFacts | None:
-    """Return what the environment to evaluate in is like; None, and say so, where there is none.
+def _probe_environment(
+    recipe: Recipe, dataset: Dataset, sizes: ModelSizes, *, quiet: bool
+) -> tuple[EnvironmentFacts | None, ModelSizes]:
+    """Return what the environment to evaluate in is like, and sizes that it has, too.
 
-    One that only the dataset names is made if that imports nothing, and may be missing here.
+    None, and that is said, where there is none: one that only the dataset names is made if that
+    imports nothing, and may be missing here.  So may any where nothing is played.
     """
-    name = recipe.evaluate.environment or dataset.environment_id
+    asked, plays = recipe.evaluate.environment, recipe.evaluate.episodes > 0
+    name, facts, whole = asked or dataset.environment_id, None, sizes
+    without = "no evaluation" if plays else "the data alone tell the model's sizes"
     if name is None:
         names = f"neither the recipe nor {dataset.path} names an environment"
-        say(f"no evaluation: {names}; evaluate.environment=ID would", quiet=quiet)
-        return None
+        say(f"{without}: {names}; evaluate.environment=ID would", quiet=quiet or not plays)
+        return None, sizes
     try:
         facts = probe(name)  # refuses to import a module that only a file names
+        if sizes.discrete and facts.discrete:  # some actions may never occur in the data
+            whole = replace(sizes, action_dim=max(sizes.action_dim, facts.action_size))
+        check_sizes(facts, whole, whose="the data", otherwise=", or set evaluate.episodes=0")
     except (InputError, UnavailableError) as error:
-        if recipe.evaluate.environment is not None:
+        if plays and (asked or facts):
             raise
-        say(f"no evaluation: {error}", quiet=quiet)
-        return None
+        say(f"{without}: {error}", quiet=quiet)
+        return None, sizes
+    if not plays:
+        return facts, whole
     say_version(name, quiet=quiet)
     if dataset.environment_id not in (None, name):
         say(f"evaluation in {name}; the data are of {dataset.environment_id}", quiet=quiet)
-    return facts
+    return facts, whole
 
 
 def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:

@@ -179,7 +179,7 @@ def find_or_download(name: str) -> Path:
         remedy = f"did you mean {near}" if near else "names look like hopper-medium-v2"
         raise InputError("SOURCE_READ", f"D4RL has no dataset {name!r}", remedy=remedy)
     configured = os.environ.get("D4RL_DATASET_DIR")
-    folder = Path(configured) if configured else Path.home() / ".d4rl" / "datasets"
+    folder = Path(configured).expanduser() if configured else Path.home() / ".d4rl" / "datasets"
     target = folder / PurePosixPath(file).name
     if not target.is_file():
         _download(SERVER + file, target)

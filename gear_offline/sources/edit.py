@@ -25,7 +25,7 @@ from gear_offline.core.text import count_text, first_line
 from gear_offline.core.types import Array, BoolArray, Float64Array
 from gear_offline.dataset.schema import fold_episodes
 from gear_offline.dataset.shard import digest
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, in_home
 from gear_offline.sources.arrays import SAME, Columns, as_rows
 from gear_offline.sources.base import (
     Piece,
@@ -73,7 +73,7 @@ def find_function(given: str | EpisodeFunction) -> tuple[EpisodeFunction, str]:
     function: Any = given
     what, origin = f"a {type(given).__name__} is no function", ""
     if isinstance(given, str):
-        place, _, name = given.rpartition(":")
+        place, _, name = in_home(given).rpartition(":")
         try:
             found = run_path(place) if place.endswith(".py") else vars(import_module(place))
         except Exception as error:  # whatever a user's module raises

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from gear_offline.dataset.manifest import is_dataset
 from gear_offline.dataset.scores import dataset_file, dataset_of_file
 from gear_offline.errors import InputError, given_path
 from gear_offline.sources.base import Asked, Source, damage_told, files_in, misfit
-from gear_offline.sources.combine import dataset_source, join_sources, with_columns
+from gear_offline.sources.combine import dataset_source, frames_turned, join_sources, with_columns
 from gear_offline.sources.d4rl import find_or_download
 from gear_offline.sources.dqn_replay import open_dqn_replay, replay_folder
 from gear_offline.sources.flat import open_hdf5
@@ -35,7 +37,7 @@ ACCEPTED = (
 
 
 def open_source(
-    uri: str | Path, *, rule: str | None = None, names: Mapping[str, str] | None = None
+    uri: str | os.PathLike[str], *, rule: str | None = None, names: Mapping[str, str] | None = None
 ) -> Source:
     """Open a dataset of another format for reading.
 
@@ -94,7 +96,20 @@ def open_source(
     else:
         _check_there(text, path)
         asked = Asked(path.name, rule, names)
-    return _open(path, asked)
+    return frames_turned(_open(path, asked))
+
+
+def place_of(source: str) -> Path | None:
+    """Return where a source lies on this machine; None where it does not, or not yet."""
+    scheme, _, name = source.partition(":")
+    path: Path | None = Path(source)
+    if scheme == "robomimic":
+        path = Path(name) if Path(name).is_file() else Path(name.partition("#")[0])
+    elif name and (is_hub(source) or scheme in ("d4rl", "minari")):
+        path = None
+        with suppress(InputError):  # an id that is not on this machine
+            path = find_directory(name) if scheme == "minari" else None
+    return path if path is not None and path.exists() else None
 
 
 def was_read_from(source: str, uri: str, files: Sequence[str]) -> bool:

@@ -23,6 +23,7 @@ from gear_offline.core.interruption import StopRequest
 from gear_offline.core.text import first_line, typed
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import GearError, InputError, is_out_of_memory
+from gear_offline.evaluation.environments import Known, known_of
 from gear_offline.loaders.from_recipe import loader_options
 from gear_offline.progress import Progress
 from gear_offline.runs.loop import TrainingInterrupted, train_run
@@ -85,6 +86,8 @@ def train_in_pool(job: Job, pool: Pool, handles: str = "{}", patience: float = 0
     After Ctrl-C or SIGTERM every trial saves a checkpoint, then ``INTERRUPTED`` is raised.
     """
     context = handles, tuple(own_strategies()), patience
+    names = dict.fromkeys(name for trial in job.trials for name in trial.recipe.environments)
+    known = tuple(filter(None, map(known_of, names)))  # modules that the user has named
     waiting, running = deque(job.trials), dict[int, Trial]()
     interrupted = False
     with StopRequest() as stop:
@@ -92,7 +95,7 @@ def train_in_pool(job: Job, pool: Pool, handles: str = "{}", patience: float = 0
             while waiting and pool.has_room and not interrupted:
                 trial = waiting.popleft()
                 path = job.folder / trial.name
-                number = pool.submit(f"{__name__}:train_trial", trial.recipe, path, *context)
+                number = pool.submit(f"{__name__}:train_trial", trial.recipe, path, known, *context)
                 running[number] = trial
             if stop.signal_name is not None and not interrupted:
                 interrupted = True
@@ -116,12 +119,15 @@ def train_trial(
     caller: Caller,
     recipe: Recipe,
     path: Path,
+    known: tuple[Known, ...],
     handles: str,
     strategies: tuple[str, ...],
     patience: float,
 ) -> None:
     """Train one trial in a worker."""
     tables, end = _attached(handles, strategies), time.monotonic() + patience
+    for environment in known:
+        environment.learn()
     with run_errors(path.name, path, resolve_device(recipe.train.device)):
         while True:
             try:

@@ -18,8 +18,10 @@ from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text, plain, say
+from gear_offline.distributed import launched
 from gear_offline.distributed.world import resolve_device
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, given_path
+from gear_offline.evaluation.environments import import_module_of
 from gear_offline.progress import Progress
 from gear_offline.runs import report
 from gear_offline.runs.checks import check_recipe, check_selection
@@ -40,11 +42,11 @@ QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def sweep(
-    recipe: Recipe | str | Path,
+    recipe: Recipe | str | os.PathLike[str],
     options: Overrides = (),
     *,
     seeds: int | Sequence[int] | None = None,
-    out: str | Path | None = None,
+    out: str | os.PathLike[str] | None = None,
     parallel: int | None = None,
     exact: bool = False,
     ray: str | None = None,
@@ -100,14 +102,16 @@ def sweep(
         names = values.get("name", [])
         name = load_recipe(recipe, {"name": names[0]} if len(names) == 1 else ()).name
         out = Path("runs") / f"{name}-sweep"
-    place = Path(out)
+    place = given_path(out, "OUTPUT_WRITE", where="out")
     directory = SweepDirectory(place)
     named = directory.read().trials[0].settings if directory.is_begun else ()
     trials = make_trials(recipe, values, seeds, named=tuple(named))
     return run_trials(trials, place, parallel=parallel, exact=exact, ray=ray, quiet=quiet)
 
 
-def option_values(recipe: Recipe | str | Path, options: Overrides) -> dict[str, list[Any]]:
+def option_values(
+    recipe: Recipe | str | os.PathLike[str], options: Overrides
+) -> dict[str, list[Any]]:
     """Return the values of each option, as texts ``key=a,b,c`` or in a mapping.
 
     There a value that `gear_offline.train` takes is one value, and a list of such are several.
@@ -120,7 +124,7 @@ def option_values(recipe: Recipe | str | Path, options: Overrides) -> dict[str, 
     }
 
 
-def _is_one(recipe: Recipe | str | Path, key: str, value: list[Any]) -> bool:
+def _is_one(recipe: Recipe | str | os.PathLike[str], key: str, value: list[Any]) -> bool:
     """Whether a list is itself the value of an option, as of ``evaluate.targets``."""
     try:
         check_selection(load_recipe(recipe, {key: value}), "")
@@ -139,10 +143,12 @@ def run_trials(
     quiet: bool = False,
 ) -> SweepResult:
     """Train `trials` into the sweep directory `out`, as `sweep` does."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launched()[1] > 1:
         what, remedy = "a sweep runs in one process", "start it without torchrun"
         raise InputError("USAGE", what, remedy=remedy)
     _check_trials(trials, parallel)
+    for name in dict.fromkeys(name for trial in trials for name in trial.recipe.environments):
+        import_module_of(name)
     with ExitStack() as stack:
         pool = None if ray is None else stack.enter_context(RayPool(ray))
         asked, directory = trials[0].recipe.train.device, SweepDirectory(out)

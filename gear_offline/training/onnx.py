@@ -6,6 +6,7 @@ Shape legend: B environments, L steps so far of each (1 to K), S state elements,
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from pathlib import Path
 
@@ -24,8 +25,8 @@ LARGEST = (2 << 30) - 4096  # bytes of a protobuf message, less what is added
 
 
 def export_policy(
-    policy: Policy | str | Path,
-    out: str | Path,
+    policy: Policy | str | os.PathLike[str],
+    out: str | os.PathLike[str],
     task: str | None = None,
     *,
     overwrite: bool = False,

@@ -85,6 +85,7 @@ class TaskResult(_Record):
     """
 
     environment: str = ""
+    environment_options: dict[str, Any] = {}
     mean_return: float | None = Field(
         default=None, validation_alias="return", serialization_alias="return"
     )
