@@ -110,6 +110,7 @@ def export_hdf5(
         attributes = {
             "exported_from": f"{info.uri} ({info.format}; rule {info.rule})",
             "gear_offline": gear_offline.__version__,
+            "rule": "timeouts" if inside else "terminals|timeouts",
         }
         if info.environment_id:
             attributes["env_id"] = info.environment_id

@@ -97,6 +97,16 @@ def test_an_environment_that_only_the_data_name_may_be_missing(
             resolve(tiny_recipe(dataset.path, "evaluate.environment=NoSuch-v0"), dataset)
 
 
+@pytest.mark.parametrize("most", [1.0, 1.5])
+def test_predictions_are_bounded_where_the_data_are(tmp_path: Path, most: float) -> None:
+    columns = hopper_columns(6)
+    columns["actions"] = np.linspace(-1, most, 18, dtype=np.float32).reshape(6, 3)
+    dataset = make_dataset(tmp_path, [3, 3], columns=columns)
+    asked = ("evaluate.episodes=0", "model.action_tanh=auto")
+    resolved, _ = resolve(tiny_recipe(dataset.path, *asked), dataset)
+    assert resolved.model.action_tanh == (most <= 1)
+
+
 def test_discrete_actions_that_never_occur_come_from_the_environment(tmp_path: Path) -> None:
     columns = hopper_columns(6, state_dim=4)
     columns["actions"] = np.zeros(6, np.int64)  # CartPole has two actions

@@ -328,8 +328,8 @@ class ModelSettings(Section):
     """Probability of dropout, in residuals, embeddings and attention."""
     max_timestep: Positive | None = 1000
     """Longest episode the model can place; null: the longest of the data and the environment."""
-    action_tanh: bool = True
-    """Squash predicted actions into [-1, 1]; false where the actions go beyond."""
+    action_tanh: bool | Literal["auto"] = True
+    """Squash predicted actions into [-1, 1]; auto: where the data lie in it."""
     policy: Literal["deterministic", "gaussian"] = "deterministic"
     """gaussian: a stochastic one that explores, as of the Online Decision Transformer."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
@@ -388,7 +388,7 @@ class TrainSettings(Section):
     recompute: bool = False
     """Compute blocks again in the backward pass instead of keeping what is in them."""
     threads: Annotated[Whole, Field(ge=1, le=4096)] | None = None
-    """CPU threads of torch; null: torch decides."""
+    """CPU threads of torch; null: OMP_NUM_THREADS, else up to 8 cores, 1 for small models."""
     timeout: PositiveFloat = 600.0
     """Seconds to wait for other processes; an evaluation of the first one must fit in."""
     log_every: Annotated[Whole, Field(ge=1, le=1_000_000)] = 100

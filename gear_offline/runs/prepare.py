@@ -193,15 +193,15 @@ def settle(recipe: Recipe, run: Path, device: torch.device, *, start: Path | Non
     before = recipe_before(run, start)
     recipe = recipe if before is None else going_on(recipe, before[0])
     train = recipe.train
-    half, _ = resolve_precision(train.precision, device)
-    return recipe.replace(
-        {
-            "optimizer.warmup_steps": recipe.optimizer.warmup(train.steps),
-            "train.compile": "on" if is_compiled(train) else "off",
-            "train.precision": "fp32" if half is None else "bf16",
-            "train.threads": train.threads or cpu_threads(recipe),
-        }
-    )
+    changes = {
+        "optimizer.warmup_steps": recipe.optimizer.warmup(train.steps),
+        "train.compile": "on" if is_compiled(train) else "off",
+        "train.threads": train.threads or cpu_threads(recipe),
+    }
+    if train.precision == "auto":
+        half, _ = resolve_precision("auto", device)
+        changes["train.precision"] = "fp32" if half is None else "bf16"
+    return recipe.replace(changes)
 
 
 def resolve(
@@ -244,8 +244,8 @@ def _resolve_tasks(
         tasks=tuple(tasks),
     )
     options["model"]["max_timestep"] = max(single.model.max_timestep or 0 for single in singles)
-    if joint.discrete:
-        options["model"]["action_tanh"] = False
+    bounded = all(single.model.action_tanh for single in singles)
+    options["model"]["action_tanh"] = bounded and not joint.discrete
     return Recipe.parse(options), joint
 
 
@@ -311,8 +311,13 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
             changes["model.max_timestep"] = int(start.model.config.max_ep_len)
     elif recipe.model.max_timestep is None:
         changes["model.max_timestep"] = max(longest, recipe.loader.context_length)
-    if sizes.discrete and recipe.model.action_tanh:
+    if sizes.discrete:
         changes["model.action_tanh"] = False  # logits are not bounded
+    elif recipe.model.action_tanh == "auto":
+        actions = dataset.statistics["actions"]
+        fits = not beyond_tanh(actions.min, actions.max)
+        fits = bool(start.model.config.action_tanh) if recipe.train.init else fits
+        changes["model.action_tanh"] = fits
     resolved = recipe.replace(changes)
     _check(resolved, dataset, sizes)
     return resolved, sizes

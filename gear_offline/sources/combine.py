@@ -7,6 +7,7 @@ Shape legend: N rows, E episodes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -104,7 +105,10 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
         remedy="take the columns that they share: --columns",
     )
     infos = [source.info for source in sources]
-    notes = [f"{i.uri}: {text}" for i in infos for text in i.attributes.get("warnings", ())]
+    said = Counter(text for i in infos for text in {*i.attributes.get("warnings", ())})
+    texts = [(i.uri, text) for i in infos for text in i.attributes.get("warnings", ())]
+    notes = [f"{uri}: {text}" if said[text] == 1 else text for uri, text in texts]
+    notes = [*dict.fromkeys(notes)]  # what several parts say is said once
     shared: dict[str, Any] = {"format": "joined", "rule": "that of each part"}
     for fact in ("format", "rule", "environment_id", "reference_name"):
         values = {getattr(info, fact) for info in infos}

@@ -101,7 +101,6 @@ def open_minari(path: Path, asked: Asked) -> Source:
     left_out = reader.left_out | others
     empty = total - len(lengths)
     notes = [f"{count_text(empty, 'episode')} without steps left out"] if empty else []
-    notes += [f"{n} is left out: {y}" for n, y in left_out.items() if not n.startswith("infos/")]
     uri = asked.uri
     if not uri.startswith("minari:") and metadata.get("dataset_id"):
         uri = f"minari:{metadata['dataset_id']}"
