@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +14,7 @@ from gear_offline.collect.record import Player, episode_plan
 from gear_offline.convert.append import Appender
 from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, json_options
 from gear_offline.evaluation.environments import (
     Known,
     import_module_of,
@@ -48,6 +50,7 @@ def act(
     run: str | Path,
     *,
     environment: str | None = None,
+    environment_options: Mapping[str, Any] | None = None,
     actors: int = 1,
     episodes: int | None = None,
     target: float | None = None,
@@ -64,8 +67,8 @@ def act(
     ----------
     run
         Run directory, of which the newest checkpoint plays; waited for until there is one.
-    environment
-        Gymnasium id; default the run's own.
+    environment, environment_options
+        Gymnasium id, and what `gymnasium.make` takes besides; default the run's own.
     actors
         Processes, each with an environment of its own.
     episodes
@@ -103,8 +106,11 @@ def act(
         raise InputError("ENVIRONMENT", what, str(path), "give --environment and --target")
     if environment is not None:
         import_module_of(environment)
-    probe(name)
-    if (known := known_of(name)) is None:
+    how = recipe.evaluate.environment_options if environment in (None, name) else None
+    if environment_options is not None:
+        how = json_options(environment_options)
+    probe(name, how)
+    if (known := known_of(name, how)) is None:
         what, remedy = "only this process knows the environment", "register it with an entry point"
         raise InputError("ENVIRONMENT", what, name, remedy)
     say_version(name, quiet=quiet)

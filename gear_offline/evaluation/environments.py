@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from importlib import __file__ as imported_by
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import gymnasium
@@ -45,7 +46,7 @@ LIBRARIES = (
 )
 RESET, STEP = "(observation, info)", "(observation, reward, terminated, truncated, info)"
 
-Options = Mapping[str, Any]  # what `gymnasium.make` takes
+Options = Mapping[str, Any]  # what `gymnasium.make` takes, and ``additional_wrappers`` of a spec
 T = TypeVar("T")
 
 gymnasium.register(
@@ -255,7 +256,11 @@ def _make(environment_id: str, name: str, options: dict[str, Any]) -> gymnasium.
             # `say_version` says it, once for all environments and processes
             warnings.filterwarnings("ignore", message=".*Using the latest versioned environment.*")
             # the checker repeats for every step what the first episode already proves
-            return make(name, **{"disable_env_checker": True, **options})
+            wrappers = options.pop("additional_wrappers", None) or ()
+            made = make(name, **{"disable_env_checker": True, **options})
+            for wrapper in wrappers:
+                made = _wrapped(made, environment_id, **wrapper)
+            return made
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         what = f"the simulator of {environment_id} is not usable: {first_line(error)}"
         extra = "atari" if is_atari(name) else "mujoco"
@@ -268,6 +273,32 @@ def _make(environment_id: str, name: str, options: dict[str, Any]) -> gymnasium.
         raise InputError("ENVIRONMENT", what, remedy=remedy) from error
 
 
+def _wrapped(
+    environment: gymnasium.Env[Any, Any],
+    environment_id: str,
+    *,
+    name: str,
+    entry_point: str,
+    kwargs: dict[str, Any] | None,
+) -> gymnasium.Env[Any, Any]:
+    """Wrap an environment as a spec says; that may be a stranger's, and imports nothing."""
+    module, _, own = entry_point.partition(":")
+    home = (
+        gymnasium.wrappers if module.startswith("gymnasium.wrappers") else sys.modules.get(module)
+    )
+    made: Any = getattr(home, own, None) if home in (gymnasium.wrappers, *_named_by_hand) else None
+    is_wrapper = isinstance(made, type) and issubclass(made, gymnasium.Wrapper)
+    if kwargs is None or not is_wrapper or own.startswith("Record"):  # these write files
+        what = f"its wrapper {name} ({entry_point}) cannot be made anew"
+        remedy = "name an environment that has it, or none of what the data say: "
+        raise InputError("ENVIRONMENT", what, environment_id, f"{remedy}environment_options={{}}")
+    wrapped: gymnasium.Env[Any, Any] = made(environment, **kwargs)
+    return wrapped
+
+
+_named_by_hand: set[ModuleType] = set()  # modules that the user's word has imported
+
+
 def import_module_of(environment_id: str) -> None:
     """Import the module that an id given by the user names, if it names one."""
     module, colon, _ = environment_id.rpartition(":")
@@ -277,7 +308,7 @@ def import_module_of(environment_id: str) -> None:
 
 def _import(module: str, environment_id: str) -> None:
     try:
-        import_module(module)
+        _named_by_hand.add(import_module(module))
     except ImportError as error:
         what = f"the module of {environment_id} cannot be imported: {first_line(error)}"
         remedy = f"put the folder of module {module!r} on PYTHONPATH, e.g. PYTHONPATH=."
