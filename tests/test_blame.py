@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.model import ModelSizes
 from gear_offline.training.stack import why_not_stacked
-from tests.support import hopper_columns, one_error
+from tests.support import Patch, hopper_columns, one_error
 from tests.test_resume import interrupted_in
 from tests.training_support import learnt, tiny_recipe
 
@@ -40,7 +41,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Any]]:
 
 
 def test_a_run_begins_with_a_checkpoint_of_another_and_skips(
-    data: Path, tmp_path: Path, taken: dict[int, Any]
+    data: Path, tmp_path: Path, taken: dict[int, Any], monkeypatch: Patch
 ) -> None:
     before = train_run(tiny_recipe(data, *QUIET), out=tmp_path / "run", quiet=True)
     whole, seen = learnt(before), dict(taken)
@@ -65,6 +66,16 @@ def test_a_run_begins_with_a_checkpoint_of_another_and_skips(
         np.testing.assert_array_equal(taken[step], seen[batch])
     with one_error("OUTPUT_EXISTS"):
         go.train(str(before), skipping, checkpoint=5, quiet=True)
+
+    def kill(source: str, place: str) -> None:
+        raise RuntimeError("as kill -9 does, before the first file is copied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copytree", partial(shutil.copytree, copy_function=kill))
+        with pytest.raises(RuntimeError):
+            go.train(str(before), checkpoint=5, out=tmp_path / "killed", quiet=True)
+    with one_error("OUTPUT_EXISTS", "holds no run"):  # and does not begin at step 0
+        go.train(str(before), out=tmp_path / "killed", resume=True, quiet=True)
     with one_error("USAGE", "resume that other run without it"):
         go.train(str(before), checkpoint=5, resume=True)
     assert go.train(run, {"train.steps": 22}, resume=True, quiet=True).steps == 22

@@ -206,6 +206,27 @@ def test_acting_reads_no_moments(tmp_path: Path, model: DecisionTransformer) -> 
     assert code_of(path) == "RUN_DAMAGED"
 
 
+@pytest.mark.parametrize("name", FILES[:3])
+def test_a_checkpoint_that_is_pruned_while_it_is_read_gives_way_to_a_newer_one(
+    name: str, tmp_path: Path, model: DecisionTransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run saves another one and removes the first just before one of its files is opened."""
+    folder, opened = tmp_path / "checkpoints", os.open
+    first = save_checkpoint(folder, model, 5)
+
+    def prune_first(path: Any, *rest: Any, **options: Any) -> int:
+        if str(path) == str(first / name):
+            monkeypatch.undo()
+            save_checkpoint(folder, model, 10)
+            prune(folder, Keep(newest=1))
+        return opened(path, *rest, **options)
+
+    monkeypatch.setattr(os, "open", prune_first)
+    assert load_policy(tmp_path, device="cpu").facts.step == 10
+    with one_error("RUN_NOT_FOUND", "no checkpoint '5'"):
+        load_policy(tmp_path, device="cpu", checkpoint=5)
+
+
 def test_what_is_no_run_is_said(tmp_path: Path, model: DecisionTransformer) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "manifest.json").touch()

@@ -1,6 +1,7 @@
 """Datasets that grow while a run trains on them: appended, admitted, replayed bit for bit."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -413,6 +414,20 @@ def test_a_learner_killed_while_admitting_admits_each_piece_once(
     dataset = go.open_dataset(path)
     assert dataset.episodes.lengths.tolist() == [*FIRST, 6, 4, 11]
     assert not list((path / "incoming").iterdir())
+
+
+def test_a_learner_that_starts_leaves_a_living_actors_part(path: Path, monkeypatch: Patch) -> None:
+    """It starts where the actor has made its file and not yet locked it."""
+    lock, starts = fcntl.flock, iter([lambda: grow(path, 0)])
+
+    def start(*words: Any) -> None:
+        next(starts, lambda: None)()
+        lock(*words)
+
+    monkeypatch.setattr(fcntl, "flock", start)
+    go.Appender(path).append(episodes([6], 1))
+    grow(path, 0)
+    assert go.open_dataset(path).episodes.lengths.tolist() == [*FIRST, 6]
 
 
 def test_half_a_line_does_not_count(path: Path) -> None:

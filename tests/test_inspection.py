@@ -125,6 +125,10 @@ def test_many_warnings_and_datasets_left_out_stay_what_they_are(tmp_path: Path) 
     warned = [line for line in lines if line.startswith("warning")]
     assert 40 < len(warned) < 60 and warned[0].startswith("warning: part 0: odd odd")
     assert warned[-1] == f"warning: and {31 - len(warned) // 2} more"
+    odd = {"warnings": 5, "left_out": [1], "edits": "by hand"}
+    source = ArraySource(hopper_columns(3), [3], attributes=odd)
+    assert "warning: 5" in summary_of(convert(source, tmp_path / "odd", quiet=True))
+    assert "edited: by hand" in summary_of(convert(tmp_path / "odd", tmp_path / "o", quiet=True))
     left_out = [line for line in lines if line.startswith("left out")]
     assert left_out[8] == "left out: others too, see inspect"
 

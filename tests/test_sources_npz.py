@@ -96,7 +96,6 @@ def test_memory_is_that_of_a_read(tmp_path: Path, save: Callable[..., None]) -> 
 BAD: dict[str, tuple[str, Any, str, str]] = {
     "no flags": ("terminals", None, "COLUMN", "'rewards'"),
     "compact": ("valids", np.ones(33), "SOURCE_LAYOUT", "compact_dataset=False"),
-    "by columns": ("actions", np.zeros((8, 33)).T, "SOURCE_READ", "ascontiguousarray"),
     "objects": ("actions", np.array([{}] * 33, object), "COLUMN", "'actions'"),
 }
 
@@ -109,6 +108,37 @@ def test_bad_arrays_are_refused(tmp_path: Path, case: str) -> None:
         del columns[name]
     np.savez_compressed(path, **columns)
     assert str(path) in refused(path, code, words).where
+
+
+@pytest.mark.parametrize("save", [np.savez_compressed, np.savez])
+def test_arrays_stored_by_columns(tmp_path: Path, save: Callable[..., None]) -> None:
+    columns, path = antmaze(), tmp_path / "a.npz"
+    columns["actions"] = np.asfortranarray(columns["actions"].astype(">f2"))
+    columns["frames"] = np.arange(33 * 24, dtype=np.uint8).reshape(4, 2, 3, 33).T
+    save(path, **columns)
+    with np.load(path) as wanted, open_source(path) as source:
+        for start, stop in ((0, 10), (10, 33), (5, 6)):
+            for name in ("actions", "frames"):
+                found = source.read(name, start, stop)
+                np.testing.assert_array_equal(found, wanted[name][start:stop])
+
+
+def test_many_members_and_many_files(tmp_path: Path) -> None:
+    """One reading of an archive's directory, and no file open between reads."""
+    arrays: Columns = {f"infos_{number}": np.zeros(33, np.uint8) for number in range(1500)}
+    np.savez(tmp_path / "a.npz", **antmaze(), **arrays)
+    with open_source(tmp_path / "a.npz") as source:
+        assert len(source.spec.columns) == 1505
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for number in range(60):
+        np.savez_compressed(folder / f"{number}.npz", **antmaze(1, seed=number))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with open_source(folder) as source:
+        for start in range(0, 660, 7):
+            for name in ("observations", "actions", "qpos"):
+                source.read(name, start, min(start + 7, 660))
+            assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def test_flipped_bits_are_refused(tmp_path: Path) -> None:

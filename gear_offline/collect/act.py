@@ -24,8 +24,13 @@ from gear_offline.evaluation.environments import (
 )
 from gear_offline.models.policy import Policy
 from gear_offline.progress import Progress
-from gear_offline.training.checkpoint import chosen_checkpoint, list_checkpoints, no_run
-from gear_offline.training.trained import trained_model
+from gear_offline.training.checkpoint import (
+    chosen_checkpoint,
+    list_checkpoints,
+    no_run,
+    while_removed,
+)
+from gear_offline.training.trained import find_trained
 from gear_offline.workers import Caller, WorkerPool
 
 WAIT_SECONDS = 600.0  # for a run and its first checkpoint
@@ -96,7 +101,7 @@ def act(
         what = f"got actors={actors}, episodes={episodes}, action_noise={action_noise}"
         raise InputError("USAGE", what, remedy="give at least one actor and episode, no negatives")
     _wait_for_checkpoint(path, quiet=quiet)
-    recipe = chosen_checkpoint(path).recipe
+    recipe = while_removed(lambda: chosen_checkpoint(path)).recipe
     if recipe.data.admit_every is None or recipe.data.path is None:
         what, remedy = "the run's data do not grow", "train it with data.admit_every=1000"
         raise InputError("USAGE", what, str(path), remedy)
@@ -197,8 +202,8 @@ def play_in_worker(
                 return
             newest = list_checkpoints(run / "checkpoints")[-1:]
             if policy is None or (newest and newest[0][0] > step):
-                checkpoint = chosen_checkpoint(run)
-                policy, step = trained_model(checkpoint).policy(), checkpoint.state.step
+                trained = find_trained(run)
+                policy, step = trained.policy(), trained.facts.step or 0
             policy.reset(target)
             acting = _Acting(policy)
             plan = episode_plan(acting, (*seed, played), noise)

@@ -30,7 +30,7 @@ from gear_offline.convert.shards import (
     write_shards,
 )
 from gear_offline.core.files import new_directory, write_file
-from gear_offline.core.text import count_text, say
+from gear_offline.core.text import count_text, say, texts
 from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset, with_shards
 from gear_offline.dataset.inspect import summary
@@ -318,7 +318,7 @@ def _edited(
         notes.append(f"where {' '.join(where.split())}: {counts}")
     source = edit_source(source, function, kept)
     if notes:
-        before = source.info.attributes.get("edits", ())
+        before = texts(source.info.attributes.get("edits"))
         source.info = source.info.with_facts(edits=[*before, *notes])
     return source, None if kept is None else kept.tobytes()
 

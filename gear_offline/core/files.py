@@ -114,10 +114,9 @@ def new_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
 @contextmanager
 def new_part(path: Path) -> Iterator[tuple[Path, FileIO]]:
     """Give a new file under a hidden name, which the body writes and renames."""
-    part = _hidden(path, "part")
-    with open(part, "xb", buffering=0) as file:
+    part, lock = _make_locked(path, lambda part: part.touch(exist_ok=False), os.O_RDWR)
+    with open(lock, "r+b", buffering=0) as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
             yield part, file
         finally:
             part.unlink(missing_ok=True)
@@ -148,11 +147,9 @@ def new_directory(
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path.parent, path.name)
         _check_replaceable(path, replaceable)
-        part, old = _hidden(path, "part"), _hidden(path, "old")
-        part.mkdir()
-        lock = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        old = _hidden(path, "old")
+        part, lock = _make_locked(path, Path.mkdir, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
             yield part
             os.fsync(lock)
             _check_replaceable(path, replaceable)
@@ -224,6 +221,22 @@ def _check_replaceable(path: Path, replaceable: Callable[[Path], bool]) -> None:
 
 def _hidden(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.gear-{kind}-{secrets.token_hex(6)}")
+
+
+def _make_locked(path: Path, make: Callable[[Path], None], flags: int) -> tuple[Path, int]:
+    """Make something under a hidden name and lock it; return the name and the descriptor.
+
+    Until it is locked, another process may take it for a leftover: then make another one.
+    """
+    while True:
+        part = _hidden(path, "part")
+        make(part)
+        with suppress(FileNotFoundError):
+            lock = os.open(part, flags | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.lexists(part):
+                return part, lock
+            os.close(lock)
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:

@@ -29,6 +29,13 @@ def count_text(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
+def texts(value: object) -> list[str]:
+    """Return a stranger's text, list of texts or whatever it is as a list of texts."""
+    if value is None:
+        return []
+    return list(map(str, value)) if isinstance(value, (list, tuple)) else [str(value)]
+
+
 def size_text(count: int) -> str:
     """Return a byte count with a binary unit, e.g. ``"1.5 MiB"``."""
     value, unit = float(count), 0

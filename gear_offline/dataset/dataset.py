@@ -172,10 +172,10 @@ class Dataset:
             raise InputError("SELECTION", what, where=f"column {column}")
         dtype, shape = stored_form(spec)
         rows = np.empty((stop - start, *shape), dtype)
-        for shard, (first, end) in enumerate(pairwise(self.first_steps.tolist())):
+        begin = int(np.searchsorted(self.first_steps, start, side="right")) - 1
+        for shard in range(begin, int(np.searchsorted(self.first_steps, stop))):
+            first, end = self.first_steps[shard : shard + 2].tolist()
             low, high = max(start, first), min(stop, end)
-            if low >= high:
-                continue
             tensor, record = self._tensor(shard, column), self.manifest.shards[shard]
             data = byte_view(rows[low - start : high - start])
             offset = record.header_bytes + tensor.start + (low - first) * spec.step_bytes
@@ -343,8 +343,7 @@ class Dataset:
 
     def _tensor(self, shard: int, name: str) -> TensorLayout:
         self.spec[name]  # refuses another column
-        tensors = self.manifest.tensors(self.manifest.shards[shard])
-        return next(t for t in tensors if t.name == name)
+        return self.manifest.layouts(self.manifest.shards[shard])[name]
 
 
 def open_dataset(
@@ -442,7 +441,7 @@ def _read_episodes(
         raise damaged("the shard's header is not the one that the manifest implies", where)
     values: list[Array] = []
     for column in EPISODE_COLUMNS:
-        tensor = next(t for t in tensors if t.name == column.name)
+        tensor = manifest.layouts(shard)[column.name]
         raw = np.empty(tensor.bytes, np.uint8)
         for _ in _stream(file, path, manifest, shard, tensor, raw):
             pass

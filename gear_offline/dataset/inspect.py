@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from gear_offline.core.text import count_text, printable, size_text
+from gear_offline.core.text import count_text, printable, size_text, texts
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import Manifest
 from gear_offline.dataset.shard import DIGEST_CHARS
@@ -86,12 +86,13 @@ def summary(manifest: Manifest) -> list[str]:
         f"{endings.truncated:,} truncated), {', '.join(counts)}, "
         f"{size_text(manifest.total_bytes)}; rule {source.rule}"
     ]
-    lines += [f"edited: {edit}" for edit in source.attributes.get("edits", ())]
+    lines += [f"edited: {edit}" for edit in texts(source.attributes.get("edits"))]
     for name, column in manifest.statistics.items():
         if column.nonfinite:
             count = count_text(column.nonfinite, "value")
             lines.append(f"warning: column {name}: {count} NaN or infinite")
-    left_out = list(source.attributes.get("left_out", {}).items())
+    facts = source.attributes.get("left_out")
+    left_out = list(facts.items()) if isinstance(facts, dict) else []
     lines += [f"left out: {name}: {why}" for name, why in left_out[:MOST_LEFT_OUT]]
     if len(left_out) > MOST_LEFT_OUT:
         lines.append("left out: others too, see inspect")

@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from gear_offline.core.files import open_regular, read_regular
-from gear_offline.core.text import count_text, first_line
+from gear_offline.core.text import count_text, first_line, texts
 from gear_offline.dataset.schema import ColumnSpec, TableSpec
 from gear_offline.dataset.scores import ReferenceScores, dataset_file
 from gear_offline.dataset.shard import (
@@ -93,7 +93,7 @@ class SourceRecord(Model):
     @property
     def warnings(self) -> list[str]:
         """What a user should know of the source."""
-        return list(map(str, self.attributes.get("warnings", ())))
+        return texts(self.attributes.get("warnings"))
 
 
 class Endings(Model):
@@ -180,9 +180,21 @@ class Manifest(Model):
         """Bytes of all shard files."""
         return sum(shard.bytes for shard in self.shards)
 
+    @cached_property
+    def _layouts(self) -> dict[tuple[int, int], dict[str, TensorLayout]]:
+        return {}  # by steps and episodes: thousands of columns take long to lay out
+
+    def layouts(self, shard: ShardRecord) -> dict[str, TensorLayout]:
+        """Return the tensors that `shard` must have, in their order, by name."""
+        size, known = (shard.steps, shard.episodes), self._layouts
+        if size not in known:
+            tensors = plan_tensors(self.spec.columns, steps=shard.steps, episodes=shard.episodes)
+            known[size] = {tensor.name: tensor for tensor in tensors}
+        return known[size]
+
     def tensors(self, shard: ShardRecord) -> tuple[TensorLayout, ...]:
         """Return the layout that `shard` must have."""
-        return plan_tensors(self.spec.columns, steps=shard.steps, episodes=shard.episodes)
+        return tuple(self.layouts(shard).values())
 
     def replaced(self, **changes: Any) -> Self:
         """Return the manifest with other values of some fields, which nobody checks."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -114,13 +115,16 @@ class TableSpec:
     def __iter__(self) -> Iterator[ColumnSpec]:
         return iter(self.columns)
 
+    @cached_property
+    def _by_name(self) -> dict[object, ColumnSpec]:
+        return {column.name: column for column in self.columns}
+
     def __contains__(self, name: object) -> bool:
-        return any(c.name == name for c in self.columns)
+        return name in self._by_name
 
     def __getitem__(self, name: str) -> ColumnSpec:
-        for column in self.columns:
-            if column.name == name:
-                return column
+        if (column := self._by_name.get(name)) is not None:
+            return column
         names = [c.name for c in self.columns]
         remedy = f"columns here: {', '.join(names)}"
         if parts := "+".join(n for n in names if n.startswith(f"{name}/")):

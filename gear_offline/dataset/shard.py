@@ -70,7 +70,6 @@ class TensorLayout:
         return self.stop - self.start
 
 
-@lru_cache(maxsize=1 << 13)  # shards of one episode are many, and of few lengths
 def plan_tensors(
     columns: tuple[ColumnSpec, ...], *, steps: int, episodes: int
 ) -> tuple[TensorLayout, ...]:
@@ -87,7 +86,7 @@ def plan_tensors(
     return tuple(tensors)
 
 
-@lru_cache(maxsize=1 << 13)
+@lru_cache(maxsize=1 << 13)  # shards of one episode are many, and of few lengths
 def encode_header(tensors: tuple[TensorLayout, ...]) -> bytes:
     """Return length, JSON and space padding; tensor data follow directly."""
     document: dict[str, Any] = {"__metadata__": _METADATA}

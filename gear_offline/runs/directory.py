@@ -173,9 +173,11 @@ class RunDirectory(HeldDirectory):
             if done > step:  # passed over: it would count as saved, and as the newest to keep
                 remove_checkpoint(path)
 
-    def branch(self, recipe: Recipe, start: Path) -> Path:
-        """Make this the run of the checkpoint `start` as it was then; `begin` cuts its records."""
-        write_file(self.path / "recipe.yaml", recipe.to_yaml().encode())
+    def branch(self, start: Path) -> Path:
+        """Copy the checkpoint `start` and its run's records.
+
+        `begin` cuts the records and writes the recipe, without which the directory is no run.
+        """
         for name in FILES:
             if (start.parents[1] / name).is_file():
                 shutil.copyfile(start.parents[1] / name, self.path / name)

@@ -149,7 +149,7 @@ def begin_run(
         listeners = held.enter_context(Callbacks(run, own))
         try:
             if start is not None:
-                world.lead(lambda: directory and directory.branch(recipe, start))
+                world.lead(lambda: directory and directory.branch(start))
             stop = shared.stop or held.enter_context(StopRequest())
             with LiveRun(directory, learner, stop, listeners, shared.runs, quiet=quiet) as live:
                 yield live

@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import FileIdentity, file_identity, open_regular
+from gear_offline.core.text import texts
 from gear_offline.core.types import Array, BoolArray
 from gear_offline.dataset.schema import (
     ColumnSpec,
@@ -173,7 +174,7 @@ class Source(Closing):
 
     def warn(self, *notes: str) -> None:
         """Put warnings behind those that there are."""
-        before = self.info.attributes.get("warnings", ())
+        before = texts(self.info.attributes.get("warnings"))
         self.info = self.info.with_facts(warnings=[*before, *notes])
 
     def read(self, column: str, start: int, stop: int) -> Array:

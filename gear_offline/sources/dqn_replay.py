@@ -34,7 +34,8 @@ from gear_offline.sources.base import (
     kinds_of_rows,
     misfit,
 )
-from gear_offline.sources.npz import Member
+from gear_offline.sources.episode_ends import BLOCK_ROWS
+from gear_offline.sources.npz import Member, Reopened
 
 _FRAMES = re.compile(r"\$store\$_observation_ckpt\.([0-9]{1,9})\.gz")
 _GAME = re.compile(r"[A-Z][A-Za-z]+")
@@ -42,6 +43,7 @@ COLUMNS = {"observations": "observation", "actions": "action", "rewards": "rewar
     "terminals": "terminal"
 }
 PADDING = 3  # rows before an episode: dopamine's stacks of 4 frames, less one
+MAX_ROWS = 1 << 24  # of a checkpoint; dopamine's have a million
 STEP_LIMIT = 27_000  # of dopamine's episodes: 108,000 frames of the emulator
 CLIPPED = "rewards are the game's points clipped to -1, 0 and 1, as dopamine stores them"
 Checkpoint = dict[str, Member]  # by column
@@ -63,8 +65,10 @@ def open_dqn_replay(folder: Path, asked: Asked) -> Source:
     if gaps:
         places = count_text(len(gaps), "place")
         notes.append(f"checkpoints are missing in {places}: an episode is cut on both sides")
+    blocks = [(row, min(row + BLOCK_ROWS, rows)) for row in range(0, rows, BLOCK_ROWS)]
     terminals, actions, rewards = (
-        log.read(name, 0, rows) != 0 for name in ("terminals", "actions", "rewards")
+        np.concatenate([log.read(name, *block) != 0 for block in blocks])
+        for name in ("terminals", "actions", "rewards")
     )
     firsts = np.unique([0, *gaps, *(np.flatnonzero(terminals) + 1)])
     firsts = firsts[firsts < rows]
@@ -131,7 +135,7 @@ def _open_log(folder: Path) -> tuple[Source, list[int], bool]:
             m.shape for m in checkpoint.values() if can_be_column(m.shape, m.dtype)
         ] or [()]
         capacity = frames[0] if len(frames) == 3 else 0
-        if capacity < 1 or count + known < 1 or others != [(capacity,)] * 3:
+        if not 1 <= capacity <= MAX_ROWS or count + known < 1 or others != [(capacity,)] * 3:
             shapes = [frames, *others]
             raise misfit(f"arrays of shapes {shapes}, {count_text(count, 'row')} added", path)
         native = kinds_of_rows(checkpoint)
@@ -160,4 +164,5 @@ def _open_log(folder: Path) -> tuple[Source, list[int], bool]:
 
 
 def _member(path: Path) -> Member:
-    return Member(InputFile.find(path), str(path), gzip.open)
+    file = InputFile.find(path)
+    return Member(path, str(path), lambda: gzip.open(Reopened.buffered(file)))

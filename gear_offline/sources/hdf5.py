@@ -15,6 +15,8 @@ from array import array
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import cache
+from io import BytesIO
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,26 +24,28 @@ from typing import Any
 import h5py
 import numpy as np
 import numpy.typing as npt
-from h5py import h5d, h5g, h5l, h5o, h5t
+from h5py import h5d, h5g, h5l, h5o, h5s, h5t
 
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import read_at
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError
 from gear_offline.sources.base import READ_BYTES, InputFile, can_be_column, damage_told
-from gear_offline.sources.hdf5_filters import FILTERS, Bytes, decode_chunk
+from gear_offline.sources.hdf5_filters import (
+    FILTERS,
+    Bytes,
+    Decoder,
+    decode_chunk,
+    make_decoders,
+)
 
 SUFFIXES = (".hdf5", ".h5")
 MAX_READ_BYTES = 256 << 20  # beyond this a row of chunks is read in parts
 KEPT_BYTES = 64 << 20  # of each column the row of chunks that was decoded last, up to this
-MAX_CHUNK_BYTES = 1 << 30
+MAX_CHUNK_BYTES, MAX_BAND_BYTES = 512 << 20, 1 << 30
 MAX_UNWRITTEN_BYTES = 16 << 20  # fill values in place of chunks that were never written
 MAX_ATTRIBUTES, MAX_ATTRIBUTE_BYTES = 200, 4096
 MAX_TEXT_BYTES = 16 << 20
-LIBRARY_ERRORS = (
-    *(OSError, RuntimeError, KeyError, ValueError, TypeError, NotImplementedError),
-    OverflowError,  # an address that no signed number holds
-)
 Plain = str | int | float
 _PLAIN = "copy the data into plain datasets of one file, e.g. with h5repack"
 
@@ -128,7 +132,10 @@ class Hdf5File(Closing):
         """Return the rows of one that can be a column; to read them does not need this object."""
         with _told_as_damaged(self.path):
             column = Hdf5Column(
-                self.file, self.datasets[path], h5d.open(self._file.id, path.encode())
+                self.file,
+                self.datasets[path],
+                h5d.open(self._file.id, path.encode()),
+                self._file.userblock_size,
             )
         if column.unwritten:
             note = f"{column.unwritten} bytes were never written and read as the fill value"
@@ -157,7 +164,7 @@ class Hdf5File(Closing):
 
     def attribute(self, group: str, name: str, most: int = MAX_TEXT_BYTES) -> Plain | None:
         """Return a scalar attribute of a group, ``None`` where it has none."""
-        with suppress(*LIBRARY_ERRORS):
+        with suppress(Exception):
             attributes = self._file[group].attrs
             if attributes.get_id(name).shape == ():
                 return _plain(attributes[name], most)
@@ -181,7 +188,7 @@ class Hdf5File(Closing):
             if name.startswith("metadata/") and header.shape != ():
                 facts[name] = f"{header.type_name} {list(header.shape or ())}"
             elif name.startswith("metadata/"):
-                with suppress(*LIBRARY_ERRORS):
+                with suppress(Exception):
                     stored = self._file[name]
                     if stored.id.get_storage_size() <= MAX_ATTRIBUTE_BYTES:
                         facts[name] = _plain(stored[()])
@@ -191,23 +198,33 @@ class Hdf5File(Closing):
 class Hdf5Column:
     """Rows of one dataset of an HDF5 file.  Between reads nothing is open."""
 
-    def __init__(self, file: InputFile, header: Hdf5Dataset, dataset: h5d.DatasetID) -> None:
+    def __init__(
+        self, file: InputFile, header: Hdf5Dataset, dataset: h5d.DatasetID, user_block: int
+    ) -> None:
         self._file, where = file, (file.path, header.path)
         assert header.shape and header.dtype is not None, "it can be a column"
         self.shape, self._stored_dtype = header.shape, header.dtype
         self.dtype, shape = self._stored_dtype.newbyteorder("="), self.shape
-        plan = dataset.get_create_plist()
-        layout, self._filters = plan.get_layout(), _filters(plan, *where)
-        if layout == h5d.COMPACT:
-            raise _unsafe("a column in the header of the file", *where)
+        plan, self._type = dataset.get_create_plist(), dataset.get_type().copy()
+        self._plan, self._filters = plan, _filters(plan, *where)
+        self._decoders: list[Decoder] = []
+        layout = plan.get_layout()
         chunked = layout == h5d.CHUNKED
         self._chunks = tuple(plan.get_chunk()) if chunked else shape  # contiguous: one chunk
         self._chunk_bytes = prod(self._chunks) * self.dtype.itemsize
         self._row_bytes = prod(shape[1:]) * self.dtype.itemsize
-        if chunked and self._chunk_bytes > MAX_CHUNK_BYTES:
-            raise _unsafe("a chunk of more than 1 GiB", *where, "store it in chunks of 1 MiB")
+        band_bytes = self._chunks[0] * self._row_bytes
+        if chunked and (self._chunk_bytes > MAX_CHUNK_BYTES or band_bytes > MAX_BAND_BYTES):
+            what = f"a chunk of {self._chunk_bytes:,} bytes, or {band_bytes:,} in a row of them,"
+            raise _unsafe(what, *where, "store it in chunks of 1 MiB")
         grid = tuple(-(-n // max(c, 1)) for n, c in zip(shape, self._chunks, strict=True))
-        listed = _listed_chunks(dataset, chunked)
+        self._compact = np.empty(0, self._stored_dtype)
+        if layout == h5d.COMPACT:  # in the header, at most 64 KiB
+            if dataset.get_storage_size() != self._chunk_bytes:
+                raise ValueError(f"a column of {self._chunk_bytes} bytes holds others")
+            self._compact, grid = np.empty(shape, self._stored_dtype), (0,)
+            dataset.read(h5s.ALL, h5s.ALL, self._compact, mtype=self._type)
+        listed = _listed_chunks(dataset, chunked, user_block)
         # bytes of the chunks that were never written, which read as the fill value
         self.unwritten = max((prod(grid) - len(listed)) * self._chunk_bytes, 0)
         if self.unwritten > MAX_UNWRITTEN_BYTES:
@@ -227,6 +244,10 @@ class Hdf5Column:
             self._stored[np.ravel_multi_index(tuple(coordinates.T), grid)] = listed[:, :3]
         fill = h5py.Dataset(dataset).fillvalue if self.unwritten else 0
         self._fill = np.asarray(fill).astype(self._stored_dtype)
+        same = self._type == h5t.py_create(self._stored_dtype)
+        self._is_odd = self._type.get_class() == h5t.INTEGER and not same
+        if self._is_odd and self._fill:
+            raise ValueError(f"a fill value of a type that only resembles {self.dtype}")
         self._kept: tuple[int, npt.NDArray[Any]] | None = None  # the last row of chunks
         chunk_rows = self._chunks[0] if chunked else 1
         # rows a read that suit the chunks: whole rows of them, about 8 MiB
@@ -244,11 +265,16 @@ class Hdf5Column:
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Return rows ``[start, stop)``, (stop - start, *shape), native byte order."""
         rows = np.empty((stop - start, *self.shape[1:]), self._stored_dtype)
-        if rows.size:
+        if self._compact.size:
+            rows[:] = self._compact[start:stop]
+        elif rows.size:
             with _told_as_damaged(self._file.path), self._file.open() as file:
                 self._read_into(rows, file.fileno(), start)
-        if stop == self.shape[0]:
-            self._kept = None  # a file may have thousands of columns
+        if stop == self.shape[0]:  # a file may have thousands of columns
+            self._kept, self._decoders = None, []
+        if self._is_odd:  # as 12-bit integers
+            h5t.convert(self._type, h5t.py_create(self.dtype), rows.size, rows)
+            return rows.view(self.dtype)
         return rows.astype(self.dtype, copy=False)
 
     def _read_into(self, rows: npt.NDArray[Any], file: int, start: int) -> None:
@@ -273,6 +299,10 @@ class Hdf5Column:
             return self._kept[1]
         shape, widths = self.shape[1:], self._chunks[1:]
         grid = [-(-n // c) for n, c in zip(shape, widths, strict=True)]
+        if widths == shape and (plain := self._chunk(file, index)) is not None:
+            band = np.frombuffer(plain, self._stored_dtype).reshape(self._chunks)
+            self._kept = (index, band) if band.nbytes <= KEPT_BYTES else None
+            return band
         band = np.empty((self._chunks[0], *shape), self._stored_dtype)
         for number, place in enumerate(np.ndindex(*grid)):
             plain = self._chunk(file, index * prod(grid) + number)
@@ -292,13 +322,8 @@ class Hdf5Column:
             return None
         raw = bytearray(size)
         _pread_into(file, memoryview(raw), offset)
-        return decode_chunk(
-            raw,
-            self._filters,
-            skipped,
-            chunk_bytes=self._chunk_bytes,
-            itemsize=self._stored_dtype.itemsize,
-        )
+        self._decoders = self._decoders or make_decoders(self._plan, self._type)
+        return decode_chunk(raw, self._decoders, skipped, self._chunk_bytes)
 
 
 def _unsafe(what: str, path: Path, name: str, remedy: str = _PLAIN) -> InputError:
@@ -306,20 +331,32 @@ def _unsafe(what: str, path: Path, name: str, remedy: str = _PLAIN) -> InputErro
     return InputError("SOURCE_UNSAFE", f"{what} is not accepted", where=where, remedy=remedy)
 
 
-def _listed_chunks(dataset: h5d.DatasetID, chunked: bool) -> Int64Array:
+@cache
+def _leaves_out_user_block() -> bool:
+    """Whether HDF5's addresses of chunks begin behind the user block, as before 1.14.4."""
+    image = BytesIO()
+    with h5py.File(image, "w", userblock_size=512) as file:
+        chunk = file.create_dataset("x", data=np.frombuffer(b"chunk", np.uint8), chunks=(5,))
+        file.flush()
+        offset = chunk.id.get_chunk_info(0).byte_offset
+    return image.getvalue()[offset : offset + 5] != b"chunk"
+
+
+def _listed_chunks(dataset: h5d.DatasetID, chunked: bool, user_block: int) -> Int64Array:
     """Return for each chunk that was written its offset, bytes, skipped filters and first row."""
     flat = array("q")  # 1,000,000 chunks are not rare: h5py's appending makes them
     if chunked:
-        dataset.chunk_iter(lambda c: flat.extend((c[2], c[3], c[1], *c[0])))
-    elif size := int(dataset.get_storage_size()):
-        flat.extend((dataset.get_offset(), size, 0, *(0 for _ in dataset.shape)))
+        before = user_block if user_block and _leaves_out_user_block() else 0
+        dataset.chunk_iter(lambda c: flat.extend((c[2] + before, c[3], c[1], *c[0])))
+    elif (offset := dataset.get_offset()) is not None:  # neither compact nor never written
+        flat.extend((offset, int(dataset.get_storage_size()), 0, *(0 for _ in dataset.shape)))
     return np.frombuffer(flat, np.int64).reshape(-1, 3 + len(dataset.shape))
 
 
 def _filters(plan: Any, path: Path, name: str) -> tuple[int, ...]:
     filters = tuple(plan.get_filter(i)[0] for i in range(plan.get_nfilters()))
     if len(set(filters)) != len(filters) or not set(filters) <= set(FILTERS):
-        known = ", ".join(decoder for decoder, _ in FILTERS.values())
+        known = ", ".join(name for name, _ in FILTERS.values())
         what = f"a column behind the HDF5 filters {', '.join(map(str, filters))}"
         raise _unsafe(what, path, name, f"store it with one of {known}, or with none")
     return filters
@@ -337,7 +374,7 @@ def _pread_into(file: int, buffer: memoryview, offset: int) -> None:
 def _dtype(dataset: Any) -> tuple[np.dtype[Any] | None, str]:
     """Return the dtype whose bytes are those of the file, ``None`` if there is none; and its name.
 
-    HDF5 has types that NumPy's only resemble, as 12-bit integers: reading their bytes would differ.
+    HDF5 has types that NumPy's only resemble.  Integers of fewer bits are converted when read.
     """
     try:
         dtype, stored = np.dtype(dataset.dtype), dataset.get_type()
@@ -348,7 +385,8 @@ def _dtype(dataset: Any) -> tuple[np.dtype[Any] | None, str]:
     if dtype.kind in "iu" and stored.get_class() == h5t.ENUM:
         stored = stored.get_super()
     plain = np.dtype(dtype.str)  # without h5py's enum metadata
-    if h5t.py_create(plain, logical=True) != stored:
+    is_packed = stored.get_class() == h5t.INTEGER and stored.get_size() == plain.itemsize
+    if h5t.py_create(plain, logical=True) != stored and not is_packed:
         return None, f"a type that only resembles {plain}"
     return plain, plain.name
 

@@ -8,49 +8,48 @@ Shape legend: N rows.
 
 from __future__ import annotations
 
-import tokenize
-import weakref
+import io
+import os
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy
 
+from gear_offline.core.files import read_at
 from gear_offline.core.types import Array
 from gear_offline.sources.base import Asked, InputFile, Source, damage_told, misfit
 from gear_offline.sources.episode_ends import ARTIFICIAL, SCALARS, TIME_FLAGS
 from gear_offline.sources.flat import find_columns, flat_source
 
 READ_BYTES = 1 << 20
+MAX_WHOLE_BYTES = 1 << 30  # of an array that is stored by columns
 NO_REWARDS = (
     "OGBench's files have no rewards, which depend on the goal; to train for returns save what "
     "ogbench adds for a singletask name: docs/how-to/convert.md"
 )
-_FORMAT = (tokenize.TokenError, zipfile.BadZipFile, zlib.error)  # of what reads it
-DAMAGE = (OSError, ValueError, EOFError, RuntimeError, SyntaxError, MemoryError, *_FORMAT)
 
 
 class Member:
     """An array in a stream of ``.npy``, which is opened by its first read and read in order."""
 
-    def __init__(self, file: InputFile, where: str, decoded: Callable[[FileIO], Any]) -> None:
+    _stream: Any
+    _whole: Array | None
+
+    def __init__(self, path: Path, where: str, decoded: Callable[[], Any]) -> None:
         self.where = where  # for messages
-        self._file, self._decoded = file, decoded
-        self._stream: Any = None
-        with self._told(), file.open() as raw, decoded(raw) as stream:
+        self._kind, self._decoded = path.suffix, decoded
+        with self._told(), decoded() as stream:
             version = npy.read_magic(stream)
             header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-            self.shape, fortran, self.dtype = header(stream)
-            if fortran and len(self.shape) > 1:
-                raise ValueError("it is stored by columns: save np.ascontiguousarray(array)")
+            self.shape, self._fortran, self.dtype = header(stream)
             self.type_name, self._begin = str(self.dtype), int(stream.tell())
+        self.close()
 
     @property
     def rows(self) -> int:
@@ -60,31 +59,81 @@ class Member:
     def read(self, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)``, native byte order."""
         with self._told():
-            rows = np.empty((stop - start, *self.shape[1:]), self.dtype)
-            view = rows.reshape(-1).view(np.uint8).data
-            if self._stream is None:
-                raw = self._file.open()
-                self._closing = weakref.finalize(self, raw.close)
-                self._stream = self._decoded(raw)
-            self._stream.seek(self._begin + start * prod(self.shape[1:]) * self.dtype.itemsize)
-            done = 0
-            while done < len(view):
-                count = self._stream.readinto(view[done : done + READ_BYTES])
-                if not count:
-                    raise ValueError("it holds less than it claims")
-                done += count
+            if self._fortran and len(self.shape) > 1:
+                rows = self._by_columns()[start:stop]
+            else:
+                rows = np.empty((stop - start, *self.shape[1:]), self.dtype)
+                self._fill(rows, start * prod(self.shape[1:]) * self.dtype.itemsize)
             if stop == self.rows:
-                self._stream.read(1)  # which compares the checksum
-        return rows.astype(self.dtype.newbyteorder("="), copy=False)
+                if self._stream is not None:
+                    self._stream.read(1)  # which compares the checksum
+                self.close()
+        return rows.astype(self.dtype.newbyteorder("="), order="C", copy=False)
+
+    def _by_columns(self) -> Array:
+        """Return the whole array, as no part of a stream has the rows of one."""
+        if self._whole is None:
+            if prod(self.shape) * self.dtype.itemsize > MAX_WHOLE_BYTES:
+                what, remedy = (
+                    "more than 1 GiB stored by columns",
+                    "save np.ascontiguousarray(array)",
+                )
+                raise misfit(what, self.where, remedy)
+            columns = np.empty(self.shape[::-1], self.dtype)
+            self._fill(columns, 0)
+            self._whole = columns.T
+        return self._whole
+
+    def _fill(self, rows: Array, at: int) -> None:
+        view = rows.reshape(-1).view(np.uint8).data
+        if self._stream is None:
+            self._stream = self._decoded()
+        self._stream.seek(self._begin + at)
+        done = 0
+        while done < len(view):
+            count = self._stream.readinto(view[done : done + READ_BYTES])
+            if not count:
+                raise ValueError("it holds less than it claims")
+            done += count
 
     def close(self) -> None:
-        """Close the stream; a read opens it again."""
-        if self._stream is not None:
-            self._closing()
-            self._stream = None
+        """Drop what was decoded; a read begins again."""
+        self._stream = self._whole = None
 
     def _told(self) -> AbstractContextManager[None]:
-        return damage_told(self._file.path.suffix, self.where)
+        return damage_told(self._kind, self.where)
+
+
+class Reopened(io.RawIOBase):
+    """A file that is open only while it is read, as a folder may have thousands."""
+
+    def __init__(self, file: InputFile) -> None:
+        self._file, self._at = file, 0
+
+    @classmethod
+    def buffered(cls, file: InputFile) -> io.BufferedReader:
+        """Return it for reads of any size."""
+        return io.BufferedReader(cls(file), READ_BYTES)
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a place."""
+        self._at = offset + (0, self._at, self._file.identity[2])[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read the next bytes, of the file that was opened first."""
+        with self._file.open() as file:
+            count = read_at(file.fileno(), memoryview(buffer), self._at)
+        self._at += count
+        return count
 
 
 def open_npz(path: Path, asked: Asked) -> Source:
@@ -116,13 +165,11 @@ def open_npz(path: Path, asked: Asked) -> Source:
 
 def _members(file: InputFile) -> Iterator[tuple[str, Member]]:
     """Yield the arrays of a file."""
-    with damage_told(".npz", file.path), file.open() as raw:
-        entries = zipfile.ZipFile(raw).infolist()
-    for entry in entries:
-        name = entry.filename.removesuffix(".npy")
-        decoded = partial(_decoded, name=entry.filename)
-        yield name, Member(file, f"{file.path}: {name}", decoded)
-
-
-def _decoded(raw: FileIO, *, name: str) -> IO[bytes]:
-    return zipfile.ZipFile(raw).open(name)
+    with damage_told(".npz", file.path):
+        archive = zipfile.ZipFile(Reopened.buffered(file))
+        for entry in archive.infolist():
+            if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise ValueError(f"{entry.filename} is compressed as NumPy does not")
+            name = entry.filename.removesuffix(".npy")
+            decoded = partial(archive.open, entry)
+            yield name, Member(file.path, f"{file.path}: {name}", decoded)

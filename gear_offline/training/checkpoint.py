@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -122,6 +122,17 @@ class UnreadableCheckpoint(InputError):
     """``RUN_DAMAGED`` of one that may be whole: an older one in its place would undo its work."""
 
 
+class RemovedCheckpoint(UnreadableCheckpoint):
+    """``RUN_NOT_FOUND`` of one that was there when the folder was listed, or chosen from it."""
+
+
+def while_removed(read: Callable[[], T]) -> T:
+    """Call `read`, which chooses a checkpoint, again where the run has pruned that meanwhile."""
+    while True:
+        with suppress(RemovedCheckpoint):
+            return read()
+
+
 def prefixed(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
     """Return `tensors` with `prefix` before their names."""
     return {prefix + name: tensor for name, tensor in tensors.items()}
@@ -198,6 +209,8 @@ def read_state(path: Path) -> SavedState:
         try:
             raw = read_regular(path / STATE, most=MAX_STATE_BYTES)
         except (FileNotFoundError, NotADirectoryError) as error:
+            if not path.exists():
+                raise
             what, remedy = "there is no checkpoint", "give a run directory or a checkpoint in it"
             raise InputError("RUN_NOT_FOUND", what, str(path), remedy) from error
         document = json.loads(raw)
@@ -221,6 +234,9 @@ def _reading(path: Path, name: str) -> Iterator[None]:
             raise
         raise run_damaged(path, error.what) from error  # of the recipe
     except FileNotFoundError as error:
+        if not path.exists():
+            what, remedy = "the checkpoint was removed meanwhile", "choose another one"
+            raise RemovedCheckpoint("RUN_NOT_FOUND", what, str(path), remedy) from error
         raise run_damaged(path, f"{Path(str(error.filename)).name} is missing") from error
     except OSError as error:
         if error.errno == errno.EINVAL:
@@ -338,7 +354,8 @@ def newest_checkpoint(
         except InputError as error:
             say(f"passing over {path.name}: {error.what}")
     if checkpoints:
-        what, remedy = "none of the checkpoints is whole", "remove them to begin the run again"
+        what = "none of the checkpoints is whole"
+        remedy = "copy the run again from where it is whole, or train into another directory"
         raise InputError("RUN_DAMAGED", what, where=str(folder), remedy=remedy)
     return None
 

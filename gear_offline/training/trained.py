@@ -27,7 +27,12 @@ from gear_offline.models.policy_folder import (
     read_policy,
 )
 from gear_offline.tables.fields import Scales, Window
-from gear_offline.training.checkpoint import Checkpoint, chosen_checkpoint, run_damaged
+from gear_offline.training.checkpoint import (
+    Checkpoint,
+    chosen_checkpoint,
+    run_damaged,
+    while_removed,
+)
 from gear_offline.training.records import EvaluationReport, read_document, read_lines
 
 __all__ = ["TrainedModel", "load_policy"]
@@ -147,7 +152,7 @@ def find_trained(
         name = f"{PREFIX}{str(path).removeprefix(PREFIX)}"
         path = fetch(name, "model", "RUN_NOT_FOUND", only=(POLICY, CONFIG, MODEL))
     if not (path / POLICY).is_file():
-        return trained_model(chosen_checkpoint(path, checkpoint, say))
+        return while_removed(lambda: trained_model(chosen_checkpoint(path, checkpoint, say)))
     if checkpoint is not None:
         what, remedy = f"{path} is one policy", "leave the choice of a checkpoint out"
         raise InputError("USAGE", what, where="checkpoint", remedy=remedy)

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 import h5py
 import numpy as np
+from h5py import h5d, h5p, h5s, h5t, h5z
 
 from tests.hdf5_files import table
 from tests.trust.kills import Judged, program
@@ -75,12 +76,39 @@ def flags(file: h5py.File) -> None:
     file["truncations"] = np.zeros((ROWS, 1), "f4")
 
 
+def packed(file: h5py.File) -> None:
+    """Columns behind the filters that HDF5 itself decodes, and one in the header."""
+    code = {"f": h5z.FILTER_NBIT, "b": h5z.FILTER_FLETCHER32}
+    for name, values in columns().items():
+        plan = h5p.create(h5p.DATASET_CREATE)
+        if name == "rewards":
+            plan.set_layout(h5d.COMPACT)
+        else:
+            plan.set_chunk((5, *values.shape[1:]))
+            plan.set_filter(code[values.dtype.kind], h5z.FLAG_MANDATORY, ())
+        kind, space = h5t.py_create(values.dtype, logical=True), h5s.create_simple(values.shape)
+        h5d.create(file.id, name.replace("/", "_").encode(), kind, space, dcpl=plan).write(
+            h5s.ALL, h5s.ALL, values
+        )
+
+
+def scaled(file: h5py.File) -> None:
+    for name, values in columns().items():
+        file.create_dataset(
+            name, data=np.float32(values) if values.dtype.kind == "f" else np.uint8(values),
+            chunks=True, scaleoffset=2,
+        )  # fmt: skip
+
+
 GZIP = partial(with_storage, chunks=True, compression="gzip")
 VALID: dict[str, tuple[Callable[[h5py.File], None], dict[str, Any]]] = {
     "contiguous": (with_storage, {}),
     "gzip": (GZIP, {}),
     "shuffle": (partial(GZIP, shuffle=True), {}),
     "lzf": (partial(with_storage, chunks=True, compression="lzf"), {}),
+    "packed": (packed, {}),
+    "scaled": (scaled, {}),
+    "checked": (partial(GZIP, fletcher32=True), {}),
     "latest": (GZIP, {"libver": "latest"}),
     "latest-compact": (many_links, {"libver": "latest"}),
     "user-block": (with_storage, {"userblock_size": 512}),
