@@ -17,7 +17,7 @@ from gear_offline.core.types import Array
 from gear_offline.errors import InputError, json_options
 from gear_offline.evaluation.environments import (
     Known,
-    import_module_of,
+    import_modules,
     known_of,
     probe,
     say_version,
@@ -109,11 +109,10 @@ def act(
     if name is None or (target is None and targets is None):
         what = "the run names no environment to play in, or no return to ask for"
         raise InputError("ENVIRONMENT", what, str(path), "give --environment and --target")
-    if environment is not None:
-        import_module_of(environment)
-    how = recipe.evaluate.environment_options if environment in (None, name) else None
-    if environment_options is not None:
-        how = json_options(environment_options)
+    import_modules([environment] if environment else [], [name], run=path)
+    how = json_options(environment_options)
+    if environment_options is None and name == recipe.evaluate.environment:
+        how = recipe.evaluate.environment_options or {}
     probe(name, how)
     if (known := known_of(name, how)) is None:
         what, remedy = "only this process knows the environment", "register it with an entry point"

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import __file__ as imported_by
 from importlib import import_module
@@ -304,6 +305,27 @@ def import_module_of(environment_id: str) -> None:
     module, colon, _ = environment_id.rpartition(":")
     if colon:
         guarded(environment_id, f"importing {module}", _import, module, environment_id)
+
+
+def import_modules(typed: Iterable[str], others: Iterable[str] = (), *, run: Path) -> None:
+    """Import the modules of ids that the user has typed for a `run`, now or before.
+
+    `others` are those that the run names.  What was typed is kept in the user's home: what lies in
+    a run may be a stranger's word.
+    """
+    home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    file, ids = home / "gear-offline" / "environments.jsonl", [one for one in typed if ":" in one]
+    with suppress(OSError):
+        known = file.read_text("utf-8").splitlines() if file.is_file() else []
+        lines = {name: json.dumps([str(run.resolve()), name]) for name in (*ids, *others)}
+        new = [lines[name] for name in dict.fromkeys(ids) if lines[name] not in known]
+        ids += [name for name in others if lines[name] in known]
+        if new:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a", encoding="utf-8") as opened:
+                opened.write("\n".join(new) + "\n")
+    for name in ids:
+        import_module_of(name)
 
 
 def _import(module: str, environment_id: str) -> None:

@@ -15,7 +15,7 @@ from gear_offline.core.files import check_new_file, write_error
 from gear_offline.core.text import say
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import GearError, InputError, given_path, json_options
-from gear_offline.evaluation.environments import import_module_of, say_version
+from gear_offline.evaluation.environments import import_modules, say_version
 from gear_offline.evaluation.play import (
     EvaluationTask,
     asked_returns,
@@ -96,8 +96,8 @@ def evaluate(
     if out is not None:
         check_new_file(Path(out))
     trained = find_trained(run, checkpoint, partial(say, quiet=quiet))
-    if environment is not None:
-        import_module_of(environment)
+    typed = [] if environment is None else [environment]
+    import_modules(typed, trained.recipe.environments, run=trained.run or run)
     how = None if environment_options is None else json_options(environment_options)
     tasks = _chosen_tasks(trained, environment, how, targets)
     for index, task in enumerate(tasks):

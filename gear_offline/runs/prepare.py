@@ -6,6 +6,7 @@ the longest episode.  `resolve` fills these in, so that a run directory speaks f
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from functools import partial
@@ -117,8 +118,9 @@ def _check_origin(data: DataSettings, dataset: Dataset) -> None:
 
 def _check_collected(settings: CollectSettings, recorded: Any, what: str, path: Path) -> None:
     """Refuse a file or dataset whose recorded attributes are not what would be collected."""
-    facts = recorded if isinstance(recorded, dict) else {}
+    facts = {"env_options": "{}"} | (recorded if isinstance(recorded, dict) else {})
     asked: dict[str, Any] = {"env_id": settings.environment, "seed": settings.seed}
+    asked["env_options"] = json.dumps(settings.environment_options)
     # The version that was taken is recorded, of an environment that is named without one too.
     if re.sub(r"-v[0-9]+$", "", str(facts.get("env_id"))) == settings.environment:
         del asked["env_id"]
@@ -148,7 +150,8 @@ def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:
     say(f"collecting {steps} of {settings.environment} in {file}", quiet=quiet)
     check_folder(file.parent, output=file)
     file.parent.mkdir(parents=True, exist_ok=True)
-    probe(settings.environment)  # refuses a module that only a run names
+    # refuses a module that only a run names
+    probe(settings.environment, settings.environment_options)
     options = settings.model_dump(exclude={"environment"})
     collect(settings.environment, file, **options, quiet=quiet)
     return file
