@@ -82,7 +82,9 @@ def package_needed(what: str, extra: str) -> Iterator[None]:
 
 
 def given_path(given: str | os.PathLike[str], code: str, *, where: str) -> Path:
-    """Return what a caller gave as a path; refuse what cannot be one, as None.
+    """Return what a caller gave as a path, from the home if it begins with ``~``.
+
+    What cannot be a path, as None, is refused.
 
     Parameters
     ----------
@@ -92,10 +94,20 @@ def given_path(given: str | os.PathLike[str], code: str, *, where: str) -> Path:
         Name of the caller's argument.
     """
     try:
-        return Path(given)
+        return Path(in_home(os.fspath(given)))
     except TypeError as error:
         what = f"a {type(given).__name__} is not a path"
         raise InputError(code, what, where, "give a str or a pathlib.Path") from error
+
+
+def in_home(text: str) -> str:
+    """Return a path with its ``~`` or ``~user`` as that home; a scheme may stand before it."""
+    scheme = "robomimic:" if text.startswith("robomimic:~") else ""
+    path = os.path.expanduser(text.removeprefix(scheme))
+    if path.startswith("~"):
+        remedy = "write ./~ for a file or folder whose name begins so"
+        raise InputError("USAGE", f"nobody here has the home {path.split(os.sep)[0]}", path, remedy)
+    return scheme + path
 
 
 def check_environment_id(name: str, *, where: str = "") -> None:

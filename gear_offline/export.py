@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from gear_offline.core.text import count_text, say
 from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.scores import reference_scores
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, given_path
 from gear_offline.progress import Progress
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source
@@ -39,8 +40,8 @@ TERMINALS, TIMEOUTS, REWARDS = "terminals", "timeouts", "rewards"
 
 
 def export_hdf5(
-    source: Dataset | Source | str | Path,
-    path: str | Path,
+    source: Dataset | Source | str | os.PathLike[str],
+    path: str | os.PathLike[str],
     *,
     columns: Sequence[str] | None = None,
     overwrite: bool = False,
@@ -88,11 +89,11 @@ def export_hdf5(
     ...     print(sorted(file), file["observations"].shape)
     ['actions', 'observations', 'rewards', 'terminals', 'timeouts'] (12, 3)
     """
-    path = Path(path)
+    path = given_path(path, "OUTPUT_WRITE", where="path")
     with ExitStack() as stack:
         if isinstance(source, Dataset):
             source = dataset_source(source)
-        elif isinstance(source, (str, Path)):
+        elif not isinstance(source, Source):
             source = stack.enter_context(open_source(source))
         kept = _kept(source, columns, path)
         flags, inside = _flags(source)
@@ -110,6 +111,7 @@ def export_hdf5(
         attributes: dict[str, str | float] = {
             "exported_from": f"{info.uri} ({info.format}; rule {info.rule})",
             "gear_offline": gear_offline.__version__,
+            "rule": "timeouts" if inside else "terminals|timeouts",
         }
         if info.environment_id:
             attributes["env_id"] = info.environment_id

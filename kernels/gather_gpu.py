@@ -103,6 +103,7 @@ class GpuGather:
         self.rank_batch, self.context_length, self.padding = rank_batch, context_length, padding
         self.lengths, self.reads_host, self.reason = np.diff(offsets), reads_host, reason
         self._keep = [keep]
+        self._launches = dict[int, tuple[str, int, int]]()  # by segments
         self.kernels = dict[str, Kernel]()
         self.draws, self.has_chances = draw is not None, isinstance(draw, PriorityTree)
         self._source = FILL if draw is None or isinstance(draw, CumulativeWeights) else SAMPLE
@@ -168,13 +169,19 @@ class GpuGather:
         `landing` is that of `gear_offline.kernels.gather.CpuGather.gather`, and so are the errors.
         """
         real_steps(segments, self.lengths, self.context_length)
-        written = torch.empty(
-            (segments.episodes.size, 4), dtype=torch.int64, pin_memory=self.device.type == "cuda"
-        )
-        write_segments(written.numpy(), segments, landing, span=self.context_length)
-        windows, job = self.allocate(segments.shape), self._job.copy()
-        chosen = written.to(self.device, non_blocking=True)
-        job["sampling"]["way"], job["chosen"] = HOST_DRAWN, chosen.data_ptr()
+        return self.gather_named(self.name(segments, landing).to(self.device, non_blocking=True))
+
+    def name(self, segments: Segments, landing: Int64Array | None = None) -> Tensor:
+        """Return segments as the kernel takes them, (*S, 4) int64, in pinned host memory."""
+        pin = self.device.type == "cuda"
+        names = torch.empty((*segments.shape, 4), dtype=torch.int64, pin_memory=pin)
+        write_segments(names.view(-1, 4).numpy(), segments, landing, span=self.context_length)
+        return names
+
+    def gather_named(self, names: Tensor) -> Windows:
+        """Return the windows of what `name` returned, brought to this GPU."""
+        windows, job = self.allocate(names.shape[:-1]), self._job.copy()
+        job["sampling"]["way"], job["chosen"] = HOST_DRAWN, names.data_ptr()
         self._launch(job, windows)
         return windows
 
@@ -231,8 +238,17 @@ class GpuGather:
         job["names"] = windows.segments.data_ptr()
         for number, buffer in enumerate(windows.buffers):
             job["group"]["out"][0, number] = buffer.data_ptr()
-        count, per_warp, warps = windows.segments.numel() // 2, 0, THREADS // 32  # of a block
-        rows = job["group"][0, : len(self.groups)]
+        count = windows.segments.numel() // 2
+        if count not in self._launches:
+            self._launches[count] = self._shape_launch(count)
+        kernel, blocks, job["per_warp"] = self._launches[count]
+        job["segments"] = count
+        return kernel, blocks
+
+    def _shape_launch(self, count: int) -> tuple[str, int, int]:
+        """Return the kernel for so many segments, its blocks, and segments of a warp or 0."""
+        per_warp, warps = 0, THREADS // 32  # of a block
+        rows = self._job["group"][0, : len(self.groups)]
         short = (rows["source"] == COPY) & (rows["pieces"] == 1) & (rows["unit"] >= 4)
         short &= rows["history"] == 0
         long = self.reads_host and self._row_sum * self.context_length > LONG_BYTES
@@ -240,9 +256,8 @@ class GpuGather:
             # Many windows a warp, but so that all warps are busy twice over.
             most = min(32, count // (2 * warps * self._most_blocks))
             per_warp = 1 << most.bit_length() - 1 if most else 0
-        job["segments"], job["per_warp"] = count, per_warp
-        work = -(-count // per_warp) if per_warp else count * int(job["tasks"][0])
-        return MANY if per_warp else EACH, min(-(-work // warps), self._most_blocks)
+        work = -(-count // per_warp) if per_warp else count * int(self._job["tasks"][0])
+        return MANY if per_warp else EACH, min(-(-work // warps), self._most_blocks), per_warp
 
     def _launch(self, job: npt.NDArray[Any], windows: Windows, *, source: str = FILL) -> None:
         kernel, blocks = self.fix(job, windows)

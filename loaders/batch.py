@@ -6,7 +6,15 @@ Shape legend: B segments, K steps of a window, S and A per-step shapes of states
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterator,
+    KeysView,
+    Mapping,
+    Sequence,
+    ValuesView,
+)
 from dataclasses import dataclass, field
 from typing import Any, Literal, Never
 
@@ -83,23 +91,48 @@ class Batch:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled: copies where the tensors are parts of a block of many batches."""
-        tensors = [self.segments, *self._fields().values(), *self.extras.values()]
+        tensors = [*self._tensors().values()]
         storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
         if sum(storages.values()) <= 2 * sum(tensor.nbytes for tensor in tensors):
             return self.__dict__
         return self._map(lambda tensor: tensor.contiguous().clone()).__dict__
 
-    def keys(self) -> tuple[str, ...]:
+    # A mapping as Hugging Face's BatchEncoding, but none that libraries make anew of its tensors.
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {**self._fields(), "segments": self.segments, **self.extras}
+
+    def keys(self) -> KeysView[str]:
         """Return the names of the tensors: ``**batch`` and ``batch["states"]`` are possible."""
-        return (*self._fields(), "segments", *self.extras)
+        return self._tensors().keys()
+
+    def values(self) -> ValuesView[Tensor]:
+        """Return the tensors."""
+        return self._tensors().values()
+
+    def items(self) -> ItemsView[str, Tensor]:
+        """Return names and tensors."""
+        return self._tensors().items()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a tensor, or the default for a name that there is not."""
+        return self._tensors().get(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors()
+
+    def __len__(self) -> int:
+        """Return how many tensors it has; B is ``len(batch.segments)``."""
+        return len(self._tensors())
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self.extras:
-            return self.extras[name]
-        if name not in self.keys():
-            raise KeyError(f"{name!r}; a batch has {', '.join(self.keys())}")
-        tensor: Tensor = getattr(self, name)
-        return tensor
+        tensors = self._tensors()
+        if name not in tensors:
+            raise KeyError(f"{name!r}; a batch has {', '.join(tensors)}")
+        return tensors[name]
 
     def __getattr__(self, name: str) -> Never:
         hint = OTHER_NAMES.get(name)
@@ -107,10 +140,6 @@ class Batch:
         if name in _FIELDS:
             remedy = ": its dataset has no rewards"
         raise AttributeError(f"a Batch has no attribute {name!r}{remedy}")
-
-    def __len__(self) -> int:
-        """Return B."""
-        return len(self.segments)
 
     @property
     def device(self) -> torch.device:

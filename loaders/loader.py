@@ -7,9 +7,10 @@ counts what was handed out, not what was prepared.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Literal, Never, NoReturn, Self
 
 import torch
@@ -22,7 +23,7 @@ from gear_offline.config.sections import GoalSettings, Mode, Placement, Road, Sh
 from gear_offline.core.closing import Closing
 from gear_offline.core.text import plain
 from gear_offline.core.types import Int64Array
-from gear_offline.dataset.dataset import open_dataset
+from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import World, resolve_device
 from gear_offline.errors import InputError
 from gear_offline.kernels.draws import Segments
@@ -32,6 +33,7 @@ from gear_offline.loaders.batch import Batch, split_steps
 from gear_offline.loaders.from_recipe import loader_options, open_data, recipe_sampler
 from gear_offline.loaders.goals import GOALS, GoalSampler
 from gear_offline.loaders.options import (
+    LoaderOptions,
     bad_option,
     check_keywords,
     check_options,
@@ -39,7 +41,7 @@ from gear_offline.loaders.options import (
     find_world,
     no_engine,
 )
-from gear_offline.loaders.rows import RowOpener, Rows
+from gear_offline.loaders.rows import MemoryRows, RowOpener, Rows
 from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
 from gear_offline.sampling import Sampler, check_range
 from gear_offline.sampling.base import SegmentStream
@@ -147,7 +149,7 @@ class GearLoader(Closing, Iterator[Batch]):
 
     def __init__(
         self,
-        dataset: TableData | str | Path,
+        dataset: TableData | str | os.PathLike[str],
         batch_size: int = 64,
         *positional: Never,
         context_length: int = 20,
@@ -174,6 +176,7 @@ class GearLoader(Closing, Iterator[Batch]):
     ) -> None:
         given = dict(locals())  # the arguments by their names
         check_keywords(positional, unknown, list(given))
+        self._given = {name: given[name] for name in LoaderOptions.model_fields}
         self.device = resolve_device(device)
         self._options = options = check_options(given, self.device)
         check_range(seed, start_step, 0, options.batch_size)
@@ -181,7 +184,7 @@ class GearLoader(Closing, Iterator[Batch]):
         self.batch_size, self.context_length = options.batch_size, options.context_length
         self.padding = options.padding
         self.world = find_world(world, self.batch_size)
-        if isinstance(dataset, (str, Path)):
+        if not isinstance(dataset, (Dataset, JointDataset)):
             dataset = open_dataset(dataset, verify=False)  # what is loaded is compared
         self.dataset = dataset
         self.selection = choose_sampler(selection, dataset, self.context_length, padding)
@@ -259,6 +262,26 @@ class GearLoader(Closing, Iterator[Batch]):
     def __getstate__(self) -> NoReturn:
         raise _one_process("a GearLoader is not copied into another process")
 
+    def __copy__(self) -> Self:
+        """Return another loader of the same batches, from the next one on."""
+        selection = self.selection
+        if self.loss_sampler is not None:  # it goes on learning by itself
+            selection = deepcopy(selection)
+        in_memory = isinstance(self.rows, MemoryRows) and self.table.owned_bytes
+        return type(self)(
+            self.dataset,
+            **self._given,
+            selection=selection,
+            seed=self.seed,
+            device=self.device,
+            start_step=self._step,
+            world=self.world,
+            table=self.table if in_memory else None,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.__copy__()
+
     @property
     def engine(self) -> GpuGather | None:
         """The GPU that gathers; None where the CPU does."""
@@ -297,6 +320,12 @@ class GearLoader(Closing, Iterator[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         if get_worker_info() is not None:
             raise _one_process("a GearLoader does not run in worker processes of a DataLoader")
+        if self.world.size > 1 and _is_dispatched():
+            raise InputError(
+                "LOADER_OPTION",
+                "accelerate reads the loader of the first rank alone, and that has its share only",
+                remedy="iterate over the loader itself; leave it out of accelerator.prepare(...)",
+            )
         return self
 
     def __next__(self) -> Batch:
@@ -450,6 +479,13 @@ def _one_process(what: str) -> InputError:
         f"{what}, where it would give the same batches again: the loader itself is the iterable",
         remedy="iterate over the loader, with num_workers=0; make one in each process",
     )
+
+
+def _is_dispatched() -> bool:
+    """Return whether accelerate reads this loader to send what it gives to other ranks."""
+    state = sys.modules.get("accelerate.state")
+    active = None if state is None else state.GradientState().active_dataloader
+    return type(active).__name__ == "DataLoaderDispatcher"
 
 
 def _check_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> int:

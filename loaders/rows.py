@@ -66,12 +66,17 @@ class MemoryRows:
         if isinstance(gather, GpuGather) and gather.draws:
             return gather.draw_and_gather(first_step, steps)  # draw, locate, gather: one kernel
         # Draw here; rows of other nodes have landed then.  The gather knows where all others lie.
-        segments, landing = self.segments.draw(first_step, steps)
-        windows = _with_counts(gather.gather(segments, landing), segments)
+        block = self.segments.draw(first_step, steps)
+        segments = block.segments
+        if block.names is not None and isinstance(gather, GpuGather):
+            windows = gather.gather_named(block.names)
+        else:
+            windows = gather.gather(segments, block.landing)
+        windows = _with_counts(windows, segments)
         if self.goals is not None:
             sampler, states = self.goals
             windows = with_goals(windows, states.gather(sampler.draw(first_step, segments)))
-        if isinstance(gather, GpuGather):
+        if isinstance(gather, GpuGather) and not self.segments.in_stream:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(gather.device))
         self.segments.release(event)
@@ -96,7 +101,7 @@ class DiskRows:
         if ahead:
             windows = self.gather.draw_and_gather(first_step, steps)
         else:
-            windows = self.gather.gather(self.segments.draw(first_step, steps)[0])
+            windows = self.gather.gather(self.segments.draw(first_step, steps).segments)
         return _moved(windows, self.device)
 
     def close(self) -> None:

@@ -17,11 +17,11 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gear_offline.core.types import Int64Array
 from gear_offline.distributed.reads import NodeRows, Reads
@@ -37,19 +37,35 @@ from gear_offline.tables.table import Table
 if TYPE_CHECKING:
     from gear_offline.kernels.gather_gpu import GpuGather
 
+T = TypeVar("T")
 PARTS = 3  # of the ring: rows that are on their way, that are read, and that were read just now
-PLANS = 2  # blocks ahead that are drawn and assigned at once, of an exchange that the GPU does
+PLANS = 2  # ahead, each by a thread, where GPUs exchange
+PLAN_SEGMENTS = 16384  # of all ranks in a plan: fewer cost more each, more leave the caches
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """What is drawn of consecutive steps."""
+
+    segments: Segments  # (T, B)
+    landing: Int64Array | None = None  # (T, B) the landing row of each, -1 for those of the table
+    names: Tensor | None = None  # (T, B, 4) both on the GPU, if they are there
+
+    def __getitem__(self, steps: slice) -> Block:
+        parts = (self.segments, self.landing, self.names)
+        return Block(*(part if part is None else part[steps] for part in parts))  # type: ignore[arg-type]
 
 
 class LocalSegments:
     """All rows are here: a rank has its slots of the global batch, in order."""
 
+    in_stream = True  # nobody needs to know when rows have been read
+
     def __init__(self, stream: SegmentStream) -> None:
         self._stream = stream
 
-    def draw(self, first_step: int, steps: int) -> tuple[Segments, Int64Array | None]:
-        """Return (T, B) segments, and the landing row of each, -1 for those of the table."""
-        return self._stream.segments(first_step, steps), None
+    def draw(self, first_step: int, steps: int) -> Block:
+        return Block(self._stream.segments(first_step, steps))
 
     def release(self, event: Any = None) -> None:
         """Say that the block drawn last is read, or will be when a CUDA event has come."""
@@ -84,25 +100,22 @@ class Ring:
         return PARTS * self.part_rows
 
 
-Block = tuple[Segments, Int64Array]  # what `draw` returns
-Coming = tuple[int, int, Future[Any]]  # first step, number, and the block or, in stream, its plan
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
-    """A rank's segments of a block of steps, and the reads of all ranks that they need."""
-
-    segments: Segments  # (T, B)
-    landing: Int64Array  # (T, B) counted from the first row of a part of the ring, or -1
-    reads: Reads  # so are the rows of these
+Planned = tuple[int, Block, Any]  # number, and its reads if they are to be posted
+Coming = tuple[int, Future[list[Planned]]]  # first step, and consecutive blocks from there
 
 
 class Planner:
     """Draws and assigns blocks of steps: the same for all ranks, whatever was planned before."""
 
-    def __init__(self, stream: SegmentStream, world: World, ring: Ring, *, whole: bool) -> None:
-        """`whole`: the gather copies whole windows, what is no row of the episode included."""
+    def __init__(
+        self, stream: SegmentStream, world: World, ring: Ring, *, first_row: int, whole: bool
+    ) -> None:
+        """The ring begins at `first_row` of what the gather reads.
+
+        `whole`: it copies whole windows, what is no row of the episode included.
+        """
         self._stream, self._ring, self._rank, self._whole = stream, ring, world.rank, whole
+        self._first_row = first_row
         self._assigner = Assigner(world.nodes, stream.global_batch)
         self._own = self._assigner.places[world.rank]
         # Of each place the rank, and which of its segments.
@@ -120,42 +133,52 @@ class Planner:
         slots: Int64Array = self._assigner.assign(homes)[0][0, self._own]
         return slots
 
-    def plan(self, first_step: int, steps: int) -> Plan:
-        share, options = self._ring.share, self._ring.options
+    def plan(self, first_step: int, first_rows: Int64Array) -> list[tuple[Block, Reads]]:
+        """Return a rank's blocks from a step on, and the reads of all ranks for each.
+
+        The rows of a block land from its one of `first_rows` of the ring on.
+        """
+        share, options, steps = self._ring.share, self._ring.options, self._ring.steps
         span, history, margin = options.context_length, options.table.history, options.table.margin
-        drawn = self._stream.draw(first_step, steps)
+        drawn = self._stream.draw(first_step, steps * len(first_rows))
         homes = share.nodes[drawn.episodes]
         slots, moves = self._assigner.assign(homes)
         # All ranks' segments that are held elsewhere, (M,): who reads which from whom.
         step, place = np.nonzero(moves)
         moved = (step, slots[step, place])
-        home, readers = homes[moved], self._reader[place]
+        home, readers, block = homes[moved], self._reader[place], step // steps
         owners = self._members[home, moved[1] % self._counts[home]]
-        order = np.lexsort((owners, readers))
-        step, place, readers, owners = (x[order] for x in (step, place, readers, owners))
+        order = np.lexsort((owners, readers, block))
+        step, place, readers, owners, block = (
+            each[order] for each in (step, place, readers, owners, block)
+        )
         far = drawn[step, slots[step, place]]
         # Each lands in a window of its own, those of a reader one behind the other.
-        counts = np.bincount(readers, minlength=len(self._assigner.places))
+        ranks = len(self._assigner.places)
+        counts = np.bincount(block * ranks + readers, minlength=ranks * len(first_rows))
         ends = np.cumsum(counts)
-        rows = (np.arange(len(far.episodes)) - np.repeat(ends - counts, counts)) * margin
+        rows = (np.arange(len(step)) - np.repeat(ends - counts, counts)) * margin
+        rows += first_rows[block]
         real, before = real_steps(far, share.lengths, span), np.minimum(far.starts, history)
         if self._whole:  # it lies as the gather copies it: what is copied besides is its own part
             rows += filled(far.starts, real, span=span, history=history, padding=options.padding)[0]
-        own = slice(ends[self._rank] - counts[self._rank], ends[self._rank])
-        landing = np.full((steps, self._ring.rank_batch), -1)
-        landing[step[own], self._turn[place[own]]] = (rows + before)[own]
-        return Plan(
-            segments=drawn[np.arange(steps)[:, None], slots[:, self._own]],
-            landing=landing,
-            reads=Reads(
-                readers=readers,
-                owners=owners,
-                episodes=far.episodes,
-                starts=far.starts - before,
-                steps=before + real,
-                rows=rows,
-            ),
+        own = np.flatnonzero(readers == self._rank)
+        landing = np.full((len(homes), self._ring.rank_batch), -1)
+        landing[step[own], self._turn[place[own]]] = (rows + before)[own] + self._first_row
+        segments = drawn[np.arange(len(homes))[:, None], slots[:, self._own]]
+        reads = Reads(
+            readers=readers,
+            owners=owners,
+            episodes=far.episodes,
+            starts=far.starts - before,
+            steps=before + real,
+            rows=rows,
         )
+        whole, edges = Block(segments, landing), [0, *ends[ranks - 1 :: ranks].tolist()]
+        return [
+            (whole[n * steps : (n + 1) * steps], reads.take(slice(*edges[n : n + 2])))
+            for n in range(len(first_rows))
+        ]
 
 
 class ShardedSegments:
@@ -163,8 +186,8 @@ class ShardedSegments:
 
     The methods are those of `LocalSegments`; rows that landed stay until the block has been
     released and two more drawn.  All ranks make the same calls in the same order, this one, too.
-    The exchange is used by a thread of its own, which prepares the block that follows while one is
-    trained on, or by the thread that draws if rows land in a GPU's order.  A sampler that draws
+    A thread prepares the block that follows while one is trained on: it plans and exchanges.  Where
+    rows land in a GPU's order, threads plan and the one that draws posts.  A sampler that draws
     only when its step has come has nothing prepared.
 
     `engine` gathers the batches, if a GPU does.
@@ -182,8 +205,8 @@ class ShardedSegments:
 
         self._world, self.ring, self._ahead = world, ring, stream.selection.ahead
         # The ranks of a node have their landing rows one after the other in the same memory.
-        self._first_row = table.landing_row + world.members.index(world.rank) * ring.rows
-        landing = slice(self._first_row, self._first_row + ring.rows)
+        begin = table.landing_row + world.members.index(world.rank) * ring.rows
+        landing = slice(begin, begin + ring.rows)
         held = slice(table.margin, table.margin + table.episodes.steps)
         own = tuple(group.rows[held] for group in table.groups)
         self._exchange = open_exchange(
@@ -195,27 +218,35 @@ class ShardedSegments:
             span=table.margin,
             windows=PARTS * ring.steps * ring.rank_batch,
         )
-        self._in_stream = self._exchange.in_stream
-        self._device = None if engine is None else engine.device
-        if self._in_stream:
-            self._first_row = 0
-        self._planner = Planner(stream, world, ring, whole=not self._in_stream)
-        self._depth = PLANS if self._in_stream else 1
+        self.in_stream = self._exchange.in_stream
+        self._engine = engine
+        self._stream: Any = None  # the one that blocks land on
+        first_row = 0 if self.in_stream else begin
+        whole = not self.in_stream
+        self._planner = Planner(stream, world, ring, first_row=first_row, whole=whole)
+        self._depth, self._blocks = 1, 1  # plans ahead, and blocks of each
+        if self.in_stream and self._ahead:
+            segments = ring.steps * stream.global_batch
+            self._depth, self._blocks = PLANS, max(1, PLAN_SEGMENTS // segments)
         self._threads = ThreadPoolExecutor(self._depth, thread_name_prefix="gear-exchange")
         self._first = -1  # step of the block that is drawn from
         self._block: Block | None = None
-        self._coming = deque[Coming]()
-        self._posted = self._drawn = -1
+        self._planned, self._coming = deque[Planned](), deque[Coming]()
+        self._numbers, self._drawn = 0, -1
         self._read: list[Any] = [None] * PARTS  # event behind the gather of each part
         self._error: BaseException | None = None  # which ended the exchange
 
     def draw(self, first_step: int, steps: int) -> Block:
         """Return part of a block; rows of other nodes have landed, or will in the GPU's order."""
         at = first_step - self._first
+        if self.in_stream and self._engine is not None:
+            stream: Any = torch.cuda.current_stream(self._engine.device)
+            if self._stream not in (None, stream):
+                stream.wait_stream(self._stream)
+            self._stream = stream
         if self._block is None or not self._ahead or not 0 <= at <= self.ring.steps - steps:
             self._block, self._first, at = self._next(first_step), first_step, 0
-        segments, landing = self._block
-        return segments[at : at + steps], landing[at : at + steps]
+        return self._block[at : at + steps]
 
     def release(self, event: Any = None) -> None:
         self._read[self._drawn % PARTS] = event
@@ -234,46 +265,66 @@ class ShardedSegments:
 
     def _drop(self) -> None:
         self._block = None
+        self._planned.clear()
         while self._coming:
             self._coming.popleft()[-1].result()
 
     def _next(self, first_step: int) -> Block:
         """Return the block that begins at a step, and prepare those that follow."""
-        coming = self._coming
-        if not coming or coming[0][0] != first_step:
-            self._drop()
-            self._prepare(first_step)
-        _, self._drawn, work = coming.popleft()
-        while self._ahead and len(coming) < self._depth:
-            self._prepare(first_step + (len(coming) + 1) * self.ring.steps)
-        if self._in_stream:
-            return self._fetch(self._drawn, work.result)
-        block: Block = work.result()
-        return block
+        coming, steps = self._coming, self.ring.steps
+        if not self._planned or first_step != self._first + steps:
+            if not coming or coming[0][0] != first_step:
+                self._drop()
+                self._prepare(first_step)
+            _, work = coming.popleft()
+            while self._ahead and len(coming) < self._depth:
+                self._prepare(first_step + (len(coming) + 1) * self._blocks * steps)
+            self._planned = deque(work.result())
+        self._drawn, block, reads = self._planned.popleft()
+        return block if reads is None else self._guarded(self._post, self._drawn, block, reads)
 
     def _prepare(self, first_step: int) -> None:
-        self._posted += 1
-        plan = partial(self._planner.plan, first_step, self.ring.steps)
-        work = (plan,) if self._in_stream else (self._fetch, self._posted, plan)
-        self._coming.append((first_step, self._posted, self._threads.submit(*work)))
+        numbers = np.arange(self._numbers, self._numbers + self._blocks)
+        self._numbers += self._blocks
+        work = self._plan if self.in_stream else self._fetch
+        guarded = self._threads.submit(self._guarded, work, first_step, numbers)
+        self._coming.append((first_step, guarded))
 
-    def _fetch(self, number: int, plan: Callable[[], Plan]) -> Block:
-        """Read what this rank's node does not hold; nothing more after an error of the exchange."""
+    def _guarded(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Do a piece of work, but nothing more after an error."""
         if self._error is not None:
             raise self._error
         try:
-            planned, part = plan(), number % PARTS
-            event, self._read[part] = self._read[part], None
-            if event is not None and self._in_stream:
-                event.wait(torch.cuda.current_stream(self._device))
-            elif event is not None:
-                self._world.wait_for_gpu(event)
-            first = part * self.ring.part_rows
-            self._exchange.post(number, replace(planned.reads, rows=planned.reads.rows + first))
-            first += self._first_row
-            landing = np.where(planned.landing < 0, -1, planned.landing + first)
-            self._exchange.wait(number)
-            return planned.segments, landing
+            return work(*arguments)
         except BaseException as error:
             self._error = error
             raise
+
+    def _fetch(self, first_step: int, numbers: Int64Array) -> list[Planned]:
+        """Plan a block and read what this rank's node does not hold; in the thread."""
+        ((block, reads),) = self._planner.plan(first_step, numbers % PARTS * self.ring.part_rows)
+        (number,) = numbers.tolist()
+        event, self._read[number % PARTS] = self._read[number % PARTS], None
+        if event is not None:
+            self._world.wait_for_gpu(event)
+        self._exchange.post(number, reads)
+        self._exchange.wait(number)
+        return [(number, block, None)]
+
+    def _plan(self, first_step: int, numbers: Int64Array) -> list[Planned]:
+        """Plan blocks that the GPU fetches; in a thread."""
+        planned = list[Planned]()
+        plans = self._planner.plan(first_step, numbers % PARTS * self.ring.part_rows)
+        for number, (block, reads) in zip(numbers.tolist(), plans, strict=True):
+            if self._engine is not None:
+                block = replace(block, names=self._engine.name(block.segments, block.landing))
+            planned.append((number, block, self._exchange.ready(reads)))
+        return planned
+
+    def _post(self, number: int, block: Block, reads: Any) -> Block:
+        """Have the GPU fetch the rows of a block."""
+        self._exchange.post(number, reads)
+        self._exchange.wait(number)
+        if self._engine is None or block.names is None:
+            return block
+        return replace(block, names=block.names.to(self._engine.device, non_blocking=True))

@@ -187,7 +187,8 @@ class SegmentWriter:
             self._world.wait_for_gpu(self._before)
         self._before = event
         self._segments.release(event)
-        fill.write(step, *self._segments.draw(step, self._block_steps))
+        block = self._segments.draw(step, self._block_steps)
+        fill.write(step, block.segments, block.landing)
         self._first, self._end = step, step + self._block_steps
 
 

@@ -5,7 +5,7 @@ Shape legend: B windows, T tokens (three a step), H hidden size, N heads, D = H 
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,10 +92,19 @@ def _has_fast_dropout(values: Tensor) -> bool:
 
 
 def attend_eagerly(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scale: float, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    scale: float,
+    dropout: float,
+    kept: list[Tensor] | None = None,
 ) -> Tensor:
-    """`attend` by plain products, as the released class's eager attention."""
+    """`attend` by plain products, as the released class's eager attention; `kept` gets weights."""
     weights = attention_weights(query, key, mask=mask, scale=scale)
+    if kept is not None:
+        kept.append(weights)
     return torch.matmul(F.dropout(weights, dropout, training=dropout > 0.0), value)
 
 
@@ -138,13 +147,15 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
         mask: Tensor | None = None,
         eager: bool = False,
         keep: Keep | None = None,
+        weights: list[Tensor] | None = None,
     ) -> Tensor:
         """Return the block's output, (B, T', H).
 
         `mask` is that of `attend`.  `keep` are the tokens that go on after attention: all serve as
-        keys and values, but only the kept ones pass the projection and the MLP.
+        keys and values, but only the kept ones pass the projection and the MLP.  `weights` gets
+        the attention weights, (B, N, T, T), before dropout.
         """
-        mixed = self._attend(hidden, mask, eager, keep)
+        mixed = self._attend(hidden, mask, eager, keep, weights)
         residual = self.attn.resid_dropout.p if self.training else 0.0
         hidden = take(hidden, keep) + drop(self._map(self.attn.c_proj, mixed), residual)
         inner = self._map(self.mlp.c_proj, self._widen(self.ln_2(hidden)))
@@ -169,7 +180,12 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
         return cast(Tensor, widened.unflatten(0, hidden.shape[:2]))
 
     def _attend(
-        self, hidden: Tensor, mask: Tensor | None, eager: bool, keep: Keep | None
+        self,
+        hidden: Tensor,
+        mask: Tensor | None,
+        eager: bool,
+        keep: Keep | None,
+        weights: list[Tensor] | None,
     ) -> Tensor:
         """Return what each kept token has gathered, (B, T', H)."""
         attention: DecisionTransformerGPT2Attention = self.attn
@@ -178,7 +194,7 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
         packed = self._map(attention.c_attn, self.ln_1(hidden))
         dropout = attention.attn_dropout.p if self.training else 0.0
         scale = float(attention.scaling)
-        plain = mask is None and not eager
+        plain = mask is None and not eager and weights is None
         if plain and supports_packed(
             packed.device, packed.dtype, tokens=tokens, head=width // heads
         ):
@@ -188,18 +204,11 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
                 # checkpointing, which restores the generator, draws the same again.
                 seeds = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=packed.device)
             return take(packed_attention(packed, heads, scale, dropout, seeds), keep)
-        query, key, value = self._heads(packed)
-        gather = attend_eagerly if eager else attend
-        mixed = gather(query, key, value, mask=mask, scale=scale, dropout=dropout)
+        parts = packed.view(batch, tokens, 3, heads, -1)
+        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind()  # (B, N, T, D) each
+        options: Any = {"mask": mask, "scale": scale, "dropout": dropout}
+        if eager or weights is not None:
+            mixed = attend_eagerly(query, key, value, **options, kept=weights)
+        else:
+            mixed = attend(query, key, value, **options)
         return take(mixed.transpose(1, 2).reshape(batch, tokens, width), keep)
-
-    def weights(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the attention weights of what the block was given, (B, N, T, T); no dropout."""
-        query, key, _ = self._heads(self.attn.c_attn(self.ln_1(hidden)))
-        return attention_weights(query, key, mask=mask, scale=float(self.attn.scaling))
-
-    def _heads(self, packed: Tensor) -> tuple[Tensor, ...]:
-        """(B, T, 3H) -> queries, keys and values, (B, N, T, D) each."""
-        batch, tokens, _ = packed.shape
-        parts = packed.view(batch, tokens, 3, self.attn.num_heads, -1)
-        return parts.permute(2, 0, 3, 1, 4).unbind()

@@ -29,6 +29,7 @@ from transformers.models.decision_transformer.modeling_decision_transformer impo
     DecisionTransformerOutput as DecisionTransformerOutput,
 )
 
+from gear_offline.dataset.schema import channels_last
 from gear_offline.errors import InputError
 from gear_offline.models.blocks import Block, Keep, dense_mask, drop
 from gear_offline.models.encoders import Encoder, FrameEncoder, resolve_encoder
@@ -87,13 +88,15 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
     """
 
     @classmethod
-    def from_pretrained(cls, path: Any, *arguments: Any, **options: Any) -> Self:  # type: ignore[override]
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *arguments: Any, **options: Any
+    ) -> Self:
         """As the released class; of a run directory, the best checkpoint or else the last one."""
-        checkpoints = Path(path) / "checkpoints"
-        if checkpoints.is_dir():
-            steps = sorted(checkpoints.glob("step-*"))
-            best = checkpoints / "best"
-            path = best if best.exists() else (steps or [checkpoints])[-1]
+        path = pretrained_model_name_or_path
+        if path is not None and not Path(path, "config.json").exists():
+            checkpoints = Path(path, "checkpoints")
+            steps = [*sorted(checkpoints.glob("step-*")), *checkpoints.glob("best")]
+            path = steps[-1] if steps else path
         model: Self = super().from_pretrained(path, *arguments, **options)
         return model
 
@@ -210,20 +213,17 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             return DecisionTransformerOutput(action_preds=self._head(state_tokens))
         with_states = self._wants("output_hidden_states", output_hidden_states)
         with_weights = self._wants("output_attentions", output_attentions)
-        layers: list[Tensor] = []
-        keeps = with_states or with_weights
-        hidden = self._encode(tokens, mask, layers=layers if keeps else None)
+        layers: list[Tensor] | None = [] if with_states else None
+        kept: list[Tensor] | None = [] if with_weights else None
+        hidden = self._encode(tokens, mask, layers=layers, weights=kept)
         at_state, at_action = hidden[:, 1::3], hidden[:, 2::3]
         state_preds, return_preds = self.predict_state(at_action), self.predict_return(at_action)
         action_preds = self._choose(self._head(at_state))
         if not self._wants("return_dict", return_dict):
             return state_preds, action_preds, return_preds
         # tuples, as the released class gives, which declares tensors
-        states_too: Any = (*layers, hidden) if with_states else None
-        weights: Any = None
-        if with_weights:
-            pairs: Any = zip(self.encoder.h, layers, strict=True)
-            weights = tuple(block.weights(rows, mask) for block, rows in pairs)
+        states_too: Any = None if layers is None else (*layers, hidden)
+        weights: Any = None if kept is None else tuple(kept)
         return DecisionTransformerOutput(  # at once, for their order: it can be indexed
             state_preds, action_preds, return_preds, states_too, weights, hidden
         )
@@ -368,15 +368,20 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         *,
         keep: Keep | None = None,
         layers: list[Tensor] | None = None,
+        weights: list[Tensor] | None = None,
     ) -> Tensor:
-        """Run the blocks: (B, T, H) -> (B, T or kept, H); `layers` gets what each one is given."""
+        """Run the blocks: (B, T, H) -> (B, T or kept, H).
+
+        `layers` gets what each one is given, `weights` its attention weights.
+        """
         encoder, eager = self.encoder, self.attention == "eager"
         recompute = encoder.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        recompute = recompute and weights is None
         hidden, last = tokens, len(encoder.h) - 1
         for i, block in enumerate(encoder.h):
             if layers is not None:
                 layers.append(hidden)
-            inputs = (hidden, mask, eager, keep if i == last else None)
+            inputs = (hidden, mask, eager, keep if i == last else None, weights)
             if recompute:
                 hidden = checkpoint(block, *inputs, use_reentrant=False)
             else:
@@ -490,6 +495,10 @@ def build_model(
         what = f"{state_dim} pixels do not make frames of shape {tuple(frame_shape)}"
         remedy = "use frames (height, width) or (height, width, colours)"
         raise InputError("MODEL", what, "model.frame_shape", remedy)
+    if kind != "none" and channels_last(tuple(frame_shape)) != tuple(frame_shape):
+        what = f"frames of shape {tuple(frame_shape)} have their channels first"
+        remedy = "convert the source again, which puts them last; or use model.encoder=none"
+        raise InputError("MODEL", what, "model.encoder", remedy)
     config = DecisionTransformerConfig(
         # The transformer sees an encoder's features in place of the state.
         state_dim=hidden_size if kind != "none" else state_dim * frame_stack,

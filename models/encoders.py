@@ -21,6 +21,7 @@ Encoder = Literal["auto", "none", "cnn", "patch"]
 PIXEL_SCALE = 1.0 / 255.0
 # channels, kernel, stride: Mnih et al. 2015, and the Decision Transformer paper's Atari model
 NATURE_LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
+NATURE_SIDE = 36  # the smallest frame that they leave a position of
 PATCH_CHANNELS = 128
 LARGEST_PATCH = 16
 
@@ -99,17 +100,22 @@ def _nature(channels: int, height: int, width: int) -> tuple[list[nn.Conv2d], in
         channels, sizes = out, [(size - kernel) // stride + 1 for size in sizes]
     if min(sizes) < 1:
         what = f"frames of {height} x {width} pixels are too small for the cnn encoder"
-        remedy = "use frames (height, width) or (height, width, colours) from 36 x 36 on, or "
-        raise InputError("MODEL", what, "model.encoder", remedy + "model.encoder=patch")
+        other = "patch" if _patch_size(height, width) else "none"
+        raise InputError("MODEL", what, "model.encoder", f"use model.encoder={other}")
     return layers, prod(sizes)
 
 
 def _patches(channels: int, height: int, width: int) -> tuple[list[nn.Conv2d], int]:
-    fitting = [s for s in range(2, LARGEST_PATCH + 1) if height % s == 0 and width % s == 0]
-    if not fitting:
+    size = _patch_size(height, width)
+    if not size:
         what = f"frames of {height} x {width} pixels have no patches of up to {LARGEST_PATCH} "
-        remedy = "use frames whose sides have a common divisor, or model.encoder=cnn"
-        raise InputError("MODEL", what + "pixels", "model.encoder", remedy)
-    size = fitting[-1]
+        other = "cnn" if min(height, width) >= NATURE_SIDE else "none"
+        raise InputError("MODEL", what + "pixels", "model.encoder", f"use model.encoder={other}")
     layer = nn.Conv2d(channels, PATCH_CHANNELS, size, size)
     return [layer], (height // size) * (width // size)
+
+
+def _patch_size(height: int, width: int) -> int:
+    """Return the largest side of patches that divides a frame, 0 if none does."""
+    sides = range(LARGEST_PATCH, 1, -1)
+    return next((side for side in sides if height % side == 0 and width % side == 0), 0)

@@ -7,6 +7,7 @@ Shape legend: E environments, K steps of context, S state elements, A action ele
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 from math import prod
@@ -23,6 +24,7 @@ from gear_offline.core.hub import put
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.dataset.rewards import RewardEdit
+from gear_offline.dataset.schema import channels_last
 from gear_offline.errors import InputError, given_path
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy_folder import CARD, PLACE, PolicyFacts, PolicyFile, write_policy
@@ -158,7 +160,7 @@ class Policy:
         """(S,) float64 mean and scale: ``(state - mean) / scale`` is seen; None: raw states."""
         return self.window.moments
 
-    def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
+    def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Write a folder that acts by itself, which `gear_offline.load_policy` reads; return it.
 
         In it are ``config.json`` and ``model.safetensors``, which plain transformers reads,
@@ -293,6 +295,8 @@ class Policy:
             what = f"observations of shape {given.shape} are not those of {acting}"
             remedy = f"give each that acts {self.state_dim} elements: act(observation[None])"
             raise InputError("MODEL", what, remedy=remedy)
+        if given.ndim == 4 and channels_last(given.shape[1:]) == self.frame_shape:
+            given = np.moveaxis(given, 1, -1) if given.shape[1:] != self.frame_shape else given
         given = given.reshape(len(chosen), -1)
         _check_finite(given, "observation")
         if self._waiting[chosen].any():
@@ -366,7 +370,7 @@ class Policy:
         if actions is not None:
             rows = torch.from_numpy(chosen).to(self.device)
             last = torch.from_numpy(np.minimum(self._steps[chosen], self.context_length) - 1)
-            done = torch.from_numpy(np.asarray(actions)).to(self._windows[1])
+            done = torch.from_numpy(np.ascontiguousarray(actions)).to(self._windows[1])
             self._windows[1][rows, last.to(self.device)] = done
         if not self.goals:
             self._targets[chosen] = self.window.rest(self._targets[chosen], given)

@@ -182,13 +182,15 @@ def assemble(config: bytes, weights: Mapping[str, Tensor]) -> DecisionTransforme
     keys = ModelConfig.model_validate_json(config)
     if keys.n_layer > len(weights):
         raise ValueError(f"n_layer is {keys.n_layer}")
-    # Without memory first: what a configuration asks for may be more than the machine has.
+    # Without memory: what a configuration asks for may be more than the machine has.  And without
+    # drawing weights from torch's generator: a training in another thread draws from it.
     with torch.device("meta"):
-        wanted = {name: w.shape for name, w in keys.build().state_dict().items()}
-    if wanted != {name: w.shape for name, w in weights.items()}:
+        model = keys.build()
+    wanted = model.state_dict()
+    if {name: w.shape for name, w in wanted.items()} != {n: w.shape for n, w in weights.items()}:
         raise ValueError("the weights do not fit the configuration")
-    model = keys.build()
-    model.load_state_dict(dict(weights))
+    own = {name: weights[name].to(like.dtype) for name, like in wanted.items()}
+    model.load_state_dict(own, assign=True)
     return model
 
 

@@ -56,7 +56,9 @@ class MemoryTable(Dataset):
     def statistics(self) -> Any:
         with np.errstate(all="ignore"):  # bytes of an extra column may be any number
             return {
-                name: SimpleNamespace(mean=wide.mean(0), std=wide.std(0))
+                name: SimpleNamespace(
+                    mean=wide.mean(0), std=wide.std(0), min=wide.min(0), max=wide.max(0)
+                )
                 for name, values in self.columns.items()
                 if values.dtype.kind != "c" and (wide := values.astype(np.float64)) is not None
             }

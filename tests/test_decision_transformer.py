@@ -140,6 +140,12 @@ def test_hidden_states_and_attentions_are_those_of_the_released_class() -> None:
         for one, other in zip(found[name], expected[name], strict=True):
             assert float((one - other).abs().max()) <= TOLERANCE
     assert torch.equal(found.last_hidden_state, found.hidden_states[-1])
+    gradients = []
+    for model in (ours, theirs):
+        output = model(**batch, output_attentions=True)
+        gradients.append(torch.autograd.grad(output.action_preds.sum(), output.attentions))
+    for one, other in zip(*gradients, strict=True):
+        assert float((one - other).abs().max()) <= TOLERANCE * float(other.abs().max())
 
 
 def test_prediction_does_not_see_the_future_nor_its_own_action() -> None:

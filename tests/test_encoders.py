@@ -2,6 +2,7 @@
 
 # mypy: disable-error-code="no-untyped-call"
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -151,14 +152,19 @@ def test_auto_and_what_is_refused() -> None:
     assert plain.frame_encoder is None and "frame_encoder" not in plain.config.to_dict()
     for changes, said in (
         ({"frame_shape": (), "encoder": "cnn", "state_dim": 5}, "needs frames"),
-        ({"frame_shape": (3, 84, 84), "state_dim": 3 * 84 * 84}, "too small for the cnn"),
+        ({"frame_shape": (3, 84, 84), "state_dim": 3 * 84 * 84}, "channels first"),
+        ({"frame_shape": (20, 84), "state_dim": 20 * 84}, "too small for the cnn"),
+        ({"frame_shape": (20, 31), "state_dim": 20 * 31}, "too small for the cnn"),
         ({"frame_shape": (7, 13), "state_dim": 91, "encoder": "patch"}, "no patches"),
+        ({"frame_shape": (83, 41), "state_dim": 83 * 41, "encoder": "patch"}, "no patches"),
         ({"frame_shape": (84, 84), "state_dim": 84}, "do not make frames"),
         ({"encoder": "vit"}, "no encoder 'vit'"),
         ({"frame_stack": 0}, "less than 1"),
     ):
-        with one_error("MODEL", said):
+        with one_error("MODEL", said) as caught:
             model_of_frames(**changes)
+        if named := re.search(r"model\.encoder=(\w+)", caught.value.remedy):  # advice that works
+            model_of_frames(**{**changes, "encoder": named[1]})
 
 
 # from data to score ----------------------------------------------------------------------------

@@ -217,7 +217,7 @@ def test_a_learner_without_actors_says_what_it_waits_for(
     with pytest.raises(GearError, match=r"step 4 has waited 0\.9 s for 2 episodes \(samples_"):
         go.train(recipe, out=tmp_path / "run")
     assert "step 4: waiting for 2 episodes (samples_per_insert 8)" in capsys.readouterr().err
-    go.Appender(played).append(list(go.open_dataset(played)))  # three
+    go.Appender(played).append([{**e, "truncated": True} for e in go.open_dataset(played)])  # three
     with pytest.raises(GearError, match=r"step 8 has waited .* for 1 episode \(samples_"):
         go.train(recipe, out=tmp_path / "run", resume=True, quiet=True)
     assert go.open_run(tmp_path / "run").steps == 8
@@ -246,7 +246,10 @@ def test_actors_and_sweeps_are_refused(
     [
         (lambda e: e.pop("rewards"), "lacks the column 'rewards'"),
         (lambda e: e.update(observations=e["observations"][:, :3]), "observations float32"),
-        (lambda e: e.update(terminals=np.full(4, 2)), "terminals bool"),
+        (lambda e: e.update(terminals=np.full(4, 2)), "terminals is no flag: it holds 2"),
+        (lambda e: e.update(terminals=[0, 1, 0, 1]), "true at step 1 of 4"),
+        (lambda e: (e.pop("terminals"), e.update(terminatd=True)), "no flag .*name it terminated"),
+        (lambda e: [e.pop(n) for n in ("terminals", "timeouts")], "how it ended"),
         (lambda e: e["actions"].fill(np.nan), "NaN or infinity"),
         (lambda e: e.update(actions=e["actions"][:2]), "rows"),
     ],

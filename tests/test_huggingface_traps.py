@@ -81,6 +81,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "delayed": {"map": delayed, "gamma": 0.5},
     "choices": {"discrete": True},
     "frames": {"discrete": True, "frame_stack": 3},
+    "frames, channels first": {"discrete": True, "frame_stack": 3},
     "goals": {"normalize_states": True, "goals": {"future": 1.0}, **LARGE},
 }
 
@@ -95,7 +96,7 @@ def test_policy_shows_the_model_what_training_showed(kind: str, tmp_path: Path) 
     """
     asked = dict(KINDS[kind])
     dtype, offset = asked.pop("dtype", np.float32), asked.pop("offset", 0.0)
-    discrete, edit, frames = asked.pop("discrete", False), asked.pop("map", None), kind == "frames"
+    discrete, edit, frames = asked.pop("discrete", False), asked.pop("map", None), "frames" in kind
     rng, steps = np.random.default_rng(3), sum(LENGTHS)
     columns = hopper_columns(steps)
     columns["observations"] = (offset + 9 * rng.normal(size=(steps, STATES))).astype(dtype)
@@ -103,7 +104,8 @@ def test_policy_shows_the_model_what_training_showed(kind: str, tmp_path: Path) 
     if discrete:
         columns |= {"actions": rng.integers(0, 4, (steps, 1))}
     if frames:
-        columns["observations"] = rng.integers(0, 256, (steps, *FRAME), np.uint8)
+        frame = (3, *FRAME) if "first" in kind else FRAME
+        columns["observations"] = rng.integers(0, 256, (steps, *frame), np.uint8)
     source = ArraySource(columns, LENGTHS)
     go.convert(source, tmp_path / "data", map=edit, quiet=True)
     dataset = go.open_dataset(tmp_path / "data")
@@ -111,8 +113,10 @@ def test_policy_shows_the_model_what_training_showed(kind: str, tmp_path: Path) 
     batch, goals = loader.batch_at(0), asked.get("goals")
     real = batch.attention_mask.bool()
     shape: dict[str, Any] = (
-        {"frame_shape": FRAME, "frame_stack": 3, "state_dim": 36 * 36} if frames else {}
+        {"frame_shape": dataset.spec["observations"].shape, "frame_stack": 3} if frames else {}
     )
+    if frames:
+        shape["state_dim"] = int(np.prod(shape["frame_shape"]))
     model = make_model(
         **shape, discrete=discrete, action_dim=4 if discrete else 3, goals=bool(goals)
     )

@@ -216,6 +216,17 @@ def test_endings_bounds_and_shared_episodes(tmp_path: Path) -> None:
     assert found["shared"].places == ((0,), (1,))
 
 
+def test_an_unfinished_last_episode_and_one_episode_of_all(tmp_path: Path) -> None:
+    data = walks()
+    data["terminals"][-1] = False
+    last = go.audit(make(tmp_path / "data", data)).findings[-1]
+    assert "1 episode at the end is unfinished" in last.what and last.places == ((4,),)
+    data["terminals"][:] = False
+    findings = go.audit(make(tmp_path / "one", data)).findings
+    first = next(finding for finding in findings if finding.check == "ending")
+    assert "nothing ends it" in first.what and "--rule 'steps=N'" in first.remedy
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make(tmp_path / "data", walks())
     assert main(["audit", str(folder), "--json"]) == 0

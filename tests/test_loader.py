@@ -7,6 +7,8 @@ import itertools
 import json
 import pickle
 from collections.abc import Iterator
+from copy import copy as copied
+from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.state import GradientState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import BatchEncoding, Trainer, TrainingArguments
 
 from gear_offline.dataset.dataset import Dataset
+from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.loaders import rows as module
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
+from gear_offline.models.decision_transformer import build_model
 from gear_offline.sampling import make_sampler
 from tests.image_support import image_columns
 from tests.sampling_support import CASES, CONTEXT, IDS, facts, keys
@@ -252,6 +258,67 @@ def test_workers_of_a_data_loader_are_refused(dataset: Dataset) -> None:
     alone = DataLoader(Wrapped(loader), batch_size=None)
     assert same(next(iter(alone)), loader.batch_at(1)) and same(first, loader.batch_at(0))
     assert failing_code(lambda: pickle.dumps(loader)) == "LOADER_OPTION"
+
+
+@pytest.mark.parametrize("options", [{}, {"selection": "prioritized"}, {"placement": "disk"}])
+def test_a_copy_goes_on_by_itself(dataset: Dataset, options: dict[str, Any]) -> None:
+    loader = GearLoader(dataset, batch_size=4, context_length=5, device="cpu", **options)
+    next(loader)
+    copies = [copied(loader), deepcopy(loader)]
+    expected = [next(loader), next(loader)]
+    for other in copies:
+        assert other.step == 1 and all(same(next(other), batch) for batch in expected)
+
+
+def test_a_batch_is_a_mapping_as_those_of_hugging_face(dataset: Dataset, tmp_path: Path) -> None:
+    """A Trainer asks ``"labels" in batch`` and ``len(batch)``; its model is given ``**batch``."""
+    batch = next(loader := GearLoader(dataset, batch_size=4, context_length=5, device="cpu"))
+    theirs = BatchEncoding({name: batch[name] for name in batch})
+    assert list(batch) == list(theirs) and len(batch) == len(theirs) and {**batch} == {**theirs}
+    assert list(batch.keys()) == list(theirs.keys()) and "labels" not in batch
+    assert [name for name, _ in batch.items()] == list(theirs) and batch.get("labels") is None
+    assert all("states" in one and one.get("states") is batch.states for one in (batch, theirs))
+
+    class Plain(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return loader
+
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            return model.loss(inputs)
+
+    settings: dict[str, Any] = {"max_steps": 3, "use_cpu": True, "disable_tqdm": True}
+    settings |= {"save_strategy": "no", "report_to": [], "include_num_input_tokens_seen": True}
+    model = build_model(state_dim=11, action_dim=3, hidden_size=8, layers=1)
+    Plain(model, TrainingArguments(str(tmp_path), **settings)).train()
+    assert loader.step == 4
+
+
+def test_accelerate_is_not_given_the_first_ranks_share_alone(dataset: Dataset) -> None:
+    """Its dispatcher reads the loader of one rank, and sends the others parts of that."""
+    shape: dict[str, Any] = {"batch_size": 4, "context_length": 5, "device": "cpu"}
+    table, state = GearLoader(dataset, **shape).table, GradientState()
+    loader = GearLoader(dataset, **shape, table=table, world=World(nodes=(0, 0)))
+    read = DataLoader(Wrapped(loader), batch_size=None)
+    assert len(next(iter(read)).segments) == 2
+    dispatcher = type("DataLoaderDispatcher", (), {"end_of_dataloader": False, "remainder": -1})()
+    state._add_dataloader(dispatcher)
+    with one_error("LOADER_OPTION", "its share only"):
+        next(iter(read))
+    state._remove_dataloader(dispatcher)
+
+
+@pytest.mark.parametrize("options", [{}, {"placement": "disk"}, {"extra_columns": ["timeouts"]}])
+@pytest.mark.parametrize("width", [3, 300])  # wide columns stay float64 in memory
+@pytest.mark.parametrize("column", ["observations", "actions", "rewards"])
+def test_what_float32_does_not_hold_is_refused(
+    tmp_path: Path, column: str, width: int, options: dict[str, Any]
+) -> None:
+    columns = {name: values.astype("f8") for name, values in hopper_columns(20).items()}
+    columns["observations"] = np.zeros((20, width))
+    columns[column].flat[13] = -3.5e38
+    made = make_dataset(tmp_path, (12, 8), columns=columns)
+    with one_error("COLUMN", f"too large for float32 .*{column}"):
+        GearLoader(made, batch_size=4, context_length=5, device="cpu", **options)
 
 
 def test_a_batch_and_a_selection_show_what_they_are(dataset: Dataset) -> None:

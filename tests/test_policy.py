@@ -378,13 +378,10 @@ def test_a_policy_of_one_environment_takes_a_number() -> None:
         assert policy.targets.tolist() == [number]
     with one_error("USAGE", r"policy\.reset\(0\.0\)"):  # the number of an environment, or a return
         policy.reset(0)
-    for reset in (
-        lambda: policy.reset(0.0),
-        lambda: policy.reset(targets=0),
-        lambda: policy.reset(0, 0),
-    ):
-        reset()
+    policy.reset(0.0)
+    for index in (0, None):
         assert policy.targets.tolist() == [0.0]
+        policy.reset(index, 0)
     with one_error("MODEL", "one for each environment"):
         policy.reset([0, 1], [1.0, 2.0, 3.0])
     policy.reset([0, 1], 5)

@@ -1,6 +1,10 @@
 """Before training: data are made on first use, and what a recipe leaves open is filled in."""
 
+import os
 import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +97,16 @@ def test_an_environment_that_only_the_data_name_may_be_missing(
             resolve(tiny_recipe(dataset.path, "evaluate.environment=NoSuch-v0"), dataset)
 
 
+@pytest.mark.parametrize("most", [1.0, 1.5])
+def test_predictions_are_bounded_where_the_data_are(tmp_path: Path, most: float) -> None:
+    columns = hopper_columns(6)
+    columns["actions"] = np.linspace(-1, most, 18, dtype=np.float32).reshape(6, 3)
+    dataset = make_dataset(tmp_path, [3, 3], columns=columns)
+    asked = ("evaluate.episodes=0", "model.action_tanh=auto")
+    resolved, _ = resolve(tiny_recipe(dataset.path, *asked), dataset)
+    assert resolved.model.action_tanh == (most <= 1)
+
+
 def test_discrete_actions_that_never_occur_come_from_the_environment(tmp_path: Path) -> None:
     columns = hopper_columns(6, state_dim=4)
     columns["actions"] = np.zeros(6, np.int64)  # CartPole has two actions
@@ -178,6 +192,74 @@ def test_a_dataset_of_edits_is_not_taken_for_its_source(tmp_path: Path) -> None:
     assert prepare_one(tiny_recipe(tmp_path / "d"), quiet=True).spec.steps > 0
 
 
+def test_what_a_dataset_was_made_of_may_not_change(tmp_path: Path, monkeypatch: Patch) -> None:
+    """A file that was rewritten, in its size or not, other columns, another rule of conversion."""
+    file, taken = write_hdf5(tmp_path / "x.hdf5", episodes=3), tmp_path / "d"
+    recipe = tiny_recipe(taken, f"data.source={file}")
+    assert prepare_one(recipe, quiet=True).spec.episodes == 3
+    os.utime(file)  # the same bytes
+    prepare_one(recipe, quiet=True)
+    for option in ("data.columns=[observations,actions]", "data.columns=[actions]"):
+        with one_error("DATA_MISMATCH", "columns actions"):
+            prepare_one(recipe.replace(option), quiet=True)
+    write_hdf5(file, episodes=3, seed=1)  # as many bytes
+    with one_error("DATA_MISMATCH", "has another content now"):
+        prepare_one(recipe, quiet=True)
+    write_hdf5(file, episodes=4)
+    with one_error("DATA_MISMATCH", "x.hdf5 has .* bytes now") as caught:
+        prepare_one(recipe, quiet=True)
+    assert "data.source=null" in caught.value.remedy and f"rm -r {taken}" in caught.value.remedy
+    assert prepare_one(recipe.replace("data.source=null"), quiet=True).spec.episodes == 3
+    shutil.rmtree(taken)
+    columns = recipe.replace("data.columns=[observations,actions]")
+    for _ in range(2):  # made, and there already
+        assert prepare_one(columns, quiet=True).spec.episodes == 4
+    with one_error("DATA_MISMATCH", "columns actions, observations"):
+        prepare_one(recipe, quiet=True)
+    shutil.rmtree(taken)
+    convert(file, taken, rule="timeouts", quiet=True)
+    with one_error("DATA_MISMATCH", "rule timeouts"):
+        prepare_one(recipe, quiet=True)
+
+
+def test_a_folder_of_files_may_not_change(tmp_path: Path) -> None:
+    folder = tmp_path / "days"
+    folder.mkdir()
+    for day in (1, 2):
+        write_hdf5(folder / f"{day}.hdf5", episodes=2, seed=day)
+    recipe = tiny_recipe(tmp_path / "d", f"data.source={folder}")
+    assert prepare_one(recipe, quiet=True).spec.episodes == 4
+    (folder / "README.txt").write_text("no data")
+    prepare_one(recipe, quiet=True)
+    write_hdf5(folder / "3.hdf5", episodes=2)
+    with one_error("DATA_MISMATCH", "3.hdf5 is new"):
+        prepare_one(recipe, quiet=True)
+    (folder / "3.hdf5").unlink()
+    (folder / "1.hdf5").unlink()
+    with one_error("DATA_MISMATCH", "1.hdf5 is gone"):
+        prepare_one(recipe, quiet=True)
+
+
+def test_one_process_makes_the_data_and_others_wait(tmp_path: Path, capfd: Captured) -> None:
+    """Of one process here, with the lock of another one, which is killed without a dataset."""
+    recipe = load_recipe("smoke", [f"data.path={tmp_path / 'd'}", "data.collect.steps=200"])
+    wait = "import fcntl,sys; f=open(sys.argv[1],'w'); fcntl.flock(f,2); print(); sys.stdin.read()"
+    words = [sys.executable, "-c", wait, str(tmp_path / ".d.making")]
+    maker = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert maker.stdin and maker.stdout and maker.stdout.readline()
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(prepare_one, recipe) for _ in range(2)]
+        said = ""
+        while said.count("waits for another process") < 2:
+            said += capfd.readouterr().err
+        maker.kill()
+        made = [one.result() for one in asked]
+    maker.communicate()
+    assert {dataset.spec.steps for dataset in made} == {200}
+    assert capfd.readouterr().err.count("converting") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "d.hdf5"]
+
+
 def test_a_dataset_made_of_something_else_is_not_taken(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     one, other = (write_hdf5(tmp_path / f"{name}.hdf5") for name in ("one", "other"))
@@ -189,8 +271,11 @@ def test_a_dataset_made_of_something_else_is_not_taken(tmp_path: Path, monkeypat
     smoke = load_recipe("smoke", ["data.collect.steps=200"])
     prepare_one(smoke, quiet=True)
     prepare_one(smoke, quiet=True)
-    with pytest.raises(InputError, match="made of seed 0, the recipe says seed 7"):
-        prepare_one(load_recipe("smoke", ["data.collect.seed=7"]))
+    for option in ("seed=7", "steps=300", "policy=ars", "action_noise=0.5", "train_steps=9"):
+        key, value = option.split("=")
+        recipe = load_recipe("smoke", ["data.collect.steps=200", f"data.collect.{option}"])
+        with pytest.raises(InputError, match=rf"made of {key} \S+, the recipe says {key} {value}"):
+            prepare_one(recipe)
     unversioned = ["data.path=p", "data.collect.environment=Pendulum", "data.collect.steps=200"]
     for _ in range(2):  # made, and there already
         dataset = prepare_one(load_recipe("smoke", unversioned), quiet=True)
@@ -199,6 +284,7 @@ def test_a_dataset_made_of_something_else_is_not_taken(tmp_path: Path, monkeypat
     assert prepare_one(load_recipe("smoke", unversioned), quiet=True).episodes.steps == 200
     shutil.rmtree("p")
     other_one = ["data.path=p", "data.collect.environment=MountainCarContinuous-v0"]
+    other_one.append("data.collect.steps=200")
     with pytest.raises(InputError, match=r"file that is there was made of env_id Pendulum-v1, the"):
         prepare_one(load_recipe("smoke", other_one), quiet=True)
     assert not Path("p").exists()

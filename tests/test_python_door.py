@@ -15,7 +15,7 @@ import gear_offline as go
 from gear_offline.config.sections import LoaderSettings, SelectionSettings
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
-from tests.support import make_dataset, one_error
+from tests.support import Patch, make_dataset, one_error
 
 DOOR: Any = go  # what type checkers would refuse already
 
@@ -74,6 +74,55 @@ def test_an_error_is_one_line_with_code_place_and_remedy() -> None:
     assert str(pickle.loads(pickle.dumps(error))) == str(error), "workers send theirs"
 
 
+def test_doors_take_a_run_for_a_path() -> None:
+    for name in {*go.__all__} - {"__version__"}:
+        for parameter in signature(getattr(go, name)).parameters.values():
+            if "str | " in str(parameter.annotation) and "Path" in str(parameter.annotation):
+                assert "os.PathLike[str]" in parameter.annotation, (name, parameter)
+
+
+def typed(run: go.Run) -> None:
+    """For mypy alone: what docs/how-to/runs.md says is typed, too."""
+    go.evaluate(run)
+    go.load_policy(run)
+    go.export_policy(run, run.path / "policy")
+    go.act(run)
+    go.sweep(run, seeds=2, out=run)
+    go.train(run, out=run)
+    go.compare_strategies(run)
+    go.compare_runs([run, "runs/x"], out=run)
+    go.convert(run, run)
+    go.audit(run, against=[run])
+    go.export_hdf5(run, run)
+    go.inspect(run)
+    go.GearLoader(run)
+    go.Appender(run)
+    go.collect("Pendulum-v1", run)
+
+
+def test_the_home_is_no_folder_with_a_tilde(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home" / "made").mkdir(parents=True)
+    file = go.collect("Pendulum-v1", "~/made/x.hdf5", steps=10, quiet=True).path
+    assert file == tmp_path / "home" / "made" / "x.hdf5"
+    go.convert("~/made/x.hdf5", "~/d", quiet=True)
+    go.export_hdf5("~/d", "~/y.hdf5", quiet=True)
+    go.inspect("~/d"), go.audit("~/d"), go.GearLoader("~/d", batch_size=2, device="cpu")
+    options: dict[str, Any] = {"data.path": "~/d", "train.steps": 1, "evaluate.episodes": 0}
+    options |= {"data.collect": None, "data.source": "~/made/x.hdf5", "train.device": "cpu"}
+    run = go.train("smoke", options, out="~/r", quiet=True)
+    assert run.recipe.data.path == str(tmp_path / "home" / "d")
+    go.export_policy("~/r", "~/p"), go.open_run("~/r"), go.list_runs("~"), go.load_policy("~/p")
+    go.sweep("~/r", {"seed": [1]}, out="~/s", quiet=True)
+    go.compare_runs(["~/r", "~/s"], out="~/c.svg")
+    (tmp_path / "home" / "mine.yaml").write_text("base: ~/r\ntrain: {init: ~/r}\n")
+    assert go.load_recipe("~/mine.yaml").train.init == str(tmp_path / "home" / "r")
+    assert list(tmp_path.iterdir()) == [tmp_path / "home"]
+    with one_error("USAGE", "~nobody-here"):
+        go.convert(tmp_path / "home" / "d", "~nobody-here/d", quiet=True)
+
+
 def test_kinds_are_also_the_builtin_kinds() -> None:
     assert issubclass(InputError, ValueError)
     assert issubclass(UnavailableError, RuntimeError)
@@ -81,7 +130,7 @@ def test_kinds_are_also_the_builtin_kinds() -> None:
 
 
 def test_what_is_written_elsewhere_works_here_too(folder: Path) -> None:
-    assert len(next(DOOR.GearLoader(folder, 4, device="cpu", context_length=3))) == 4
+    assert len(next(DOOR.GearLoader(folder, 4, device="cpu", context_length=3)).segments) == 4
     assert bool(loader(folder)) and length_hint(loader(folder), 3) == 3
     batch = next(loader(folder, extra_columns=["terminals"]))
     assert batch["states"] is batch.states and batch["terminals"] is batch.extras["terminals"]
@@ -125,3 +174,7 @@ def test_weights_are_read_from_a_run(tmp_path: Path) -> None:
     assert DecisionTransformer.from_pretrained(tmp_path).config.hidden_size == 16
     (tmp_path / "checkpoints" / "best").symlink_to("step-00000001")
     assert DecisionTransformer.from_pretrained(str(tmp_path)).config.hidden_size == 8
+    model.save_pretrained(tmp_path)  # beside checkpoints of something else
+    (tmp_path / "checkpoints" / "epoch=1.ckpt").write_text("")
+    named = DecisionTransformer.from_pretrained(pretrained_model_name_or_path=tmp_path)
+    assert named.config.hidden_size == 16

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from gear_offline.training.checkpoint import list_checkpoints, read_checkpoint
 from gear_offline.training.json_lines import read_records
 from gear_offline.training.learner import Learner
 from gear_offline.training.seeding import deterministic
+from gear_offline.training.trained import load_policy
 from tests.ranks_support import ranks_recipe
 from tests.support import make_dataset, one_error
 from tests.test_parallel_training import trained
@@ -152,6 +154,48 @@ def test_a_run_can_be_made_longer(whole: Path, data: Path, tmp_path: Path) -> No
     train_run(tiny_recipe(data, "train.steps=9", *falling), out=tmp_path / "b", quiet=True)
     with pytest.raises(InputError, match=r"train\.steps was 9"):
         train_run(tiny_recipe(data, *falling), out=tmp_path / "b", resume=True, quiet=True)
+
+
+def test_a_longer_run_keeps_what_was_settled(data: Path, tmp_path: Path) -> None:
+    """Also of a recipe that leaves it open again: rates of steps done are those of the first run.
+
+    A warm-up over a tenth of 40 steps rises by quarters; the peak follows.
+    """
+    run, open_ = tmp_path / "run", ["optimizer.warmup_steps=auto", "train.log_every=1"]
+    open_ += ["train.threads=null", "evaluate.episodes=0"]
+    train_run(tiny_recipe(data, "train.steps=40", *open_), out=run, quiet=True)
+    settled = load_recipe(run)
+    assert (settled.optimizer.warmup_steps, settled.train.precision) == (4, "fp32")
+    assert settled.train.threads == torch.get_num_threads() and settled.train.compile == "off"
+    train_run(tiny_recipe(data, "train.steps=60", *open_), out=run, resume=True, quiet=True)
+    rates = [one["learning_rate"] for one in read_records(run / "metrics.jsonl")]
+    assert rates == pytest.approx([1e-2 * min(1.0, (step + 1) / 4) for step in range(60)])
+    assert load_recipe(run) == settled.replace("train.steps=60")
+    again = ("train.steps=70", "train.precision=fp32", "optimizer.warmup_steps=4")
+    train_run(tiny_recipe(data, *open_, *again), out=run, resume=True, quiet=True)
+    with pytest.raises(InputError, match="warmup_steps was 4 when"):
+        train_run(
+            tiny_recipe(data, *open_, "train.steps=80", "optimizer.warmup_steps=5"),
+            out=run,
+            resume=True,
+            quiet=True,
+        )
+
+
+def test_trainings_in_threads_learn_what_they_learn_alone(data: Path, tmp_path: Path) -> None:
+    seeds, options = range(3), ("evaluate.episodes=0", "model.dropout=0.5", "train.steps=12")
+
+    def learn(place: str, seed: int) -> Any:
+        out = tmp_path / f"{place}{seed}"
+        train_run(tiny_recipe(data, *options, f"seed={seed}"), out=out, quiet=True)
+        return learnt(out)["model"]
+
+    alone = [learn("alone", seed) for seed in seeds]
+    with ThreadPoolExecutor(4) as pool:
+        together = [pool.submit(learn, "thread", seed) for seed in seeds]
+        read = pool.submit(lambda: [load_policy(tmp_path / "alone0") for _ in range(20)])
+        assert [one.result() for one in together] == alone
+        read.result()
 
 
 def test_a_run_that_ends_where_it_was_stopped_has_no_rates_of_its_own(

@@ -6,11 +6,14 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+import torch
 
 from gear_offline.errors import GearError
 from gear_offline.evaluation import rollout
 from gear_offline.evaluation.environments import probe
 from gear_offline.evaluation.rollout import ActingPolicy, Environments, Episodes, play_episodes
+from gear_offline.models.decision_transformer import build_model
+from gear_offline.models.policy import Policy
 from tests.evaluation_support import Constant, Remembering
 from tests.support import Patch, one_error
 
@@ -121,3 +124,19 @@ def test_what_goes_wrong_in_a_worker_is_raised_here() -> None:
     policy = Constant(np.zeros(3))
     with pytest.raises(GearError, match="raised AssertionError: every episode"):
         play(policy, "GearTest/Counted-v0", [-1, -1], environments=2, processes=2)
+
+
+def test_a_policy_remembers_what_was_done() -> None:
+    """Data have actions within the bounds; a model without a tanh may choose others."""
+    model: Any = build_model(state_dim=3, action_dim=1, hidden_size=8, layers=1, action_tanh=False)
+    torch.nn.init.constant_(model.predict_action[0].bias, 50.0)  # Pendulum takes -2 .. 2
+    policy = Policy(model, state_mean=None, state_std=None, returns_scale=1.0, context_length=4)
+    act, seen = model.predict_last_action, list[torch.Tensor]()
+
+    def spy(states: torch.Tensor, actions: torch.Tensor, *rest: Any) -> Any:
+        seen.append(actions[:, :-1].clone())
+        return act(states, actions, *rest)
+
+    model.predict_last_action = spy
+    play(policy, "Pendulum-v1", [0, 1], environments=2)
+    assert len(seen) == 200 and all((actions == 2.0).all() for actions in seen)

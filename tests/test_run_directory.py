@@ -1,5 +1,6 @@
 """The run directory: one writer, nothing overwritten by accident, nothing left when refused."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -12,6 +13,8 @@ import gear_offline
 import gear_offline as go
 from gear_offline.cli.main import main
 from gear_offline.config.recipe import load_recipe
+from gear_offline.convert.conversion import convert
+from gear_offline.core.files import _say_no_locks
 from gear_offline.errors import InputError
 from gear_offline.runs.directory import RunDirectory
 from gear_offline.runs.loop import train_run
@@ -84,6 +87,52 @@ def test_a_lock_whose_file_has_gone_is_not_held(tmp_path: Path, monkeypatch: Pat
         patched.setattr(fcntl, "flock", late)
         assert code_of(path, resume=False) == "RUN_LOCKED"
     assert code_of(path, resume=False) == ""
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_told_once(
+    number: int, data: Path, tmp_path: Path, monkeypatch: Patch, capfd: Captured
+) -> None:
+    def flock(lock: int, how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    _say_no_locks.cache_clear()
+    monkeypatch.setattr(fcntl, "flock", flock)
+    left = tmp_path / ".d.gear-part-0123456789ab"
+    left.mkdir()
+    convert(write_hdf5(tmp_path / "x.hdf5"), tmp_path / "d", quiet=True)
+    train_run(tiny_recipe(data, "train.steps=1", "evaluate.episodes=0"), tmp_path / "r", quiet=True)
+    said = capfd.readouterr().err
+    assert said.count("no file locks") == 1 and os.strerror(number) in said
+    assert left.is_dir(), "without locks nobody knows that its writer is dead"
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "free space"),
+        (errno.EROFS, "the file system is read-only"),
+        (errno.EACCES, "permissions"),
+        (errno.EMFILE, "ulimit -n"),
+        (errno.ENAMETOOLONG, "shorter name"),
+    ],
+)
+def test_the_remedy_fits_what_the_system_said(
+    number: int, remedy: str, tmp_path: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(number, os.strerror(number), "x")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    for call in (
+        lambda: RunDirectory(tmp_path / "run"),
+        lambda: convert(write_hdf5(tmp_path / "x.hdf5"), tmp_path / "d" / "e", quiet=True),
+    ):
+        with one_error("OUTPUT_WRITE") as caught:
+            call()
+        assert remedy in caught.value.remedy
+    monkeypatch.setattr(gear_offline, "list_runs", refuse, raising=False)
+    assert main(["runs", "ls"]) == 1 and remedy in capsys.readouterr().err
 
 
 def test_a_folder_may_be_a_link_and_no_file_is_written_through_one(

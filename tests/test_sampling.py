@@ -213,6 +213,17 @@ def test_a_schedule_moves_from_point_to_point() -> None:
     assert (sampler.sample(1, 2**50, 1, 3000).starts == alone.starts).mean() > 0.7, "same slots"
 
 
+def test_a_mixture_pads_as_its_parts_do() -> None:
+    def side(*names: str) -> Any:
+        parts = [{"strategy": name, "weight": 1.0} for name in names]
+        return make("mixture", {"parts": parts}, LENGTHS).padding
+
+    assert side("original", "uniform_steps") == side("huggingface", "original") == "left"
+    assert side("uniform_episodes", "corl") == "right" and side("uniform_steps") is None
+    with one_error("SELECTION", "original left, corl right"):
+        side("original", "corl")
+
+
 def test_a_mixture_of_weights_is_drawn_in_one_go() -> None:
     parts = [{"strategy": "uniform_steps", "weight": 1}, {"strategy": "top_k", "k": 1, "weight": 1}]
     combined = make("mixture", {"parts": parts}, LENGTHS)

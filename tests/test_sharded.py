@@ -188,7 +188,7 @@ def test_little_crosses_nodes(dataset: Dataset, selection: str) -> None:
     """Also where half of the episodes have ten times the weight of the others."""
     options = OPTIONS | {"batch_size": 2048, "selection": selection}
     ranks: list[Any] = open_ranks(dataset, (0, 1), "shard", **options)
-    taken = [rank.rows.segments.draw(step, 1)[1] for step in range(20) for rank in ranks]
+    taken = [rank.rows.segments.draw(step, 1).landing for step in range(20) for rank in ranks]
     weight = make_sampler(selection, dataset).episode_weight
     assert weight is not None
     nodes = ranks[0].rows.segments.ring.share.nodes

@@ -48,9 +48,10 @@ def code(call: Any, *values: Any, **options: Any) -> tuple[str, str]:
         ({"terminated": False, "truncated": True}, (False, True)),
         ({"terminated": True, "truncated": True}, (True, False)),
         ({"terminals": [0, 0, 1]}, (True, False)),
-        ({"dones": np.array([[False], [True], [False]])}, (False, True)),
+        ({"dones": np.array([[False], [False], [True]])}, (True, False)),
+        ({"dones": True, "truncated": True}, (False, True)),
         ({"timeouts": [False, False, True]}, (False, True)),
-        ({"terminations": [1.0, 0.0, 1.0], "truncations": [0, 0, 1]}, (True, False)),
+        ({"terminations": [0.0, 0.0, 1.0], "truncations": [0, 0, 1]}, (True, False)),
     ],
 )
 def test_how_episodes_in_memory_end(flags: dict[str, Any], ending: tuple[bool, bool]) -> None:
@@ -96,6 +97,9 @@ def test_episodes_that_do_not_fit_are_named() -> None:
         (episode(3, x=np.ma.masked_equal([1, 2, 3], 2)), "1 value masked (episode 1, column x)"),
         ({}, "there are no columns"),
         (episode(0), "rewards has no rows"),
+        (episode(3, terminated=[0, 1, 0]), "true at step 1 of 3"),
+        (episode(3, terminatd=[0, 0, 1]), "is no flag (episode 1, column terminatd"),
+        (episode(3, done=[0, 0, 2]), "done is no flag: it holds 0, 2"),
         ([1, 2], "an episode is a list"),
     ]:
         found = code(from_episodes, [good, second])
@@ -255,7 +259,7 @@ def test_datasets_of_a_file_get_other_names(tmp_path: Path) -> None:
         "actions": np.zeros(3),  # hidden by the one that takes its name
     }
     file = write(tmp_path / "mine.hdf5", columns)
-    with pytest.raises(InputError, match="--columns observations=NAME"):
+    with pytest.raises(InputError, match="--rename NAME=observations"):
         open_source(file)
     wanted = ["observations=obs", "actions=act", "rewards = r", "dones=end"]
     options: dict[str, Any] = {"workers": 2, "shard_bytes": 300, "quiet": True}

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.cli.main import main
+from gear_offline.convert.append import Appender
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import InputError
-from gear_offline.sources import edit, from_episodes, open_source
+from gear_offline.sources import edit, from_arrays, from_episodes, open_source
 from tests.hdf5_files import write
 from tests.support import ArraySource, hopper_columns
 
@@ -200,3 +201,38 @@ def test_groups_are_renamed_and_arrays_of_the_user_stay(tmp_path: Path) -> None:
         both = ["observations=observations/a+observations/b"]
         manifest = convert(opened, tmp_path / "e", columns=both, map=lambda e: {}, quiet=True)
     assert [str(c) for c in manifest.spec] == ["observations float64[3]", "rewards float64"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "turned"),
+    [
+        ((3, 84, 84), (84, 84, 3)),
+        ((4, 20, 30), (20, 30, 4)),
+        ((1, 12, 16), (12, 16, 1)),
+        ((9, 40, 40), (40, 40, 9)),
+        ((84, 84, 3), None),
+        ((3, 4, 5), None),
+        ((84, 84), None),
+    ],
+)
+def test_frames_with_channels_first(
+    tmp_path: Path, shape: tuple[int, ...], turned: tuple[int, ...] | None
+) -> None:
+    frames = np.random.default_rng(0).integers(0, 256, (12, *shape)).astype(np.uint8)
+    columns: dict[str, Any] = {"observations": frames, "next_observations/camera": frames[::-1]}
+    columns |= {"actions": np.zeros(12, np.int64), "rewards": np.ones(12, np.float32)}
+    columns |= {"terminals": np.arange(12) % 4 == 3, "depth": frames}
+    np.savez(tmp_path / "a.npz", **{n.replace("/", "_"): rows for n, rows in columns.items()})
+    names = {"next_observations/camera": "next_observations_camera"}
+    for source in (from_arrays(columns), open_source(tmp_path / "a.npz", names=names)):
+        convert(source, tmp_path / "d", quiet=True, overwrite=True)
+        dataset = open_dataset(tmp_path / "d")
+        for name in ("observations", "next_observations/camera", "depth"):
+            wanted = columns[name]
+            if turned and name != "depth":
+                wanted = np.moveaxis(wanted, 1, -1)
+            np.testing.assert_array_equal(dataset.read(name, 0, 12), wanted)
+        said = str(dataset.manifest.source.attributes["warnings"])
+        assert said.count("channels first") == bool(turned)
+    piece = {name: rows[:5] for name, rows in columns.items()}
+    Appender(tmp_path / "d").append([piece])  # as an environment gives them

@@ -94,7 +94,7 @@ def test_memory_is_that_of_a_read(tmp_path: Path, save: Callable[..., None]) -> 
 
 
 BAD: dict[str, tuple[str, Any, str, str]] = {
-    "no flags": ("terminals", None, "COLUMN", "'rewards'"),
+    "no flags": ("terminals", None, "COLUMN", "no column tells where"),
     "compact": ("valids", np.ones(33), "SOURCE_LAYOUT", "compact_dataset=False"),
     "objects": ("actions", np.array([{}] * 33, object), "COLUMN", "'actions'"),
 }

@@ -73,8 +73,8 @@ BAD: dict[str, tuple[str, int, Any, str]] = {  # what is wrong, and what is said
     "wider": ("actions", 3, [[1.0] * 4] * 7, "different widths"),
     "null": ("rewards", 2, [None] * 4, "missing (null)"),
     "null step": ("actions", 0, [None] * 5, "missing"),
-    "null episode": ("observations", 2, None, "as long as"),
-    "no steps": ("rewards", 3, [], "without steps"),
+    "null episode": ("observations", 2, None, "without steps"),
+    "no steps": ("rewards", 3, [], "as long as"),
 }
 
 

@@ -125,7 +125,7 @@ BAD: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "another width": (put(OBJECT, np.zeros((5, 11))), "SOURCE_LAYOUT", "(11,) in demo_2"),
     "a vector less": (lambda f: f.pop(OBJECT), "SOURCE_LAYOUT", "missing in demo_2"),
     "states only": (lambda f: f.pop("data/demo_2/obs"), "COLUMN", "dataset_states_to_obs.py"),
-    "no rewards": (lambda f: f.pop("data/demo_0/rewards"), "COLUMN", "'rewards'"),
+    "no rewards": (lambda f: f.pop("data/demo_0/rewards"), "SOURCE_LAYOUT", "column rewards"),
     "cut": (lambda f: f["data/demo_10"].attrs.modify("num_samples", 8), "SOURCE_LAYOUT", "is 8"),
     "a stranger": (lambda f: f.create_dataset("data/x", data=[1]), "SOURCE_LAYOUT", "data/x"),
     "strangers in a key": (put(TRAIN, np.array([b"demo_0", b"demo_7"])), "SOURCE_LAYOUT", "demo_7"),

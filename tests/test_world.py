@@ -12,9 +12,11 @@ import torch
 import torch.distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import gear_offline as go
 from examples.model_parallel import read_bytes
 from gear_offline.dataset.dataset import Dataset
-from gear_offline.distributed.world import World, data_world, joined_world
+from gear_offline.distributed import is_first_process, launched
+from gear_offline.distributed.world import World, data_world, joined_world, open_world
 from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
 from tests.ranks_support import launch
@@ -52,6 +54,57 @@ def test_a_world_is_found_once_for_a_process_group(monkeypatch: pytest.MonkeyPat
         finally:
             dist.destroy_process_group()
     assert made == [timedelta(seconds=7)] * 2
+
+
+@pytest.mark.parametrize(
+    ("variables", "what"),
+    [
+        ({}, (0, 1)),
+        ({"WORLD_SIZE": "", "RANK": " "}, (0, 1)),
+        ({"WORLD_SIZE": "1"}, (0, 1)),
+        ({"RANK": "0", "LOCAL_RANK": "x"}, (0, 1)),
+        ({"WORLD_SIZE": "4", "RANK": "3"}, (3, 4)),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE is '4', and RANK is not set"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+        ({"WORLD_SIZE": "0", "RANK": "0"}, "WORLD_SIZE is '0'"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK is '-1'"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is '2', and WORLD_SIZE is 2"),
+        ({"RANK": "3"}, "RANK is '3', and WORLD_SIZE is not set"),
+    ],
+)
+def test_variables_of_a_launcher_are_read_in_one_way(
+    variables: dict[str, str], what: tuple[int, int] | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if not isinstance(what, str):
+        assert launched() == what and is_first_process() == (what[0] == 0)
+        return
+    for call in (lambda: go.train("smoke"), lambda: go.sweep("smoke", {"seed": [1]})):
+        with one_error("USAGE", what):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("variables", "what"),
+    [
+        ({"MASTER_PORT": "1"}, "MASTER_ADDR is not set"),
+        ({"MASTER_ADDR": "h"}, "MASTER_PORT is not set"),
+        ({"MASTER_ADDR": "h", "MASTER_PORT": "x"}, "MASTER_PORT is 'x'"),
+        ({"MASTER_ADDR": "h", "MASTER_PORT": "65536"}, "MASTER_PORT is '65536'"),
+    ],
+)
+def test_where_ranks_meet_is_checked(
+    variables: dict[str, str], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"WORLD_SIZE": "2", "RANK": "0"} | variables).items():
+        monkeypatch.setenv(name, value)
+    with one_error("USAGE", what), open_world(torch.device("cpu")):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ Shape legend: N steps, E episodes, T steps of an episode, S elements of an obser
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from gear_offline.dataset.dataset import Columns, Dataset, open_dataset
 from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import probe
 from gear_offline.progress import Progress, Terminal
+from gear_offline.sources.plausible import odd_episodes
 
 COMPARED = ("observations", "actions", "rewards")  # what makes two episodes the same
 SAMPLED_EPISODES = 300  # that say how far a step usually goes
@@ -28,7 +29,6 @@ FAR = 8.0  # times the mean step, in half of the elements, at least ...
 FARTHER = 3.0  # ... and times the score that one step in a hundred exceeds
 CLIPPED_SHARE = 0.05  # of steps that lie exactly on an element's extreme
 OUTLIER = 50.0  # standard deviations from the mean
-SAME_LENGTH = 5  # episodes that end as terminated at the greatest length
 EXAMPLES = 5  # places that a finding names
 CHECKS = {  # what is counted, and what to do
     "boundary": ("step", "look at the source's flags, or convert with another --rule"),
@@ -81,9 +81,9 @@ class Audit(Document):
 
 
 def audit(
-    dataset: Dataset | str | Path,
+    dataset: Dataset | str | os.PathLike[str],
     *,
-    against: Sequence[Dataset | str | Path] = (),
+    against: Sequence[Dataset | str | os.PathLike[str]] = (),
     quiet: bool = True,
 ) -> Audit:
     """Look through a dataset for what is often wrong in one.
@@ -206,11 +206,14 @@ def _columns(data: Dataset) -> Iterator[Finding]:
 
 
 def _endings(data: Dataset) -> Iterator[Finding]:
-    lengths = data.episodes.lengths
-    at_limit = np.flatnonzero((lengths == lengths.max()) & data.terminated)
-    if at_limit.size >= SAME_LENGTH:
-        what = f"of the greatest length, {lengths.max():,} steps, are said to have terminated: "
-        yield from _found("ending", at_limit, what + "that looks like a time limit")
+    source, lengths = data.manifest.source, data.episodes.lengths
+    names = [column.name for column in data.spec]
+    odd = odd_episodes(lengths, data.terminated, source.rule, source.attributes, names)
+    for episodes, what, remedy in odd:
+        for finding in _found("ending", episodes, what):
+            yield replace(finding, remedy=f"convert it again: {remedy}")
+    if lengths[-1] == source.attributes.get("unfinished_tail_steps"):
+        yield from _found("ending", [len(lengths) - 1], "at the end is unfinished: it has no flag")
     open_ends = np.flatnonzero(~(data.terminated | data.truncated))
     if open_ends.size > 1:  # the last one is often cut
         yield from _found("ending", open_ends, "end without a flag")

@@ -273,7 +273,7 @@ def _windows(
             output = model(**batch.model_inputs(), padding=batch.padding, only_actions=True)
             mask = batch.attention_mask
             losses = segment_losses(model.step_losses(output.action_preds, batch), mask)
-            part = np.empty(len(batch), WINDOW)
+            part = np.empty(len(batch.segments), WINDOW)
             part["batch"], part["loss"] = number, losses.double().cpu().numpy()
             part["episode"], part["start"] = batch.segments.cpu().numpy().T
             part["steps"] = mask.sum(1).cpu().numpy()

@@ -20,7 +20,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.config.strict_yaml import read_yaml
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Float64Array, Int64Array
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, in_home
 from gear_offline.sampling import Sampler, parse_options, parse_strategy
 from gear_offline.tables.joint import TableData, data_name
 
@@ -79,7 +79,7 @@ def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[
     """Return what to compare, as `compare_strategies` takes it; the recipe's own strategy first."""
     items = DEFAULT if asked is None else asked
     if isinstance(items, str) and items.strip().endswith((".yaml", ".yml")):
-        if not isinstance(items := read_yaml(Path(items.strip())), list):
+        if not isinstance(items := read_yaml(Path(in_home(items.strip()))), list):
             remedy = "write a name or a mapping a line: - top_k:k=50"
             raise _unusable(f"{asked} holds no list", remedy)
     elif isinstance(items, str):

@@ -25,7 +25,7 @@ from scipy import stats
 from gear_offline.analysis.sampling import Data, Strategy
 from gear_offline.core.text import Document, count_text
 from gear_offline.core.types import Float64Array
-from gear_offline.sweep.results import Estimate, TrialResult, by_label, estimate
+from gear_offline.sweep.results import Estimate, TrialResult, at_one_step, by_label, estimate
 
 VERDICTS = ("higher", "lower", "no difference", "too few seeds")
 LEVEL = 0.05  # of significance
@@ -103,11 +103,16 @@ def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
     baseline: dict[int, float] = {}
     outcomes: list[Outcome] = []
     for label, members in by_label(trials).items():
-        done = [one for one in members if one.status == "complete" and one.curves[metric]]
-        found = [one.metrics() for one in done]
-        values = {one.trial.recipe.seed: own[metric] for one, own in zip(done, found, strict=True)}
-        known = [own["normalized_score"] for own in found if "normalized_score" in own]
-        rows = np.array([_scores(one) or [one.metrics()[metric]] for one in done], np.float64)
+        complete = [one for one in members if one.status == "complete"]
+        step, found = at_one_step(complete, metric)
+        values = {one.trial.recipe.seed: value for one, value in found}
+        scores = [one.curves.get("normalized_score", {}).get(step) for one, _ in found]
+        known = [score for score in scores if score is not None]
+        rows = np.array([_scores(one) or [value] for one, value in found], np.float64)
+        there = {one.trial.name for one, _ in found}
+        lacking = [one.trial.name for one in complete if one.trial.name not in there]
+        failures = [(one.trial.name, str(one.error)) for one in members if one.error]
+        failures += [(name, f"no {metric} at step {step:,}") for name in lacking]
         middle = iqm_interval(rows) if values else (None, None, None)
         pairs = [seed for seed in values if seed in baseline]
         versus = None
@@ -125,7 +130,7 @@ def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
                 iqm_low=middle[1],
                 iqm_high=middle[2],
                 versus=versus,
-                failures=tuple((o.trial.name, str(o.error)) for o in members if o.error),
+                failures=tuple(failures),
             )
         )
     adjusted = holm([None if one.versus is None else one.versus.t_p for one in outcomes])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from gear_offline.analysis.page import write_comparison
@@ -16,7 +16,7 @@ from gear_offline.config.sections import SelectionSettings
 from gear_offline.core.files import check_folder
 from gear_offline.core.system import machine
 from gear_offline.core.text import count_text, say, short
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import GearError, InputError, given_path
 from gear_offline.evaluation.environments import import_module_of
 from gear_offline.loaders.from_recipe import recipe_sampler
 from gear_offline.progress import Progress
@@ -30,12 +30,12 @@ from gear_offline.tables.joint import TableData
 
 
 def compare_strategies(
-    recipe: Recipe | str | Path,
+    recipe: Recipe | str | os.PathLike[str],
     strategies: str | Sequence[Any] | None = None,
     *,
     train: bool = False,
     seeds: int = 3,
-    out: str | Path | None = None,
+    out: str | os.PathLike[str] | None = None,
     parallel: int | None = None,
     exact: bool = False,
     ray: str | None = None,
@@ -72,7 +72,7 @@ def compare_strategies(
         ``INTERRUPTED``; the page shows what there is.
     """
     whole = load_recipe(recipe)
-    folder = Path(out) if out is not None else Path("runs") / f"{whole.name}-strategies"
+    folder = given_path(out or f"runs/{whole.name}-strategies", "OUTPUT_WRITE", where="out")
     candidates = parse_candidates(strategies, whole)
     check_folder(folder, output=folder)  # before anything is drawn
     if train and seeds < 1:

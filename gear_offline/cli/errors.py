@@ -9,6 +9,7 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
+from gear_offline.core.files import CHECK, REMEDIES
 from gear_offline.core.text import printable, show_error
 from gear_offline.errors import NO_SPACE, GearError, is_out_of_memory
 
@@ -67,8 +68,6 @@ def _tell_system_error(error: OSError) -> None:
         place = "standard output, or a file without a name"
         with suppress(OSError, ValueError):  # or Python would try again at exit, and complain
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    reason = f"{error.strerror or error} ({place})"
-    if error.errno in NO_SPACE:
-        show_error("OUTPUT_WRITE", f"no space left: {reason}; free space or choose another place")
-    else:
-        show_error("SYSTEM", f"the system says: {reason}; check the place and its permissions")
+    shown, no_space = f"{error.strerror or error} ({place})", error.errno in NO_SPACE
+    code, what = ("OUTPUT_WRITE", "no space left") if no_space else ("SYSTEM", "the system says")
+    show_error(code, f"{what}: {shown}; {REMEDIES.get(error.errno or 0, CHECK)}")

@@ -35,6 +35,7 @@ from gear_offline.cli.values import (
     Ray,
     RecipeName,
     Run,
+    Shift,
     Size,
     alone_on_stdout,
     complete_recipe,
@@ -106,7 +107,13 @@ def convert(
     where: str | None = Option(
         None, metavar="EXPRESSION", help="Episodes to keep: return > 1000 and not truncated."
     ),
-    rule: str | None = Option(None, help="Episode boundary rule, if the detected one is wrong."),
+    rule: str | None = Option(None, help="What the flags mean, if what is detected is wrong."),
+    ends: str | None = Option(
+        None,
+        metavar="KIND:COLUMN",
+        help="Column that tells where episodes are: starts, lengths, ids, first, last:COLUMN=2.",
+    ),
+    shift: Any = Shift(None, help="Columns stored so many rows late, e.g. actions=1,rewards=1."),
     environment: str | None = Environment(help="Gymnasium id, if not in the file."),
     environment_options: Any = How(),
     reference: str | None = Option(None, help="D4RL name whose reference scores apply."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from gear_offline.collect.record import Player, episode_plan
 from gear_offline.convert.append import Appender
 from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
-from gear_offline.errors import InputError, json_options
+from gear_offline.errors import InputError, given_path, json_options
 from gear_offline.evaluation.environments import (
     Known,
     import_modules,
@@ -52,7 +53,7 @@ class ActReport(Document):
 
 
 def act(
-    run: str | Path,
+    run: str | os.PathLike[str],
     *,
     environment: str | None = None,
     environment_options: Mapping[str, Any] | None = None,
@@ -96,7 +97,7 @@ def act(
     GearError
         ``WORKER_LOST``, ``OUTPUT_WRITE``.
     """
-    path = Path(run)
+    path = given_path(run, "RUN_NOT_FOUND", where="run")
     if actors < 1 or (episodes is not None and episodes < 1) or not (action_noise or 0.0) >= 0.0:
         what = f"got actors={actors}, episodes={episodes}, action_noise={action_noise}"
         raise InputError("USAGE", what, remedy="give at least one actor and episode, no negatives")

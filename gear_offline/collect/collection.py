@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count, repeat
@@ -25,7 +26,7 @@ from gear_offline.collect.record import RECORD, Crew, EpisodePlan, EpisodePolicy
 from gear_offline.core.system import usable_cores, versions
 from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
-from gear_offline.errors import GearError, InputError, json_options
+from gear_offline.errors import GearError, InputError, given_path, json_options
 from gear_offline.evaluation.environments import import_module_of, is_atari, say_version
 from gear_offline.export import Hdf5Writer, new_hdf5
 from gear_offline.progress import Progress
@@ -83,7 +84,7 @@ class CollectReport(Recorded):
 
 def collect(
     environment: str,
-    out: str | Path,
+    out: str | os.PathLike[str],
     *,
     environment_options: Mapping[str, Any] | None = None,
     policy: str = "random",
@@ -144,7 +145,9 @@ def collect(
     CollectReport
         What is in the file, and who made it.
     """
-    out, parts = Path(out), quality_parts(policy, quality)
+    asked = {"policy": policy, "quality": quality, "steps": steps, "seed": seed}
+    text = json.dumps(asked | {"train_steps": train_steps, "action_noise": action_noise})
+    out, parts = given_path(out, "OUTPUT_WRITE", where="out"), quality_parts(policy, quality)
     for name, number, least in (
         ("steps", steps, 1),
         ("processes", processes, 1),
@@ -191,7 +194,8 @@ def collect(
         )
         _check_gate(gate, max(maker.mean_return for maker in report.makers), environment)
         made = {"env_options": json.dumps(how)} if how else {}
-        writer.describe(_attributes(report, seed) | made, _metadata(makers, best))
+        facts = {"asked": text, **_attributes(report, seed), **made}
+        writer.describe(facts, _metadata(makers, best))
     if report.steps < steps:  # only rollouts of a training come to an end
         say(
             f"warning: {count_text(report.steps, 'step')} in place of {steps:,}: training "

@@ -18,6 +18,7 @@ import numpy as np
 
 from gear_offline.collect.record import EpisodePolicy
 from gear_offline.config.problems import nearest
+from gear_offline.core.system import torch_alone
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.errors import InputError, package_needed
 from gear_offline.evaluation.environments import Options, guarded, make_environment
@@ -133,7 +134,8 @@ def train_with_library(
     if name not in known:
         what = f"{package} has no algorithm {name!r}"
         raise InputError("USAGE", what, "policy", f"use one of {', '.join(sorted(known))}")
-    with make_environment(environment_id, options) as environment:
+    alone = torch_alone(f"training {policy}", quiet=False)
+    with alone, make_environment(environment_id, options) as environment:
         where = {"device": "cpu"} if library == "sb3" else {}
         model = known[name]("MlpPolicy", environment.raw, seed=seed, **where)
         guarded(environment_id, f"learning with {policy}", model.learn, steps)

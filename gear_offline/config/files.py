@@ -12,7 +12,7 @@ from gear_offline.config.problems import nearest
 from gear_offline.config.strict_yaml import parse_yaml, read_yaml
 from gear_offline.core.files import check_new_file, write_file, writing
 from gear_offline.core.text import plain
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, given_path, in_home
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 MAX_BASES = 8
@@ -30,13 +30,13 @@ def recipe_descriptions() -> dict[str, str]:
     return {name: _read(path).get("description", "") for name, path in recipe_paths().items()}
 
 
-def copy_recipe(name: str, destination: str | Path = ".") -> Path:
+def copy_recipe(name: str, destination: str | os.PathLike[str] = ".") -> Path:
     """Copy the recipe `name` to a file, or as ``NAME.yaml`` to a directory; return its path.
 
     The copy is named after its file, so that its runs get a directory of their own.  An existing
     file is not replaced (``OUTPUT_EXISTS``).
     """
-    source, target = find_recipe(name), Path(destination)
+    source, target = find_recipe(name), given_path(destination, "OUTPUT_WRITE", where="destination")
     if target.is_dir():
         target = target / f"{source.stem}.yaml"
     text = re.sub(r"(?m)^name: .*$", f"name: {target.stem}", source.read_text("utf-8"), count=1)
@@ -61,9 +61,9 @@ def apply_overrides(options: dict[str, Any], overrides: Overrides) -> dict[str, 
     return options
 
 
-def find_recipe(name_or_path: str | Path, *, relative_to: Path | None = None) -> Path:
+def find_recipe(name_or_path: str | os.PathLike[str], *, relative_to: Path | None = None) -> Path:
     """Return the file of a recipe given by name, file or run directory."""
-    text, shipped = str(name_or_path), recipe_paths()
+    text, shipped = in_home(str(name_or_path)), recipe_paths()
     is_path = isinstance(name_or_path, Path) or os.sep in text or text.endswith((".yaml", ".yml"))
     path = relative_to.parent / text if relative_to is not None and is_path else Path(text)
     if (path / "recipe.yaml").is_file():

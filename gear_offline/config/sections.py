@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 from gear_offline.config.strict_yaml import byte_count, parse_yaml, whole_number
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, in_home
 
 LARGEST_TARGET = 1e18  # squares of returns-to-go stay finite in float32
 
@@ -36,6 +36,11 @@ def from_text(value: Any) -> Any:
     return parse_yaml(f"[{value}]", where=value) if isinstance(value, str) else value
 
 
+def user_path(value: Any) -> Any:
+    """Return a path, or the name of a source, with ``~`` as the home."""
+    return in_home(value) if isinstance(value, str) else value
+
+
 Listed = BeforeValidator(from_text)
 Whole = Annotated[int, BeforeValidator(whole_number)]  # 100000, 1e5 or 100_000
 Positive = Annotated[Whole, Field(ge=1, lt=1 << 62)]
@@ -43,6 +48,7 @@ Size = Annotated[Positive, BeforeValidator(byte_count)]  # bytes; 256MiB
 Count = Annotated[Whole, Field(ge=0, lt=1 << 62)]
 Seed = Annotated[Whole, Field(ge=0, lt=1 << 63)]
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
+Place = Annotated[Text, BeforeValidator(user_path)]  # a path, hub:, d4rl: ...
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -120,9 +126,9 @@ class SelectionSettings(Section):
 class TaskSettings(Section):
     """One of several tasks: its data, its share of the batches, its evaluation."""
 
-    path: Text
+    path: Place
     """Directory of GEAR shards, as data.path."""
-    source: Text | None = None
+    source: Place | None = None
     """What to convert into `path` when it does not exist, as data.source."""
     collect: CollectSettings | None = None
     """What to record and convert into `path` when it does not exist."""
@@ -198,9 +204,9 @@ Remover = Literal["fifo", "lifo", "uniform", "prioritized", "max_heap", "min_hea
 class DataSettings(Section):
     """Where the steps come from."""
 
-    path: Text | None = None
+    path: Place | None = None
     """Directory of GEAR shards, relative to the current directory, or hub:USER/NAME."""
-    source: Text | None = None
+    source: Place | None = None
     """What to convert into `path` when it does not exist: a file, d4rl:, minari: or hub:NAME."""
     columns: Annotated[tuple[Text, ...], Field(min_length=1, strict=False), Listed] | None = None
     """Columns to convert; null: all."""
@@ -291,7 +297,7 @@ class LoaderSettings(Section):
     padding: Literal["right", "left"] = "right"
     """Side on which segments shorter than K are filled up."""
     gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
-    """Discount of the returns-to-go."""
+    """Discount of the returns-to-go, and of what is asked while playing."""
     returns_scale: PositiveFloat = 1000.0
     """Returns-to-go are divided by this, in training and in evaluation."""
     normalize_states: bool = True
@@ -327,8 +333,8 @@ class ModelSettings(Section):
     """Probability of dropout, in residuals, embeddings and attention."""
     max_timestep: Positive | None = 1000
     """Longest episode the model can place; null: the longest of the data and the environment."""
-    action_tanh: bool = True
-    """Squash predicted actions into [-1, 1]; false where the actions go beyond."""
+    action_tanh: bool | Literal["auto"] = True
+    """Squash predicted actions into [-1, 1]; auto: where the data lie in it."""
     policy: Literal["deterministic", "gaussian"] = "deterministic"
     """gaussian: a stochastic one that explores, as of the Online Decision Transformer."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
@@ -363,7 +369,7 @@ class TrainSettings(Section):
 
     steps: Positive = 100_000
     """Optimiser steps."""
-    init: Text | None = None
+    init: Place | None = None
     """Run, checkpoint or policy folder whose weights, normalisation and returns_scale it takes."""
     skip: Annotated[tuple[Range, ...], Field(strict=False)] = ()
     """Ranges of batches to leave out, both ends included: [[4100, 4160]]; later ones follow."""
@@ -432,7 +438,7 @@ class EvaluateSettings(Section):
     reference: Text | Pair | None = None
     """D4RL name, or two returns, that stand for 0 and 100; null: the data's, if played there."""
     targets: Targets = None
-    """Returns to ask for; null: the best and the mean of the data.  Of goals: numbers of tasks."""
+    """Returns as the data count them; null: their best and mean.  Of goals: numbers of tasks."""
     episodes: Count = 100
     """Episodes for each target; 0: no evaluation while training."""
     environments: Positive = 20

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from gear_offline.core.files import new_part, write_all, writing
-from gear_offline.core.types import Array
+from gear_offline.core.types import Array, BoolArray
 from gear_offline.dataset.growing import INCOMING
 from gear_offline.dataset.manifest import Manifest
-from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, fold_episodes
+from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, channels_last, fold_episodes
 from gear_offline.dataset.shard import EPISODE_COLUMNS, digest, encode_header, plan_tensors
-from gear_offline.errors import InputError
-from gear_offline.sources.arrays import Episode, read_episodes
-from gear_offline.sources.episode_ends import FLAGS, TERMINAL_FLAGS, TIME_FLAGS
+from gear_offline.errors import InputError, given_path
+from gear_offline.sources.arrays import Columns, end_flags, read_episodes
+from gear_offline.sources.episode_ends import TERMINAL_FLAGS, TIME_FLAGS, judge_ends
 
 REWARDS, SUFFIX = "rewards", ".safetensors"
 
@@ -55,8 +55,9 @@ class Appender:
     'incoming'
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self._manifest, self._folder = Manifest.read(path), Path(path) / INCOMING
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._manifest = Manifest.read(path)
+        self._folder = given_path(path, "DATASET_NOT_FOUND", where="path") / INCOMING
 
     def append(self, episodes: Iterable[Mapping[str, Any]]) -> Path:
         """Append `episodes`, as `gear_offline.from_episodes` takes them, as one piece.
@@ -80,8 +81,8 @@ class Appender:
         """
         if isinstance(episodes, Mapping):
             raise InputError("SOURCE_LAYOUT", "one episode is given", remedy="give a list of them")
-        read = read_episodes(self._cast(one) for one in episodes)
-        content = _encode(self._manifest.spec.columns, read)
+        read, terminated, _ = read_episodes(self._cast(one) for one in episodes)
+        content = _encode(self._manifest.spec.columns, read, terminated)
         # Names in the order of time are admitted in that order.
         place = self._folder / f"{time.time_ns():020d}-{digest(content)}{SUFFIX}"
         with writing(place):
@@ -99,14 +100,19 @@ class Appender:
         """Return the dataset's columns in its dtypes, and how the episode ended."""
         wanted, episode = {column.name: column for column in self._manifest.columns}, dict(given)
         rows = len(next((given[name] for name in wanted if name in given), ()))
-        for names in (TERMINAL_FLAGS, TIME_FLAGS):  # a flag has any of these names
-            ends = [np.reshape(given[name], -1)[-1] for name in names if name in given]
-            for name in wanted.keys() & {*names} - given.keys():
-                if ends:
-                    episode[name] = (np.arange(rows) == rows - 1) & bool(ends[0])
+        flags = end_flags(given)
+        if not flags:
+            what, remedy = "an episode does not say how it ended", "give terminated or truncated"
+            raise InputError("COLUMN", what, remedy=f"{remedy}, true or false")
+        last = {name: np.array([value]) for name, value in flags.items()}
+        terminated = bool(judge_ends(last, np.ones(1, np.int64), None, where="an episode")[0][0])
+        limits = [flags[name] for name in TIME_FLAGS if name in flags]
+        ends = dict.fromkeys(TERMINAL_FLAGS if {*flags} & {*TERMINAL_FLAGS} else (), terminated)
+        ends |= dict.fromkeys(TIME_FLAGS if limits else (), any(limits))
+        for name in wanted.keys() & ends.keys() - given.keys():  # a flag has any of these names
+            episode[name] = (np.arange(rows) == rows - 1) & ends[name]
         columns = {name: _rows(episode, column) for name, column in wanted.items()}
-        flags = [name for name in FLAGS if name in episode and name not in columns]
-        return columns | {name: bool(np.reshape(episode[name], -1)[-1]) for name in flags}
+        return columns | {name: value for name, value in flags.items() if name not in columns}
 
 
 def _rows(episode: Mapping[str, Any], column: ColumnSpec) -> Array:
@@ -115,6 +121,8 @@ def _rows(episode: Mapping[str, Any], column: ColumnSpec) -> Array:
         remedy = "give it, or grow a dataset that was converted with fewer --columns"
         raise InputError("COLUMN", what, remedy=remedy)
     given = np.asarray(episode[column.name])
+    if given.shape[1:] != column.shape == channels_last(given.shape[1:]):
+        given = np.moveaxis(given, 1, -1)  # frames of an environment, as they were converted
     with np.errstate(all="ignore"):
         rows = given.astype(column.dtype, copy=False)
     if given.shape[1:] != column.shape or (
@@ -128,9 +136,11 @@ def _rows(episode: Mapping[str, Any], column: ColumnSpec) -> Array:
     return rows
 
 
-def _encode(columns: tuple[ColumnSpec, ...], episodes: Sequence[Episode]) -> memoryview:
+def _encode(
+    columns: tuple[ColumnSpec, ...], episodes: Sequence[Columns], terminated: BoolArray
+) -> memoryview:
     """Return a shard's bytes."""
-    index = EpisodeIndex(lengths=np.array([len(next(iter(e.values()))) for e, _ in episodes]))
+    index = EpisodeIndex(lengths=np.array([len(next(iter(e.values()))) for e in episodes]))
     tensors = plan_tensors(columns, steps=index.steps, episodes=index.episodes)
     header = encode_header(tensors)
     content = bytearray(header).ljust(len(header) + tensors[-1].stop)
@@ -140,13 +150,12 @@ def _encode(columns: tuple[ColumnSpec, ...], episodes: Sequence[Episode]) -> mem
         values[tensor.name] = np.frombuffer(content, tensor.dtype, count, place)
     for column in columns:
         rows = values[column.name].view(column.dtype).reshape(-1, *column.shape)
-        np.concatenate([e[column.name] for e, _ in episodes], out=rows)
+        np.concatenate([e[column.name] for e in episodes], out=rows)
     returns = np.full(index.episodes, np.nan)
     if REWARDS in values:
         returns[:] = 0.0
         fold_episodes(np.add, returns, index.offsets, values[REWARDS].astype(np.float64), 0)
-    terminated, truncated = zip(*(ends for _, ends in episodes), strict=True)
-    own = (index.lengths, returns, terminated, truncated)
+    own = (index.lengths, returns, terminated, ~terminated)
     for column, numbers in zip(EPISODE_COLUMNS, own, strict=True):
         values[column.name][:] = numbers
     return memoryview(content)

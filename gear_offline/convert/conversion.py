@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -50,12 +51,19 @@ from gear_offline.dataset.schema import ColumnSpec, TableSpec
 from gear_offline.dataset.scores import known_scores, reference_scores
 from gear_offline.dataset.shard import RESERVED_NAMES, digest
 from gear_offline.dataset.statistics import distribution
-from gear_offline.errors import InputError, check_environment_id, json_options
+from gear_offline.errors import InputError, check_environment_id, given_path, json_options
 from gear_offline.progress import Progress
 from gear_offline.sources import open_source
-from gear_offline.sources.base import InputFile, Source
-from gear_offline.sources.combine import pick_episodes, with_columns
-from gear_offline.sources.edit import EpisodeFunction, edit_source, find_function, keep_episodes
+from gear_offline.sources.base import InputFile, Source, SourceInfo, split_names
+from gear_offline.sources.combine import frames_turned, pick_episodes, with_columns
+from gear_offline.sources.edit import (
+    EpisodeFunction,
+    edit_source,
+    find_function,
+    keep_episodes,
+    shift_source,
+)
+from gear_offline.sources.plausible import late_rows, odd_episodes
 
 SHARD_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20
@@ -66,10 +74,12 @@ MAX_FACT_CHARS = 4096  # of each attribute of a source in the manifest
 
 
 def convert(
-    source: str | Path | Source,
-    out: str | Path,
+    source: str | os.PathLike[str] | Source,
+    out: str | os.PathLike[str],
     *,
     rule: str | None = None,
+    ends: str | None = None,
+    shift: Mapping[str, int] | None = None,
     shard_bytes: int = SHARD_BYTES,
     block_bytes: int = BLOCK_BYTES,
     workers: int = 1,
@@ -98,6 +108,13 @@ def convert(
         what was there before.
     rule
         Boundary rule, when the one that the source's format implies is wrong.
+    ends
+        Column that tells where episodes are: ``starts:NAME`` has the rows at which they start,
+        ``lengths:NAME`` their lengths, ``ids:NAME`` a number of each row's episode; ``first:NAME``
+        marks first rows, ``last:NAME=2`` last ones by a value.  More are joined by ``|``.
+    shift
+        By column, how many rows too late it is stored: ``{"actions": 1, "rewards": 1}`` where a
+        row's action led to it.  The last rows of episodes go, flags come with them.
     shard_bytes
         Target size of a shard.  Shards hold whole episodes; a longer episode gets its own shard.
     block_bytes
@@ -165,22 +182,33 @@ def convert(
     """
     if environment is not None:
         check_environment_id(environment, where="environment")
+    target = given_path(out, "OUTPUT_WRITE", where="out")
     given = None if isinstance(source, Source) else source
     named = given is not None and isinstance(map, str | None)  # so that any process can open it
     several = workers > 1 or ray is not None
     _check_options(shard_bytes, block_bytes, workers, usable=named or not several)
-    columns, names = _split_names(columns, rename or {})
+    asked, (columns, names) = columns, _split_names(columns, rename or {})
+    if isinstance(source, Source) and (rule or ends):
+        what, remedy = "an open source has its episodes", "give rule to from_arrays or open_source"
+        raise InputError("USAGE", f"{what}: rule and ends come too late", remedy=remedy)
+    rule = rule if ends is None else "|".join([ends, *([rule] if rule else [])])
     given_scores = None if reference is None else known_scores(reference)
     with ExitStack() as stack:
         if isinstance(source, Source):
-            source = with_columns(source, names)
+            source = frames_turned(with_columns(source, names))
         else:
             source = stack.enter_context(open_source(source, rule=rule, names=names))
-        whole = source
-        source, kept = _edited(source, rename or {}, map, where)
-        info, kept_columns = source.info, _pick_columns(source, columns, discrete)
+        if source.info.format != "gear":  # of which it was said when they were made
+            late = late_rows(_names(source)) if shift is None else []
+            source.warn(*_looks_wrong(source), *late)
+        whole = source = shift_source(source, shift or {})
+        source, kept = _edited(source, rename or {}, shift or {}, map, where)
+        if chosen := options_text(columns=asked, rule=rule, discrete=discrete):
+            source.info = source.info.with_facts(options=chosen)
+        kept_columns = _pick_columns(source, columns, discrete)
+        info = source.info = _of_kept(source.info, columns, kept_columns, names)
         replaceable = is_only_dataset if overwrite else lambda path: False
-        folder = stack.enter_context(new_directory(Path(out), replaceable=replaceable))
+        folder = stack.enter_context(new_directory(target, replaceable=replaceable))
         plan = Plan(
             spec=source.spec,
             columns=kept_columns,
@@ -191,12 +219,13 @@ def convert(
         )
         pool, stopped = stack.enter_context(ThreadPoolExecutor(max_workers=1)), Event()
         stack.callback(stopped.set)
-        digests = [pool.submit(_digest, file, stopped) for file in info.files]
+        digests = [pool.submit(digest_file, file, stopped) for file in info.files]
         total = source.spec.steps * sum(c.step_bytes for c in plan.columns)
         progress = Progress(f"convert {info.uri}", total=total, unit="bytes", quiet=quiet)
         advance = stack.enter_context(progress).advance
         if given is not None and several and plan.shards > 1:
-            opening = Opening(given, rule, tuple(names.items()), str(map) if map else None, kept)
+            moved, function = tuple((shift or {}).items()), str(map) if map else None
+            opening = Opening(given, rule, tuple(names.items()), moved, function, kept)
             written = write_in_processes(opening, plan, workers, ray, advance)
         else:
             written = write_shards(source, range(plan.shards), plan, advance)
@@ -223,7 +252,13 @@ def convert(
     return manifest
 
 
-def _digest(file: InputFile, stop: Event) -> SourceFile:
+def options_text(**options: str | Sequence[str] | None) -> list[str]:
+    """Return in lines what options choose of a source, as the manifest records them."""
+    texts = {k: v if isinstance(v, str) else ", ".join(sorted(v or ())) for k, v in options.items()}
+    return [f"{name} {text}" for name, text in texts.items() if text]
+
+
+def digest_file(file: InputFile, stop: Event) -> SourceFile:
     """Read a file of the source and digest it; refuse one that changes meanwhile."""
     xxh3, buffer = xxhash.xxh3_128(), memoryview(bytearray(256 << 10))
     try:
@@ -304,11 +339,16 @@ def _split_names(
 
 
 def _edited(
-    source: Source, rename: Mapping[str, str], map: str | EpisodeFunction | None, where: str | None
+    source: Source,
+    rename: Mapping[str, str],
+    shift: Mapping[str, int],
+    map: str | EpisodeFunction | None,
+    where: str | None,
 ) -> tuple[Source, bytes | None]:
     """Return a source that says what was edited, and which episodes are kept."""
     function = kept = None
     notes = [f"rename {old} to {new}" for old, new in rename.items()]
+    notes += [f"shift {name} by {by}" for name, by in shift.items() if by]
     if map is not None:
         function, origin = find_function(map)
         notes.append(f"map {origin}")
@@ -321,6 +361,35 @@ def _edited(
         before = texts(source.info.attributes.get("edits"))
         source.info = source.info.with_facts(edits=[*before, *notes])
     return source, None if kept is None else kept.tobytes()
+
+
+def _looks_wrong(source: Source) -> Iterator[str]:
+    """Yield what looks wrong in a source's episodes, and the option that would change it."""
+    info, lengths = source.info, source.episodes.lengths
+    odd = odd_episodes(lengths, source.terminated, info.rule, info.attributes, _names(source))
+    for episodes, what, remedy in odd:
+        yield f"{count_text(episodes.size, 'episode')} {what}: is this what you meant? {remedy}"
+
+
+def _names(source: Source) -> list[str]:
+    return [column.name for column in source.spec]
+
+
+def _of_kept(
+    info: SourceInfo,
+    chosen: Sequence[str] | None,
+    kept: Sequence[ColumnSpec],
+    names: Mapping[str, str],
+) -> SourceInfo:
+    """Return what is to be known of a source of which columns were chosen: nothing of others."""
+    if chosen is None:
+        return info
+    stored = {part for c in kept for part in (c.name, *split_names(names.get(c.name, c.name)))}
+    pattern = re.compile(r"(?:.*: )?column (\S+): |.* is the column (\S+)$")
+    notes = info.attributes.get("warnings", ())
+    about = [(note, pattern.match(note)) for note in notes]
+    told = [note for note, m in about if m is None or (m[1] or m[2]) in stored]
+    return info.with_facts(warnings=told, left_out={})
 
 
 def _pick_columns(

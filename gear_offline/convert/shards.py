@@ -34,7 +34,7 @@ from gear_offline.dataset.statistics import Moments
 from gear_offline.errors import InputError
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source, changed_error
-from gear_offline.sources.edit import edit_source, find_function
+from gear_offline.sources.edit import edit_source, find_function, shift_source
 from gear_offline.workers import Caller, RayPool, WorkerPool
 
 PIECE_BYTES = 4 << 20  # a piece has about this many bytes, or one storage chunk if that is more
@@ -229,9 +229,10 @@ def _read_rows(source: Source, stored: ColumnSpec, start: int, stop: int) -> Arr
 class Opening:
     """How a source is opened, here and in workers: what the user gave, and which episodes stay."""
 
-    uri: str | Path
+    uri: str | os.PathLike[str]
     rule: str | None
     names: tuple[tuple[str, str], ...]
+    shift: tuple[tuple[str, int], ...]
     map: str | None
     kept: bytes | None  # a bool of each episode
 
@@ -261,4 +262,4 @@ def _opened(opening: Opening) -> Source:
     source = open_source(opening.uri, rule=opening.rule, names=dict(opening.names))
     function = find_function(opening.map)[0] if opening.map else None
     kept = None if opening.kept is None else np.frombuffer(opening.kept, np.bool_)
-    return edit_source(source, function, kept)
+    return edit_source(shift_source(source, dict(opening.shift)), function, kept)

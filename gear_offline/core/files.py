@@ -14,15 +14,30 @@ import re
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from io import FileIO
 from pathlib import Path
 
 from gear_offline.core.closing import Closing
+from gear_offline.core.text import say
 from gear_offline.errors import NO_SPACE, GearError, InputError
 
 LOCK = ".lock"  # of a `HeldDirectory`
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+REMEDIES = {  # what to do about an error of the system; where it says nothing of these: `CHECK`
+    **dict.fromkeys(NO_SPACE, "free space or choose another place; nothing half-written is left"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files: ulimit -n $(ulimit -Hn)"),
+    errno.EROFS: "the file system is read-only: choose a place on another one",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions or choose another place"),
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EIO: "the disk or the network fails: check it, then try again",
+    errno.ESTALE: "the file server has lost it: mount it again, then try again",
+}
+CHECK = "check that the place exists and that you may write there"
+TURN_SECONDS = 0.2  # between two looks whether it is one's turn
 FileIdentity = tuple[int, ...]
 
 
@@ -187,9 +202,9 @@ def check_folder(folder: Path, *, output: Path) -> None:
         raise unusable(output, f"you may not write in {lowest.absolute()}")
 
 
-def unusable(path: Path, what: str) -> InputError:
+def unusable(path: Path, what: str, remedy: str = "choose another place") -> InputError:
     """Return the error (``OUTPUT_WRITE``) of a path that is no place for an output."""
-    return InputError("OUTPUT_WRITE", what, str(path), "choose another place")
+    return InputError("OUTPUT_WRITE", what, str(path), remedy)
 
 
 @contextmanager
@@ -203,12 +218,8 @@ def writing(path: Path) -> Iterator[None]:
 
 def write_error(error: OSError, where: str) -> GearError:
     """Return the error ``OUTPUT_WRITE`` for what the system said."""
-    if error.errno in NO_SPACE:
-        what = f"no space left: {error.strerror}"
-        remedy = "free space or choose another place; what was written has been removed"
-    else:
-        what = f"cannot write: {error.strerror or error}"
-        remedy = "check that the place exists and that you may write there"
+    what = "no space left" if error.errno in NO_SPACE else "cannot write"
+    what, remedy = f"{what}: {error.strerror or error}", REMEDIES.get(error.errno or 0, CHECK)
     return GearError("OUTPUT_WRITE", what, where=where, remedy=remedy)
 
 
@@ -233,8 +244,7 @@ def _make_locked(path: Path, make: Callable[[Path], None], flags: int) -> tuple[
         make(part)
         with suppress(FileNotFoundError):
             lock = os.open(part, flags | os.O_CLOEXEC)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if os.path.lexists(part):
+            if try_lock(lock) is not False and os.path.lexists(part):
                 return part, lock
             os.close(lock)
 
@@ -257,10 +267,66 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
         with suppress(OSError):  # its writer lives, or has just removed it
             lock = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(entry.path) if is_folder else os.unlink(entry.path)
+                if try_lock(lock):
+                    shutil.rmtree(entry.path) if is_folder else os.unlink(entry.path)
             finally:
                 os.close(lock)
+
+
+def try_lock(handle: int) -> bool | None:
+    """Lock an open file if nobody else has; None, and a line once, where there are no locks.
+
+    The kernel drops the lock (``flock``) when the file is closed, however its process ends.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        _say_no_locks(str(error.strerror))
+        return None
+    return True
+
+
+@cache
+def _say_no_locks(reason: str) -> None:
+    what = f"warning: this file system has no file locks ({reason}): see yourself that no two"
+    say(f"{what} processes write one place, or mount it with locks (Lustre: -o flock)")
+
+
+def take_lock(place: Path) -> int:
+    """Return a file of locks, made if missing and locked, or -1 if another process holds it.
+
+    Or has just removed it, as the last one does.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    lock = os.open(place, flags, 0o644)
+    with suppress(FileNotFoundError):
+        if try_lock(lock) is not False and os.path.samestat(os.fstat(lock), os.stat(place)):
+            return lock
+    os.close(lock)
+    return -1
+
+
+@contextmanager
+def turn_of(path: Path, *, quiet: bool) -> Iterator[None]:
+    """Let one process at a time make what is to appear at `path`; another waits, and says so."""
+    place, is_told = path.with_name(f".{path.name}.making"), False
+    check_folder(path.parent, output=path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while (lock := take_lock(place)) < 0:
+            if not is_told:
+                say(f"{path}: waits for another process, which makes it", quiet=quiet)
+            is_told = True
+            time.sleep(TURN_SECONDS)
+    try:
+        yield
+    finally:
+        place.unlink(missing_ok=True)
+        os.close(lock)
 
 
 class HeldDirectory(Closing):
@@ -281,24 +347,13 @@ class HeldDirectory(Closing):
         self._made = [p for p in (self._home, *self._home.parents) if not os.path.lexists(p)]
         try:
             self._home.mkdir(parents=True, exist_ok=True)
-            self._lock = self._take()
+            self._lock = take_lock(self._home / LOCK)
         except OSError as error:
             self._remove_made()
-            raise unusable(path, f"cannot make the directory: {error.strerror}") from error
+            told = write_error(error, "")
+            raise unusable(path, told.what, told.remedy) from error
         if self._lock < 0:
             raise taken
-
-    def _take(self) -> int:
-        """Return the lock, or -1 if another process holds it, or has just removed its file."""
-        place = self._home / LOCK
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        lock = os.open(place, flags, 0o644)
-        with suppress(BlockingIOError, FileNotFoundError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock), os.stat(place)):
-                return lock
-        os.close(lock)
-        return -1
 
     def close(self) -> None:
         """Let others write."""

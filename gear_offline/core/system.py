@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import subprocess
+import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from gear_offline.core.text import size_text
+from gear_offline.core.text import say, size_text
 from gear_offline.errors import GearError
 
 RESERVE_BYTES = 256 << 20  # of the available memory, left to everything else
+_TORCH = threading.RLock()
 _CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def usable_cores() -> int:
-    """Return the processor cores that this process may use; where nobody tells, all there are."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return the processor cores that this process may use; a cgroup's share is rounded up."""
+    known = hasattr(os, "sched_getaffinity")
+    cores = [len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1]
+    for group in _own_groups():
+        with suppress(OSError, ValueError):  # the root has no such file, "max" is no limit
+            share, period = map(int, (group / "cpu.max").read_text().split())
+            cores.append(max(1, -(-share // period)))
+    return min(cores)
 
 
 def available_bytes() -> int:
     """Return the least of what the machine and the cgroups above this process leave."""
     left = [int(psutil.virtual_memory().available)]
-    for group in _memory_groups():
+    for group in _own_groups():
         with suppress(OSError, ValueError):  # the root has no such files, "max" is no limit
             limit = int((group / "memory.max").read_text())
             lines = (group / "memory.stat").read_text().splitlines()
@@ -50,6 +59,23 @@ def check_available(nbytes: int) -> None:
         raise GearError("MEMORY", what, "", "free memory, use fewer columns, or keep data on disk")
 
 
+@contextmanager
+def torch_alone(name: str, *, quiet: bool) -> Iterator[None]:
+    """Let one thread of this process at a time train: another one waits, and says so.
+
+    New weights and dropout on a CPU come from torch's one generator of the process, of which two
+    trainings would each take a part.
+    """
+    if not _TORCH.acquire(blocking=False):
+        what = f"{name}: waits for the training in another thread: torch has one source of random "
+        say(f"{what}numbers a process; processes, or go.sweep, train side by side", quiet=quiet)
+        _TORCH.acquire()
+    try:
+        yield
+    finally:
+        _TORCH.release()
+
+
 def processor() -> str:
     """Return the model of the processor."""
     info = Path("/proc/cpuinfo")
@@ -64,7 +90,23 @@ def versions(*packages: str) -> dict[str, str]:
     for package in packages:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
+    if "gear-offline" in found and (commit := _commit()):
+        found["gear-offline"] += f"+{commit}"
     return found
+
+
+@cache
+def _commit() -> str:
+    """Return the commit that pip installed, or that of the checkout in which this file stands."""
+    record = json.loads(distribution("gear-offline").read_text("direct_url.json") or "{}")
+    root = Path(__file__).parents[2]
+    if (root / ".git").exists():
+        ask = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+        with suppress(OSError, subprocess.SubprocessError):  # without git, or another user's
+            return subprocess.check_output(
+                ask, text=True, timeout=5, stderr=subprocess.DEVNULL
+            ).strip()
+    return str(record.get("vcs_info", {}).get("commit_id", ""))
 
 
 def machine() -> dict[str, Any]:
@@ -82,7 +124,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _memory_groups() -> Iterator[Path]:
+def _own_groups() -> Iterator[Path]:
     """Yield each cgroup (version 2) above this process."""
     for line in _OWN_CGROUP.read_text().splitlines() if _OWN_CGROUP.exists() else ():
         _, controllers, name = line.split(":", 2)

@@ -44,7 +44,7 @@ from gear_offline.dataset.shard import (
     stored_form,
 )
 from gear_offline.dataset.statistics import ColumnStatistics, distribution
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, given_path
 
 PIECE_BYTES = 1 << 20  # read and digested while it is in the cache
 RUN_BYTES = 16 << 20  # episodes that follow each other are read together up to this
@@ -347,7 +347,7 @@ class Dataset:
 
 
 def open_dataset(
-    path: str | Path, *, verify: bool = True, admissions: int | None = None
+    path: str | os.PathLike[str], *, verify: bool = True, admissions: int | None = None
 ) -> Dataset:
     """Open the dataset directory at `path`.
 
@@ -383,7 +383,7 @@ def open_dataset(
     """
     if is_hub(path):
         path = fetch(str(path), "dataset", "DATASET_NOT_FOUND")
-    manifest, path = Manifest.read(path), Path(path)
+    manifest, path = Manifest.read(path), given_path(path, "DATASET_NOT_FOUND", where="path")
     dataset = with_shards(path, manifest)
     if admissions != 0:
         dataset = grow_dataset(dataset, read_admissions(path)[0][:admissions])

@@ -12,7 +12,6 @@ same data at every step.  Only from the last line on new pieces are admitted.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from gear_offline.core.closing import Closing
-from gear_offline.core.files import remove_leftovers, sync_directory, write_all, writing
+from gear_offline.core.files import remove_leftovers, sync_directory, try_lock, write_all, writing
 from gear_offline.core.text import count_text, say
 from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset, grow_dataset, open_dataset, with_shards
@@ -66,7 +65,7 @@ class GrowingDataset(Closing):
 
     def __init__(
         self,
-        path: str | Path | Dataset,
+        path: str | os.PathLike[str] | Dataset,
         *,
         admits: bool = True,
         check: Callable[[Dataset], None] = lambda piece: None,
@@ -96,12 +95,11 @@ class GrowingDataset(Closing):
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
             log = os.open(self._path / ADMISSIONS_NAME, flags, 0o644)
             sync_directory(self._path)
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            is_taken = try_lock(log) is False
+        if is_taken:
             os.close(log)
             what, remedy = "another run grows this dataset", "wait for it, or copy the dataset"
-            raise InputError("RUN_LOCKED", what, str(self._path), remedy) from None
+            raise InputError("RUN_LOCKED", what, str(self._path), remedy)
         return log
 
     def _finish_last(self) -> None:

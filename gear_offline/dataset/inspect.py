@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ MOST_COLUMNS = 8  # without --full
 _HEIGHTS = " ▁▂▃▄▅▆▇█"
 
 
-def inspect(path: str | Path, *, verify: bool = True, quiet: bool = True) -> dict[str, Any]:
+def inspect(
+    path: str | os.PathLike[str], *, verify: bool = True, quiet: bool = True
+) -> dict[str, Any]:
     """Describe a dataset.
 
     Parameters

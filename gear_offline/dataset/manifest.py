@@ -274,7 +274,7 @@ class Manifest(Model):
         return body + f',\n"digest": "xxh3-128:{digest(body)}"\n}}\n'.encode("ascii")
 
     @classmethod
-    def read(cls, path: str | Path) -> Self:
+    def read(cls, path: str | os.PathLike[str]) -> Self:
         """Read and check the manifest of the dataset at `path`."""
         path = given_path(path, "DATASET_NOT_FOUND", where="path")
         where = path / MANIFEST_NAME

@@ -22,6 +22,13 @@ from gear_offline.errors import InputError
 _COLUMN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*(/[A-Za-z0-9_][A-Za-z0-9_.\-]*)*")
 MAX_DIMENSIONS = 8
 MAX_STEP_BYTES = 64 << 20  # one step of one column; larger is a damaged or hostile shape
+MOST_CHANNELS = 16  # of a frame
+
+
+def channels_last(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a frame's shape with few channels last: (3, 84, 84) is (84, 84, 3)."""
+    is_first = len(shape) == 3 and shape[0] <= MOST_CHANNELS and 2 * shape[0] < min(shape[1:])
+    return (*shape[1:], shape[0]) if is_first else shape
 
 
 def is_column_name(name: str) -> bool:

@@ -48,7 +48,11 @@ class Exchange(Protocol):
 
     in_stream: bool
 
-    def post(self, block: int, reads: Reads) -> None:
+    def ready(self, reads: Reads) -> Any:
+        """Return what `post` takes as well, with all done that may be done ahead in any thread."""
+        ...
+
+    def post(self, block: int, reads: Any) -> None:
         """Begin the reads of a block; its landing rows must not be touched until `wait` returns."""
         ...
 
@@ -191,6 +195,9 @@ class CollectiveExchange:
                 timeout=timedelta(seconds=world.timeout),
                 use_local_synchronization=True,
             )
+
+    def ready(self, reads: Reads) -> Reads:
+        return reads
 
     def post(self, block: int, reads: Reads) -> None:
         assert block not in self._posted, "each block is posted once"

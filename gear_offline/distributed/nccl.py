@@ -9,8 +9,9 @@ Shape legend: W ranks, S rows of a landing window, L windows of the ring, n wind
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+import threading
+from collections import deque
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -59,15 +60,15 @@ class NcclExchange:
         )
         self.ring: tuple[Tensor, ...] = self._packer.allocate((windows,)).buffers  # (L, S, bytes)
         engine.land_in(self.ring)
-        self._watch = ThreadPoolExecutor(1, thread_name_prefix="gear-watch")
+        self._watched, self._closed = deque[Any](), threading.Event()
+        threading.Thread(target=self._watch, daemon=True, name="gear-watch").start()
         with world.guard("opening the exchange"):
             self._group = _group(world, engine.device)
             one = torch.zeros(world.size, dtype=torch.uint8, device=engine.device)
             dist.all_to_all_single(one.clone(), one, group=self._group)  # all connect
 
-    def post(self, block: int, reads: Reads) -> None:
-        if not len(reads):
-            return
+    def ready(self, reads: Reads) -> Ready:
+        """Do what of a post needs no GPU and no order; for any thread."""
         rank, size = self._world.rank, self._world.size
         own, served = reads.made_by(rank), reads.served_by(rank)
         begin, more = divmod(int(own.rows[0]) if len(own) else 0, self._span)
@@ -79,24 +80,50 @@ class NcclExchange:
             probability=np.zeros(len(served)),
             lengths=served.steps,
         )
-        received, sent = (
-            np.bincount(ranks, minlength=size).tolist() for ranks in (own.owners, served.readers)
+        return Ready(
+            any=len(reads) > 0,
+            windows=slice(begin, begin + len(own)),
+            names=self._packer.name(segments),
+            received=np.bincount(own.owners, minlength=size).tolist(),
+            sent=np.bincount(served.readers, minlength=size).tolist(),
         )
-        packed = self._packer.gather(segments).buffers
+
+    def post(self, block: int, reads: Reads | Ready) -> None:
+        ready = self.ready(reads) if isinstance(reads, Reads) else reads
+        if not ready.any:  # on all ranks
+            return
+        device, counts = self._packer.device, (ready.received, ready.sent)
+        packed = self._packer.gather_named(ready.names.to(device, non_blocking=True)).buffers
         with self._world.guard(f"posting the rows of block {block}"):
             for rows, ring in zip(packed, self.ring, strict=True):
-                landed = ring[begin : begin + len(own)]
-                dist.all_to_all_single(landed, rows, received, sent, group=self._group)
+                dist.all_to_all_single(ring[ready.windows], rows, *counts, group=self._group)
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._packer.device))
-        doing = f"the rows of block {block} travelled"
-        self._watch.submit(self._world.wait_for_gpu, event, doing=doing, pause=WATCH_SECONDS)
+        event.record(torch.cuda.current_stream(device))
+        self._watched.append(event)
 
     def wait(self, block: int) -> None:
         """Do nothing: what is launched next on the stream runs when the block has landed."""
 
     def close(self) -> None:
-        self._watch.shutdown(cancel_futures=True)  # the group ends with torch's
+        self._closed.set()  # the group ends with torch's
+
+    def _watch(self) -> None:
+        """End the process when a block does not land in time, whatever its threads wait for."""
+        while not self._closed.wait(WATCH_SECONDS):
+            while self._watched:
+                event, doing = self._watched.popleft(), "rows of other nodes travelled"
+                self._world.wait_for_gpu(event, doing=doing, pause=WATCH_SECONDS)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ready:
+    """A block's reads, ready to be posted."""
+
+    any: bool  # any rank reads
+    windows: slice  # of the ring, where this rank's land
+    names: Tensor  # (n, 4) what this rank sends, as the kernel takes it
+    received: list[int]  # (W,) windows from each rank
+    sent: list[int]  # (W,) windows to each rank
 
 
 def _stored(placed: GroupAddresses) -> GroupAddresses:

@@ -52,7 +52,7 @@ class Reads:
     def __len__(self) -> int:
         return len(self.readers)
 
-    def take(self, index: Int64Array) -> Reads:
+    def take(self, index: Int64Array | slice) -> Reads:
         """Return some reads, in the order of `index`."""
         return Reads(**{name: column[index] for name, column in vars(self).items()})
 

@@ -28,7 +28,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gear_offline.core.text import show_error
-from gear_offline.distributed import INTERFACE_VARIABLE
+from gear_offline.distributed import (
+    INTERFACE_VARIABLE,
+    check_meeting_place,
+    environment_number,
+    launched,
+)
 from gear_offline.errors import GearError, InputError, UnavailableError
 
 if TYPE_CHECKING:
@@ -269,9 +274,10 @@ def open_world(device: torch.device, *, timeout: float = TIMEOUT_SECONDS) -> Ite
     GearError
         ``RANK_LOST``
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+    if launched()[1] == 1 or dist.is_initialized():
         yield World()
         return
+    check_meeting_place()
     if interface := os.environ.get(INTERFACE_VARIABLE):  # for everything, unless torch is told
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, interface)
@@ -343,8 +349,7 @@ def joined_world(*, timeout: float = TIMEOUT_SECONDS) -> World:
         ``RANK_LOST``
     """
     if not dist.is_available() or not dist.is_initialized():
-        size = int(os.environ.get("WORLD_SIZE", "1"))
-        if size > 1:
+        if (size := environment_number("WORLD_SIZE", 1) or 1) > 1:
             what = f"this is one of {size} processes, and they have no process group yet"
             remedy = "make the loader after torch.distributed.init_process_group, or after your "
             remedy += "trainer has called it (Lightning: in train_dataloader); world=None reads "
@@ -447,7 +452,7 @@ def rank_device(name: str | torch.device) -> torch.device:
     device = torch.device(name)
     if device.type != "cuda" or device.index is not None:
         return device
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    local = environment_number("LOCAL_RANK", 0) or 0
     if local >= torch.cuda.device_count():
         what = f"rank {local} of this node has no GPU, there are {torch.cuda.device_count()}"
         remedy = "start at most one process for each GPU, or set train.device=cpu"

@@ -19,6 +19,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import EvaluateSettings, TaskSettings, target_list
 from gear_offline.core.system import versions
 from gear_offline.core.text import count_text
+from gear_offline.dataset.schema import channels_last
 from gear_offline.dataset.scores import ReferenceScores, known_scores, reference_scores
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import EnvironmentFacts, Known, Options, known_of
@@ -135,7 +136,7 @@ def evaluate_tasks(
             goals=task.goals,
         )
         results[task.name] = asked.with_targets(_play(policy_of, task, processes, quiet))
-    known = versions("gymnasium", "mujoco", "torch", "numpy")
+    known = versions("gear-offline", "gymnasium", "mujoco", "torch", "numpy")
     return _report(results, versions=known, seconds=time.perf_counter() - began)
 
 
@@ -227,7 +228,7 @@ def check_sizes(
         state_dim=environment.state_size,
         action_dim=environment.action_size,
         discrete=environment.discrete,
-        frame_shape=environment.observation_shape if sizes.frame_shape else (),
+        frame_shape=channels_last(environment.observation_shape) if sizes.frame_shape else (),
     )
     if played != sizes:
         name, remedy = environment.environment_id, "name the environment that the data came from"

@@ -36,6 +36,7 @@ from gear_offline.evaluation.environments import (
     known_of,
     make_environment,
 )
+from gear_offline.models.policy import Policy
 from gear_offline.workers import Caller, Worker
 
 FALLBACK_MAX_STEPS = 10_000  # for environments that are registered without a time limit
@@ -243,7 +244,10 @@ def play_episodes(
         stepped = numbers[slots["todo"][numbers] == STEP]
         if stepped.size:
             result, episodes = slots[stepped], playing[stepped]
-            policy.observe_reward(result["reward"], stepped)
+            if isinstance(policy, Policy):  # data have what was done, within the bounds
+                policy.observe_reward(result["reward"], stepped, actions=result["action"])
+            else:
+                policy.observe_reward(result["reward"], stepped)
             if goals:
                 returns[episodes] = 0.0  # the last step's success counts, as OGBench has it
             returns[episodes] += result["reward"]

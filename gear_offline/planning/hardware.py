@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 
 from gear_offline.config.strict_yaml import parse_yaml, read_yaml
 from gear_offline.core.text import first_line
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, in_home
 
 HARDWARE = Path(__file__).resolve().parent / "hardware.yaml"
 
@@ -109,7 +109,7 @@ def load_hardware(name_or_file: str) -> Hardware:
     try:
         machine = known.get(name_or_file)
         if machine is None:
-            text = Path(name_or_file).read_text(encoding="utf-8")
+            text = Path(in_home(name_or_file)).read_text(encoding="utf-8")
             machine = next(iter(dict(parse_yaml(text, where=name_or_file)).values()), None)
         return Hardware.model_validate(machine)
     except (OSError, TypeError, ValueError) as error:

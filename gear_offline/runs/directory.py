@@ -6,6 +6,7 @@ docs/reference/run-files.md says what lies in it.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -48,7 +49,8 @@ def run_and_start(
     """
     run = None
     if not isinstance(named, Recipe):
-        folder = Path(named).parent if Path(named).name == "recipe.yaml" else Path(named)
+        folder = given_path(named, "RECIPE", where="recipe")
+        folder = folder.parent if folder.name == "recipe.yaml" else folder
         run = folder if is_run(folder) else None
     place = None if out is None else given_path(out, "OUTPUT_WRITE", where="out")
     if checkpoint is None:
@@ -100,6 +102,37 @@ RESUMABLE = (
 )
 
 
+# what is settled at a run's first start, where a recipe leaves it open (null, auto)
+SETTLED = re.compile(
+    r"optimizer\.warmup_steps|model\.max_timestep|train\.(threads|compile|precision)"
+    r"|(evaluate|data\.tasks\..*)\.(environment|reference|targets|returns_scale)"
+)
+# what a dataset is made of, which does not matter once it is there: its digest is compared
+ORIGIN = re.compile(r"data\.(tasks\..*\.)?(source|columns|collect)(\..*)?")
+
+
+def recipe_before(path: Path, start: Path | None = None) -> tuple[Recipe, int] | None:
+    """Return the recipe that the run at `path`, or a checkpoint `start`, began with, and its step.
+
+    None of a run without a checkpoint that can be read.
+    """
+    saved = [start] if start else [place for _, place in list_checkpoints(path / "checkpoints")]
+    for place in reversed(saved):
+        with suppress(InputError):  # recipe.yaml may be edited, a checkpoint is not
+            state = read_state(place)
+            before = Recipe.parse(state.recipe, where=str(path))
+            warmup = before.optimizer.warmup(before.train.steps)
+            return before.replace({"optimizer.warmup_steps": warmup}), state.step
+    return None
+
+
+def going_on(recipe: Recipe, before: Recipe) -> Recipe:
+    """Return a recipe with what it leaves open as it was settled when the run began."""
+    old, new = flat(before.to_dict()), flat(recipe.to_dict())
+    left = [key for key in new if new[key] in (None, "auto") and SETTLED.fullmatch(key)]
+    return recipe.replace({key: old[key] for key in left if key in old})
+
+
 def check_resumed(
     path: Path, recipe: Recipe, start: Path | None = None, *, is_resolved: bool = True
 ) -> None:
@@ -108,14 +141,9 @@ def check_resumed(
     A run without a checkpoint is not refused.  What goes on is `start`, a checkpoint of any run, or
     by default the run at `path`.  A recipe that is not resolved yet leaves options to the data.
     """
-    saved = [start] if start else [place for _, place in list_checkpoints(path / "checkpoints")]
-    state = None
-    while saved and state is None:
-        with suppress(InputError):  # recipe.yaml may be edited, a checkpoint is not
-            state = read_state(saved.pop())
-    if state is None:
+    if (known := recipe_before(path, start)) is None:
         return
-    before, done = Recipe.parse(state.recipe, where=str(path)), state.step
+    (before, done), recipe = known, going_on(recipe, known[0])
     for key, was, now in _differences(before, recipe, done, is_resolved=is_resolved):
         free = "it may change with optimizer.schedule=constant; " if key == "train.steps" else ""
         remedy = f"{free}undo that (here, or in {path / 'recipe.yaml'} if it was edited), or train "
@@ -141,6 +169,7 @@ def _differences(
         free.remove("train.steps")  # the learning rates of the steps done depend on it
     if not is_resolved:
         free |= {key for key in {*old, *new} if new.get(key) is None} | {"model.action_tanh"}
+    free |= {key for key in {*old, *new} if ORIGIN.fullmatch(key) or old.get(key) == "auto"}
     for key in sorted({*old, *new} - free):
         if old.get(key) != new.get(key):
             yield key, old.get(key), new.get(key)

@@ -45,8 +45,8 @@ def evaluate(
     checkpoint: str | int | None = None,
     seed: int | None = None,
     device: str = "auto",
-    out: str | Path | None = None,
-    video: str | Path | None = None,
+    out: str | os.PathLike[str] | None = None,
+    video: str | os.PathLike[str] | None = None,
     ray: str | None = None,
     quiet: bool = False,
 ) -> EvaluationReport:
@@ -94,7 +94,8 @@ def evaluate(
     """
     run = given_path(run, "RUN_NOT_FOUND", where="run")
     if out is not None:
-        check_new_file(Path(out))
+        out = given_path(out, "OUTPUT_WRITE", where="out")
+        check_new_file(out)
     trained = find_trained(run, checkpoint, partial(say, quiet=quiet))
     typed = [] if environment is None else [environment]
     import_modules(typed, trained.recipe.environments, run=trained.run or run)
@@ -125,7 +126,7 @@ def evaluate(
     finally:  # what was played must not be lost
         if out is not None:
             try:
-                report.write(Path(out))
+                report.write(out)
             except OSError as error:
                 report.print(console=Terminal(stderr=True))
                 raise write_error(error, str(out)) from error

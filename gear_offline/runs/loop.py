@@ -21,12 +21,13 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import write_error
 from gear_offline.core.interruption import StopRequest
+from gear_offline.core.system import torch_alone
 from gear_offline.core.text import say
 from gear_offline.distributed.world import World, current, open_world, rank_device, resolve_device
 from gear_offline.errors import GearError
 from gear_offline.runs.callbacks import Callback, Callbacks
 from gear_offline.runs.directory import RunDirectory, check_resumed, default_run_path
-from gear_offline.runs.prepare import open_growing, prepare_dataset, resolve
+from gear_offline.runs.prepare import open_growing, prepare_dataset, resolve, settle
 from gear_offline.runs.run import Run
 from gear_offline.runs.trackers import trackings
 from gear_offline.runs.writer import RunWriter
@@ -80,6 +81,9 @@ def train_run(
         check_micro_batches(world.rank_batch(recipe.loader.batch_size), recipe.train.accumulate)
         directory = world.lead(lambda: held.enter_context(RunDirectory(path, resume=resume)))
         world.lead(lambda: check_resumed(path, recipe, start, is_resolved=False))
+        settled = world.lead(lambda: settle(recipe, path, device, start=start).to_dict())
+        recipe = Recipe.parse(world.gather(settled)[0])
+        held.enter_context(torch_alone(recipe.name, quiet=quiet))
 
         # torch's state is the caller's again at the end
         held.enter_context(current(device))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from functools import partial
 from math import isclose
@@ -15,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, DataSettings
-from gear_offline.convert.conversion import convert
-from gear_offline.core.files import check_folder
+from gear_offline.convert.conversion import convert, options_text
+from gear_offline.convert.origin import changed_files
+from gear_offline.core.files import check_folder, turn_of
 from gear_offline.core.hub import is_there
 from gear_offline.core.system import available_bytes
 from gear_offline.core.text import count_text, say, size_text
@@ -34,13 +37,15 @@ from gear_offline.evaluation.play import check_sizes
 from gear_offline.loaders.from_recipe import open_data, open_one
 from gear_offline.models.decision_transformer import beyond_tanh
 from gear_offline.models.multitask import ModelTask
+from gear_offline.runs.directory import going_on, recipe_before
 from gear_offline.sampling.items import HAVE_PRIORITY, episode_priorities
 from gear_offline.sources import open_source
 from gear_offline.sources.uri import was_read_from
 from gear_offline.tables.fields import STATES, is_image, standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData
 from gear_offline.tables.table import discounted_returns
-from gear_offline.training.model import ModelSizes, data_sizes
+from gear_offline.training.cost import cpu_threads, is_compiled
+from gear_offline.training.model import ModelSizes, data_sizes, resolve_precision
 from gear_offline.training.trained import find_trained
 
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -87,33 +92,51 @@ def open_growing(
 
 
 def prepare_one(recipe: Recipe, *, quiet: bool = False) -> Dataset:
-    """Open the dataset of a recipe of one, making it first when it does not exist."""
-    data, source = recipe.data, recipe.data.source
-    if data.path is not None and not is_there(path := Path(data.path)):
-        if data.collect is not None:
-            source = str(_collect(data.collect, path.with_name(path.name + ".hdf5"), quiet))
-        if source is not None:
-            say(f"converting {source} to {path}", quiet=quiet)
-            convert(source, path, columns=data.columns, quiet=quiet)
+    """Open the dataset of a recipe of one, making it first when it does not exist.
+
+    Of several processes that miss it one makes it, the others wait.
+    """
+    path = None if recipe.data.path is None else Path(recipe.data.path)
+    if path is not None and not is_there(path) and (recipe.data.source or recipe.data.collect):
+        with turn_of(path, quiet=quiet):
+            if not is_there(path):
+                _make(recipe.data, path, quiet=quiet)
     dataset = open_one(recipe)
-    _check_origin(data, dataset)
+    _check_origin(recipe.data, dataset)
     return dataset
+
+
+def _make(data: DataSettings, path: Path, *, quiet: bool) -> None:
+    source = data.source
+    if data.collect is not None:
+        source = str(_collect(data.collect, path.with_name(path.name + ".hdf5"), quiet))
+    say(f"converting {source} to {path}", quiet=quiet)
+    convert(source or "", path, columns=data.columns, quiet=quiet)
 
 
 def _check_origin(data: DataSettings, dataset: Dataset) -> None:
     """Refuse a dataset that is there already but was made of something else."""
-    origin = dataset.manifest.source
-    if (data.source or data.collect) and (edits := origin.attributes.get("edits")):
-        made = f"{origin.uri} with edits ({'; '.join(map(str, edits))})"
-        raise _mismatch("dataset", dataset.path, f"{data.source or 'data.collect'} alone", made)
+    origin, path = dataset.manifest.source, dataset.path
+    if data.source is None and data.collect is None:
+        return
+    facts = [*origin.attributes.get("edits", ()), *origin.attributes.get("options", ())]
+    if facts != (asked := options_text(columns=data.columns)):
+        has = {column.name.partition("/")[0] for column in dataset.spec} - {"rewards"}
+        names = {name.partition("=")[0].strip() for name in data.columns or ()} - {"rewards"}
+        if facts or has != {name.partition("/")[0] for name in names}:
+            made = f"{origin.uri} with edits ({'; '.join(map(str, facts)) or 'none'})"
+            wanted = f"{data.source or 'data.collect'} {'; '.join(asked) or 'alone'}"
+            raise _mismatch("dataset", path, wanted, made)
     if data.collect is not None:
         collected = origin.attributes.get("attributes")
-        _check_collected(data.collect, collected, "dataset", dataset.path)
+        _check_collected(data.collect, collected, "dataset", path)
         return
     files = [file.name for file in origin.files]
     if data.source is not None and not was_read_from(data.source, origin.uri, files):
-        made = ", ".join(files) or origin.uri
-        raise _mismatch("dataset", dataset.path, data.source, made)
+        raise _mismatch("dataset", path, data.source, ", ".join(files) or origin.uri)
+    if data.source is not None and (changed := ", ".join(changed_files(data.source, dataset))):
+        sizes = ", ".join(f"{one.name} of {one.bytes:,} bytes" for one in origin.files[:3])
+        raise _mismatch("dataset", path, f"{data.source}: {changed[:300]}", sizes)
 
 
 def _check_collected(settings: CollectSettings, recorded: Any, what: str, path: Path) -> None:
@@ -121,6 +144,9 @@ def _check_collected(settings: CollectSettings, recorded: Any, what: str, path: 
     facts = {"env_options": "{}"} | (recorded if isinstance(recorded, dict) else {})
     asked: dict[str, Any] = {"env_id": settings.environment, "seed": settings.seed}
     asked["env_options"] = json.dumps(settings.environment_options)
+    if isinstance(options := facts.get("asked"), str):  # not of files that older versions wrote
+        facts = facts | json.loads(options)
+        asked |= settings.model_dump(exclude={"environment", "environment_options", "gate"})
     # The version that was taken is recorded, of an environment that is named without one too.
     if re.sub(r"-v[0-9]+$", "", str(facts.get("env_id"))) == settings.environment:
         del asked["env_id"]
@@ -131,8 +157,9 @@ def _check_collected(settings: CollectSettings, recorded: Any, what: str, path: 
 
 
 def _mismatch(what: str, path: Path, wanted: str, actual: str) -> InputError:
-    remedy = f"give another data.path, or remove that {what} to have it made again, or take it as "
-    remedy += "it is: data.source=null data.collect=null"
+    again = f"rm -r {shlex.quote(str(path))}"
+    remedy = f"have it made again after `{again}`, give another data.path, or take it as it is: "
+    remedy += "data.source=null data.collect=null"
     what = f"the {what} that is there was made of {actual}, the recipe says {wanted}"
     return InputError("DATA_MISMATCH", what, str(path), remedy)
 
@@ -158,6 +185,25 @@ def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:
 
 
 # the recipe -----------------------------------------------------------------------------------
+
+
+def settle(recipe: Recipe, run: Path, device: torch.device, *, start: Path | None = None) -> Recipe:
+    """Return a recipe that leaves no number to the moment at which its run starts or goes on.
+
+    What it leaves open is as it was when the run, or that of the checkpoint `start`, began.
+    """
+    before = recipe_before(run, start)
+    recipe = recipe if before is None else going_on(recipe, before[0])
+    train = recipe.train
+    half, _ = resolve_precision(train.precision, device)
+    return recipe.replace(
+        {
+            "optimizer.warmup_steps": recipe.optimizer.warmup(train.steps),
+            "train.compile": "on" if is_compiled(train) else "off",
+            "train.precision": "fp32" if half is None else "bf16",
+            "train.threads": train.threads or cpu_threads(recipe),
+        }
+    )
 
 
 def resolve(
@@ -201,8 +247,8 @@ def _resolve_tasks(
         tasks=tuple(tasks),
     )
     options["model"]["max_timestep"] = max(single.model.max_timestep or 0 for single in singles)
-    if joint.discrete:
-        options["model"]["action_tanh"] = False
+    bounded = all(single.model.action_tanh for single in singles)
+    options["model"]["action_tanh"] = bounded and not joint.discrete
     return Recipe.parse(options), joint
 
 
@@ -275,8 +321,13 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
             changes["model.max_timestep"] = int(start.model.config.max_ep_len)
     elif recipe.model.max_timestep is None:
         changes["model.max_timestep"] = max(longest, recipe.loader.context_length)
-    if sizes.discrete and recipe.model.action_tanh:
+    if sizes.discrete:
         changes["model.action_tanh"] = False  # logits are not bounded
+    elif recipe.model.action_tanh == "auto":
+        actions = dataset.statistics["actions"]
+        fits = not beyond_tanh(actions.min, actions.max)
+        fits = bool(start.model.config.action_tanh) if recipe.train.init else fits
+        changes["model.action_tanh"] = fits
     resolved = recipe.replace(changes)
     _check(resolved, dataset, sizes)
     return resolved, sizes

@@ -7,6 +7,7 @@ any time.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class _Section:
     picture: str | None  # of asked and achieved returns
 
 
-def write_report(run: str | Path) -> Path:
+def write_report(run: str | os.PathLike[str]) -> Path:
     """Write the plots and ``report.md`` of a run directory and return the report's path."""
     run = Path(run)
     recipe = load_recipe(run / "recipe.yaml") if (run / "recipe.yaml").is_file() else None

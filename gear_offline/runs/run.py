@@ -41,8 +41,8 @@ class EvaluateOptions(TypedDict, total=False):
     checkpoint: str | int | None
     seed: int | None
     device: str
-    out: str | Path | None
-    video: str | Path | None
+    out: str | os.PathLike[str] | None
+    video: str | os.PathLike[str] | None
     ray: str | None
     quiet: bool
 

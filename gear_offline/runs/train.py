@@ -96,21 +96,21 @@ def train(
     whole = load_recipe(recipe, overrides)
     quiet = quiet or not is_first_process()
     from gear_offline.core.text import say
-
-    steps = whole.train.steps
-    warmup = min(whole.optimizer.warmup(steps), steps)
-    text = f"{steps:,} steps" + (f", the first {warmup:,} of them warm-up" if warmup else "")
-    say(f"{whole.name}: {text}; seed {whole.seed}", quiet=quiet)
     from gear_offline.evaluation.environments import import_modules
     from gear_offline.runs.callbacks import check_callbacks
     from gear_offline.runs.checks import check_recipe
-    from gear_offline.runs.directory import check_place, run_and_start
+    from gear_offline.runs.directory import check_place, going_on, recipe_before, run_and_start
     from gear_offline.runs.run import Run
 
     callbacks = check_callbacks(callbacks)
     path, start = run_and_start(recipe, whole, out, resume=resume, checkpoint=checkpoint)
     if is_first_process():
         check_place(path, resume=resume)
+    before, steps = recipe_before(path, start), whole.train.steps
+    optimizer = (going_on(whole, before[0]) if before else whole).optimizer
+    warmup = min(optimizer.warmup(steps), steps)
+    text = f"{steps:,} steps" + (f", the first {warmup:,} of them warm-up" if warmup else "")
+    say(f"{whole.name}: {text}; seed {whole.seed}", quiet=quiet)
     names, others = whole.environments, tuple[str, ...]()
     if resume or start:  # a run's own recipe imports no module, what is or was typed does
         typed = flat(apply_overrides({}, overrides))

@@ -56,11 +56,13 @@ class RunWriter(Closing):
         learner, spec = self._learner, self._learner.loader.dataset.spec
         ranks = learner.world.size
         shared = f", {ranks} ranks ({learner.parallel.reason})" if ranks > 1 else ""
+        count = count_text(torch.get_num_threads(), "thread")
+        threads = f", {count} (train.threads)" if learner.device.type == "cpu" else ""
         lines = [
             f"{self._recipe.name}: {count_text(spec.episodes, 'episode')}, "
             f"{count_text(spec.steps, 'step')} of data; "
             f"{count_text(self._parameters, 'parameter')} "
-            f"on {learner.device}{shared}, {learner.precision_reason}{learner.step_kind}; "
+            f"on {learner.device}{threads}{shared}, {learner.precision_reason}{learner.step_kind}; "
             f"run directory {self._path}"
         ]
         if learner.step:
@@ -194,5 +196,5 @@ class RunWriter(Closing):
             "evaluation_last": evaluations[-1].to_json() if evaluations else None,
             "evaluation_best": best and best.to_json(),
             "python": platform.python_version(),
-            "versions": versions("torch", "transformers", "numpy"),
+            "versions": versions("gear-offline", "torch", "transformers", "numpy"),
         }

@@ -128,6 +128,12 @@ class Mixture(Sampler):
         self.parts, self.schedule = tuple(parts), schedule
         spans = [part.context_length for part in parts if part.context_length is not None]
         self.context_length = spans[0] if spans else None
+        sides = {part.name: part.padding for part in parts if part.padding is not None}
+        if len(set(sides.values())) > 1:
+            named = ", ".join(f"{name} {side}" for name, side in sides.items())
+            what, remedy = f"the parts pad on different sides: {named}", "mix those of one side"
+            raise InputError("SELECTION", what, remedy=remedy)
+        self.padding = next(iter(sides.values()), None)
         learning = [part.loss_sampler for part in parts if part.loss_sampler is not None]
         if len(learning) > 1:
             raise InputError("SELECTION", "a mixture has one prioritized part at most")

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from gear_offline.config.problems import nearest
 from gear_offline.core.text import count_text
-from gear_offline.core.types import Array
+from gear_offline.core.types import Array, BoolArray
 from gear_offline.errors import InputError, check_environment_id
 from gear_offline.sources.base import (
     Piece,
@@ -22,7 +23,14 @@ from gear_offline.sources.base import (
     kinds_of_rows,
     misfit,
 )
-from gear_offline.sources.episode_ends import FLAGS, SCALARS, TERMINAL_FLAGS
+from gear_offline.sources.episode_ends import (
+    FLAGS,
+    MARK,
+    SCALARS,
+    flag_values,
+    judge_ends,
+    kind_of_flag,
+)
 from gear_offline.sources.flat import flat_source
 
 METADATA = "metadata"
@@ -31,7 +39,6 @@ ACTIONS, REWARDS = "actions", "rewards"
 SAME = "give every episode the same columns, of one shape and dtype: np.asarray(x, np.float32)"
 _ONE_EACH = "a mapping of column names to arrays for each episode"
 Columns = dict[str, Array]
-Episode = tuple[Columns, tuple[bool, bool]]  # whether it terminated, or was truncated
 
 
 def from_episodes(
@@ -54,8 +61,8 @@ def from_episodes(
 
         How an episode ended is said by a flag: ``terminals``, ``terminations``, ``terminated``,
         ``dones`` or ``done``, and ``timeouts``, ``truncations`` or ``truncated``.  A flag of T
-        values is a column, and its last value counts; one bool is not a column.  An episode that
-        did not terminate, or has no flag, counts as truncated.
+        values is a column, and only its last value may be true; one bool is not a column.  An
+        episode that did not terminate, or has no flag, counts as truncated.
     name
         For the provenance.
     environment
@@ -92,19 +99,20 @@ def from_episodes(
         raise misfit(what, "episodes", remedy)
     if environment is not None:
         check_environment_id(environment, where="environment")
-    read = read_episodes(episodes)
-    named = ((f"episode {n}", kinds_of_rows(columns)) for n, (columns, _) in enumerate(read))
+    read, terminated, notes = read_episodes(episodes)
+    named = ((f"episode {n}", kinds_of_rows(columns)) for n, columns in enumerate(read))
     kinds, _ = common_columns(named, remedy=SAME)
     facts = dict(attributes or {})
     if not any(n.split("/")[0] == OBSERVATIONS for n in kinds):
         note = f"no column is named {OBSERVATIONS}, which training needs: {', '.join(kinds)}"
         note += _renames(kinds)
-        facts["warnings"] = [note]
+        notes.append(note)
         warnings.warn(note, stacklevel=2)
+    facts["warnings"] = [*facts.get("warnings", ()), *notes]
     return Source(
-        [Piece.of(columns) for columns, _ in read],
+        [Piece.of(columns) for columns in read],
         kinds,
-        terminated=[terminated for _, (terminated, _) in read],
+        terminated=terminated,
         info=SourceInfo(
             uri=name, format="arrays", rule="episodes", environment_id=environment, attributes=facts
         ),
@@ -127,7 +135,8 @@ def from_arrays(
         Column name to N rows; as an episode of `from_episodes`, without an additional row.  What
         lies below ``metadata``, as D4RL has it, is no column and goes into the provenance.
     rule
-        Where episodes end, as docs/how-to/convert.md says; default the flags that are there.
+        Where episodes end, as docs/how-to/convert.md says (also what it gives to ``--ends``);
+        default the flags that are there.
     name, environment, attributes
         As `from_episodes`.
 
@@ -152,9 +161,12 @@ def from_arrays(
     named = _named(columns, "")
     metadata = {key: named.pop(key) for key in tuple(named) if key.split("/")[0] == METADATA}
     arrays = {key: as_rows(value, key, "") for key, value in named.items()}
+    marks = {mark[2] for mark in MARK.finditer(rule or "") if mark[1] in ("starts", "lengths")}
+    others = {key: arrays.pop(key) for key in arrays.keys() & marks}
     _check_rows(arrays, "")
     return flat_source(
         arrays,
+        others=others,
         uri=name,
         format="arrays",
         rule=rule,
@@ -164,26 +176,53 @@ def from_arrays(
     )
 
 
-def read_episodes(episodes: Iterable[Mapping[str, Any]]) -> list[Episode]:
-    """Return what `from_episodes` takes, at least one."""
+def read_episodes(
+    episodes: Iterable[Mapping[str, Any]],
+) -> tuple[list[Columns], BoolArray, list[str]]:
+    """Return what `from_episodes` takes, at least one; which terminated, and what is not known."""
     read = [_read_episode(number, episode) for number, episode in enumerate(episodes)]
     if not read:
         raise misfit("there are no episodes", remedy="give at least one")
-    return read
+    ends = [end_flags(arrays, f"episode {number}") for number, arrays in enumerate(read)]
+    names = dict.fromkeys(name for flags in ends for name in flags)
+    last = {name: np.array([flags.get(name, False) for flags in ends]) for name in names}
+    terminated, notes = judge_ends(last, np.ones(len(read), np.int64), None, where="episodes")
+    if names and (silent := sum(not flags for flags in ends)):
+        notes.append(f"{count_text(silent, 'episode')} without a flag: truncated, it is taken")
+    return (
+        [{n: rows for n, rows in arrays.items() if rows.ndim} for arrays in read],
+        terminated,
+        notes,
+    )
 
 
-def _read_episode(number: int, given: Mapping[str, Any]) -> Episode:
-    """Return an episode's columns, and whether it terminated or was truncated."""
+def end_flags(episode: Mapping[str, Any], where: str = "an episode") -> dict[str, bool]:
+    """Return the flags at an episode's end; refuse one inside it, and one with a misspelt name."""
+    flags = {name: np.atleast_1d(np.asarray(episode[name])) for name in FLAGS if name in episode}
+    for name in episode.keys() - flags.keys():
+        near = nearest(name, FLAGS, cutoff=0.85)
+        if near and kind_of_flag(near) not in map(kind_of_flag, flags):
+            what, remedy = "is no flag", f"name it {near}, or less alike"
+            raise _in_column(what, where, remedy, name)
+    for name, rows in flags.items():
+        flags[name] = flag_values(rows, name, where)
+        if (inside := np.flatnonzero(flags[name][:-1])).size:
+            what = f"true at step {inside[0]} of {len(rows)}, where the episode goes on"
+            raise _in_column(
+                what, where, "cut the episode there, or name the column otherwise", name
+            )
+    return {name: bool(rows[-1]) for name, rows in flags.items()}
+
+
+def _read_episode(number: int, given: Mapping[str, Any]) -> Columns:
+    """Return an episode's columns, and flags that are one value."""
     where = f"episode {number}"
     if not isinstance(given, Mapping):
         raise misfit(f"an episode is a {type(given).__name__}", where, f"give {_ONE_EACH}")
     arrays = {key: as_rows(value, key, where) for key, value in _named(given, where).items()}
-    flags = {key: arrays.pop(key) for key in FLAGS if key in arrays and not arrays[key].ndim}
     _split_observations(arrays, where)
-    _check_rows(arrays, where)
-    flags |= {key: arrays[key][-1] for key in FLAGS if key in arrays}
-    terminated = any(flags.get(key, False) for key in TERMINAL_FLAGS)
-    return arrays, (terminated, not terminated)
+    _check_rows({n: rows for n, rows in arrays.items() if rows.ndim or n not in FLAGS}, where)
+    return arrays
 
 
 def _named(given: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
@@ -210,15 +249,14 @@ def as_rows(value: Any, column: str, where: str) -> Array:
     if rows.dtype.kind not in "biufc":
         remedy = "give numbers or bools, the same shape at every step; leave text out"
         raise _in_column(f"dtype {rows.dtype} is neither numeric nor bool", where, remedy, column)
-    if column in FLAGS and (rows.shape[1:] not in ((), (1,)) or np.isnan(rows).any()):
-        what = f"a flag of per-step shape {rows.shape[1:]}, or with NaN"
-        raise _in_column(what, where, "give one true or false for each step", column)
+    if column in FLAGS:
+        flag_values(np.atleast_1d(rows), column, where)
     return rows[:, 0] if column in SCALARS and rows.shape[1:] == (1,) else rows
 
 
 def _split_observations(columns: Columns, where: str) -> None:
     """Make (T + 1) observations into observations and next observations, in place."""
-    rewards = columns.get(REWARDS)
+    rewards = columns.get(REWARDS, columns.get(ACTIONS))
     names = [n for n in columns if n == OBSERVATIONS or n.startswith(f"{OBSERVATIONS}/")]
     if rewards is None or rewards.ndim < 1 or not names:
         return

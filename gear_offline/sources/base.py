@@ -18,9 +18,11 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from io import FileIO
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,6 +134,7 @@ class Source(Closing):
         }
         names = legal_names(columns)
         self._stored = {new: old for old, new in names.items()}
+        self.stored_names = [*columns]  # the format's own
         self.usual = usual or {}
         self._pieces = tuple(pieces)
         self._firsts = np.cumsum([0, *(piece.steps for piece in pieces)], dtype=np.int64)
@@ -155,7 +158,7 @@ class Source(Closing):
         renamed = [f"{old!r} is the column {new}" for old, new in names.items() if old != new]
         self.info = info
         files = self.info.files
-        self._where = files[0].path if len(files) == 1 else self.info.uri
+        self.where = files[0].path if len(files) == 1 else self.info.uri
         if renamed:
             self.warn(*renamed)
 
@@ -175,7 +178,7 @@ class Source(Closing):
     def warn(self, *notes: str) -> None:
         """Put warnings behind those that there are."""
         before = texts(self.info.attributes.get("warnings"))
-        self.info = self.info.with_facts(warnings=[*before, *notes])
+        self.info = self.info.with_facts(warnings=[*dict.fromkeys([*before, *notes])])
 
     def read(self, column: str, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
@@ -188,16 +191,21 @@ class Source(Closing):
             piece, first = self._pieces[index], int(self._firsts[index])
             end, shift = min(first + piece.steps, stop), piece.first - first
             # Nothing that a library raises of foreign bytes is an error of ours.
-            told = damage_told(self.info.format, self._where) if self.info.files else nullcontext()
+            told = damage_told(self.info.format, self.where) if self.info.files else nullcontext()
             with told:
                 rows = piece.read(name, start + shift, end + shift)
             fits = rows.size == (end - start) * prod(spec.shape)
             if not fits or not np.can_cast(rows.dtype, spec.dtype):
                 what = f"a step is {rows.dtype} {rows.shape[1:]}, another {spec.dtype} {spec.shape}"
-                raise misfit(what, f"{self._where}: {column}", DIFFERS)
+                raise misfit(what, f"{self.where}: {column}", DIFFERS)
             parts.append(rows.astype(spec.dtype, copy=False).reshape(end - start, *spec.shape))
             start, index = end, index + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def column(self, name: str) -> Any:
+        """Return a column as what has its ``shape`` and ``read(start, stop)``."""
+        shape = (self.spec.steps, *self.spec[name].shape)
+        return SimpleNamespace(shape=shape, read=partial(self.read, name))
 
     def named(self, stored: str) -> str:
         """Return the column, or group of columns, that the format calls `stored`."""
@@ -325,6 +333,12 @@ def legal_names(names: Iterable[str]) -> dict[str, str]:
 def split_names(text: str) -> list[str]:
     """Return the columns that ``"a + b"`` names."""
     return [part.strip().strip("/") for part in text.split("+")]
+
+
+def names_after(stored: Iterable[str], names: Mapping[str, str]) -> set[str]:
+    """Return what columns are called once the user's `names` are given."""
+    taken = {part for old in names.values() for part in split_names(old)}
+    return {*stored} - taken | {*names}
 
 
 def common_columns(

@@ -7,6 +7,7 @@ Shape legend: N rows, E episodes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -19,7 +20,7 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.manifest import MANIFEST_NAME
-from gear_offline.dataset.schema import ColumnSpec, chosen_episodes
+from gear_offline.dataset.schema import ColumnSpec, channels_last, chosen_episodes
 from gear_offline.errors import InputError
 from gear_offline.sources.base import (
     InputFile,
@@ -104,7 +105,10 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
         remedy="take the columns that they share: --columns",
     )
     infos = [source.info for source in sources]
-    notes = [f"{i.uri}: {text}" for i in infos for text in i.attributes.get("warnings", ())]
+    said = Counter(text for i in infos for text in {*i.attributes.get("warnings", ())})
+    texts = [(i.uri, text) for i in infos for text in i.attributes.get("warnings", ())]
+    notes = [f"{uri}: {text}" if said[text] == 1 else text for uri, text in texts]
+    notes = [*dict.fromkeys(notes)]  # what several parts say is said once
     shared: dict[str, Any] = {"format": "joined", "rule": "that of each part"}
     named = ("environment_id", "environment_options", "reference_name", "scores")
     for fact in ("format", "rule", *named):
@@ -113,8 +117,8 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
             shared[fact] = values[0]
         elif fact not in shared:
             what = fact.replace("_", " ")
-            texts = ", ".join(sorted({str(value) for value in values}))
-            notes.append(f"the parts differ in {what}: {texts}")
+            kinds = ", ".join(sorted({str(value) for value in values}))
+            notes.append(f"the parts differ in {what}: {kinds}")
     edits = [info.attributes.get("reward_edits", []) for info in infos]
     for info in infos:
         left_out = {**info.attributes.get("left_out", {}), **left_out}
@@ -191,6 +195,38 @@ def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
     )
 
 
+def frames_turned(source: Source) -> Source:
+    """Return `source` with the channels of observed frames last, as encoders and videos have them.
+
+    They are uint8 of shape (C, h, w) a step; a stack of grey frames is one with as many channels.
+    """
+    first = {
+        column.name: channels_last(column.shape)
+        for column in source.spec
+        if column.name.split("/")[0].removeprefix("next_") == "observations"
+        and column.dtype == np.uint8
+        and channels_last(column.shape) != column.shape
+    }
+    if not first:
+        return source
+
+    def read(column: str, start: int, stop: int) -> Array:
+        rows = source.read(column, start, stop)
+        return np.ascontiguousarray(np.moveaxis(rows, 1, -1)) if column in first else rows
+
+    made = source.derived(
+        [Piece(read=read, steps=source.spec.steps)],
+        {
+            name: (dtype, first.get(name, shape))
+            for name, (dtype, shape) in kinds_of(source).items()
+        },
+        preferred={column.name: source.preferred_rows(column.name) for column in source.spec},
+    )
+    turned = ", ".join(f"{name} {source.spec[name].shape} to {first[name]}" for name in first)
+    made.warn(f"frames have their channels first and are turned: {turned}")
+    return made
+
+
 def _taken(source: Source, new: str, olds: Sequence[str]) -> dict[str, list[ColumnSpec]]:
     """Return the columns that make `new`, or each column of a group that gets this name."""
     columns = {column.name: column for column in source.spec}
@@ -242,7 +278,8 @@ def observation_vectors(
 def dataset_source(dataset: Dataset) -> Source:
     """Return an opened dataset of GEAR shards as a source."""
     before = dataset.manifest.source
-    attributes = {k: v for k, v in before.attributes.items() if k not in ("left_out", "picked")}
+    others = ("left_out", "picked", "options")  # that say nothing of what is there
+    attributes = {k: v for k, v in before.attributes.items() if k not in others}
     if "warnings" in attributes:
         attributes["warnings"] = before.warnings
     attributes["converted_from"] = f"{before.uri} ({before.format}), digest {before.digest}"

@@ -11,8 +11,9 @@ import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -21,8 +22,8 @@ from gear_offline.core.text import count_text
 from gear_offline.dataset.scores import dataset_file, dataset_names, dataset_of_file
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.progress import Progress
-from gear_offline.sources.base import Source
-from gear_offline.sources.episode_ends import ARTIFICIAL, TIME_FLAGS
+from gear_offline.sources.base import Source, names_after
+from gear_offline.sources.episode_ends import ARTIFICIAL, TERMINAL_FLAGS, TIME_FLAGS
 from gear_offline.sources.hdf5 import Hdf5Dataset
 
 SERVER = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"  # d4rl/infos.py; it has no https
@@ -34,21 +35,23 @@ class Family(NamedTuple):
 
     name: str
     pattern: str  # searched in the lower-case file name or environment id
+    widths: Collection[tuple[int, int]]  # of observations and actions
     rule_without_timeouts: str
-    rule: str = "terminals|timeouts"  # of files with a column timeouts
+    rule: str | None = "terminals|timeouts"  # of files with a column timeouts; None: it has none
     step_limit: int | None = None  # of the longest episode that it can have
 
 
 _GYM = r"(?:^|[^a-z])(?:hopper|halfcheetah|walker(?:2d)?|ant)(?:$|[^a-z])"
+_GYM_WIDTHS = {(11, 3), (17, 6), (27, 8), (111, 8), (15, 3), (26, 6), (22, 6), (28, 8)}
 _HANDS = r"(?:^|[^a-z])(?:door|hammer|relocate)(?:$|[^a-z])"
 FAMILIES = (
-    Family("antmaze", r"ant_?-?maze", "steps=1001", "timeouts", 1001),
-    Family("maze2d", "maze2d", ARTIFICIAL, "timeouts"),
-    Family("kitchen", "kitchen", ARTIFICIAL, f"{ARTIFICIAL}|timeouts"),
-    Family("adroit-pen", r"(?:^|[^a-z])pen(?:$|[^a-z])", "terminals|steps=100"),
-    Family("adroit", _HANDS, "terminals|steps=200"),
-    Family("mujoco", _GYM, "terminals|steps=1000", step_limit=1000),
-    Family("d4rl", r"(?!)", "terminals"),
+    Family("antmaze", r"ant_?-?maze", {(29, 8)}, "steps=1001", "timeouts", 1001),
+    Family("maze2d", "maze2d", {(4, 2)}, ARTIFICIAL, "timeouts"),
+    Family("kitchen", "kitchen", {(60, 9)}, ARTIFICIAL, None),
+    Family("adroit-pen", r"(?:^|[^a-z])pen(?:$|[^a-z])", {(45, 24)}, "terminals|steps=100"),
+    Family("adroit", _HANDS, {(39, 28), (46, 26), (39, 30)}, "terminals|steps=200"),
+    Family("mujoco", _GYM, _GYM_WIDTHS, "terminals|steps=1000", step_limit=1000),
+    Family("d4rl", r"(?!)", (), "terminals"),
 )
 _BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -60,28 +63,48 @@ class D4rlFile:
     name: str  # D4RL's of the dataset, or the file's
     family: Family
     evidence: str  # what told the family
-    rule: str  # for the columns that are there
+    rule: str | None  # for the columns that are there
     environment: str | None  # Gymnasium id
     reference: str | None  # D4RL's dataset of the reference scores, if no environment tells them
 
     @classmethod
     def detect(
-        cls, name: str, attributes: Mapping[str, Any], datasets: Mapping[str, Hdf5Dataset]
+        cls,
+        name: str,
+        attributes: Mapping[str, Any],
+        datasets: Mapping[str, Hdf5Dataset],
+        names: Mapping[str, str],
     ) -> D4rlFile | None:
-        """Find out by the file's name, then ``env_id``, then its content; None: another layout."""
-        has_timeouts = "timeouts" in datasets
-        foreign = not has_timeouts and any(flag in datasets for flag in TIME_FLAGS)
-        if foreign or not {"observations", "actions", "rewards", "terminals"} <= set(datasets):
+        """Find out by attributes, the file's name and its content; None: another layout.
+
+        Columns are those that the user's `names` make; widths are those that are stored.
+        """
+        here = names_after(datasets, names)
+        has_timeouts = "timeouts" in here
+        foreign = not has_timeouts and any(flag in here for flag in TIME_FLAGS)
+        if foreign or not {"observations", "actions", "rewards", "terminals"} <= here:
             return None
         env_id = str(attributes.get("env_id") or "")
         environment = env_id if is_gymnasium_id(env_id) else None
-        family_name, evidence = _family_told(name, env_id, datasets)
-        family, dataset = _BY_NAME[family_name], dataset_of_file(name)
+        parts = (
+            datasets.get(n) or datasets.get(names.get(n, "")) for n in ("observations", "actions")
+        )
+        widths = tuple(prod(((part and part.shape) or ())[1:]) for part in parts)
+        if "gear_offline" in attributes or {*names} & {*TERMINAL_FLAGS}:  # flags at their word
+            family, evidence = _BY_NAME["d4rl"], "attributes"
+        else:
+            family, evidence = _family_told(name, env_id, widths, here)
+        dataset = (
+            dataset_of_file(name) if widths in family.widths or evidence == "attributes" else None
+        )
+        rule = family.rule if has_timeouts else family.rule_without_timeouts
+        if "gear_offline" in attributes:
+            rule = str(attributes.get("rule", rule))
         return cls(
             name=dataset or name,
             family=family,
             evidence=evidence,
-            rule=family.rule if has_timeouts else family.rule_without_timeouts,
+            rule=rule,
             environment=environment,
             reference=None if environment else dataset or dataset_of_file(env_id),
         )
@@ -95,13 +118,6 @@ class D4rlFile:
             notes.append(
                 f"taken for {family} by its {evidence}: episodes end by {family}'s rule; "
                 "rule='terminals|timeouts' overrides"
-            )
-        if limit and int(lengths.max()) > limit:
-            own = "terminals" if family == "mujoco" else "timeouts"
-            notes.append(
-                f"{count_text(int((lengths > limit).sum()), 'episode')} longer than the {limit} "
-                f"steps of {family} (the longest has {int(lengths.max())}): flags may be "
-                f"missing; rule='{own}|steps={limit}' would cut them"
             )
         if family == "mujoco" and limit and "timeouts" in source.spec:
             cut_short = source.truncated & (lengths < limit)
@@ -148,27 +164,30 @@ def is_gymnasium_id(name: str) -> bool:
     return re.fullmatch(id_text, name) is not None
 
 
-def _family_told(name: str, env_id: str, datasets: Mapping[str, Hdf5Dataset]) -> tuple[str, str]:
+def _family_told(
+    name: str, env_id: str, widths: tuple[int, ...], here: Collection[str]
+) -> tuple[Family, str]:
     """Return the family, and what told it: the file's name, ``env_id``, or else its content.
 
-    A Gymnasium id says that the file was collected with today's flags, which need no repair: only
-    D4RL's own files give terminals another meaning.
+    Widths and columns must be the family's too.  A Gymnasium id says that the file was collected
+    with today's flags, which need no repair: only D4RL's own files give terminals another meaning.
     """
     today = is_gymnasium_id(env_id)
     for text, evidence in ((Path(name).stem, "name"), (env_id, "env_id")):
         for family in FAMILIES:
-            if re.search(family.pattern, text.lower()) and (not today or family.name == "mujoco"):
-                return family.name, evidence
+            fits = widths in family.widths and (family.rule or "timeouts" not in here)
+            fits = fits and (not today or family.name == "mujoco")
+            if fits and re.search(family.pattern, text.lower()):
+                return family, evidence
     if today:
-        return "d4rl", "env_id"
-    widths = [(datasets[n].shape or ())[1:] for n in ("observations", "actions")]
-    if "infos" in datasets and "timeouts" not in datasets:
-        return "kitchen", "content: a flat infos column, no timeouts"
-    if widths == [(29,), (8,)]:
-        return "antmaze", "content: 29 observations, 8 actions"
-    if widths == [(4,), (2,)] and "infos/goal" in datasets:
-        return "maze2d", "content: 4 observations, 2 actions, infos/goal"
-    return "d4rl", "content: D4RL's column names"
+        return _BY_NAME["d4rl"], "env_id"
+    if widths == (60, 9) and "infos" in here and "timeouts" not in here:
+        return _BY_NAME["kitchen"], "content: a flat infos column, no timeouts"
+    if widths == (29, 8):
+        return _BY_NAME["antmaze"], "content: 29 observations, 8 actions"
+    if widths == (4, 2) and "infos/goal" in here:
+        return _BY_NAME["maze2d"], "content: 4 observations, 2 actions, infos/goal"
+    return _BY_NAME["d4rl"], "content: D4RL's column names"
 
 
 def find_or_download(name: str) -> Path:
@@ -179,7 +198,7 @@ def find_or_download(name: str) -> Path:
         remedy = f"did you mean {near}" if near else "names look like hopper-medium-v2"
         raise InputError("SOURCE_READ", f"D4RL has no dataset {name!r}", remedy=remedy)
     configured = os.environ.get("D4RL_DATASET_DIR")
-    folder = Path(configured) if configured else Path.home() / ".d4rl" / "datasets"
+    folder = Path(configured).expanduser() if configured else Path.home() / ".d4rl" / "datasets"
     target = folder / PurePosixPath(file).name
     if not target.is_file():
         _download(SERVER + file, target)

@@ -25,7 +25,7 @@ from gear_offline.core.text import count_text, first_line
 from gear_offline.core.types import Array, BoolArray, Float64Array
 from gear_offline.dataset.schema import fold_episodes
 from gear_offline.dataset.shard import digest
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, in_home
 from gear_offline.sources.arrays import SAME, Columns, as_rows
 from gear_offline.sources.base import (
     Piece,
@@ -37,9 +37,11 @@ from gear_offline.sources.base import (
     some_names,
 )
 from gear_offline.sources.combine import pick_episodes
+from gear_offline.sources.episode_ends import FLAGS
 
 WINDOW_BYTES = 32 << 20  # of episodes that are in memory for a function; a longer one alone
 MOST_CHARACTERS = 1000  # of an expression
+MOST_SHIFT = 1000  # rows
 _RETURN = "_return"  # Python keeps the word for itself
 _OPERATIONS: dict[Any, np.ufunc] = {ast.And: np.logical_and, ast.Or: np.logical_or}
 _OPERATIONS |= {ast.Not: np.logical_not, ast.Eq: np.equal, ast.NotEq: np.not_equal}
@@ -64,6 +66,42 @@ def edit_source(
     return _map_episodes(source, function, numbers.tolist())
 
 
+def shift_source(source: Source, shift: Mapping[str, int]) -> Source:
+    """Return a source whose row t has row ``t + shift`` of the columns that are named.
+
+    So an action that led to its row stands at the row before.  The last rows of an episode, which
+    then lack something, are left out; flags go with the largest shift.
+    """
+    most, named = max(shift.values(), default=0), dict[str, int]()
+    for name, by in shift.items():
+        below = [c.name for c in source.spec if c.name == name or c.name.startswith(f"{name}/")]
+        if not below or not (isinstance(by, int) and 0 <= by <= MOST_SHIFT):
+            remedy = "write it like actions=1,rewards=1; columns here: "
+            remedy += some_names(column.name for column in source.spec)
+            raise InputError("USAGE", f"shift {name}={by} cannot be made", remedy=remedy)
+        named |= dict.fromkeys(below, by)
+    if not most:
+        return source
+    lengths, offsets = source.episodes.lengths, source.episodes.offsets
+    if short := int((lengths <= most).sum()):
+        source.warn(f"{count_text(short, 'episode')} of no more than {most} rows left out by shift")
+    by_column = {c.name: named.get(c.name, most * (c.name in FLAGS)) for c in source.spec}
+
+    def read(column: str, start: int, stop: int) -> Array:
+        return source.read(column, start + by_column[column], stop + by_column[column])
+
+    kept = np.flatnonzero(lengths > most)
+    pieces = [Piece(read=read, first=int(offsets[n]), steps=int(lengths[n]) - most) for n in kept]
+    return Source(
+        pieces,
+        kinds_of(source),
+        terminated=source.terminated[kept],
+        truncated=source.truncated[kept],
+        info=source.info,
+        preferred={c.name: source.preferred_rows(c.name) for c in source.spec},
+    )
+
+
 def find_function(given: str | EpisodeFunction) -> tuple[EpisodeFunction, str]:
     """Return the function that ``FILE.py:function`` or ``module:function`` names, and its origin.
 
@@ -73,7 +111,7 @@ def find_function(given: str | EpisodeFunction) -> tuple[EpisodeFunction, str]:
     function: Any = given
     what, origin = f"a {type(given).__name__} is no function", ""
     if isinstance(given, str):
-        place, _, name = given.rpartition(":")
+        place, _, name = in_home(given).rpartition(":")
         try:
             found = run_path(place) if place.endswith(".py") else vars(import_module(place))
         except Exception as error:  # whatever a user's module raises

@@ -6,7 +6,7 @@ So are HDF5 files in one of D4RL's layouts or the generic one, and ``.npz`` file
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -25,18 +25,21 @@ from gear_offline.sources.base import (
     split_names,
 )
 from gear_offline.sources.d4rl import D4rlFile
-from gear_offline.sources.episode_ends import FLAGS, default_rule, split_episodes
+from gear_offline.sources.episode_ends import FLAGS, chosen_flags, split_episodes
 from gear_offline.sources.hdf5 import Hdf5File
 
-REQUIRED = ("observations", "actions", "rewards")
+REQUIRED = ("observations", "actions")
+OPTIONAL = ("rewards", "next_observations", *FLAGS)
+NO_REWARDS = (
+    "no rewards, so no returns: goals and cloning need none; --rename NAME=rewards takes a column"
+)
 
 
 def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
     """Open an HDF5 file of D4RL's or the generic layout; its name tells D4RL's family."""
     found, attributes, rule = file.datasets, file.attributes(), asked.rule
-    d4rl = D4rlFile.detect(asked.uri.removeprefix("d4rl:"), attributes, found)
-    optional = ("next_observations", *(("terminals", "timeouts") if d4rl else FLAGS))
-    stored, left_out = find_columns(found, asked.names, REQUIRED, optional, where=str(file.path))
+    d4rl = D4rlFile.detect(asked.uri.removeprefix("d4rl:"), attributes, found, asked.names)
+    stored, left_out = find_columns(found, asked.names, where=str(file.path))
     columns = {name: file.column(name) for name in stored}
     facts: dict[str, Any] = {"attributes": attributes, "metadata": file.metadata()}
     if d4rl:
@@ -44,6 +47,7 @@ def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
     environment = d4rl.environment if d4rl else attributes.get("env_id")
     source = flat_source(
         columns,
+        others={name: file.column(name) for name in shorter(found, left_out)},
         names=asked.names,
         uri=asked.uri,
         format="d4rl" if d4rl else "hdf5",
@@ -74,6 +78,7 @@ def flat_source(
     *,
     rule: str | None,
     where: str,
+    others: Mapping[str, Any] | None = None,
     names: Mapping[str, str] | None = None,
     facts: Mapping[str, Any],
     notes: Sequence[str] = (),
@@ -82,18 +87,19 @@ def flat_source(
 ) -> Source:
     """Return a source of columns which a rule, or else the flags among them, cut into episodes.
 
-    Columns are arrays, or have their ``shape``, ``dtype`` and ``read(start, stop)``.  One that is
-    to be named as a flag is one already; one that gives its name up stays one.
+    Columns are arrays, or have their ``shape``, ``dtype`` and ``read(start, stop)``; `others` have
+    fewer rows, and may tell where episodes start.  One that is to be named as a flag is one
+    already; one that gives its name up stays one.
     """
-    warnings = list(notes)
-    flags = {new: old for new, old in (names or {}).items() if new in FLAGS and old in columns}
-    known = {name: name for name in columns if name not in flags.values()} | flags
-    if rule is None:
-        rule, more = default_rule([flag for flag in FLAGS if flag in known], where=where)
-        warnings += more
-    piece = Piece.of(columns)
-    read = Piece.of({flag: columns[name] for flag, name in known.items()}).read
-    ends = split_episodes(rule, known, piece.steps, read, where=where)
+    piece, names = Piece.of(columns), names or {}
+    flags = chosen_flags(columns, names)
+    table = {name: rows for name, rows in columns.items() if name not in flags.values()}
+    table |= {new: columns[old] for new, old in {**names, **flags}.items() if old in columns}
+    table = {**columns, **table, **(others or {})}
+    ends = split_episodes(rule, table, flags, piece.steps, where=where)
+    warnings = [*notes, *ends.notes]
+    if "rewards" not in table:
+        warnings.append(NO_REWARDS)
     facts = {**facts, "unfinished_tail_steps": ends.tail_steps, "warnings": warnings}
     return Source(
         [piece],
@@ -101,15 +107,21 @@ def flat_source(
         lengths=ends.lengths,
         terminated=ends.terminated,
         preferred=preferred,
-        info=SourceInfo(rule=rule, attributes=facts, **info),
+        info=SourceInfo(rule=ends.rule, attributes=facts, **info),
     )
+
+
+def shorter(found: Mapping[str, Any], left_out: Iterable[str]) -> list[str]:
+    """Return the vectors without a row for each step: they may tell where episodes start."""
+    vectors = (n for n in left_out if len(found[n].shape or ()) == 1)
+    return [n for n in vectors if can_be_column(found[n].shape, found[n].dtype)]
 
 
 def find_columns(
     found: Mapping[str, Any],
     names: Mapping[str, str],
-    required: Sequence[str],
-    optional: Sequence[str],
+    required: Sequence[str] = REQUIRED,
+    optional: Sequence[str] = OPTIONAL,
     *,
     where: str,
 ) -> tuple[list[str], dict[str, str]]:
@@ -137,7 +149,7 @@ def find_columns(
             renamed = [new for new, old in names.items() if column in split_names(old)]
             what += "".join(f": --rename took it as {new}" for new in renamed)
             remedy = f"needed: {', '.join(required)}; found: {some_names(found)}; other "
-            remedy += f"names: --columns {column}=NAME,...; other layouts: docs/how-to/convert.md"
+            remedy += f"names: --rename NAME={column}; other layouts: docs/how-to/convert.md"
             raise InputError("COLUMN", what, where=where, remedy=remedy)
         chosen += [name for name in leaves if name not in chosen]
     count = found[chosen[0]].rows

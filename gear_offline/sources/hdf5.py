@@ -174,12 +174,24 @@ class Hdf5File(Closing):
         """Return a list of names that the file stores as text."""
         with _told_as_damaged(self.path):
             stored = self._file[name]
-            size, is_text = stored.id.get_storage_size(), h5py.check_string_dtype(stored.dtype)
-            if stored.ndim != 1 or stored.chunks or is_text is None or size > MAX_TEXT_BYTES:
+            is_text = h5py.check_string_dtype(stored.dtype) is not None
+            if stored.ndim != 1 or not is_text or self._claimed(stored) > MAX_TEXT_BYTES:
                 raise ValueError(f"{name} is no short list of text")
-            if size < stored.size * stored.dtype.itemsize:
+            if stored.id.get_storage_size() < stored.size * stored.dtype.itemsize:
                 raise ValueError(f"{name} was not written to its end")
             return [str(_plain(text)) for text in stored[()]]
+
+    def _claimed(self, stored: h5py.Dataset) -> int:
+        """Return the bytes that numbers or text claim, for which HDF5 makes room unseen."""
+        size, text = int(stored.id.get_storage_size()), h5py.check_string_dtype(stored.dtype)
+        if size > MAX_TEXT_BYTES or stored.chunks or not (text or stored.dtype.kind in "biufcS"):
+            raise ValueError("no short numbers or text")
+        if text is None or text.length is not None:
+            return size
+        raw = bytearray(size)  # a length of 4 bytes and the place, of each text
+        with self.file.open() as file:
+            _pread_into(file.fileno(), memoryview(raw), int(stored.id.get_offset()))
+        return int(np.frombuffer(raw, "<u4")[::4].sum(dtype=np.int64))
 
     def metadata(self) -> dict[str, Any]:
         """Return what lies under ``metadata``: small scalars by value, arrays by shape."""
@@ -190,7 +202,7 @@ class Hdf5File(Closing):
             elif name.startswith("metadata/"):
                 with suppress(Exception):
                     stored = self._file[name]
-                    if stored.id.get_storage_size() <= MAX_ATTRIBUTE_BYTES:
+                    if self._claimed(stored) <= MAX_ATTRIBUTE_BYTES:
                         facts[name] = _plain(stored[()])
         return _known(facts)
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
-from gear_offline.core.types import Array, BoolArray
+from gear_offline.core.types import Array
 from gear_offline.errors import InputError
 from gear_offline.sources.base import (
     READ_BYTES,
@@ -38,7 +38,8 @@ from gear_offline.sources.base import (
     split_names,
 )
 from gear_offline.sources.combine import observation_vectors
-from gear_offline.sources.parquet import Column, ParquetFile, is_numeric, step_rows, values_at
+from gear_offline.sources.flat import NO_REWARDS
+from gear_offline.sources.parquet import Column, ParquetFile, is_numeric, step_rows
 from gear_offline.sources.pictures import image_pixels, video_frames
 
 INFO = Path("meta", "info.json")
@@ -56,9 +57,6 @@ PATHS = {
 }
 FIELD = re.compile(r"\{(\w+)(?::0?([0-9]{1,2})d?)?\}")
 NAMES = {"actions": "action", "rewards": "next.reward"}
-NO_REWARDS = "no next.reward in the data: there are no rewards and returns"
-SUCCESS = ", --columns rewards=next.success,... takes success"
-NO_DONE = "no next.done in the data: every episode counts as truncated"
 
 
 class Part(NamedTuple):
@@ -79,7 +77,7 @@ def is_lerobot(path: Path) -> bool:
 
 
 def open_lerobot(path: Path, asked: Asked) -> Source:
-    """Open a dataset's folder; reads episode numbers and flags."""
+    """Open a dataset's folder; reads the episode numbers."""
     path, names = path.absolute(), asked.names
     reader = _Reader(path)
     info, notes = reader.info, list[str]()
@@ -93,19 +91,15 @@ def open_lerobot(path: Path, asked: Asked) -> Source:
     kinds: dict[str, Any] = dict(kinds_of_rows(first))
     rewards = names.get("rewards", NAMES["rewards"])
     if rewards not in kinds:
-        notes.append(NO_REWARDS + (SUCCESS if "next.success" in kinds else ""))
+        success = "next.success" in kinds
+        notes.append(NO_REWARDS.replace("NAME", "next.success") if success else NO_REWARDS)
     elif kinds[rewards][0].kind == "b":
         kinds[rewards] = np.dtype(np.float32), ()
     usual = {new: old for new, old in NAMES.items() if old in kinds}
-    terminated, cut = reader.flags("next.done"), reader.flags("next.truncated")
-    if terminated is None:
-        notes.append(NO_DONE)
-        terminated = np.zeros(reader.firsts.size, np.bool_)
     return Source(
         [Piece(read=partial(read, p), first=p.first, steps=p.file.rows) for p in reader.parts],
         kinds,
         lengths=np.diff(reader.bounds),
-        terminated=terminated if cut is None else terminated & ~cut,
         preferred={  # a read of frames looks for a key frame
             name: max(1, 4 * READ_BYTES // math.prod(shape))
             for name, (_, shape) in kinds.items()
@@ -207,18 +201,6 @@ class _Reader:
                 left_out[name] = f"no numbers ({types[name]})"
         return reads, left_out
 
-    def flags(self, name: str) -> BoolArray | None:
-        """Return a flag at the last step of each episode, (E,), ``None`` if there is none."""
-        if any(name not in part.file.schema.names for part in self.parts):
-            return None
-        ends = np.array(self.bounds[1:]) - 1
-        flags = []
-        for part in self.parts:
-            local = ends[(ends >= part.first) & (ends < part.first + part.file.rows)] - part.first
-            rows = Column(part.file, name)
-            flags.append(values_at(local, part.file.rows, partial(_steps, rows, name)))
-        return np.asarray(np.concatenate(flags) != 0)
-
     def _rows(self, name: str, part: Part, start: int, stop: int) -> Any:
         column = part.columns.setdefault(name, Column(part.file, name))
         if self._recent.setdefault(name, column) is not column:
@@ -286,7 +268,3 @@ class _Reader:
         files = {path: InputFile.find(self.path / path) for path in paths}
         self.videos += files.values()
         return {n: (files[found[n][0]], found[n][1]) for n in self.episodes}
-
-
-def _steps(rows: Column, name: str, start: int, stop: int) -> Array:
-    return step_rows(rows.read(start, stop), name, rows.path)

@@ -12,10 +12,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,7 @@ from gear_offline.sources.hdf5 import SUFFIXES, Hdf5File
 MAIN_FILE, METADATA_FILE = "main_data.hdf5", "metadata.json"
 MAX_METADATA_BYTES = 64 << 20
 LONG = ("observation_space", "action_space", "env_spec", "eval_env_spec")  # of the metadata
+MAX_EPISODE_BYTES = 2 << 30  # minari decodes an episode as a whole
 KEPT_BYTES = 320 << 20  # of decoded episodes: those of a shard are not decoded for each column
 COLUMNS = ("observations", "actions", "rewards", "next_observations", "terminations", "truncations")
 REMEDY = "it is damaged or of another version of Minari: get it again, minari download ID"
@@ -57,7 +61,7 @@ def find_directory(dataset_id: str) -> Path:
         what = f"{dataset_id!r} is not a Minari dataset id"
         raise InputError("SOURCE_READ", what, remedy="ids look like mujoco/hopper/medium-v0")
     root = os.environ.get("MINARI_DATASETS_PATH")
-    base = Path(root) if root else Path.home() / ".minari" / "datasets"
+    base = Path(root).expanduser() if root else Path.home() / ".minari" / "datasets"
     if not (base / dataset_id).is_dir():
         what = f"Minari dataset {dataset_id} is not on this machine"
         remedy = f"run: minari download {dataset_id} (or set MINARI_DATASETS_PATH)"
@@ -98,7 +102,6 @@ def open_minari(path: Path, asked: Asked) -> Source:
     left_out = reader.left_out | others
     empty = total - len(lengths)
     notes = [f"{count_text(empty, 'episode')} without steps left out"] if empty else []
-    notes += [f"{n} is left out: {y}" for n, y in left_out.items() if not n.startswith("infos/")]
     uri = asked.uri
     if not uri.startswith("minari:") and metadata.get("dataset_id"):
         uri = f"minari:{metadata['dataset_id']}"
@@ -133,6 +136,9 @@ class _Reader:
             from minari.dataset.minari_storage import MinariStorage
         with _told(data):
             self._storage = MinariStorage.read(data)
+            if not (data / MAIN_FILE).exists():  # minari's fails, or leaves out what is nested
+                module: Any = sys.modules[type(self._storage).__module__]
+                module._decode_info = _decode_infos
         self._data = data
         self.left_out: dict[str, str] = {}  # what is stored and no column: why
         # by Minari's number of each episode that has steps: T, how it ended, its columns
@@ -192,13 +198,32 @@ class _Reader:
             parts = value.items() if isinstance(value, Mapping) else enumerate(value)
             leaves: Episode = {}
             for key, part in parts:
-                leaves |= self._leaves(f"{name}/{str(key).replace('/', '_')}", part)
+                # No column has a backslash: the source gives it a name that is free, and says so.
+                leaves |= self._leaves(f"{name}/{str(key).replace('/', chr(92))}", part)
             return leaves
         rows = np.asarray(value)
         if rows.dtype.kind in "biufc" and rows.ndim:
             return {name: rows}
         self.left_out[name] = "text" if rows.dtype.kind in "SU" else f"no numbers ({rows.dtype})"
         return {}
+
+
+def _decode_infos(values: Any) -> dict[str, Any]:
+    """Return the infos of an arrow file; a shape is text, and in minari 0.5.1 a byte a number."""
+    made: dict[str, Any] = {}
+    for number, field in enumerate(values.type):
+        part = values.field(number)
+        if hasattr(part, "field"):
+            made[field.name] = _decode_infos(part)
+            continue
+        rows = np.stack(part.to_numpy(zero_copy_only=False))
+        stored = (field.metadata or {}).get(b"shape")
+        if stored is not None:
+            shape = [int(n) for n in stored.split(b",") if n.isdigit()]
+            right = prod(shape) == prod(rows.shape[1:])
+            rows = rows.reshape(len(rows), *(shape if right else stored))
+        made[field.name] = rows
+    return made
 
 
 @contextmanager
@@ -225,13 +250,44 @@ def _read_metadata(data: Path) -> dict[str, Any]:
 
 def _data_files(data: Path, metadata: Mapping[str, Any]) -> tuple[InputFile, ...]:
     """Return the files to digest; only regular ones are accepted, and HDF5 is looked through."""
-    if metadata.get("data_format", "hdf5") == "hdf5":
+    kind = metadata.get("data_format", "hdf5")
+    if kind == "hdf5":
         with Hdf5File(data / MAIN_FILE) as file:
             file.check_all()
+            claimed = Counter[str]()
+            for name, header in file.datasets.items():
+                itemsize = header.dtype.itemsize if header.dtype else 0
+                claimed[name.split("/")[0]] += prod(header.shape or (0,)) * itemsize
+            _check_room(max(claimed.values(), default=0), data)
             return (file.file,)
-    folders = [data / str(number) for number in range(int(metadata["total_episodes"]))]
-    paths = [path for folder in folders for path in sorted(folder.glob("*"))]
-    return tuple(InputFile.find(path) for path in paths if path.name != METADATA_FILE)
+    with package_needed("Minari's arrow files are read by pyarrow", "minari"):
+        import pyarrow.dataset
+    files: list[InputFile] = []
+    for number in range(int(metadata["total_episodes"])):
+        paths = [p for p in sorted((data / str(number)).glob("*")) if p.name != METADATA_FILE]
+        files += map(InputFile.find, paths)
+        with _told(data / str(number)):
+            rows = pyarrow.dataset.dataset([str(path) for path in paths], format=kind)
+            _check_room(rows.count_rows() * sum(_width(f.type) for f in rows.schema), data)
+    return tuple(files)
+
+
+def _width(kind: Any) -> int:
+    """Return the bytes of a row of an Arrow type, 0 of what has no fixed size."""
+    size = getattr(kind, "list_size", 1)
+    if kind.num_fields:
+        return int(size) * sum(_width(kind.field(n).type) for n in range(kind.num_fields))
+    try:
+        return -(-int(kind.bit_width) // 8)
+    except ValueError:
+        return 0
+
+
+def _check_room(size: int, where: Path) -> None:
+    """Refuse an episode that would take all memory, before it is decoded."""
+    if size > MAX_EPISODE_BYTES:
+        what, remedy = f"an episode of {size:,} bytes", f"at most {MAX_EPISODE_BYTES:,} are read"
+        raise InputError("SOURCE_UNSAFE", what, str(where), remedy)
 
 
 def _environment(metadata: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:

@@ -23,15 +23,15 @@ from numpy.lib import format as npy
 
 from gear_offline.core.files import read_at
 from gear_offline.core.types import Array
-from gear_offline.sources.base import Asked, InputFile, Source, damage_told, misfit
-from gear_offline.sources.episode_ends import ARTIFICIAL, SCALARS, TIME_FLAGS
-from gear_offline.sources.flat import find_columns, flat_source
+from gear_offline.sources.base import Asked, InputFile, Source, damage_told, misfit, names_after
+from gear_offline.sources.episode_ends import ARTIFICIAL, FLAGS, TIME_FLAGS
+from gear_offline.sources.flat import find_columns, flat_source, shorter
 
 READ_BYTES = 1 << 20
 MAX_WHOLE_BYTES = 1 << 30  # of an array that is stored by columns
-NO_REWARDS = (
-    "OGBench's files have no rewards, which depend on the goal; to train for returns save what "
-    "ogbench adds for a singletask name: docs/how-to/convert.md"
+OGBENCH = (
+    "taken for OGBench's: terminals without rewards and timeouts, which mark ends of recordings, "
+    "not terminations; --rule terminals counts them as terminations"
 )
 
 
@@ -144,22 +144,23 @@ def open_npz(path: Path, asked: Asked) -> Source:
     if "valids" in members:
         what = "a compact dataset of OGBench: two rows are flagged at each end"
         raise misfit(what, path, "give ogbench's own file, or save with compact_dataset=False")
+    names = asked.names
+    here = names_after(members, names)
     # Its terminals are ends of trajectories, not of tasks; `masks` come with its rewards.
-    ogbench = {"observations", "actions", "terminals"} <= set(members) and (
-        "masks" in members or not {"rewards", *TIME_FLAGS} & set(members)
-    )
-    required = ("observations", "actions", *(() if ogbench else ("rewards",)))
-    chosen, left_out = find_columns(members, asked.names, required, SCALARS, where=str(path))
+    ogbench = {"observations", "actions", "terminals"} <= here and not {*FLAGS} & {*names}
+    ogbench = ogbench and ("masks" in here or not {"rewards", *TIME_FLAGS} & here)
+    chosen, left_out = find_columns(members, names, where=str(path))
     return flat_source(
         {name: members[name] for name in chosen},
-        names=asked.names,
+        others={name: members[name] for name in shorter(members, left_out)},
+        names=names,
         uri=asked.uri,
         format="ogbench" if ogbench else "npz",
         rule=asked.rule or (ARTIFICIAL if ogbench else None),
         where=str(path),
         files=(file,),
         facts={"left_out": left_out},
-        notes=[NO_REWARDS] if asked.names.get("rewards", "rewards") not in members else [],
+        notes=[OGBENCH] if ogbench and "masks" not in here and not asked.rule else [],
     )
 
 

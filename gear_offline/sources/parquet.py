@@ -7,9 +7,8 @@ Shape legend: T steps of an episode, R steps of a group of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,7 @@ from gear_offline.sources.base import (
     some_names,
     split_names,
 )
-from gear_offline.sources.episode_ends import FLAGS, TERMINAL_FLAGS
-from gear_offline.sources.flat import REQUIRED
+from gear_offline.sources.flat import NO_REWARDS, REQUIRED
 
 BATCH_VALUES, BATCH_ROWS = 1 << 22, 1 << 20  # of a batch; run lengths make billions of few bytes
 MAX_ROW_VALUES = 1 << 27
@@ -40,24 +38,24 @@ MAX_EPISODES = 1 << 24  # of a file; each takes some tens of bytes
 
 
 def open_parquet(path: Path, asked: Asked) -> Source:
-    """Open a file of one row an episode; reads rewards and flags."""
+    """Open a file of one row an episode; reads how long they are."""
     path, names = path.absolute(), asked.names
     file = ParquetFile(path)
     types = {field.name: field.type for field in file.schema}
     lists = [name for name, kind in types.items() if is_list(kind) and is_numeric(kind)]
     needed = [part for name in REQUIRED for part in split_names(names.get(name, name))]
-    for name in needed:
+    rewards = names.get("rewards", "rewards")
+    for name in [*needed, *({rewards} & types.keys())]:
         if name not in lists:
             remedy = f"needed are lists over the steps of an episode; found: {some_names(lists)}; "
-            remedy += f"other names: --columns {name}=NAME,..."
+            remedy += f"other names: --rename NAME={name}"
             what = f"no column {name!r} of one list an episode"
             raise InputError("COLUMN", what, str(path), remedy)
     stored = list(dict.fromkeys([*needed, *lists]))
-    rewards = split_names(names.get("rewards", "rewards"))[0]
     if file.rows > MAX_EPISODES:
         raise misfit(f"{file.rows:,} episodes", path, f"give files of at most {MAX_EPISODES:,}")
     lengths = np.zeros(file.rows, np.int64)
-    for row, values in file.batches(rewards):
+    for row, values in file.batches(needed[0]):
         lengths[row : row + len(values)] = counts = _lengths(values)
         if not counts.all():
             break
@@ -74,17 +72,12 @@ def open_parquet(path: Path, asked: Asked) -> Source:
         with file.told():
             values = columns[name].read(first, last)
             if not np.array_equal(_lengths(values), lengths[first:last]):
-                what = f"its lists are not as long as those of {rewards}"
+                what = f"its lists are not as long as those of {needed[0]}"
                 raise misfit(what, f"{path}: {name}", "give every column one value a step")
             rows = values.flatten()[start - int(bounds[first]) : stop - int(bounds[first])]
             return step_rows(rows, name, path)
 
     first = {name: read(name, 0, 1) for name in stored}
-    flags = [flag for flag in FLAGS if names.get(flag, flag) in stored]
-    terminal = next((names.get(flag, flag) for flag in flags if flag in TERMINAL_FLAGS), None)
-    terminated: Any = False
-    if terminal:
-        terminated = values_at(bounds[1:] - 1, steps, partial(read, terminal)) != 0
     columns = {name: Column(file, name) for name in stored}  # those before are open
     left_out = {n: f"no list of numbers ({k})" for n, k in types.items() if n not in lists}
     folders = (path.stem, path.parent.name, path.parent.parent.name)  # hopper-medium-v2/train/
@@ -92,7 +85,6 @@ def open_parquet(path: Path, asked: Asked) -> Source:
         [Piece(read=read, steps=steps)],
         kinds_of_rows(first),
         lengths=lengths,
-        terminated=terminated,
         info=SourceInfo(
             uri=asked.uri,
             format="parquet",
@@ -101,7 +93,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
             files=(file.file,),
             attributes={
                 "left_out": left_out,
-                "warnings": [] if flags else ["no flags: every episode counts as truncated"],
+                "warnings": [] if rewards in lists else [NO_REWARDS],
             },
         ),
     )
@@ -179,16 +171,6 @@ class Column:
         if stop == self._file.rows:  # a folder may have thousands of files
             self.close()
         return parts[0] if len(parts) == 1 else pyarrow.concat_arrays(parts)
-
-
-def values_at(rows: Int64Array, steps: int, read: Callable[[int, int], Array]) -> Array:
-    """Return one number a row, ``read(start, stop)``, at ascending `rows` of `steps`."""
-    parts = []
-    for start in range(0, steps, BATCH_ROWS):
-        block = read(start, min(start + BATCH_ROWS, steps))
-        first, last = np.searchsorted(rows, (start, start + BATCH_ROWS))
-        parts.append(block.reshape(len(block), -1)[rows[first:last] - start, -1])
-    return np.concatenate(parts)
 
 
 def step_rows(values: Any, name: str, path: Path) -> Array:

@@ -31,14 +31,14 @@ from gear_offline.sources.base import (
 )
 from gear_offline.sources.combine import observation_vectors
 from gear_offline.sources.d4rl import is_gymnasium_id
-from gear_offline.sources.flat import find_columns
+from gear_offline.sources.flat import NO_REWARDS, find_columns
 from gear_offline.sources.hdf5 import Hdf5Dataset, Hdf5File
 
 _DEMO = re.compile(r"data/(demo_[0-9]+)/(.+)")
 GYM_TYPE = 2  # of robomimic's EnvType: the name is that of a gym environment
 DONES = (
     "dones mark a success or the end of a recording, and do not say which: every demonstration "
-    "counts as truncated"
+    "counts as truncated; --rule done-only takes them as terminations"
 )
 JOINED = "one row a step is needed everywhere: the file is damaged, or joined of several"
 STEPWISE = ("actions", "rewards", "obs", "next_obs")
@@ -64,6 +64,10 @@ def open_robomimic(file: Hdf5File, demos: Mapping[str, Demo], asked: Asked) -> S
         opened = {column: file.column(demos[name][column].path) for column in columns}
         pieces.append(Piece.of(opened))
     attributes, environment, reference = _environment(file)
+    notes = (
+        [DONES] if "dones" in columns and "dones" not in names.values() and not asked.rule else []
+    )
+    notes += [] if names.get("rewards", "rewards") in columns else [NO_REWARDS]
     return Source(
         pieces,
         columns,
@@ -79,7 +83,7 @@ def open_robomimic(file: Hdf5File, demos: Mapping[str, Demo], asked: Asked) -> S
                 **attributes,
                 "filter_keys": sorted(masks),
                 "left_out": others | left_out,
-                "warnings": [*file.warnings, *([DONES] if "dones" in columns else [])],
+                "warnings": [*file.warnings, *notes],
             },
         ),
     )
@@ -123,8 +127,8 @@ def _columns(
         remedy = f"found: {some_names(demo)}; recorded states become observations and rewards "
         remedy += "with robomimic's dataset_states_to_obs.py"
         raise InputError("COLUMN", "no group 'obs'", where, remedy)
-    needed = ("observations" if named else "obs", "actions", "rewards")
-    chosen, left_out = find_columns(demo, names, needed, ("next_obs",), where=where)
+    needed, others = ("observations" if named else "obs", "actions"), ("rewards", "next_obs")
+    chosen, left_out = find_columns(demo, names, needed, others, where=where)
     steps, claimed = demo[chosen[0]].rows, file.attribute(f"data/{name}", "num_samples")
     if isinstance(claimed, int) and claimed != steps:
         raise misfit(f"{count_text(steps, 'row')}, num_samples is {claimed}", where)

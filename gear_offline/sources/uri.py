@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,18 @@ from gear_offline.dataset.manifest import is_dataset
 from gear_offline.dataset.scores import dataset_file, dataset_of_file
 from gear_offline.errors import InputError, given_path
 from gear_offline.sources.base import Asked, Source, damage_told, files_in, misfit
-from gear_offline.sources.combine import dataset_source, join_sources, with_columns
+from gear_offline.sources.combine import dataset_source, frames_turned, join_sources, with_columns
 from gear_offline.sources.d4rl import find_or_download
 from gear_offline.sources.dqn_replay import open_dqn_replay, replay_folder
+from gear_offline.sources.episode_ends import (
+    CUTS,
+    ONLY,
+    SPLIT,
+    chosen_flags,
+    judge_ends,
+    judges_only,
+    kind_of_flag,
+)
 from gear_offline.sources.flat import open_hdf5
 from gear_offline.sources.hdf5 import SUFFIXES, Hdf5File
 from gear_offline.sources.lerobot import is_lerobot, open_lerobot
@@ -35,7 +46,7 @@ ACCEPTED = (
 
 
 def open_source(
-    uri: str | Path, *, rule: str | None = None, names: Mapping[str, str] | None = None
+    uri: str | os.PathLike[str], *, rule: str | None = None, names: Mapping[str, str] | None = None
 ) -> Source:
     """Open a dataset of another format for reading.
 
@@ -94,7 +105,20 @@ def open_source(
     else:
         _check_there(text, path)
         asked = Asked(path.name, rule, names)
-    return _open(path, asked)
+    return frames_turned(_open(path, asked))
+
+
+def place_of(source: str) -> Path | None:
+    """Return where a source lies on this machine; None where it does not, or not yet."""
+    scheme, _, name = source.partition(":")
+    path: Path | None = Path(source)
+    if scheme == "robomimic":
+        path = Path(name) if Path(name).is_file() else Path(name.partition("#")[0])
+    elif name and (is_hub(source) or scheme in ("d4rl", "minari")):
+        path = None
+        with suppress(InputError):  # an id that is not on this machine
+            path = find_directory(name) if scheme == "minari" else None
+    return path if path is not None and path.exists() else None
 
 
 def was_read_from(source: str, uri: str, files: Sequence[str]) -> bool:
@@ -119,10 +143,29 @@ def _open(path: Path, asked: Asked) -> Source:
         return _open_folder(path, asked)
     with damage_told(path.suffix or "dataset", path):
         source = reader(path, asked)
-    if asked.rule not in (None, source.info.rule):
-        what = f"boundary rule {asked.rule!r} does not apply to a format that stores episodes apart"
-        raise misfit(what, asked.uri, "leave the rule out, or convert the first source again")
+        if source.info.format not in FLAT:
+            _judge(source, asked)
     return with_columns(source, asked.names)
+
+
+def _judge(source: Source, asked: Asked) -> None:
+    """Tell how stored episodes ended, by a rule or the flags of the user or the format."""
+    if asked.rule and not judges_only(asked.rule):
+        what = f"boundary rule {asked.rule!r} does not apply to a format that stores episodes apart"
+        remedy = "leave it out, or convert the first source again; here rules say how episodes "
+        raise misfit(what, asked.uri, f"{remedy}ended: {SPLIT}|steps=N, {ONLY}, FLAG{CUTS}")
+    named = [
+        new for new, old in asked.names.items() if kind_of_flag(new) not in (-1, kind_of_flag(old))
+    ]
+    if not (asked.rule or named or source.info.format in JUDGED):
+        return
+    flags = chosen_flags(source.stored_names, asked.names)
+    rows = {flag: source.column(source.named(old)) for flag, old in flags.items()}
+    lengths = source.episodes.lengths
+    source.terminated, notes = judge_ends(rows, lengths, asked.rule, where=str(source.where))
+    source.truncated = ~source.terminated
+    source.info = replace(source.info, rule=asked.rule or source.info.rule)
+    source.warn(*notes)
 
 
 def _open_folder(path: Path, asked: Asked) -> Source:
@@ -161,6 +204,8 @@ def _open_hdf5(path: Path, asked: Asked) -> Source:
 
 Reader = Callable[[Path, Asked], Source]
 FILES: dict[str, Reader] = {".npz": open_npz, ".parquet": open_parquet}  # any other is HDF5
+FLAT = ("d4rl", "hdf5", "npz", "ogbench")  # formats whose episodes a rule cuts
+JUDGED = ("lerobot", "parquet")  # formats whose flags at the last steps tell how episodes ended
 FOLDERS: tuple[tuple[Callable[[Path], Any], Reader], ...] = (  # the first that fits
     (data_directory, open_minari),
     (is_dataset, lambda path, asked: dataset_source(open_dataset(path))),

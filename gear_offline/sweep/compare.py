@@ -13,7 +13,7 @@ from pathlib import Path
 from gear_offline.config.files import flat
 from gear_offline.core.files import check_new_file, writing
 from gear_offline.core.text import Document
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, given_path
 from gear_offline.progress import Printed, Terminal
 from gear_offline.runs.run import Run, open_run
 from gear_offline.sweep.report import plot_curves
@@ -85,11 +85,15 @@ def compare_runs(
     ['hidden_size=16, steps=4', 'hidden_size=64, steps=8']
     """
     given = [runs] if isinstance(runs, (str, os.PathLike)) else runs
-    paths = {path.resolve(): path for one in given for path in _runs_in(Path(one))}
+    paths = {
+        path.resolve(): path
+        for one in given
+        for path in _runs_in(given_path(one, "RUN_NOT_FOUND", where="runs"))
+    }
     if len(paths) < 2:
         remedy = "name two different runs or more, or a sweep; `gear-offline runs ls` lists them"
         raise InputError("USAGE", "there is nothing to compare", remedy=remedy)
-    plot = None if out is None else Path(out)
+    plot = None if out is None else given_path(out, "OUTPUT_WRITE", where="out")
     if plot is not None:
         if plot.suffix not in (".png", ".svg"):
             remedy = "let its name end with .png or .svg"

@@ -20,12 +20,13 @@ import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.interruption import StopRequest
+from gear_offline.core.system import torch_alone
 from gear_offline.distributed.world import current
 from gear_offline.errors import GearError
 from gear_offline.loaders.from_recipe import recipe_sampler
 from gear_offline.runs.directory import RunDirectory
 from gear_offline.runs.loop import LiveRun, Shared, TrainingInterrupted, begin_run, run_settings
-from gear_offline.runs.prepare import resolve
+from gear_offline.runs.prepare import resolve, settle
 from gear_offline.runs.run import Run
 from gear_offline.sweep.jobs import Job, run_errors
 from gear_offline.sweep.trials import Trial
@@ -42,7 +43,8 @@ MEMORY_SPARE = 1.25  # a further run begins if so many times what one takes is f
 
 def train_concurrently(job: Job) -> None:
     """Train the trials together in this process; raise ``INTERRUPTED`` after Ctrl-C."""
-    with StopRequest() as stop, current(job.device), _many_shapes(job.trials, job.device):
+    alone, shapes = torch_alone("a sweep", quiet=False), _many_shapes(job.trials, job.device)
+    with alone, StopRequest() as stop, current(job.device), shapes:
         _Scheduler(job, stop).train(deque(_alike(job)))
 
 
@@ -160,7 +162,8 @@ class _Member:
     @classmethod
     def open(cls, trial: Trial, job: Job, shared: Shared) -> _Member:
         """Open the run of a trial, or resume it."""
-        path, recipe, rng = job.folder / trial.name, trial.recipe, RngStream(job.device)
+        path, rng = job.folder / trial.name, RngStream(job.device)
+        recipe = settle(trial.recipe, path, job.device)
         with ExitStack() as held, rng.use(), run_settings(recipe):
             directory = held.enter_context(RunDirectory(path, resume=path.exists()))
             dataset = job.datasets[recipe.data_key]
@@ -193,7 +196,7 @@ class _Group:
     ) -> None:
         self.members, self._rng = members, members[0].rng
         self._job, self._stop, self._before_capture = job, stop, before_capture
-        self._recipe = members[0].trial.recipe
+        self._recipe = members[0].run.learner.recipe
         self._stack: Stack | None = None
         self._steps = self._train()
 

@@ -56,11 +56,10 @@ class TrialResult:
     curves: dict[str, dict[int, float]]  # values by step, by `RANKING`
     last: EvaluationReport | None  # the last evaluation that did not fail
 
-    def metrics(self) -> dict[str, float]:
-        """Return the `METRICS` that it has; the last ones, and the best return."""
-        last = {name: curve[max(curve)] for name, curve in self.curves.items() if curve}
-        returns = self.curves["return"].values()
-        return last | ({"best_return": max(returns)} if returns else {})
+    @property
+    def steps(self) -> int:
+        """The last step of which it says anything."""
+        return max((step for curve in self.curves.values() for step in curve), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,9 @@ class Row:
     trials: int
     seeds: tuple[int, ...]  # of the complete ones
     failed: tuple[str, ...]
-    estimates: Mapping[str, Estimate]  # over `seeds`, by `METRICS`, as far as there are values
+    estimates: Mapping[str, Estimate]  # by `METRICS`, over those seeds that have a value at
+    steps: Mapping[str, int]  # the step of each: the last one that all seeds have come to
+    missing: Mapping[str, tuple[str, ...]]  # the runs without a value there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,19 @@ class Table(Document):
         """The headings of the metrics that some trial has."""
         return {n: text for n, text in METRICS.items() if any(n in r.estimates for r in self.rows)}
 
+    @property
+    def notes(self) -> list[str]:
+        """What is not alike behind the means, in sentences."""
+        steps = {row.label: row.steps[self.metric] for row in self.rows if self.metric in row.steps}
+        pairs = ", ".join(f"{label} at step {step:,}" for label, step in [*steps.items()][:8])
+        lacks = [
+            f"{', '.join(runs)}: no {METRICS[name]} at step {row.steps[name]:,}, failed or not "
+            "evaluated, left out of the mean."
+            for row in self.rows
+            for name, runs in row.missing.items()
+        ]
+        return [f"Rows are of different steps: {pairs}.", *lacks][len({*steps.values()}) < 2 :]
+
     def print(self, console: Terminal, remark: str = "") -> None:
         """Print a row a setting, and what its intervals are."""
         shown = [name for name in self.headings if name != "best_return"]
@@ -110,7 +124,7 @@ class Table(Document):
         print_table(console, ["setting", "seeds", *(METRICS[name] for name in shown)], cells)
         has_intervals = any("±" in text for row in cells for text in row[2:])
         what = f"± is the {INTERVAL}." if has_intervals else "Intervals are shown from 3 seeds on."
-        console.print(f"{what} {remark}".rstrip())
+        console.print(" ".join([what, *self.notes, remark]).rstrip())
 
 
 def read_result(trial: Trial, path: Path, error: str | None = None) -> TrialResult:
@@ -172,20 +186,43 @@ def by_label(results: Sequence[TrialResult]) -> dict[str, list[TrialResult]]:
     return groups
 
 
+def at_one_step(
+    results: Sequence[TrialResult], metric: str
+) -> tuple[int, list[tuple[TrialResult, float]]]:
+    """Return the values of trials at one step: the last that all have come to and some have any."""
+    reached = min((one.steps for one in results), default=0)
+    steps = [step for one in results for step in one.curves[metric] if step <= reached]
+    step = max(steps, default=0)
+    return step, [(one, one.curves[metric][step]) for one in results if step in one.curves[metric]]
+
+
 def make_table(results: Sequence[TrialResult]) -> Table:
     """Return the table of trials; equal settings stay in the order of the trials."""
     rows = []
     for label, members in by_label(results).items():
         complete = [one for one in members if one.status == "complete"]
-        found = [one.metrics() for one in complete]
-        values = {name: [one[name] for one in found if name in one] for name in METRICS}
+        found = {name: at_one_step(complete, name) for name in RANKING}
+        values = {name: [value for _, value in pairs] for name, (_, pairs) in found.items()}
+        last, played = found["return"]
+        values["best_return"] = [
+            max(value for step, value in one.curves["return"].items() if step <= last)
+            for one, _ in played
+        ]
+        there = {name: [one.trial.name for one, _ in pairs] for name, (_, pairs) in found.items()}
+        names = [one.trial.name for one in complete]
         row = Row(
             label=label,
             settings=members[0].trial.settings,
             trials=len(members),
             seeds=tuple(one.trial.recipe.seed for one in complete),
             failed=tuple(one.trial.name for one in members if one.status == "failed"),
-            estimates={name: estimate(known) for name, known in values.items() if known},
+            estimates={name: estimate(values[name]) for name in METRICS if values[name]},
+            steps={name: step for name, (step, pairs) in found.items() if pairs},
+            missing={
+                name: tuple(one for one in names if one not in known)
+                for name, known in there.items()
+                if 0 < len(known) < len(names)
+            },
         )
         rows.append(row)
     metric = next((m for m in RANKING if any(m in row.estimates for row in rows)), "loss")

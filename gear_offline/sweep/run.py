@@ -17,8 +17,9 @@ import torch
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text, say
+from gear_offline.distributed import launched
 from gear_offline.distributed.world import resolve_device
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, given_path
 from gear_offline.evaluation.environments import import_modules
 from gear_offline.progress import Progress
 from gear_offline.runs import report
@@ -40,11 +41,11 @@ QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def sweep(
-    recipe: Recipe | str | Path,
+    recipe: Recipe | str | os.PathLike[str],
     options: Mapping[str, Sequence[Any]] | None = None,
     *,
     seeds: int | Sequence[int] | None = None,
-    out: str | Path | None = None,
+    out: str | os.PathLike[str] | None = None,
     parallel: int | None = None,
     exact: bool = False,
     ray: str | None = None,
@@ -98,7 +99,7 @@ def sweep(
         names = [*(options or {}).get("name", ())]
         name = load_recipe(recipe, {"name": names[0]} if len(names) == 1 else ()).name
         out = Path("runs") / f"{name}-sweep"
-    place = Path(out)
+    place = given_path(out, "OUTPUT_WRITE", where="out")
     directory = SweepDirectory(place)
     named = directory.read().trials[0].settings if directory.is_begun else ()
     trials = make_trials(recipe, options or {}, seeds, named=tuple(named))
@@ -115,7 +116,7 @@ def run_trials(
     quiet: bool = False,
 ) -> SweepResult:
     """Train `trials` into the sweep directory `out`, as `sweep` does."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launched()[1] > 1:
         what, remedy = "a sweep runs in one process", "start it without torchrun"
         raise InputError("USAGE", what, remedy=remedy)
     _check_trials(trials, parallel)

@@ -26,7 +26,7 @@ from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.strict_yaml import dump_yaml, parse_yaml
 from gear_offline.core.files import LOCK, HeldDirectory, read_regular, write_file
 from gear_offline.core.text import finite, first_line
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, given_path
 
 MOST_TRIALS = 10_000
 NAME_CHARACTERS = 80
@@ -44,7 +44,7 @@ class Trial(BaseModel, frozen=True):
 
 
 def make_trials(
-    recipe: Recipe | str | Path,
+    recipe: Recipe | str | os.PathLike[str],
     options: Mapping[str, Sequence[Any]],
     seeds: Sequence[int] | None = None,
     *,
@@ -164,7 +164,7 @@ class SweepDirectory:
     """The directory of a sweep, to look at; `hold` it to write."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = given_path(path, "RUN_NOT_FOUND", where="path")
         self.json_path = self.path / "sweep.json"
 
     def run_path(self, trial: Trial) -> Path:

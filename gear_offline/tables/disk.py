@@ -123,8 +123,8 @@ def share_out(
 class DiskGather:
     """Fills windows of a `stream` from shards, through a bounded memory that is filled ahead.
 
-    The batches are the same bits as from a table in memory, except that values too large for
-    float32 become infinite.  `sizes` says how the budget is shared out, `table` is over the slots.
+    The batches are the same bits as from a table in memory.  `sizes` says how the budget is shared
+    out, `table` is over the slots.
     """
 
     def __init__(

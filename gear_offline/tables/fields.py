@@ -26,6 +26,7 @@ from gear_offline.kernels.columns import Field
 
 STATES, ACTIONS, REWARDS = "observations", "actions", "rewards"  # columns of a dataset
 EXTRA = "extras/"  # before the name of a further column, so that no name is taken twice
+BEYOND_FLOAT32 = 2.0**128 - 2.0**103  # from here on float64 is rounded to infinity
 STD_FLOOR = 1e-6  # added to the deviation, as the paper's code does
 
 
@@ -160,7 +161,14 @@ def standard_fields(
             shape=action_shape if discrete else (prod(action_shape),),
         ),
     }
-    return fields | ({REWARDS: Field(name="rewards", dtype=f32, shape=(1,))} if rewards else {})
+    fields |= {REWARDS: Field(name="rewards", dtype=f32, shape=(1,))} if rewards else {}
+    for column, field in fields.items():  # of several tasks each is asked by itself
+        is_wide = source.spec[column].dtype == np.float64 and field.dtype == f32
+        if is_wide and field.mean is None and isinstance(source, Dataset):
+            facts = source.statistics[column]
+            if max(np.max(facts.max), -np.min(facts.min)) >= BEYOND_FLOAT32:
+                raise _too_large(f"column {column}")
+    return fields
 
 
 def is_image(states: ColumnSpec) -> bool:
@@ -182,13 +190,13 @@ def to_float32(values: Array, column: str, first_step: int, *, finite: bool = Fa
     lost = np.isinf(rounded) & (np.isfinite(values) | finite)
     if lost.any():
         step = first_step + int(np.argwhere(lost)[0][0])
-        raise InputError(
-            "COLUMN",
-            "a value is too large for float32",
-            where=f"column {column}, step {step}",
-            remedy="scale the column in the source, or raise returns_scale for returns-to-go",
-        )
+        raise _too_large(f"column {column}, step {step}")
     return rounded
+
+
+def _too_large(where: str) -> InputError:
+    remedy = "scale the column in the source, or raise returns_scale for returns-to-go"
+    return InputError("COLUMN", "a value is too large for float32", where, remedy)
 
 
 def _unusable(spec: ColumnSpec, what: str) -> InputError:

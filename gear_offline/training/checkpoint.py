@@ -66,7 +66,7 @@ class SavedState(BaseModel):
     normalisation: Normalisation | None = None
     window: Window | None = None
     versions: dict[str, str] = Field(
-        default_factory=lambda: versions("torch", "transformers", "numpy")
+        default_factory=lambda: versions("gear-offline", "torch", "transformers", "numpy")
     )
     files: dict[str, FileFacts] = {}
 

@@ -5,10 +5,13 @@ Shape legend: L blocks, h hidden size, K steps of a window, n = 3 B K tokens of 
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import TrainSettings
+from gear_offline.core.system import usable_cores
 
 FORMULA = "72 L h^2 n + 36 L h K n FLOP a step of n = 3 B K tokens"
 
@@ -39,6 +42,7 @@ CAST_BYTES = 2  # a parameter: autocast's copy of the weight
 # products: measured at 87 M and 1.2 B parameters, within 15 % (tests/test_planning.py).
 KEPT_COMPILED, KEPT_EAGER = 28.5, 64.0
 COMPILED_FROM = 20_000  # steps: fewer do not earn back half a minute of compiling
+MOST_THREADS, ONE_THREAD_FLOPS = 8, 5e9  # of a step on a CPU: below it one thread
 CONTEXT_BYTES = 3 << 29  # CUDA itself, libraries, workspaces
 USABLE = 0.9  # of free memory: allocators lose some in between
 
@@ -59,6 +63,21 @@ def is_compiled(train: TrainSettings) -> bool:
     """Return whether a run's steps are compiled."""
     pays = train.steps >= COMPILED_FROM and not train.deterministic  # it times kernels
     return train.compile == "on" or (train.compile == "auto" and pays)
+
+
+def cpu_threads(recipe: Recipe) -> int:
+    """Return the CPU threads of a recipe that leaves them open: OMP_NUM_THREADS, where it is set.
+
+    More than 8 gain a quarter on 16 cores, and beside two busy ones cost 60 times as much; a small
+    step gains nothing by a second one.
+    """
+    model, loader = recipe.model, recipe.loader
+    sizes = {"layers": model.layers, "width": model.hidden_size}
+    flops = step_flops(**sizes, context=loader.context_length, segments=loader.batch_size)
+    if os.environ.get("OMP_NUM_THREADS"):
+        return torch.get_num_threads()
+    most = 1 if flops < ONE_THREAD_FLOPS else MOST_THREADS
+    return min(most, torch.get_num_threads(), usable_cores())
 
 
 def has_half_gradients(recipe: Recipe, *, half: bool) -> bool:

@@ -134,8 +134,8 @@ class GradientPass:
 
 def micro_batches(batch: Batch, count: int) -> Iterator[Batch]:
     """Yield consecutive parts of a batch of equal size; views."""
-    size = len(batch) // count
-    for first in range(0, len(batch), size):
+    size = len(batch.segments) // count
+    for first in range(0, len(batch.segments), size):
         yield batch if count == 1 else batch.part(slice(first, first + size))
 
 

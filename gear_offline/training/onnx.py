@@ -6,6 +6,7 @@ Shape legend: B environments, L steps so far of each (1 to K), S state elements,
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gear_offline.core.files import check_new_file, write_file, writing
-from gear_offline.errors import InputError, package_needed
+from gear_offline.errors import InputError, given_path, package_needed
 from gear_offline.models.policy import Policy
 from gear_offline.training.trained import load_policy
 
@@ -24,8 +25,8 @@ LARGEST = (2 << 30) - 4096  # bytes of a protobuf message, less what is added
 
 
 def export_policy(
-    policy: Policy | str | Path,
-    out: str | Path,
+    policy: Policy | str | os.PathLike[str],
+    out: str | os.PathLike[str],
     task: str | None = None,
     *,
     overwrite: bool = False,
@@ -76,7 +77,7 @@ def export_policy(
     >>> go.export_policy("runs/tiny", "tiny.onnx").name
     'tiny.onnx'
     """
-    target = Path(out)
+    target = given_path(out, "OUTPUT_WRITE", where="out")
     if target.suffix == ".onnx":
         check_new_file(target, overwrite=overwrite)
     if not isinstance(policy, Policy):

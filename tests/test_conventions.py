@@ -1,0 +1,382 @@
+"""How recordings of other programs say where episodes end, against NumPy; and advice that works.
+
+Each convention is written as its own program does, beside the episodes that went in.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import gear_offline as go
+from gear_offline.cli.main import main
+from tests.hdf5_files import write
+from tests.support import Captured, one_error
+
+LENGTHS, ENDED = (7, 5, 8, 4), [True, False, True, False]
+STOPS, N = np.cumsum(LENGTHS), sum(LENGTHS)
+TERMINAL, LIMIT = (np.isin(np.arange(N), STOPS[np.equal(ENDED, e)] - 1) for e in (True, False))
+FIRST = np.isin(np.arange(N), [0, *STOPS[:-1]])
+EPISODE = np.repeat(np.arange(4), LENGTHS)
+STEPS: dict[str, Any] = {
+    "observations": np.arange(N * 2, dtype=np.float32).reshape(N, 2),
+    "actions": np.arange(N, dtype=np.float32)[:, None] / N,
+    "rewards": np.arange(N, dtype=np.float32),
+}
+OTHER = {"observations": "obs", "actions": "act", "rewards": "reward"}
+NAMED = [f"{new}={old}" for new, old in OTHER.items()]
+EITHER = TERMINAL | LIMIT
+# by convention: flags, options, and whether what ends an episode tells terminations
+CONVENTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], list[bool]]] = {
+    "gymnasium": ({"terminations": TERMINAL, "truncations": LIMIT}, {}, ENDED),
+    "sb3": ({"dones": EITHER[:, None] * 1.0, "timeouts": LIMIT[:, None] * 1.0}, {}, ENDED),
+    "sb3 uint8": ({"done": EITHER.astype("u1"), "TimeLimit.truncated": LIMIT}, {}, ENDED),
+    "done beside terminated": ({"terminated": TERMINAL, "done": EITHER}, {}, ENDED),
+    "d3rlpy 1": ({"terminals": TERMINAL * 1.0, "episode_terminals": EITHER * 1.0}, {}, ENDED),
+    "d3rlpy 1, named": (
+        {"terminals": TERMINAL, "ends": EITHER},
+        {"rename": {"ends": "timeouts"}},
+        ENDED,
+    ),
+    "rlds flags": ({"is_terminal": TERMINAL, "is_last": EITHER, "is_first": FIRST}, {}, ENDED),
+    "starts": ({"done": TERMINAL, "index": np.flatnonzero(FIRST)}, {"ends": "starts:index"}, ENDED),
+    "starts and all": (
+        {"done": TERMINAL, "bounds": np.append(np.flatnonzero(FIRST), N)},
+        {"ends": "starts:bounds"},
+        ENDED,
+    ),
+    "stops": ({"done": TERMINAL, "episode_ends": STOPS}, {"ends": "starts:episode_ends"}, ENDED),
+    "lengths": ({"done": TERMINAL, "traj": np.array(LENGTHS)}, {"ends": "lengths:traj"}, ENDED),
+    "ids": ({"done": TERMINAL, "id": (7 * EPISODE) % 4}, {"ends": "ids:id"}, ENDED),
+    "ids of floats": ({"done": TERMINAL, "id": EPISODE[:, None] / 2}, {"ends": "ids:id"}, ENDED),
+    "first": ({"done": TERMINAL, "is_first": FIRST}, {"ends": "first:is_first"}, ENDED),
+    "first is not marked": (
+        {"done": TERMINAL, "is_first": FIRST & (EPISODE > 0)},
+        {"ends": "first:is_first"},
+        ENDED,
+    ),
+    "dm_env": ({"step_type": 1 - FIRST + EITHER}, {"ends": "last:step_type=2"}, [False] * 4),
+    "dm_env, starts": (
+        {"step_type": 1 - FIRST + EITHER},
+        {"ends": "first:step_type=0"},
+        [False] * 4,
+    ),
+    "done, starts and limits": (
+        {"done": EITHER, "timeouts": LIMIT, "index": np.flatnonzero(FIRST)},
+        {"ends": "starts:index"},
+        ENDED,
+    ),
+    "done only": ({"dones": EITHER, "timeouts": LIMIT}, {"rule": "done-only"}, [True] * 4),
+    "recordings": ({"dones": EITHER}, {"rule": "dones-as-truncations"}, [False] * 4),
+    "done at the limit": (
+        {"dones": EITHER},
+        {"rule": "done-and-timeout|steps=8"},
+        [True, True, False, True],
+    ),
+}
+
+
+def hdf5(path: Path, columns: dict[str, Any]) -> Path:
+    return write(path / "hammer-v2.hdf5", columns)
+
+
+def npz(path: Path, columns: dict[str, Any]) -> Path:
+    np.savez(path / "mine.npz", **columns)
+    return path / "mine.npz"
+
+
+def converted(source: Any, out: Path, **options: Any) -> go.Dataset:
+    go.convert(source, out, quiet=True, **options)
+    return go.open_dataset(out)
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("writer", [hdf5, npz])
+@pytest.mark.parametrize("renamed", [False, True])
+def test_episodes_of_a_flat_file(
+    tmp_path: Path, writer: Callable[..., Path], convention: str, renamed: bool
+) -> None:
+    flags, options, ended = CONVENTIONS[convention]
+    steps = {OTHER[name]: rows for name, rows in STEPS.items()} if renamed else STEPS
+    path = writer(tmp_path, steps | flags)
+    if renamed:
+        options = {**options, "columns": [*NAMED]}
+        options["columns"] += [f"{new}={old}" for old, new in options.pop("rename", {}).items()]
+    dataset = converted(path, tmp_path / "d", **options)
+    assert dataset.episodes.lengths.tolist() == list(LENGTHS)
+    assert dataset.terminated.tolist() == ended
+    for name, rows in STEPS.items():
+        assert np.array_equal(dataset.read(name, 0, N), rows)
+
+
+@pytest.mark.parametrize("convention", ["sb3", "d3rlpy 1", "first", "lengths", "dm_env"])
+def test_episodes_of_arrays(convention: str) -> None:
+    flags, options, ended = CONVENTIONS[convention]
+    source = go.from_arrays(STEPS | flags, rule=options.get("ends"))
+    assert source.episodes.lengths.tolist() == list(LENGTHS)
+    assert source.terminated.tolist() == ended
+
+
+def lerobot(path: Path, columns: dict[str, Any]) -> Path:
+    names = {"actions": "action", "rewards": "next.reward", "observations": "observation.state"}
+    names |= {"dones": "next.done", "truncated": "next.truncated", "success": "next.success"}
+    rows: dict[str, Any] = {names.get(name, name): list(values) for name, values in columns.items()}
+    rows |= {"episode_index": EPISODE, "index": np.arange(N), "task_index": 0 * EPISODE}
+    frames = np.arange(N) - np.repeat(np.append(0, STOPS[:-1]), LENGTHS)
+    rows |= {"frame_index": frames, "timestamp": frames / 10}
+    for folder in ("meta", "data/chunk-000"):
+        (path / "set" / folder).mkdir(parents=True)
+    for episode in range(4):
+        part = {
+            n: [v for v, e in zip(of, EPISODE, strict=True) if e == episode]
+            for n, of in rows.items()
+        }
+        file = path / f"set/data/chunk-000/episode_{episode:06d}.parquet"
+        pq.write_table(pa.table(part), file)
+    features = {name: {"dtype": "float32", "shape": [1]} for name in rows}
+    facts = {"codebase_version": "v2.1", "fps": 10, "total_frames": N, "total_episodes": 4}
+    (path / "set/meta/info.json").write_text(json.dumps(facts | {"features": features}))
+    return path / "set"
+
+
+def parquet(path: Path, columns: dict[str, Any]) -> Path:
+    bounds = [*pairwise([0, *STOPS])]
+    parts = {n: [np.asarray(v)[a:b].tolist() for a, b in bounds] for n, v in columns.items()}
+    pq.write_table(pa.table(parts), path / "x.parquet", row_group_size=3)
+    return path / "x.parquet"
+
+
+def robomimic(path: Path, columns: dict[str, Any]) -> Path:
+    with h5py.File(path / "demos.hdf5", "w") as file:
+        for number, (start, stop) in enumerate(pairwise([0, *STOPS])):
+            for name, rows in columns.items():
+                stored = "obs/state" if name == "observations" else name
+                file[f"data/demo_{number}/{stored}"] = np.asarray(rows)[start:stop]
+    return path / "demos.hdf5"
+
+
+APART = [lerobot, parquet, robomimic]
+
+
+@pytest.mark.parametrize("writer", APART)
+def test_how_stored_episodes_end(tmp_path: Path, writer: Callable[..., Path]) -> None:
+    path = writer(tmp_path, STEPS | {"dones": EITHER, "truncated": LIMIT, "success": TERMINAL})
+    done, cut, won = (
+        ("next.done", "next.truncated", "next.success")
+        if writer is lerobot
+        else ("dones", "truncated", "success")
+    )
+    if writer is not robomimic:
+        assert converted(path, tmp_path / "a").terminated.tolist() == ENDED
+    cases: list[tuple[dict[str, Any], list[bool]]] = [
+        ({"rule": "done-and-timeout"}, ENDED),
+        ({"rule": "done-only"}, [True] * 4),
+        ({"rule": f"{done}-as-truncations"}, [False] * 4),
+        ({"rename": {won: "terminals"}}, ENDED),
+        ({"rename": {done: "terminals", cut: "more"}}, [True] * 4),
+    ]
+    for number, (options, ended) in enumerate(cases):
+        dataset = converted(path, tmp_path / str(number), **options)
+        assert dataset.episodes.lengths.tolist() == list(LENGTHS)
+        assert dataset.terminated.tolist() == ended, options
+
+
+@pytest.mark.parametrize("writer", [hdf5, npz, *APART])
+def test_what_done_alone_cannot_tell_is_said_once(
+    tmp_path: Path, writer: Callable[..., Path]
+) -> None:
+    warnings = go.convert(writer(tmp_path, STEPS | {"dones": EITHER}), tmp_path / "d", quiet=True)
+    said = [text for text in warnings.source.warnings if "done" in text]
+    assert len(said) == 1 and ("time limit" in said[0] or writer is robomimic)
+
+
+@pytest.mark.parametrize("writer", [hdf5, npz, *APART])
+@pytest.mark.parametrize("values", [[0, 1, 2], [0.0, 0.5, 1.0], [-1, 1, 1], [0.0, np.nan, 1.0]])
+def test_a_flag_is_0_or_1(tmp_path: Path, writer: Callable[..., Path], values: list[Any]) -> None:
+    flag = np.resize(np.array(values), N)
+    path = writer(tmp_path, STEPS | {"dones": flag})
+    rule = "done-only" if writer is robomimic else None
+    with one_error("SOURCE_LAYOUT", "is no flag: it holds|is NaN at row 1"):
+        go.convert(path, tmp_path / "d", rule=rule, quiet=True)
+
+
+@pytest.mark.parametrize("writer", [hdf5, npz, *APART])
+def test_data_without_rewards(tmp_path: Path, writer: Callable[..., Path]) -> None:
+    columns = {n: v for n, v in STEPS.items() if n != "rewards"} | {"terminated": TERMINAL}
+    columns |= {"truncated": LIMIT, "score": STEPS["rewards"]}
+    path = writer(tmp_path, columns)
+    made = go.convert(path, tmp_path / "d", quiet=True)
+    assert made.episodes == 4 and np.isnan(go.open_dataset(tmp_path / "d").returns).all()
+    assert sum("no rewards" in text for text in made.source.warnings) == 1
+    with one_error("COLUMN", "the data have no rewards"):
+        go.train("smoke", {"data.path": str(tmp_path / "d"), "evaluate.episodes": 0}, quiet=True)
+    named = converted(path, tmp_path / "e", rename={"score": "rewards"})
+    assert named.returns.tolist() == [STEPS["rewards"][n == EPISODE].sum() for n in range(4)]
+
+
+def late(lengths: tuple[int, ...]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return rows of Dreamer's layout, and the steps in them by a loop over time."""
+    rows: dict[str, list[Any]] = {n: [] for n in ("image", "action", "reward", "is_first")}
+    rows |= {"is_last": [], "is_terminal": []}
+    episodes = []
+    for number, steps in enumerate(lengths):
+        episode: dict[str, list[float]] = {"observations": [], "actions": [], "rewards": []}
+        for t in range(steps + 1):
+            image, led = 100 * number + t, 100 * number + 10 * t
+            rows["image"].append([image])
+            rows["action"].append([led if t else 0])
+            rows["reward"].append(led + 0.5 if t else 0.0)
+            rows["is_first"].append(t == 0)
+            rows["is_last"].append(t == steps)
+            rows["is_terminal"].append(t == steps and number % 2 == 0)
+            if t:
+                episode["observations"].append(image - 1)
+                episode["actions"].append(led)
+                episode["rewards"].append(led + 0.5)
+        episodes.append(episode)
+    return {name: np.asarray(of) for name, of in rows.items()}, episodes
+
+
+DREAMER = ["observations=image", "actions=action", "rewards=reward"]
+DREAMER += ["terminals=is_terminal", "timeouts=is_last"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("apart", [False, True])
+def test_rows_that_come_one_step_late(tmp_path: Path, apart: bool, workers: int) -> None:
+    lengths = (3, 6, 1, 4)
+    whole, episodes = late(lengths)
+    source = tmp_path / "data"
+    source.mkdir()
+    for number in range(4 if apart else 0):  # an .npz an episode, as Dreamer writes them
+        chosen = np.repeat(np.arange(4), np.add(lengths, 1)) == number
+        np.savez(source / f"{number}.npz", **{n: rows[chosen] for n, rows in whole.items()})
+    if not apart:
+        np.savez(source / "all.npz", **whole)
+    shift = {"actions": 1, "rewards": 1}
+    more: dict[str, Any] = {"workers": workers, "shard_bytes": 64}
+    dataset = converted(source, tmp_path / "d", columns=DREAMER, shift=shift, **more)
+    assert dataset.episodes.lengths.tolist() == list(lengths)
+    assert dataset.terminated.tolist() == [True, False, True, False]
+    for found, wanted in zip(dataset, episodes, strict=True):
+        for name, values in wanted.items():
+            assert found[name].reshape(-1).tolist() == values, name
+        assert np.flatnonzero(found["timeouts"]).tolist() == [len(values) - 1]
+    record = dataset.manifest.source
+    assert record.attributes["edits"] == ["shift actions by 1", "shift rewards by 1"]
+    assert not record.warnings
+
+
+def test_rows_that_may_be_late_are_told(tmp_path: Path, capsys: Captured) -> None:
+    np.savez(tmp_path / "a.npz", **late((3, 5))[0])
+    out, columns = tmp_path / "d", ",".join(DREAMER)
+    for shift, said in ((None, 1), ("actions=0", 0), ("is_first=1", 0)):
+        options = ["--columns", columns, "--overwrite"] + ["--shift", str(shift)] * bool(shift)
+        assert main(["convert", str(tmp_path / "a.npz"), str(out), *options]) == 0
+        error = capsys.readouterr().err
+        assert error.count("is_first is here") == said == error.count("--shift actions=1,rewards=1")
+    assert go.open_dataset(out).episodes.lengths.tolist() == [3, 5]  # RLDS: no action at the end
+    for shift in ("nothing=1", "actions=-1", "actions"):
+        arguments = [str(tmp_path / "a.npz"), str(out), "--columns", columns, "--shift", shift]
+        assert main(["convert", *arguments]) == 2 and "actions=1" in capsys.readouterr().err
+
+
+# advice ---------------------------------------------------------------------------------------
+
+OFFERED = re.compile(r"--(ends|rule|rename|columns|shift) ('[^']+'|[^\s;,']+(?:,[a-z_]+=\w+)*)")
+PLAIN = {"terminals": TERMINAL, "timeouts": LIMIT}
+# by case: columns beside observations and actions, options, what NAME stands for, lengths
+ADVICE: dict[str, tuple[dict[str, Any], list[str], dict[str, str], list[int] | None]] = {
+    "no flags, starts": ({"index": np.flatnonzero(FIRST)}, [], {}, [*LENGTHS]),
+    "no flags, lengths": ({"traj_lengths": np.array(LENGTHS)}, [], {}, [*LENGTHS]),
+    "no flags, ids": ({"episode_id": EPISODE}, [], {}, [*LENGTHS]),
+    "no flags, first": ({"is_first": FIRST}, [], {}, None),
+    "no flags, dm_env": ({"step_type": 1 - FIRST + EITHER}, [], {}, None),
+    "no flags": ({}, [], {"N": "6"}, [6, 6, 6, 6]),
+    "dones never true": ({"dones": FIRST * 0, "index": np.flatnonzero(FIRST)}, [], {}, None),
+    "one episode": ({"dones": FIRST * 0, "episode": EPISODE}, [], {"N": "6"}, None),
+    "three values": (
+        {"step_type": 1 - FIRST + EITHER},
+        ["--rename", "step_type=timeouts"],
+        {},
+        [*LENGTHS],
+    ),
+    "ids as a flag": ({"trial": EPISODE}, ["--rename", "trial=dones"], {}, None),
+    "done alone": ({"done": EITHER}, [], {"N": "8"}, [*LENGTHS]),
+    "union": ({"dones": EITHER, "timeouts": LIMIT}, [], {}, [*LENGTHS]),
+    "a flag is missing": (
+        {"dones": EITHER, "x": LIMIT},
+        ["--rule", "done-and-timeout"],
+        {"N": "8", "NAME": "x"},
+        None,
+    ),
+    "none terminated": (
+        {"terminals": FIRST * 0, "timeouts": EITHER, "x": TERMINAL},
+        [],
+        {"NAME": "x"},
+        None,
+    ),
+    "no rewards": ({**PLAIN, "rewards": None, "score": np.ones(N)}, [], {"NAME": "score"}, None),
+    "no observations": (
+        {**PLAIN, "observations": None, "x": np.ones(N)},
+        [],
+        {"NAME": "x"},
+        None,
+    ),
+    "one step long": ({"terminals": EPISODE < 3, "episode": EPISODE}, [], {"N": "6"}, None),
+    "ogbench": ({"terminals": EITHER, "rewards": None}, [], {"NAME": "actions"}, None),
+}
+
+
+@pytest.mark.parametrize("case", ADVICE)
+def test_advice_works_when_it_is_followed(tmp_path: Path, case: str, capsys: Captured) -> None:
+    columns, options, words, lengths = ADVICE[case]
+    kept = {name: rows for name, rows in (STEPS | columns).items() if rows is not None}
+    arguments = ["convert", str(npz(tmp_path, kept)), str(tmp_path / "d"), "--overwrite"]
+    main([*arguments, *options])
+    offered = OFFERED.findall(capsys.readouterr().err)
+    assert offered
+    for option, value in offered:
+        for name, meant in words.items():
+            value = re.sub(rf"\b{re.escape(name)}(?!\w)", meant, value)
+        others = [] if option == "rule" and "--rule" in options else options
+        assert main([*arguments, *others, f"--{option}", value.strip("'.")]) == 0, (option, value)
+        if lengths and option in ("ends", "rule") and value.strip("'") != "none":
+            assert go.open_dataset(tmp_path / "d").episodes.lengths.tolist() == lengths
+
+
+def test_healthy_data_say_nothing(tmp_path: Path) -> None:
+    for writer in (hdf5, npz):
+        assert not go.convert(
+            writer(tmp_path, STEPS | PLAIN), tmp_path / writer.__name__, quiet=True
+        ).source.warnings
+
+
+@pytest.mark.parametrize("name", ["maze2d-mine", "antmaze-mine", "my_kitchen", "door"])
+@pytest.mark.parametrize("widths", [(5, 2), (29, 8), (4, 2), (60, 9), (39, 28)])
+def test_names_of_our_own_exports_tell_nothing(
+    tmp_path: Path, name: str, widths: tuple[int, int]
+) -> None:
+    columns = {"observations": np.ones((N, widths[0])), "actions": np.ones((N, widths[1]))}
+    first = converted(go.from_arrays(STEPS | columns | PLAIN), tmp_path / "a")
+    path = go.export_hdf5(first, tmp_path / f"{name}.hdf5", quiet=True)
+    again = converted(path, tmp_path / "b")
+    assert again.episodes.lengths.tolist() == list(LENGTHS)
+    assert again.terminated.tolist() == ENDED
+
+
+def test_what_is_not_kept_is_not_talked_of(tmp_path: Path, capsys: Captured) -> None:
+    columns = STEPS | PLAIN | {"speed [m/s]": np.ones(N), "text": np.array([b"a"] * N)}
+    path, out = str(hdf5(tmp_path, columns)), str(tmp_path / "d")
+    for options, said in (([], 1), (["--columns", "observations,actions"], 0)):
+        assert main(["convert", path, out, "--overwrite", *options]) == 0
+        error = capsys.readouterr().err
+        assert error.count("speed [m/s]") == error.count("left out: text") == said
