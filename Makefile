@@ -6,12 +6,13 @@ export VENV
 BIN := $(VENV)/bin
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
-.PHONY: help demo dist docs test test-long test-gpu test-rdma sanitize trust lint types format bench clean
+.PHONY: help demo dist docs test test-long test-lowest test-gpu test-rdma sanitize trust lint types format bench clean
 
 help:
 	@echo "make demo      collect MuJoCo data, convert, train, evaluate: tables and plots in demo/"
 	@echo "make test      set up and run the CPU test suite"
 	@echo "make test-long run the tests of half a minute and more that make test leaves out"
+	@echo "make test-lowest  run the readers' tests with the lowest h5py, NumPy, pyarrow, ... allowed"
 	@echo "make test-gpu  run the tests that need a CUDA GPU in the current Python"
 	@echo "make test-rdma run the RDMA tests in a virtual machine with Soft-RoCE (Debian, Ubuntu; x86_64)"
 	@echo "make sanitize  run the CUDA kernels' text on the CPU with every address checked (g++)"
@@ -66,6 +67,12 @@ test-long: export OMP_NUM_THREADS = 1
 test-long:
 	@.ci/setup test
 	@$(PYTEST) -n 2 -m long
+
+test-lowest: export OMP_NUM_THREADS = 1
+test-lowest:
+	@.ci/setup test
+	@$(BIN)/python -m tests.lowest build/lowest
+	@PYTHONPATH=build/lowest $(PYTEST) tests/test_sources_*.py
 
 test-gpu:
 	@python3 -m pytest -m gpu

@@ -1,6 +1,7 @@
 """Resuming: bit for bit after any kill, deterministic or not; refused as another run."""
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import gear_offline as go
 from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import TrainingInterrupted, train_run
@@ -180,6 +182,23 @@ def test_a_longer_run_keeps_what_was_settled(data: Path, tmp_path: Path) -> None
             resume=True,
             quiet=True,
         )
+
+
+def test_a_run_is_resumed_from_another_folder(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(data, tmp_path / "d")
+    monkeypatch.chdir(tmp_path)
+    options = "evaluate.episodes=0", "train.steps=2"
+    go.train(tiny_recipe(Path("d"), *options), out="run", quiet=True)
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.chdir(other)
+    with one_error("DATASET_NOT_FOUND", f"no dataset at d .relative to {other}") as caught:
+        go.train("../run", "train.steps=3", resume=True, quiet=True)
+    assert f"made in {tmp_path}: go there, or give data.path=" in caught.value.remedy
+    moved = ["train.steps=3", f"data.path={shutil.move(tmp_path / 'd', other / 'e')}"]
+    assert go.train("../run", moved, resume=True, quiet=True).steps == 3
 
 
 def test_trainings_in_threads_learn_what_they_learn_alone(data: Path, tmp_path: Path) -> None:

@@ -106,8 +106,8 @@ def problem_text(problem: Any) -> str:
     return f"{path}: {message}" if path else message
 
 
-def no_data(data: DataSettings) -> InputError:
-    """Return the error of a recipe whose dataset is not there."""
+def no_data(data: DataSettings, made_in: str | None = None) -> InputError:
+    """Return the error of a recipe whose dataset is not there; its run was `made_in` a folder."""
     what = "the recipe names no data"
     remedy = "set data.path to a dataset; `gear-offline convert FILE data/mine` makes one"
     if data.path is not None:
@@ -115,4 +115,6 @@ def no_data(data: DataSettings) -> InputError:
         remedy = "make it with `gear-offline convert`, or say what to convert: data.source"
     if data.source is not None or data.collect is not None:
         remedy = "`gear-offline train` makes it"
+    elif made_in not in (None, str(Path.cwd())):
+        remedy = f"the run was made in {made_in}: go there, or give data.path=PATH"
     return InputError("DATASET_NOT_FOUND", what, where="data.path", remedy=remedy)

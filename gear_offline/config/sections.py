@@ -393,7 +393,7 @@ class TrainSettings(Section):
     recompute: bool = False
     """Compute blocks again in the backward pass instead of keeping what is in them."""
     threads: Annotated[Whole, Field(ge=1, le=4096)] | None = None
-    """CPU threads of torch; null: torch decides."""
+    """CPU threads of torch; null: OMP_NUM_THREADS, else up to 8 cores, 1 for small models."""
     timeout: PositiveFloat = 600.0
     """Seconds to wait for other processes; an evaluation of the first one must fit in."""
     log_every: Annotated[Whole, Field(ge=1, le=1_000_000)] = 100

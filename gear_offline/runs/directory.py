@@ -16,8 +16,10 @@ from typing import Any
 from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import LOCK, HeldDirectory, unusable, write_file
+from gear_offline.core.hub import is_there
 from gear_offline.errors import InputError, given_path
 from gear_offline.training.checkpoint import (
+    SavedState,
     find_checkpoint,
     list_checkpoints,
     read_state,
@@ -111,8 +113,8 @@ SETTLED = re.compile(
 ORIGIN = re.compile(r"data\.(tasks\..*\.)?(source|columns|collect)(\..*)?")
 
 
-def recipe_before(path: Path, start: Path | None = None) -> tuple[Recipe, int] | None:
-    """Return the recipe that the run at `path`, or a checkpoint `start`, began with, and its step.
+def recipe_before(path: Path, start: Path | None = None) -> tuple[Recipe, SavedState] | None:
+    """Return the recipe that the run at `path`, or a checkpoint `start`, began with, and its state.
 
     None of a run without a checkpoint that can be read.
     """
@@ -122,7 +124,7 @@ def recipe_before(path: Path, start: Path | None = None) -> tuple[Recipe, int] |
             state = read_state(place)
             before = Recipe.parse(state.recipe, where=str(path))
             warmup = before.optimizer.warmup(before.train.steps)
-            return before.replace({"optimizer.warmup_steps": warmup}), state.step
+            return before.replace({"optimizer.warmup_steps": warmup}), state
     return None
 
 
@@ -143,7 +145,8 @@ def check_resumed(
     """
     if (known := recipe_before(path, start)) is None:
         return
-    (before, done), recipe = known, going_on(recipe, known[0])
+    (before, state), recipe = known, going_on(recipe, known[0])
+    done = state.step
     for key, was, now in _differences(before, recipe, done, is_resolved=is_resolved):
         free = "it may change with optimizer.schedule=constant; " if key == "train.steps" else ""
         remedy = f"{free}undo that (here, or in {path / 'recipe.yaml'} if it was edited), or train "
@@ -167,6 +170,8 @@ def _differences(
     free = set(RESUMABLE)
     if now.optimizer.schedule != "constant":
         free.remove("train.steps")  # the learning rates of the steps done depend on it
+    if is_there(now.data.path or ""):  # the loader's state has the digest of its data
+        free.add("data.path")
     if not is_resolved:
         free |= {key for key in {*old, *new} if new.get(key) is None} | {"model.action_tanh"}
     free |= {key for key in {*old, *new} if ORIGIN.fullmatch(key) or old.get(key) == "auto"}

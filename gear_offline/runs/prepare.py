@@ -34,7 +34,7 @@ from gear_offline.distributed.world import World, resolve_device
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.environments import EnvironmentFacts, Options, probe, say_version
 from gear_offline.evaluation.play import check_sizes
-from gear_offline.loaders.from_recipe import open_data, open_one
+from gear_offline.loaders.from_recipe import loader_options, open_data, open_one, recipe_sampler
 from gear_offline.models.decision_transformer import beyond_tanh
 from gear_offline.models.multitask import ModelTask
 from gear_offline.runs.directory import going_on, recipe_before
@@ -43,12 +43,13 @@ from gear_offline.sources import open_source
 from gear_offline.sources.uri import was_read_from
 from gear_offline.tables.fields import STATES, is_image, standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData
-from gear_offline.tables.table import discounted_returns
+from gear_offline.tables.table import TableOptions, build_table, discounted_returns
 from gear_offline.training.cost import cpu_threads, is_compiled
 from gear_offline.training.model import ModelSizes, data_sizes, resolve_precision
 from gear_offline.training.trained import find_trained
 
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
+MOST_SQUARED = 1e18  # the squares of a layer's inputs are finite in float32, and so is their sum
 
 # the data -------------------------------------------------------------------------------------
 
@@ -82,12 +83,23 @@ def open_growing(
 
     def check(piece: Dataset) -> None:  # one that is admitted must end no run
         _check(recipe, piece, sizes)
+        manifest = piece.manifest.replaced(statistics=dataset.manifest.statistics)
+        options = TableOptions.of(loader_options(recipe, dataset))
+        table = build_table(replace(piece, manifest=manifest), options, threads=1)
+        tops = [np.abs(g.rows).max() for g in table.groups if g.dtype == np.float32]
+        if (largest := max(tops, default=0.0)) > MOST_SQUARED:
+            what = f"a value or return-to-go of {largest:.1g} makes the loss infinite or NaN"
+            raise InputError("COLUMN", what, str(piece.path), "leave such an episode out")
         if recipe.data.remover in HAVE_PRIORITY:
             episode_priorities(recipe.data, piece)  # refuses what has none
 
     def opened(*, admits: bool) -> GrowingDataset:
-        return GrowingDataset(dataset, admits=admits, check=check, quiet=quiet)
+        whole = partial(recipe_sampler, recipe)
+        return GrowingDataset(dataset, admits=admits, check=check, check_whole=whole, quiet=quiet)
 
+    if recipe.loader.normalize_states:
+        first = count_text(len(dataset), "first episode")
+        say(f"states are normalised by the statistics of the {first}, for good", quiet=quiet)
     return world.lead(lambda: opened(admits=not recipe.data.replay)) or opened(admits=False)
 
 
@@ -195,15 +207,15 @@ def settle(recipe: Recipe, run: Path, device: torch.device, *, start: Path | Non
     before = recipe_before(run, start)
     recipe = recipe if before is None else going_on(recipe, before[0])
     train = recipe.train
-    half, _ = resolve_precision(train.precision, device)
-    return recipe.replace(
-        {
-            "optimizer.warmup_steps": recipe.optimizer.warmup(train.steps),
-            "train.compile": "on" if is_compiled(train) else "off",
-            "train.precision": "fp32" if half is None else "bf16",
-            "train.threads": train.threads or cpu_threads(recipe),
-        }
-    )
+    changes = {
+        "optimizer.warmup_steps": recipe.optimizer.warmup(train.steps),
+        "train.compile": "on" if is_compiled(train) else "off",
+        "train.threads": train.threads or cpu_threads(recipe),
+    }
+    if train.precision == "auto":
+        half, _ = resolve_precision("auto", device)
+        changes["train.precision"] = "fp32" if half is None else "bf16"
+    return recipe.replace(changes)
 
 
 def resolve(

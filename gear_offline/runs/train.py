@@ -120,7 +120,7 @@ def train(
         check_recipe(whole, where=f"recipe {whole.name}")
         data = whole.data
         if not (data.tasks or data.source or data.collect or (data.path and is_there(data.path))):
-            raise no_data(data)
+            raise no_data(data, before and before[1].folder)
     from gear_offline.runs import loop  # loads torch
 
     trained = loop.train_run(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gear_offline.config.files import flat
+from gear_offline.config.sections import OptimizerSettings
 from gear_offline.core.files import check_new_file, writing
 from gear_offline.core.text import Document
 from gear_offline.errors import InputError, given_path
@@ -24,7 +25,7 @@ from gear_offline.training.json_lines import read_records
 __all__ = ["RunComparison", "compare_runs"]
 
 LONGEST_LABEL = 80  # characters; beyond that the directory's name tells more
-NO_SETTINGS = ("name", "description", "seed")
+NO_SETTINGS = ("name", "description", "seed", "train.threads")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -145,6 +146,9 @@ def _trials(runs: Sequence[Run]) -> list[Trial]:
     """Return what each run is among the others: the options in which its recipe differs."""
     recipes = [run.recipe for run in runs]
     seeds, options = [one.seed for one in recipes], [flat(one.to_dict()) for one in recipes]
+    auto = OptimizerSettings()  # what it comes to is no setting of its own
+    if all(auto.warmup(one.train.steps) == one.optimizer.warmup_steps for one in recipes):
+        options = [one | {"optimizer.warmup_steps": "auto"} for one in options]
     keys = dict.fromkeys(key for one in options for key in one if key not in NO_SETTINGS)
     differing = [key for key in keys if any(one.get(key) != options[0].get(key) for one in options)]
     settings = [{key: one[key] for key in differing if key in one} for one in options]

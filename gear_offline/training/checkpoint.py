@@ -69,6 +69,7 @@ class SavedState(BaseModel):
         default_factory=lambda: versions("gear-offline", "torch", "transformers", "numpy")
     )
     files: dict[str, FileFacts] = {}
+    folder: str = Field(default_factory=os.getcwd)  # that the recipe's paths are relative to
 
     @property
     def shards(self) -> list[str]:

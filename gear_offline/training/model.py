@@ -163,9 +163,9 @@ def resolve_precision(precision: str, device: torch.device) -> tuple[torch.dtype
     On CPUs ``auto`` is float32: without bfloat16 instructions autocast only adds work, and with
     them a recipe should still give the same weights as on the next machine.
     """
-    if precision == "fp32":
-        return None, "float32, as the recipe says"
     if device.type == "cuda":
+        if precision == "fp32":
+            return None, "float32"
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return torch.bfloat16, "bfloat16 autocast, float32 weights"
         if precision == "bf16":
