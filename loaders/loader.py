@@ -46,7 +46,7 @@ from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
 from gear_offline.sampling import Sampler, check_range
 from gear_offline.sampling.base import SegmentStream
 from gear_offline.tables.fields import Window
-from gear_offline.tables.joint import JointDataset, TableData, data_digest, data_name
+from gear_offline.tables.joint import JointDataset, TableData, data_digest, data_name, parts_of
 from gear_offline.tables.table import Table
 
 STATE_FORMAT = 1
@@ -422,7 +422,13 @@ class GearLoader(Closing, Iterator[Batch]):
 
         `step` counts the batches that were handed out, whatever is prepared ahead.
         """
-        return {"format": STATE_FORMAT, "step": self._step} | self._identity()
+        admissions = [part.dataset.admissions for part in parts_of(self.dataset)]
+        return {
+            "format": STATE_FORMAT,
+            "step": self._step,
+            "admissions": admissions,
+            **self._identity(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state` was saved.

@@ -35,12 +35,12 @@ from tests.training_support import tiny_recipe
 # New knobs go into recipes; a change of this list is a change of the product's surface.
 SURFACE = {
     "convert": "source out shard-size workers ray columns discrete rename map where rule ends "
-    "shift environment reference allow-nonfinite overwrite quiet",
+    "shift environment environment-options reference allow-nonfinite overwrite quiet",
     "export": "dataset out columns overwrite quiet",
     "push": "what name task private",
     "inspect": "dataset verify full json quiet",
     "audit": "dataset against json quiet",
-    "collect": "environment out policy quality steps exact action-noise seed "
+    "collect": "environment out environment-options policy quality steps exact action-noise seed "
     "train-steps gate overwrite json quiet",
     "recipes ls": "json",
     "recipes show": "recipe",
@@ -49,13 +49,15 @@ SURFACE = {
     "train": "recipe key=value out resume checkpoint quiet",
     "sync": "run tracker project",
     "export-policy": "run out task overwrite",
-    "evaluate": "run targets episodes environment checkpoint seed device out video ray json quiet",
+    "evaluate": "run targets episodes environment environment-options checkpoint seed device out "
+    "video ray json quiet",
     "sweep": "recipe key=value seeds out parallel exact ray json quiet",
     "blame": "run first..last device json quiet",
     "strategies": "recipe key=value strategies train seeds parallel exact ray out json quiet",
     "plan": "recipe key=value nodes gpus nic-gbps hardware host-memory disk-rate data columns json",
     "doctor": "json",
-    "act": "run environment actors episodes target action-noise seed json quiet",
+    "act": "run environment environment-options actors episodes target action-noise seed "
+    "json quiet",
     "runs ls": "folder json",
     "runs show": "run json",
     "runs compare": "run run... out overwrite json",

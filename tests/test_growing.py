@@ -92,10 +92,20 @@ def test_a_grown_dataset_is_the_one_of_all_its_episodes(path: Path, tmp_path: Pa
     assert np.array_equal(grown.returns, at_once.returns)
     assert grown.manifest.returns == at_once.manifest.returns
     assert grown.manifest.endings == at_once.manifest.endings
-    at_first = go.open_dataset(path, admissions=0).statistics["observations"]
-    assert np.array_equal(grown.statistics["observations"].mean, at_first.mean)  # frozen
     for column in grown.spec:
-        assert np.array_equal(grown.column(column.name), at_once.column(column.name))
+        rows, facts = grown.column(column.name), grown.statistics[column.name]
+        assert np.array_equal(rows, at_once.column(column.name))
+        assert facts.count == len(rows) and facts.nonfinite == 0
+        assert np.array_equal(facts.min, rows.min(0)) and np.array_equal(facts.max, rows.max(0))
+        np.testing.assert_allclose(facts.mean, rows.mean(0, np.float64), rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(facts.std, rows.std(0, np.float64), rtol=1e-9, atol=1e-12)
+    said = go.inspect(path)["statistics"]["rewards"]
+    assert said["max"] == grown.column("rewards").max()
+    with GrowingDataset(path) as growing:  # a run's own stay those that it began with
+        first = go.open_dataset(path, admissions=0)
+        assert growing.follow(3).statistics is growing.dataset.manifest.statistics
+        means = (each.statistics["observations"].mean for each in (growing.dataset, first))
+        assert np.array_equal(*means) and len(growing.dataset) == len(grown)
     batches = [
         next(DOOR.GearLoader(dataset, 64, context_length=5, device="cpu", seed=3))
         for dataset in (grown, at_once)
@@ -119,8 +129,8 @@ def test_rows_on_disk_are_compared_once_and_then_the_new_ones_alone(
     monkeypatch.setattr(gear_offline.dataset.dataset, "_stream", counted)
     recipe = recipe_of(path, "loader.placement=disk", "train.checkpoint_every=4")
     assert go.train(recipe, out=tmp_path / "run", callbacks=[Actor(path)], quiet=True).steps == 20
-    shards = go.open_dataset(path, verify=False).manifest.shards
-    assert len(shards) == 6 and sorted(compared) == [shard.name for shard in shards]
+    names = [shard.name for shard in go.open_dataset(path, verify=False).manifest.shards]
+    assert len(names) == 6 and sorted(compared) == sorted(names + names[1:])  # and to be admitted
 
 
 WAITING = ("data.limiter", "data.max_times_sampled")
@@ -159,6 +169,22 @@ def test_a_run_on_growing_data_repeats_bit_for_bit(
         go.train(replays, out=resumed, quiet=True)
     go.train(replays, out=resumed, resume=True, quiet=True)
     assert learnt(resumed)["model"] == learnt(run.path)["model"]
+
+
+@pytest.mark.parametrize("order", ["A B A", "B A B A", "A B B A"])
+def test_runs_on_one_dataset_leave_each_other_resumable(
+    order: str, path: Path, tmp_path: Path
+) -> None:
+    """Each goes on with what it had at its checkpoint, and meets what the other admitted later."""
+    recipe, steps = recipe_of(path), {"A": 6, "B": 3}
+    for number, name in enumerate(order.split()):
+        go.Appender(path).append(episodes([6 + number], number))
+        steps[name] += 8
+        out, resume = tmp_path / name, (tmp_path / name).exists()
+        longer = {"train.steps": steps[name], "optimizer.schedule": "constant"}
+        run = go.train(recipe.replace(longer), out=out, resume=resume, quiet=True)
+        assert run.steps == steps[name]
+    assert len(go.open_dataset(path)) > 3
 
 
 def test_several_ranks_see_the_same_data(path: Path, tmp_path: Path) -> None:
@@ -289,7 +315,8 @@ def test_pieces_that_do_not_fit_are_put_aside(path: Path, tmp_path: Path, capsys
     number = {"observations": np.zeros(()), "episode_lengths": np.ones(1, np.int64)}
     others = set()
     for note in (b"a note", save(number)):
-        other = path / "incoming" / f"{xxhash.xxh3_128_hexdigest(note)}.safetensors"
+        name = f"{1:020d}-{xxhash.xxh3_128_hexdigest(note)}.safetensors"
+        other = path / "incoming" / name
         other.write_bytes(note)
         others.add(other.name)
     appender.append(episodes([5], 2))
@@ -300,8 +327,101 @@ def test_pieces_that_do_not_fit_are_put_aside(path: Path, tmp_path: Path, capsys
         assert len(growing.admit(0)) == 4
     said = capsys.readouterr().err
     assert "do not match their digest" in said and said.count("its columns are not those") == 3
-    refused = {p.name for p in (path / "refused").iterdir()}
-    assert refused == {damaged.name, foreign.name, *others}
+    refused = {p.name[9:] for p in (path / "refused").iterdir()}
+    assert refused == {name[-50:] for name in (damaged.name, foreign.name, *others)}
+    shards = sorted(p.name for p in path.glob("shard-*"))
+    assert shards == ["shard-00000.safetensors", "shard-00001.safetensors"]
+
+
+def first_name(path: Path, end: str = "") -> Path:
+    return path / "incoming" / f"{0:020d}-{'0' * 32}.safetensors{end}"
+
+
+def make_link(path: Path) -> None:
+    piece = go.Appender(path).append(episodes([6], 1))
+    os.symlink(f"../../{piece.rename(path.parent / piece.name).name}", piece)
+
+
+def make_sparse(path: Path) -> None:
+    first_name(path).touch()
+    os.truncate(first_name(path), 200 << 30)
+
+
+def make_full_folder(path: Path) -> None:
+    (first_name(path) / "a").mkdir(parents=True)
+    (path / "refused" / first_name(path).name / "b").mkdir(parents=True)
+
+
+def make_lie(path: Path) -> None:
+    """Write other returns than the sums of the rewards, with a digest that fits."""
+    piece = go.Appender(path).append(episodes([6], 1))
+    content = bytearray(piece.read_bytes())
+    size = 8 + int.from_bytes(content[:8], "little")
+    start, end = json.loads(content[8:size])["episode_returns"]["data_offsets"]
+    content[size + start : size + end] = np.array([1e9]).tobytes()
+    piece.unlink()
+    digest = xxhash.xxh3_128_hexdigest(bytes(content))
+    (piece.parent / f"{5:020d}-{digest}.safetensors").write_bytes(content)
+
+
+STRANGE: dict[str, Any] = {
+    "a link": make_link,
+    "a sparse file": make_sparse,
+    "a folder": make_full_folder,
+    "a pipe": lambda path: os.mkfifo(first_name(path)),
+    "a long name": lambda path: first_name(path, "x" * 150).touch(),
+    "a name that is not UTF-8": lambda path: Path(
+        os.fsdecode(b"%b/incoming/\xff" % bytes(path))
+    ).touch(),
+    "lying returns": make_lie,
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_whatever_lies_among_the_pieces_ends_no_look(
+    kind: str, path: Path, capsys: Captured
+) -> None:
+    (path / "incoming").mkdir()
+    STRANGE[kind](path)
+    last = go.Appender(path).append(episodes([5], 2))
+    with GrowingDataset(path) as growing:
+        assert len(growing.admit(0)) == 4
+        last.write_bytes(b"back again")  # under a name that was admitted
+        assert len(growing.admit(1)) == 4
+    assert capsys.readouterr().err.count("refused, and moved to") == 1
+    assert not list((path / "incoming").iterdir())
+    assert go.open_dataset(path).episodes.lengths.tolist() == [*FIRST, 5]
+    assert not any(p.is_symlink() for p in path.iterdir())
+
+
+def test_a_piece_that_is_replaced_while_it_is_read_waits(path: Path, monkeypatch: Patch) -> None:
+    first, link = go.Appender(path).append(episodes([6], 1)), os.link
+
+    def replace_first(*words: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        shutil.copy(first, first.with_suffix(".copy"))
+        first.with_suffix(".copy").replace(first)
+        link(*words, **options)
+
+    monkeypatch.setattr(os, "link", replace_first)
+    with GrowingDataset(path, quiet=True) as growing:
+        assert len(growing.admit(0)) == 3
+        assert len(growing.admit(1)) == 4
+    assert len(go.open_dataset(path)) == 4
+
+
+def test_one_piece_that_does_not_fit_behind_the_others_goes_alone(path: Path) -> None:
+    for length in (4, 5, 6, 7):
+        go.Appender(path).append(episodes([length], length))
+
+    def whole(dataset: go.Dataset) -> None:
+        if 5 in dataset.episodes.lengths:
+            raise InputError("SELECTION", "five")
+
+    with GrowingDataset(path, check_whole=whole, quiet=True) as growing:
+        growing.admit(0)
+    assert go.open_dataset(path).episodes.lengths.tolist() == [*FIRST, 4, 6, 7]
+    assert len(list((path / "refused").iterdir())) == 1 and len(list(path.glob("shard-*"))) == 4
 
 
 def test_episodes_that_no_run_could_train_on_are_put_aside(path: Path, tmp_path: Path) -> None:
@@ -310,10 +430,14 @@ def test_episodes_that_no_run_could_train_on_are_put_aside(path: Path, tmp_path:
     appender.append(episodes([60], 1))
     worse["rewards"] = -np.ones_like(worse["rewards"])
     appender.append([worse])
+    for reward in (1e30, 3e38):  # the loss, or the return, is infinite
+        (large,) = episodes([6], 1)
+        large["rewards"] = np.full_like(large["rewards"], reward)
+        appender.append([large])
     limits = ("data.max_size=2", "data.remover=prioritized")
     recipe = recipe_of(path, "model.max_timestep=20", *limits)
     go.train(recipe, out=tmp_path / "run", quiet=True)
-    assert len(go.open_dataset(path)) == 3 and len(list((path / "refused").iterdir())) == 2
+    assert len(go.open_dataset(path)) == 3 and len(list((path / "refused").iterdir())) == 4
 
 
 def test_ctrl_c_while_a_run_waits_keeps_its_steps(

@@ -50,8 +50,9 @@ def apply_overrides(options: dict[str, Any], overrides: Overrides) -> dict[str, 
     """Return nested `options` with dotted ones set: ``{"a.b": 1}``, or ``"a.b=1"``, one or many."""
     pairs, before = list(_pairs(overrides)), (options.get("evaluate") or {}).get("environment")
     given = {"evaluate.environment": before} | dict(pairs)
-    if given["evaluate.environment"] != before and "evaluate.reference" not in given:
-        pairs.append(("evaluate.reference", None))  # the scores are those of another environment
+    if given["evaluate.environment"] != before:  # these belong to another environment
+        theirs = ("evaluate.reference", "evaluate.environment_options")
+        pairs[:0] = [(key, None) for key in theirs if key not in given]
     # another strategy drops the options of the one before, so it comes first
     for key, value in sorted(pairs, key=lambda pair: pair[0] != "selection.strategy"):
         for part in reversed(key.split(".")):

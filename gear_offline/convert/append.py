@@ -13,15 +13,15 @@ import numpy as np
 
 from gear_offline.core.files import new_part, write_all, writing
 from gear_offline.core.types import Array, BoolArray
-from gear_offline.dataset.growing import INCOMING
+from gear_offline.dataset.growing import INCOMING, MAX_PIECE_BYTES, piece_returns, too_large
 from gear_offline.dataset.manifest import Manifest
-from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, channels_last, fold_episodes
+from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, channels_last
 from gear_offline.dataset.shard import EPISODE_COLUMNS, digest, encode_header, plan_tensors
 from gear_offline.errors import InputError, given_path
 from gear_offline.sources.arrays import Columns, end_flags, read_episodes
 from gear_offline.sources.episode_ends import TERMINAL_FLAGS, TIME_FLAGS, judge_ends
 
-REWARDS, SUFFIX = "rewards", ".safetensors"
+SUFFIX = ".safetensors"
 
 
 class Appender:
@@ -83,6 +83,8 @@ class Appender:
             raise InputError("SOURCE_LAYOUT", "one episode is given", remedy="give a list of them")
         read, terminated, _ = read_episodes(self._cast(one) for one in episodes)
         content = _encode(self._manifest.spec.columns, read, terminated)
+        if len(content) > MAX_PIECE_BYTES:
+            raise too_large(len(content), self._folder)
         # Names in the order of time are admitted in that order.
         place = self._folder / f"{time.time_ns():020d}-{digest(content)}{SUFFIX}"
         with writing(place):
@@ -151,10 +153,7 @@ def _encode(
     for column in columns:
         rows = values[column.name].view(column.dtype).reshape(-1, *column.shape)
         np.concatenate([e[column.name] for e in episodes], out=rows)
-    returns = np.full(index.episodes, np.nan)
-    if REWARDS in values:
-        returns[:] = 0.0
-        fold_episodes(np.add, returns, index.offsets, values[REWARDS].astype(np.float64), 0)
+    returns = piece_returns(values.get("rewards"), index)
     own = (index.lengths, returns, terminated, ~terminated)
     for column, numbers in zip(EPISODE_COLUMNS, own, strict=True):
         values[column.name][:] = numbers

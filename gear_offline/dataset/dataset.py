@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Never, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, BinaryIO, Never, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +43,7 @@ from gear_offline.dataset.shard import (
     read_exactly,
     stored_form,
 )
-from gear_offline.dataset.statistics import ColumnStatistics, distribution
+from gear_offline.dataset.statistics import ColumnStatistics, Moments, distribution
 from gear_offline.errors import InputError, given_path
 
 PIECE_BYTES = 1 << 20  # read and digested while it is in the cache
@@ -77,6 +77,10 @@ class Dataset:
         Of how many shards, from the first one on, every block has been compared with its digest.
     identities
         Of each shard's file, from before anything of it was read.
+    admissions
+        How many pieces were admitted to it since it was converted.
+    frozen
+        Whether its statistics stay those of the shards before the first admission.
     """
 
     path: Path
@@ -86,7 +90,9 @@ class Dataset:
     truncated: BoolArray
     returns: Float64Array
     verified_shards: int
-    identities: tuple[FileIdentity, ...] = field(repr=False)
+    identities: list[FileIdentity] = field(repr=False)
+    admissions: int = 0
+    frozen: bool = False
 
     def __repr__(self) -> str:
         return f"Dataset({str(self.path)!r}: {self.spec})"
@@ -96,15 +102,22 @@ class Dataset:
         """Columns, steps and episodes."""
         return self.manifest.spec
 
-    @property
+    @cached_property
     def statistics(self) -> Mapping[str, ColumnStatistics]:
-        """Per column: count, mean, std, min and max over all steps."""
-        return self.manifest.statistics
+        """Per column: count, mean, std, min and max over all steps; measured where it has grown."""
+        if self.frozen or not self.admissions:
+            return self.manifest.statistics
+        return _MeasuredStatistics(self)
 
     @property
     def environment_id(self) -> str | None:
         """Gymnasium id of the environment, ``None`` when unknown."""
         return self.manifest.environment.id
+
+    @property
+    def environment_options(self) -> dict[str, Any]:
+        """What the environment is made with, as `gymnasium.make` takes it."""
+        return self.manifest.environment.options
 
     @property
     def reference_scores(self) -> ReferenceScores | None:
@@ -293,11 +306,8 @@ class Dataset:
             return self
 
         def check(shard: int) -> None:
-            record, buffer = self.manifest.shards[shard], np.empty(PIECE_BYTES, np.uint8)
             with open(self.open_shard(shard), "rb") as file:
-                for tensor in self.manifest.tensors(record):
-                    for read in _stream(file, self.path, self.manifest, record, tensor, buffer):
-                        on_progress(read)
+                self._compare(shard, file, on_progress)
 
         unread = range(self.verified_shards, len(self.manifest.shards))
         with ThreadPoolExecutor(min(MAX_THREADS, usable_cores())) as pool:
@@ -328,17 +338,55 @@ class Dataset:
         return put(files, name, "dataset", private=private)
 
     def open_shard(self, shard: int) -> int:
-        """Return a descriptor of a shard's file, which must not have changed since opening."""
-        path = self.path / self.manifest.shards[shard].name
-        handle = open_member(path)
-        if file_identity(handle) != self.identities[shard]:
-            os.close(handle)
-            raise damaged("a shard has changed since the dataset was opened", path)
-        return handle
+        """Return a descriptor of a shard's file, with the content that it had at first.
+
+        A chmod, touch, backup by links or equal copy makes no other content.
+        """
+        record = self.manifest.shards[shard]
+        with open(open_member(self.path / record.name, size=record.bytes), "rb") as file:
+            identity = file_identity(file.fileno())
+            if identity != self.identities[shard]:
+                self._compare(shard, file)
+                self.identities[shard] = identity
+            return os.dup(file.fileno())
+
+    def _compare(
+        self, shard: int, file: BinaryIO, on_progress: OnProgress = lambda n: None
+    ) -> None:
+        """Compare every block of a shard's file with its digest."""
+        record, buffer = self.manifest.shards[shard], np.empty(PIECE_BYTES, np.uint8)
+        for tensor in self.manifest.tensors(record):
+            for read in _stream(file, self.path, self.manifest, record, tensor, buffer):
+                on_progress(read)
 
     def _tensor(self, shard: int, name: str) -> TensorLayout:
         self.spec[name]  # refuses another column
         return self.manifest.layouts(self.manifest.shards[shard])[name]
+
+
+class _MeasuredStatistics(Mapping[str, ColumnStatistics]):
+    """Statistics of a dataset that has grown, of each column measured when first asked for."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset, self._known = dataset, dict[str, ColumnStatistics]()
+
+    def __getitem__(self, name: str) -> ColumnStatistics:
+        if name not in self._known:
+            data, first = self._dataset, self._dataset.manifest.statistics[name]
+            dtype, shape = stored_form(data.spec[name])
+            moments = Moments(shape) if first.nonfinite else Moments.of(first)
+            measured = int(np.searchsorted(data.first_steps, moments.rows))
+            for shard in range(measured, len(data.manifest.shards)):
+                for _, rows in data.stream(shard, name):
+                    moments.update(rows.view(dtype).reshape(len(rows), *shape))
+            self._known[name] = moments.result()
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._dataset.manifest.statistics)
+
+    def __len__(self) -> int:
+        return len(self._dataset.manifest.statistics)
 
 
 def open_dataset(
@@ -395,7 +443,8 @@ def grow_dataset(dataset: Dataset, admissions: Sequence[Admission]) -> Dataset:
         "returns": distribution(larger.returns),
         "lengths": distribution(larger.episodes.lengths, whole=True),
     }
-    return replace(larger, manifest=manifest.replaced(**spread))
+    count = dataset.admissions + len(admissions)
+    return replace(larger, manifest=manifest.replaced(**spread), admissions=count)
 
 
 def with_shards(path: Path, manifest: Manifest, before: Dataset | None = None) -> Dataset:
@@ -421,7 +470,8 @@ def with_shards(path: Path, manifest: Manifest, before: Dataset | None = None) -
         truncated=ends[1],
         returns=returns,
         verified_shards=0 if before is None else before.verified_shards,
-        identities=tuple(found),
+        identities=found,
+        frozen=before is not None and before.frozen,
     )
 
 

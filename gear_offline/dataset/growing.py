@@ -13,19 +13,30 @@ same data at every step.  Only from the last line on new pieces are admitted.
 from __future__ import annotations
 
 import os
+import re
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
 from gear_offline.core.closing import Closing
-from gear_offline.core.files import remove_leftovers, sync_directory, try_lock, write_all, writing
-from gear_offline.core.text import count_text, say
-from gear_offline.core.types import Array
+from gear_offline.core.files import (
+    open_regular,
+    remove_leftovers,
+    sync_directory,
+    try_lock,
+    write_all,
+    writing,
+)
+from gear_offline.core.text import count_text, say, size_text
+from gear_offline.core.types import Array, Float64Array
 from gear_offline.dataset.dataset import Dataset, grow_dataset, open_dataset, with_shards
 from gear_offline.dataset.manifest import (
     ADMISSIONS_NAME,
@@ -37,6 +48,7 @@ from gear_offline.dataset.manifest import (
     read_admissions,
     shard_name,
 )
+from gear_offline.dataset.schema import EpisodeIndex, fold_episodes
 from gear_offline.dataset.shard import (
     DIGEST_CHARS,
     EPISODE_COLUMNS,
@@ -45,13 +57,14 @@ from gear_offline.dataset.shard import (
     damaged,
     digest,
     encode_header,
-    open_member,
     plan_tensors,
 )
 from gear_offline.dataset.statistics import Moments
 from gear_offline.errors import NO_SPACE, GearError, InputError
 
 INCOMING, REFUSED = "incoming", "refused"
+PIECE_NAME = re.compile(r"[0-9]{20}-[0-9a-f]{32}\.safetensors")
+MAX_PIECE_BYTES = 2 << 30  # it is read at once
 POLL_SECONDS = 0.02
 
 
@@ -60,7 +73,8 @@ class GrowingDataset(Closing):
 
     It begins with `path`, or the dataset there, as it was converted; one that is verified stays so.
     It `admits` behind the last line, as one process at a time may, or else follows the lines only.
-    `check` raises `InputError` for a piece that does not fit the learner.
+    `check` raises `InputError` for a piece that does not fit the learner, `check_whole` for a
+    dataset that has grown by it.  Its statistics stay those of the beginning.
     """
 
     def __init__(
@@ -69,15 +83,18 @@ class GrowingDataset(Closing):
         *,
         admits: bool = True,
         check: Callable[[Dataset], None] = lambda piece: None,
+        check_whole: Callable[[Dataset], object] = lambda dataset: None,
         quiet: bool = False,
     ) -> None:
         if not isinstance(path, Dataset):
             path = open_dataset(path, verify=False, admissions=0)
-        self.dataset, self.admissions = path, 0  # at present, and how many it has
-        self._path, self._check, self._quiet = path.path, check, quiet
+        self.dataset, self.admissions = replace(path, frozen=True), 0  # now, and how many it has
+        self._path, self._check, self._check_whole = path.path, check, check_whole
+        self._quiet, self._passed_over = quiet, set[str]()
         self._log = self._hold() if admits else -1
         try:
             self._lines, self._seal = read_admissions(self._path)
+            self._admitted = {line.piece for line in self._lines}
             if admits:
                 self._finish_last()
         except BaseException:
@@ -103,22 +120,18 @@ class GrowingDataset(Closing):
         return log
 
     def _finish_last(self) -> None:
-        """Do what a killed learner left undone: half a line, or a piece that was admitted."""
+        """Remove half a line, and what killed actors left."""
         with writing(self._path):
             ends = (self._path / ADMISSIONS_NAME).read_bytes().rfind(b"\n") + 1
             os.ftruncate(self._log, ends)
-            admitted = {line.piece for line in self._lines}
-            for piece in self._pieces():
-                if piece.name in admitted:
-                    piece.unlink(missing_ok=True)
             if (self._path / INCOMING).is_dir():
                 remove_leftovers(self._path / INCOMING)
 
-    def _pieces(self) -> list[Path]:
-        """Return the pieces that are there, in the order of their names."""
+    def _waiting(self) -> list[Path]:
+        """Return what lies among the pieces, in the order of names."""
         folder = self._path / INCOMING
         names = sorted(os.listdir(folder)) if folder.is_dir() else []
-        return [folder / name for name in names if not name.startswith(".")]
+        return [folder / n for n in names if not n.startswith(".") and n not in self._passed_over]
 
     def go_to(self, step: int) -> Dataset:
         """Return the dataset as it was before anything was admitted at `step` or later."""
@@ -128,6 +141,10 @@ class GrowingDataset(Closing):
         """Return the dataset with so many admissions, which another process may have written."""
         if len(self._lines) < admissions:
             self._lines, self._seal = read_admissions(self._path)
+        if len(self._lines) < admissions:
+            what = f"{len(self._lines):,} pieces are admitted, the run had {admissions:,}"
+            remedy = "bring the dataset back as it was, or train into another directory"
+            raise InputError("DATA_MISMATCH", what, str(self._path), remedy)
         if admissions > self.admissions:
             larger = grow_dataset(self.dataset, self._lines[self.admissions : admissions])
             self.dataset = larger.verify() if self.dataset.verified else larger  # the new shards
@@ -174,48 +191,97 @@ class GrowingDataset(Closing):
 
     def _look(self, step: int, may_admit: Callable[[int, int], bool]) -> bool:
         """Admit pieces that are there; return whether there is room on the disk."""
+        first = len(self.dataset)
+
+        def may_come(episodes: int, behind: int) -> bool:
+            return may_admit(episodes, len(self.dataset) - first + behind)
+
         with writing(self._path):
             try:
-                lines, number, behind = list[Admission](), len(self.dataset.manifest.shards), 0
-                for path in self._pieces():
-                    piece = self._fitting(path)
-                    if piece is None:
-                        continue
-                    if not may_admit(len(piece), behind):
-                        break
-                    lines.append(self._link(path, piece, step, number + len(lines)))
-                    behind += len(piece)
-                if lines:
-                    self._write(lines)
+                count = self._admit(step, may_come)
+                for _ in range(count):
+                    self._admit(step, may_come, most=1)
+                for number in range(count + 1):  # links of what was not admitted
+                    name = shard_name(len(self.dataset.manifest.shards) + number)
+                    (self._path / name).unlink(missing_ok=True)
             except OSError as error:
                 if error.errno not in NO_SPACE:
                     raise
                 self._say(step, f"the disk of {self._path} is full, nothing is admitted")
                 return False
-        self.follow(len(self._lines))
         return True
 
-    def _fitting(self, path: Path) -> Dataset | None:
-        """Open a piece; put one aside that is damaged or does not fit."""
+    def _admit(
+        self, step: int, may_come: Callable[[int, int], bool], most: int | None = None
+    ) -> int:
+        """Admit at most so many pieces; return how many cannot come together."""
+        lines, number, behind = list[Admission](), len(self.dataset.manifest.shards), 0
+        for path in self._waiting():
+            if (piece := self._fitting(path, number + len(lines))) is None:
+                continue
+            if not may_come(len(piece), behind):
+                break
+            own = piece.manifest
+            line = Admission(step=step, piece=path.name, endings=own.endings, shards=own.shards)
+            lines.append(line)
+            behind += len(piece)
+            if len(lines) == most:
+                break
         try:
-            piece = read_piece(path, self.dataset.manifest)
+            self._check_whole(grow_dataset(self.dataset, lines))
+        except InputError as error:
+            if len(lines) > 1:
+                return len(lines)
+            self._put_aside(self._path / INCOMING / lines[0].piece, error)
+            return 0
+        if lines:
+            self._write(lines)
+            self.follow(len(self._lines))
+        return 0
+
+    def _fitting(self, path: Path, number: int) -> Dataset | None:
+        """Open a piece, linked as the shard of a number; put aside whatever does not fit."""
+        try:
+            if path.name in self._admitted:  # by a learner that was killed then
+                path.unlink()
+                return None
+            piece = self._open_piece(path, self._path / shard_name(number))
             self._check(piece)
             return piece
-        except InputError as error:
-            place = self._path / REFUSED
-            place.mkdir(exist_ok=True)
-            path.rename(place / path.name)
-            say(f"refused, and moved to {place / path.name}: {error}", quiet=self._quiet)
+        except FileNotFoundError:
+            return None  # it has gone
+        except (InputError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in NO_SPACE:
+                raise
+            self._put_aside(path, error)
             return None
 
-    def _link(self, path: Path, piece: Dataset, step: int, number: int) -> Admission:
-        """Make a piece the shard of a number; return the line that admits it."""
-        name = shard_name(number)
-        (self._path / name).unlink(missing_ok=True)  # of an admission that a kill broke off
-        os.link(path, self._path / name)
-        shards = [shard.model_copy(update={"name": name}) for shard in piece.manifest.shards]
-        endings = piece.manifest.endings
-        return Admission(step=step, piece=path.name, endings=endings, shards=shards)
+    def _open_piece(self, path: Path, shard: Path) -> Dataset:
+        """Read a piece once, and link the very file that was read."""
+        if not PIECE_NAME.fullmatch(path.name):
+            raise InputError("DATASET_DAMAGED", "no name that go.Appender gives", str(path))
+        with open(open_regular(path, links=False), "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_size > MAX_PIECE_BYTES:
+                raise too_large(status.st_size, path)
+            content = file.read(status.st_size)
+            shard.unlink(missing_ok=True)  # of an admission that a kill broke off
+            os.link(path, shard, follow_symlinks=False)
+            if not os.path.samestat(status, os.lstat(shard)):
+                raise FileNotFoundError(f"{path} is another file now: the next look's")
+        return read_piece(content, path, shard, self.dataset.manifest)
+
+    def _put_aside(self, path: Path, why: Exception) -> None:
+        """Move a piece to the folder `refused` under a new name, or else pass it over."""
+        place = self._path / REFUSED / f"{secrets.token_hex(4)}-{path.name[-50:]}"
+        try:
+            place.parent.mkdir(exist_ok=True)
+            path.rename(place)
+            done = f"moved to {place}"
+        except OSError as error:
+            self._passed_over.add(path.name)
+            done = f"left there ({error.strerror})"
+        say(f"refused, and {done}: {why}", quiet=self._quiet)
 
     def _write(self, lines: Sequence[Admission]) -> None:
         """Make links and lines durable, all or none, then remove the pieces."""
@@ -230,7 +296,9 @@ class GrowingDataset(Closing):
             raise
         self._lines, self._seal = [*self._lines, *lines], seal
         for line in lines:
-            (self._path / INCOMING / line.piece).unlink(missing_ok=True)
+            self._admitted.add(line.piece)
+            with suppress(OSError):  # the next look says why
+                (self._path / INCOMING / line.piece).unlink()
 
     def close(self) -> None:
         """Let another process grow the dataset."""
@@ -239,10 +307,27 @@ class GrowingDataset(Closing):
             self._log = -1
 
 
-def read_piece(path: Path, manifest: Manifest) -> Dataset:
-    """Return a piece as a dataset; ``DATASET_DAMAGED``, ``COLUMN`` if it is laid out otherwise."""
-    with open(open_member(path), "rb") as file:
-        content = file.read()
+def too_large(size: int, where: Path) -> InputError:
+    """Return the error of a piece that no learner would admit."""
+    what = f"a piece of {size_text(size)}, {size_text(MAX_PIECE_BYTES)} are the most"
+    return InputError("SOURCE_LAYOUT", what, str(where), "append fewer episodes at a time")
+
+
+def piece_returns(rewards: Array | None, episodes: EpisodeIndex) -> Float64Array:
+    """Return (E,) sums of rewards; NaN where the data have none."""
+    returns = np.full(episodes.episodes, np.nan)
+    if rewards is not None and rewards.size == episodes.steps:
+        returns[:] = 0.0
+        rewards = rewards.reshape(-1).astype(np.float64)
+        fold_episodes(np.add, returns, episodes.offsets, rewards, 0)
+    return returns
+
+
+def read_piece(content: bytes, path: Path, shard: Path, manifest: Manifest) -> Dataset:
+    """Open the piece of a `path` as a dataset, from its content and its link `shard`.
+
+    ``DATASET_DAMAGED``; ``COLUMN`` if it is laid out otherwise.
+    """
     if digest(content) != path.stem[-DIGEST_CHARS:]:
         raise damaged("data do not match their digest", path)
     header, rows = b"", dict[str, Array]()
@@ -267,13 +352,17 @@ def read_piece(path: Path, manifest: Manifest) -> Dataset:
         statistics[column.name] = moments.result()
     ends = Endings(**{key: int(rows[f"episode_{key}"].sum()) for key in Endings.model_fields})
     counts: dict[str, Any] = {"episodes": episodes, "steps": steps}
-    record = ShardRecord.model_construct(  # under a name that is not yet a shard's
+    record = ShardRecord(
         **counts,
-        name=path.name,
+        name=shard.name,
         bytes=len(content),
         header_bytes=len(header),
         header_digest=digest(header),
         digests=digests,
     )
     own = manifest.replaced(**counts, statistics=statistics, endings=ends, shards=[record])
-    return with_shards(path.parent, own)
+    piece = with_shards(shard.parent, own)
+    returns = piece_returns(rows.get("rewards"), piece.episodes)
+    if not np.array_equal(returns, piece.returns, equal_nan=True):
+        raise damaged("returns are not the sums of its rewards", path)
+    return piece

@@ -48,7 +48,7 @@ def inspect(
         what = f"verify {Path(path).name}"
         with Progress(what, total=total, unit="bytes", quiet=quiet) as progress:
             dataset = dataset.verify(on_progress=progress.advance)
-    manifest = dataset.manifest
+    manifest = dataset.manifest.replaced(statistics=dict(dataset.statistics))
     document = manifest.model_dump()
     digests = [joined for shard in manifest.shards for joined in shard.digests.values()]
     blocks = sum(map(len, digests)) // DIGEST_CHARS

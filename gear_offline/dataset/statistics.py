@@ -97,6 +97,16 @@ class Moments:
         self.low: Float64Array = np.full(width, np.inf)
         self.high: Float64Array = np.full(width, -np.inf)
 
+    @classmethod
+    def of(cls, facts: ColumnStatistics) -> Moments:
+        """Return the moments of a column that is finite everywhere."""
+        moments = cls(facts.mean.shape)
+        moments.rows, moments.counts = facts.count, moments.counts + facts.count
+        moments.squares = facts.std.ravel() ** 2 * facts.count
+        values = (facts.mean, facts.min, facts.max)
+        moments.mean, moments.low, moments.high = (each.flatten() for each in values)
+        return moments
+
     def update(self, rows: Array) -> int | None:
         """Add `rows`, (N, *shape) of a real dtype; return the first that is not all finite."""
         flat = rows.reshape(len(rows), self.counts.size)

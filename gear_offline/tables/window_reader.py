@@ -174,17 +174,17 @@ class WindowReader:
             _copy(rows.reshape(-1), begins, places.slots, targets[number])
 
     def _fill(self, shard: int, reads: Sequence[tuple[int, int, int]], buffer: UInt8Array) -> None:
-        """Read parts of a shard into the buffer; it may not have changed at the end."""
+        """Read parts of a shard into the buffer, again if the file was touched meanwhile."""
         part, number = self._shards[shard]
-        dataset = part.dataset
+        dataset, is_same = part.dataset, False
         path = dataset.path / dataset.manifest.shards[number].name
-        with open(dataset.open_shard(number), "rb", buffering=0) as file:
-            _read_directly(file.fileno())
-            for begin, end, place in reads:
-                memory = buffer[place : place + whole_pages(end - begin)]
-                read_pages(file.fileno(), memory, begin, end - begin, str(path))
-            if file_identity(file.fileno()) != dataset.identities[number]:
-                raise damaged("a shard changed since it was verified", path)
+        while not is_same:
+            with open(dataset.open_shard(number), "rb", buffering=0) as file:
+                _read_directly(file.fileno())
+                for begin, end, place in reads:
+                    memory = buffer[place : place + whole_pages(end - begin)]
+                    read_pages(file.fileno(), memory, begin, end - begin, str(path))
+                is_same = file_identity(file.fileno()) == dataset.identities[number]
 
     def _lay(
         self,

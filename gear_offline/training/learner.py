@@ -354,7 +354,10 @@ class Learner:
         if items := _as_arrays("items", tensors):
             self._items.load_state(items)
         if self.growing is not None:
-            self._grow(self.growing.go_to(step), loader["step"])
+            # not by steps: another run may have admitted pieces at earlier ones since
+            known = loader.get("admissions")
+            dataset = self.growing.follow(known[0]) if known else self.growing.go_to(step)
+            self._grow(dataset, loader["step"])
         if self.loader.loss_sampler is not None:
             self.loader.loss_sampler.load_state(_as_arrays("selection", tensors))
         self.loader.load_state_dict(dict(loader))
@@ -395,8 +398,8 @@ def _normalized_by(dataset: Dataset, window: Window) -> Dataset:
     own = dataset.statistics["observations"]
     given = {"mean": window.state_mean, "std": window.state_std}
     update = {name: np.array(values).reshape(own.mean.shape) for name, values in given.items()}
-    statistics = {**dataset.statistics, "observations": own.model_copy(update=update)}
-    return replace(dataset, manifest=dataset.manifest.replaced(statistics=statistics))
+    statistics = {**dataset.manifest.statistics, "observations": own.model_copy(update=update)}
+    return replace(dataset, manifest=dataset.manifest.replaced(statistics=statistics), frozen=True)
 
 
 def _as_tensors(name: str, state: Mapping[str, Array]) -> dict[str, Tensor]:
