@@ -24,7 +24,7 @@ def parse_size(text: str) -> int:
     from gear_offline.config.strict_yaml import byte_count  # slow to load
 
     with suppress(ValueError):
-        if size := int(byte_count(text)):
+        if 0 < (size := int(byte_count(text))) < 1 << 62:
             return size
     raise BadParameter(f"{text!r} is not a size; write it like 256MiB, 2GB or 1048576")
 

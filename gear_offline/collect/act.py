@@ -151,7 +151,10 @@ def act(
     returns, steps, _, pieces = zip(*played, strict=True)
     if waiting := sum(piece.exists() for piece in pieces):
         what = f"{waiting:,} of {count_text(len(played), 'episode')} are not admitted yet"
-        say(f"{what}: the run does so at its next look", quiet=quiet)
+        when = "the run does so at its next look"
+        if list_checkpoints(path / "checkpoints")[-1][0] >= recipe.train.steps:
+            when = f"the run has ended; the next one on {recipe.data.path} does so"
+        say(f"{what}: {when}", quiet=quiet)
     mean = float(np.mean(returns))
     return ActReport(episodes=len(played), steps=sum(steps), mean_return=mean, waiting=waiting)
 

@@ -156,9 +156,10 @@ def collect(
         ("seed", seed, 0),
         ("gate", gate, -math.inf),
     ):
-        if number is not None and not least <= number < 1 << 63:
-            need = f"need {least} <= {name} < 2^63"
-            raise InputError("USAGE", f"got {number}, {need}", where=name)
+        is_number = isinstance(number, int | float | np.number)
+        if number is not None and not (is_number and least <= number < 1 << 63):
+            need = f"need a number, {least} <= {name} < 2^63"
+            raise InputError("USAGE", f"got {number!r}, {need}", where=name)
     of_library = ":" in policy
     if of_library or (processes is None and policy != "ars" and steps < PARALLEL_STEPS):
         processes = 1  # a library's model stays in the process that trained it

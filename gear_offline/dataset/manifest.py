@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from gear_offline.core.files import open_regular, read_regular
-from gear_offline.core.text import count_text, first_line, texts
+from gear_offline.core.text import count_text, first_line, texts, typed
 from gear_offline.dataset.schema import ColumnSpec, TableSpec
 from gear_offline.dataset.scores import ReferenceScores, dataset_file
 from gear_offline.dataset.shard import (
@@ -382,7 +382,7 @@ def _no_dataset(path: Path) -> InputError:
     elif not os.access(path, os.R_OK):
         why = "permission denied" if os.path.exists(path) else "not there"
         what = f"cannot open the dataset: {why}"
-    remedy = f"check the path, or make one with gear-offline convert {source} OUT"
+    remedy = f"check the path, or make one with gear-offline convert {typed(source)} OUT"
     return InputError("DATASET_NOT_FOUND", what, str(path), remedy)
 
 

@@ -93,9 +93,6 @@ def evaluate(
         and ``OUTPUT_WRITE`` for `out` and `video`, ``PACKAGE_MISSING`` for `video`.
     """
     run = given_path(run, "RUN_NOT_FOUND", where="run")
-    if out is not None:
-        out = given_path(out, "OUTPUT_WRITE", where="out")
-        check_new_file(out)
     trained = find_trained(run, checkpoint, partial(say, quiet=quiet))
     typed = [] if environment is None else [environment]
     import_modules(typed, trained.recipe.environments, run=trained.run or run)
@@ -105,6 +102,9 @@ def evaluate(
         count = (task.episodes or EPISODES) if episodes is None else episodes
         tasks[index] = replace(task, episodes=count, seed=task.seed if seed is None else seed)
         say_version(task.environment, quiet=quiet)
+    if out is not None:  # after what may be typed wrong
+        out = given_path(out, "OUTPUT_WRITE", where="out")
+        check_new_file(out)
     if video is not None:
         video = given_path(video, "OUTPUT_WRITE", where="video")
         check_video(video, tasks)

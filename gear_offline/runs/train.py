@@ -104,8 +104,6 @@ def train(
 
     callbacks = check_callbacks(callbacks)
     path, start = run_and_start(recipe, whole, out, resume=resume, checkpoint=checkpoint)
-    if is_first_process():
-        check_place(path, resume=resume)
     before, steps = recipe_before(path, start), whole.train.steps
     optimizer = (going_on(whole, before[0]) if before else whole).optimizer
     warmup = min(optimizer.warmup(steps), steps)
@@ -121,6 +119,7 @@ def train(
         data = whole.data
         if not (data.tasks or data.source or data.collect or (data.path and is_there(data.path))):
             raise no_data(data, before and before[1].folder)
+        check_place(path, resume=resume)  # last: what is typed wrong is told first
     from gear_offline.runs import loop  # loads torch
 
     trained = loop.train_run(
