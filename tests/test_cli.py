@@ -404,7 +404,9 @@ def test_what_errors_and_help_name_exists() -> None:
     fields = set(dotted_fields(Recipe))
     fields |= {field.rpartition(".")[0] for field in fields}
     sections = "|".join({field.partition(".")[0] for field in fields if "." in field})
-    foreign = re.compile(r"--always|--dirty|exclude|pip |torchrun|docker|ray start|--fmad|--std|nproc")
+    foreign = re.compile(
+        r"--always|--dirty|exclude|pip |torchrun|docker|ray start|--fmad|--std|nproc"
+    )
     rooms = ("gear_offline", "loaders", "models", "kernels")
     for path in (file for room in rooms for file in sorted((ROOT / room).rglob("*.py"))):
         for text in texts_of(path):
