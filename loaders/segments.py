@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PARTS = 3  # of the ring: rows that are on their way, that are read, and that were read just now
 PLANS = 2  # ahead, each by a thread, where GPUs exchange
-PLAN_SEGMENTS = 16384  # of all ranks in a plan: fewer cost more each, more leave the caches
+PLAN_SEGMENTS = 16384  # of all ranks in a plan: more leave the processor's caches
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,7 +209,7 @@ class ShardedSegments:
         landing = slice(begin, begin + ring.rows)
         held = slice(table.margin, table.margin + table.episodes.steps)
         own = tuple(group.rows[held] for group in table.groups)
-        self._exchange = open_exchange(
+        self._exchange: Any = open_exchange(
             NodeRows(lengths=ring.share.lengths, nodes=ring.share.nodes, rows=own),
             tuple(group.rows[landing] for group in table.groups),
             world,
@@ -226,8 +226,8 @@ class ShardedSegments:
         self._planner = Planner(stream, world, ring, first_row=first_row, whole=whole)
         self._depth, self._blocks = 1, 1  # plans ahead, and blocks of each
         if self.in_stream and self._ahead:
-            segments = ring.steps * stream.global_batch
-            self._depth, self._blocks = PLANS, max(1, PLAN_SEGMENTS // segments)
+            blocks = PLAN_SEGMENTS // (ring.steps * stream.global_batch)
+            self._depth, self._blocks = PLANS, max(blocks, 1)
         self._threads = ThreadPoolExecutor(self._depth, thread_name_prefix="gear-exchange")
         self._first = -1  # step of the block that is drawn from
         self._block: Block | None = None
@@ -286,8 +286,7 @@ class ShardedSegments:
     def _prepare(self, first_step: int) -> None:
         numbers = np.arange(self._numbers, self._numbers + self._blocks)
         self._numbers += self._blocks
-        work = self._plan if self.in_stream else self._fetch
-        guarded = self._threads.submit(self._guarded, work, first_step, numbers)
+        guarded = self._threads.submit(self._guarded, self._plan, first_step, numbers)
         self._coming.append((first_step, guarded))
 
     def _guarded(self, work: Callable[..., T], *arguments: Any) -> T:
@@ -300,25 +299,22 @@ class ShardedSegments:
             self._error = error
             raise
 
-    def _fetch(self, first_step: int, numbers: Int64Array) -> list[Planned]:
-        """Plan a block and read what this rank's node does not hold; in the thread."""
-        ((block, reads),) = self._planner.plan(first_step, numbers % PARTS * self.ring.part_rows)
-        (number,) = numbers.tolist()
-        event, self._read[number % PARTS] = self._read[number % PARTS], None
-        if event is not None:
-            self._world.wait_for_gpu(event)
-        self._exchange.post(number, reads)
-        self._exchange.wait(number)
-        return [(number, block, None)]
-
     def _plan(self, first_step: int, numbers: Int64Array) -> list[Planned]:
-        """Plan blocks that the GPU fetches; in a thread."""
+        """Plan blocks, and exchange their rows unless the GPU does; in a thread."""
         planned = list[Planned]()
         plans = self._planner.plan(first_step, numbers % PARTS * self.ring.part_rows)
         for number, (block, reads) in zip(numbers.tolist(), plans, strict=True):
-            if self._engine is not None:
-                block = replace(block, names=self._engine.name(block.segments, block.landing))
-            planned.append((number, block, self._exchange.ready(reads)))
+            if self.in_stream:
+                if self._engine is not None:
+                    block = replace(block, names=self._engine.name(block.segments, block.landing))
+                planned.append((number, block, self._exchange.ready(reads)))
+                continue
+            event, self._read[number % PARTS] = self._read[number % PARTS], None
+            if event is not None:
+                self._world.wait_for_gpu(event)
+            self._exchange.post(number, reads)
+            self._exchange.wait(number)
+            planned.append((number, block, None))
         return planned
 
     def _post(self, number: int, block: Block, reads: Any) -> Block:

@@ -159,6 +159,7 @@ def test_actions_that_a_tanh_cannot_reach_are_refused(tmp_path: Path) -> None:
     columns["actions"][3, 1] = 1.5
     dataset = make_dataset(tmp_path, [5, 5], columns=columns, environment_id=None)
     recipe = tiny_recipe(dataset.path, "train.steps=3", "train.evaluate_every=null")
+    recipe = recipe.replace({"model.action_tanh": True})
     with one_error("MODEL", r"actions reach .* 1\.5"):
         train_run(recipe, out=tmp_path / "a", quiet=True)
     train_run(recipe.replace({"model.action_tanh": False}), out=tmp_path / "b", quiet=True)

@@ -7,9 +7,8 @@ collectives of gloo, here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from gear_offline.config.sections import Road
 from gear_offline.core.text import say
-from gear_offline.core.types import Int64Array
 from gear_offline.distributed.rdma import Endpoint, RdmaExchange
 from gear_offline.distributed.reads import NodeRows, Reads, as_bytes, ranges
 from gear_offline.distributed.world import World, rank_lost
@@ -28,8 +26,6 @@ from gear_offline.errors import GearError, UnavailableError
 
 if TYPE_CHECKING:
     from gear_offline.kernels.gather_gpu import GpuGather
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class Exchange(Protocol):
@@ -48,11 +44,7 @@ class Exchange(Protocol):
 
     in_stream: bool
 
-    def ready(self, reads: Reads) -> Any:
-        """Return what `post` takes as well, with all done that may be done ahead in any thread."""
-        ...
-
-    def post(self, block: int, reads: Any) -> None:
+    def post(self, block: int, reads: Reads) -> None:
         """Begin the reads of a block; its landing rows must not be touched until `wait` returns."""
         ...
 
@@ -158,22 +150,12 @@ def _open_endpoints(world: World, *, must: bool) -> tuple[Endpoint | None, str]:
     raise problem or UnavailableError("EXCHANGE", what, remedy=f"{remedy}, or mend that node")
 
 
-@dataclass(kw_only=True, eq=False)
-class _Block:
-    """A posted block: its collective, and the bytes that it sends and receives."""
-
-    reads: Reads  # of this rank, in the order of their owners
-    sent: Tensor
-    received: Tensor
-    work: Any
-
-
 class CollectiveExchange:
     """Owners push rows: one all_to_all_single a block, over gloo, from and to host memory.
 
     Every rank knows all reads of a block, so every rank knows all sizes and there is no round for
-    them.  The rows for one reader travel as one run of bytes, column group after column group.  The
-    gloo group is the exchange's own, so that a thread may use it while others use the world's.
+    them.  The column groups of a row travel side by side.  The gloo group is the exchange's own,
+    so that a thread may use it while others use the world's.
     """
 
     in_stream = False
@@ -185,8 +167,10 @@ class CollectiveExchange:
         self._sources = [as_bytes(rows) for rows in node_rows.rows]
         self._landing = [as_bytes(rows) for rows in landing]
         self._first_rows = node_rows.first_rows()
-        self._row_bytes = sum(source.shape[1] for source in self._sources)
-        self._posted: dict[int, _Block | None] = {}
+        ends = np.cumsum([source.shape[1] for source in self._sources]).tolist()
+        self._width = ends[-1]  # bytes of a row
+        self._columns = [slice(*pair) for pair in pairwise([0, *ends])]
+        self._posted = dict[int, tuple[Reads, Tensor, Any] | None]()  # own, received, the work
         with world.guard("opening the exchange"):
             members = dist.get_process_group_ranks(world.control or dist.group.WORLD)
             self._group = dist.new_group(
@@ -196,9 +180,6 @@ class CollectiveExchange:
                 use_local_synchronization=True,
             )
 
-    def ready(self, reads: Reads) -> Reads:
-        return reads
-
     def post(self, block: int, reads: Reads) -> None:
         assert block not in self._posted, "each block is posted once"
         self._posted[block] = None
@@ -207,61 +188,41 @@ class CollectiveExchange:
         rank, size = self._world.rank, self._world.size
         own, served = reads.made_by(rank), reads.served_by(rank)
         own.check(self._node_rows, len(self._landing[0]))
-        sizes_in = _bytes_by(own.owners, own.steps * self._row_bytes, size)
-        sizes_out = _bytes_by(served.readers, served.steps * self._row_bytes, size)
-        sent = torch.from_numpy(self._pack(served, sizes_out))
-        received = torch.empty(sum(sizes_in), dtype=torch.uint8)
+        counts_in, counts_out = (  # rows
+            np.bincount(ranks, steps, size).astype(int).tolist()
+            for ranks, steps in ((own.owners, own.steps), (served.readers, served.steps))
+        )
+        rows = ranges(self._first_rows[served.episodes] + served.starts, served.steps)
+        sent = np.empty((len(rows), self._width), np.uint8)
+        for columns, source in zip(self._columns, self._sources, strict=True):
+            sent[:, columns] = source[rows]
+        received = torch.empty((sum(counts_in), self._width), dtype=torch.uint8)
         with self._world.guard(f"posting the rows of block {block}"):
             work = dist.all_to_all_single(
-                received, sent, sizes_in, sizes_out, group=self._group, async_op=True
+                received,
+                torch.from_numpy(sent),
+                counts_in,
+                counts_out,
+                group=self._group,
+                async_op=True,
             )
-        self._posted[block] = _Block(reads=own, sent=sent, received=received, work=work)
-
-    def _pack(self, served: Reads, sizes: list[int]) -> Bytes:
-        """Return the bytes for all readers, in the order of ranks."""
-        sent = np.empty(sum(sizes), np.uint8)
-        rows = ranges(self._first_rows[served.episodes] + served.starts, served.steps)
-        for part, source, index in _parts(sent, rows, sizes, self._sources):
-            np.take(source, index, axis=0, out=part, mode="clip")  # mode: without a copy
-        return sent
+        self._posted[block] = own, received, work
 
     def wait(self, block: int) -> None:
         posted = self._posted.pop(block)
         if posted is None:
             return
+        own, received, work = posted
         try:
-            posted.work.wait(timedelta(seconds=self._world.timeout))
+            work.wait(timedelta(seconds=self._world.timeout))
         except RuntimeError as error:
-            owners = ", ".join(map(str, np.unique(posted.reads.owners)))
+            owners = ", ".join(map(str, np.unique(own.owners)))
             doing = f"waiting for the rows of block {block}"
             doing += f" from ranks {owners}" if owners else ""
             raise rank_lost(doing, error) from error
-        reads, received = posted.reads, posted.received.numpy()
-        sizes = _bytes_by(reads.owners, reads.steps * self._row_bytes, self._world.size)
-        rows = ranges(reads.rows, reads.steps)
-        for part, landing, index in _parts(received, rows, sizes, self._landing):
-            landing[index] = part
+        rows = ranges(own.rows, own.steps)
+        for columns, landing in zip(self._columns, self._landing, strict=True):
+            landing[rows] = received.numpy()[:, columns]
 
     def close(self) -> None:
         self._posted.clear()  # the group ends with torch's: its name cannot be used again
-
-
-def _bytes_by(ranks: Int64Array, sizes: Int64Array, count: int) -> list[int]:
-    """Return the sum of sizes for each rank."""
-    sums = np.zeros(count, np.int64)
-    np.add.at(sums, ranks, sizes)
-    return sums.tolist()
-
-
-def _parts(
-    flat: Bytes, rows: Int64Array, sizes: list[int], groups: list[Bytes]
-) -> Iterator[tuple[Bytes, Bytes, Int64Array]]:
-    """Yield each rank's and column group's part of `flat`, the group, and which of its rows."""
-    ends = np.cumsum(sizes)[:-1]
-    row_bytes = sum(group.shape[1] for group in groups)
-    for run, index in zip(np.split(flat, ends), np.split(rows, ends // row_bytes), strict=True):
-        begin = 0
-        for group in groups if len(index) else []:
-            end = begin + len(index) * group.shape[1]
-            yield run[begin:end].reshape(len(index), -1), group, index
-            begin = end

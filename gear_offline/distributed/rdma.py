@@ -99,9 +99,6 @@ class RdmaExchange:
         for peer in self._peers:
             self._endpoint.connect(peer, pairs[peer][str(self._world.rank)])
 
-    def ready(self, reads: Reads) -> Reads:
-        return reads
-
     def post(self, block: int, reads: Reads) -> None:
         assert block not in self._left, "each block is posted once"
         endpoint, own = self._endpoint, reads.made_by(self._world.rank)
