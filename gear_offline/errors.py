@@ -8,11 +8,13 @@ and listed in docs/reference/errors.md; messages may change.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the system's error numbers
 # how torch, CUDA and their libraries say it, on the CPU and on a GPU
@@ -113,6 +115,16 @@ def check_environment_id(name: str, *, where: str = "") -> None:
     if not ENVIRONMENT_ID.fullmatch(name):
         what = f"{name[:60]!r} cannot be the id of a Gymnasium environment"
         raise InputError("ENVIRONMENT", what, where, "ids look like Hopper-v5 or namespace/Name-v0")
+
+
+def json_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what an environment is made with as a recipe or a file gives it back."""
+    try:
+        return dict(json.loads(json.dumps(options or {}, default=lambda value: value.tolist())))
+    except (TypeError, ValueError, AttributeError) as error:
+        what = f"{options!r:.80} are no numbers, texts, lists and mappings of them by name"
+        remedy = "write {'g': 1.0}; register an environment that takes other objects by itself"
+        raise InputError("ENVIRONMENT", what, "environment_options", remedy) from error
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -22,6 +22,7 @@ from gear_offline.core.files import new_file, write_all, writing
 from gear_offline.core.text import count_text, say
 from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset
+from gear_offline.dataset.scores import reference_scores
 from gear_offline.errors import InputError, given_path
 from gear_offline.progress import Progress
 from gear_offline.sources import open_source
@@ -107,13 +108,18 @@ def export_hdf5(
             writer.write(part | {k: v[start:stop] for k, v in flags.items()})
             progress.advance(step_bytes * (stop - start))
         info = source.info
-        attributes = {
+        attributes: dict[str, str | float] = {
             "exported_from": f"{info.uri} ({info.format}; rule {info.rule})",
             "gear_offline": gear_offline.__version__,
             "rule": "timeouts" if inside else "terminals|timeouts",
         }
         if info.environment_id:
             attributes["env_id"] = info.environment_id
+        if info.environment_options:
+            attributes["env_options"] = json.dumps(info.environment_options)
+        if info.scores is not None and reference_scores(info.scores.name) is None:
+            attributes["ref_min_score"] = info.scores.minimum
+            attributes["ref_max_score"] = info.scores.maximum
         writer.describe(attributes)
     if inside:
         note = f"terminals marks {count_text(inside, 'step')} inside episodes"

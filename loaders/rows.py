@@ -175,12 +175,11 @@ class RowOpener:
         return MemoryRows(table, segments, steps, device, gather, goals)
 
     def _check(self, table: Table) -> None:
-        same = np.array_equal(table.episodes.lengths, self.data.episodes.lengths)
-        if not same or table.margin != self.options.table.margin:
+        if not table.is_of(self.data, self.options.table):
             raise InputError(
                 "LOADER_OPTION",
-                "the table is not one of this dataset for these windows",
-                remedy="give build_table the same dataset, context_length and frame_stack",
+                "the table is not one of this dataset with these options",
+                remedy="make the loader without table=, or give it that of equal data and options",
             )
 
     def _disk_reason(self) -> str | None:

@@ -21,7 +21,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
-from gear_offline.config.sections import GoalSettings
+from gear_offline.config.sections import EnvironmentOptions, GoalSettings
 from gear_offline.core.files import new_directory, read_regular, write_file
 from gear_offline.core.hub import card
 from gear_offline.core.text import LEAST, first_line, printable, told_apart
@@ -62,8 +62,10 @@ class PolicyFacts(_Strict):
 
     name: Text = "policy"
     environment: Text | None = None  # Gymnasium id
+    environment_options: EnvironmentOptions | None = None  # it is made with
     targets: Numbers = ()  # returns to ask for, the first by default
-    reference: Text | None = None  # D4RL name of the scores that returns are normalised by
+    # D4RL name of the scores that returns are normalised by, or the returns that are 0 and 100
+    reference: Text | tuple[float, float] | None = None
     goals: GoalSettings | None = None  # it was trained to reach; targets are numbers of tasks then
     data: Text | None = None  # what it was trained on
     step: int | None = None  # of the training
@@ -90,7 +92,8 @@ def write_policy(
         write_file(part / CONFIG, config_text(model).encode())
         files = {CONFIG: file_facts(part / CONFIG), MODEL: write_tensors(part / MODEL, weights)}
         file = file.model_copy(update={"files": files})
-        rare = {"goals", "gamma", "state_dtype", "reward_edits"}  # 0.1 reads what has none of them
+        # 0.1 reads what has none of them
+        rare = {"environment_options", "goals", "gamma", "state_dtype", "reward_edits"}
         usual = {key for key in rare if getattr(file, key) == PolicyFile.model_fields[key].default}
         write_file(part / POLICY, file.model_dump_json(indent=1, exclude=usual).encode())
         write_file(part / CARD, _card(file))

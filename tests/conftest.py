@@ -16,10 +16,11 @@ settings.load_profile("suite")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_waits_for_the_disk() -> Iterator[None]:
-    """No test loses power; many would wait for the disk most of their time."""
+def nothing_waits_for_the_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test loses power; many would wait for the disk most of their time.  None writes home."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
 
 

@@ -1,9 +1,11 @@
 """The command line: a frozen surface, one-line errors, exit codes, stdout for results only."""
 
+import ast
 import errno
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,6 +24,8 @@ import typer
 import gear_offline.__main__ as command
 from gear_offline.cli import main as cli
 from gear_offline.config.files import recipe_paths
+from gear_offline.config.problems import dotted_fields
+from gear_offline.config.recipe import Recipe
 from gear_offline.errors import GearError
 from gear_offline.sweep.results import steps_done
 from tests.hdf5_files import write
@@ -30,12 +35,12 @@ from tests.training_support import tiny_recipe
 # New knobs go into recipes; a change of this list is a change of the product's surface.
 SURFACE = {
     "convert": "source out shard-size workers ray columns discrete rename map where rule ends "
-    "shift environment reference allow-nonfinite overwrite quiet",
+    "shift environment environment-options reference allow-nonfinite overwrite quiet",
     "export": "dataset out columns overwrite quiet",
     "push": "what name task private",
     "inspect": "dataset verify full json quiet",
     "audit": "dataset against json quiet",
-    "collect": "environment out policy quality steps exact action-noise seed "
+    "collect": "environment out environment-options policy quality steps exact action-noise seed "
     "train-steps gate overwrite json quiet",
     "recipes ls": "json",
     "recipes show": "recipe",
@@ -44,13 +49,15 @@ SURFACE = {
     "train": "recipe key=value out resume checkpoint quiet",
     "sync": "run tracker project",
     "export-policy": "run out task overwrite",
-    "evaluate": "run targets episodes environment checkpoint seed device out video ray json quiet",
+    "evaluate": "run targets episodes environment environment-options checkpoint seed device out "
+    "video ray json quiet",
     "sweep": "recipe key=value seeds out parallel exact ray json quiet",
     "blame": "run first..last device json quiet",
     "strategies": "recipe key=value strategies train seeds parallel exact ray out json quiet",
     "plan": "recipe key=value nodes gpus nic-gbps hardware host-memory disk-rate data columns json",
     "doctor": "json",
-    "act": "run environment actors episodes target action-noise seed json quiet",
+    "act": "run environment environment-options actors episodes target action-noise seed "
+    "json quiet",
     "runs ls": "folder json",
     "runs show": "run json",
     "runs compare": "run run... out overwrite json",
@@ -387,6 +394,38 @@ COMPLETED = {
     "evaluate runs/hopper-s0 --vi": "--video",
     "evaluate nothing[": "",
 }
+
+
+def test_what_errors_and_help_name_exists() -> None:
+    """Options and commands in the texts of the sources, and options of recipes."""
+    parameters = [one for node in commands().values() for one in node.params]
+    known = {option for one in parameters for option in (*one.opts, *one.secondary_opts)}
+    known |= {"--help", "--version", "--debug", "--install-completion"}
+    fields = set(dotted_fields(Recipe))
+    fields |= {field.rpartition(".")[0] for field in fields}
+    sections = "|".join({field.partition(".")[0] for field in fields if "." in field})
+    foreign = re.compile(
+        r"--always|--dirty|exclude|pip |torchrun|docker|ray start|--fmad|--std|nproc"
+    )
+    rooms = ("gear_offline", "loaders", "models", "kernels")
+    for path in (file for room in rooms for file in sorted((ROOT / room).rglob("*.py"))):
+        for text in texts_of(path):
+            place = f"{path}: {text}"
+            options = re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)
+            assert foreign.search(text) or set(options) <= known, place
+            for first, second in re.findall(r"`gear-offline ([a-z-]+)(?: ([a-z]+))?", text):
+                assert {first, f"{first} {second}"} & {*commands(), "recipes", "runs"}, place
+            for field in re.findall(rf"\b((?:{sections})\.[a-z_.]+)=", text):
+                assert field in fields or field.startswith(("selection.", "data.tasks.")), place
+
+
+def texts_of(path: Path) -> Iterator[str]:
+    """Yield the texts of a module; what an f-string fills in is a blank."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        known = [part.value if isinstance(part, ast.Constant) else " " for part in parts]
+        text = "".join(map(str, known)).strip() if known != [" "] else ""
+        yield text.partition(">>> ")[0]  # examples show mistakes too
 
 
 def test_words_are_completed(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_hardware_file_that_is_none(tmp_path: Path) -> None:
 def test_the_command_prints_tables_and_json(tmp_path: Path) -> None:
     data = tiny_data(tmp_path)
     shown = CliRunner().invoke(app, ["plan", "paper", f"data.path={data}", "--nodes", "2"])
-    assert shown.exit_code == 0 and "segments per second" in shown.stdout
+    assert shown.exit_code == 0 and "windows/s" in shown.stdout
     result = CliRunner().invoke(app, ["plan", "paper", f"data.path={data}", "--json"])
     document = json.loads(result.stdout)
     assert document["step"]["seconds"] > 0 and document["placement"]["sharding"] == "replicate"

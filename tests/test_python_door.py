@@ -52,6 +52,10 @@ MISTAKES: list[tuple[Callable[[Path], object], str]] = [
     (lambda d: DOOR.from_episodes([{"obs": np.zeros((3, 2))}]), "no column is named observations"),
     (lambda d: DOOR.evaluate(d), "this is a dataset, not a run"),
     (lambda d: DOOR.train("paper"), "[DATASET_NOT_FOUND]"),
+    (lambda d: DOOR.collect("Pendulum-v1", "x.hdf5", steps="many"), "got 'many', need a number"),
+    (lambda d: DOOR.export_policy("runs/x", 5), "a int is not a path (out)"),
+    (lambda d: DOOR.export_policy("runs/x", "x.pt"), "write x.onnx, or a folder: x"),
+    (lambda d: DOOR.open_run("runs/hopper-medium-s0"), "train smoke` makes a run"),
     (lambda d: DOOR.train("smoke", steps=5), "go.train('smoke', {'train.steps': ...})"),
 ]
 

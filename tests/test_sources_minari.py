@@ -2,19 +2,28 @@
 
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import h5py
 import numpy as np
 import pyarrow as pa
 import pytest
 from gymnasium import spaces
 
+from gear_offline.convert.conversion import convert
+from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import GearError
+from gear_offline.evaluation.play import evaluate_tasks, tasks_of
+from gear_offline.export import export_hdf5
+from gear_offline.runs.prepare import resolve
 from gear_offline.sources import open_source
-from tests.support import iter_episodes, refused
+from tests.evaluation_support import Constant
+from tests.support import iter_episodes, one_error, refused
+from tests.training_support import tiny_recipe
 
 pytest.importorskip("minari", reason="needs pip install 'gear-offline[minari]'")
 import minari
@@ -200,6 +209,77 @@ def test_ids_and_environments() -> None:
     create("x-v0", plain_episodes(2), env="Hopper-v5")
     with open_source("minari:x-v0") as source:
         assert source.info.environment_id == "Hopper-v5"
+
+
+@pytest.mark.parametrize("with_eval", [False, True])
+def test_data_are_played_as_minari_recovers_their_environment(
+    with_eval: bool, tmp_path: Path
+) -> None:
+    def make(**options: Any) -> Any:
+        plain = gymnasium.make("Pendulum-v1", render_mode="rgb_array", **options)
+        return gymnasium.wrappers.ClipReward(plain, -8.0, -0.1)
+
+    env, path = make(g=1.0, max_episode_steps=7), tmp_path / "x.hdf5"
+    rows = [np.zeros((n, m), np.float32) for n, m in ((5, 3), (4, 1))]
+    how = {"env": env, "ref_min_score": -60.0, "ref_max_score": -5.0}
+    how |= {"eval_env": make(g=2.0, max_episode_steps=9)} if with_eval else {}
+    spaces_of = {"observation_space": env.observation_space, "action_space": env.action_space}
+    create("p-v0", [recorded(*rows, steps=4)], **how, **spaces_of)
+    convert("minari:p-v0", tmp_path / "d", quiet=True)
+    dataset = open_dataset(tmp_path / "d")
+    convert(export_hdf5(dataset, path, quiet=True), tmp_path / "again", quiet=True)
+    again = open_dataset(tmp_path / "again").manifest.environment
+    assert (again.id, again.options) == (dataset.environment_id, dataset.environment_options)
+    resolved, _ = resolve(tiny_recipe(dataset.path), dataset, quiet=True)
+    assert resolve(resolved, dataset, quiet=True)[0] == resolved
+
+    theirs, returns = minari.load_dataset("p-v0"), []
+    recovered, action = theirs.recover_environment(eval_env=True), np.full(1, 0.4, np.float32)
+    for episode in range(2):
+        recovered.reset(seed=resolved.evaluate.seed + episode)
+        steps = [recovered.step(action) for _ in range(9 if with_eval else 7)]
+        assert [step[3] for step in steps].index(True) == len(steps) - 1
+        returns.append(sum(float(step[1]) for step in steps))
+    (task,) = tasks_of(resolved.replace({"evaluate.episodes": 2, "evaluate.targets": 0}))
+    report = evaluate_tasks(lambda _: Constant(action), [task])
+    assert report.targets[0].returns == pytest.approx(returns)
+    score = minari.get_normalized_score(theirs, np.array(np.mean(returns)))
+    assert report.normalized_score == pytest.approx(100 * float(score))
+
+
+@pytest.mark.parametrize(
+    ("entry_point", "kwargs"),
+    [
+        ("stranger:Wrapper", {}),
+        ("subprocess:Popen", {"args": "true"}),
+        ("gymnasium.wrappers.rendering:RecordVideo", {"video_folder": "v"}),
+        ("gymnasium.wrappers:vector", {}),
+        ("gymnasium.wrappers.transform_reward:TransformReward", None),
+    ],
+)
+def test_nothing_that_data_alone_name_is_imported_or_run(
+    entry_point: str, kwargs: Any, root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "stranger.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    env = gymnasium.make("Pendulum-v1")
+    spaces_of = {"observation_space": env.observation_space, "action_space": env.action_space}
+    rows = [np.zeros((n, m), np.float32) for n, m in ((5, 3), (4, 1))]
+    create("p-v0", [recorded(*rows, steps=4)], env=env, **spaces_of)
+    file = root / "p-v0" / "data" / "metadata.json"
+    metadata = json.loads(file.read_text())
+    wrapper = {"name": "Own", "entry_point": entry_point, "kwargs": kwargs}
+    spec = json.loads(metadata["env_spec"]) | {"additional_wrappers": [wrapper]}
+    file.write_text(json.dumps(metadata | {"env_spec": json.dumps(spec)}))
+    convert("minari:p-v0", tmp_path / "d", quiet=True)
+    dataset = open_dataset(tmp_path / "d")
+    with one_error("ENVIRONMENT", "its wrapper Own .* cannot be made anew"):
+        resolve(tiny_recipe(dataset.path, "evaluate.environment=Pendulum-v1"), dataset)
+    assert resolve(tiny_recipe(dataset.path), dataset)[0].evaluate.environment is None
+    bare = tiny_recipe(dataset.path, "evaluate.environment_options={}")
+    assert resolve(bare, dataset)[0].evaluate.environment == "Pendulum-v1"
+    assert "stranger" not in sys.modules and not (tmp_path / "v").exists()
 
 
 def test_episodes_are_decoded_again_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,6 +318,23 @@ def fill(path: Path, *, losses: list[float], returns: list[float], complete: boo
         (path / "summary.json").write_text(json.dumps({"steps": STEPS}))
 
 
+@pytest.mark.parametrize(
+    ("options", "values"),
+    [
+        ({"train.steps": 5}, {"train.steps": [5]}),
+        ({"train.steps": (5, 6)}, {"train.steps": [5, 6]}),
+        ({"evaluate.targets": [3, 4]}, {"evaluate.targets": [[3, 4]]}),
+        ({"evaluate.targets": [[3, 4], [5]]}, {"evaluate.targets": [[3, 4], [5]]}),
+        ({"train.trackers": []}, {"train.trackers": [[]]}),
+        ({"selection.percent": [5, 10]}, {"selection.percent": [5, 10]}),
+        ("train.steps=5", {"train.steps": [5]}),
+        (["train.steps=5,6", "seed=1"], {"train.steps": [5, 6], "seed": [1]}),
+    ],
+)
+def test_options_are_taken_as_train_takes_them(options: Any, values: dict[str, Any]) -> None:
+    assert sweep_run.option_values("smoke", options) == values
+
+
 @pytest.fixture
 def filled(tmp_path: Path) -> Path:
     """Two settings with four seeds; two trials of the second setting failed."""

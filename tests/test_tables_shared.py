@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,5 +136,13 @@ def test_loaders_of_one_table_give_the_batches_of_their_own(
     for source, span in ((other, 3), (dataset, 4)):
         wrong = options | {"context_length": span, "table": first.table}
         assert failing_code(lambda s=source, w=wrong: GearLoader(s, **w)) == "LOADER_OPTION"  # type: ignore[misc]
+    twin = make_dataset(tmp_path / "twin", dataset.episodes.lengths.tolist())  # equal lengths
+    gamma, disk = options | {"gamma": 0.5}, options | {"placement": "disk"}
+    for table, source, wanted in (
+        *((first.table, dataset, gamma), (first.table, twin, options)),
+        (GearLoader(dataset, **disk).table, dataset, options),
+    ):
+        call = partial(GearLoader, source, table=table, **wanted)
+        assert failing_code(call) == "LOADER_OPTION"
     gone = options | {"table": first.table.without_rows()}  # as where a GPU holds them all
     assert failing_code(lambda: GearLoader(dataset, **gone)) == "LOADER_OPTION"

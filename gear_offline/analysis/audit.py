@@ -224,7 +224,7 @@ def _bounds(data: Dataset) -> Iterator[Finding]:
     if data.environment_id is None or "actions" not in data.spec:
         return
     try:
-        known = probe(data.environment_id)
+        known = probe(data.environment_id, data.environment_options)
     except GearError:
         return
     facts = data.statistics["actions"]

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.text import Document, short
+from gear_offline.core.text import Document, short, typed
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
@@ -116,7 +116,7 @@ class Blame(Document):
             console.print(f"{one.episode} is {one.source}", style="dim")
         if self.without is not None:
             skip = str(self.without).replace(" ", "")
-            command = f"gear-offline train {self.run} --checkpoint {self.checkpoint}"
+            command = f"gear-offline train {typed(self.run)} --checkpoint {self.checkpoint}"
             console.print(f"without these batches: {command} 'train.skip={skip}'")
 
 

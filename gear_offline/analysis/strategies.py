@@ -25,7 +25,7 @@ from gear_offline.runs.prepare import prepare_dataset
 from gear_offline.sampling import sampler_class
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.run import run_trials
-from gear_offline.sweep.trials import Trial, trial_name
+from gear_offline.sweep.trials import MOST_TRIALS, Trial, trial_name
 from gear_offline.tables.joint import TableData
 
 
@@ -74,12 +74,12 @@ def compare_strategies(
     whole = load_recipe(recipe)
     folder = given_path(out or f"runs/{whole.name}-strategies", "OUTPUT_WRITE", where="out")
     candidates = parse_candidates(strategies, whole)
-    check_folder(folder, output=folder)  # before anything is drawn
-    if train and seeds < 1:
+    if train and not 1 <= seeds <= MOST_TRIALS:
         raise InputError("USAGE", f"{seeds} seeds", remedy="give 1 or more; a verdict takes 3")
     if train and whole.evaluate.episodes == 0:
         what = "strategies are compared by their returns, but evaluate.episodes is 0"
         raise InputError("USAGE", what, remedy="leave out --train to see what strategies draw")
+    check_folder(folder, output=folder)  # before anything is drawn
     for name in whole.environments:
         import_module_of(name)
     dataset = prepare_dataset(whole, quiet=quiet)

@@ -54,7 +54,8 @@ def _remedy(error: Exception, message: str) -> str:
         from gear_offline.config.recipe import Recipe
 
         path = option[1].replace("-", "_").split(".")
-        if guess := ".".join(path) if len(path) > 1 else guess_option(Recipe, path):
+        is_free = path[0] == "selection" or path[:2] == ["data", "tasks"]
+        if guess := ".".join(path) if is_free else guess_option(Recipe, path):
             return f"write {guess}=VALUE without dashes"
     if "extra argument" in message and "targets" in parameters:
         return "write several values as one word: --targets 3600,1800"

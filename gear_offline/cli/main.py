@@ -24,6 +24,7 @@ from gear_offline.cli.values import (
     Count,
     Environment,
     Exact,
+    How,
     Json,
     Names,
     Numbers,
@@ -114,6 +115,7 @@ def convert(
     ),
     shift: Any = Shift(None, help="Columns stored so many rows late, e.g. actions=1,rewards=1."),
     environment: str | None = Environment(help="Gymnasium id, if not in the file."),
+    environment_options: Any = How(),
     reference: str | None = Option(None, help="D4RL name whose reference scores apply."),
     allow_nonfinite: bool = Option(False, "--allow-nonfinite", help="Accept NaN and Inf values."),
     overwrite: Overwrite = False,
@@ -166,6 +168,7 @@ def audit(
 def collect(
     environment: str = Argument(help="Gymnasium id, e.g. Hopper-v5."),
     out: Path = Argument(help="HDF5 file to write, in D4RL's layout."),
+    environment_options: Any = How(),
     policy: str = Option("random", help="random, ars, play, sb3:PPO, sbx:TQC."),
     quality: str | None = Option(None, help="expert, medium, replay, medium-expert or mixed."),
     steps: int = Count("100000", help="Record at least so many steps."),
@@ -301,6 +304,7 @@ def evaluate(
     targets: Any = Numbers(None, help="Target returns, comma-separated; default the recipe's."),
     episodes: int | None = Count(None, help="Episodes per target."),
     environment: str | None = Environment(help="Gymnasium id."),
+    environment_options: Any = How(),
     checkpoint: str | None = Option(None, help="last, best or a step number; default last."),
     seed: int | None = Option(None, help="Seed of the first episode."),
     device: str = Option("auto", help="auto, cpu or cuda."),
@@ -327,6 +331,7 @@ def evaluate(
 def act(
     run: Path = Run(help="Run directory whose newest policy plays."),
     environment: str | None = Environment(help="Gymnasium id."),
+    environment_options: Any = How(),
     actors: int = Option(1, min=1, help="Processes that play."),
     episodes: int | None = Count(None, help="How many in all; default until the run has ended."),
     target: float | None = Option(None, help="Return to ask for; default the run's highest."),
@@ -394,12 +399,11 @@ def sweep(
     """Train a recipe with several seeds and settings; the same command again goes on."""
     from gear_offline.sweep.trials import make_trials, parse_options, parse_seeds
 
-    settings = parse_options(overrides)
     numbers = None if seeds is None else parse_seeds(seeds)
-    make_trials(recipe, settings, numbers)  # a typo is told before torch is loaded
+    make_trials(recipe, parse_options(overrides), numbers)  # a typo is told before torch is loaded
 
     how: dict[str, Any] = {"parallel": parallel, "exact": exact, "ray": ray, "quiet": quiet}
-    result = go.sweep(recipe, settings, seeds=numbers, out=out, **how)
+    result = go.sweep(recipe, overrides, seeds=numbers, out=out, **how)
     if not (quiet or as_json):
         show(None, print_text=result.print)
     show(result.to_json(), as_json, lambda: print(result.path))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,7 +24,7 @@ def parse_size(text: str) -> int:
     from gear_offline.config.strict_yaml import byte_count  # slow to load
 
     with suppress(ValueError):
-        if size := int(byte_count(text)):
+        if 0 < (size := int(byte_count(text))) < 1 << 62:
             return size
     raise BadParameter(f"{text!r} is not a size; write it like 256MiB, 2GB or 1048576")
 
@@ -63,6 +64,14 @@ def parse_pairs(text: str) -> dict[str, str]:
     if len(pairs) < len(parts) or not all(map(all, pairs.items())):
         raise BadParameter(f"{text!r} does not give names once each, as in a=b,c=d")
     return pairs
+
+
+def parse_options(text: str) -> dict[str, Any]:
+    """Return the values of ``"g=1.0,size=[3, 4]"`` by their names."""
+    from gear_offline.config.strict_yaml import parse_yaml  # slow to load
+
+    pairs = re.sub(r"(^|,)\s*(\w+)\s*=", r"\1 \2: ", text)
+    return dict(parse_yaml(f"{{{pairs}}}", where=text))
 
 
 def parse_shift(text: str) -> dict[str, int]:
@@ -128,6 +137,14 @@ Ray = Annotated[
     Option(metavar="ADDRESS", help="Work on a Ray cluster: auto, or HOST:PORT of its head."),
 ]
 Environment = partial(Option, None, "--environment", "--env")
+How = partial(
+    Option,
+    None,
+    "--environment-options",
+    parser=parse_options,
+    metavar="KEY=VALUE,...",
+    help="What gymnasium.make takes besides: g=1.0,max_episode_steps=40.",
+)
 Size = partial(Option, parser=parse_size, metavar="SIZE")
 Count = partial(Option, parser=parse_count, metavar="COUNT")
 Names = partial(Option, parser=parse_list, metavar="A,B,...")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,10 +15,10 @@ from gear_offline.collect.record import Player, episode_plan
 from gear_offline.convert.append import Appender
 from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
-from gear_offline.errors import InputError, given_path
+from gear_offline.errors import InputError, given_path, json_options
 from gear_offline.evaluation.environments import (
     Known,
-    import_module_of,
+    import_modules,
     known_of,
     probe,
     say_version,
@@ -54,6 +56,7 @@ def act(
     run: str | os.PathLike[str],
     *,
     environment: str | None = None,
+    environment_options: Mapping[str, Any] | None = None,
     actors: int = 1,
     episodes: int | None = None,
     target: float | None = None,
@@ -70,8 +73,8 @@ def act(
     ----------
     run
         Run directory, of which the newest checkpoint plays; waited for until there is one.
-    environment
-        Gymnasium id; default the run's own.
+    environment, environment_options
+        Gymnasium id, and what `gymnasium.make` takes besides; default the run's own.
     actors
         Processes, each with an environment of its own.
     episodes
@@ -107,10 +110,12 @@ def act(
     if name is None or (target is None and targets is None):
         what = "the run names no environment to play in, or no return to ask for"
         raise InputError("ENVIRONMENT", what, str(path), "give --environment and --target")
-    if environment is not None:
-        import_module_of(environment)
-    probe(name)
-    if (known := known_of(name)) is None:
+    import_modules([environment] if environment else [], [name], run=path)
+    how = json_options(environment_options)
+    if environment_options is None and name == recipe.evaluate.environment:
+        how = recipe.evaluate.environment_options or {}
+    probe(name, how)
+    if (known := known_of(name, how)) is None:
         what, remedy = "only this process knows the environment", "register it with an entry point"
         raise InputError("ENVIRONMENT", what, name, remedy)
     say_version(name, quiet=quiet)
@@ -146,7 +151,10 @@ def act(
     returns, steps, _, pieces = zip(*played, strict=True)
     if waiting := sum(piece.exists() for piece in pieces):
         what = f"{waiting:,} of {count_text(len(played), 'episode')} are not admitted yet"
-        say(f"{what}: the run does so at its next look", quiet=quiet)
+        when = "the run does so at its next look"
+        if list_checkpoints(path / "checkpoints")[-1][0] >= recipe.train.steps:
+            when = f"the run has ended; the next one on {recipe.data.path} does so"
+        say(f"{what}: {when}", quiet=quiet)
     mean = float(np.mean(returns))
     return ActReport(episodes=len(played), steps=sum(steps), mean_return=mean, waiting=waiting)
 

@@ -26,7 +26,7 @@ from gear_offline.collect.record import RECORD, Crew, EpisodePlan, EpisodePolicy
 from gear_offline.core.system import usable_cores, versions
 from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
-from gear_offline.errors import GearError, InputError, given_path
+from gear_offline.errors import GearError, InputError, given_path, json_options
 from gear_offline.evaluation.environments import import_module_of, is_atari, say_version
 from gear_offline.export import Hdf5Writer, new_hdf5
 from gear_offline.progress import Progress
@@ -86,6 +86,7 @@ def collect(
     environment: str,
     out: str | os.PathLike[str],
     *,
+    environment_options: Mapping[str, Any] | None = None,
     policy: str = "random",
     quality: str | None = None,
     steps: int = 100_000,
@@ -107,6 +108,8 @@ def collect(
     ----------
     environment
         Gymnasium id, e.g. ``"Hopper-v5"``.
+    environment_options
+        What `gymnasium.make` takes besides, such as ``{"max_episode_steps": 40}``; it is recorded.
     out
         File to write; appears only when complete.
     policy
@@ -153,15 +156,17 @@ def collect(
         ("seed", seed, 0),
         ("gate", gate, -math.inf),
     ):
-        if number is not None and not least <= number < 1 << 63:
-            need = f"need {least} <= {name} < 2^63"
-            raise InputError("USAGE", f"got {number}, {need}", where=name)
+        is_number = isinstance(number, int | float | np.number)
+        if number is not None and not (is_number and least <= number < 1 << 63):
+            need = f"need a number, {least} <= {name} < 2^63"
+            raise InputError("USAGE", f"got {number!r}, {need}", where=name)
     of_library = ":" in policy
     if of_library or (processes is None and policy != "ars" and steps < PARALLEL_STEPS):
         processes = 1  # a library's model stays in the process that trained it
     with new_hdf5(out, overwrite=overwrite) as writer:
         import_module_of(environment)
-        with Crew(environment, processes=processes or min(usable_cores(), MAX_PROCESSES)) as crew:
+        how, several = json_options(environment_options), min(usable_cores(), MAX_PROCESSES)
+        with Crew(environment, how, processes=processes or several) as crew:
             say_version(environment, quiet=quiet)
             source: ars.Training | EpisodePolicy
             used, best = 0, None
@@ -173,11 +178,11 @@ def collect(
                 used, best = source.steps, source.best.policy
                 _check_gate(gate, source.best.mean_return, environment)
             elif policy == "play":
-                source = play_policy(environment)
+                source = play_policy(environment, how)
             else:
                 used = train_steps or LIBRARY_STEPS
                 say(f"train {policy} for {count_text(used, 'step')}", quiet=quiet)
-                source = train_with_library(policy, environment, steps=used, seed=seed)
+                source = train_with_library(policy, environment, how, steps=used, seed=seed)
             makers = _makers(parts, source, steps, seed, action_noise)
             with Progress(f"record {out.name}", total=steps, unit="steps", quiet=quiet) as progress:
                 _record(crew, writer, makers, steps, progress, exact=exact_steps)
@@ -189,7 +194,9 @@ def collect(
             train_steps=used,
         )
         _check_gate(gate, max(maker.mean_return for maker in report.makers), environment)
-        writer.describe({"asked": text, **_attributes(report, seed)}, _metadata(makers, best))
+        made = {"env_options": json.dumps(how)} if how else {}
+        facts = {"asked": text, **_attributes(report, seed), **made}
+        writer.describe(facts, _metadata(makers, best))
     if report.steps < steps:  # only rollouts of a training come to an end
         say(
             f"warning: {count_text(report.steps, 'step')} in place of {steps:,}: training "

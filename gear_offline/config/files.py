@@ -11,7 +11,7 @@ from typing import Any
 from gear_offline.config.problems import nearest
 from gear_offline.config.strict_yaml import parse_yaml, read_yaml
 from gear_offline.core.files import check_new_file, write_file, writing
-from gear_offline.core.text import plain
+from gear_offline.core.text import plain, typed
 from gear_offline.errors import InputError, given_path, in_home
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -50,8 +50,9 @@ def apply_overrides(options: dict[str, Any], overrides: Overrides) -> dict[str, 
     """Return nested `options` with dotted ones set: ``{"a.b": 1}``, or ``"a.b=1"``, one or many."""
     pairs, before = list(_pairs(overrides)), (options.get("evaluate") or {}).get("environment")
     given = {"evaluate.environment": before} | dict(pairs)
-    if given["evaluate.environment"] != before and "evaluate.reference" not in given:
-        pairs.append(("evaluate.reference", None))  # the scores are those of another environment
+    if given["evaluate.environment"] != before:  # these belong to another environment
+        theirs = ("evaluate.reference", "evaluate.environment_options")
+        pairs[:0] = [(key, None) for key in theirs if key not in given]
     # another strategy drops the options of the one before, so it comes first
     for key, value in sorted(pairs, key=lambda pair: pair[0] != "selection.strategy"):
         for part in reversed(key.split(".")):
@@ -73,10 +74,12 @@ def find_recipe(name_or_path: str | os.PathLike[str], *, relative_to: Path | Non
         return shipped[text]
     train = "gear-offline train paper data.path="
     if (path / "manifest.json").is_file():
-        raise InputError("RECIPE", f"{text} is a dataset, not a recipe", remedy=f"{train}{text}")
+        what = f"{text} is a dataset, not a recipe"
+        raise InputError("RECIPE", what, remedy=f"{train}{typed(text)}")
     if path.is_file():
+        data = typed(f"data/{path.stem}")
         remedy = "a recipe's name ends with .yaml; if it is data: "
-        remedy += f"gear-offline convert {text} data/{path.stem}, then {train}data/{path.stem}"
+        remedy += f"gear-offline convert {typed(text)} {data}, then {train}{data}"
         raise InputError("RECIPE", f"{text} is not a recipe", remedy=remedy)
     guess = nearest(path.stem, list(shipped))
     what = f"no recipe {text!r}" + (" and no run there" if path.is_dir() else "")

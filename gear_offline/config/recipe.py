@@ -32,6 +32,9 @@ from gear_offline.config.strict_yaml import dump_yaml
 from gear_offline.core.text import count_text
 from gear_offline.errors import InputError
 
+# options of an evaluation that each of several tasks has for itself
+OF_TASK = ("environment", "environment_options", "reference", "targets")
+
 
 class Recipe(Section):
     """One training run, from data to score."""
@@ -97,7 +100,7 @@ class Recipe(Section):
             yield "loader.goals and data.tasks exclude each other: goals are states of one dataset"
         if loader.goals is not None and every is not None:
             yield "loader.goals and data.admit_every exclude each other: goals need fixed data"
-        for leaf in ("environment", "reference", "targets") if self.data.tasks else ():
+        for leaf in OF_TASK if self.data.tasks else ():
             if getattr(self.evaluate, leaf) is not None:
                 what = f"evaluate.{leaf} and data.tasks exclude each other"
                 yield f"{what}: say {leaf} in each task, as data.tasks.NAME.{leaf}"
@@ -106,7 +109,7 @@ class Recipe(Section):
         """Return the recipe of one task alone, with what the tasks share."""
         task = (self.data.tasks or {})[name]
         data = {"path": task.path, "source": task.source, "collect": task.collect}
-        evaluate = {key: getattr(task, key) for key in ("environment", "reference", "targets")}
+        evaluate = {key: getattr(task, key) for key in OF_TASK}
         scale = task.returns_scale or self.loader.returns_scale
         # copies, not `replace`: its cost would be quadratic in the number of tasks
         return self.model_copy(

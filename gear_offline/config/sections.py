@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 from gear_offline.config.strict_yaml import byte_count, parse_yaml, whole_number
 from gear_offline.errors import InputError, in_home
@@ -66,6 +66,7 @@ Trackers = Annotated[
     tuple[Literal["tensorboard", "trackio", "wandb"], ...], Field(strict=False), Listed
 ]
 Pair = Annotated[tuple[float, float], Field(strict=False), Listed]
+EnvironmentOptions = dict[str, JsonValue]
 
 
 class Section(BaseModel):
@@ -90,6 +91,8 @@ class CollectSettings(Section):
 
     environment: Text
     """Gymnasium id, e.g. Pendulum-v1."""
+    environment_options: EnvironmentOptions = {}
+    """What it is made with, as evaluate.environment_options."""
     policy: Text = "random"
     """Who acts, as `gear-offline collect --policy` takes it."""
     quality: Text | None = None
@@ -137,7 +140,9 @@ class TaskSettings(Section):
     """Which of its segments; null: as the recipe's selection."""
     environment: Text | None = None
     """As evaluate.environment, of this task."""
-    reference: Text | None = None
+    environment_options: EnvironmentOptions | None = None
+    """As evaluate.environment_options, of this task."""
+    reference: Text | Pair | None = None
     """As evaluate.reference, of this task."""
     targets: Targets = None
     """As evaluate.targets, of this task."""
@@ -428,8 +433,10 @@ class EvaluateSettings(Section):
 
     environment: Text | None = None
     """Gymnasium id; null: the one that the dataset names, no evaluation if it names none."""
-    reference: Text | None = None
-    """D4RL name whose scores normalise returns; null (also by another environment): the data's."""
+    environment_options: EnvironmentOptions | None = None
+    """Arguments of gymnasium.make, such as {g: 1.0, max_episode_steps: 40}; null: the data's."""
+    reference: Text | Pair | None = None
+    """D4RL name, or two returns, that stand for 0 and 100; null: the data's, if played there."""
     targets: Targets = None
     """Returns as the data count them; null: their best and mean.  Of goals: numbers of tasks."""
     episodes: Count = 100

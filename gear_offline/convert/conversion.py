@@ -51,7 +51,7 @@ from gear_offline.dataset.schema import ColumnSpec, TableSpec
 from gear_offline.dataset.scores import known_scores, reference_scores
 from gear_offline.dataset.shard import RESERVED_NAMES, digest
 from gear_offline.dataset.statistics import distribution
-from gear_offline.errors import InputError, check_environment_id, given_path
+from gear_offline.errors import InputError, check_environment_id, given_path, json_options
 from gear_offline.progress import Progress
 from gear_offline.sources import open_source
 from gear_offline.sources.base import InputFile, Source, SourceInfo, split_names
@@ -92,6 +92,7 @@ def convert(
     allow_nonfinite: bool = False,
     overwrite: bool = False,
     environment: str | None = None,
+    environment_options: Mapping[str, Any] | None = None,
     reference: str | None = None,
     quiet: bool = False,
 ) -> Manifest:
@@ -146,8 +147,9 @@ def convert(
         Accept NaN and infinities; statistics leave them out.
     overwrite
         Replace an existing dataset once the new one is complete.
-    environment, reference
-        Gymnasium id and D4RL name of the reference scores, when the source does not say them.
+    environment, environment_options, reference
+        Gymnasium id, what `gymnasium.make` takes besides, and D4RL name of the reference scores,
+        when the source does not say them.
     quiet
         Show no progress, no summary, no warnings.
 
@@ -232,8 +234,11 @@ def convert(
             one.open().close()  # refuses one that has changed
         names_of_scores = (info.reference_name, environment, info.environment_id)
         known = (reference_scores(name) for name in names_of_scores if name)
-        scores = given_scores or next((one for one in known if one is not None), None)
-        recorded = Environment(id=environment or info.environment_id, reference_scores=scores)
+        scores = given_scores or info.scores or next((one for one in known if one), None)
+        how = info.environment_options if environment in (None, info.environment_id) else {}
+        how = how if environment_options is None else json_options(environment_options)
+        name = environment or info.environment_id
+        recorded = Environment(id=name, options=dict(how), reference_scores=scores)
         manifest = _manifest(source, plan, written, files, recorded)
         if map is not None and REWARDS in manifest.spec:
             before = whole if kept is None else pick_episodes(whole, np.frombuffer(kept, np.bool_))

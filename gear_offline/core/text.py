@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -79,6 +80,11 @@ def escaped(character: str) -> str:
 def markdown(text: str) -> str:
     """Return `text` for Markdown, its tables too: what would be markup becomes an entity."""
     return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", printable(text))
+
+
+def typed(path: str | os.PathLike[str]) -> str:
+    """Return a path as one types it in a shell, for a command that a remedy names."""
+    return shlex.quote(os.fspath(path))
 
 
 def first_line(error: Any) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Never, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, BinaryIO, Never, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -113,6 +113,11 @@ class Dataset:
     def environment_id(self) -> str | None:
         """Gymnasium id of the environment, ``None`` when unknown."""
         return self.manifest.environment.id
+
+    @property
+    def environment_options(self) -> dict[str, Any]:
+        """What the environment is made with, as `gymnasium.make` takes it."""
+        return self.manifest.environment.options
 
     @property
     def reference_scores(self) -> ReferenceScores | None:

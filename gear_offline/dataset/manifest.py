@@ -18,10 +18,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import (
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from gear_offline.core.files import open_regular, read_regular
-from gear_offline.core.text import count_text, first_line, texts
+from gear_offline.core.text import count_text, first_line, texts, typed
 from gear_offline.dataset.schema import ColumnSpec, TableSpec
 from gear_offline.dataset.scores import ReferenceScores, dataset_file
 from gear_offline.dataset.shard import (
@@ -109,7 +116,13 @@ class Environment(Model):
     """Gymnasium id, returns of a random and an expert policy; ``None`` when unknown."""
 
     id: str | None
+    options: dict[str, Any] = Field(default_factory=dict)  # that it is made with
     reference_scores: ReferenceScores | None
+
+    @model_serializer(mode="wrap")
+    def _short(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out options where there are none."""
+        return {k: value for k, value in write(self).items() if value or k != "options"}
 
 
 def _column_json(column: ColumnSpec) -> dict[str, Any]:
@@ -369,7 +382,7 @@ def _no_dataset(path: Path) -> InputError:
     elif not os.access(path, os.R_OK):
         why = "permission denied" if os.path.exists(path) else "not there"
         what = f"cannot open the dataset: {why}"
-    remedy = f"check the path, or make one with gear-offline convert {source} OUT"
+    remedy = f"check the path, or make one with gear-offline convert {typed(source)} OUT"
     return InputError("DATASET_NOT_FOUND", what, str(path), remedy)
 
 

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import __file__ as imported_by
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import gymnasium
@@ -45,7 +47,7 @@ LIBRARIES = (
 )
 RESET, STEP = "(observation, info)", "(observation, reward, terminated, truncated, info)"
 
-Options = Mapping[str, Any]  # what `gymnasium.make` takes
+Options = Mapping[str, Any]  # what `gymnasium.make` takes, and ``additional_wrappers`` of a spec
 T = TypeVar("T")
 
 gymnasium.register(
@@ -255,7 +257,11 @@ def _make(environment_id: str, name: str, options: dict[str, Any]) -> gymnasium.
             # `say_version` says it, once for all environments and processes
             warnings.filterwarnings("ignore", message=".*Using the latest versioned environment.*")
             # the checker repeats for every step what the first episode already proves
-            return make(name, **{"disable_env_checker": True, **options})
+            wrappers = options.pop("additional_wrappers", None) or ()
+            made = make(name, **{"disable_env_checker": True, **options})
+            for wrapper in wrappers:
+                made = _wrapped(made, environment_id, **wrapper)
+            return made
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         what = f"the simulator of {environment_id} is not usable: {first_line(error)}"
         extra = "atari" if is_atari(name) else "mujoco"
@@ -268,6 +274,32 @@ def _make(environment_id: str, name: str, options: dict[str, Any]) -> gymnasium.
         raise InputError("ENVIRONMENT", what, remedy=remedy) from error
 
 
+def _wrapped(
+    environment: gymnasium.Env[Any, Any],
+    environment_id: str,
+    *,
+    name: str,
+    entry_point: str,
+    kwargs: dict[str, Any] | None,
+) -> gymnasium.Env[Any, Any]:
+    """Wrap an environment as a spec says; that may be a stranger's, and imports nothing."""
+    module, _, own = entry_point.partition(":")
+    home = (
+        gymnasium.wrappers if module.startswith("gymnasium.wrappers") else sys.modules.get(module)
+    )
+    made: Any = getattr(home, own, None) if home in (gymnasium.wrappers, *_named_by_hand) else None
+    is_wrapper = isinstance(made, type) and issubclass(made, gymnasium.Wrapper)
+    if kwargs is None or not is_wrapper or own.startswith("Record"):  # these write files
+        what = f"its wrapper {name} ({entry_point}) cannot be made anew"
+        remedy = "name an environment that has it, or none of what the data say: "
+        raise InputError("ENVIRONMENT", what, environment_id, f"{remedy}environment_options={{}}")
+    wrapped: gymnasium.Env[Any, Any] = made(environment, **kwargs)
+    return wrapped
+
+
+_named_by_hand: set[ModuleType] = set()  # modules that the user's word has imported
+
+
 def import_module_of(environment_id: str) -> None:
     """Import the module that an id given by the user names, if it names one."""
     module, colon, _ = environment_id.rpartition(":")
@@ -275,9 +307,30 @@ def import_module_of(environment_id: str) -> None:
         guarded(environment_id, f"importing {module}", _import, module, environment_id)
 
 
+def import_modules(typed: Iterable[str], others: Iterable[str] = (), *, run: Path) -> None:
+    """Import the modules of ids that the user has typed for a `run`, now or before.
+
+    `others` are those that the run names.  What was typed is kept in the user's home: what lies in
+    a run may be a stranger's word.
+    """
+    home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    file, ids = home / "gear-offline" / "environments.jsonl", [one for one in typed if ":" in one]
+    with suppress(OSError):
+        known = file.read_text("utf-8").splitlines() if file.is_file() else []
+        lines = {name: json.dumps([str(run.resolve()), name]) for name in (*ids, *others)}
+        new = [lines[name] for name in dict.fromkeys(ids) if lines[name] not in known]
+        ids += [name for name in others if lines[name] in known]
+        if new:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a", encoding="utf-8") as opened:
+                opened.write("\n".join(new) + "\n")
+    for name in ids:
+        import_module_of(name)
+
+
 def _import(module: str, environment_id: str) -> None:
     try:
-        import_module(module)
+        _named_by_hand.add(import_module(module))
     except ImportError as error:
         what = f"the module of {environment_id} cannot be imported: {first_line(error)}"
         remedy = f"put the folder of module {module!r} on PYTHONPATH, e.g. PYTHONPATH=."

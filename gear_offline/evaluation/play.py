@@ -33,6 +33,7 @@ from gear_offline.training.seeding import torch_threads
 from gear_offline.training.trained import TrainedModel, find_trained
 from gear_offline.workers import Caller, RayPool
 
+Reference = str | ReferenceScores | tuple[float, float]
 FOREIGN = "the environment is not the one that D4RL measured, so the score is indicative only"
 
 
@@ -47,8 +48,8 @@ class EvaluationTask:
     episodes: int = 10  # of each target; episode e is reset with ``seed + e``
     environments: int = 20  # side by side for each target
     seed: int = 0
-    # D4RL name or scores to normalise by; default: those of the environment's family
-    reference: str | ReferenceScores | None = None
+    # D4RL name, two returns or scores to normalise by; default: those of the environment's family
+    reference: Reference | None = None
     # of the worst and the best episode of its data, to normalise by where there is no reference
     data_returns: tuple[float, float] | None = None
     goals: bool = False  # targets are numbers of tasks, and returns say if their goals are reached
@@ -73,6 +74,7 @@ def tasks_of(recipe: Recipe, model_tasks: Sequence[ModelTask] = ()) -> tuple[Eva
         EvaluationTask(
             name=name,
             environment=section.environment,
+            environment_options=section.environment_options or {},
             targets=tuple(section.targets or ()),
             reference=section.reference,
             data_returns=data_returns.get(name),
@@ -197,7 +199,7 @@ def _report(results: Mapping[str, TaskResult], *, seconds: float, **facts: Any) 
 
 
 def resolve_reference(
-    environment_id: str, reference: str | ReferenceScores | None = None
+    environment_id: str, reference: Reference | None = None
 ) -> ReferenceScores | None:
     """Return the scores to normalise by.
 
@@ -207,6 +209,8 @@ def resolve_reference(
     own = reference_scores(environment_id)
     if reference is None:
         return own
+    if isinstance(reference, tuple):
+        return ReferenceScores(name="two returns", minimum=reference[0], maximum=reference[1])
     scores = known_scores(reference) if isinstance(reference, str) else reference
     exact = own is not None and not own.indicative
     if exact or scores.indicative:

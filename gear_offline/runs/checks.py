@@ -26,7 +26,7 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
     settings = recipe.evaluate
     if settings.environment is not None and settings.episodes > 0:
         _check_environment(settings.environment, "evaluate.environment", where)
-    if settings.reference is not None and reference_scores(settings.reference) is None:
+    if isinstance(settings.reference, str) and reference_scores(settings.reference) is None:
         guess = nearest(settings.reference, dataset_names())
         raise InputError(
             "RECIPE",

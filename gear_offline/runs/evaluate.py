@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from gear_offline.core.files import check_new_file, write_error
 from gear_offline.core.text import say
 from gear_offline.distributed.world import resolve_device
-from gear_offline.errors import GearError, InputError, given_path
-from gear_offline.evaluation.environments import import_module_of, say_version
+from gear_offline.errors import GearError, InputError, given_path, json_options
+from gear_offline.evaluation.environments import import_modules, say_version
 from gear_offline.evaluation.play import (
     EvaluationTask,
     asked_returns,
@@ -40,6 +41,7 @@ def evaluate(
     targets: Sequence[float] | float | None = None,
     episodes: int | None = None,
     environment: str | None = None,
+    environment_options: Mapping[str, Any] | None = None,
     checkpoint: str | int | None = None,
     seed: int | None = None,
     device: str = "auto",
@@ -63,6 +65,9 @@ def evaluate(
     environment
         Default: the recipe's.  Of a run of several tasks: play only the tasks of this environment,
         or of this name; `targets` need one that names a single task.
+    environment_options
+        What `gymnasium.make` takes besides, such as ``{"g": 1.0, "max_episode_steps": 40}``, in
+        place of the recipe's.
     checkpoint
         ``"last"`` (the default), ``"best"`` (the highest return that was seen while training, of
         several tasks the highest normalised score) or a step number.
@@ -88,17 +93,18 @@ def evaluate(
         and ``OUTPUT_WRITE`` for `out` and `video`, ``PACKAGE_MISSING`` for `video`.
     """
     run = given_path(run, "RUN_NOT_FOUND", where="run")
-    if out is not None:
-        out = given_path(out, "OUTPUT_WRITE", where="out")
-        check_new_file(out)
     trained = find_trained(run, checkpoint, partial(say, quiet=quiet))
-    if environment is not None:
-        import_module_of(environment)
-    tasks = _chosen_tasks(trained, environment, targets)
+    typed = [] if environment is None else [environment]
+    import_modules(typed, trained.recipe.environments, run=trained.run or run)
+    how = None if environment_options is None else json_options(environment_options)
+    tasks = _chosen_tasks(trained, environment, how, targets)
     for index, task in enumerate(tasks):
         count = (task.episodes or EPISODES) if episodes is None else episodes
         tasks[index] = replace(task, episodes=count, seed=task.seed if seed is None else seed)
         say_version(task.environment, quiet=quiet)
+    if out is not None:  # after what may be typed wrong
+        out = given_path(out, "OUTPUT_WRITE", where="out")
+        check_new_file(out)
     if video is not None:
         video = given_path(video, "OUTPUT_WRITE", where="video")
         check_video(video, tasks)
@@ -132,13 +138,13 @@ def evaluate(
 def _chosen_tasks(
     trained: TrainedModel,
     environment: str | None,
+    options: Mapping[str, Any] | None,
     targets: Sequence[float] | float | None,
 ) -> list[EvaluationTask]:
     """Return the tasks of a run that `environment` means, with `targets` in place of their own."""
     recipe = trained.recipe
     if not recipe.data.tasks and environment not in (None, recipe.evaluate.environment):
-        # another environment is normalised by its own scores
-        recipe = recipe.replace({"evaluate.environment": environment, "evaluate.reference": None})
+        recipe = recipe.replace({"evaluate.environment": environment})
     known = tasks_of(recipe, tasks_of_config(trained.model.config))
     tasks = [task for task in known if environment in (None, task.name, task.environment)]
     places = ", ".join(f"{task.name} ({task.environment})" for task in known)
@@ -147,10 +153,13 @@ def _chosen_tasks(
         if environment is not None:
             what, remedy = f"{environment} is the environment of no task", f"tasks: {places}"
         raise InputError("USAGE", what, where="--environment", remedy=remedy)
-    if targets is not None and len(tasks) > 1:
-        what = "the same returns cannot be asked of several tasks"
-        remedy = f"say which task with --environment: {places}"
-        raise InputError("USAGE", what, where="--targets", remedy=remedy)
+    for where, given in (("--targets", targets), ("--environment-options", options)):
+        if given is not None and len(tasks) > 1:
+            what = "several tasks cannot share them"
+            remedy = f"say which task with --environment: {places}"
+            raise InputError("USAGE", what, where=where, remedy=remedy)
+    if options is not None:
+        tasks = [replace(tasks[0], environment_options=options)]
     if targets is not None:
         tasks = [replace(tasks[0], targets=asked_returns(targets))]
     if not all(task.targets for task in tasks):

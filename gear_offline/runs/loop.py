@@ -22,7 +22,7 @@ from gear_offline.core.closing import Closing
 from gear_offline.core.files import write_error
 from gear_offline.core.interruption import StopRequest
 from gear_offline.core.system import torch_alone
-from gear_offline.core.text import say
+from gear_offline.core.text import say, typed
 from gear_offline.distributed.world import World, current, open_world, rank_device, resolve_device
 from gear_offline.errors import GearError
 from gear_offline.runs.callbacks import Callback, Callbacks
@@ -273,7 +273,7 @@ class LiveRun(Closing):
         if signal and not self.is_complete:
             self.saver.wait()
             what = f"stopped by {signal} after step {self.learner.step:,}, a checkpoint is saved"
-            remedy = f"go on with `gear-offline train {self.path} --resume`"
+            remedy = f"go on with `gear-offline train {typed(self.path)} --resume`"
             raise TrainingInterrupted("INTERRUPTED", what, str(self.path), remedy)
 
     def finish(self) -> None:

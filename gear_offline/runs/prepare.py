@@ -32,7 +32,7 @@ from gear_offline.dataset.scores import reference_scores
 from gear_offline.dataset.statistics import distribution
 from gear_offline.distributed.world import World, resolve_device
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.evaluation.environments import EnvironmentFacts, probe, say_version
+from gear_offline.evaluation.environments import EnvironmentFacts, Options, probe, say_version
 from gear_offline.evaluation.play import check_sizes
 from gear_offline.loaders.from_recipe import loader_options, open_data, open_one, recipe_sampler
 from gear_offline.models.decision_transformer import beyond_tanh
@@ -153,11 +153,12 @@ def _check_origin(data: DataSettings, dataset: Dataset) -> None:
 
 def _check_collected(settings: CollectSettings, recorded: Any, what: str, path: Path) -> None:
     """Refuse a file or dataset whose recorded attributes are not what would be collected."""
-    facts = recorded if isinstance(recorded, dict) else {}
+    facts = {"env_options": "{}"} | (recorded if isinstance(recorded, dict) else {})
     asked: dict[str, Any] = {"env_id": settings.environment, "seed": settings.seed}
+    asked["env_options"] = json.dumps(settings.environment_options)
     if isinstance(options := facts.get("asked"), str):  # not of files that older versions wrote
         facts = facts | json.loads(options)
-        asked |= settings.model_dump(exclude={"environment", "gate"})
+        asked |= settings.model_dump(exclude={"environment", "environment_options", "gate"})
     # The version that was taken is recorded, of an environment that is named without one too.
     if re.sub(r"-v[0-9]+$", "", str(facts.get("env_id"))) == settings.environment:
         del asked["env_id"]
@@ -188,7 +189,8 @@ def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:
     say(f"collecting {steps} of {settings.environment} in {file}", quiet=quiet)
     check_folder(file.parent, output=file)
     file.parent.mkdir(parents=True, exist_ok=True)
-    probe(settings.environment)  # refuses a module that only a run names
+    # refuses a module that only a run names
+    probe(settings.environment, settings.environment_options)
     options = settings.model_dump(exclude={"environment"})
     collect(settings.environment, file, **options, quiet=quiet)
     return file
@@ -242,6 +244,7 @@ def _resolve_tasks(
         options["data"]["tasks"][task.name] |= {
             "returns_scale": single.loader.returns_scale,
             "environment": evaluate.environment,
+            "environment_options": evaluate.environment_options,
             "reference": evaluate.reference,
             "targets": None if evaluate.targets is None else list(evaluate.targets),
         }
@@ -288,15 +291,22 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
     longest, plays = int(dataset.episodes.lengths.max()), recipe.evaluate.episodes > 0
     if plays:
         resolve_device(recipe.evaluate.device, where="evaluate.device")
-    facts, sizes = _probe_environment(recipe, dataset, sizes, quiet=quiet)
+    options = recipe.evaluate.environment_options
+    if options is None and environment == dataset.environment_id:
+        options = dataset.environment_options or None
+    facts, sizes = _probe_environment(recipe, dataset, options, sizes, quiet=quiet)
     if facts is not None:
         longest = max(longest, facts.step_limit)
     elif plays:
         environment = None
     scores, returns = dataset.reference_scores, dataset.manifest.returns
-    known = scores.name if scores is not None and reference_scores(scores.name) else None
+    known: Any = None
+    if scores is not None and environment in (None, dataset.environment_id):
+        is_named = reference_scores(scores.name) is not None
+        known = scores.name if is_named else [scores.minimum, scores.maximum]
     changes: dict[str, Any] = {
         "evaluate.environment": environment,
+        "evaluate.environment_options": options,
         "evaluate.reference": recipe.evaluate.reference or known,
     }
     if recipe.evaluate.targets is None and goals:
@@ -336,7 +346,7 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
 
 
 def _probe_environment(
-    recipe: Recipe, dataset: Dataset, sizes: ModelSizes, *, quiet: bool
+    recipe: Recipe, dataset: Dataset, options: Options | None, sizes: ModelSizes, *, quiet: bool
 ) -> tuple[EnvironmentFacts | None, ModelSizes]:
     """Return what the environment to evaluate in is like, and sizes that it has, too.
 
@@ -351,7 +361,7 @@ def _probe_environment(
         say(f"{without}: {names}; evaluate.environment=ID would", quiet=quiet or not plays)
         return None, sizes
     try:
-        facts = probe(name)  # refuses to import a module that only a file names
+        facts = probe(name, options)  # refuses to import a module that only a file names
         if sizes.discrete and facts.discrete:  # some actions may never occur in the data
             whole = replace(sizes, action_dim=max(sizes.action_dim, facts.action_size))
         check_sizes(facts, whole, whose="the data", otherwise=", or set evaluate.episodes=0")
@@ -365,6 +375,9 @@ def _probe_environment(
     say_version(name, quiet=quiet)
     if dataset.environment_id not in (None, name):
         say(f"evaluation in {name}; the data are of {dataset.environment_id}", quiet=quiet)
+    elif options and recipe.evaluate.environment_options is None:
+        how = ", ".join(f"{key}={value}" for key, value in options.items())
+        say(f"evaluation in {name} as the data say: {how}", quiet=quiet)
     return facts, whole
 
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from gear_offline.config.sections import TrainSettings
 from gear_offline.core.files import write_file
-from gear_offline.core.text import exact, first_line, say
+from gear_offline.core.text import exact, first_line, say, typed
 from gear_offline.runs.callbacks import Callback
 from gear_offline.runs.checks import check_trackers
 from gear_offline.runs.directory import RunDirectory
@@ -197,7 +197,7 @@ class Tracking(Callback):
         except Exception as error:
             self._tracker = None
             what = f"{self._name} failed and is told no more ({first_line(error)})"
-            later = f"`gear-offline sync {run.path} --tracker {self._name}` sends the rest"
+            later = f"`gear-offline sync {typed(run.path)} --tracker {self._name}` sends the rest"
             say(f"warning: {what}; training goes on; {later}")
 
 

@@ -96,7 +96,7 @@ def train(
     whole = load_recipe(recipe, overrides)
     quiet = quiet or not is_first_process()
     from gear_offline.core.text import say
-    from gear_offline.evaluation.environments import import_module_of
+    from gear_offline.evaluation.environments import import_modules
     from gear_offline.runs.callbacks import check_callbacks
     from gear_offline.runs.checks import check_recipe
     from gear_offline.runs.directory import check_place, going_on, recipe_before, run_and_start
@@ -104,24 +104,22 @@ def train(
 
     callbacks = check_callbacks(callbacks)
     path, start = run_and_start(recipe, whole, out, resume=resume, checkpoint=checkpoint)
-    if is_first_process():
-        check_place(path, resume=resume)
     before, steps = recipe_before(path, start), whole.train.steps
     optimizer = (going_on(whole, before[0]) if before else whole).optimizer
     warmup = min(optimizer.warmup(steps), steps)
     text = f"{steps:,} steps" + (f", the first {warmup:,} of them warm-up" if warmup else "")
     say(f"{whole.name}: {text}; seed {whole.seed}", quiet=quiet)
-    names = whole.environments
-    if resume or start:  # a run's own recipe imports no module, what is typed here does
+    names, others = whole.environments, tuple[str, ...]()
+    if resume or start:  # a run's own recipe imports no module, what is or was typed does
         typed = flat(apply_overrides({}, overrides))
-        names = tuple(str(typed[key]) for key in typed if key.endswith("environment"))
-    for name in names:
-        import_module_of(name)
+        others, names = names, tuple(str(typed[k]) for k in typed if k.endswith("environment"))
+    import_modules(names, others, run=path)
     if is_first_process():
         check_recipe(whole, where=f"recipe {whole.name}")
         data = whole.data
         if not (data.tasks or data.source or data.collect or (data.path and is_there(data.path))):
             raise no_data(data, before and before[1].folder)
+        check_place(path, resume=resume)  # last: what is typed wrong is told first
     from gear_offline.runs import loop  # loads torch
 
     trained = loop.train_run(

@@ -39,6 +39,7 @@ from gear_offline.dataset.schema import (
     is_column_name,
     is_step_shape,
 )
+from gear_offline.dataset.scores import ReferenceScores
 from gear_offline.errors import GearError, InputError
 from gear_offline.sources.episode_ends import SCALARS
 
@@ -58,6 +59,8 @@ class SourceInfo:
     format: str  # of the reader: "d4rl", "minari", ...
     rule: str  # that split the episodes: "terminals|timeouts"
     environment_id: str | None = None  # of Gymnasium
+    environment_options: Mapping[str, Any] = field(default_factory=dict)  # it is made with
+    scores: ReferenceScores | None = None  # that the source itself says
     reference_name: str | None = None  # D4RL's, if the environment does not tell the scores
     files: tuple[InputFile, ...] = ()  # to digest, in order
     # small JSON-able facts; "warnings" is a list of lines for the user's eyes
@@ -66,6 +69,15 @@ class SourceInfo:
     def with_facts(self, **facts: Any) -> SourceInfo:
         """Return it with more, or other, attributes."""
         return replace(self, attributes={**self.attributes, **facts})
+
+
+def own_scores(facts: Mapping[str, Any], name: str) -> ReferenceScores | None:
+    """Return the reference scores of a source's own facts, as Minari calls them."""
+    try:
+        low, high = (float(facts[f"ref_{end}_score"]) for end in ("min", "max"))
+        return ReferenceScores(name=name, minimum=low, maximum=high) if low < high else None
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -110,13 +110,15 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
     notes = [f"{uri}: {text}" if said[text] == 1 else text for uri, text in texts]
     notes = [*dict.fromkeys(notes)]  # what several parts say is said once
     shared: dict[str, Any] = {"format": "joined", "rule": "that of each part"}
-    for fact in ("format", "rule", "environment_id", "reference_name"):
-        values = {getattr(info, fact) for info in infos}
-        if len(values) == 1:
-            shared[fact] = values.pop()
+    named = ("environment_id", "environment_options", "reference_name", "scores")
+    for fact in ("format", "rule", *named):
+        values = [getattr(info, fact) for info in infos]
+        if all(value == values[0] for value in values):
+            shared[fact] = values[0]
         elif fact not in shared:
             what = fact.replace("_", " ")
-            notes.append(f"the parts differ in {what}: {', '.join(sorted(map(str, values)))}")
+            kinds = ", ".join(sorted({str(value) for value in values}))
+            notes.append(f"the parts differ in {what}: {kinds}")
     edits = [info.attributes.get("reward_edits", []) for info in infos]
     for info in infos:
         left_out = {**info.attributes.get("left_out", {}), **left_out}
@@ -275,7 +277,7 @@ def observation_vectors(
 
 def dataset_source(dataset: Dataset) -> Source:
     """Return an opened dataset of GEAR shards as a source."""
-    before, scores = dataset.manifest.source, dataset.reference_scores
+    before = dataset.manifest.source
     others = ("left_out", "picked", "options")  # that say nothing of what is there
     attributes = {k: v for k, v in before.attributes.items() if k not in others}
     if "warnings" in attributes:
@@ -292,7 +294,8 @@ def dataset_source(dataset: Dataset) -> Source:
             format="gear",
             rule=before.rule,
             environment_id=dataset.environment_id,
-            reference_name=None if scores is None else scores.name,
+            environment_options=dataset.environment_options,
+            scores=dataset.reference_scores,
             # The manifest bears the digests of all the others.
             files=(InputFile.find(dataset.path / MANIFEST_NAME),),
             attributes=attributes,

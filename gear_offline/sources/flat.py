@@ -5,7 +5,9 @@ So are HDF5 files in one of D4RL's layouts or the generic one, and ``.npz`` file
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from gear_offline.core.text import count_text
@@ -18,6 +20,7 @@ from gear_offline.sources.base import (
     can_be_column,
     kinds_of_rows,
     misfit,
+    own_scores,
     some_names,
     split_names,
 )
@@ -50,6 +53,8 @@ def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
         format="d4rl" if d4rl else "hdf5",
         rule=d4rl.rule if d4rl and rule is None else rule,
         environment_id=environment if isinstance(environment, str) else None,
+        environment_options=_options(attributes.get("env_options")),
+        scores=own_scores(attributes, asked.uri),
         reference_name=d4rl.reference if d4rl else None,
         where=str(file.path),
         files=(file.file,),
@@ -60,6 +65,12 @@ def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
     if d4rl:
         source.warn(*d4rl.warnings(source, overridden=rule is not None))
     return source
+
+
+def _options(text: Any) -> dict[str, Any]:
+    with suppress(TypeError, ValueError):
+        return dict(json.loads(text, parse_constant=str))
+    return {}
 
 
 def flat_source(

@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -40,12 +40,13 @@ from gear_offline.sources.base import (
     files_in,
     kinds_of_rows,
     misfit,
+    own_scores,
 )
 from gear_offline.sources.hdf5 import SUFFIXES, Hdf5File
 
 MAIN_FILE, METADATA_FILE = "main_data.hdf5", "metadata.json"
 MAX_METADATA_BYTES = 64 << 20
-LONG = ("observation_space", "action_space", "env_spec")  # of the metadata
+LONG = ("observation_space", "action_space", "env_spec", "eval_env_spec")  # of the metadata
 MAX_EPISODE_BYTES = 2 << 30  # minari decodes an episode as a whole
 KEPT_BYTES = 320 << 20  # of decoded episodes: those of a shard are not decoded for each column
 COLUMNS = ("observations", "actions", "rewards", "next_observations", "terminations", "truncations")
@@ -104,6 +105,7 @@ def open_minari(path: Path, asked: Asked) -> Source:
     uri = asked.uri
     if not uri.startswith("minari:") and metadata.get("dataset_id"):
         uri = f"minari:{metadata['dataset_id']}"
+    environment, options = _environment(metadata)
     return Source(
         [Piece(read=partial(reader.read, n), steps=part[0]) for n, part in reader.found.items()],
         columns,
@@ -112,7 +114,9 @@ def open_minari(path: Path, asked: Asked) -> Source:
             uri=uri,
             format="minari",
             rule="episodes",
-            environment_id=_environment(metadata),
+            environment_id=environment,
+            environment_options=options,
+            scores=own_scores(metadata, uri),
             files=files,
             attributes={
                 "metadata": {k: metadata[k] for k in sorted(metadata) if k not in LONG},
@@ -286,9 +290,13 @@ def _check_room(size: int, where: Path) -> None:
         raise InputError("SOURCE_UNSAFE", what, str(where), remedy)
 
 
-def _environment(metadata: Mapping[str, Any]) -> str | None:
-    try:
-        name = json.loads(metadata["env_spec"])["id"]
-    except (KeyError, TypeError, ValueError):
-        return None
-    return name if isinstance(name, str) and name else None
+def _environment(metadata: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """Return the id and the options of the environment to evaluate in; nothing of it is made."""
+    for key in ("eval_env_spec", "env_spec"):
+        with suppress(KeyError, TypeError, ValueError, AttributeError):
+            spec = json.loads(metadata[key], parse_constant=str)
+            options = {n: v for n, v in (spec.get("kwargs") or {}).items() if n != "render_mode"}
+            more = {n: spec[n] for n in ("max_episode_steps", "additional_wrappers") if spec.get(n)}
+            if isinstance(name := spec["id"], str) and name:
+                return name, options | more
+    return None, {}

@@ -87,7 +87,7 @@ def compare_runs(
     """
     given = [runs] if isinstance(runs, (str, os.PathLike)) else runs
     paths = {
-        path.resolve(): path
+        os.path.realpath(path): path
         for one in given
         for path in _runs_in(given_path(one, "RUN_NOT_FOUND", where="runs"))
     }
@@ -95,12 +95,12 @@ def compare_runs(
         remedy = "name two different runs or more, or a sweep; `gear-offline runs ls` lists them"
         raise InputError("USAGE", "there is nothing to compare", remedy=remedy)
     plot = None if out is None else given_path(out, "OUTPUT_WRITE", where="out")
-    if plot is not None:
-        if plot.suffix not in (".png", ".svg"):
-            remedy = "let its name end with .png or .svg"
-            raise InputError("USAGE", "a picture of this format is not made", str(plot), remedy)
-        check_new_file(plot, overwrite=overwrite)
+    if plot is not None and plot.suffix not in (".png", ".svg"):
+        remedy = "let its name end with .png or .svg"
+        raise InputError("USAGE", "a picture of this format is not made", str(plot), remedy)
     opened = [open_run(path) for path in paths.values()]
+    if plot is not None:
+        check_new_file(plot, overwrite=overwrite)
     results = [
         replace(read_result(trial, run.path), status="complete")  # as far as it is
         for run, trial in zip(opened, _trials(opened), strict=True)

@@ -20,7 +20,7 @@ import torch
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import write_error
 from gear_offline.core.interruption import StopRequest
-from gear_offline.core.text import first_line
+from gear_offline.core.text import first_line, typed
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import GearError, InputError, is_out_of_memory
 from gear_offline.evaluation.environments import Known, known_of
@@ -168,7 +168,7 @@ def run_errors(name: str, path: Path, device: torch.device) -> Iterator[None]:
         if is_out_of_memory(error):
             remedy = "fewer runs at a time (sweep --parallel), or a smaller model or batch"
             raise GearError("MEMORY", f"out of memory: {first}", name, remedy) from error
-        remedy = f"`gear-offline train {path} --resume --debug` repeats it alone and shows where"
+        remedy = f"`gear-offline train {typed(path)} --resume --debug` shows where"
         raise GearError("INTERNAL", f"{type(error).__name__}: {first}", name, remedy) from error
 
 

@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 
+from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.system import usable_cores
-from gear_offline.core.text import count_text, say
+from gear_offline.core.text import count_text, plain, say
 from gear_offline.distributed import launched
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
-from gear_offline.evaluation.environments import import_module_of
+from gear_offline.evaluation.environments import import_modules
 from gear_offline.progress import Progress
 from gear_offline.runs import report
-from gear_offline.runs.checks import check_recipe
+from gear_offline.runs.checks import check_recipe, check_selection
 from gear_offline.runs.directory import check_resumed
 from gear_offline.runs.evaluations import MOST_WORKERS
 from gear_offline.runs.loop import TrainingInterrupted
@@ -32,7 +33,7 @@ from gear_offline.sweep.concurrent import MOST_ON_A_GPU, train_concurrently
 from gear_offline.sweep.jobs import LOCK_SECONDS, Job, train_in_pool, train_in_processes
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.results import is_complete, steps_done
-from gear_offline.sweep.trials import SweepDirectory, SweepFile, Trial, make_trials
+from gear_offline.sweep.trials import SweepDirectory, SweepFile, Trial, make_trials, parse_options
 from gear_offline.tables.joint import TableData
 from gear_offline.workers import RayPool
 
@@ -42,7 +43,7 @@ QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 def sweep(
     recipe: Recipe | str | os.PathLike[str],
-    options: Mapping[str, Sequence[Any]] | None = None,
+    options: Overrides = (),
     *,
     seeds: int | Sequence[int] | None = None,
     out: str | os.PathLike[str] | None = None,
@@ -62,8 +63,9 @@ def sweep(
     recipe
         A recipe, or what `gear_offline.load_recipe` takes.
     options
-        Dotted options, each with its values: ``{"model.layers": [3, 4]}``.  Every combination is a
-        trial.
+        Dotted options, each with its value or a list of values: ``{"model.layers": [3, 4]}``, or
+        as the command line takes them: ``["model.layers=3,4"]``.  Every combination is a trial.
+        A list that `gear_offline.train` takes, as of ``evaluate.targets``, is one value.
     seeds
         A number of seeds from 0 on, or a list of them; by default the recipe's own.
     out
@@ -95,15 +97,40 @@ def sweep(
     """
     if isinstance(seeds, int):
         seeds = range(seeds)
+    values = option_values(recipe, options)
     if out is None:
-        names = [*(options or {}).get("name", ())]
+        names = values.get("name", [])
         name = load_recipe(recipe, {"name": names[0]} if len(names) == 1 else ()).name
         out = Path("runs") / f"{name}-sweep"
     place = given_path(out, "OUTPUT_WRITE", where="out")
     directory = SweepDirectory(place)
     named = directory.read().trials[0].settings if directory.is_begun else ()
-    trials = make_trials(recipe, options or {}, seeds, named=tuple(named))
+    trials = make_trials(recipe, values, seeds, named=tuple(named))
     return run_trials(trials, place, parallel=parallel, exact=exact, ray=ray, quiet=quiet)
+
+
+def option_values(
+    recipe: Recipe | str | os.PathLike[str], options: Overrides
+) -> dict[str, list[Any]]:
+    """Return the values of each option, as texts ``key=a,b,c`` or in a mapping.
+
+    There a value that `gear_offline.train` takes is one value, and a list of such are several.
+    """
+    if not isinstance(options, Mapping):
+        return parse_options([options] if isinstance(options, str) else options)
+    return {
+        key: values if isinstance(values, list) and not _is_one(recipe, key, values) else [values]
+        for key, values in ((key, plain(value)) for key, value in options.items())
+    }
+
+
+def _is_one(recipe: Recipe | str | os.PathLike[str], key: str, value: list[Any]) -> bool:
+    """Whether a list is itself the value of an option, as of ``evaluate.targets``."""
+    try:
+        check_selection(load_recipe(recipe, {key: value}), "")
+    except InputError:
+        return False
+    return True
 
 
 def run_trials(
@@ -120,8 +147,8 @@ def run_trials(
         what, remedy = "a sweep runs in one process", "start it without torchrun"
         raise InputError("USAGE", what, remedy=remedy)
     _check_trials(trials, parallel)
-    for name in dict.fromkeys(name for trial in trials for name in trial.recipe.environments):
-        import_module_of(name)
+    for trial in trials:
+        import_modules(trial.recipe.environments, run=SweepDirectory(out).run_path(trial))
     with ExitStack() as stack:
         pool = None if ray is None else stack.enter_context(RayPool(ray))
         asked, directory = trials[0].recipe.train.device, SweepDirectory(out)

@@ -36,7 +36,14 @@ from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup, Field, final_values
 from gear_offline.tables.fields import ACTIONS, EXTRA, REWARDS, STATES, standard_fields, to_float32
-from gear_offline.tables.joint import JointDataset, Part, TableData, parts_of, shards_of
+from gear_offline.tables.joint import (
+    JointDataset,
+    Part,
+    TableData,
+    data_digest,
+    parts_of,
+    shards_of,
+)
 from gear_offline.tables.returns import sum_returns, whole_episodes
 
 PACKED_BYTES = 1024  # fields up to this many bytes a step are stored as float32
@@ -103,6 +110,16 @@ class Table:
     placed: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
     # The same of this table before it grew, until it is placed itself: its first episodes.
     outgrown: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
+    made_of: tuple[TableData, TableOptions] | None = None  # None: of windows, as from disk
+
+    def is_of(self, source: TableData, options: TableOptions) -> bool:
+        """Return whether it was made of these data, with these options."""
+        if self.made_of is None:
+            return False
+        data, own = self.made_of
+        own = replace(own, extra_columns=tuple(own.extra_columns))
+        same = own == replace(options, extra_columns=tuple(options.extra_columns))
+        return same and (data is source or data_digest(data) == data_digest(source))
 
     @property
     def owned_bytes(self) -> int:
@@ -273,7 +290,7 @@ def build_table(
         )
         for plan in plans
     )
-    table = Table(episodes=index, groups=groups, margin=margin)
+    table = Table(episodes=index, groups=groups, margin=margin, made_of=(source, options))
     if fill:
         pairs = list(zip(plans, groups, strict=True))
         threads = max(1, threads or min(MAX_THREADS, usable_cores()))

@@ -27,6 +27,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import read_regular, sync_directory, write_error, write_file
 from gear_offline.core.hub import is_hub
 from gear_offline.core.system import versions
+from gear_offline.core.text import typed
 from gear_offline.errors import GearError, InputError, is_out_of_memory
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
 from gear_offline.tables.fields import Window
@@ -366,7 +367,7 @@ def chosen_checkpoint(
 ) -> Checkpoint:
     """Read what acting needs of a run's checkpoint `which`, or of its newest whole one."""
     if which in (None, "last"):
-        newest = newest_checkpoint((run / "checkpoints").resolve(), say, training=False)
+        newest = newest_checkpoint(Path(os.path.realpath(run / "checkpoints")), say, training=False)
         if newest is not None:
             return newest
     return read_checkpoint(find_checkpoint(run, which), training=False)
@@ -381,14 +382,15 @@ def check_trained(run: Path, which: str | None) -> None:
 def no_run(path: Path) -> InputError:
     """Return the error of a path that is no run, with what it may be instead."""
     near = sorted(Path("runs").glob(f"{glob.escape(path.name)}*/checkpoints"))
-    near = sorted(path.glob("*/checkpoints")) or near
-    example = near[0].parent if near else Path("runs/hopper-medium-s0")
-    what, remedy = "there is no such run", f"give the directory of a run, e.g. {example}"
+    near = sorted(path.glob("*/checkpoints")) or near or sorted(Path("runs").glob("*/checkpoints"))
+    what, remedy = "there is no such run", "`gear-offline train smoke` makes a run in runs/"
+    if near:
+        remedy = f"give the directory of a run, e.g. {near[0].parent}"
     if (path / "manifest.json").exists():
         what = "this is a dataset, not a run"
     elif (path / "recipe.yaml").is_file():
         what = "the run has no checkpoint yet"
-        remedy = f"wait for one, or go on with `gear-offline train {path} --resume`"
+        remedy = f"wait for one, or go on with `gear-offline train {typed(path)} --resume`"
     elif path.is_dir():
         what = "there is no run in this folder"
     return InputError("RUN_NOT_FOUND", what, where=str(path), remedy=remedy)

@@ -40,8 +40,8 @@ def export_policy(
     task
         Of a run of several tasks: the one to act in.
     out
-        ``NAME.onnx``, a file that normalises, scales and acts; any other name is that of a folder
-        to make, as `gear_offline.models.policy.Policy.save` does.
+        ``NAME.onnx``, a file that normalises, scales and acts; a name without an ending is that of
+        a folder to make, as `gear_offline.models.policy.Policy.save` does.
     overwrite
         Replace a file or a policy folder that is there.
 
@@ -78,10 +78,14 @@ def export_policy(
     'tiny.onnx'
     """
     target = given_path(out, "OUTPUT_WRITE", where="out")
-    if target.suffix == ".onnx":
-        check_new_file(target, overwrite=overwrite)
+    if target.suffix != ".onnx" and target.suffix[1:].isalpha() and not target.is_dir():
+        what = f"a policy is no {target.suffix} file"
+        remedy = f"write {target.with_suffix('.onnx')}, or a folder: {target.with_suffix('')}"
+        raise InputError("OUTPUT_WRITE", what, str(target), remedy)
     if not isinstance(policy, Policy):
         policy = load_policy(policy, task, device="cpu")
+    if target.suffix == ".onnx":
+        check_new_file(target, overwrite=overwrite)
     if target.suffix != ".onnx":
         return policy.save(target, overwrite=overwrite)
     with package_needed("an ONNX file", "onnx"):

@@ -60,6 +60,7 @@ class TrainedModel:
         names = (self.facts.data, recipe.data.source, recipe.data.path)  # none of this machine's
         facts = {
             "environment": recipe.evaluate.environment,
+            "environment_options": recipe.evaluate.environment_options or None,
             "targets": recipe.evaluate.targets or (),
             "reference": recipe.evaluate.reference,
             "goals": recipe.loader.goals,
@@ -157,7 +158,7 @@ def find_trained(
         raise InputError("USAGE", what, where="checkpoint", remedy=remedy)
     model, file = read_policy(path)
     loader = file.model_dump(include={"context_length", "returns_scale", "gamma", "goals"})
-    evaluate = file.model_dump(include={"environment", "reference"})
+    evaluate = file.model_dump(include={"environment", "environment_options", "reference"})
     evaluate["targets"] = list(file.targets) or None
     options = {"name": "policy", "loader": loader, "evaluate": evaluate}
     recipe = Recipe.parse(options, where=str(path))
