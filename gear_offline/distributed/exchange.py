@@ -113,10 +113,8 @@ def _say(world: World, kind: str, reasons: list[str]) -> None:
 
 def _why_no_nccl(world: World, engine: GpuGather | None) -> str | None:
     """Return why the ranks cannot exchange rows by NCCL, the same on every rank, or None."""
-    gpu = None
-    if engine is not None:
-        gpu = str(torch.cuda.get_device_properties(engine.device).uuid)
-    gpus = world.gather(gpu)
+    facts = None if engine is None else torch.cuda.get_device_properties(engine.device)
+    gpus = world.gather(None if facts is None else str(facts.uuid))
     if None in gpus:
         return f"rank {gpus.index(None)} has no GPU that gathers"
     if len(set(gpus)) < len(gpus):
