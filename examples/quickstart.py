@@ -40,7 +40,11 @@ print(batch.states.shape, batch.returns_to_go.shape)
 # %%
 recipe = go.load_recipe(
     "cartpole",
-    {"data.path": str(folder / "cartpole"), "train.steps": 200, "evaluate.episodes": 0},
+    {
+        "data": {"path": str(folder / "cartpole"), "collect": None},
+        "train.steps": 200,
+        "evaluate.episodes": 0,
+    },
 )
 run = go.train(recipe, out=folder / "run", quiet=True)
 

@@ -185,7 +185,7 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
         mask: Tensor | None,
         eager: bool,
         keep: Keep | None,
-        weights: list[Tensor] | None,
+        weights: list[Tensor] | None = None,
     ) -> Tensor:
         """Return what each kept token has gathered, (B, T', H)."""
         attention: DecisionTransformerGPT2Attention = self.attn

@@ -8,11 +8,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
-import PIL.Image
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from gear_offline.convert.conversion import convert
@@ -20,6 +16,11 @@ from gear_offline.dataset.dataset import open_dataset
 from gear_offline.sources import open_source
 from tests.fixtures.make_lerobot import recorded
 from tests.support import refused
+
+av = pytest.importorskip("av", reason="needs pip install 'gear-offline[lerobot]'")
+pa = pytest.importorskip("pyarrow", reason="needs pip install 'gear-offline[lerobot]'")
+import PIL.Image  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
 
 FRONT, VIDEO = "observation.images.front", "observation.images.video"
 

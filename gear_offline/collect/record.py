@@ -26,12 +26,12 @@ from gear_offline.evaluation.environments import (
     EnvironmentFacts,
     Known,
     Options,
+    finite_actions,
     known_of,
     make_environment,
     not_finite,
     simulator_data,
 )
-from gear_offline.evaluation.rollout import finite_actions
 from gear_offline.workers import Caller, WorkerPool
 
 # First element of a stream's path: what the stream is for.

@@ -102,6 +102,15 @@ class EnvironmentFacts:
         return int(action) if self.discrete else action.reshape(self.action_shape)
 
 
+def finite_actions(actions: Array) -> Array:
+    """Return what a policy chose, if it can be acted on; ``MODEL``."""
+    if np.isfinite(actions).all():
+        return actions
+    what = "the policy returned an action that is NaN or infinite"
+    remedy = "the weights have probably diverged: train with a lower learning rate"
+    raise InputError("MODEL", what, remedy=remedy)
+
+
 def guarded(environment_id: str, what: str, call: Callable[..., T], *words: Any, **how: Any) -> T:
     """Call an environment's code; tell what it raises with the lines of its own files."""
     try:

@@ -27,12 +27,12 @@ import numpy as np
 from gear_offline.core.closing import Closing
 from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
-from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import (
     Environment,
     EnvironmentFacts,
     Known,
     Options,
+    finite_actions,
     known_of,
     make_environment,
 )
@@ -276,12 +276,3 @@ def play_episodes(
             break
     actions = tuple(np.array(episode) for episode in kept)
     return Episodes(returns=returns, lengths=lengths, terminated=terminated, actions=actions)
-
-
-def finite_actions(actions: Array) -> Array:
-    """Return what a policy chose, if it can be acted on; ``MODEL``."""
-    if np.isfinite(actions).all():
-        return actions
-    what = "the policy returned an action that is NaN or infinite"
-    remedy = "the weights have probably diverged: train with a lower learning rate"
-    raise InputError("MODEL", what, remedy=remedy)

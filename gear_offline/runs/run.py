@@ -9,7 +9,7 @@ import base64
 import html
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
@@ -38,6 +38,7 @@ class EvaluateOptions(TypedDict, total=False):
     targets: Sequence[float] | float | None
     episodes: int | None
     environment: str | None
+    environment_options: Mapping[str, Any] | None
     checkpoint: str | int | None
     seed: int | None
     device: str

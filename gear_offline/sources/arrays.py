@@ -108,7 +108,8 @@ def from_episodes(
         note += _renames(kinds)
         notes.append(note)
         warnings.warn(note, stacklevel=2)
-    facts["warnings"] = [*facts.get("warnings", ()), *notes]
+    if notes:
+        facts["warnings"] = [*facts.get("warnings", ()), *notes]
     return Source(
         [Piece.of(columns) for columns in read],
         kinds,

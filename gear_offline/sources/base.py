@@ -178,7 +178,8 @@ class Source(Closing):
     def warn(self, *notes: str) -> None:
         """Put warnings behind those that there are."""
         before = texts(self.info.attributes.get("warnings"))
-        self.info = self.info.with_facts(warnings=[*dict.fromkeys([*before, *notes])])
+        if notes:
+            self.info = self.info.with_facts(warnings=[*dict.fromkeys([*before, *notes])])
 
     def read(self, column: str, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
