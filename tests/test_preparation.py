@@ -1,6 +1,7 @@
 """Before training: data are made on first use, and what a recipe leaves open is filled in."""
 
 import os
+import queue
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.convert.conversion import convert
+from gear_offline.core import files
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import train_run
@@ -240,21 +242,26 @@ def test_a_folder_of_files_may_not_change(tmp_path: Path) -> None:
         prepare_one(recipe, quiet=True)
 
 
-def test_one_process_makes_the_data_and_others_wait(tmp_path: Path, capfd: Captured) -> None:
+def test_one_process_makes_the_data_and_others_wait(
+    tmp_path: Path, capfd: Captured, monkeypatch: Patch
+) -> None:
     """Of one process here, with the lock of another one, which is killed without a dataset."""
     recipe = load_recipe("smoke", [f"data.path={tmp_path / 'd'}", "data.collect.steps=200"])
     wait = "import fcntl,sys; f=open(sys.argv[1],'w'); fcntl.flock(f,2); print(); sys.stdin.read()"
     words = [sys.executable, "-c", wait, str(tmp_path / ".d.making")]
     maker = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert maker.stdin and maker.stdout and maker.stdout.readline()
+    told: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(files, "say", lambda text, **_: told.put(text))
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(prepare_one, recipe) for _ in range(2)]
-        said = ""
-        while said.count("waits for another process") < 2:
-            said += capfd.readouterr().err
-        maker.kill()
+        try:
+            said = [told.get(timeout=60) for _ in asked]
+        finally:
+            maker.kill()
         made = [one.result() for one in asked]
     maker.communicate()
+    assert all("waits for another process" in text for text in said)
     assert {dataset.spec.steps for dataset in made} == {200}
     assert capfd.readouterr().err.count("converting") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "d.hdf5"]
