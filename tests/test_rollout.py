@@ -9,13 +9,19 @@ import pytest
 import torch
 
 from gear_offline.errors import GearError
-from gear_offline.evaluation import rollout
+from gear_offline.evaluation import stepping
 from gear_offline.evaluation.environments import probe
-from gear_offline.evaluation.rollout import ActingPolicy, Environments, Episodes, play_episodes
+from gear_offline.evaluation.rollout import ActingPolicy, Episodes, play_episodes
+from gear_offline.evaluation.stepping import Environments
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.models.policy import Policy
 from tests.evaluation_support import Constant, Remembering
+from tests.gpu_support import ON_GPU
+from tests.model_support import make
 from tests.support import Patch, one_error
+
+FRAMES: dict[str, Any] = {"discrete": True, "action_tanh": False, "state_dim": 36 * 36}
+FRAMES |= {"frame_shape": (36, 36), "frame_stack": 2}
 
 
 def play(
@@ -62,7 +68,7 @@ def test_batch_of_environments_gives_the_episodes_of_a_plain_loop(
     environment_id: str, discrete: bool, environments: int, processes: int, groups_from: int,
     monkeypatch: Patch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(rollout, "SLOTS_FOR_GROUPS", groups_from)
+    monkeypatch.setattr(stepping, "SLOTS_FOR_GROUPS", groups_from)
     facts = probe(environment_id)
     assert facts.discrete is discrete
     weights = np.random.default_rng(3).normal(size=(facts.state_size + 2, facts.action_size))
@@ -105,7 +111,7 @@ def test_actions_are_given_in_the_environments_own_shape() -> None:
 
 
 def test_episodes_without_a_limit_are_cut_and_not_called_terminated(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(rollout, "FALLBACK_MAX_STEPS", 7)
+    monkeypatch.setattr(stepping, "FALLBACK_MAX_STEPS", 7)
     played = play(Constant(np.zeros(3)), "GearTest/Endless-v0", [0, 1], environments=2)
     assert played.lengths.tolist() == [7, 7]
     assert not played.terminated.any()
@@ -124,6 +130,37 @@ def test_what_goes_wrong_in_a_worker_is_raised_here() -> None:
     policy = Constant(np.zeros(3))
     with pytest.raises(GearError, match="raised AssertionError: every episode"):
         play(policy, "GearTest/Counted-v0", [-1, -1], environments=2, processes=2)
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize(
+    "kind", [{}, {"discrete": True, "action_tanh": False}, {"goals": True}, FRAMES]
+)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_a_policy_on_a_gpu_acts_as_on_the_cpu(
+    kind: dict[str, Any], graph: bool, device: str
+) -> None:
+    """Also where some act and others begin anew; on the CPU it is compared with a plain loop."""
+    how: dict[str, Any] = {"state_mean": None, "state_std": None, "context_length": 4}
+    policies = [Policy(make(**kind), **how, returns_scale=1.0, device=d) for d in ("cpu", device)]
+    policies[1].graph = graph
+    generator = np.random.default_rng(0)
+    for step in range(9):
+        acting = np.arange(5) if step < 4 else np.array([3, 0, 4])
+        begun = acting if step == 0 else acting[step % 3 : step % 3 + 1]
+        asked: Any = generator.normal(size=len(begun))
+        if "goals" in kind:
+            asked = generator.normal(size=(len(begun), policies[0].state_dim))
+        seen: Any = generator.normal(size=(len(acting), policies[0].state_dim))
+        if policies[0].frame_shape:
+            seen = generator.integers(0, 256, (len(acting), *policies[0].frame_shape), np.uint8)
+        actions = []
+        for policy in policies:
+            policy.reset(begun, asked)
+            actions.append(policy.act(seen, acting))
+            done = actions[0] if policy.discrete else actions[0] / 2
+            policy.observe_reward(np.ones(len(acting)), acting, actions=done)
+        np.testing.assert_allclose(actions[1], actions[0], rtol=0, atol=1e-4)
 
 
 def test_a_policy_remembers_what_was_done() -> None:
