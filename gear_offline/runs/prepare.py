@@ -25,7 +25,7 @@ from gear_offline.convert.origin import changed_files
 from gear_offline.core.files import check_folder, turn_of
 from gear_offline.core.hub import is_there
 from gear_offline.core.system import available_bytes
-from gear_offline.core.text import count_text, say, size_text
+from gear_offline.core.text import count_text, say, size_text, texts
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.dataset.scores import reference_scores
@@ -322,6 +322,10 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
     if dataset.reward_edits is None and not goals and facts is not None:
         what = "the data's rewards were edited, and how does not follow from those of single steps"
         say(f"{what}: playing subtracts the environment's own", quiet=quiet)
+    mapped = texts(dataset.manifest.source.attributes.get("mapped"))
+    if mapped and facts is not None and environment == dataset.environment_id:
+        what = f"{' and '.join(mapped)} of the data were made by map: {environment} gives and takes"
+        say(f"{what} its own; evaluate.environment=MODULE:ID names one that does so too", quiet=quiet)
     if recipe.loader.gamma < 1.0 and not goals and facts is not None:
         what = f"loader.gamma is {recipe.loader.gamma:g}: returns that are asked for are discounted"
         say(f"{what}, those that are achieved are not", quiet=quiet)
