@@ -243,6 +243,7 @@ def _resolve_tasks(
         evaluate = single.evaluate
         options["data"]["tasks"][task.name] |= {
             "returns_scale": single.loader.returns_scale,
+            "admissions": single.data.admissions,
             "environment": evaluate.environment,
             "environment_options": evaluate.environment_options,
             "reference": evaluate.reference,
@@ -305,6 +306,7 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         is_named = reference_scores(scores.name) is not None
         known = scores.name if is_named else [scores.minimum, scores.maximum]
     changes: dict[str, Any] = {
+        "data.admissions": dataset.admissions or None,
         "evaluate.environment": environment,
         "evaluate.environment_options": options,
         "evaluate.reference": recipe.evaluate.reference or known,

@@ -145,7 +145,7 @@ def find_columns(
         parts = split_names(names.get(column, column))
         leaves = [n for p in parts for n in usable if n == p or n.startswith(f"{p}/")]
         if not leaves and column in required and not (asked.partial and usable):
-            what = f"no dataset {column!r}"
+            what = f"no dataset {names.get(column, column)!r}"
             what += "".join(f": it is {left_out[part]}" for part in parts if part in left_out)
             renamed = [new for new, old in names.items() if column in split_names(old)]
             what += "".join(f": --rename took it as {new}" for new in renamed)
