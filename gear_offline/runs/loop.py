@@ -194,6 +194,7 @@ class LiveRun(Closing):
     ) -> None:
         self.learner, self.stop, self.callbacks = learner, stop, callbacks
         self.path, self.is_stopped = callbacks.run.path, False
+        self._directory = directory
         self.concurrent_runs = concurrent_runs
         folder = self.path / "checkpoints"
         self.saver = Saver(learner, folder)
@@ -257,6 +258,7 @@ class LiveRun(Closing):
             self.writer.log(self.learner.step, values)
 
     def _save(self) -> None:
+        self.learner.world.lead(lambda: self._directory and self._directory.check_place())
         seconds, keep = 0.0, Keep(newest=1)  # the first rank's count
         if self.writer is not None:
             seconds, keep = self.writer.seconds, self.writer.evaluations.keep

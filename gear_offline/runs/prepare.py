@@ -327,7 +327,10 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
     mapped = texts(dataset.manifest.source.attributes.get("mapped"))
     if mapped and facts is not None and environment == dataset.environment_id:
         what = f"{' and '.join(mapped)} of the data were made by map: {environment} gives and takes"
-        say(f"{what} its own; evaluate.environment=MODULE:ID names one that does so too", quiet=quiet)
+        say(
+            f"{what} its own; evaluate.environment=MODULE:ID names one that does so too",
+            quiet=quiet,
+        )
     if recipe.loader.gamma < 1.0 and not goals and facts is not None:
         what = f"loader.gamma is {recipe.loader.gamma:g}: returns that are asked for are discounted"
         say(f"{what}, those that are achieved are not", quiet=quiet)
@@ -374,7 +377,7 @@ def _probe_environment(
     except (InputError, UnavailableError) as error:
         if plays and (asked or facts):
             raise
-        say(f"{without}: {error}", quiet=quiet)
+        say(f"{without}: {error if plays else error.what}", quiet=quiet)
         return None, sizes
     if not plays:
         return facts, whole

@@ -116,9 +116,7 @@ def _chosen(file: Hdf5File, key: str, masks: list[str], demos: Mapping[str, Demo
     return [name for name in demos if name in listed]
 
 
-def _columns(
-    file: Hdf5File, name: str, demo: Demo, asked: Asked
-) -> tuple[Kinds, dict[str, str]]:
+def _columns(file: Hdf5File, name: str, demo: Demo, asked: Asked) -> tuple[Kinds, dict[str, str]]:
     """Return the columns of a demonstration in the table's order, what is left out and why."""
     where = f"{file.path}: data/{name}"
     groups = {column.split("/")[0] for column in demo}
