@@ -326,11 +326,8 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         say(f"{what}: playing subtracts the environment's own", quiet=quiet)
     mapped = texts(dataset.manifest.source.attributes.get("mapped"))
     if mapped and facts is not None and environment == dataset.environment_id:
-        what = f"{' and '.join(mapped)} of the data were made by map: {environment} gives and takes"
-        say(
-            f"{what} its own; evaluate.environment=MODULE:ID names one that does so too",
-            quiet=quiet,
-        )
+        what = f"map made the data's {' and '.join(mapped)}, and {environment} has its own"
+        say(f"{what}: evaluate.environment=MODULE:ID names one that maps them too", quiet=quiet)
     if recipe.loader.gamma < 1.0 and not goals and facts is not None:
         what = f"loader.gamma is {recipe.loader.gamma:g}: returns that are asked for are discounted"
         say(f"{what}, those that are achieved are not", quiet=quiet)
