@@ -29,19 +29,22 @@ def test_a_failed_collective_is_a_lost_rank_and_other_errors_stay_what_they_are(
             raise error
 
 
-def trained(recipe: Path, run: Path, *, kill_at: int, torchrun: bool) -> str:
-    """Train 20 steps with two ranks, of which one is killed at a step; return what they said.
+def trained(
+    ranks: int, recipe: Path, run: Path, steps: int, *, kill_at: int = 0, torchrun: bool = False
+) -> str:
+    """Train with so many ranks, of which one is killed at a step; return what they said.
 
-    They begin anew from the last checkpoint: torchrun sees to that, or we do.
+    Torchrun, or else this function, begins them anew after the kill.
     """
-    variables = {"KILL": f"1 {kill_at}", "FOLDER": str(run.parent)}
-    words = ["-m", "tests.test_parallel_training", "train", str(recipe), "train.steps=20"]
+    kill = {"KILL": f"1 {kill_at}", "FOLDER": str(run.parent)} if kill_at else {}
+    words = ["-m", "tests.test_parallel_training", "train", str(recipe), f"train.steps={steps}"]
     words += ["--out", str(run), "--resume"]
     if torchrun:
-        return launch(2, *words, restarts=1, variables=variables).stderr
-    killed = fork_ranks(2, *words, variables=variables)
-    assert killed.returncode == 1 and "RANK_LOST" in killed.stderr
-    done = fork_ranks(2, *words, variables=variables)
+        return launch(ranks, *words, restarts=1, variables=kill).stderr
+    if kill:
+        killed = fork_ranks(ranks, *words, variables=kill)
+        assert killed.returncode == 1 and "RANK_LOST" in killed.stderr
+    done = fork_ranks(ranks, *words)
     assert done.returncode == 0, done.stderr
     return done.stderr
 
@@ -82,7 +85,7 @@ def test_ranks_learn_what_one_process_learns(torchrun: bool, tmp_path: Path) -> 
     data = make_dataset(tmp_path, [9, 30, 4, 17, 25]).path
     recipe, run = ranks_recipe(tmp_path / "ranks.yaml", data), tmp_path / "run"
     alone = train_run(load_recipe(recipe, ["train.steps=30"]), out=tmp_path / "alone", quiet=True)
-    said = trained(recipe, run, kill_at=14, torchrun=torchrun)
+    said = trained(2, recipe, run, 20, kill_at=14, torchrun=torchrun)
     assert "resuming after step 10" in said
     train_run(load_recipe(recipe, ["train.steps=30"]), out=run, resume=True, quiet=True)
     one, several = measured(alone), measured(run)
