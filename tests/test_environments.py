@@ -25,8 +25,7 @@ from gear_offline.evaluation.environments import (
     unregistered,
     versioned_id,
 )
-from gear_offline.evaluation.rollout import play_episodes
-from gear_offline.evaluation.stepping import Environments
+from gear_offline.evaluation.rollout import Environments, play_episodes
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train_run
 from gear_offline.runs.prepare import resolve

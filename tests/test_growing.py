@@ -26,7 +26,7 @@ from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.errors import GearError, InputError
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.training.json_lines import read_records
-from tests.ranks_support import launch
+from tests.ranks_support import fork_ranks
 from tests.support import ArraySource, Captured, Patch, hopper_columns
 from tests.test_resume import interrupted_in
 from tests.training_support import ENVIRONMENT, STEP_LIMIT, learnt, played_data, tiny_recipe
@@ -187,13 +187,39 @@ def test_runs_on_one_dataset_leave_each_other_resumable(
     assert len(go.open_dataset(path)) > 3
 
 
+def test_an_ordinary_run_goes_on_with_the_data_that_it_began_with(
+    path: Path, tmp_path: Path
+) -> None:
+    def grow(seed: int) -> None:
+        go.Appender(path).append(episodes([6, 7], seed))
+        go.train(recipe_of(path), out=tmp_path / f"grown-{seed}", quiet=True)
+
+    grow(0)
+    before = tmp_path / "before"
+    shutil.copytree(path, before)
+    plain = {"data.admit_every": None}
+    whole = go.train(
+        recipe_of(path).replace(plain | {"data.path": str(before)}),
+        out=tmp_path / "whole",
+        quiet=True,
+    )
+    recipe, run = recipe_of(path).replace(plain), tmp_path / "run"
+    with interrupted_in(5), pytest.raises(TrainingInterrupted):
+        go.train(recipe, out=run, quiet=True)
+    grow(1)
+    go.train(recipe, out=run, resume=True, quiet=True)
+    assert learnt(run)["model"] == learnt(whole.path)["model"]
+    assert json.loads((run / "summary.json").read_text())["data"]["episodes"] == 5
+
+
 def test_several_ranks_see_the_same_data(path: Path, tmp_path: Path) -> None:
     """Two ranks replay what one admitted: the same losses, but for the order of sums."""
     recipe = recipe_of(path, "model.dropout=0")
     run = go.train(recipe, out=tmp_path / "run", callbacks=[Actor(path)], quiet=True)
     again = tmp_path / "two.yaml"
     again.write_text(recipe.replace({"data.replay": True}).to_yaml())
-    launch(2, "-m", "gear_offline", "train", str(again), "--out", str(tmp_path / "two"))
+    done = fork_ranks(2, "-m", "gear_offline", "train", again, "--out", tmp_path / "two")
+    assert done.returncode == 0, done.stderr
     one, two = (go.open_run(each).metrics["loss"] for each in (run, tmp_path / "two"))
     np.testing.assert_allclose(one, two, rtol=1e-4)
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from gear_offline.errors import GearError
-from gear_offline.evaluation import stepping
+from gear_offline.evaluation import rollout
 from gear_offline.evaluation.environments import probe
-from gear_offline.evaluation.rollout import ActingPolicy, Episodes, play_episodes
-from gear_offline.evaluation.stepping import Environments
+from gear_offline.evaluation.rollout import ActingPolicy, Environments, Episodes, play_episodes
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.models.policy import Policy
 from tests.evaluation_support import Constant, Remembering
@@ -68,7 +67,7 @@ def test_batch_of_environments_gives_the_episodes_of_a_plain_loop(
     environment_id: str, discrete: bool, environments: int, processes: int, groups_from: int,
     monkeypatch: Patch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(stepping, "SLOTS_FOR_GROUPS", groups_from)
+    monkeypatch.setattr(rollout, "SLOTS_FOR_GROUPS", groups_from)
     facts = probe(environment_id)
     assert facts.discrete is discrete
     weights = np.random.default_rng(3).normal(size=(facts.state_size + 2, facts.action_size))
@@ -111,7 +110,7 @@ def test_actions_are_given_in_the_environments_own_shape() -> None:
 
 
 def test_episodes_without_a_limit_are_cut_and_not_called_terminated(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(stepping, "FALLBACK_MAX_STEPS", 7)
+    monkeypatch.setattr(rollout, "FALLBACK_MAX_STEPS", 7)
     played = play(Constant(np.zeros(3)), "GearTest/Endless-v0", [0, 1], environments=2)
     assert played.lengths.tolist() == [7, 7]
     assert not played.terminated.any()

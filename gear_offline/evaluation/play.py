@@ -23,8 +23,7 @@ from gear_offline.dataset.schema import channels_last
 from gear_offline.dataset.scores import ReferenceScores, known_scores, reference_scores
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import EnvironmentFacts, Known, Options, known_of
-from gear_offline.evaluation.rollout import ActingPolicy, play_episodes
-from gear_offline.evaluation.stepping import Environments
+from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_episodes
 from gear_offline.models.multitask import ModelTask
 from gear_offline.models.policy import Policy
 from gear_offline.progress import Progress

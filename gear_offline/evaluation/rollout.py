@@ -15,17 +15,34 @@ Shape legend: E environments (slots), m of them that act, n episodes, S state si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from gear_offline.core.closing import Closing
+from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
-from gear_offline.evaluation.environments import finite_actions
-from gear_offline.evaluation.stepping import IDLE, RESET, STEP, Environments
-from gear_offline.models.policy import Policy
+from gear_offline.evaluation.environments import (
+    Environment,
+    EnvironmentFacts,
+    Known,
+    Options,
+    finite_actions,
+    known_of,
+    make_environment,
+)
+from gear_offline.workers import Caller, Worker
+
+FALLBACK_MAX_STEPS = 10_000  # for environments that are registered without a time limit
+STEPS_FOR_WORKERS = 20_000  # fewer take no longer than workers take to start
+SLOTS_OF_A_WORKER = 4  # a message takes as long as a fifth of a step
+SLOTS_FOR_GROUPS = 128  # fewer keep a policy on a GPU too little busy
+IDLE, STEP, RESET = range(3)  # what a slot is to do
 
 
 class ActingPolicy(Protocol):
@@ -53,6 +70,146 @@ class Episodes:
     actions: tuple[Array, ...]  # (t, A) or (t,) of the first episodes, where kept
 
 
+class Environments(Closing):
+    """`count` environments of one kind in groups that step together; a context manager.
+
+    The slots are dealt out to `processes` workers, by default to as many as pay off for so many
+    `episodes` on so many `cores`; 1: they step in this process, as do environments that only this
+    process knows.
+    `slots` are (count,) records of what each is `todo` (RESET with `seed`, or STEP with `action`),
+    and of what came of it; `groups` are their numbers.
+
+    With `goals` an episode is a `task` that the environment numbers, as OGBench's do:
+    ``reset(options={"task_id": 1})`` gives ``info["goal"]``, and each step ``info["success"]``,
+    which stands for the reward.
+    """
+
+    def __init__(
+        self,
+        environment_id: str,
+        count: int,
+        *,
+        episodes: int = 0,
+        cores: int | None = None,
+        processes: int | None = None,
+        goals: bool = False,
+        options: Options | None = None,
+    ) -> None:
+        self._workers: list[Worker] = []
+        with ExitStack() as stack:
+
+            def make() -> Environment:
+                return stack.enter_context(make_environment(environment_id, options))
+
+            self._made = [make()]  # slot -> environment; one to look at
+            self.facts = self._made[0].facts
+            self.groups = np.array_split(np.arange(count), 2 if count >= SLOTS_FOR_GROUPS else 1)
+            known, record = known_of(environment_id, options), _record(self.facts, goals)
+            if processes is None:
+                steps = episodes * (self.facts.step_limit or FALLBACK_MAX_STEPS)
+                few = steps < STEPS_FOR_WORKERS
+                paying = min(cores or usable_cores(), -(-count // SLOTS_OF_A_WORKER))
+                processes = 1 if few else paying
+            processes = min(processes, count)
+            if processes == 1 or known is None:
+                self._made += [make() for _ in range(count - 1)]
+                self.slots = np.zeros(count, record)
+            else:
+                # without a name: nothing stays of it when this process is killed
+                file = stack.enter_context(open(os.memfd_create("gear-slots"), "w+b"))
+                path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+                shared = np.memmap(file, record, "w+", shape=(count,))
+                self.slots = shared.view(np.ndarray)  # a memmap is slow to index
+                for first in range(processes):
+                    worker = stack.enter_context(Worker())
+                    own = [group[group % processes == first] for group in self.groups]
+                    worker.start(f"{__name__}:step_in_worker", known, goals, path, count, own)
+                    self._workers.append(worker)
+            self._stack = stack.pop_all()
+
+    def send(self, group: int) -> None:
+        """Have the slots of a group do what is `todo`; returns before it is done."""
+        for worker in self._workers_of(group):
+            worker.send(group)
+
+    def receive(self, group: int) -> None:
+        """Return when the slots of a group that was sent have done it."""
+        for worker in self._workers_of(group):
+            worker.receive()
+        if not self._workers:
+            _work(self._made, self.slots, self.groups[group])
+
+    def _workers_of(self, group: int) -> list[Worker]:
+        if not self._workers:
+            return []
+        slots = self.groups[group]
+        busy = slots[self.slots["todo"][slots] != IDLE]
+        return [self._workers[number] for number in np.unique(busy % len(self._workers))]
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def _record(facts: EnvironmentFacts, goals: bool) -> np.dtype[Any]:
+    # Frames stay bytes; all else is float64, as most simulators give it.
+    seen = facts.observation_dtype if facts.frames else np.dtype(np.float64)
+    action: Any = np.int64 if facts.discrete else (facts.action_dtype, facts.low.size)
+    return np.dtype(
+        [
+            ("todo", np.uint8),
+            ("seed", np.int64),
+            ("action", action),
+            ("observation", seen, facts.observation_shape),
+            ("reward", np.float64),
+            ("terminated", np.bool_),
+            ("truncated", np.bool_),
+            *([("task", np.int64), ("goal", seen, facts.observation_shape)] if goals else []),
+        ],
+        align=True,
+    )
+
+
+def _work(
+    environments: Sequence[Environment] | Mapping[int, Environment],
+    slots: Array,
+    numbers: Int64Array,
+) -> None:
+    """Do what the slots `numbers` are to do, each in its environment."""
+    todo, observations, actions = slots["todo"], slots["observation"], slots["action"]
+    goals = "goal" in (slots.dtype.names or ())
+    for slot in numbers:
+        environment = environments[slot]
+        if todo[slot] == RESET:
+            options = {"task_id": int(slots["task"][slot])} if goals else None
+            seed = int(slots["seed"][slot])
+            observations[slot], info = environment.reset(seed=seed, options=options)
+            if goals:
+                slots["goal"][slot] = environment.told(info, "goal")
+        elif todo[slot] == STEP:
+            seen, reward, ended, cut, info = environment.step(actions[slot])
+            observations[slot] = seen
+            slots["reward"][slot] = environment.told(info, "success") if goals else reward
+            slots["terminated"][slot], slots["truncated"][slot] = ended, cut
+
+
+def step_in_worker(
+    caller: Caller,
+    known: Known,
+    goals: bool,
+    path: str,
+    count: int,
+    groups: Sequence[Int64Array],
+) -> None:
+    """Serve `Environments`: a job that ends with its caller."""
+    made = {slot: known.make() for group in groups for slot in group}
+    record = _record(next(iter(made.values())).facts, goals)
+    slots = np.memmap(path, record, "r+", shape=(count,)).view(np.ndarray)
+    while True:
+        group = caller.receive()
+        _work(made, slots, groups[group])
+        caller.send(None)
+
+
 def play_episodes(
     policy: ActingPolicy,
     environments: Environments,
@@ -68,7 +225,10 @@ def play_episodes(
     environment's own limit, or 10,000 steps.  Of the first `keep_actions` episodes the actions are
     kept.  `on_episode` is told how many episodes have ended, whenever some have.
     """
+    from gear_offline.models.policy import Policy  # loads torch, which workers do without
+
     facts, slots = environments.facts, environments.slots
+    limit = facts.step_limit or FALLBACK_MAX_STEPS
     returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), np.int64)
     terminated = np.zeros(len(seeds), np.bool_)
     asked = np.asarray(targets, np.float64)
@@ -96,11 +256,7 @@ def play_episodes(
             returns[episodes] += result["reward"]
             lengths[episodes] += 1
             terminated[episodes] = result["terminated"]
-            over = (
-                result["terminated"]
-                | result["truncated"]
-                | (lengths[episodes] >= environments.limit)
-            )
+            over = result["terminated"] | result["truncated"] | (lengths[episodes] >= limit)
             if over.any():
                 playing[stepped[over]] = -1
                 on_episode(int(over.sum()))

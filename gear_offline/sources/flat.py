@@ -39,7 +39,7 @@ def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
     """Open an HDF5 file of D4RL's or the generic layout; its name tells D4RL's family."""
     found, attributes, rule = file.datasets, file.attributes(), asked.rule
     d4rl = D4rlFile.detect(asked.uri.removeprefix("d4rl:"), attributes, found, asked.names)
-    stored, left_out = find_columns(found, asked.names, where=str(file.path))
+    stored, left_out = find_columns(found, asked, where=str(file.path))
     columns = {name: file.column(name) for name in stored}
     facts: dict[str, Any] = {"attributes": attributes, "metadata": file.metadata()}
     if d4rl:
@@ -119,7 +119,7 @@ def shorter(found: Mapping[str, Any], left_out: Iterable[str]) -> list[str]:
 
 def find_columns(
     found: Mapping[str, Any],
-    names: Mapping[str, str],
+    asked: Asked,
     required: Sequence[str] = REQUIRED,
     optional: Sequence[str] = OPTIONAL,
     *,
@@ -128,9 +128,10 @@ def find_columns(
     """Return the columns of a file in the table's order, what is left out and why.
 
     `found` has rows, shape, dtype and type name of each array.  Columns are those that are needed,
-    or are to have their `names`, and all others with as many rows; `optional` ones must have as
+    or are to have their names, and all others with as many rows; `optional` ones must have as
     many if they are there.
     """
+    names = asked.names
     found = {n: found[n] for n in sorted(found) if n.split("/")[0] != "metadata"}
     left_out = {
         name: f"{one.type_name} of shape {list(one.shape or ())}"
@@ -143,8 +144,8 @@ def find_columns(
         # of Dict observations the leaves
         parts = split_names(names.get(column, column))
         leaves = [n for p in parts for n in usable if n == p or n.startswith(f"{p}/")]
-        if not leaves and column in required:
-            what = f"no dataset {column!r}"
+        if not leaves and column in required and not (asked.partial and usable):
+            what = f"no dataset {names.get(column, column)!r}"
             what += "".join(f": it is {left_out[part]}" for part in parts if part in left_out)
             renamed = [new for new, old in names.items() if column in split_names(old)]
             what += "".join(f": --rename took it as {new}" for new in renamed)
@@ -152,6 +153,7 @@ def find_columns(
             remedy += f"names: --rename NAME={column}; other layouts: docs/how-to/convert.md"
             raise InputError("COLUMN", what, where=where, remedy=remedy)
         chosen += [name for name in leaves if name not in chosen]
+    chosen = chosen or usable[:1]
     count = found[chosen[0]].rows
     for name in chosen:
         rows = found[name].rows

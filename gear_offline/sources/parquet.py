@@ -46,16 +46,16 @@ def open_parquet(path: Path, asked: Asked) -> Source:
     needed = [part for name in REQUIRED for part in split_names(names.get(name, name))]
     rewards = names.get("rewards", "rewards")
     for name in [*needed, *({rewards} & types.keys())]:
-        if name not in lists:
+        if name not in lists and not (asked.partial and lists):
             remedy = f"needed are lists over the steps of an episode; found: {some_names(lists)}; "
             remedy += f"other names: --rename NAME={name}"
             what = f"no column {name!r} of one list an episode"
             raise InputError("COLUMN", what, str(path), remedy)
-    stored = list(dict.fromkeys([*needed, *lists]))
+    stored = [name for name in dict.fromkeys([*needed, *lists]) if name in lists]
     if file.rows > MAX_EPISODES:
         raise misfit(f"{file.rows:,} episodes", path, f"give files of at most {MAX_EPISODES:,}")
     lengths = np.zeros(file.rows, np.int64)
-    for row, values in file.batches(needed[0]):
+    for row, values in file.batches(stored[0]):
         lengths[row : row + len(values)] = counts = _lengths(values)
         if not counts.all():
             break
@@ -72,7 +72,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
         with file.told():
             values = columns[name].read(first, last)
             if not np.array_equal(_lengths(values), lengths[first:last]):
-                what = f"its lists are not as long as those of {needed[0]}"
+                what = f"its lists are not as long as those of {stored[0]}"
                 raise misfit(what, f"{path}: {name}", "give every column one value a step")
             rows = values.flatten()[start - int(bounds[first]) : stop - int(bounds[first])]
             return step_rows(rows, name, path)

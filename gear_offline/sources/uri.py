@@ -46,7 +46,11 @@ ACCEPTED = (
 
 
 def open_source(
-    uri: str | os.PathLike[str], *, rule: str | None = None, names: Mapping[str, str] | None = None
+    uri: str | os.PathLike[str],
+    *,
+    rule: str | None = None,
+    names: Mapping[str, str] | None = None,
+    partial: bool = False,
 ) -> Source:
     """Open a dataset of another format for reading.
 
@@ -65,6 +69,8 @@ def open_source(
         Column name to the column that gets it; of an HDF5 file to the dataset, or group of
         datasets: ``{"observations": "obs", "dones": "episode_end"}``.  Several vectors are put
         side by side: ``{"observations": "observations/position + observations/goal"}``.
+    partial
+        Take a source without observations or actions: they are made of its other columns.
 
     Returns
     -------
@@ -80,7 +86,8 @@ def open_source(
         ``SOURCE_READ`` for a failed download, ``PACKAGE_MISSING``.
     """
     if is_hub(uri):
-        source = open_source(fetch(str(uri), "dataset", "SOURCE_READ"), rule=rule, names=names)
+        folder = fetch(str(uri), "dataset", "SOURCE_READ")
+        source = open_source(folder, rule=rule, names=names, partial=partial)
         source.info = replace(source.info, uri=str(uri))
         return source
     names = names or {}
@@ -93,7 +100,7 @@ def open_source(
         raise InputError("SOURCE_READ", what, remedy=remedy)
     text, path = str(uri), given_path(uri, "SOURCE_READ", where="uri")
     scheme, _, name = text.partition(":") if isinstance(uri, str) else ("", "", "")
-    asked = Asked(text, rule, names)
+    asked = Asked(text, rule, names, partial=partial)
     if scheme == "d4rl" and name:
         path = find_or_download(name)
     elif scheme == "minari" and name:
@@ -101,10 +108,10 @@ def open_source(
     elif scheme == "robomimic" and name:
         file, _, key = (name, "", "") if Path(name).is_file() else name.partition("#")
         path = Path(file)
-        asked = Asked(path.name, rule, names, key)
+        asked = asked._replace(uri=path.name, key=key)
     else:
         _check_there(text, path)
-        asked = Asked(path.name, rule, names)
+        asked = asked._replace(uri=path.name)
     return frames_turned(_open(path, asked))
 
 
