@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
@@ -35,10 +36,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def last_record(path: Path) -> dict[str, Any] | None:
     """Return the last of the records; what is far before it is not read."""
-    last = None
-    for last, _ in _records(path, after=-TAIL_BYTES):
-        pass
-    return last
+    return next((record for record, _ in deque(_records(path, after=-TAIL_BYTES), maxlen=1)), None)
 
 
 def _records(path: Path, *, after: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
