@@ -105,7 +105,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
 
     if TYPE_CHECKING:  # transformers' own takes a device for the model
 
-        def to(self, *arguments: Any, **options: Any) -> Self: ...
+        def to(self, *arguments: Any, **options: Any) -> Self: ...  # type: ignore[override]
 
     def __init__(self, config: DecisionTransformerConfig) -> None:
         """Take the released class's configuration; `build_model` makes one of plain options."""

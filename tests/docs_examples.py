@@ -3,7 +3,8 @@
 import sys
 from pathlib import Path
 
-from tests.test_docs import ROOT, WITH_PYTHON, blocks
+from tests.support import ROOT
+from tests.test_docs import WITH_PYTHON, blocks
 
 FREE = "# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False\n"  # as users write
 GIVEN = """
