@@ -104,7 +104,7 @@ class Policy:
             self.window = window = Window(**given)
         except ValidationError as error:
             raise InputError("MODEL", problem_text(error.errors()[0])) from error
-        self.model = model.to(torch.device(device)).eval()  # type: ignore[arg-type, unused-ignore]
+        self.model = model.to(torch.device(device)).eval()  # type: ignore[no-untyped-call]
         self.device = torch.device(device)
         self.context_length, self.returns_scale = context_length, window.returns_scale
         self.facts = facts or PolicyFacts()
