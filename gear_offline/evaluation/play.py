@@ -23,7 +23,7 @@ from gear_offline.dataset.schema import channels_last
 from gear_offline.dataset.scores import ReferenceScores, known_scores, reference_scores
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import EnvironmentFacts, Known, Options, known_of
-from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_episodes
+from gear_offline.evaluation.rollout import ActingPolicy, Environments, groups_of, play_episodes
 from gear_offline.models.multitask import ModelTask
 from gear_offline.models.policy import Policy
 from gear_offline.progress import Progress
@@ -55,6 +55,11 @@ class EvaluationTask:
     # of the worst and the best episode of its data, to normalise by where there is no reference
     data_returns: tuple[float, float] | None = None
     goals: bool = False  # targets are numbers of tasks, and returns say if their goals are reached
+
+    @property
+    def slots(self) -> int:
+        """How many environments play at once."""
+        return min(self.environments, self.episodes) * len(self.targets)
 
     def settled(self, device: str = "cpu") -> EvaluationTask:
         """Return it with a number of environments; refuse to play nothing, ``USAGE``."""
@@ -102,13 +107,20 @@ def play_tasks(
 ) -> EvaluationReport:
     """Play tasks with a trained policy; options are those of `evaluate_tasks`."""
     report = evaluate_tasks(
-        lambda task: trained.policy(task.name or None, device),
+        lambda task: ready_policy(trained, task, device),
         [task.settled(device) for task in tasks],
         cores=cores,
         quiet=quiet,
     )
     facts = {"run": trained.facts.name, "step": trained.facts.step, "device": device}
     return report.model_copy(update=facts)
+
+
+def ready_policy(trained: TrainedModel, task: EvaluationTask, device: str) -> Policy:
+    """Return what acts in a settled task, on a GPU as one CUDA graph."""
+    policy = trained.policy(task.name or None, device)
+    policy.capture(task.slots, len(groups_of(task.slots)[0]))
+    return policy
 
 
 def evaluate_tasks(
@@ -151,10 +163,10 @@ def _play(
 ) -> list[TargetResult]:
     """Play the episodes of all targets, those of one episode number side by side."""
     name, count = task.environment, len(task.targets)
-    total, slots = task.episodes * count, min(task.environments, task.episodes) * count
+    total = task.episodes * count
     options: dict[str, Any] = {"cores": cores, "goals": task.goals}
     options["options"] = task.environment_options
-    with Environments(name, slots, episodes=total, **options) as environments:
+    with Environments(name, task.slots, episodes=total, **options) as environments:
         if task.goals and (tasks := environments.facts.tasks):
             for target in set(task.targets) - set(range(1, tasks + 1)):
                 what, remedy = f"{name} has no task {target:g}", f"give numbers from 1 to {tasks}"
@@ -162,7 +174,6 @@ def _play(
         policy = policy_of(task)
         if isinstance(policy, Policy):
             check_sizes(environments.facts, sizes_of(policy.model), whose="the model")
-            policy.graph = True
         with Progress(f"evaluate {name}", total=total, unit="episodes", quiet=quiet) as progress:
             played = play_episodes(
                 policy,

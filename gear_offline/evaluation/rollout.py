@@ -103,7 +103,7 @@ class Environments(Closing):
 
             self._made = [make()]  # slot -> environment; one to look at
             self.facts = self._made[0].facts
-            self.groups = np.array_split(np.arange(count), 2 if count >= SLOTS_FOR_GROUPS else 1)
+            self.groups = groups_of(count)
             known, record = known_of(environment_id, options), _record(self.facts, goals)
             if processes is None:
                 steps = episodes * (self.facts.step_limit or FALLBACK_MAX_STEPS)
@@ -148,6 +148,11 @@ class Environments(Closing):
 
     def close(self) -> None:
         self._stack.close()
+
+
+def groups_of(slots: int) -> list[Int64Array]:
+    """Return the numbers of the slots that step together; no group is larger than the first."""
+    return np.array_split(np.arange(slots), 2 if slots >= SLOTS_FOR_GROUPS else 1)
 
 
 def _record(facts: EnvironmentFacts, goals: bool) -> np.dtype[Any]:
@@ -218,12 +223,14 @@ def play_episodes(
     targets: Sequence[float],
     keep_actions: int = 0,
     on_episode: Callable[[int], None] = lambda count: None,
+    on_step: Callable[[], None] = lambda: None,
 ) -> Episodes:
     """Play episode i with ``seeds[i]`` and ``targets[i]``, for every i, to its end.
 
     Where the environments have goals, targets are numbers of tasks.  Episodes are cut after the
     environment's own limit, or 10,000 steps.  Of the first `keep_actions` episodes the actions are
-    kept.  `on_episode` is told how many episodes have ended, whenever some have.
+    kept.  `on_episode` is told how many episodes have ended, whenever some have; what `on_step`
+    raises ends the play.
     """
     from gear_offline.models.policy import Policy  # loads torch, which workers do without
 
@@ -238,6 +245,7 @@ def play_episodes(
     playing = np.full(slots.size, -1, np.int64)  # slot -> episode; -1: none
     waiting = iter(range(len(seeds)))
     for group in cycle(range(len(environments.groups))):
+        on_step()
         numbers = environments.groups[group]
         if slots["todo"][numbers].any():
             environments.receive(group)
