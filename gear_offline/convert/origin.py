@@ -9,7 +9,7 @@ from threading import Event
 from gear_offline.convert.conversion import digest_file
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.manifest import MANIFEST_NAME
-from gear_offline.sources.base import InputFile
+from gear_offline.sources.input_files import InputFile
 from gear_offline.sources.uri import place_of
 
 

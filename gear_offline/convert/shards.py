@@ -33,8 +33,9 @@ from gear_offline.dataset.shard import (
 from gear_offline.dataset.statistics import Moments
 from gear_offline.errors import InputError
 from gear_offline.sources import open_source
-from gear_offline.sources.base import Source, changed_error
+from gear_offline.sources.base import Source
 from gear_offline.sources.edit import edit_source, find_function, shift_source
+from gear_offline.sources.input_files import changed_error
 from gear_offline.workers import Caller, RayPool, WorkerPool
 
 PIECE_BYTES = 4 << 20  # a piece has about this many bytes, or one storage chunk if that is more

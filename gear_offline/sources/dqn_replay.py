@@ -21,21 +21,11 @@ import numpy as np
 
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.sources.base import (
-    Asked,
-    InputFile,
-    Kinds,
-    Piece,
-    Source,
-    SourceInfo,
-    can_be_column,
-    files_in,
-    kinds_of,
-    kinds_of_rows,
-    misfit,
-)
+from gear_offline.sources.base import Asked, Piece, Source, SourceInfo
+from gear_offline.sources.columns import Kinds, can_be_column, kinds_of, kinds_of_rows
 from gear_offline.sources.episode_ends import BLOCK_ROWS
-from gear_offline.sources.npz import Member, Reopened
+from gear_offline.sources.input_files import InputFile, files_in, misfit
+from gear_offline.sources.npz import Member, reopened
 
 _FRAMES = re.compile(r"\$store\$_observation_ckpt\.([0-9]{1,9})\.gz")
 _GAME = re.compile(r"[A-Z][A-Za-z]+")
@@ -165,4 +155,4 @@ def _open_log(folder: Path) -> tuple[Source, list[int], bool]:
 
 def _member(path: Path) -> Member:
     file = InputFile.find(path)
-    return Member(path, str(path), lambda: gzip.open(Reopened.buffered(file)))
+    return Member(path, str(path), lambda: gzip.open(reopened(file)))

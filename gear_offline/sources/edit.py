@@ -27,17 +27,11 @@ from gear_offline.dataset.schema import fold_episodes
 from gear_offline.dataset.shard import digest
 from gear_offline.errors import InputError, in_home
 from gear_offline.sources.arrays import SAME, Columns, as_rows
-from gear_offline.sources.base import (
-    Piece,
-    Source,
-    common_columns,
-    kinds_of,
-    kinds_of_rows,
-    misfit,
-    some_names,
-)
+from gear_offline.sources.base import Piece, Source
+from gear_offline.sources.columns import common_columns, kinds_of, kinds_of_rows, some_names
 from gear_offline.sources.combine import pick_episodes
 from gear_offline.sources.episode_ends import FLAGS
+from gear_offline.sources.input_files import misfit
 
 WINDOW_BYTES = 32 << 20  # of episodes that are in memory for a function; a longer one alone
 MOST_CHARACTERS = 1000  # of an expression
@@ -92,14 +86,7 @@ def shift_source(source: Source, shift: Mapping[str, int]) -> Source:
 
     kept = np.flatnonzero(lengths > most)
     pieces = [Piece(read=read, first=int(offsets[n]), steps=int(lengths[n]) - most) for n in kept]
-    return Source(
-        pieces,
-        kinds_of(source),
-        terminated=source.terminated[kept],
-        truncated=source.truncated[kept],
-        info=source.info,
-        preferred={c.name: source.preferred_rows(c.name) for c in source.spec},
-    )
+    return source.derived(pieces, chosen=kept, lengths=lengths[kept] - most)
 
 
 def find_function(given: str | EpisodeFunction) -> tuple[EpisodeFunction, str]:

@@ -17,22 +17,19 @@ from typing import Any
 from gear_offline.core.text import count_text
 from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError
-from gear_offline.sources.base import (
-    Asked,
+from gear_offline.sources.base import Asked, Piece, Source, SourceInfo
+from gear_offline.sources.columns import (
     Kinds,
-    Piece,
-    Source,
-    SourceInfo,
     common_columns,
     kinds_of_rows,
-    misfit,
     some_names,
     split_names,
 )
 from gear_offline.sources.combine import observation_vectors
 from gear_offline.sources.d4rl import is_gymnasium_id
-from gear_offline.sources.flat import NO_REWARDS, find_columns
+from gear_offline.sources.flat import find_columns
 from gear_offline.sources.hdf5 import Hdf5Dataset, Hdf5File
+from gear_offline.sources.input_files import misfit
 
 _DEMO = re.compile(r"data/(demo_[0-9]+)/(.+)")
 GYM_TYPE = 2  # of robomimic's EnvType: the name is that of a gym environment
@@ -50,24 +47,21 @@ def open_robomimic(file: Hdf5File, demos: Mapping[str, Demo], asked: Asked) -> S
     names, key = asked.names, asked.key
     masks = [n.removeprefix("mask/") for n in file.datasets if n.startswith("mask/")]
     chosen = _chosen(file, key, masks, demos) if key else list(demos)
-    found = {name: _columns(file, name, demos[name], names) for name in chosen}
+    parts = {name: _columns(file, name, demos[name], names) for name in chosen}
     wanted = {part.split("/")[0] for old in names.values() for part in split_names(old)}
     columns, others = common_columns(
-        [(name, kinds) for name, (kinds, _) in found.items()],
+        [(name, kinds) for name, (kinds, _) in parts.items()],
         (*STEPWISE, *wanted),
         where=file.path,
         remedy=JOINED,
     )
-    left_out = {n: why for _, left in found.values() for n, why in left.items()}
-    pieces = []
-    for name in chosen:
-        opened = {column: file.column(demos[name][column].path) for column in columns}
-        pieces.append(Piece.of(opened))
+    left_out = {n: why for _, left in parts.values() for n, why in left.items()}
+    pieces = [
+        Piece.of({column: file.column(demos[name][column].path) for column in columns})
+        for name in chosen
+    ]
     attributes, environment, reference = _environment(file)
-    notes = (
-        [DONES] if "dones" in columns and "dones" not in names.values() and not asked.rule else []
-    )
-    notes += [] if names.get("rewards", "rewards") in columns else [NO_REWARDS]
+    untold = "dones" in columns and "dones" not in names.values() and not asked.rule
     return Source(
         pieces,
         columns,
@@ -83,7 +77,7 @@ def open_robomimic(file: Hdf5File, demos: Mapping[str, Demo], asked: Asked) -> S
                 **attributes,
                 "filter_keys": sorted(masks),
                 "left_out": others | left_out,
-                "warnings": [*file.warnings, *notes],
+                "warnings": [*file.warnings, *[DONES] * untold],
             },
         ),
     )
