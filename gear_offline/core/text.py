@@ -71,10 +71,8 @@ def printable(text: str) -> str:
 
 
 def escaped(character: str) -> str:
-    """Return a character as Python writes it by its number: ``\\x1b``, ``\\u202e``."""
-    code = ord(character)
-    letter, digits = ("x", 2) if code < 1 << 8 else ("u", 4) if code < 1 << 16 else ("U", 8)
-    return f"\\{letter}{code:0{digits}x}"
+    """Return a character as Python writes it: ``\\n``, ``\\x1b``, ``\\u202e``."""
+    return character.encode("unicode_escape").decode("ascii")
 
 
 def markdown(text: str) -> str:

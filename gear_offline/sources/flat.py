@@ -109,7 +109,7 @@ def find_columns(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the columns of a file in the table's order, what is left out and why.
 
-    `arrays` have rows, shape, dtype and type name.  Columns are those that are needed, or are to
+    `arrays` have shape, dtype and type name.  Columns are those that are needed, or are to
     have their `names`, and all others with as many rows; `optional` ones that are there must have
     as many.
     """
@@ -119,12 +119,12 @@ def find_columns(
         for name, array in arrays.items()
         if not can_be_column(array.shape, array.dtype)
     }
-    usable = [name for name in arrays if name not in left_out]
+    rows = {name: array.shape[0] for name, array in arrays.items() if name not in left_out}
     chosen: list[str] = []
     for column in (*required, *optional):
         # of Dict observations the leaves
         parts = split_names(names.get(column, column))
-        leaves = [n for p in parts for n in usable if n == p or n.startswith(f"{p}/")]
+        leaves = [n for p in parts for n in rows if n == p or n.startswith(f"{p}/")]
         if not leaves and column in required:
             why = [f": it is {left_out[part]}" for part in parts if part in left_out]
             why += [
@@ -134,16 +134,16 @@ def find_columns(
             remedy += f"names: --rename NAME={column}; other layouts: docs/how-to/convert.md"
             raise InputError("COLUMN", f"no dataset {column!r}{''.join(why)}", where, remedy)
         chosen += [name for name in leaves if name not in chosen]
-    count = arrays[chosen[0]].rows
+    count = rows[chosen[0]]
     for name in chosen:
-        if arrays[name].rows != count or not count:
-            what = f"{name} has {count_text(arrays[name].rows, 'row')}, {chosen[0]} has {count:,}"
+        if rows[name] != count or not count:
+            what = f"{name} has {count_text(rows[name], 'row')}, {chosen[0]} has {count:,}"
             remedy = "every column needs one row a step: the file is damaged or of another layout"
             raise misfit(what, where, remedy)
-    for name in usable:
-        if name not in chosen and arrays[name].rows == count:
+    for name in sorted(rows.keys() - {*chosen}):
+        if rows[name] == count:
             chosen.append(name)
-        elif name not in chosen:
+        else:
             shape = list(arrays[name].shape)
             left_out[name] = f"shape {shape} does not have {count_text(count, 'row')}"
     return chosen, left_out

@@ -13,12 +13,11 @@ import math
 from array import array
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache, partial
 from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -46,19 +45,13 @@ _told_as_damaged = partial(damage_told, "HDF5")
 _PLAIN = "copy the data into plain datasets of one file, e.g. with h5repack"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hdf5Dataset:
+class Hdf5Dataset(NamedTuple):
     """The header of an HDF5 dataset, of whose content nothing has been read."""
 
     path: str  # in the file, without the leading slash
     shape: tuple[int, ...] | None  # None for an empty (null) dataspace
     dtype: np.dtype[Any] | None  # as stored; None where it is not a plain number or bool
     type_name: str  # for messages
-
-    @property
-    def rows(self) -> int:
-        """Length of the first dimension; 0 for scalars and empty dataspaces."""
-        return self.shape[0] if self.shape else 0
 
 
 class Hdf5File(Closing):

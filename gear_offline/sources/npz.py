@@ -52,11 +52,6 @@ class Member:
             self.type_name, self._begin = str(self.dtype), int(stream.tell())
         self.close()
 
-    @property
-    def rows(self) -> int:
-        """N."""
-        return self.shape[0] if self.shape else 1
-
     def read(self, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)``, native byte order."""
         with self._told():
@@ -72,7 +67,7 @@ class Member:
             else:
                 rows = np.empty((stop - start, *self.shape[1:]), self.dtype)
                 self._fill(rows, start * prod(self.shape[1:]) * self.dtype.itemsize)
-            if stop == self.rows:
+            if stop == (*self.shape, 1)[0]:
                 if self._stream is not None:
                     self._stream.read(1)  # which compares the checksum
                 self.close()

@@ -135,20 +135,20 @@ class Column:
     """Rows of a column of a file, decoded forwards; a read of earlier ones begins again."""
 
     def __init__(self, file: ParquetFile, name: str) -> None:
-        self._file, self._name = file, name
+        self.file, self._name = file, name
         self.close()
 
     def close(self) -> None:
         """Close the file and drop what was decoded; a read opens it again."""
         self._batches: Iterator[tuple[int, Any]] = iter(())
-        self._batch: tuple[int, Any] = (self._file.rows, ())
+        self._batch: tuple[int, Any] = (self.file.rows, ())
 
     def read(self, start: int, stop: int) -> Any:
         """Return rows ``[start, stop)``, at least one, as an Arrow array."""
         import pyarrow
 
         if start < self._batch[0]:
-            self._batches = self._file.batches(self._name, start)
+            self._batches = self.file.batches(self._name, start)
             self._batch = next(self._batches)
         parts = []
         while True:
@@ -158,7 +158,7 @@ class Column:
             if stop <= first + len(values):
                 break
             self._batch = next(self._batches)
-        if stop == self._file.rows:  # a folder may have thousands of files
+        if stop == self.file.rows:  # a folder may have thousands of files
             self.close()
         return parts[0] if len(parts) == 1 else pyarrow.concat_arrays(parts)
 

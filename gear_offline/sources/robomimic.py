@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from gear_offline.core.text import count_text
@@ -118,24 +119,22 @@ def _columns(
     groups = {column.split("/")[0] for column in demo}
     named = "observations" in {*names, *groups}
     if not named and "obs" not in groups:
-        remedy = f"found: {some_names(demo)}; recorded states become observations and rewards "
-        remedy += "with robomimic's dataset_states_to_obs.py"
+        remedy = f"found: {some_names(demo)}; dataset_states_to_obs.py makes it of states"
         raise InputError("COLUMN", "no group 'obs'", where, remedy)
     needed, others = ("observations" if named else "obs", "actions"), ("rewards", "next_obs")
     chosen, left_out = find_columns(demo, names, needed, others, where=where)
-    steps, claimed = demo[chosen[0]].rows, file.attribute(f"data/{name}", "num_samples")
-    if isinstance(claimed, int) and claimed != steps:
-        raise misfit(f"{count_text(steps, 'row')}, num_samples is {claimed}", where)
+    shape, claimed = demo[chosen[0]].shape or (), file.attribute(f"data/{name}", "num_samples")
+    if isinstance(claimed, int) and claimed != shape[0]:
+        raise misfit(f"{count_text(shape[0], 'row')}, num_samples is {claimed}", where)
     return kinds_of_rows({n: demo[n] for n in chosen}), left_out
 
 
 def _environment(file: Hdf5File) -> tuple[dict[str, Any], str | None, str | None]:
     """Return facts, the Gymnasium id and D4RL's dataset that ``env_args`` tells."""
     text = file.attribute("data", "env_args")
-    try:
-        args = json.loads(text) if isinstance(text, str) else {}
+    with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        args = json.loads(str(text))
         name, kind = str(args["env_name"]), args.get("type")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return {}, None, None
-    gymnasium = kind == GYM_TYPE and is_gymnasium_id(name)
-    return {"env_args": text}, name if gymnasium else None, dataset_of_file(name)
+        gymnasium = kind == GYM_TYPE and is_gymnasium_id(name)
+        return {"env_args": text}, name if gymnasium else None, dataset_of_file(name)
+    return {}, None, None
