@@ -23,7 +23,7 @@ def open_one(recipe: Recipe) -> Dataset:
     """
     data = recipe.data
     if data.path is not None and is_there(data.path):
-        admissions = None if data.admit_every is None else 0
+        admissions = data.admissions if data.admit_every is None else 0
         return open_dataset(data.path, verify=False, admissions=admissions)
     raise no_data(data)
 

@@ -326,7 +326,6 @@ def test_a_dropped_loader_stops_and_its_batches_stay(dataset: Dataset) -> None:
 
 
 def test_ctrl_c_while_waiting_for_the_disk(dataset: Dataset, monkeypatch: Patch) -> None:
-    loader = on_disk(dataset, **OPTIONS)
     held, real = threading.Event(), window_reader.WindowReader.read
 
     def slow(*arguments: Any) -> None:
@@ -334,6 +333,7 @@ def test_ctrl_c_while_waiting_for_the_disk(dataset: Dataset, monkeypatch: Patch)
         real(*arguments)
 
     monkeypatch.setattr(window_reader.WindowReader, "read", slow)
+    loader = on_disk(dataset, **OPTIONS)
     main = threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))

@@ -187,6 +187,31 @@ def test_runs_on_one_dataset_leave_each_other_resumable(
     assert len(go.open_dataset(path)) > 3
 
 
+def test_an_ordinary_run_goes_on_with_the_data_that_it_began_with(
+    path: Path, tmp_path: Path
+) -> None:
+    def grow(seed: int) -> None:
+        go.Appender(path).append(episodes([6, 7], seed))
+        go.train(recipe_of(path), out=tmp_path / f"grown-{seed}", quiet=True)
+
+    grow(0)
+    before = tmp_path / "before"
+    shutil.copytree(path, before)
+    plain = {"data.admit_every": None}
+    whole = go.train(
+        recipe_of(path).replace(plain | {"data.path": str(before)}),
+        out=tmp_path / "whole",
+        quiet=True,
+    )
+    recipe, run = recipe_of(path).replace(plain), tmp_path / "run"
+    with interrupted_in(5), pytest.raises(TrainingInterrupted):
+        go.train(recipe, out=run, quiet=True)
+    grow(1)
+    go.train(recipe, out=run, resume=True, quiet=True)
+    assert learnt(run)["model"] == learnt(whole.path)["model"]
+    assert json.loads((run / "summary.json").read_text())["data"]["episodes"] == 5
+
+
 def test_several_ranks_see_the_same_data(path: Path, tmp_path: Path) -> None:
     """Two ranks replay what one admitted: the same losses, but for the order of sums."""
     recipe = recipe_of(path, "model.dropout=0")

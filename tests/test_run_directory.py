@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import shutil
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 
@@ -73,6 +74,23 @@ def test_what_was_made_for_nothing_goes(tmp_path: Path) -> None:
     assert sorted(os.listdir(path)) == [".lock", "recipe.yaml"]
     assert code_of(tmp_path / "other" / ("x" * 300), resume=False) == "OUTPUT_WRITE"
     assert not (tmp_path / "other").exists()
+
+
+class Mover(go.Callback):
+    def on_log(self, run: go.Run, step: int, values: Mapping[str, float]) -> None:
+        run.path.rename(run.path.with_name("moved"))
+
+
+def test_a_run_that_is_moved_ends_and_goes_on_when_it_is_back(tmp_path: Path) -> None:
+    convert(write_hdf5(tmp_path / "x.hdf5"), tmp_path / "data", quiet=True)
+    recipe, run = tiny_recipe(tmp_path / "data"), tmp_path / "run"
+    whole = go.train(recipe, out=tmp_path / "whole", quiet=True)
+    with pytest.raises(InputError, match="was moved or removed"):
+        go.train(recipe, out=run, callbacks=[Mover()], quiet=True)
+    assert not run.exists(), "nothing is written to where it was"
+    (tmp_path / "moved").rename(run)
+    go.train(recipe, out=run, resume=True, quiet=True)
+    assert learnt(run)["model"] == learnt(whole.path)["model"]
 
 
 def test_a_lock_whose_file_has_gone_is_not_held(tmp_path: Path, monkeypatch: Patch) -> None:

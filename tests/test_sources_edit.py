@@ -175,6 +175,11 @@ def written(episode: Columns) -> Columns:
             "SOURCE_LAYOUT",
             "column past is missing in episode 1",
         ),
+        (
+            {"map": lambda e: {"terminals": ~e["terminals"]}},
+            "USAGE",
+            "makes the flag terminals, which was read before it (episode 0)",
+        ),
         ({"map": relabelled, "workers": 2}, "USAGE", "workers=2 cannot be"),
         ({"rename": {"levle": "stage"}}, "COLUMN", "no 'levle' to take as 'stage'"),
         ({"rename": {"level": "a", "actions": "a"}}, "USAGE", "gives a name twice"),
@@ -188,6 +193,33 @@ def test_edits_that_cannot_be_made_are_one_error(
     error = caught.value
     assert error.code == code and said in f"{error.what} ({error.where})" and error.remedy
     assert not (tmp_path / "d").exists()
+
+
+def test_a_function_makes_the_columns_that_a_file_lacks(tmp_path: Path) -> None:
+    columns = hopper_columns(12, seed=3) | {"terminals": np.arange(12) % 4 == 3}
+    state, torques = columns.pop("observations"), columns.pop("actions")
+    stored = {**columns, "position": state[:, :5], "speed": state[:, 5:], "torques": torques}
+    write(tmp_path / "x.hdf5", stored)
+    np.savez(tmp_path / "x.npz", **stored)
+    pyarrow = pytest.importorskip("pyarrow")
+    lists = {n: [rows[i : i + 4].tolist() for i in (0, 4, 8)] for n, rows in stored.items()}
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table(lists), tmp_path / "x.parquet")
+
+    def whole(episode: Columns) -> Columns:
+        both = np.concatenate([episode["position"], episode["speed"]], axis=1)
+        return {"observations": both, "actions": episode["torques"]}
+
+    for name in ("x.hdf5", "x.npz", "x.parquet"):
+        source, out = tmp_path / name, tmp_path / f"of-{name}"
+        with pytest.raises(InputError, match="observations"):
+            convert(source, out, quiet=True)
+        with pytest.raises(InputError, match="map made no actions"):
+            convert(source, out, map=lambda e: {"observations": e["speed"]}, quiet=True)
+        attributes = convert(source, out, map=whole, quiet=True).source.attributes
+        assert attributes["mapped"] == ["actions", "observations"]
+        read = list(open_dataset(out))
+        np.testing.assert_array_equal(np.concatenate([e["observations"] for e in read]), state)
+        np.testing.assert_array_equal(np.concatenate([e["actions"] for e in read]), torques)
 
 
 def test_groups_are_renamed_and_arrays_of_the_user_stay(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ class Recipe(Section):
     def of_task(self, name: str) -> Recipe:
         """Return the recipe of one task alone, with what the tasks share."""
         task = (self.data.tasks or {})[name]
-        data = {"path": task.path, "source": task.source, "collect": task.collect}
+        data = {k: getattr(task, k) for k in ("path", "source", "collect", "admissions")}
         evaluate = {key: getattr(task, key) for key in OF_TASK}
         scale = task.returns_scale or self.loader.returns_scale
         # copies, not `replace`: its cost would be quadratic in the number of tasks

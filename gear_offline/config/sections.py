@@ -132,6 +132,8 @@ class TaskSettings(Section):
     """What to convert into `path` when it does not exist, as data.source."""
     collect: CollectSettings | None = None
     """What to record and convert into `path` when it does not exist."""
+    admissions: Positive | None = None
+    """As data.admissions."""
     weight: NotNegative = 1.0
     """Share of the segments, in proportion to the other tasks' weights."""
     returns_scale: PositiveFloat | None = None
@@ -212,6 +214,8 @@ class DataSettings(Section):
     """Columns to convert; null: all."""
     collect: CollectSettings | None = None
     """What to record and convert into `path` when it does not exist, instead of `source`."""
+    admissions: Positive | None = None
+    """Pieces that were admitted to `path`, the first so many; null: all when the run begins."""
     tasks: Tasks | None = None
     """In place of path, source and collect: several tasks by name, for one model."""
     schedule: Annotated[tuple[SchedulePoint, ...], Field(min_length=1, strict=False)] | None = None
@@ -239,6 +243,8 @@ class DataSettings(Section):
             raise ValueError(f"{', '.join(growing)} need admit_every")
         if self.limiter and (self.limiter.min_size or 1) > (self.max_size or math.inf):
             raise ValueError("limiter.min_size is above max_size")
+        if self.admit_every is not None and self.admissions is not None:
+            raise ValueError("admit_every and admissions exclude each other: keep one")
         if self.admit_every is not None and self.path is None:
             raise ValueError("admit_every needs path: data of several tasks do not grow")
         if self.tasks is None:

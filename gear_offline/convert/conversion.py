@@ -64,6 +64,7 @@ from gear_offline.sources.edit import (
     keep_episodes,
     shift_source,
 )
+from gear_offline.sources.flat import REQUIRED
 from gear_offline.sources.input_files import InputFile
 from gear_offline.sources.plausible import late_rows, odd_episodes
 
@@ -199,13 +200,18 @@ def convert(
         if isinstance(source, Source):
             source = frames_turned(with_columns(source, names))
         else:
-            source = stack.enter_context(open_source(source, rule=rule, names=names))
+            opened = open_source(source, rule=rule, names=names, partial=map is not None)
+            source = stack.enter_context(opened)
         if source.info.format != "gear":  # of which it was said when they were made
             source.warn(
                 *_looks_wrong(source), *(late_rows(_names(source)) if shift is None else [])
             )
         whole = source = shift_source(source, shift or {})
         source, kept = _edited(source, rename or {}, shift or {}, map, where)
+        groups = {name.split("/")[0] for name in _names(source)}
+        if path and map and (lacking := [name for name in REQUIRED if name not in groups]):
+            what, remedy = f"map made no {' and no '.join(lacking)}", "return them, or --rename"
+            raise InputError("COLUMN", what, source.info.uri, remedy)
         if chosen := options_text(columns=asked, rule=rule, discrete=discrete):
             source.info = source.info.with_facts(options=chosen)
         kept_columns = _pick_columns(source, columns, discrete)
@@ -244,9 +250,9 @@ def convert(
             id=environment or info.environment_id, options=dict(options), reference_scores=scores
         )
         manifest = _manifest(source, plan, written, files, recorded)
-        if map is not None and REWARDS in manifest.spec:
+        if map is not None:
             before = whole if kept is None else pick_episodes(whole, np.frombuffer(kept, np.bool_))
-            edits = {"reward_edits": _reward_edits(before, with_shards(folder, manifest))}
+            edits = _edits_of_map(before, with_shards(folder, manifest))
             facts = {"attributes": manifest.source.attributes | edits}
             manifest = manifest.replaced(source=manifest.source.model_copy(update=facts))
         lines = [*summary(manifest), *_looks_discrete(source, manifest)]
@@ -273,6 +279,21 @@ def digest_file(file: InputFile, stop: Event) -> SourceFile:
         what = f"cannot read the source: {error.strerror or error}"
         raise InputError("SOURCE_READ", what, file.path.name, "check the file") from error
     return SourceFile(name=file.path.name, bytes=file.identity[2], digest=str(xxh3.hexdigest()))
+
+
+def _edits_of_map(before: Source, made: Dataset) -> dict[str, Any]:
+    """Return which columns `map` made of those that an environment gives or takes, and how."""
+
+    def same(name: str) -> bool:
+        rows, steps = before.preferred_rows(name), made.spec.steps
+        blocks = ((start, min(start + rows, steps)) for start in range(0, steps, rows))
+        return all(np.array_equal(before.read(name, *b), made.read(name, *b)) for b in blocks)
+
+    kept = [c.name for c in made.spec if c.name in before.spec and before.spec[c.name] == c]
+    mapped = {n for n in REQUIRED if n in made.spec and not (n in kept and same(n))}
+    mapped |= {*texts(before.info.attributes.get("mapped"))}
+    rewards = {"reward_edits": _reward_edits(before, made)} if REWARDS in made.spec else {}
+    return {"mapped": sorted(mapped), **rewards}
 
 
 def _reward_edits(before: Source, made: Dataset) -> list[Any]:

@@ -309,6 +309,12 @@ def turn_of(path: Path, *, quiet: bool) -> Iterator[None]:
         os.close(lock)
 
 
+def _identity(path: Path) -> tuple[int, int] | None:
+    with suppress(OSError):
+        return (status := os.stat(path)).st_dev, status.st_ino
+    return None
+
+
 class HeldDirectory(Closing):
     """A directory that one process at a time writes to, made when missing; else the error `taken`.
 
@@ -333,6 +339,13 @@ class HeldDirectory(Closing):
             raise unusable(path, told.what, told.remedy) from error
         if self._lock < 0:
             raise taken
+        self._identity = _identity(self._home)
+
+    def check_place(self) -> None:
+        """Refuse to write on after the directory was moved or removed."""
+        if _identity(self._home) != self._identity:
+            what, remedy = "the directory was moved or removed", "move it back, and go on"
+            raise InputError("OUTPUT_WRITE", what, str(self.path), remedy)
 
     def close(self) -> None:
         """Let others write."""

@@ -108,6 +108,7 @@ RESUMABLE = (
 SETTLED = re.compile(
     r"optimizer\.warmup_steps|model\.max_timestep|train\.(threads|compile|precision)"
     r"|(evaluate|data\.tasks\..*)\.(environment|reference|targets|returns_scale)"
+    r"|data\.(tasks\..*\.)?admissions"
 )
 # what a dataset is made of, which does not matter once it is there: its digest is compared
 ORIGIN = re.compile(r"data\.(tasks\..*\.)?(source|columns|collect)(\..*)?")

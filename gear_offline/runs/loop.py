@@ -194,6 +194,7 @@ class LiveRun(Closing):
     ) -> None:
         self.learner, self.stop, self.callbacks = learner, stop, callbacks
         self.path, self.is_stopped = callbacks.run.path, False
+        self._directory = directory
         self.concurrent_runs = concurrent_runs
         folder = self.path / "checkpoints"
         self.saver = Saver(learner, folder)
@@ -257,10 +258,15 @@ class LiveRun(Closing):
             self.writer.log(self.learner.step, values)
 
     def _save(self) -> None:
+        self.learner.world.lead(self._check_place)
         seconds, keep = 0.0, Keep(newest=1)  # the first rank's count
         if self.writer is not None:
             seconds, keep = self.writer.seconds, self.writer.evaluations.keep
         self.saver.save(seconds=seconds, keep=keep)
+
+    def _check_place(self) -> None:
+        if self._directory is not None:
+            self._directory.check_place()
 
     def _stop_if_asked(self) -> None:
         """Save and stop if a callback asks for it, or a signal on any rank."""

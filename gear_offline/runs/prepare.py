@@ -25,7 +25,7 @@ from gear_offline.convert.origin import changed_files
 from gear_offline.core.files import check_folder, turn_of
 from gear_offline.core.hub import is_there
 from gear_offline.core.system import available_bytes
-from gear_offline.core.text import count_text, say, size_text
+from gear_offline.core.text import count_text, say, size_text, texts
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.dataset.scores import reference_scores
@@ -243,6 +243,7 @@ def _resolve_tasks(
         evaluate = single.evaluate
         options["data"]["tasks"][task.name] |= {
             "returns_scale": single.loader.returns_scale,
+            "admissions": single.data.admissions,
             "environment": evaluate.environment,
             "environment_options": evaluate.environment_options,
             "reference": evaluate.reference,
@@ -305,6 +306,7 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         is_named = reference_scores(scores.name) is not None
         known = scores.name if is_named else [scores.minimum, scores.maximum]
     changes: dict[str, Any] = {
+        "data.admissions": dataset.admissions or None,
         "evaluate.environment": environment,
         "evaluate.environment_options": options,
         "evaluate.reference": recipe.evaluate.reference or known,
@@ -322,6 +324,10 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
     if dataset.reward_edits is None and not goals and facts is not None:
         what = "the data's rewards were edited, and how does not follow from those of single steps"
         say(f"{what}: playing subtracts the environment's own", quiet=quiet)
+    mapped = texts(dataset.manifest.source.attributes.get("mapped"))
+    if mapped and facts is not None and environment == dataset.environment_id:
+        what = f"map made the data's {' and '.join(mapped)}, and {environment} has its own"
+        say(f"{what}: evaluate.environment=MODULE:ID names one that maps them too", quiet=quiet)
     if recipe.loader.gamma < 1.0 and not goals and facts is not None:
         what = f"loader.gamma is {recipe.loader.gamma:g}: returns that are asked for are discounted"
         say(f"{what}, those that are achieved are not", quiet=quiet)
@@ -368,7 +374,7 @@ def _probe_environment(
     except (InputError, UnavailableError) as error:
         if plays and (asked or facts):
             raise
-        say(f"{without}: {error}", quiet=quiet)
+        say(f"{without}: {error if plays else error.what}", quiet=quiet)
         return None, sizes
     if not plays:
         return facts, whole

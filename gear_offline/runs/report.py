@@ -114,7 +114,7 @@ def _dataset(recipe: Recipe | None) -> Dataset | None:
     """Return the dataset of a recipe, while it is still there."""
     if recipe is None or recipe.data.path is None or not is_there(recipe.data.path):
         return None
-    return open_dataset(recipe.data.path, verify=False)
+    return open_dataset(recipe.data.path, verify=False, admissions=recipe.data.admissions)
 
 
 def _section(

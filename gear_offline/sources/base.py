@@ -92,6 +92,7 @@ class Asked(NamedTuple):
     rule: str | None
     names: Mapping[str, str]
     key: str | None = None
+    partial: bool = False  # what it lacks is made by a function
 
 
 class Source(Closing):

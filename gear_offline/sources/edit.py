@@ -174,6 +174,9 @@ def _call(function: EpisodeFunction, episode: Columns, number: int) -> Columns:
         if rows.shape[:1] != (steps,):
             what = f"the function of map returned shape {rows.shape} of {count_text(steps, 'step')}"
             raise misfit(what, f"{where}, column {name}", remedy)
+        if name in FLAGS and not np.array_equal(rows, episode.get(name, ())):
+            what = f"the function of map makes the flag {name}, which was read before it"
+            raise InputError("USAGE", what, where, "--rule, --ends say how episodes end")
     return made
 
 

@@ -27,7 +27,7 @@ def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
     """Open an HDF5 file of D4RL's or the generic layout; its name tells D4RL's family."""
     attributes, rule = file.attributes(), asked.rule
     d4rl = D4rlFile.detect(asked.uri.removeprefix("d4rl:"), attributes, file.datasets, asked.names)
-    stored, left_out = find_columns(file.datasets, asked.names, where=str(file.path))
+    stored, left_out = find_columns(file.datasets, asked, where=str(file.path))
     columns = {name: file.column(name) for name in stored}
     facts: dict[str, Any] = {"attributes": attributes, "metadata": file.metadata()}
     if d4rl:
@@ -101,7 +101,7 @@ def shorter(arrays: Mapping[str, Any], left_out: Iterable[str]) -> list[str]:
 
 def find_columns(
     arrays: Mapping[str, Any],
-    names: Mapping[str, str],
+    asked: Asked,
     required: Sequence[str] = REQUIRED,
     optional: Sequence[str] = OPTIONAL,
     *,
@@ -109,10 +109,10 @@ def find_columns(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the columns of a file in the table's order, what is left out and why.
 
-    `arrays` have shape, dtype and type name.  Columns are those that are needed, or are to
-    have their `names`, and all others with as many rows; `optional` ones that are there must have
-    as many.
+    `arrays` have shape, dtype and type name.  Columns are those that are needed, or are to have
+    their names, and all others with as many rows; `optional` ones that are there must have as many.
     """
+    names = asked.names
     arrays = {n: arrays[n] for n in sorted(arrays) if n.split("/")[0] != "metadata"}
     left_out = {
         name: f"{array.type_name} of shape {list(array.shape or ())}"
@@ -125,15 +125,16 @@ def find_columns(
         # of Dict observations the leaves
         parts = split_names(names.get(column, column))
         leaves = [n for p in parts for n in rows if n == p or n.startswith(f"{p}/")]
-        if not leaves and column in required:
+        if not leaves and column in required and not (asked.partial and rows):
             why = [f": it is {left_out[part]}" for part in parts if part in left_out]
-            why += [
-                f": --rename took it as {n}" for n, o in names.items() if column in split_names(o)
-            ]
+            taken = [new for new, old in names.items() if column in split_names(old)]
+            why += [f": --rename took it as {new}" for new in taken]
+            what = f"no dataset {names.get(column, column)!r}{''.join(why)}"
             remedy = f"needed: {', '.join(required)}; found: {some_names(arrays)}; other "
             remedy += f"names: --rename NAME={column}; other layouts: docs/how-to/convert.md"
-            raise InputError("COLUMN", f"no dataset {column!r}{''.join(why)}", where, remedy)
+            raise InputError("COLUMN", what, where, remedy)
         chosen += [name for name in leaves if name not in chosen]
+    chosen = chosen or [*rows][:1]
     count = rows[chosen[0]]
     for name in chosen:
         if rows[name] != count or not count:

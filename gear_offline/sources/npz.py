@@ -128,7 +128,7 @@ def open_npz(path: Path, asked: Asked) -> Source:
     # Its terminals are ends of trajectories, not of tasks; `masks` come with its rewards.
     ogbench = {"observations", "actions", "terminals"} <= here and not {*FLAGS} & {*asked.names}
     ogbench = ogbench and ("masks" in here or not {"rewards", *TIME_FLAGS} & here)
-    chosen, left_out = find_columns(members, asked.names, where=str(path))
+    chosen, left_out = find_columns(members, asked, where=str(path))
     return flat_source(
         {name: members[name] for name in chosen},
         others={name: members[name] for name in shorter(members, left_out)},

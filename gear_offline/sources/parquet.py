@@ -36,16 +36,16 @@ def open_parquet(path: Path, asked: Asked) -> Source:
     lists = [name for name, kind in types.items() if is_list(kind) and is_numeric(kind)]
     needed = [part for name in REQUIRED for part in split_names(names.get(name, name))]
     for name in [*needed, *({names.get("rewards", "rewards")} & types.keys())]:
-        if name not in lists:
+        if name not in lists and not (asked.partial and lists):
             remedy = f"needed are lists over the steps of an episode; found: {some_names(lists)}; "
             remedy += f"other names: --rename NAME={name}"
-            raise InputError(
-                "COLUMN", f"no column {name!r} of one list an episode", str(path), remedy
-            )
+            what = f"no column {name!r} of one list an episode"
+            raise InputError("COLUMN", what, str(path), remedy)
+    stored = [name for name in dict.fromkeys([*needed, *lists]) if name in lists]
     if file.rows > MAX_EPISODES:
         raise misfit(f"{file.rows:,} episodes", path, f"give files of at most {MAX_EPISODES:,}")
     lengths = np.zeros(file.rows, np.int64)
-    for row, values in file.batches(needed[0]):
+    for row, values in file.batches(stored[0]):
         lengths[row : row + len(values)] = counts = _lengths(values)
         if not counts.all():
             break
@@ -53,7 +53,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
         what = "an episode without steps" if lengths.size else "no episodes"
         raise misfit(what, path, "give a file with one row an episode, which has one step at least")
     bounds = np.cumsum([0, *lengths])
-    columns = {name: Column(file, name) for name in [*needed, *lists]}
+    columns = {name: Column(file, name) for name in stored}
 
     def read(name: str, start: int, stop: int) -> Array:
         first = int(np.searchsorted(bounds, start, side="right")) - 1
@@ -61,7 +61,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
         with file.told():
             values = columns[name].read(first, last)
             if not np.array_equal(_lengths(values), lengths[first:last]):
-                what = f"its lists are not as long as those of {needed[0]}"
+                what = f"its lists are not as long as those of {stored[0]}"
                 raise misfit(what, f"{path}: {name}", "give every column one value a step")
             rows = values.flatten()[start - int(bounds[first]) : stop - int(bounds[first])]
             return step_rows(rows, name, path)

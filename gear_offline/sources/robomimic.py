@@ -48,7 +48,7 @@ def open_robomimic(file: Hdf5File, demos: Mapping[str, Demo], asked: Asked) -> S
     names, key = asked.names, asked.key
     masks = [n.removeprefix("mask/") for n in file.datasets if n.startswith("mask/")]
     chosen = _chosen(file, key, masks, demos) if key else list(demos)
-    parts = {name: _columns(file, name, demos[name], names) for name in chosen}
+    parts = {name: _columns(file, name, demos[name], asked) for name in chosen}
     wanted = {part.split("/")[0] for old in names.values() for part in split_names(old)}
     columns, others = common_columns(
         [(name, kinds) for name, (kinds, _) in parts.items()],
@@ -111,18 +111,16 @@ def _chosen(file: Hdf5File, key: str, masks: list[str], demos: Mapping[str, Demo
     return [name for name in demos if name in listed]
 
 
-def _columns(
-    file: Hdf5File, name: str, demo: Demo, names: Mapping[str, str]
-) -> tuple[Kinds, dict[str, str]]:
+def _columns(file: Hdf5File, name: str, demo: Demo, asked: Asked) -> tuple[Kinds, dict[str, str]]:
     """Return the columns of a demonstration in the table's order, what is left out and why."""
     where = f"{file.path}: data/{name}"
     groups = {column.split("/")[0] for column in demo}
-    named = "observations" in {*names, *groups}
-    if not named and "obs" not in groups:
+    named = "observations" in {*asked.names, *groups}
+    if not named and "obs" not in groups and not asked.partial:
         remedy = f"found: {some_names(demo)}; dataset_states_to_obs.py makes it of states"
         raise InputError("COLUMN", "no group 'obs'", where, remedy)
     needed, others = ("observations" if named else "obs", "actions"), ("rewards", "next_obs")
-    chosen, left_out = find_columns(demo, names, needed, others, where=where)
+    chosen, left_out = find_columns(demo, asked, needed, others, where=where)
     shape, claimed = demo[chosen[0]].shape or (), file.attribute(f"data/{name}", "num_samples")
     if isinstance(claimed, int) and claimed != shape[0]:
         raise misfit(f"{count_text(shape[0], 'row')}, num_samples is {claimed}", where)

@@ -39,7 +39,11 @@ ACCEPTED = (
 
 
 def open_source(
-    uri: str | os.PathLike[str], *, rule: str | None = None, names: Mapping[str, str] | None = None
+    uri: str | os.PathLike[str],
+    *,
+    rule: str | None = None,
+    names: Mapping[str, str] | None = None,
+    partial: bool = False,
 ) -> Source:
     """Open a dataset of another format for reading.
 
@@ -58,6 +62,8 @@ def open_source(
         Column name to the column that gets it; of an HDF5 file to the dataset, or group of
         datasets: ``{"observations": "obs", "dones": "episode_end"}``.  Several vectors are put
         side by side: ``{"observations": "observations/position + observations/goal"}``.
+    partial
+        Take a source without observations or actions: they are made of its other columns.
 
     Returns
     -------
@@ -73,7 +79,8 @@ def open_source(
         ``SOURCE_READ`` for a failed download, ``PACKAGE_MISSING``.
     """
     if is_hub(uri):
-        source = open_source(fetch(str(uri), "dataset", "SOURCE_READ"), rule=rule, names=names)
+        folder = fetch(str(uri), "dataset", "SOURCE_READ")
+        source = open_source(folder, rule=rule, names=names, partial=partial)
         source.info = replace(source.info, uri=str(uri))
         return source
     names = names or {}
@@ -95,7 +102,7 @@ def open_source(
     else:
         _check_there(text, path)
         text = path.name
-    return frames_turned(_open(path, Asked(text, rule, names, key)))
+    return frames_turned(_open(path, Asked(text, rule, names, key, partial)))
 
 
 def place_of(source: str) -> Path | None:
