@@ -119,8 +119,7 @@ class Appender:
 def _rows(episode: Mapping[str, Any], column: ColumnSpec) -> Array:
     if column.name not in episode:
         what = f"an episode lacks the column {column.name!r}, which the dataset has"
-        remedy = "give it, or grow a dataset that was converted with fewer --columns"
-        raise InputError("COLUMN", what, remedy=remedy)
+        raise InputError("COLUMN", what, "", "give it, or convert with fewer --columns")
     values = np.asarray(episode[column.name])
     if values.shape[1:] != column.shape == channels_last(values.shape[1:]):
         values = np.moveaxis(values, 1, -1)  # frames of an environment, as they were converted
@@ -139,7 +138,6 @@ def _rows(episode: Mapping[str, Any], column: ColumnSpec) -> Array:
 def _encode(
     columns: tuple[ColumnSpec, ...], episodes: Sequence[Columns], terminated: BoolArray
 ) -> memoryview:
-    """Return a shard's bytes."""
     index = EpisodeIndex(lengths=np.array([len(next(iter(e.values()))) for e in episodes]))
     tensors = plan_tensors(columns, steps=index.steps, episodes=index.episodes)
     header = encode_header(tensors)

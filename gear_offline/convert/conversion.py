@@ -203,12 +203,11 @@ def convert(
             opened = open_source(source, rule=rule, names=names, partial=map is not None)
             source = stack.enter_context(opened)
         if source.info.format != "gear":  # of which it was said when they were made
-            source.warn(
-                *_looks_wrong(source), *(late_rows(_names(source)) if shift is None else [])
-            )
+            late = late_rows(_names(source)) if shift is None else []
+            source.warn(*_looks_wrong(source), *late)
         whole = source = shift_source(source, shift or {})
         source, kept = _edited(source, rename or {}, shift or {}, map, where)
-        groups = {name.split("/")[0] for name in _names(source)}
+        groups = {name.split("/")[0] for name in (*_names(source), *names.values())}
         if path and map and (lacking := [name for name in REQUIRED if name not in groups]):
             what, remedy = f"map made no {' and no '.join(lacking)}", "return them, or --rename"
             raise InputError("COLUMN", what, source.info.uri, remedy)
@@ -246,9 +245,8 @@ def convert(
         options = info.environment_options if environment in (None, info.environment_id) else {}
         if environment_options is not None:
             options = json_options(environment_options)
-        recorded = Environment(
-            id=environment or info.environment_id, options=dict(options), reference_scores=scores
-        )
+        name = environment or info.environment_id
+        recorded = Environment(id=name, options=dict(options), reference_scores=scores)
         manifest = _manifest(source, plan, written, files, recorded)
         if map is not None:
             before = whole if kept is None else pick_episodes(whole, np.frombuffer(kept, np.bool_))
@@ -491,11 +489,9 @@ def _small_fact(value: Any) -> Any:
     ends = np.cumsum([len(json.dumps(entry)) + 2 for entry in entries])
     kept = entries[: int(np.searchsorted(ends, MAX_FACT_CHARS - 40))]
     more = len(entries) - len(kept)
-    return (
-        dict([*kept, ("and more", more)])
-        if isinstance(plain, dict)
-        else [*kept, f"and {more} more"]
-    )
+    if isinstance(plain, dict):
+        return dict([*kept, ("and more", more)])
+    return [*kept, f"and {more} more"]
 
 
 def _described(value: Any) -> Any:

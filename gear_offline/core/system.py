@@ -101,7 +101,7 @@ def _commit() -> str:
     record = json.loads(distribution("gear-offline").read_text("direct_url.json") or "{}")
     root = Path(__file__).parents[2]
     if (root / ".git").exists():
-        ask = ["git", "-C", root, "describe", "--always", "--dirty", "--exclude=*"]
+        ask = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
         with suppress(OSError, subprocess.SubprocessError):  # without git, or another user's
             git = subprocess.run(ask, capture_output=True, check=True, text=True, timeout=5)
             return git.stdout.strip()

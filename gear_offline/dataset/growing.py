@@ -335,14 +335,9 @@ def open_piece(path: Path, shard: Path, manifest: Manifest) -> Dataset:
         moments.update(rows[column.name])
         statistics[column.name] = moments.result()
     ends = Endings(**{key: int(rows[f"episode_{key}"].sum()) for key in Endings.model_fields})
-    record = ShardRecord(
-        **counts,
-        name=shard.name,
-        bytes=len(content),
-        header_bytes=len(header),
-        header_digest=digest(header),
-        digests=digests,
-    )
+    seal = {"header_digest": digest(header), "digests": digests}
+    sizes = {"bytes": len(content), "header_bytes": len(header)}
+    record = ShardRecord.model_validate({"name": shard.name, **counts, **sizes, **seal})
     own = manifest.replaced(**counts, statistics=statistics, endings=ends, shards=[record])
     piece = with_shards(shard.parent, own)
     returns = piece_returns(rows.get("rewards"), piece.episodes)

@@ -164,9 +164,8 @@ class Manifest(Model):
     shards: list[ShardRecord]  # in the order of episodes
 
     def __repr__(self) -> str:
-        return (
-            f"Manifest({self.source.uri!r}, {count_text(len(self.shards), 'shard')}: {self.spec})"
-        )
+        shards = count_text(len(self.shards), "shard")
+        return f"Manifest({self.source.uri!r}, {shards}: {self.spec})"
 
     __str__ = __repr__
 
@@ -193,7 +192,6 @@ class Manifest(Model):
         return self._layouts[size]
 
     def tensors(self, shard: ShardRecord) -> tuple[TensorLayout, ...]:
-        """Return the layout that `shard` must have."""
         return tuple(self.layouts(shard).values())
 
     def replaced(self, **changes: Any) -> Self:
@@ -350,7 +348,6 @@ def read_admissions(path: Path) -> tuple[list[Admission], bytes]:
 
 
 def shard_name(index: int) -> str:
-    """Return the file name of shard `index`."""
     return f"shard-{index:05d}.safetensors"
 
 

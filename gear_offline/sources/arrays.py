@@ -92,12 +92,9 @@ def from_episodes(
         note = f"no column is named {OBSERVATIONS}, which training needs: {', '.join(kinds)}"
         notes.append(note + _renames(kinds))
         warnings.warn(notes[-1], stacklevel=2)
+    facts = dict(attributes or {})
     info = SourceInfo(
-        uri=name,
-        format="arrays",
-        rule="episodes",
-        environment_id=environment,
-        attributes=attributes or {},
+        uri=name, format="arrays", rule="episodes", environment_id=environment, attributes=facts
     )
     source = Source([Piece.of(rows) for rows in read], kinds, terminated=terminated, info=info)
     source.warn(*notes)
@@ -187,8 +184,7 @@ def end_flags(episode: Mapping[str, Any], where: str = "an episode") -> dict[str
         flags[name] = flag_values(rows, name, where)
         if (inside := np.flatnonzero(flags[name][:-1])).size:
             what = f"true at step {inside[0]} of {len(rows)}, where the episode goes on"
-            remedy = "cut the episode there, or name the column otherwise"
-            raise _in_column(what, where, remedy, name)
+            raise _in_column(what, where, "cut the episode there, or rename the column", name)
     return {name: bool(rows[-1]) for name, rows in flags.items()}
 
 

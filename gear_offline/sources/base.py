@@ -173,10 +173,8 @@ class Source(Closing):
         """Warn where there are no rewards; return the source."""
         if "rewards" not in self.spec:
             name = "next.success" if "next.success" in self.spec else "NAME"
-            self.warn(
-                "no rewards, so no returns: goals and cloning need none; "
-                f"--rename {name}=rewards takes a column"
-            )
+            what = "no rewards, so no returns: goals and cloning need none"
+            self.warn(f"{what}; --rename {name}=rewards takes a column")
         return self
 
     def read(self, column: str, start: int, stop: int) -> Array:

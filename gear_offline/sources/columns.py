@@ -78,10 +78,8 @@ def common_columns(
         for name in {**kinds, **own} if own != kinds else ():
             if name in left_out or kinds.get(name) == own.get(name):
                 continue
-            here, was = (
-                "{} {}".format(*of[name]) if name in of else "missing" for of in (own, kinds)
-            )
-            left_out[name] = f"{here} in {part}, {was} in {first}"
+            new, old = ("{} {}".format(*k[name]) if name in k else "missing" for k in (own, kinds))
+            left_out[name] = f"{new} in {part}, {old} in {first}"
             if needed is None or name.split("/")[0] in needed:
                 raise misfit(f"column {name} is {left_out[name]}", where, remedy)
     return {name: kind for name, kind in kinds.items() if name not in left_out}, left_out

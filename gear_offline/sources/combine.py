@@ -194,9 +194,7 @@ def frames_turned(source: Source) -> Source:
         rows = source.read(column, start, stop)
         return np.ascontiguousarray(np.moveaxis(rows, 1, -1)) if column in first else rows
 
-    kinds = {
-        name: (dtype, first.get(name, shape)) for name, (dtype, shape) in kinds_of(source).items()
-    }
+    kinds = {n: (dtype, first.get(n, shape)) for n, (dtype, shape) in kinds_of(source).items()}
     turned = source.derived([Piece(read=read, steps=source.spec.steps)], kinds)
     shapes = ", ".join(f"{name} {source.spec[name].shape} to {first[name]}" for name in first)
     turned.warn(f"frames have their channels first and are turned: {shapes}")

@@ -87,9 +87,8 @@ class D4rlFile:
             return None
         env_id = str(attributes.get("env_id") or "")
         environment = env_id if is_gymnasium_id(env_id) else None
-        stored = (
-            datasets.get(n) or datasets.get(names.get(n, "")) for n in ("observations", "actions")
-        )
+        wanted = ("observations", "actions")
+        stored = (datasets.get(n) or datasets.get(names.get(n, "")) for n in wanted)
         widths = tuple(prod(((part and part.shape) or ())[1:]) for part in stored)
         family, evidence, dataset = FAMILIES[-1], "attributes", dataset_of_file(name)
         if not ("gear_offline" in attributes or {*names} & {*TERMINAL_FLAGS}):

@@ -29,9 +29,7 @@ from gear_offline.sources.npz import Member, reopened
 
 _FRAMES = re.compile(r"\$store\$_observation_ckpt\.([0-9]{1,9})\.gz")
 _GAME = re.compile(r"[A-Z][A-Za-z]+")
-COLUMNS = {"observations": "observation", "actions": "action", "rewards": "reward"} | {
-    "terminals": "terminal"
-}
+COLUMNS = {f"{name}s": name for name in ("observation", "action", "reward", "terminal")}
 PADDING = 3  # rows before an episode: dopamine's stacks of 4 frames, less one
 MAX_ROWS = 1 << 24  # of a checkpoint; dopamine's have a million
 STEP_LIMIT = 27_000  # of dopamine's episodes: 108,000 frames of the emulator
@@ -112,21 +110,17 @@ def _open_log(folder: Path) -> tuple[Source, list[int], bool]:
         return member.read(start, stop)
 
     for number in numbers:
-        checkpoint = {
-            name: _member(folder / f"$store$_{stored}_ckpt.{number}.gz")
-            for name, stored in COLUMNS.items()
-        }
+        names = {name: f"$store$_{stored}_ckpt.{number}.gz" for name, stored in COLUMNS.items()}
+        checkpoint = {name: _member(folder / file) for name, file in names.items()}
         path = folder / f"add_count_ckpt.{number}.gz"
         added = _member(path)
         if added.shape or added.dtype.kind not in "iu":
             raise misfit(f"{added.dtype} of shape {list(added.shape)} is no count", path)
         count = int(added.read(0, 1)[0])
-        frames, *others = [
-            m.shape for m in checkpoint.values() if can_be_column(m.shape, m.dtype)
-        ] or [()]
+        shapes = [m.shape for m in checkpoint.values() if can_be_column(m.shape, m.dtype)] or [()]
+        frames, *others = shapes
         capacity = frames[0] if len(frames) == 3 else 0
         if not 1 <= capacity <= MAX_ROWS or count + known < 1 or others != [(capacity,)] * 3:
-            shapes = [frames, *others]
             raise misfit(f"arrays of shapes {shapes}, {count_text(count, 'row')} added", path)
         native = kinds_of_rows(checkpoint)
         kinds.append(native)
@@ -144,12 +138,8 @@ def _open_log(folder: Path) -> tuple[Source, list[int], bool]:
             pieces.append(Piece(read=partial(read, checkpoint), first=row, steps=length))
             first, steps = first + length, steps + length
         known = count
-    log = Source(
-        pieces,
-        kinds[0],
-        lengths=[steps],
-        info=SourceInfo(uri=folder.name, format="dqn-replay", rule="none"),
-    )
+    info = SourceInfo(uri=folder.name, format="dqn-replay", rule="none")
+    log = Source(pieces, kinds[0], lengths=[steps], info=info)
     return log, gaps, fresh
 
 

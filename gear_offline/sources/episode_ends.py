@@ -17,6 +17,7 @@ import numpy as np
 
 from gear_offline.core.types import Array, BoolArray, Int64Array
 from gear_offline.errors import InputError
+from gear_offline.sources.input_files import misfit
 
 MARK = re.compile(r"(starts|lengths|ids|first|last):([^|=]+)(?:=(-?[0-9.]+))?")
 UNIONS = ("dones", "done", "next.done")  # may be true at time limits too
@@ -36,11 +37,11 @@ ARTIFICIAL = f"terminals{CUTS}"
 SPLIT, ONLY = "done-and-timeout", "done-only"
 CONVENTIONS = (SPLIT, ONLY, *(f"{flag}{CUTS}" for flag in TERMINAL_FLAGS))
 KNOWN = ", ".join((*FLAGS, SPLIT, ONLY, ARTIFICIAL, "steps=N, starts:COLUMN, lengths:, ids:"))
-_ROW_MARKS = {  # names of columns that tell where episodes are, and the part of a rule for them
-    r"is_first|episode_start": "first:{}",
-    r"step_type": "last:{}=2",
-    r"(episode|traj(ectory)?|demo)(_?(id|idx|index|number|num))?": "ids:{}",
-}
+_ROW_MARKS = (  # names of columns that tell where episodes are, and the part of a rule for them
+    (r"(.*/)?(is_first|episode_start)", "first:{}"),
+    (r"(.*/)?step_type", "last:{}=2"),
+    (r"(.*/)?(episode|traj(ectory)?|demo)(_?(id|idx|index|number|num))?", "ids:{}"),
+)
 True_ = Callable[[str], Int64Array]  # (K,) rows at which a flag is true
 
 
@@ -65,8 +66,7 @@ class Rule(NamedTuple):
         count = len({*ends}) + len(names[:1]) + len(marks) + len(limits[:1])
         if count < len(parts):
             remedy = f"join parts with '|': {KNOWN}, first:COLUMN, last:COLUMN=VALUE; or 'none'"
-            what = f"boundary rule {text!r} is not understood"
-            raise InputError("SOURCE_LAYOUT", what, "", remedy)
+            raise misfit(f"boundary rule {text!r} is not understood", "", remedy)
         own = [flag for flag in ends if flag in TERMINAL_FLAGS]
         terminals, cuts = [flag for flag in own if flag not in UNIONS] or own, list[str]()
         if not own:  # on time flags alone: their counterparts tell
@@ -110,9 +110,8 @@ def chosen_flags(columns: Collection[str], names: Mapping[str, str]) -> dict[str
 
 def default_rule(flags: Collection[str], true: True_) -> tuple[str, str]:
     """Return the rule that the flags of a table imply, and what they cannot tell; "" for none."""
-    proper, union, time = (
-        next((f for f in FLAGS if f in flags and MEANING[f] == kind), "") for kind in range(3)
-    )
+    here = [flag for flag in FLAGS if flag in flags]
+    proper, union, time = (next((f for f in here if MEANING[f] == k), "") for k in range(3))
     for pair in PAIRS.items():
         if {*pair} <= {*flags}:
             return "|".join(pair), ""
@@ -176,7 +175,7 @@ def split_episodes(
         if not np.isin(tells, last).all():
             what = f"{name} tells of {tells.size:,} episodes, and {rule} of {last.size:,} others"
             remedy = f"give --ends {name}, or keep these by --rule '{rule}'"
-            raise InputError("SOURCE_LAYOUT", what, where, remedy)
+            raise misfit(what, where, remedy)
     lengths = np.diff(last, prepend=np.int64(-1))
     terminated = parsed.terminated(last, lengths, true)
     terminated[-1] &= not tail
@@ -223,17 +222,13 @@ def flag_values(values: Array, name: str, where: str, first: int = 0) -> BoolArr
         runs = 1 + np.count_nonzero(rows[1:] != rows[:-1])  # of an id each, or of other values
         reads = f"ids:{name}" if runs == values.size else f"last:{name}={values[-1]:g}"
         remedy = f"--ends {reads} may read it"
-    raise InputError("SOURCE_LAYOUT", what, where, remedy)
+    raise misfit(what, where, remedy)
 
 
 def row_marks(columns: Collection[str]) -> list[str]:
     """Return parts of a rule for columns whose names say that they tell where episodes are."""
-    return [
-        part.format(name)
-        for pattern, part in _ROW_MARKS.items()
-        for name in columns
-        if re.fullmatch(pattern, name.rpartition("/")[2])
-    ]
+    pairs = ((name, *mark) for mark in _ROW_MARKS for name in columns)
+    return [part.format(name) for name, pattern, part in pairs if re.fullmatch(pattern, name)]
 
 
 def runs(blocks: Iterable[tuple[int, Array]]) -> tuple[Int64Array, Array]:
@@ -286,7 +281,7 @@ def _last_rows(mark: re.Match[str], column: Any, rows: int, where: str) -> Int64
     elif (hits := _true_rows(column, name, where, value)).size:
         last = hits if kind == "last" else np.append(hits[hits > 0], rows) - 1
     if last is None:
-        raise InputError("SOURCE_LAYOUT", what, where, remedy)
+        raise misfit(what, where, remedy)
     return last
 
 

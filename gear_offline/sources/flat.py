@@ -139,8 +139,7 @@ def find_columns(
     for name in chosen:
         if rows[name] != count or not count:
             what = f"{name} has {count_text(rows[name], 'row')}, {chosen[0]} has {count:,}"
-            remedy = "every column needs one row a step: the file is damaged or of another layout"
-            raise misfit(what, where, remedy)
+            raise misfit(what, where, "the file is damaged, or of another layout")
     for name in sorted(rows.keys() - {*chosen}):
         if rows[name] == count:
             chosen.append(name)

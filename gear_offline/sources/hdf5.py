@@ -120,12 +120,8 @@ class Hdf5File(Closing):
     def column(self, path: str) -> Hdf5Column:
         """Return the rows of one that can be a column; to read them does not need this object."""
         with _told_as_damaged(self.path):
-            column = Hdf5Column(
-                self.file,
-                self.datasets[path],
-                h5d.open(self._file.id, path.encode()),
-                self._file.userblock_size,
-            )
+            dataset, block = h5d.open(self._file.id, path.encode()), self._file.userblock_size
+            column = Hdf5Column(self.file, self.datasets[path], dataset, block)
         if column.unwritten:
             note = f"{column.unwritten} bytes were never written and read as the fill value"
             self.warnings.append(f"column {path}: {note}")
@@ -309,9 +305,8 @@ class Hdf5Column:
         raw = bytearray(size)
         _pread_into(file, memoryview(raw), offset)
         self._decoder = self._decoder or ChunkDecoder(self._plan, self._type)
-        return np.frombuffer(self._decoder.decode(raw, skipped), self._stored_dtype).reshape(
-            self._chunks
-        )
+        plain = self._decoder.decode(raw, skipped)
+        return np.frombuffer(plain, self._stored_dtype).reshape(self._chunks)
 
 
 def _unsafe(what: str, path: Path, name: str, remedy: str = _PLAIN) -> InputError:

@@ -66,14 +66,13 @@ def damage_told(kind: str, where: Path | str) -> Iterator[None]:
     except GearError:
         raise
     except Exception as error:
-        said = " ".join(str(error).split())[:200] or type(error).__name__
-        what = f"not a readable {kind} file: {said}"
-        remedy = "it is damaged, cut short or of another format: get it again"
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        what = f"not a readable {kind} file: {why}"
+        remedy = "it is damaged or cut short: get it again"
         raise InputError("SOURCE_READ", what, str(where), remedy) from error
 
 
 def changed_error(name: str) -> InputError:
-    """Return the error for a source that is not the one that was opened."""
     what = "the source changed while it was converted"
     return InputError("SOURCE_CHANGED", what, name, "convert again once nothing writes to it")
 
@@ -84,6 +83,5 @@ def misfit(what: str, where: Path | str = "", remedy: str = APART) -> InputError
 
 
 def check_kind(value: object, kind: type, where: str, remedy: str) -> None:
-    """Refuse an argument of another type."""
     if not isinstance(value, kind):
         raise misfit(f"a {type(value).__name__} is given", where, remedy)

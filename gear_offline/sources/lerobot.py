@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,13 +49,18 @@ FIELD = re.compile(r"\{(\w+)(?::0?([0-9]{1,2})d?)?\}")
 NAMES = {"actions": "action", "rewards": "next.reward"}
 
 
-Part = tuple[ParquetFile, int]  # a file, and its first step of all
+class Part(NamedTuple):
+    """A parquet file, and its first step of all."""
+
+    file: ParquetFile
+    first: int
+
+
 Place = tuple[InputFile, float]  # a video, and where in it an episode begins, in seconds
 Read = Callable[[Part, int, int], Array]  # steps of a file
 
 
 def is_lerobot(path: Path) -> bool:
-    """Tell a folder of LeRobot's by its info.json."""
     return (path / INFO).is_file()
 
 
@@ -66,7 +71,7 @@ def open_lerobot(path: Path, asked: Asked) -> Source:
     columns, left_out = reader.columns({p for old in names.values() for p in split_names(old)})
 
     def read(part: Part, name: str, start: int, stop: int) -> Array:
-        with part[0].told():
+        with part.file.told():
             return columns[name](part, start, stop)
 
     first = {name: read(reader.parts[0], name, 0, 1) for name in columns}
@@ -76,7 +81,7 @@ def open_lerobot(path: Path, asked: Asked) -> Source:
         kinds[rewards] = np.dtype(np.float32), ()
     usual = {new: old for new, old in NAMES.items() if old in kinds}
     return Source(
-        [Piece(read=partial(read, p), first=p[1], steps=p[0].rows) for p in reader.parts],
+        [Piece(read=partial(read, p), first=p.first, steps=p.file.rows) for p in reader.parts],
         kinds,
         lengths=np.diff(reader.bounds),
         preferred={  # a read of frames looks for a key frame
@@ -120,7 +125,7 @@ class _Reader:
         pattern = self._place("data_path", None)
         files = sorted(path.glob(pattern), key=lambda file: by_number(file.relative_to(path)))
         for file in map(ParquetFile, files):
-            self.parts += [(file, self.steps)] if file.rows else []
+            self.parts += [Part(file, self.steps)] if file.rows else []
             self.steps += file.rows
         self.firsts, numbers = runs(
             (first + row, step_rows(values, "episode_index", file.file.path))
@@ -154,7 +159,7 @@ class _Reader:
         """Return a function for each column; leave out frames that nobody asked for."""
         reads: dict[str, Read] = {}
         left_out: dict[str, str] = {}
-        types = {field.name: field.type for field in self.parts[0][0].schema}
+        types = {field.name: field.type for field in self.parts[0].file.schema}
         for name in [*types, *(n for n, dtype in self.dtypes.items() if dtype == "video")]:
             dtype = self.dtypes.get(name)
             if dtype in ("image", "video") and name not in asked:
@@ -173,17 +178,17 @@ class _Reader:
 
     def _rows(self, name: str, part: Part, start: int, stop: int) -> Any:
         column = self._recent.get(name)
-        if column is None or column.file is not part[0]:
+        if column is None or column.file is not part.file:
             if column is not None:
                 column.close()
-            column = self._recent[name] = Column(part[0], name)
-        return column.read(start - part[1], stop - part[1])
+            column = self._recent[name] = Column(part.file, name)
+        return column.read(start - part.first, stop - part.first)
 
     def _numbers(self, name: str, part: Part, start: int, stop: int) -> Array:
-        return step_rows(self._rows(name, part, start, stop), name, part[0].file.path)
+        return step_rows(self._rows(name, part, start, stop), name, part.file.file.path)
 
     def _images(self, name: str, part: Part, start: int, stop: int) -> Array:
-        path, frames = part[0].file.path, list[Array]()
+        path, frames = part.file.file.path, list[Array]()
         for image in self._rows(name, part, start, stop):
             stored = image.as_py() or {}
             if not stored.get("bytes"):

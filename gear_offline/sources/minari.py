@@ -47,11 +47,8 @@ Episode = dict[str, Array]
 def find_directory(dataset_id: str) -> Path:
     """Return the directory of a local Minari dataset."""
     if not DATASET_ID.fullmatch(dataset_id):
-        what, remedy = (
-            f"{dataset_id!r} is no id of Minari's",
-            "ids look like mujoco/hopper/medium-v0",
-        )
-        raise InputError("SOURCE_READ", what, remedy=remedy)
+        what = f"{dataset_id!r} is no id of Minari's, like mujoco/hopper/medium-v0"
+        raise InputError("SOURCE_READ", what, remedy="look at minari list remote")
     root = os.environ.get("MINARI_DATASETS_PATH")
     base = Path(root).expanduser() if root else Path.home() / ".minari" / "datasets"
     if not (base / dataset_id).is_dir():
@@ -83,24 +80,22 @@ def open_minari(path: Path, asked: Asked) -> Source:
             reader.keep(number, episode)
             terminated = bool(episode["terminations"][-1].any())
             reader.episodes[number] = steps, terminated, kinds_of_rows(episode)
-    lengths, ended, kinds = (
-        zip(*reader.episodes.values(), strict=True) if reader.episodes else [()] * 3
-    )
-    steps, claimed = sum(lengths), metadata.get("total_steps")
+    parts = reader.episodes.items()
+    steps, claimed = sum(part[0] for _, part in parts), metadata.get("total_steps")
     if not steps or (claimed is not None and steps != int(claimed)):
         what = f"the data hold {count_text(steps, 'step')}, metadata.json says {claimed}"
         raise misfit(what, data, REMEDY)
-    named = [(f"episode {number}", own) for number, own in zip(reader.episodes, kinds, strict=True)]
+    named = [(f"episode {number}", kinds) for number, (_, _, kinds) in parts]
     columns, others = common_columns(named, COLUMNS, where=data, remedy=REMEDY)
-    empty = total - len(lengths)
+    empty = total - len(parts)
     uri = asked.uri
     if not uri.startswith("minari:") and metadata.get("dataset_id"):
         uri = f"minari:{metadata['dataset_id']}"
     environment, options = _environment(metadata)
     return Source(
-        [Piece(read=partial(reader.read, n), steps=own[0]) for n, own in reader.episodes.items()],
+        [Piece(read=partial(reader.read, n), steps=steps) for n, (steps, *_) in parts],
         columns,
-        terminated=ended,
+        terminated=[terminated for _, (_, terminated, _) in parts],
         info=SourceInfo(
             uri=uri,
             format="minari",

@@ -144,7 +144,6 @@ def open_npz(path: Path, asked: Asked) -> Source:
 
 
 def _members(file: InputFile) -> Iterator[tuple[str, Member]]:
-    """Yield the arrays of a file."""
     with damage_told(".npz", file.path):
         archive = zipfile.ZipFile(reopened(file))
         for entry in archive.infolist():

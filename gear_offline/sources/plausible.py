@@ -32,9 +32,7 @@ def odd_episodes(
         yield short, f"of {lengths.size:,} are one step long", other
     limited = np.flatnonzero((lengths == longest) & terminated)
     if limited.size >= SAME_LENGTH and longest > 1:
-        what = (
-            f"of the greatest length, {longest:,} steps, terminated, which looks like a time limit"
-        )
+        what = f"of the greatest length ({longest:,}) terminated, which looks like a time limit"
         yield limited, what, f"--rule '{SPLIT}|steps={longest}' counts them as truncated"
     flagged = family in ("d4rl", "mujoco") and {*rule.split("|")} & {*TERMINAL_FLAGS}
     whole = lengths[:-1] if tail else lengths

@@ -50,17 +50,12 @@ def open_robomimic(file: Hdf5File, demos: Mapping[str, Demo], asked: Asked) -> S
     chosen = _chosen(file, key, masks, demos) if key else list(demos)
     parts = {name: _columns(file, name, demos[name], asked) for name in chosen}
     wanted = {part.split("/")[0] for old in names.values() for part in split_names(old)}
-    columns, others = common_columns(
-        [(name, kinds) for name, (kinds, _) in parts.items()],
-        (*STEPWISE, *wanted),
-        where=file.path,
-        remedy=JOINED,
-    )
+    kinds = [(name, own) for name, (own, _) in parts.items()]
+    needed = (*STEPWISE, *wanted)
+    columns, others = common_columns(kinds, needed, where=file.path, remedy=JOINED)
     left_out = {n: why for _, left in parts.values() for n, why in left.items()}
-    pieces = [
-        Piece.of({column: file.column(demos[name][column].path) for column in columns})
-        for name in chosen
-    ]
+    paths = [{column: demos[name][column].path for column in columns} for name in chosen]
+    pieces = [Piece.of({column: file.column(path) for column, path in of.items()}) for of in paths]
     attributes, environment, reference = _environment(file)
     untold = "dones" in columns and "dones" not in names.values() and not asked.rule
     return Source(

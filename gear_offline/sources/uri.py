@@ -151,9 +151,8 @@ def _judge(source: Source, asked: Asked) -> None:
         what = f"boundary rule {asked.rule!r} does not apply to a format that stores episodes apart"
         remedy = "leave it out, or say how they ended: done-and-timeout|steps=N, done-only, "
         raise misfit(what, asked.uri, f"{remedy}FLAG-as-truncations")
-    renamed = any(
-        MEANING.get(n, MEANING.get(old)) != MEANING.get(old) for n, old in asked.names.items()
-    )
+    meanings = [(MEANING.get(new), MEANING.get(old)) for new, old in asked.names.items()]
+    renamed = any(new is not None and new != old for new, old in meanings)
     if not (asked.rule or renamed or source.info.format in JUDGED):
         return
     flags = chosen_flags(source.stored_names, asked.names)
