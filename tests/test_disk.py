@@ -23,7 +23,8 @@ from gear_offline.loaders import rows as rows_module
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.rows import DiskRows, MemoryRows
 from gear_offline.tables import disk, window_reader
-from tests.support import Captured, Patch, failing_code, hopper_columns, make_dataset, run_python
+from tests.forks import run_forked
+from tests.support import Captured, Patch, failing_code, hopper_columns, make_dataset
 from tests.test_gather import random_column
 from tests.test_loader import same, take
 
@@ -369,9 +370,12 @@ else:
 """
 
 
-def test_a_forked_process_is_told_that_the_threads_stayed_behind(dataset: Dataset) -> None:
+def test_a_forked_process_is_told_that_the_threads_stayed_behind(
+    dataset: Dataset, tmp_path: Path
+) -> None:
     """It waited for them without end; and a script that ends in the middle ends."""
-    done = run_python("-c", FORKED, dataset.path, timeout=120)
+    (script := tmp_path / "forked.py").write_text(FORKED)
+    done = run_forked(script, dataset.path)
     size = "torch.Size([4, 2])"
     wanted = f"before 0 {size}\nLOADER_STATE {size}\nparent True\n"
     assert (done.returncode, done.stdout, done.stderr) == (0, wanted, "")

@@ -89,7 +89,7 @@ def test_truncated_episodes_stay_truncated(tmp_path: Path, name: str, again: str
             assert found.terminated.tolist() == source.terminated.tolist()
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("piece_bytes", [5000, 1 << 20])
 def test_episodes_survive_terminals_inside_them(
     tmp_path: Path, monkeypatch: Patch, piece_bytes: int
 ) -> None:

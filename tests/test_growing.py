@@ -26,7 +26,7 @@ from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.errors import GearError, InputError
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.training.json_lines import read_records
-from tests.ranks_support import launch
+from tests.ranks_support import fork_ranks
 from tests.support import ArraySource, Captured, Patch, hopper_columns
 from tests.test_resume import interrupted_in
 from tests.training_support import ENVIRONMENT, STEP_LIMIT, learnt, played_data, tiny_recipe
@@ -218,7 +218,8 @@ def test_several_ranks_see_the_same_data(path: Path, tmp_path: Path) -> None:
     run = go.train(recipe, out=tmp_path / "run", callbacks=[Actor(path)], quiet=True)
     again = tmp_path / "two.yaml"
     again.write_text(recipe.replace({"data.replay": True}).to_yaml())
-    launch(2, "-m", "gear_offline", "train", str(again), "--out", str(tmp_path / "two"))
+    done = fork_ranks(2, "-m", "gear_offline", "train", again, "--out", tmp_path / "two")
+    assert done.returncode == 0, done.stderr
     one, two = (go.open_run(each).metrics["loss"] for each in (run, tmp_path / "two"))
     np.testing.assert_allclose(one, two, rtol=1e-4)
 

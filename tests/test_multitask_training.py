@@ -267,7 +267,6 @@ def test_tasks_of_frames_share_an_encoder(tmp_path: Path) -> None:
         prepare_dataset(recipe.replace({"loader.normalize_states": True}))
 
 
-@pytest.mark.long
 def test_two_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
     recipe = tasks_recipe(make_parts(tmp_path), "model.dropout=0.0")
     path = tmp_path / "several.yaml"

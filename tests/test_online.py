@@ -19,7 +19,7 @@ from gear_offline.models.gaussian import Gaussian, gaussian_losses
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.training.optimizer import SteadyAdam
 from gear_offline.training.parallel import choose_parallel
-from tests.ranks_support import launch
+from tests.ranks_support import fork_ranks
 from tests.support import make_dataset, one_error
 from tests.test_resume import interrupted_in
 from tests.training_support import ENVIRONMENT, learnt, played_data, tiny_recipe
@@ -159,7 +159,8 @@ def test_ranks_take_the_temperature_together(tmp_path: Path) -> None:
     recipe = tiny_recipe(data, *POLICY, *options)
     (file := tmp_path / "two.yaml").write_text(recipe.to_yaml())
     one = go.train(recipe, out=tmp_path / "one", quiet=True)
-    launch(2, "-m", "gear_offline", "train", str(file), "--out", str(tmp_path / "two"))
+    done = fork_ranks(2, "-m", "gear_offline", "train", file, "--out", tmp_path / "two")
+    assert done.returncode == 0, done.stderr
     for name in ("loss", "temperature"):
         both = [go.open_run(run).metrics[name] for run in (one.path, tmp_path / "two")]
         np.testing.assert_allclose(both[0], both[1], rtol=1e-4)

@@ -3,8 +3,6 @@
 import faulthandler
 import os
 import signal
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from gear_offline.distributed.world import peers
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import train_run
 from gear_offline.training.learner import Learner
-from tests.ranks_support import environment, launch, ranks_recipe
+from tests.ranks_support import fork_ranks, launch, ranks_recipe
 from tests.support import make_dataset, one_error, write_hdf5
 from tests.training_support import measured
 
@@ -31,30 +29,40 @@ def test_a_failed_collective_is_a_lost_rank_and_other_errors_stay_what_they_are(
             raise error
 
 
-def trained(ranks: int, recipe: Path, run: Path, steps: int, *, kill_at: int = 0) -> str:
-    """Train with so many ranks, of which one is killed at a step; return what they said."""
+def trained(
+    ranks: int, recipe: Path, run: Path, steps: int, *, kill_at: int = 0, torchrun: bool = False
+) -> str:
+    """Train with so many ranks, of which one is killed at a step; return what they said.
+
+    Torchrun, or else this function, begins them anew after the kill.
+    """
     kill = {"KILL": f"1 {kill_at}", "FOLDER": str(run.parent)} if kill_at else {}
-    words = ["train", str(recipe), f"train.steps={steps}", "--out", str(run), "--resume"]
-    return launch(
-        ranks, "-m", "tests.test_parallel_training", *words, restarts=1, variables=kill
-    ).stderr
+    words = ["-m", "tests.test_parallel_training", "train", str(recipe), f"train.steps={steps}"]
+    words += ["--out", str(run), "--resume"]
+    if torchrun:
+        return launch(ranks, *words, restarts=1, variables=kill).stderr
+    if kill:
+        killed = fork_ranks(ranks, *words, variables=kill)
+        assert killed.returncode == 1 and "RANK_LOST" in killed.stderr
+    done = fork_ranks(ranks, *words)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
 
 
 SLOW = """
 import os, sys, time
-from pathlib import Path
 import gear_offline as go
 from gear_offline.runs import prepare
 
 def slow(*words, **options):
-    time.sleep(8)
+    time.sleep(4)
     if sys.argv[4] == "dies":
         os._exit(9)
     return convert(*words, **options)
 
 convert, prepare.convert = prepare.convert, slow
 try:
-    go.train(sys.argv[1], {"data.path": sys.argv[2], "train.timeout": 5.0}, out=sys.argv[3])
+    go.train(sys.argv[1], {"data.path": sys.argv[2], "train.timeout": 2.5}, out=sys.argv[3])
 except go.GearError as error:
     print(error.code)
 """
@@ -65,29 +73,20 @@ def test_ranks_wait_for_the_first_ones_data_as_long_as_it_lives(first: str, tmp_
     folder, source = tmp_path / "d", write_hdf5(tmp_path / "x.hdf5")
     options = f"data.source={source}", "train.steps=2"
     recipe = ranks_recipe(tmp_path / "ranks.yaml", folder, *options)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SLOW, recipe, folder, tmp_path / "run", first],
-            env=environment() | group | {"RANK": str(rank), "WORLD_SIZE": "2"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=150)[0] for rank in ranks]
+    (script := tmp_path / "slow.py").write_text(SLOW)
+    done = fork_ranks(2, script, recipe, folder, tmp_path / "run", first)
     lost = first == "dies"
-    assert [rank.returncode for rank in ranks] == [9 * lost, 0]
-    assert said == ["", "RANK_LOST\n" * lost]
+    assert (done.returncode, done.stdout) == (9 * lost, "RANK_LOST\n" * lost), done.stderr
 
 
-def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_ranks_learn_what_one_process_learns(torchrun: bool, tmp_path: Path) -> None:
     """Two ranks of which one is killed at step 14, then one process that goes on from step 20."""
     data = make_dataset(tmp_path, [9, 30, 4, 17, 25]).path
     recipe, run = ranks_recipe(tmp_path / "ranks.yaml", data), tmp_path / "run"
     alone = train_run(load_recipe(recipe, ["train.steps=30"]), out=tmp_path / "alone", quiet=True)
-    assert "resuming after step 10" in trained(2, recipe, run, 20, kill_at=14)
+    said = trained(2, recipe, run, 20, kill_at=14, torchrun=torchrun)
+    assert "resuming after step 10" in said
     train_run(load_recipe(recipe, ["train.steps=30"]), out=run, resume=True, quiet=True)
     one, several = measured(alone), measured(run)
     assert [record["step"] for record in several] == [5, 10, 15, 20, 25, 30]

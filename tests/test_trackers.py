@@ -21,7 +21,8 @@ import gear_offline as go
 from gear_offline.cli.main import main
 from gear_offline.errors import GearError
 from gear_offline.training.json_lines import read_records
-from tests.support import Captured, Patch, run_python
+from tests.forks import run_forked
+from tests.support import Captured, Patch
 from tests.training_support import tiny_recipe
 
 NAMES = ["tensorboard", "trackio", "wandb"]
@@ -166,12 +167,12 @@ def test_a_run_that_was_killed_and_stopped_goes_on_without_a_gap_or_a_step_twice
     names, run = [name for name in NAMES if find_spec(name)], tmp_path / "run"
     recipe = tiny_recipe(data, f"train.trackers={names}", "evaluate.background=off")
     (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
-    code = f"""
+    (script := tmp_path / "killed.py").write_text(f"""
 import gear_offline as go, tests.test_trackers as this
 from tests.training_support import register_environment as register; register()
 go.train({str(tmp_path / "recipe.yaml")!r}, out={str(run)!r}, callbacks=[this.End(12, kill=True)])
-"""
-    killed = run_python("-c", code)
+""")
+    killed = run_forked(script)
     assert killed.returncode == -9 and go.open_run(run).steps < 20
     with pytest.raises(GearError, match="the end"):
         go.train(recipe, out=run, resume=True, callbacks=[End(18)], quiet=True)

@@ -5,28 +5,33 @@ from typing import Any
 
 import pytest
 
+from tests.forks import run_forked
 from tests.support import run_python
 
 
-def run(program: str, *arguments: str) -> Any:
-    """Return what a program of `tests.trust` prints, which must find nothing broken."""
-    done = run_python("-m", f"tests.trust.{program}", *arguments)
+def run(program: str, *arguments: str, begin: Any = run_forked) -> Any:
+    """Return what a program of `tests.trust` prints, which must find nothing broken.
+
+    Those that begin in a process of their own need no torch, or must not have its address space.
+    """
+    done = begin("-m", f"tests.trust.{program}", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
 
 
 def test_every_class_of_byte_is_covered_by_a_digest() -> None:
-    found: Any = run("flip_bits", "--flips", "400", "--checkpoint-flips", "300")
-    for part, (flips, classes) in {"dataset": (300, 15), "checkpoint": (250, 6)}.items():
+    found = run("flip_bits", "--flips", "150", "--checkpoint-flips", "90")
+    for part, (flips, classes) in {"dataset": (120, 15), "checkpoint": (80, 6)}.items():
         assert found[part]["flips"] >= flips and len(found[part]["classes"]) >= classes
 
 
 def test_damaged_hdf5_is_refused_or_converted_and_never_crashes() -> None:
-    assert {"converted", "SOURCE_READ"} <= set(run("fuzz_hdf5", "--runs", "40")["outcomes"])
+    found = run("fuzz_hdf5", "--runs", "40", begin=run_python)
+    assert {"converted", "SOURCE_READ"} <= set(found["outcomes"])
 
 
 def test_killed_conversions_leave_the_old_state_or_the_new() -> None:
-    found: Any = run("kill_convert", "--workers", "1", "4", "--kills", "3")
+    found = run("kill_convert", "--workers", "1", "4", "--kills", "3", begin=run_python)
     assert found["points"] > 60 and set(found["seen_after"]) == {"absent", "old", "new"}
 
 

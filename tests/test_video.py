@@ -103,7 +103,8 @@ def test_simulators_are_drawn_as_they_were_played(tmp_path: Path, environment: s
     }[environment]
     pytest.importorskip(needs)
     policy: Any = Constant(action)
-    tasks = [EvaluationTask(environment=environment, targets=(1.0,), episodes=1, seed=3)]
+    options: dict[str, Any] = {"environment_options": {"max_episode_steps": 12}, "seed": 3}
+    tasks = [EvaluationTask(environment=environment, targets=(1.0,), episodes=1, **options)]
     path = tmp_path / "a.gif"
     video.check_video(path, tasks)
     report = evaluate_tasks(lambda _: policy, tasks)
@@ -121,11 +122,11 @@ def test_a_run_is_shown_and_its_report_links_it(tmp_path: Path) -> None:
     options: dict[str, Any] = {"episodes": 1, "targets": -200.0, "device": "cpu", "quiet": True}
     without = evaluate(run, **options).to_json()
     assert "(<" not in (run / "report.md").read_text()
-    report = evaluate(run, video=tmp_path / "a.gif", **options).to_json()
-    assert report.pop("videos") == ["../a.gif"]
+    report = evaluate(run, video=tmp_path / "a.mp4", **options).to_json()
+    assert report.pop("videos") == ["../a.mp4"]
     assert report | {"seconds": 0} == without | {"seconds": 0}, "the episodes are the same"
-    assert json.loads((run / "evaluation.json").read_text())["videos"] == ["../a.gif"]
-    assert "(<../a.gif>)" in (run / "report.md").read_text()
+    assert json.loads((run / "evaluation.json").read_text())["videos"] == ["../a.mp4"]
+    assert "(<../a.mp4>)" in (run / "report.md").read_text()
 
 
 def test_what_cannot_be_shown_is_refused_before_anything_is_played(

@@ -19,7 +19,7 @@ from gear_offline.distributed import is_first_process, launched
 from gear_offline.distributed.world import World, data_world, joined_world, open_world
 from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
-from tests.ranks_support import launch
+from tests.ranks_support import fork_ranks
 from tests.support import make_dataset, one_error
 
 dist: Any = torch.distributed
@@ -194,7 +194,8 @@ def test_the_first_rank_of_each_group_feeds(
 def test_the_example_trains_groups_on_one_batch_each(dataset: Dataset) -> None:
     """Four ranks in pairs: each pair works on its half of the global batches."""
     words = ("--steps", str(STEPS), "--batch-size", str(BATCH))
-    done = launch(4, "examples/model_parallel.py", str(dataset.path), *words)
+    done = fork_ranks(4, "examples/model_parallel.py", dataset.path, *words)
+    assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     ranks = sorted(lines, key=lambda line: int(line["rank"]))
     assert [line["feeds"] for line in ranks] == [True, False, True, False]
@@ -239,7 +240,8 @@ def test_processes_of_a_group_share_each_batch(tmp_path: Path) -> None:
     path = make_dataset(tmp_path, [9, 14, 30, 4, 21]).path
     script = tmp_path / "child.py"
     script.write_text(SHARING)
-    done = launch(2, str(script), str(path), str(tmp_path))
+    done = fork_ranks(2, script, path, tmp_path)
+    assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first[1] == second[1], "world=None: each alone"
     for mine, others, whole in zip(first[0], second[0], first[1], strict=True):

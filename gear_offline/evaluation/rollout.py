@@ -36,7 +36,6 @@ from gear_offline.evaluation.environments import (
     known_of,
     make_environment,
 )
-from gear_offline.models.policy import Policy
 from gear_offline.workers import Caller, Worker
 
 FALLBACK_MAX_STEPS = 10_000  # for environments that are registered without a time limit
@@ -224,6 +223,8 @@ def play_episodes(
     environment's own limit, or 10,000 steps.  Of the first `keep_actions` episodes the actions are
     kept.  `on_episode` is told how many episodes have ended, whenever some have.
     """
+    from gear_offline.models.policy import Policy  # loads torch, which workers do without
+
     facts, slots = environments.facts, environments.slots
     limit = facts.step_limit or FALLBACK_MAX_STEPS
     returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), np.int64)

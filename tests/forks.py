@@ -1,0 +1,62 @@
+"""Python programs in forks of a process that has imported everything: they begin at once.
+
+That process is multiprocessing's fork server.  It computes nothing, so it has no threads.
+"""
+
+import os
+import runpy
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, get_context
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from tests.support import ROOT
+
+SERVER = get_context("forkserver")
+SERVER.set_forkserver_preload(["gear_offline.cli.main", "gear_offline.runs.loop", "tests.support"])
+
+
+def run_forked(
+    *words: str | Path, count: int = 1, variables: Mapping[str, str] = {}, timeout: float = 180.0
+) -> CompletedProcess[str]:
+    """Run ``-m module`` or a script `count` times side by side, in the root of the checkout.
+
+    Each is told its number as RANK.  The exit status is that of the first one that failed.
+    """
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        forkserver.ensure_running()
+        shared, texts = {**os.environ, **variables}, [Path(folder, name) for name in ("out", "err")]
+        programs = [
+            SERVER.Process(target=_run, args=([*map(str, words)], shared | {"RANK": str(n)}, texts))
+            for n in range(count)
+        ]
+        for program in programs:
+            program.start()
+        deadline = time.monotonic() + timeout
+        for program in programs:
+            program.join(max(0.0, deadline - time.monotonic()))
+            program.kill()
+            program.join()
+        status = next(filter(None, (program.exitcode for program in programs)), 0)
+        return CompletedProcess(words, status, *(text.read_text() for text in texts))
+
+
+def _run(words: Sequence[str], variables: Mapping[str, str], texts: Sequence[Path]) -> None:
+    for number, text in enumerate(texts, 1):
+        os.dup2(os.open(text, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(ROOT)
+    if words[0] == "-m":
+        sys.argv = list(words[1:])
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(words)
+        runpy.run_path(words[0], run_name="__main__")
