@@ -225,8 +225,8 @@ def _value(node: ast.AST, facts: Mapping[str, Array]) -> Any:
             return reduce(partial(_calculated, operation), (_value(p, facts) for p in parts))
         case ast.Compare(left=left, ops=operations, comparators=others):
             pairs = pairwise(_value(part, facts) for part in (left, *others))
-            parts = (_calculated(o, *two) for o, two in zip(operations, pairs, strict=True))
-            return reduce(np.logical_and, parts)
+            results = (_calculated(o, *two) for o, two in zip(operations, pairs, strict=True))
+            return reduce(np.logical_and, results)
     raise ValueError(f"{ast.unparse(node)} is not understood")
 
 
