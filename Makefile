@@ -115,6 +115,8 @@ lint:
 
 types:
 	@$(BIN)/mypy
+	@$(BIN)/python -m tests.docs_examples build/examples
+	@$(BIN)/mypy build/examples/*.py
 
 format:
 	@.ci/setup test

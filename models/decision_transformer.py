@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -102,6 +102,10 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
 
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012 - the name and type that transformers expects
+
+    if TYPE_CHECKING:  # transformers' own takes a device for the model
+
+        def to(self, *arguments: Any, **options: Any) -> Self: ...  # type: ignore[override]
 
     def __init__(self, config: DecisionTransformerConfig) -> None:
         """Take the released class's configuration; `build_model` makes one of plain options."""

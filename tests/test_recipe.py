@@ -414,7 +414,7 @@ def test_scalars_follow_yaml_1_2() -> None:
         ("--- 1\n--- 2", "single document"),
         ("a: \x07", "unacceptable character"),
         ("a: " + "9" * 5000, "integer string conversion"),
-        ("[" * 5000, "recursion"),
+        ("[" * 5000, "nested deeper"),
         ("a: " + "x" * MAX_BYTES, "larger than"),
     ],
 )

@@ -9,6 +9,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import xxhash
 from rich.table import Table
 
 from gear_offline.core.text import Document, count_text
-from gear_offline.core.types import Float64Array
+from gear_offline.core.types import Float64Array, Int64Array
 from gear_offline.dataset.dataset import Columns, Dataset, open_dataset
 from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import probe
@@ -126,12 +127,12 @@ def audit(
     steps, shared = _Steps(data), list[Finding]()
     total = sum(map(len, (data, *others)))
     with Progress(f"audit {data.path.name}", total=total, unit="episodes", quiet=quiet) as progress:
-        for number, episode in enumerate(data.iter_episodes()):
-            steps.read(number, episode)
-            progress.advance()
+        for run, rows in data.iter_runs():
+            steps.read(run, rows)
+            progress.advance(len(run))
         for other in others:
             columns = [name for name in COMPARED if name in other.spec]
-            theirs = {_digest(episode) for episode in other.iter_episodes(columns=columns)}
+            theirs = {d for run in other.iter_runs(columns=columns) for d in _digests(other, *run)}
             both = [e for e, digest in enumerate(steps.digests) if digest in theirs]
             shared += _found("shared", both, f"of {len(data):,} are in {other.path} too")
             progress.advance(len(other))
@@ -148,7 +149,7 @@ class _Steps:
 
     def __init__(self, data: Dataset) -> None:
         self._data = data
-        self.digests: list[str] = []
+        self.digests: list[bytes] = []
         self._clipped: Any = 0  # (A,) steps on an action's extreme
         self._outliers = defaultdict[str, dict[int, tuple[int, int]]](dict)  # by element, the first
         self._jumps: list[tuple[int, int]] = []
@@ -167,21 +168,25 @@ class _Steps:
         scores: Float64Array = np.median(moves[:, is_moving] / self._usual[is_moving], axis=1)
         return scores
 
-    def read(self, number: int, episode: Columns) -> None:
-        self.digests.append(_digest(episode))
+    def read(self, run: Int64Array, columns: Columns) -> None:
+        """Look at the rows of episodes that follow each other, whose numbers `run` has."""
+        offsets = self._data.episodes.offsets[run[0] : run[-1] + 2]
+        numbers = np.repeat(run, np.diff(offsets))  # of each row
+        steps = np.arange(offsets[0], offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
+        self.digests += _digests(self._data, run, columns)
         if np.isfinite(self._limit):
-            far = np.flatnonzero(self._scores(_moves(episode)) > self._limit)
-            self._jumps += [(number, int(step) + 1) for step in far]
+            far = np.flatnonzero(self._scores(_moves(columns)) > self._limit) + 1
+            self._jumps += [(int(numbers[row]), int(steps[row])) for row in far if steps[row]]
         for name in (column.name for column in self._data.spec if column.dtype.kind == "f"):
-            facts, rows = self._data.statistics[name], episode[name].reshape(len(episode[name]), -1)
+            facts, rows = self._data.statistics[name], columns[name].reshape(len(columns[name]), -1)
             mean, std = facts.mean.reshape(-1), facts.std.reshape(-1)
             if name == "actions":
                 at_end = (rows == facts.min.reshape(-1)) | (rows == facts.max.reshape(-1))
                 self._clipped += (at_end & (std > 0)).sum(0)
             far = (np.abs(rows - mean) > OUTLIER * std) & (std > 0)
             for element in np.flatnonzero(far.any(0)).tolist():
-                place = (number, int(far[:, element].argmax()))
-                self._outliers[name].setdefault(element, place)
+                row = far[:, element].argmax()
+                self._outliers[name].setdefault(element, (int(numbers[row]), int(steps[row])))
 
     def findings(self) -> Iterator[Finding]:
         what = "inside episodes go farther than the data's own steps: an episode boundary may be "
@@ -251,13 +256,15 @@ def _found(
         yield Finding(check=check, what=what, remedy=remedy, count=count, places=first)
 
 
-def _moves(episode: Columns) -> Float64Array:
+def _moves(columns: Columns) -> Float64Array:
     """Return (T - 1, S): how far each element goes in a step; steps with NaN go nowhere."""
-    rows = episode["observations"].astype(np.float64)
+    rows = columns["observations"].astype(np.float64)
     return np.nan_to_num(np.abs(np.diff(rows.reshape(len(rows), -1), axis=0)), posinf=0.0)
 
 
-def _digest(episode: Columns) -> str:
+def _digests(data: Dataset, run: Int64Array, columns: Columns) -> list[bytes]:
     """Return what equal episodes have in common: xxh3-128 over the bytes of what is compared."""
-    content = (episode[name].tobytes() for name in COMPARED if name in episode)
-    return xxhash.xxh3_128_hexdigest(b"".join(content))
+    offsets = data.episodes.offsets[run[0] : run[-1] + 2] - data.episodes.offsets[run[0]]
+    parts = [columns[name] for name in COMPARED if name in columns]
+    contents = ([part[a:b].tobytes() for part in parts] for a, b in pairwise(offsets.tolist()))
+    return [xxhash.xxh3_128_digest(b"".join(content)) for content in contents]

@@ -16,6 +16,7 @@ from gear_offline.core.files import read_regular
 from gear_offline.errors import InputError
 
 MAX_BYTES = 256 << 10
+MOST_DEPTH = 50
 _FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
 _GROUPED = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)+")
 
@@ -25,6 +26,7 @@ def parse_yaml(text: str, *, where: str) -> Any:
     if len(text) > MAX_BYTES:
         raise InputError("RECIPE", f"larger than {MAX_BYTES >> 10} KiB", where, "shorten it")
     try:
+        _check_events(text)
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         what, mark = f"{error.context or ''} {error.problem}", error.problem_mark
@@ -72,12 +74,19 @@ def byte_count(value: Any) -> Any:
         raise ValueError(what) from None
 
 
-class _Loader(yaml.SafeLoader):
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if isinstance(self.peek_event(), yaml.AliasEvent):  # type: ignore[no-untyped-call]
-            raise ValueError("anchors and aliases are not allowed")  # a few can fill all memory
-        return super().compose_node(parent, index)
+def _check_events(text: str) -> None:
+    """Refuse what fills all memory, or the stack, when it is composed."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("anchors and aliases are not allowed")
+        starts, ends = yaml.CollectionStartEvent, yaml.CollectionEndEvent
+        depth += isinstance(event, starts) - isinstance(event, ends)
+        if depth > MOST_DEPTH:
+            raise ValueError(f"nested deeper than {MOST_DEPTH}")
 
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Any, Any]:
         assert isinstance(node, yaml.MappingNode)
         mapping: dict[Any, Any] = {}

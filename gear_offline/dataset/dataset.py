@@ -271,23 +271,29 @@ class Dataset:
         InputError
             ``SELECTION`` if there is no such episode, and those of `read`.
         """
+        for run, rows in self.iter_runs(which, columns=columns):
+            bounds = self.episodes.offsets[run[0] : run[-1] + 2] - self.episodes.offsets[run[0]]
+            for begin, end in pairwise(bounds.tolist()):
+                # Copies: holding one episode must not hold all that were read with it.
+                yield {name: together[begin:end].copy() for name, together in rows.items()}
+
+    def iter_runs(
+        self, which: npt.ArrayLike | None = None, *, columns: Sequence[str] | None = None
+    ) -> Iterator[tuple[Int64Array, Columns]]:
+        """Iterate over runs of episodes that follow each other: their numbers, and all their rows.
+
+        A run's widest column takes `RUN_BYTES`, or one episode; parameters and errors are those of
+        `iter_episodes`.
+        """
         chosen = np.arange(len(self)) if which is None else chosen_episodes(which, len(self))
         names = [c.name for c in self.spec] if columns is None else list(columns)
         most = max(1, RUN_BYTES // max((self.spec[n].step_bytes for n in names), default=1))
-        return self._read_runs(chosen, names, most)
-
-    def _read_runs(self, chosen: Int64Array, names: Sequence[str], most: int) -> Iterator[Columns]:
-        """Yield episodes; those that follow each other are read together, about `most` steps."""
         offsets = self.episodes.offsets
         groups = offsets[chosen] // most
         cuts = np.flatnonzero((np.diff(chosen) != 1) | (np.diff(groups) != 0)) + 1
         for run in np.split(chosen, cuts):
-            bounds = offsets[run[0] : run[-1] + 2].tolist()
-            rows = {name: self.read(name, bounds[0], bounds[-1]) for name in names}
-            for begin, end in pairwise(bounds):
-                # Copies: holding one episode must not hold all that were read with it.
-                own = slice(begin - bounds[0], end - bounds[0])
-                yield {name: together[own].copy() for name, together in rows.items()}
+            begin, end = int(offsets[run[0]]), int(offsets[run[-1] + 1])
+            yield run, {name: self.read(name, begin, end) for name in names}
 
     def verify(self, *, on_progress: OnProgress = lambda n: None) -> Dataset:
         """Return the dataset with every block of every shard compared with its digest, once.

@@ -19,7 +19,7 @@ from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.errors import InputError, given_path
 from gear_offline.progress import Printed, Terminal, print_table
 from gear_offline.training.checkpoint import list_checkpoints, no_run
-from gear_offline.training.json_lines import read_records
+from gear_offline.training.json_lines import last_record, read_records
 from gear_offline.training.records import EvaluationReport, read_lines, score_text
 
 if TYPE_CHECKING:  # it loads torch
@@ -78,9 +78,9 @@ class Run(os.PathLike[str]):
     @property
     def steps(self) -> int:
         """Steps done, as far as they are logged or saved; `recipe.train.steps` are asked for."""
-        logged = [record["step"] for record in read_records(self.path / "metrics.jsonl")[-1:]]
+        logged = last_record(self.path / "metrics.jsonl") or {"step": 0}
         saved = [step for step, _ in list_checkpoints(self.path / "checkpoints")[-1:]]
-        return max([*logged, *saved], default=0)
+        return max(int(logged["step"]), *saved)
 
     @property
     def metrics(self) -> Any:

@@ -20,7 +20,7 @@ from gear_offline.runs.run import Run, open_run
 from gear_offline.sweep.report import plot_curves
 from gear_offline.sweep.results import Table, TrialResult, make_table, read_result
 from gear_offline.sweep.trials import SweepDirectory, Trial, settings_label, trial_name
-from gear_offline.training.json_lines import read_records
+from gear_offline.training.json_lines import last_record
 
 __all__ = ["RunComparison", "compare_runs"]
 
@@ -128,7 +128,7 @@ def _runs_in(path: Path) -> list[Path]:
     """Return the runs of a sweep's trials that have begun; another path is a run's."""
     if not SweepDirectory(path).is_begun:
         return [path]
-    return [run for run in sorted(path.glob("runs/*")) if read_records(run / "metrics.jsonl")]
+    return [run for run in sorted(path.glob("runs/*")) if last_record(run / "metrics.jsonl")]
 
 
 def _without_returns(results: Sequence[TrialResult]) -> list[TrialResult]:

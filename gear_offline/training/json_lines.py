@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
@@ -20,6 +21,7 @@ from gear_offline.core.text import finite
 from gear_offline.errors import NO_SPACE, InputError
 
 MOST_STEPS = 1 << 62  # train.steps is below
+TAIL_BYTES = 1 << 20  # in which the last record is
 FILES = ("metrics.jsonl", "evaluations.jsonl")
 
 
@@ -32,30 +34,43 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [record for record, _ in _records(path)]
 
 
-def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each record and the offset of the first byte after its line."""
+def last_record(path: Path) -> dict[str, Any] | None:
+    """Return the last of the records; what is far before it is not read."""
+    return next((record for record, _ in deque(_records(path, after=-TAIL_BYTES), maxlen=1)), None)
+
+
+def _records(path: Path, *, after: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield each record and the offset of the first byte after its line.
+
+    From the first line on that begins behind the byte `after`, which counts from the end if it is
+    negative.
+    """
     try:
         with open(open_regular(path, links=False), "rb") as file:
-            content = file.read()
+            offset = file.seek(max(0, after + (file.seek(0, os.SEEK_END) if after < 0 else 0)))
+            offset += len(file.readline()) if offset else 0
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    return
+                offset += len(line)
+                where = f"{path} line {number}" if not after else f"{path}, near its end"
+                yield _record(line, where), offset
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:  # a link, a directory, a device
         what = f"it is no file of a run ({os.strerror(error.errno or 0)})"
         raise _damaged(what, str(path), "it") from error
-    offset = 0
-    for number, line in enumerate(content.splitlines(keepends=True), start=1):
-        if not line.endswith(b"\n"):
-            return
-        offset += len(line)
-        try:
-            record = json.loads(line)
-            record["step"] = int(record["step"])
-            if not 0 <= record["step"] < MOST_STEPS:
-                raise ValueError
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            where = f"{path} line {number}"
-            raise _damaged("a line is not a record with a step", where, "that line") from error
-        yield record, offset
+
+
+def _record(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(line)
+        record["step"] = int(record["step"])
+        if not 0 <= record["step"] < MOST_STEPS:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise _damaged("a line is not a record with a step", where, "that line") from error
+    return record
 
 
 def _damaged(what: str, where: str, cause: str) -> InputError:
