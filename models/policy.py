@@ -341,18 +341,16 @@ class Policy:
         """
         row, step, done, asked = torch.split(numbers, [1, 1, *self._widths[1:3]], dim=1)
         rows, steps = row[:, 0].long(), step[:, 0].long()
-        is_first, is_full = (
-            mask.view(-1, 1, 1) for mask in (steps == 0, steps >= self.context_length)
-        )
         if self.frame_shape:
-            old = torch.where(is_first[..., None], 0, self._frames[rows].flatten(2))
-            stacks = old.roll(-1, dims=1).unflatten(2, self.frame_shape)  # zeros before the first
+            stacks = self._frames[rows].roll(-1, dims=1)
+            stacks = stacks * (steps > 0).view(-1, *[1] * (stacks.ndim - 1))  # zeros come first
             stacks[:, -1] = seen
             self._frames[rows] = stacks
             seen = self.model.features(stacks[:, None])[:, 0]
         # old values are hidden by the mask; zeros keep NaN out of it
-        window = torch.where(is_first, 0, self._memory[rows])
-        window = torch.where(is_full, window.roll(-1, dims=1), window)
+        before = torch.where(step.unsqueeze(2) > 0, self._memory[rows], 0.0)
+        is_full = (step >= self.context_length).unsqueeze(2)
+        window = torch.where(is_full, before.roll(-1, dims=1), before)
         place = steps.clamp(max=self.context_length - 1)
         own = torch.arange(len(rows), device=rows.device)
         first = self._widths[0]

@@ -142,7 +142,8 @@ def test_a_policy_on_a_gpu_acts_as_on_the_cpu(
     """Also where some act and others begin anew; on the CPU it is compared with a plain loop."""
     how: dict[str, Any] = {"state_mean": None, "state_std": None, "context_length": 4}
     policies = [Policy(make(**kind), **how, returns_scale=1.0, device=d) for d in ("cpu", device)]
-    policies[1].graph = graph
+    if graph:
+        policies[1].capture(5, 5)
     generator = np.random.default_rng(0)
     for step in range(9):
         acting = np.arange(5) if step < 4 else np.array([3, 0, 4])

@@ -128,12 +128,13 @@ def evaluate_tasks(
     tasks: Sequence[EvaluationTask],
     *,
     cores: int | None = None,
+    on_step: Callable[[], None] = lambda: None,
     quiet: bool = True,
 ) -> EvaluationReport:
     """Play tasks one after the other; `policy_of` gives the batched policy of each.
 
     It is given up to ``environments * len(targets)`` slots.  Environments step on up to so many
-    `cores`, by default on all; the results do not depend on it.
+    `cores`, by default on all; the results do not depend on it.  What `on_step` raises ends it.
     """
     tasks = [task.settled() for task in tasks]
     scores = [resolve_reference(task.environment, task.reference) for task in tasks]
@@ -150,7 +151,7 @@ def evaluate_tasks(
             environments=task.environments,
             goals=task.goals,
         )
-        results[task.name] = asked.with_targets(_play(policy_of, task, cores, quiet))
+        results[task.name] = asked.with_targets(_play(policy_of, task, cores, on_step, quiet))
     known = versions("gear-offline", "gymnasium", "mujoco", "torch", "numpy")
     return _report(results, versions=known, seconds=time.perf_counter() - began)
 
@@ -159,6 +160,7 @@ def _play(
     policy_of: Callable[[EvaluationTask], ActingPolicy],
     task: EvaluationTask,
     cores: int | None,
+    on_step: Callable[[], None],
     quiet: bool,
 ) -> list[TargetResult]:
     """Play the episodes of all targets, those of one episode number side by side."""
@@ -182,6 +184,7 @@ def _play(
                 targets=task.targets * task.episodes,
                 keep_actions=count,
                 on_episode=progress.advance,
+                on_step=on_step,
             )
     return [
         TargetResult(
