@@ -249,14 +249,14 @@ class Policy:
         self._waiting[chosen] = False
 
     @torch.inference_mode()
-    def capture(self, environments: int, acting: int) -> None:
-        """Make ready for `environments`: up to `acting` at a time then act as one CUDA graph.
+    def capture(self, environments: int) -> None:
+        """Make ready for so many environments, which on a GPU act as one CUDA graph then.
 
-        Only on a GPU; the model's weights must stay where they are.
+        Its products are TF32's; the model's weights must stay where they are.
         """
+        self._grow(max(0, environments - self.environments))
         if self.device.type == "cuda":
-            self._grow(max(0, environments - self.environments))
-            self._graph = _Graph(self, acting)
+            self._graph = _Graph(self)
 
     @torch.inference_mode()
     def act(
@@ -309,7 +309,7 @@ class Policy:
         asked = self.window.states(left) if self.goals else self.window.returns(left)[:, None]
         numbers = np.concatenate([np.stack([chosen, steps], 1), self._done[chosen], asked], axis=1)
         seen = self._seen(given)
-        if self._graph is not None and generator is None and len(numbers) <= self._graph.acting:
+        if self._graph is not None and generator is None:
             actions = self._graph.replay(numbers, seen)
         else:
             noise: Tensor | float = 0.0
@@ -429,26 +429,29 @@ class Policy:
 
 
 class _Graph:
-    """`Policy._step` of `acting` environments as one CUDA graph, on a stream of its own."""
+    """`Policy._step` of all environments as one CUDA graph, on a stream of its own."""
 
-    def __init__(self, policy: Policy, acting: int) -> None:
-        self.acting, device, length = acting, policy.device, policy.context_length
-        self._nobody = policy.environments
+    def __init__(self, policy: Policy) -> None:
+        count, device, length = policy.environments, policy.device, policy.context_length
         _, done, asked, _ = policy._widths
-        self._numbers = torch.zeros((acting, 2 + done + asked), dtype=torch.float64, device=device)
-        self._numbers[:, 0] = self._nobody
-        shape, kind = policy.frame_shape or (policy.state_dim,), policy._frames.dtype
-        kind = kind if policy.frame_shape else torch.float32
-        self._seen = torch.zeros((acting, *shape), dtype=kind, device=device)
+        self._numbers = torch.zeros((count, 2 + done + asked), dtype=torch.float64, device=device)
+        self._numbers[:, 0] = self._nobody = count
+        shape = (count, *(policy.frame_shape or (policy.state_dim,)))
+        self._seen = torch.zeros(shape, device=device)
+        if policy.frame_shape:
+            self._seen = self._seen.byte()
         self._graph: Any = torch.cuda.CUDAGraph()
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
         mode = "thread_local"  # other threads may use the GPU meanwhile
         with torch.cuda.stream(self._stream):
             for _ in range(2):  # libraries choose their algorithms and allocate
                 policy._step(self._numbers, self._seen, length, 0.0)
             with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode=mode):
                 self._actions = policy._step(self._numbers, self._seen, length, 0.0)
+        torch.set_float32_matmul_precision(precision)
 
     def replay(self, numbers: Array, seen: Array) -> Array:
         """Do `Policy._step` for some environments; the others' rows are nobody's."""

@@ -23,7 +23,7 @@ from gear_offline.dataset.schema import channels_last
 from gear_offline.dataset.scores import ReferenceScores, known_scores, reference_scores
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import EnvironmentFacts, Known, Options, known_of
-from gear_offline.evaluation.rollout import ActingPolicy, Environments, groups_of, play_episodes
+from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_episodes
 from gear_offline.models.multitask import ModelTask
 from gear_offline.models.policy import Policy
 from gear_offline.progress import Progress
@@ -119,7 +119,7 @@ def play_tasks(
 def ready_policy(trained: TrainedModel, task: EvaluationTask, device: str) -> Policy:
     """Return what acts in a settled task, on a GPU as one CUDA graph."""
     policy = trained.policy(task.name or None, device)
-    policy.capture(task.slots, len(groups_of(task.slots)[0]))
+    policy.capture(task.slots)
     return policy
 
 
