@@ -254,8 +254,8 @@ class Policy:
 
         Its products are TF32's; the model's weights must stay where they are.
         """
-        self._grow(max(0, environments - self.environments))
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self._graph is None:
+            self._grow(max(0, environments - self.environments))
             self._graph = _Graph(self)
 
     @torch.inference_mode()

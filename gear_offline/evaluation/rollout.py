@@ -208,14 +208,12 @@ def play_episodes(
     targets: Sequence[float],
     keep_actions: int = 0,
     on_episode: Callable[[int], None] = lambda count: None,
-    on_step: Callable[[], None] = lambda: None,
 ) -> Episodes:
     """Play episode i with ``seeds[i]`` and ``targets[i]``, for every i, to its end.
 
     Where the environments have goals, targets are numbers of tasks.  Episodes are cut after the
     environment's own limit, or 10,000 steps.  Of the first `keep_actions` episodes the actions are
-    kept.  `on_episode` is told how many episodes have ended, whenever some have; what `on_step`
-    raises ends the play.
+    kept.  `on_episode` is told how many episodes have ended, whenever some have.
     """
     from gear_offline.models.policy import Policy  # loads torch, which workers do without
 
@@ -230,7 +228,6 @@ def play_episodes(
     playing = np.full(slots.size, -1, np.int64)  # slot -> episode; -1: none
     waiting = iter(range(len(seeds)))
     while True:
-        on_step()
         begun = np.flatnonzero(slots["todo"] == RESET)
         if begun.size:
             policy.reset(begun, slots["goal"][begun] if goals else asked[playing[begun]])

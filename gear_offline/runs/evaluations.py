@@ -33,9 +33,9 @@ from gear_offline.evaluation.play import (
     evaluate_tasks,
     known_to,
     play_job,
-    ready_policy,
     tasks_of,
 )
+from gear_offline.evaluation.rollout import Environments
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.progress import Progress
 from gear_offline.runs.run import best_of
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.05
 SPARE = 2  # evaluations that may wait while all workers play
-END_SECONDS = 5.0
 NICENESS = 5  # where cores are short, training goes first
 MOST_WORKERS = 8
 MOST_THREADS = 4  # of a worker beside a GPU: an evaluation should not take minutes
@@ -131,7 +130,8 @@ class RunEvaluations(Closing):
         )
         self._on_gpu = self.plan.device.type == "cuda"
         self._pool = WorkerPool(self.plan.workers, threads=self.plan.threads)
-        self._thread, self._is_closed = threading.Thread(), False  # plays on a GPU
+        self._thread = threading.Thread()  # plays on a GPU, where these are kept:
+        self._made: dict[str, Environments] = {}
         self._queue: dict[int, _Waiting] = {}  # by step, ascending
         self._polled = 0.0
         file = run.path / "evaluations.jsonl"
@@ -228,22 +228,26 @@ class RunEvaluations(Closing):
         tasks, device = [task.settled("cuda") for task in self._tasks], str(self.plan.device)
         with torch.random.fork_rng(devices=[]):
             trained = find_trained(self._run.saver.path(step))
-        policies = {task.name: ready_policy(trained, task, device) for task in tasks}
-
-        def check() -> None:
-            if self._is_closed:
-                raise GearError("INTERRUPTED", "the run has ended")
+        policies = {task.name: trained.policy(task.name or None, device) for task in tasks}
+        for task in tasks:
+            if task.name not in self._made:
+                self._made[task.name] = task.make(self.plan.cores)
+            policies[task.name].capture(len(self._made[task.name].slots))
 
         def play() -> None:
             try:
-                options: Any = {"cores": self.plan.cores, "on_step": check}
-                report = evaluate_tasks(lambda task: policies[task.name], tasks, **options)
+                report = evaluate_tasks(lambda task: policies[task.name], tasks, made=self._made)
                 waiting.played = report.model_copy(update={"device": device})
             except Exception as error:
+                self._close_made()
                 waiting.played = error
 
         self._thread = threading.Thread(target=play, daemon=True)
         self._thread.start()
+
+    def _close_made(self) -> None:
+        while self._made:
+            self._made.popitem()[1].close()
 
     def _record_played(self) -> None:
         """Record the results that are there, in the order of steps."""
@@ -311,9 +315,9 @@ class RunEvaluations(Closing):
 
     def _end(self) -> None:
         self._pool.close()
-        self._is_closed = True
+        self._close_made()  # whoever plays there hears of it
         if self._thread.is_alive():
-            self._thread.join(END_SECONDS)  # an environment may take its time
+            self._thread.join()
 
 
 def play_nicely(caller: Caller, *job: Any) -> EvaluationReport:
