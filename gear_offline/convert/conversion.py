@@ -205,7 +205,7 @@ def convert(
             source.warn(*_looks_wrong(source), *late)
         whole = source = shift_source(source, shift or {})
         source, kept = _edited(source, rename or {}, shift or {}, map, where)
-        groups = {name.split("/")[0] for name in _names(source)}
+        groups = {name.split("/")[0] for name in (*_names(source), *(rename or {}))}
         if given and map and (lacking := [name for name in REQUIRED if name not in groups]):
             what, remedy = f"map made no {' and no '.join(lacking)}", "return them, or --rename"
             raise InputError("COLUMN", what, source.info.uri, remedy)
