@@ -130,20 +130,13 @@ def default_rule(flags: Collection[str], true: True_) -> tuple[str, str]:
     return time, f"only {time} end episodes: none counts as terminated" if time else ""
 
 
-class Boundaries(NamedTuple):
-    """Episodes, (E,) each; `tail_steps` are those of the last one when nothing ended it, else 0."""
-
-    rule: str
-    lengths: Int64Array
-    terminated: BoolArray
-    tail_steps: int
-    notes: list[str]  # what the flags cannot tell
-
-
 def split_episodes(
     rule: str | None, table: Mapping[str, Any], flags: Collection[str], rows: int, *, where: str
-) -> Boundaries:
+) -> tuple[str, Int64Array, BoolArray, int, list[str]]:
     """Return the episodes of a table of `rows` rows by a rule, or by its `flags`.
+
+    They are the rule, (E,) lengths and terminations, the steps of a last episode that nothing
+    ended, and what the flags cannot tell.
 
     `table` has arrays, or what has ``shape`` and ``read(start, stop)``.  An episode is terminated
     if its last row bears a terminal flag, which wins over a timeout on the same row.  Rows behind
@@ -179,7 +172,7 @@ def split_episodes(
     lengths = np.diff(last, prepend=np.int64(-1))
     terminated = parsed.terminated(last, lengths, true)
     terminated[-1] &= not tail
-    return Boundaries(rule, lengths, terminated, tail, [note] if note else [])
+    return rule, lengths, terminated, tail, [note] if note else []
 
 
 def judge_ends(
