@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +64,8 @@ class Policy:
     ----------
     model, device, context_length, returns_scale, facts
         As given.
+    graph
+        On a GPU: act as one CUDA graph, which wants the model's weights to stay where they are.
     window
         All that says how windows are made.
     max_timestep, state_dim, action_dim, discrete, stochastic
@@ -119,17 +122,15 @@ class Policy:
         self._targets: Float64Array = np.zeros((0, self.state_dim) if self.goals else 0)
         self._steps: Int64Array = np.zeros(0, np.int64)
         self._waiting: BoolArray = np.zeros(0, np.bool_)  # for a reward
-        # (E, K, ...) states, actions, what is asked, timesteps, and of frames the newest ones
-        shape, device = (0, context_length), self.device
-        actions = torch.zeros((*shape, self.action_dim), device=device)
-        self._windows = [
-            torch.zeros((*shape, int(model.config.state_dim)), device=device),
-            torch.zeros(shape, dtype=torch.int64, device=device) if self.discrete else actions,
-            torch.zeros((*shape, model.embed_return.in_features), device=device),
-            torch.zeros(shape, dtype=torch.int64, device=device),
-        ]
-        stack = (0, self.frame_stack, *self.frame_shape)  # the newest one last
-        self._frames = torch.zeros(stack, dtype=torch.uint8, device=device)
+        self._done: Float64Array = np.zeros((0, 1 if self.discrete else self.action_dim))
+        # (E + 1, K, width) state, what was done, what is asked, timestep; the last row is nobody's
+        asked = model.embed_return.in_features
+        self._widths = [int(model.config.state_dim), self._done.shape[1], asked, 1]
+        self._memory = torch.zeros((1, context_length, sum(self._widths)), device=self.device)
+        stack = (1, self.frame_stack, *self.frame_shape)  # the newest one last
+        self._frames = torch.zeros(stack, dtype=torch.uint8, device=self.device)
+        self.graph = False
+        self._graph: _Graph | None = None
 
     def __repr__(self) -> str:
         config = self.model.config
@@ -251,8 +252,7 @@ class Policy:
         self._waiting[chosen] = False
         rows = torch.from_numpy(chosen).to(self.device)
         self._frames[rows] = 0  # before an episode's first frame, as in training
-        for window in self._windows:
-            window[rows] = 0  # old values are hidden by the mask; zeros keep NaN out of it
+        self._memory[rows] = 0  # old values are hidden by the mask; zeros keep NaN out of it
 
     @torch.inference_mode()
     def act(
@@ -301,39 +301,69 @@ class Policy:
         _check_finite(given, "observation")
         if self._waiting[chosen].any():
             raise InputError("MODEL", "act was called twice without observe_reward")
-        rows = torch.from_numpy(chosen).to(self.device)
-        place = self._append(chosen, rows, self._see(rows, given))
-        # Early in the episodes the windows are short: leave out what nobody has filled yet.
-        # On a GPU the shape stays fixed, for captured graphs and compiled code.
-        filled = int(place.max()) + 1 if self.device.type == "cpu" else self.context_length
-        everyone = indices is None
-        inputs = [(window if everyone else window[rows])[:, :filled] for window in self._windows]
-        last = torch.from_numpy(place).to(self.device)
-        noise: Tensor | float = 0.0
-        if generator is not None:
-            drawn = generator.standard_normal((len(chosen), self.action_dim), np.float32)
-            noise = torch.from_numpy(drawn).to(self.device)
-        prediction = self.model.predict_last_action(*inputs, last, noise)
-        chosen_actions = prediction.argmax(-1) if self.discrete else prediction
-        self._windows[1][rows, last] = chosen_actions.to(self._windows[1].dtype)
+        steps, left = self._steps[chosen], self._targets[chosen]
+        asked = self.window.states(left) if self.goals else self.window.returns(left)[:, None]
+        numbers = np.concatenate([np.stack([chosen, steps], 1), self._done[chosen], asked], axis=1)
+        seen = self._seen(given)
+        if self.graph and generator is None and self.device.type == "cuda":
+            if self._graph is None or len(self._graph.numbers) < len(numbers):
+                self._graph = _Graph(self, numbers, seen)
+            prediction = self._graph.replay(numbers, seen)
+        else:
+            noise: Tensor | float = 0.0
+            if generator is not None:
+                drawn = generator.standard_normal((len(chosen), self.action_dim), np.float32)
+                noise = torch.from_numpy(drawn).to(self.device)
+            # Early in the episodes windows are short: leave out what nobody has filled yet.
+            filled = min(int(steps.max()) + 1, self.context_length)
+            now, state = (torch.from_numpy(part).to(self.device) for part in (numbers, seen))
+            prediction = self._step(now, state, filled, noise)
+        actions: Array = prediction.cpu().numpy()
+        self._done[chosen] = actions.reshape(len(chosen), -1)
         self._waiting[chosen] = True
         self._steps[chosen] += 1
-        if not self.discrete:
-            chosen_actions = chosen_actions.float()
-        return np.asarray(chosen_actions.cpu().numpy())
+        return actions
 
-    def _see(self, rows: Tensor, given: Array) -> Tensor:
-        """Return the states (n, S) as the model takes them; of frames, features of the stacks."""
+    def _seen(self, given: Array) -> Array:
+        """Return observations (n, S) as the model takes them, or frames (n, *frame)."""
         if not self.frame_shape:
-            return torch.from_numpy(self.window.states(given)).to(self.device)
+            return self.window.states(given)
         if given.dtype != np.uint8:
             raise InputError("MODEL", f"frames are {given.dtype}, the model expects uint8")
-        newest = torch.from_numpy(np.ascontiguousarray(given)).to(self.device)
-        stacks = self._frames[rows].roll(-1, dims=1)
-        stacks[:, -1] = newest.view(-1, *self.frame_shape)
-        self._frames[rows] = stacks
-        features: Tensor = self.model.features(stacks[:, None])
-        return features[:, 0]
+        return np.ascontiguousarray(given).reshape(-1, *self.frame_shape)
+
+    def _step(self, numbers: Tensor, seen: Tensor, filled: int, noise: Tensor | float) -> Tensor:
+        """Remember the current step and return the actions (n, A) or (n,).
+
+        `numbers` (n, 2 + A + asked) float64 are rows of the memory, steps so far, what was done in
+        the last one, what is asked; no window has more than `filled` steps.
+        """
+        row, step, done, asked = torch.split(numbers, [1, 1, *self._widths[1:3]], dim=1)
+        rows, steps = row[:, 0].long(), step[:, 0].long()
+        if self.frame_shape:
+            stacks = self._frames[rows].roll(-1, dims=1)
+            stacks[:, -1] = seen
+            self._frames[rows] = stacks
+            seen = self.model.features(stacks[:, None])[:, 0]
+        window, place = self._memory[rows], steps.clamp(max=self.context_length - 1)
+        is_full = (steps >= self.context_length).view(-1, 1, 1)
+        window = torch.where(is_full, window.roll(-1, dims=1), window)
+        own = torch.arange(len(rows), device=rows.device)
+        first = self._widths[0]
+        window[own, (place - 1).clamp(min=0), first : first + done.shape[1]] = done.float()
+        now = (seen, torch.zeros_like(done), asked, step.clamp(max=self.max_timestep - 1))
+        window[own, place] = torch.cat([part.float() for part in now], dim=1)
+        self._memory[rows] = window
+        states, actions, asked, timesteps = (
+            part.contiguous()[:, :filled] for part in torch.split(window, self._widths, dim=2)
+        )
+        if self.discrete:
+            actions = actions[..., 0].long()
+        timesteps = timesteps[..., 0].long()
+        action: Tensor = self.model.predict_last_action(
+            states, actions, asked, timesteps, place, noise
+        )
+        return action.argmax(-1) if self.discrete else action.float()
 
     def observe_reward(
         self,
@@ -368,10 +398,7 @@ class Policy:
         if not self._waiting[chosen].all():
             raise InputError("MODEL", "observe_reward was called without an act before it")
         if actions is not None:
-            rows = torch.from_numpy(chosen).to(self.device)
-            last = torch.from_numpy(np.minimum(self._steps[chosen], self.context_length) - 1)
-            done = torch.from_numpy(np.ascontiguousarray(actions)).to(self._windows[1])
-            self._windows[1][rows, last.to(self.device)] = done
+            self._done[chosen] = np.asarray(actions).reshape(len(chosen), -1)
         if not self.goals:
             self._targets[chosen] = self.window.rest(self._targets[chosen], given)
         self._waiting[chosen] = False
@@ -386,34 +413,42 @@ class Policy:
             raise InputError("MODEL", what, remedy="reset an environment before acting in it")
         return chosen
 
-    def _append(self, chosen: Int64Array, rows: Tensor, states: Tensor) -> Int64Array:
-        """Write the current step into the windows; return its place (n,) in each."""
-        steps = self._steps[chosen]
-        full = chosen[steps >= self.context_length]
-        if full.size:
-            moved = torch.from_numpy(full).to(self.device)
-            for window in self._windows:
-                window[moved] = window[moved].roll(-1, dims=1)
-        place = np.minimum(steps, self.context_length - 1)
-        at = torch.from_numpy(place).to(self.device)
-        asked: Array = self._targets[chosen]
-        asked = self.window.states(asked) if self.goals else self.window.returns(asked)[:, None]
-        timesteps = torch.from_numpy(np.minimum(steps, self.max_timestep - 1))
-        action = torch.zeros((), device=self.device)  # not chosen yet; causality hides it anyway
-        now = (states, action, torch.from_numpy(asked), timesteps)
-        for window, values in zip(self._windows, now, strict=True):
-            window[rows, at] = values.to(window)
-        return place
-
     def _grow(self, added: int) -> None:
         def longer(values: Tensor) -> Tensor:
             return torch.cat([values, values.new_zeros((added, *values.shape[1:]))])
 
-        self._windows, self._frames = [*map(longer, self._windows)], longer(self._frames)
-        self._targets, self._steps, self._waiting = (
+        self._memory, self._frames, self._graph = longer(self._memory), longer(self._frames), None
+        self._targets, self._steps, self._waiting, self._done = (
             np.concatenate([values, np.zeros((added, *values.shape[1:]), values.dtype)])
-            for values in (self._targets, self._steps, self._waiting)
+            for values in (self._targets, self._steps, self._waiting, self._done)
         )
+
+
+class _Graph:
+    """`Policy._step` as one CUDA graph, for as many environments as `numbers` has rows."""
+
+    def __init__(self, policy: Policy, numbers: Array, seen: Array) -> None:
+        device, length = policy.device, policy.context_length
+        self.numbers = torch.zeros(numbers.shape, dtype=torch.float64, device=device)
+        self.numbers[:, 0] = self._nobody = policy.environments
+        self._seen = torch.from_numpy(np.zeros_like(seen)).to(device)
+        self._graph: Any = torch.cuda.CUDAGraph()
+        stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            for _ in range(2):  # libraries choose their algorithms and allocate
+                policy._step(self.numbers, self._seen, length, 0.0)
+            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                self._actions = policy._step(self.numbers, self._seen, length, 0.0)
+
+    def replay(self, numbers: Array, seen: Array) -> Tensor:
+        """Do `Policy._step` for some environments; the others' rows are nobody's."""
+        count = len(numbers)
+        self.numbers[:count].copy_(torch.from_numpy(numbers))
+        self.numbers[count:, 0] = self._nobody
+        self._seen[:count].copy_(torch.from_numpy(seen))
+        self._graph.replay()
+        return self._actions[:count]
 
 
 def _check_finite(values: Array, name: str) -> None:

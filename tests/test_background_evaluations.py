@@ -246,24 +246,26 @@ def test_when_evaluations_run_in_the_background(data: Path, monkeypatch: Patch) 
 
     def planned(
         device: torch.device, *overrides: str, parameters: int = 1000
-    ) -> tuple[int, int, str]:
+    ) -> tuple[int, int, str, int | None]:
         options = (f"evaluate.environment={ENVIRONMENT}", "evaluate.targets=[1.0]", *overrides)
         recipe = tiny_recipe(data, *options)
         plan = plan_evaluations(recipe, tasks_of(recipe), device, World(), parameters=parameters)
-        return plan.workers, plan.threads, str(plan.device)
+        return plan.workers, plan.threads, str(plan.device), plan.cores
 
-    assert planned(CPU) == (7, 1, "cpu")
-    assert planned(gpu) == (1, 4, "cpu")
-    assert planned(gpu, "evaluate.workers=5") == (5, 4, "cpu")
-    assert planned(gpu, "evaluate.device=cuda") == (1, 1, "cuda:0")
-    assert planned(gpu, "evaluate.background=off") == (0, 1, "cuda:0")
-    assert planned(gpu, "evaluate.background=off", "evaluate.device=cpu") == (0, 1, "cpu")
-    assert planned(gpu, parameters=87_000_000)[0] == 0, "slow on CPU cores"
-    assert planned(gpu, "evaluate.device=cuda", parameters=87_000_000)[0] == 1
+    assert planned(CPU) == (7, 1, "cpu", 1)
+    assert planned(gpu) == planned(gpu, "evaluate.device=cuda") == (2, 1, "cuda:0", 6)
+    assert planned(gpu, "evaluate.workers=5") == (5, 1, "cuda:0", 2)
+    assert planned(gpu, "evaluate.device=cpu") == (1, 4, "cpu", 1)
+    assert planned(gpu, "evaluate.background=off") == (0, 1, "cuda:0", None)
+    assert planned(gpu, "evaluate.background=off", "evaluate.device=cpu") == (0, 1, "cpu", None)
+    assert planned(gpu, parameters=87_000_000)[0] == 2
+    assert planned(gpu, parameters=1_200_000_000)[0] == 0, "no memory for a copy"
+    cpu = "evaluate.device=cpu"
+    assert planned(gpu, cpu, parameters=87_000_000)[0] == 0, "slow on CPU cores"
     assert planned(CPU, "train.evaluate_every=20")[0] == 0, "nothing before the end"
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
     assert planned(CPU)[0] == 0, "training uses all cores"
-    assert planned(CPU, "evaluate.background=on") == (1, 1, "cpu")
+    assert planned(CPU, "evaluate.background=on") == (1, 1, "cpu", 1)
     gymnasium.registry.pop(ENVIRONMENT)
     gymnasium.register(ENVIRONMENT, lambda **_: None)  # type: ignore[arg-type]
     assert planned(CPU, "evaluate.background=on")[0] == 0, "known to this process only"

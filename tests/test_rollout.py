@@ -15,7 +15,12 @@ from gear_offline.evaluation.rollout import ActingPolicy, Environments, Episodes
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.models.policy import Policy
 from tests.evaluation_support import Constant, Remembering
+from tests.gpu_support import ON_GPU
+from tests.model_support import make
 from tests.support import Patch, one_error
+
+FRAMES: dict[str, Any] = {"discrete": True, "action_tanh": False, "state_dim": 36 * 36}
+FRAMES |= {"frame_shape": (36, 36), "frame_stack": 2}
 
 
 def play(
@@ -124,6 +129,37 @@ def test_what_goes_wrong_in_a_worker_is_raised_here() -> None:
     policy = Constant(np.zeros(3))
     with pytest.raises(GearError, match="raised AssertionError: every episode"):
         play(policy, "GearTest/Counted-v0", [-1, -1], environments=2, processes=2)
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize(
+    "kind", [{}, {"discrete": True, "action_tanh": False}, {"goals": True}, FRAMES]
+)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_a_policy_on_a_gpu_acts_as_on_the_cpu(
+    kind: dict[str, Any], graph: bool, device: str
+) -> None:
+    """Also where some act and others begin anew; on the CPU it is compared with a plain loop."""
+    how: dict[str, Any] = {"state_mean": None, "state_std": None, "context_length": 4}
+    policies = [Policy(make(**kind), **how, returns_scale=1.0, device=d) for d in ("cpu", device)]
+    policies[1].graph = graph
+    generator = np.random.default_rng(0)
+    for step in range(9):
+        acting = np.arange(5) if step < 4 else np.array([3, 0, 4])
+        begun = acting if step == 0 else acting[step % 3 : step % 3 + 1]
+        asked: Any = generator.normal(size=len(begun))
+        if "goals" in kind:
+            asked = generator.normal(size=(len(begun), policies[0].state_dim))
+        seen: Any = generator.normal(size=(len(acting), policies[0].state_dim))
+        if policies[0].frame_shape:
+            seen = generator.integers(0, 256, (len(acting), *policies[0].frame_shape), np.uint8)
+        actions = []
+        for policy in policies:
+            policy.reset(begun, asked)
+            actions.append(policy.act(seen, acting))
+            done = actions[0] if policy.discrete else actions[0] / 2
+            policy.observe_reward(np.ones(len(acting)), acting, actions=done)
+        np.testing.assert_allclose(actions[1], actions[0], rtol=0, atol=1e-4)
 
 
 def test_a_policy_remembers_what_was_done() -> None:

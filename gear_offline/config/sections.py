@@ -447,13 +447,13 @@ class EvaluateSettings(Section):
     """Returns as the data count them; null: their best and mean.  Of goals: numbers of tasks."""
     episodes: Count = 100
     """Episodes for each target; 0: no evaluation while training."""
-    environments: Positive = 20
-    """Environments that step together."""
+    environments: Positive | Literal["auto"] = "auto"
+    """Environments that step together for each target; auto: 20 on the CPU, up to 256 on a GPU."""
     seed: Seed = 1000
     """Seed of the first evaluation environment."""
     background: Mode = "auto"
     """Evaluate in other processes while training goes on; auto: where cores are free for it."""
     device: Device = "auto"
-    """Where the policy runs; auto: the CPU in the background, else where training runs."""
+    """Where the policy runs; auto: where training runs."""
     workers: Positive | None = None
     """Processes of evaluation in the background; null: by the cores that training leaves."""

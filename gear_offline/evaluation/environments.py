@@ -140,7 +140,8 @@ class Environment(Closing):
 
     def __init__(self, environment_id: str, raw: gymnasium.Env[Any, Any]) -> None:
         self.raw, self._id, self._is_open = raw, environment_id, True
-        self.facts = guarded(environment_id, "its spaces", describe, raw, environment_id)
+        self.facts = facts = guarded(environment_id, "its spaces", describe, raw, environment_id)
+        self._wanted = f"{facts.observation_dtype} of shape {facts.observation_shape}"
 
     @property
     def metadata(self) -> Options:
@@ -172,22 +173,22 @@ class Environment(Closing):
     def observation(self, name: str, value: Any, *, is_last: bool = False) -> Array:
         """Return a copy of an observation; the last one, which nobody acts on, may be NaN."""
         facts = self.facts
-        wanted = f"{facts.observation_dtype} of shape {facts.observation_shape}"
-        seen = given = self._array(name, value, (facts.observation_shape,), "biuf", wanted)
+        seen = given = self._array(name, value, (facts.observation_shape,), "biuf", self._wanted)
         if facts.observation_dtype.kind != "f":
             seen = given.astype(facts.observation_dtype, copy=False)
             if not np.array_equal(seen, given):
-                raise self.odd(name, given, wanted)
+                raise self.odd(name, given, self._wanted)
         if seen.dtype.kind == "f" and not is_last and not np.isfinite(seen).all():
             raise not_finite(name, self._id)
         return seen
 
     def number(self, name: str, value: Any) -> float:
         """Return a number, also that of an array of shape (1,)."""
-        number = float(self._array(name, value, ((), (1,)), "biuf", "one number").reshape(()))
-        if not math.isfinite(number):
+        if not isinstance(value, float):
+            value = self._array(name, value, ((), (1,)), "biuf", "one number").item()
+        if not math.isfinite(value):
             raise not_finite(name, self._id)
-        return number
+        return float(value)
 
     def told(self, info: Options, name: str) -> Any:
         """Return the goal of an episode, or whether it is reached."""
@@ -198,6 +199,8 @@ class Environment(Closing):
         return read(f"info[{name!r}]", info[name])
 
     def _flag(self, name: str, value: Any) -> bool:
+        if isinstance(value, bool):
+            return value
         flag = self._array(name, value, ((), (1,)), "biu", "True or False").item()
         if flag not in (0, 1):
             raise self.odd(name, value, "True or False")

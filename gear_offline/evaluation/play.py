@@ -34,6 +34,8 @@ from gear_offline.training.trained import TrainedModel, find_trained
 from gear_offline.workers import Caller, RayPool
 
 Reference = str | ReferenceScores | tuple[float, float]
+CPU_ENVIRONMENTS = 20  # more make no product of matrices faster
+GPU_ENVIRONMENTS = 256  # an action for all takes hardly longer than one
 FOREIGN = "the environment is not the one that D4RL measured, so the score is indicative only"
 
 
@@ -46,7 +48,7 @@ class EvaluationTask:
     targets: tuple[float, ...]  # asked returns, in the environment's units
     name: str = ""  # of the task; empty for a policy of one
     episodes: int = 10  # of each target; episode e is reset with ``seed + e``
-    environments: int = 20  # side by side for each target
+    environments: int = 0  # side by side for each target; 0: as many as suit the device
     seed: int = 0
     # D4RL name, two returns or scores to normalise by; default: those of the environment's family
     reference: Reference | None = None
@@ -54,12 +56,14 @@ class EvaluationTask:
     data_returns: tuple[float, float] | None = None
     goals: bool = False  # targets are numbers of tasks, and returns say if their goals are reached
 
-    def check(self) -> None:
-        """Refuse to play nothing; ``USAGE``."""
-        for name, least in (("episodes", 1), ("environments", 1), ("seed", 0)):
+    def settled(self, device: str = "cpu") -> EvaluationTask:
+        """Return it with a number of environments; refuse to play nothing, ``USAGE``."""
+        for name, least in (("episodes", 1), ("environments", 0), ("seed", 0)):
             if not least <= (value := getattr(self, name)) < 1 << 63:
                 remedy = f"give a whole number from {least} on, below 2^63"
                 raise InputError("USAGE", f"{name} is {value}", f"evaluate.{name}", remedy)
+        suiting = CPU_ENVIRONMENTS if device == "cpu" else min(self.episodes, GPU_ENVIRONMENTS)
+        return replace(self, environments=self.environments or suiting)
 
 
 def tasks_of(recipe: Recipe, model_tasks: Sequence[ModelTask] = ()) -> tuple[EvaluationTask, ...]:
@@ -79,7 +83,7 @@ def tasks_of(recipe: Recipe, model_tasks: Sequence[ModelTask] = ()) -> tuple[Eva
             reference=section.reference,
             data_returns=data_returns.get(name),
             episodes=shared.episodes,
-            environments=shared.environments,
+            environments=0 if shared.environments == "auto" else shared.environments,
             seed=shared.seed,
             goals=recipe.loader.goals is not None,
         )
@@ -93,14 +97,14 @@ def play_tasks(
     tasks: Sequence[EvaluationTask],
     device: str,
     *,
-    processes: int | None = None,
+    cores: int | None = None,
     quiet: bool = True,
 ) -> EvaluationReport:
     """Play tasks with a trained policy; options are those of `evaluate_tasks`."""
     report = evaluate_tasks(
         lambda task: trained.policy(task.name or None, device),
-        tasks,
-        processes=processes,
+        [task.settled(device) for task in tasks],
+        cores=cores,
         quiet=quiet,
     )
     facts = {"run": trained.facts.name, "step": trained.facts.step, "device": device}
@@ -111,16 +115,15 @@ def evaluate_tasks(
     policy_of: Callable[[EvaluationTask], ActingPolicy],
     tasks: Sequence[EvaluationTask],
     *,
-    processes: int | None = None,
+    cores: int | None = None,
     quiet: bool = True,
 ) -> EvaluationReport:
     """Play tasks one after the other; `policy_of` gives the batched policy of each.
 
-    It is given up to ``environments * len(targets)`` slots.  `processes` step environments, by
-    default as many as pay off; the results do not depend on it.
+    It is given up to ``environments * len(targets)`` slots.  Environments step on up to so many
+    `cores`, by default on all; the results do not depend on it.
     """
-    for task in tasks:
-        task.check()
+    tasks = [task.settled() for task in tasks]
     scores = [resolve_reference(task.environment, task.reference) for task in tasks]
     began, results = time.perf_counter(), {}
     for task, reference in zip(tasks, scores, strict=True):
@@ -135,7 +138,7 @@ def evaluate_tasks(
             environments=task.environments,
             goals=task.goals,
         )
-        results[task.name] = asked.with_targets(_play(policy_of, task, processes, quiet))
+        results[task.name] = asked.with_targets(_play(policy_of, task, cores, quiet))
     known = versions("gear-offline", "gymnasium", "mujoco", "torch", "numpy")
     return _report(results, versions=known, seconds=time.perf_counter() - began)
 
@@ -143,13 +146,13 @@ def evaluate_tasks(
 def _play(
     policy_of: Callable[[EvaluationTask], ActingPolicy],
     task: EvaluationTask,
-    processes: int | None,
+    cores: int | None,
     quiet: bool,
 ) -> list[TargetResult]:
     """Play the episodes of all targets, those of one episode number side by side."""
     name, count = task.environment, len(task.targets)
     total, slots = task.episodes * count, min(task.environments, task.episodes) * count
-    options: dict[str, Any] = {"processes": processes, "goals": task.goals}
+    options: dict[str, Any] = {"cores": cores, "goals": task.goals}
     options["options"] = task.environment_options
     with Environments(name, slots, episodes=total, **options) as environments:
         if task.goals and (tasks := environments.facts.tasks):
@@ -159,6 +162,7 @@ def _play(
         policy = policy_of(task)
         if isinstance(policy, Policy):
             check_sizes(environments.facts, sizes_of(policy.model), whose="the model")
+            policy.graph = True
         with Progress(f"evaluate {name}", total=total, unit="episodes", quiet=quiet) as progress:
             played = play_episodes(
                 policy,
@@ -271,12 +275,13 @@ def play_job(
     tasks: Sequence[EvaluationTask],
     device: str,
     threads: int | None,
+    cores: int | None = 1,
 ) -> EvaluationReport:
     """Read a model as `find_trained` does and play it: a job, with `threads` of torch."""
     for known in environments:
         known.learn()
     with torch_threads(threads):
-        return play_tasks(find_trained(run, checkpoint), tasks, device, processes=1)
+        return play_tasks(find_trained(run, checkpoint), tasks, device, cores=cores)
 
 
 def play_sets(
@@ -294,7 +299,7 @@ def play_sets(
     pool.check(run)
     step = trained.facts.step if (run / "checkpoints").is_dir() else None  # a newer one may come
     threads = trained.recipe.train.threads
-    parts = [part for task in tasks for part in sets_of(task)]
+    parts = [part for task in tasks for part in sets_of(task.settled(device))]
     jobs = [(known_to([part]), run, step, [part], device, threads) for part in parts]
     total = sum(part.episodes * len(part.targets) for part in parts)
     reports: list[EvaluationReport] = []
@@ -307,7 +312,6 @@ def play_sets(
 
 def sets_of(task: EvaluationTask) -> Iterator[EvaluationTask]:
     """Yield the episodes of a task in sets that its environments play at once."""
-    task.check()
     for first in range(0, task.episodes, task.environments):
         count = min(task.environments, task.episodes - first)
         yield replace(task, seed=task.seed + first, episodes=count)

@@ -39,8 +39,7 @@ from gear_offline.evaluation.environments import (
 from gear_offline.workers import Caller, Worker
 
 FALLBACK_MAX_STEPS = 10_000  # for environments that are registered without a time limit
-# A worker takes a second to start: as long as MuJoCo's Hopper takes for 10,000 to 30,000 steps.
-STEPS_FOR_WORKERS = 40_000
+STEPS_FOR_WORKERS = 20_000  # fewer take no longer than workers take to start
 SLOTS_OF_A_WORKER = 4  # a message takes as long as a fifth of a step
 SLOTS_FOR_GROUPS = 128  # fewer keep a policy on a GPU too little busy
 IDLE, STEP, RESET = range(3)  # what a slot is to do
@@ -75,7 +74,8 @@ class Environments(Closing):
     """`count` environments of one kind in groups that step together; a context manager.
 
     The slots are dealt out to `processes` workers, by default to as many as pay off for so many
-    `episodes`; 1: they step in this process, as do environments that only this process knows.
+    `episodes` on so many `cores`; 1: they step in this process, as do environments that only this
+    process knows.
     `slots` are (count,) records of what each is `todo` (RESET with `seed`, or STEP with `action`),
     and of what came of it; `groups` are their numbers.
 
@@ -90,6 +90,7 @@ class Environments(Closing):
         count: int,
         *,
         episodes: int = 0,
+        cores: int | None = None,
         processes: int | None = None,
         goals: bool = False,
         options: Options | None = None,
@@ -107,7 +108,8 @@ class Environments(Closing):
             if processes is None:
                 steps = episodes * (self.facts.step_limit or FALLBACK_MAX_STEPS)
                 few = steps < STEPS_FOR_WORKERS
-                processes = 1 if few else min(usable_cores(), -(-count // SLOTS_OF_A_WORKER))
+                paying = min(cores or usable_cores(), -(-count // SLOTS_OF_A_WORKER))
+                processes = 1 if few else paying
             processes = min(processes, count)
             if processes == 1 or known is None:
                 self._made += [make() for _ in range(count - 1)]

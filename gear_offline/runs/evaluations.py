@@ -43,6 +43,7 @@ NICENESS = 5  # where cores are short, training goes first
 MOST_WORKERS = 8
 MOST_THREADS = 4  # of a worker beside a GPU: an evaluation should not take minutes
 CPU_PARAMETERS = 5_000_000  # a larger model takes CPU cores hours for an evaluation
+GPU_PARAMETERS = 200_000_000  # a copy of a larger model may find no memory beside training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,7 @@ class EvaluationPlan:
     workers: int  # processes in the background; 0: in the training process
     threads: int  # of torch on the CPU where they are played; sums over more differ in last bits
     device: torch.device  # where the policy runs
+    cores: int | None = 1  # of one, on which environments step; None: all
 
 
 def plan_evaluations(
@@ -66,26 +68,30 @@ def plan_evaluations(
     """Decide for a run that trains on `device`: ``auto`` takes cores that training leaves."""
     settings, train = recipe.evaluate, recipe.train
     on_gpu = device.type == "cuda"
-    here = device if settings.device == "auto" else torch.device(settings.device)
-    away = torch.device("cpu") if settings.device == "auto" else torch.device(settings.device)
-    if on_gpu and away.type == "cuda" and away.index is None:
-        here = away = device
+    where = device if settings.device == "auto" else torch.device(settings.device)
+    if on_gpu and where.type == "cuda" and where.index is None:
+        where = device
     ranks = world.nodes.count(world.nodes[world.rank])
     spare = usable_cores() - ranks * (1 if on_gpu else torch.get_num_threads())
     spare //= concurrent_runs
     wanted = settings.background == "on"
     if settings.background == "auto":
         at_the_end = train.evaluate_every is None or train.evaluate_every >= train.steps
-        too_large = on_gpu and away.type == "cpu" and parameters > CPU_PARAMETERS
+        most = CPU_PARAMETERS if where.type == "cpu" else GPU_PARAMETERS
+        too_large = on_gpu and parameters > most
         wanted = spare > 0 and not at_the_end and not too_large
     can = all(known_of(task.environment, task.environment_options) for task in tasks)
     if not (wanted and can and tasks):
-        return EvaluationPlan(workers=0, threads=torch.get_num_threads(), device=here)
+        cores = None if concurrent_runs == 1 else 1
+        threads = torch.get_num_threads()
+        return EvaluationPlan(workers=0, threads=threads, device=where, cores=cores)
     threads = max(1, min(MOST_THREADS, spare // 2)) if on_gpu else train.threads or 1
     workers = max(1, min(MOST_WORKERS, spare // (2 * threads)))
-    if away.type == "cuda":
-        workers = threads = 1
-    return EvaluationPlan(workers=settings.workers or workers, threads=threads, device=away)
+    if where.type == "cuda":
+        workers, threads = min(2, spare // 2) or 1, 1  # one starts while the other one plays
+    workers = settings.workers or workers
+    cores = max(1, spare // workers - 1) if where.type == "cuda" else 1
+    return EvaluationPlan(workers=workers, threads=threads, device=where, cores=cores)
 
 
 @dataclass
@@ -113,7 +119,8 @@ class RunEvaluations(Closing):
             parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
             concurrent_runs=run.concurrent_runs,
         )
-        self._pool = WorkerPool(self.plan.workers, threads=self.plan.threads)
+        # its first process is there when training has been compiled
+        self._pool = WorkerPool(self.plan.workers, threads=self.plan.threads, first=__name__)
         self._queue: dict[int, _Waiting] = {}  # by step, ascending
         self._polled = 0.0
         file = run.path / "evaluations.jsonl"
@@ -162,7 +169,8 @@ class RunEvaluations(Closing):
     def _job(self, step: int) -> tuple[Any, ...]:
         """Return the arguments of `play_job`."""
         path, plan, known = self._run.saver.path(step), self.plan, known_to(self._tasks)
-        return known, path.absolute(), None, self._tasks, str(plan.device), plan.threads
+        device = str(plan.device)
+        return known, path.absolute(), None, self._tasks, device, plan.threads, plan.cores
 
     def _play(self, step: int) -> None:
         """Play in this process; Ctrl-C leaves it to a resumed run."""
