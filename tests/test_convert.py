@@ -14,7 +14,7 @@ from gear_offline.cli.main import main
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import Manifest
-from gear_offline.sources.base import InputFile
+from gear_offline.sources.input_files import InputFile
 from tests.support import (
     ArraySource,
     contents,

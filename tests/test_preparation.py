@@ -20,7 +20,7 @@ from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import train_run
 from gear_offline.runs.prepare import prepare_one, resolve
-from gear_offline.sources.base import InputFile
+from gear_offline.sources.input_files import InputFile
 from gear_offline.training.json_lines import read_records
 from gear_offline.training.trained import load_policy
 from tests.support import (

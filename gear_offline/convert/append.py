@@ -81,7 +81,7 @@ class Appender:
         """
         if isinstance(episodes, Mapping):
             raise InputError("SOURCE_LAYOUT", "one episode is given", remedy="give a list of them")
-        read, terminated, _ = read_episodes(self._cast(one) for one in episodes)
+        read, terminated, _ = read_episodes(map(self._cast, episodes))
         content = _encode(self._manifest.spec.columns, read, terminated)
         if len(content) > MAX_PIECE_BYTES:
             raise too_large(len(content), self._folder)
@@ -89,20 +89,19 @@ class Appender:
         place = self._folder / f"{time.time_ns():020d}-{digest(content)}{SUFFIX}"
         with writing(place):
             self._folder.mkdir(exist_ok=True)
-            # Durable before it has its name, so that a learner, which makes names durable, admits
-            # only what a power cut leaves.  The name itself is not synced: that costs as much again
-            # and loses at most the pieces of the last seconds, none when the actor is killed.
+            # Durable before it has its name: a learner admits only what a power cut leaves.  The
+            # name is not synced, which costs as much again and saves only the last seconds' pieces.
             with new_part(place) as (part, file):
                 write_all(file.fileno(), content)
                 os.fsync(file.fileno())
                 part.rename(place)
         return place
 
-    def _cast(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _cast(self, episode: Mapping[str, Any]) -> dict[str, Any]:
         """Return the dataset's columns in its dtypes, and how the episode ended."""
-        wanted, episode = {column.name: column for column in self._manifest.columns}, dict(given)
-        rows = len(next((given[name] for name in wanted if name in given), ()))
-        flags = end_flags(given)
+        wanted = {column.name: column for column in self._manifest.columns}
+        rows = len(next((episode[name] for name in wanted if name in episode), ()))
+        flags = end_flags(episode)
         if not flags:
             what, remedy = "an episode does not say how it ended", "give terminated or truncated"
             raise InputError("COLUMN", what, remedy=f"{remedy}, true or false")
@@ -111,37 +110,34 @@ class Appender:
         limits = [flags[name] for name in TIME_FLAGS if name in flags]
         ends = dict.fromkeys(TERMINAL_FLAGS if {*flags} & {*TERMINAL_FLAGS} else (), terminated)
         ends |= dict.fromkeys(TIME_FLAGS if limits else (), any(limits))
-        for name in wanted.keys() & ends.keys() - given.keys():  # a flag has any of these names
-            episode[name] = (np.arange(rows) == rows - 1) & ends[name]
-        columns = {name: _rows(episode, column) for name, column in wanted.items()}
+        is_last = np.arange(rows) == rows - 1  # a flag has any of these names
+        own = {name: is_last & ends[name] for name in wanted.keys() & ends.keys()} | {**episode}
+        columns = {name: _rows(own, column) for name, column in wanted.items()}
         return columns | {name: value for name, value in flags.items() if name not in columns}
 
 
 def _rows(episode: Mapping[str, Any], column: ColumnSpec) -> Array:
     if column.name not in episode:
         what = f"an episode lacks the column {column.name!r}, which the dataset has"
-        remedy = "give it, or grow a dataset that was converted with fewer --columns"
-        raise InputError("COLUMN", what, remedy=remedy)
-    given = np.asarray(episode[column.name])
-    if given.shape[1:] != column.shape == channels_last(given.shape[1:]):
-        given = np.moveaxis(given, 1, -1)  # frames of an environment, as they were converted
+        raise InputError("COLUMN", what, "", "give it, or convert with fewer --columns")
+    values = np.asarray(episode[column.name])
+    if values.shape[1:] != column.shape == channels_last(values.shape[1:]):
+        values = np.moveaxis(values, 1, -1)  # frames of an environment, as they were converted
     with np.errstate(all="ignore"):
-        rows = given.astype(column.dtype, copy=False)
-    if given.shape[1:] != column.shape or (
-        column.dtype.kind in "biu" and not np.array_equal(rows, given)
-    ):
-        what = f"{given.dtype} of per-step shape {given.shape[1:]} is given"
-        raise InputError("COLUMN", what, where=str(column), remedy="give it as the dataset has it")
+        rows = values.astype(column.dtype, copy=False)
+    is_same = column.dtype.kind not in "biu" or np.array_equal(rows, values)
+    if values.shape[1:] != column.shape or not is_same:
+        what = f"{values.dtype} of per-step shape {values.shape[1:]} is given"
+        raise InputError("COLUMN", what, str(column), "give it as the dataset has it")
     if not np.isfinite(rows).all():
         what, remedy = "NaN or infinity in the data", "leave such an episode out"
-        raise InputError("COLUMN", what, where=str(column), remedy=remedy)
+        raise InputError("COLUMN", what, str(column), remedy)
     return rows
 
 
 def _encode(
     columns: tuple[ColumnSpec, ...], episodes: Sequence[Columns], terminated: BoolArray
 ) -> memoryview:
-    """Return a shard's bytes."""
     index = EpisodeIndex(lengths=np.array([len(next(iter(e.values()))) for e in episodes]))
     tensors = plan_tensors(columns, steps=index.steps, episodes=index.episodes)
     header = encode_header(tensors)

@@ -54,7 +54,8 @@ from gear_offline.dataset.statistics import distribution
 from gear_offline.errors import InputError, check_environment_id, given_path, json_options
 from gear_offline.progress import Progress
 from gear_offline.sources import open_source
-from gear_offline.sources.base import InputFile, Source, SourceInfo, split_names
+from gear_offline.sources.base import Source, SourceInfo
+from gear_offline.sources.columns import split_names
 from gear_offline.sources.combine import frames_turned, pick_episodes, with_columns
 from gear_offline.sources.edit import (
     EpisodeFunction,
@@ -64,6 +65,7 @@ from gear_offline.sources.edit import (
     shift_source,
 )
 from gear_offline.sources.flat import REQUIRED
+from gear_offline.sources.input_files import InputFile
 from gear_offline.sources.plausible import late_rows, odd_episodes
 
 SHARD_BYTES = 256 << 20
@@ -184,16 +186,16 @@ def convert(
     if environment is not None:
         check_environment_id(environment, where="environment")
     target = given_path(out, "OUTPUT_WRITE", where="out")
-    given = None if isinstance(source, Source) else source
-    named = given is not None and isinstance(map, str | None)  # so that any process can open it
+    path = None if isinstance(source, Source) else source
+    named = path is not None and isinstance(map, str | None)  # so that any process can open it
     several = workers > 1 or ray is not None
     _check_options(shard_bytes, block_bytes, workers, usable=named or not several)
     asked, (columns, names) = columns, _split_names(columns, rename or {})
     if isinstance(source, Source) and (rule or ends):
-        what, remedy = "an open source has its episodes", "give rule to from_arrays or open_source"
-        raise InputError("USAGE", f"{what}: rule and ends come too late", remedy=remedy)
-    rule = rule if ends is None else "|".join([ends, *([rule] if rule else [])])
-    given_scores = None if reference is None else known_scores(reference)
+        remedy = "give rule to from_arrays or open_source"
+        raise InputError("USAGE", "rule and ends come too late for an open source", "", remedy)
+    rule = "|".join(filter(None, [ends, rule])) if ends is not None else rule
+    scores = None if reference is None else known_scores(reference)
     with ExitStack() as stack:
         if isinstance(source, Source):
             source = frames_turned(with_columns(source, names))
@@ -205,8 +207,8 @@ def convert(
             source.warn(*_looks_wrong(source), *late)
         whole = source = shift_source(source, shift or {})
         source, kept = _edited(source, rename or {}, shift or {}, map, where)
-        groups = {name.split("/")[0] for name in _names(source)}
-        if given and map and (lacking := [name for name in REQUIRED if name not in groups]):
+        groups = {name.split("/")[0] for name in (*_names(source), *names.values())}
+        if path and map and (lacking := [name for name in REQUIRED if name not in groups]):
             what, remedy = f"map made no {' and no '.join(lacking)}", "return them, or --rename"
             raise InputError("COLUMN", what, source.info.uri, remedy)
         if chosen := options_text(columns=asked, rule=rule, discrete=discrete):
@@ -229,22 +231,22 @@ def convert(
         total = source.spec.steps * sum(c.step_bytes for c in plan.columns)
         progress = Progress(f"convert {info.uri}", total=total, unit="bytes", quiet=quiet)
         advance = stack.enter_context(progress).advance
-        if given is not None and several and plan.shards > 1:
+        if path is not None and several and plan.shards > 1:
             moved, function = tuple((shift or {}).items()), str(map) if map else None
-            opening = Opening(given, rule, tuple(names.items()), moved, function, kept)
+            opening = Opening(path, rule, tuple(names.items()), moved, function, kept)
             written = write_in_processes(opening, plan, workers, ray, advance)
         else:
             written = write_shards(source, range(plan.shards), plan, advance)
         files = [future.result() for future in digests]
-        for one in info.files:
-            one.open().close()  # refuses one that has changed
-        names_of_scores = (info.reference_name, environment, info.environment_id)
-        known = (reference_scores(name) for name in names_of_scores if name)
-        scores = given_scores or info.scores or next((one for one in known if one), None)
-        how = info.environment_options if environment in (None, info.environment_id) else {}
-        how = how if environment_options is None else json_options(environment_options)
+        for file in info.files:
+            file.open().close()  # refuses one that has changed
+        for name in (info.reference_name, environment, info.environment_id):
+            scores = scores or info.scores or (reference_scores(name) if name else None)
+        options = info.environment_options if environment in (None, info.environment_id) else {}
+        if environment_options is not None:
+            options = json_options(environment_options)
         name = environment or info.environment_id
-        recorded = Environment(id=name, options=dict(how), reference_scores=scores)
+        recorded = Environment(id=name, options=dict(options), reference_scores=scores)
         manifest = _manifest(source, plan, written, files, recorded)
         if map is not None:
             before = whole if kept is None else pick_episodes(whole, np.frombuffer(kept, np.bool_))
@@ -293,7 +295,7 @@ def _edits_of_map(before: Source, made: Dataset) -> dict[str, Any]:
 
 
 def _reward_edits(before: Source, made: Dataset) -> list[Any]:
-    """Return what `reward_edits` says of rewards that a function made; null: no step tells it."""
+    """Return the edits of rewards, with that of a function; null where no step tells it."""
     edits = list(before.info.attributes.get("reward_edits", ()))
     if REWARDS not in before.spec or before.spec[REWARDS].dtype.kind == "c":
         return [*edits, None]
@@ -302,15 +304,12 @@ def _reward_edits(before: Source, made: Dataset) -> list[Any]:
     def blocks() -> Iterator[tuple[Array, Array]]:
         for start in range(0, made.spec.steps, BLOCK_STEPS):
             stop = min(start + BLOCK_STEPS, made.spec.steps)
-            inside = np.full(stop - start, True)
-            inside[ends[(ends >= start) & (ends < stop)] - start] = False
-            rows = (one.read(REWARDS, start, stop) for one in (before, made))
-            yield tuple(each.reshape(-1)[inside].astype(np.float64) for each in rows)
+            inside = ~np.isin(np.arange(start, stop), ends)
+            rows, edited = (data.read(REWARDS, start, stop) for data in (before, made))
+            yield rows.reshape(-1)[inside].astype("f8"), edited.reshape(-1)[inside].astype("f8")
 
-    found = find_edit(blocks())
-    if found == RewardEdit():
-        return edits
-    return [*edits, found and found.model_dump()]
+    edit = find_edit(blocks())
+    return edits if edit == RewardEdit() else [*edits, edit and edit.model_dump()]
 
 
 def _looks_discrete(source: Source, manifest: Manifest) -> list[str]:
@@ -379,13 +378,13 @@ def _edited(
         notes.append(f"where {' '.join(where.split())}: {counts}")
     source = edit_source(source, function, kept)
     if notes:
-        before = texts(source.info.attributes.get("edits"))
-        source.info = source.info.with_facts(edits=[*before, *notes])
+        notes = [*texts(source.info.attributes.get("edits")), *notes]
+        source.info = source.info.with_facts(edits=notes)
     return source, None if kept is None else kept.tobytes()
 
 
 def _looks_wrong(source: Source) -> Iterator[str]:
-    """Yield what looks wrong in a source's episodes, and the option that would change it."""
+    """Yield doubts about a source's episodes, with the option that would change them."""
     info, lengths = source.info, source.episodes.lengths
     odd = odd_episodes(lengths, source.terminated, info.rule, info.attributes, _names(source))
     for episodes, what, remedy in odd:
@@ -402,15 +401,14 @@ def _of_kept(
     kept: Sequence[ColumnSpec],
     names: Mapping[str, str],
 ) -> SourceInfo:
-    """Return what is to be known of a source of which columns were chosen: nothing of others."""
+    """Leave out the facts of columns that were not chosen."""
     if chosen is None:
         return info
     stored = {part for c in kept for part in (c.name, *split_names(names.get(c.name, c.name)))}
     pattern = re.compile(r"(?:.*: )?column (\S+): |.* is the column (\S+)$")
-    notes = info.attributes.get("warnings", ())
-    about = [(note, pattern.match(note)) for note in notes]
-    told = [note for note, m in about if m is None or (m[1] or m[2]) in stored]
-    return info.with_facts(warnings=told, left_out={})
+    notes = [(note, pattern.match(note)) for note in info.attributes.get("warnings", ())]
+    about = [note for note, match in notes if not match or (match[1] or match[2]) in stored]
+    return info.with_facts(warnings=about, left_out={})
 
 
 def _pick_columns(
@@ -428,20 +426,18 @@ def _pick_columns(
     for column in picked:
         if column.name.casefold() in RESERVED_NAMES:
             what = f"the name {column.name!r} is reserved for the shards' own tensors"
-            remedy = "rename the column, or leave it out with --columns"
-            raise InputError("COLUMN", what, uri, remedy)
+            raise InputError("COLUMN", what, uri, "rename the column, or leave it out")
         if column.name == REWARDS and (math.prod(column.shape) != 1 or column.dtype.kind == "c"):
             what = f"rewards are {column.dtype} of per-step shape {column.shape}"
             raise InputError("COLUMN", what, uri, "store one real number per step")
     width = sum(math.prod(c.shape) for c in picked)
     if width > MAX_WIDTH:
         widest = max(picked, key=lambda c: math.prod(c.shape)).name
-        what = f"{width:,} numbers a step, of which the manifest holds statistics"
-        remedy = f"leave out wide columns: at most {MAX_WIDTH:,}"
+        what, remedy = f"{width:,} numbers a step", f"leave out wide columns: at most {MAX_WIDTH:,}"
         raise InputError("COLUMN", what, f"column {widest}", remedy)
-    table, int32 = TableSpec(columns=picked, steps=1, episodes=1), np.dtype(np.int32)
+    table = TableSpec(columns=picked, steps=1, episodes=1)
     floats = [name for name in discrete if table[name].dtype.kind == "f"]
-    return tuple(replace(c, dtype=int32) if c.name in floats else c for c in picked)
+    return tuple(replace(c, dtype=np.dtype("i4")) if c.name in floats else c for c in picked)
 
 
 # the manifest --------------------------------------------------------------------------------

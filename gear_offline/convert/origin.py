@@ -1,4 +1,4 @@
-"""Whether the files that a dataset was made of are still as they were."""
+"""Changes of the files that a dataset was made of."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from threading import Event
 from gear_offline.convert.conversion import digest_file
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.manifest import MANIFEST_NAME
-from gear_offline.sources.base import InputFile
+from gear_offline.sources.input_files import InputFile
 from gear_offline.sources.uri import place_of
 
 
 def changed_files(source: str, dataset: Dataset) -> Iterator[str]:
-    """Yield what has become of the files of a `source`, as far as they are on this machine.
+    """Yield changes of the files of a `source`, as far as they are on this machine.
 
     Sizes come first.  A file is digested only if it was written to after the dataset was.
     """
@@ -22,8 +22,9 @@ def changed_files(source: str, dataset: Dataset) -> Iterator[str]:
     recorded = dataset.manifest.source.files
     if place is None or not recorded:
         return
-    known = {(one.name, one.bytes, one.digest) for one in recorded}
-    names, kinds = {one.name for one in recorded}, {Path(one.name).suffix for one in recorded}
+    known = {(file.name, file.bytes, file.digest) for file in recorded}
+    names = {name for name, _, _ in known}
+    kinds = {Path(name).suffix for name in names}
     files = [place] if place.is_file() else sorted(place.rglob("*"))
     for name in sorted(names - {file.name for file in files}) if place.is_dir() else ():
         yield f"{name} is gone"

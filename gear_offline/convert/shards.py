@@ -33,8 +33,9 @@ from gear_offline.dataset.shard import (
 from gear_offline.dataset.statistics import Moments
 from gear_offline.errors import InputError
 from gear_offline.sources import open_source
-from gear_offline.sources.base import Source, changed_error
+from gear_offline.sources.base import Source
 from gear_offline.sources.edit import edit_source, find_function, shift_source
+from gear_offline.sources.input_files import changed_error
 from gear_offline.workers import Caller, RayPool, WorkerPool
 
 PIECE_BYTES = 4 << 20  # a piece has about this many bytes, or one storage chunk if that is more
@@ -45,7 +46,7 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is written, and where: shard i gets the episodes ``[bounds[i], bounds[i + 1])``."""
+    """The shards to write: shard i gets the episodes ``[bounds[i], bounds[i + 1])``."""
 
     spec: TableSpec  # of the source
     columns: tuple[ColumnSpec, ...]  # as they are written
@@ -100,10 +101,8 @@ def write_shards(
                 for column, start, stop in _pieces(source, plan, number):
                     rows = _read_rows(source, column, start, stop)
                     _wait(under_way)
-                    under_way = [
-                        pool.submit(shard.count, column, rows, start),
-                        pool.submit(shard.append, column.name, rows),
-                    ]
+                    jobs = (shard.count, column, rows, start), (shard.append, column.name, rows)
+                    under_way = [pool.submit(*job) for job in jobs]
                     advance((stop - start) * column.step_bytes)
                 _wait([*under_way, *durable[-1:]])
                 written.append(shard.finish())
@@ -218,8 +217,7 @@ def _read_rows(source: Source, stored: ColumnSpec, start: int, stop: int) -> Arr
         if not np.array_equal(numbers, rows):
             what = "a column named as discrete holds other than whole numbers"
             where = f"column {stored.name}, steps {start} to {stop - 1}"
-            remedy = f"leave {stored.name} out of --discrete"
-            raise InputError("COLUMN", what, where=where, remedy=remedy)
+            raise InputError("COLUMN", what, where, f"leave {stored.name} out of --discrete")
         rows = numbers
     dtype, step_shape = stored_form(stored)
     return np.ascontiguousarray(rows).view(dtype).reshape(stop - start, *step_shape)
@@ -227,7 +225,7 @@ def _read_rows(source: Source, stored: ColumnSpec, start: int, stop: int) -> Arr
 
 @dataclass(frozen=True)
 class Opening:
-    """How a source is opened, here and in workers: what the user gave, and which episodes stay."""
+    """The way to open a source, here and in workers, and which episodes stay."""
 
     uri: str | os.PathLike[str]
     rule: str | None

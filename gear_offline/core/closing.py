@@ -1,4 +1,4 @@
-"""What is closed when its ``with`` block ends."""
+"""A context manager with a `close` method."""
 
 from __future__ import annotations
 

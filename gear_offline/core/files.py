@@ -1,8 +1,7 @@
 """Files from outside are opened here; files and directories appear here whole or not at all.
 
 Something new is written beside its place under a hidden name, made durable and renamed.  While
-its writer lives it is locked (``flock``, which the kernel drops with the process), so that the
-next writer of the same place can tell what a killed one left and remove it.
+its writer lives it is locked (``flock``): the next writer removes what a killed one left.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ FileIdentity = tuple[int, ...]
 
 
 def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> int:
-    """Open a regular file; ``EINVAL`` for anything else.
-
-    A FIFO would wait for ever, a device give bytes without end.
-    """
+    """Open a regular file; ``EINVAL`` for a FIFO, which would wait for ever, or a device."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     handle = os.open(path, flags if links else flags | os.O_NOFOLLOW)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -75,7 +71,7 @@ def read_at(handle: int, buffer: memoryview, offset: int) -> int:
 
 
 def file_identity(file: int | Path) -> FileIdentity:
-    """Return what another file, or another content, has not: device, inode, size, change times."""
+    """Return a file's device, inode, size and change times."""
     status = os.stat(file)
     times = (status.st_mtime_ns, status.st_ctime_ns)  # a program can set mtime back, not ctime
     return (status.st_dev, status.st_ino, status.st_size, *times)
@@ -109,10 +105,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def new_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Give the hidden name of a file to write, which takes the name `path` when the body ends.
-
-    Nothing is left after an error.
-    """
+    """Give the hidden name of a file to write, which takes the name `path` if the body succeeds."""
     check_new_file(path, overwrite=overwrite)
     with ExitStack() as stack:
         with writing(path):
@@ -189,8 +182,8 @@ def check_new_file(path: Path, *, overwrite: bool = False) -> None:
         raise InputError("OUTPUT_EXISTS", "output exists", str(path), remedy)
     check_folder(path.parent, output=path)
     if not path.parent.is_dir():
-        what, remedy = "the folder does not exist", "make it, or choose another place"
-        raise InputError("OUTPUT_WRITE", what, str(path.absolute().parent), remedy)
+        remedy = "make it, or choose another place"
+        raise unusable(path.absolute().parent, "the folder does not exist", remedy)
 
 
 def check_folder(folder: Path, *, output: Path) -> None:
@@ -220,7 +213,7 @@ def write_error(error: OSError, where: str) -> GearError:
     """Return the error ``OUTPUT_WRITE`` for what the system said."""
     what = "no space left" if error.errno in NO_SPACE else "cannot write"
     what, remedy = f"{what}: {error.strerror or error}", REMEDIES.get(error.errno or 0, CHECK)
-    return GearError("OUTPUT_WRITE", what, where=where, remedy=remedy)
+    return GearError("OUTPUT_WRITE", what, where, remedy)
 
 
 def _check_replaceable(path: Path, replaceable: Callable[[Path], bool]) -> None:
@@ -235,10 +228,7 @@ def _hidden(path: Path, kind: str) -> Path:
 
 
 def _make_locked(path: Path, make: Callable[[Path], None], flags: int) -> tuple[Path, int]:
-    """Make something under a hidden name and lock it; return the name and the descriptor.
-
-    Until it is locked, another process may take it for a leftover: then make another one.
-    """
+    """Make something under a hidden name and lock it, before another process takes it away."""
     while True:
         part = _hidden(path, "part")
         make(part)
@@ -250,16 +240,12 @@ def _make_locked(path: Path, make: Callable[[Path], None], flags: int) -> tuple[
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove what killed writers of `name`, or of anything, left in a folder.
-
-    What one had moved away is put back.
-    """
+    """Remove, or put back, what killed writers of `name`, or of anything, left in a folder."""
     hidden = re.compile(r"\.(.+)\.gear-(part|old)-[0-9a-f]{12}")
     for entry in list(os.scandir(folder)):
         match, is_folder = hidden.fullmatch(entry.name), entry.is_dir(follow_symlinks=False)
-        if match is None or not (is_folder or entry.is_file(follow_symlinks=False)):
-            continue
-        if name not in (None, match[1]):
+        is_plain = is_folder or entry.is_file(follow_symlinks=False)
+        if match is None or not is_plain or name not in (None, match[1]):
             continue
         if match[2] == "old" and not os.path.lexists(folder / match[1]):
             os.rename(entry.path, folder / match[1])
@@ -274,10 +260,7 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
 
 
 def try_lock(handle: int) -> bool | None:
-    """Lock an open file if nobody else has; None, and a line once, where there are no locks.
-
-    The kernel drops the lock (``flock``) when the file is closed, however its process ends.
-    """
+    """Lock an open file if nobody else has; None, and a line once, where there are no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -296,12 +279,9 @@ def _say_no_locks(reason: str) -> None:
     say(f"{what} processes write one place, or mount it with locks (Lustre: -o flock)")
 
 
-def take_lock(place: Path) -> int:
-    """Return a file of locks, made if missing and locked, or -1 if another process holds it.
-
-    Or has just removed it, as the last one does.
-    """
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+def take_lock(place: Path, flags: int = 0) -> int:
+    """Open and lock a file, made if missing; -1 if another process holds it or just removed it."""
+    flags |= os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     lock = os.open(place, flags, 0o644)
     with suppress(FileNotFoundError):
         if try_lock(lock) is not False and os.path.samestat(os.fstat(lock), os.stat(place)):
@@ -338,8 +318,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 class HeldDirectory(Closing):
     """A directory that one process at a time writes to, made when missing; else the error `taken`.
 
-    The lock is the kernel's (``flock``): it ends with the process, however that ends.  Where the
-    directory is empty at the end, the lock's file goes, and the directories that were made for it.
+    One that is empty at the end goes, with the directories that were made for it.
     """
 
     def __init__(self, path: Path, *, taken: InputError) -> None:

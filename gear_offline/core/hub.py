@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: ``hub:USER/NAME``, what is fetched from there and what is put there.
+"""The Hugging Face Hub: fetch from ``hub:USER/NAME``, and put there.
 
 Nothing of it is executed; whoever opens a download checks it, as any other file from outside.
 """
@@ -23,18 +23,17 @@ FORM = "write it like hub:USER/NAME, hub:USER/NAME/FOLDER or hub:USER/NAME@REVIS
 _NAME = re.compile(r"(?:hub:)?([\w.-]+/[\w.-]+)(?:/([^@]+))?(?:@(\S+))?", re.ASCII)
 
 
-def is_hub(given: object) -> bool:
-    """Whether it is ``hub:...``."""
-    return isinstance(given, str | Path) and str(given).startswith(PREFIX)
+def is_hub(path: object) -> bool:
+    return isinstance(path, str | Path) and str(path).startswith(PREFIX)
 
 
 def is_there(path: str | Path) -> bool:
-    """Whether a path leads somewhere, or to the Hub, which is asked later."""
+    """Look for a path; the Hub is asked later."""
     return is_hub(path) or Path(path).exists()
 
 
 def fetch(name: str, kind: Kind, code: str, *, only: tuple[str, ...] = ()) -> Path:
-    """Return where ``hub:USER/NAME/FOLDER@REVISION`` lies here, in huggingface_hub's cache.
+    """Fetch ``hub:USER/NAME/FOLDER@REVISION``; return its place in huggingface_hub's cache.
 
     `code` is that of errors, `only` patterns of the files to fetch where there is no folder.
     """
@@ -43,8 +42,8 @@ def fetch(name: str, kind: Kind, code: str, *, only: tuple[str, ...] = ()) -> Pa
     repo, inner, revision = _parts(name, code)
     wanted = [inner, f"{inner}/*"] if inner else [*only] or None
     with _telling(name, kind, code):
-        found = snapshot_download(repo, repo_type=kind, revision=revision, allow_patterns=wanted)
-    path = Path(found, inner or "")
+        place = snapshot_download(repo, repo_type=kind, revision=revision, allow_patterns=wanted)
+    path = Path(place, inner or "")
     if not path.exists():
         what, remedy = f"the {kind} {repo} has no {inner or only[0]}", "look at its files"
         raise InputError(code, what, where=name, remedy=remedy)
@@ -73,9 +72,8 @@ def put(files: Mapping[str, Any], name: str, kind: Kind, *, private: bool = Fals
 def card(metadata: Mapping[str, Any], title: str, facts: Mapping[str, Any], rest: str) -> bytes:
     """Return a README.md as the Hub shows it; what is None is left out."""
     head = yaml.safe_dump({k: v for k, v in metadata.items() if v is not None}, sort_keys=False)
-    lines = [
-        f"- {name}: {markdown(str(value))}" for name, value in facts.items() if value is not None
-    ]
+    known = {name: str(value) for name, value in facts.items() if value is not None}
+    lines = [f"- {name}: {markdown(value)}" for name, value in known.items()]
     return "\n".join([f"---\n{head}---\n\n# {markdown(title)}\n", *lines, "", rest, ""]).encode()
 
 

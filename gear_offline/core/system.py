@@ -1,4 +1,4 @@
-"""What the machine gives this process: cores, memory, versions of packages."""
+"""The machine of this process: cores, memory, versions of packages."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ def processor() -> str:
 
 def versions(*packages: str) -> dict[str, str]:
     """Return the versions of those packages that are installed."""
-    found = {}
+    numbers = {}
     for package in packages:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    if "gear-offline" in found and (commit := _commit()):
-        found["gear-offline"] += f"+{commit}"
-    return found
+            numbers[package] = version(package)
+    if "gear-offline" in numbers and (commit := _commit()):
+        numbers["gear-offline"] += f"+{commit}"
+    return numbers
 
 
 @cache
@@ -103,14 +103,13 @@ def _commit() -> str:
     if (root / ".git").exists():
         ask = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
         with suppress(OSError, subprocess.SubprocessError):  # without git, or another user's
-            return subprocess.check_output(
-                ask, text=True, timeout=5, stderr=subprocess.DEVNULL
-            ).strip()
+            git = subprocess.run(ask, capture_output=True, check=True, text=True, timeout=5)
+            return git.stdout.strip()
     return str(record.get("vcs_info", {}).get("commit_id", ""))
 
 
 def machine() -> dict[str, Any]:
-    """Return what a figure depends on: processor, cores, memory, date, versions."""
+    """Describe the machine behind a figure: processor, cores, memory, date, versions."""
     return {
         "cpu": processor(),
         "cores": usable_cores(),

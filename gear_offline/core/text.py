@@ -1,4 +1,4 @@
-"""How things are written: counts with their noun, bytes with a unit, lines of errors, JSON."""
+"""Text: counts with their noun, bytes with a unit, lines of errors, JSON."""
 
 from __future__ import annotations
 
@@ -58,10 +58,8 @@ def exact(value: float) -> str:
 def told_apart(values: Sequence[float]) -> list[str]:
     """Return numbers for a table: exact, but long ones `short` if all stay different."""
     whole = [f"{float(value) + 0.0:,}".removesuffix(".0") for value in values]
-    brief = [
-        text if len(text) <= LONGEST_NUMBER else short(value)
-        for text, value in zip(whole, values, strict=True)
-    ]
+    pairs = zip(whole, values, strict=True)
+    brief = [text if len(text) <= LONGEST_NUMBER else short(value) for text, value in pairs]
     return brief if len(set(brief)) == len(set(whole)) else whole
 
 
@@ -71,10 +69,8 @@ def printable(text: str) -> str:
 
 
 def escaped(character: str) -> str:
-    """Return a character as Python writes it by its number: ``\\x1b``, ``\\u202e``."""
-    code = ord(character)
-    letter, digits = ("x", 2) if code < 1 << 8 else ("u", 4) if code < 1 << 16 else ("U", 8)
-    return f"\\{letter}{code:0{digits}x}"
+    """Return a character as Python writes it: ``\\n``, ``\\x1b``, ``\\u202e``."""
+    return character.encode("unicode_escape").decode("ascii")
 
 
 def markdown(text: str) -> str:
@@ -131,7 +127,7 @@ def finite(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Document:
-    """What a command prints as JSON."""
+    """A document that a command prints as JSON."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name, JSON-able."""

@@ -116,7 +116,7 @@ class Dataset:
 
     @property
     def environment_options(self) -> dict[str, Any]:
-        """What the environment is made with, as `gymnasium.make` takes it."""
+        """Keyword arguments of the environment, as `gymnasium.make` takes them."""
         return self.manifest.environment.options
 
     @property
@@ -126,7 +126,7 @@ class Dataset:
 
     @property
     def reward_edits(self) -> tuple[RewardEdit, ...] | None:
-        """What made the rewards of the environment's; None: nothing that one step tells."""
+        """Edits of the environment's rewards; None: no step tells them."""
         edits = self.manifest.source.attributes.get("reward_edits", ())
         try:
             return tuple(map(RewardEdit.model_validate, edits))
@@ -135,7 +135,7 @@ class Dataset:
 
     @property
     def verified(self) -> bool:
-        """Whether every block of every shard has been compared with its digest."""
+        """True once every block of every shard has been compared with its digest."""
         return self.verified_shards == len(self.manifest.shards)
 
     @cached_property
@@ -445,23 +445,20 @@ def grow_dataset(dataset: Dataset, admissions: Sequence[Admission]) -> Dataset:
         return dataset
     manifest = dataset.manifest.grown(admissions)
     larger = with_shards(dataset.path, manifest, dataset)
-    spread = {
-        "returns": distribution(larger.returns),
-        "lengths": distribution(larger.episodes.lengths, whole=True),
-    }
-    count = dataset.admissions + len(admissions)
-    return replace(larger, manifest=manifest.replaced(**spread), admissions=count)
+    lengths = distribution(larger.episodes.lengths, whole=True)
+    manifest = manifest.replaced(returns=distribution(larger.returns), lengths=lengths)
+    return replace(larger, manifest=manifest, admissions=dataset.admissions + len(admissions))
 
 
 def with_shards(path: Path, manifest: Manifest, before: Dataset | None = None) -> Dataset:
     """Return the dataset at `path`; `before` it has the first shards alone."""
-    parts, found = list[tuple[Array, ...]](), list[FileIdentity]()
+    parts, identities = list[tuple[Array, ...]](), list[FileIdentity]()
     if before is not None:
         own = (before.episodes.lengths, before.returns, before.terminated, before.truncated)
-        parts, found = [own], [*before.identities]
-    for shard in manifest.shards[len(found) :]:
+        parts, identities = [own], [*before.identities]
+    for shard in manifest.shards[len(identities) :]:
         with open(open_member(path / shard.name, size=shard.bytes), "rb") as file:
-            found.append(file_identity(file.fileno()))
+            identities.append(file_identity(file.fileno()))
             parts.append(_read_episodes(file, path, manifest, shard))
     lengths, returns, *ends = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     for array in (returns, *ends):
@@ -476,7 +473,7 @@ def with_shards(path: Path, manifest: Manifest, before: Dataset | None = None) -
         truncated=ends[1],
         returns=returns,
         verified_shards=0 if before is None else before.verified_shards,
-        identities=found,
+        identities=identities,
         frozen=before is not None and before.frozen,
     )
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -31,7 +30,7 @@ from gear_offline.core.files import (
     open_regular,
     remove_leftovers,
     sync_directory,
-    try_lock,
+    take_lock,
     write_all,
     writing,
 )
@@ -101,20 +100,12 @@ class GrowingDataset(Closing):
             self.close()
             raise
 
-    @property
-    def _admits(self) -> bool:
-        """Whether this process may go on behind the last line."""
-        return self._log >= 0
-
     def _hold(self) -> int:
         """Open the lines for writing, which no other process may; return the descriptor."""
         with writing(self._path):
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-            log = os.open(self._path / ADMISSIONS_NAME, flags, 0o644)
+            log = take_lock(self._path / ADMISSIONS_NAME, os.O_APPEND)
             sync_directory(self._path)
-            is_taken = try_lock(log) is False
-        if is_taken:
-            os.close(log)
+        if log < 0:
             what, remedy = "another run grows this dataset", "wait for it, or copy the dataset"
             raise InputError("RUN_LOCKED", what, str(self._path), remedy)
         return log
@@ -128,7 +119,7 @@ class GrowingDataset(Closing):
                 remove_leftovers(self._path / INCOMING)
 
     def _waiting(self) -> list[Path]:
-        """Return what lies among the pieces, in the order of names."""
+        """Return the files among the pieces, in the order of names."""
         folder = self._path / INCOMING
         names = sorted(os.listdir(folder)) if folder.is_dir() else []
         return [folder / n for n in names if not n.startswith(".") and n not in self._passed_over]
@@ -169,7 +160,7 @@ class GrowingDataset(Closing):
         waited for.
         """
         self.follow(sum(line.step <= step for line in self._lines))
-        if not self._admits or self.admissions < len(self._lines):
+        if self._log < 0 or self.admissions < len(self._lines):
             return self.dataset
         deadline, waits, first = time.monotonic() + timeout, False, len(self.dataset)
         while self._look(step, may_admit) and (what := missing(self.dataset)) and not is_stopped():
@@ -245,7 +236,7 @@ class GrowingDataset(Closing):
             if path.name in self._admitted:  # by a learner that was killed then
                 path.unlink()
                 return None
-            piece = self._open_piece(path, self._path / shard_name(number))
+            piece = open_piece(path, self._path / shard_name(number), self.dataset.manifest)
             self._check(piece)
             return piece
         except FileNotFoundError:
@@ -255,21 +246,6 @@ class GrowingDataset(Closing):
                 raise
             self._put_aside(path, error)
             return None
-
-    def _open_piece(self, path: Path, shard: Path) -> Dataset:
-        """Read a piece once, and link the very file that was read."""
-        if not PIECE_NAME.fullmatch(path.name):
-            raise InputError("DATASET_DAMAGED", "no name that go.Appender gives", str(path))
-        with open(open_regular(path, links=False), "rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_size > MAX_PIECE_BYTES:
-                raise too_large(status.st_size, path)
-            content = file.read(status.st_size)
-            shard.unlink(missing_ok=True)  # of an admission that a kill broke off
-            os.link(path, shard, follow_symlinks=False)
-            if not os.path.samestat(status, os.lstat(shard)):
-                raise FileNotFoundError(f"{path} is another file now: the next look's")
-        return read_piece(content, path, shard, self.dataset.manifest)
 
     def _put_aside(self, path: Path, why: Exception) -> None:
         """Move a piece to the folder `refused` under a new name, or else pass it over."""
@@ -302,7 +278,7 @@ class GrowingDataset(Closing):
 
     def close(self) -> None:
         """Let another process grow the dataset."""
-        if self._admits:
+        if self._log >= 0:
             os.close(self._log)
             self._log = -1
 
@@ -315,32 +291,40 @@ def too_large(size: int, where: Path) -> InputError:
 
 def piece_returns(rewards: Array | None, episodes: EpisodeIndex) -> Float64Array:
     """Return (E,) sums of rewards; NaN where the data have none."""
-    returns = np.full(episodes.episodes, np.nan)
-    if rewards is not None and rewards.size == episodes.steps:
-        returns[:] = 0.0
-        rewards = rewards.reshape(-1).astype(np.float64)
-        fold_episodes(np.add, returns, episodes.offsets, rewards, 0)
+    if rewards is None or rewards.size != episodes.steps:
+        return np.full(episodes.episodes, np.nan)
+    returns = np.zeros(episodes.episodes)
+    fold_episodes(np.add, returns, episodes.offsets, rewards.reshape(-1).astype(np.float64), 0)
     return returns
 
 
-def read_piece(content: bytes, path: Path, shard: Path, manifest: Manifest) -> Dataset:
-    """Open the piece of a `path` as a dataset, from its content and its link `shard`.
+def open_piece(path: Path, shard: Path, manifest: Manifest) -> Dataset:
+    """Read a piece once, and link the very file that was read as `shard`.
 
     ``DATASET_DAMAGED``; ``COLUMN`` if it is laid out otherwise.
     """
+    if not PIECE_NAME.fullmatch(path.name):
+        raise damaged("no name that go.Appender gives", path)
+    with open(open_regular(path, links=False), "rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_size > MAX_PIECE_BYTES:
+            raise too_large(status.st_size, path)
+        content = file.read(status.st_size)
+        shard.unlink(missing_ok=True)  # of an admission that a kill broke off
+        os.link(path, shard, follow_symlinks=False)
+        if not os.path.samestat(status, os.lstat(shard)):
+            raise FileNotFoundError(f"{path} is another file now: the next look's")
     if digest(content) != path.stem[-DIGEST_CHARS:]:
         raise damaged("data do not match their digest", path)
     header, rows = b"", dict[str, Array]()
+    first, lengths = manifest.columns[0].name, EPISODE_COLUMNS[0].name
     with suppress(SafetensorError, KeyError, TypeError, UnicodeDecodeError):
         rows = safetensors.numpy.load(content)
-        steps, episodes = (
-            len(rows[name]) for name in (manifest.columns[0].name, EPISODE_COLUMNS[0].name)
-        )
-        header = encode_header(plan_tensors(manifest.spec.columns, steps=steps, episodes=episodes))
-    if not header or not content.startswith(header) or not steps or not episodes:
-        columns, remedy = ", ".join(map(str, manifest.columns)), "append it with go.Appender"
-        what = f"its columns are not those of the dataset: {columns}"
-        raise InputError("COLUMN", what, str(path), remedy)
+        counts = {"episodes": len(rows[lengths]), "steps": len(rows[first])}
+        header = encode_header(plan_tensors(manifest.spec.columns, **counts))
+    if not header or not content.startswith(header) or not all(counts.values()):
+        what = f"its columns are not those of the dataset: {', '.join(map(str, manifest.columns))}"
+        raise InputError("COLUMN", what, str(path), "append it with go.Appender")
     digests, statistics = {}, {}
     for name, part in rows.items():
         blocks = BlockDigests(manifest.block_bytes)
@@ -351,15 +335,9 @@ def read_piece(content: bytes, path: Path, shard: Path, manifest: Manifest) -> D
         moments.update(rows[column.name])
         statistics[column.name] = moments.result()
     ends = Endings(**{key: int(rows[f"episode_{key}"].sum()) for key in Endings.model_fields})
-    counts: dict[str, Any] = {"episodes": episodes, "steps": steps}
-    record = ShardRecord(
-        **counts,
-        name=shard.name,
-        bytes=len(content),
-        header_bytes=len(header),
-        header_digest=digest(header),
-        digests=digests,
-    )
+    seal = {"header_digest": digest(header), "digests": digests}
+    sizes = {"bytes": len(content), "header_bytes": len(header)}
+    record = ShardRecord.model_validate({"name": shard.name, **counts, **sizes, **seal})
     own = manifest.replaced(**counts, statistics=statistics, endings=ends, shards=[record])
     piece = with_shards(shard.parent, own)
     returns = piece_returns(rows.get("rewards"), piece.episodes)

@@ -1,4 +1,4 @@
-"""What `gear-offline inspect` shows: a JSON-able document, and the same as tables."""
+"""The command `gear-offline inspect`: a JSON-able document, and the same as tables."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def print_inspection(
 
 
 def summary(manifest: Manifest) -> list[str]:
-    """Return what was converted in a line, and each warning of the source in one more."""
+    """Sum up a conversion in a line, and each warning of the source in one more."""
     spec, source, endings = manifest.spec, manifest.source, manifest.endings
     counts = [count_text(spec.steps, "step"), count_text(len(manifest.shards), "shard")]
     lines = [
@@ -176,11 +176,8 @@ def _spread(key: str, statistic: Any) -> str:
 
 def _endings(document: Mapping[str, Any]) -> dict[str, str]:
     names = {"terminated": "terminated", "truncated": "truncated", "neither": "unmarked"}
-    shares = [
-        f"{name} {count:,} ({100 * count / document['episodes']:.1f} %)"
-        for key, name in names.items()
-        if (count := document["endings"][key])
-    ]
+    ends = [(name, document["endings"][key]) for key, name in names.items()]
+    shares = [f"{name} {n:,} ({100 * n / document['episodes']:.1f} %)" for name, n in ends if n]
     rows = {"endings": ", ".join(shares)}
     for what in ("return", "length"):
         spread = document[f"{what}s"]

@@ -81,7 +81,7 @@ class SourceFile(Model):
 
 
 class SourceRecord(Model):
-    """Where the data came from, as `gear_offline.sources.base.SourceInfo` says."""
+    """The origin of the data, as `gear_offline.sources.base.SourceInfo` says."""
 
     uri: str  # a file without its folders
     format: str
@@ -92,7 +92,7 @@ class SourceRecord(Model):
 
     @property
     def warnings(self) -> list[str]:
-        """What a user should know of the source."""
+        """Lines of the source for the user's eyes."""
         return texts(self.attributes.get("warnings"))
 
 
@@ -164,9 +164,8 @@ class Manifest(Model):
     shards: list[ShardRecord]  # in the order of episodes
 
     def __repr__(self) -> str:
-        return (
-            f"Manifest({self.source.uri!r}, {count_text(len(self.shards), 'shard')}: {self.spec})"
-        )
+        shards = count_text(len(self.shards), "shard")
+        return f"Manifest({self.source.uri!r}, {shards}: {self.spec})"
 
     __str__ = __repr__
 
@@ -186,14 +185,13 @@ class Manifest(Model):
 
     def layouts(self, shard: ShardRecord) -> dict[str, TensorLayout]:
         """Return the tensors that `shard` must have, in their order, by name."""
-        size, known = (shard.steps, shard.episodes), self._layouts
-        if size not in known:
-            tensors = plan_tensors(self.spec.columns, steps=shard.steps, episodes=shard.episodes)
-            known[size] = {tensor.name: tensor for tensor in tensors}
-        return known[size]
+        steps, episodes = size = shard.steps, shard.episodes
+        if size not in self._layouts:
+            tensors = plan_tensors(self.spec.columns, steps=steps, episodes=episodes)
+            self._layouts[size] = {tensor.name: tensor for tensor in tensors}
+        return self._layouts[size]
 
     def tensors(self, shard: ShardRecord) -> tuple[TensorLayout, ...]:
-        """Return the layout that `shard` must have."""
         return tuple(self.layouts(shard).values())
 
     def replaced(self, **changes: Any) -> Self:
@@ -238,23 +236,23 @@ class Manifest(Model):
 
         The statistics of columns stay as they are: what was normalised by them stays comparable.
         """
-        shards, endings = list(self.shards), self.endings
+        shards, ends = list(self.shards), [self.endings]
         for admission in admissions:
+            ends.append(admission.endings)
             for shard in admission.shards:
                 try:
                     self.check_shard(shard)
+                    if shard.name != shard_name(len(shards)):
+                        raise ValueError(f"{shard.name} is not the next shard")
                 except ValueError as error:
                     raise damaged(str(error), ADMISSIONS_NAME) from error
-                if shard.name != shard_name(len(shards)):
-                    raise damaged(f"{shard.name} is not the next shard", ADMISSIONS_NAME)
                 shards.append(shard)
-            endings = Endings(
-                terminated=endings.terminated + admission.endings.terminated,
-                truncated=endings.truncated + admission.endings.truncated,
-            )
         return self.replaced(
             shards=shards,
-            endings=endings,
+            endings=Endings(
+                terminated=sum(part.terminated for part in ends),
+                truncated=sum(part.truncated for part in ends),
+            ),
             episodes=sum(shard.episodes for shard in shards),
             steps=sum(shard.steps for shard in shards),
         )
@@ -330,7 +328,7 @@ def read_admissions(path: Path) -> tuple[list[Admission], bytes]:
 
     A line without an end is being written, or was when its writer was killed: it does not count.
     """
-    where, found, before = path / ADMISSIONS_NAME, list[Admission](), b""
+    where, admissions, before = path / ADMISSIONS_NAME, list[Admission](), b""
     try:
         content = read_regular(where, most=MAX_ADMISSIONS_BYTES)
     except FileNotFoundError:
@@ -342,20 +340,19 @@ def read_admissions(path: Path) -> tuple[list[Admission], bytes]:
         try:
             if line != _sealed(body, before):
                 raise ValueError("it does not match its digest")
-            found.append(Admission.model_validate_json(body + b"}"))
+            admissions.append(Admission.model_validate_json(body + b"}"))
         except ValueError as error:  # pydantic's, too
             raise damaged(f"line {number}: {str(error)[:200]}", where) from error
         before = _seal_of(line)
-    return found, before
+    return admissions, before
 
 
 def shard_name(index: int) -> str:
-    """Return the file name of shard `index`."""
     return f"shard-{index:05d}.safetensors"
 
 
 def is_dataset(path: Path) -> bool:
-    """Whether a directory has a manifest of ours; the dataset may be damaged."""
+    """Look for a manifest of ours in a directory; the dataset may be damaged."""
     try:
         with open(open_regular(path / MANIFEST_NAME), "rb") as file:
             return file.read(len(_BEGIN)) == _BEGIN
@@ -364,7 +361,7 @@ def is_dataset(path: Path) -> bool:
 
 
 def is_only_dataset(path: Path) -> bool:
-    """Whether a directory is a dataset and holds nothing else: what convert may replace."""
+    """Tell a directory that convert may replace: a dataset, and nothing else."""
     names = set(os.listdir(path)) - {MANIFEST_NAME} if path.is_dir() else set()
     return is_dataset(path) and all(re.fullmatch(_SHARD_NAME, name) for name in names)
 

@@ -1,4 +1,4 @@
-"""What a dataset looks like: columns, tables, and where episodes begin.
+"""The shape of a dataset: columns, tables, and the first steps of episodes.
 
 Shape legend: N steps of a table, E episodes.
 """
@@ -32,17 +32,12 @@ def channels_last(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def is_column_name(name: str) -> bool:
-    """Whether a column may have this name."""
     return _COLUMN_NAME.fullmatch(name) is not None and ".." not in name and len(name) <= 200
 
 
 def is_step_shape(shape: Sequence[int], itemsize: int) -> bool:
-    """Whether a column may have this shape of one step."""
-    return (
-        len(shape) <= MAX_DIMENSIONS
-        and all(n > 0 for n in shape)
-        and prod(shape) * itemsize <= MAX_STEP_BYTES
-    )
+    fits = len(shape) <= MAX_DIMENSIONS and all(n > 0 for n in shape)
+    return fits and prod(shape) * itemsize <= MAX_STEP_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +136,7 @@ class TableSpec:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EpisodeIndex:
-    """Where episodes begin: ``offsets[e] <= step < offsets[e + 1]`` belongs to episode ``e``.
+    """First steps of episodes: ``offsets[e] <= step < offsets[e + 1]`` belongs to episode ``e``.
 
     Attributes
     ----------
@@ -183,27 +178,27 @@ class EpisodeIndex:
 
 
 def fold_episodes(
-    function: np.ufunc, found: Array, offsets: Int64Array, rows: Array, start: int
+    function: np.ufunc, totals: Array, offsets: Int64Array, rows: Array, start: int
 ) -> None:
-    """Update (E,) `found` with `rows`, the first of which is step `start`: np.add adds them up."""
+    """Update (E,) `totals` with `rows`, the first of which is step `start`: np.add adds them up."""
     first = int(np.searchsorted(offsets, start, side="right")) - 1
     last = int(np.searchsorted(offsets, start + len(rows), side="left"))
     parts = function.reduceat(rows, np.maximum(offsets[first:last] - start, 0))
-    found[first:last] = function(found[first:last], parts)
+    totals[first:last] = function(totals[first:last], parts)
 
 
 def chosen_episodes(which: npt.ArrayLike, episodes: int) -> Int64Array:
     """Return the numbers of chosen episodes, int64; `which` are numbers or (E,) bool."""
-    given = np.atleast_1d(np.asarray(which))
-    if given.dtype == np.bool_ and given.shape == (episodes,):
-        given = np.flatnonzero(given)
-    if not given.size or given.ndim != 1 or given.dtype.kind not in "iu":
-        what = "none is chosen" if not given.size else f"{given.dtype} of shape {given.shape}"
-    elif given.min() < 0 or given.max() >= episodes:
-        what = f"{given.min()} to {given.max()} are asked for, there are 0 to {episodes - 1}"
-    elif np.unique(given).size < given.size:
+    chosen = np.atleast_1d(np.asarray(which))
+    if chosen.dtype == np.bool_ and chosen.shape == (episodes,):
+        chosen = np.flatnonzero(chosen)
+    if not chosen.size or chosen.ndim != 1 or chosen.dtype.kind not in "iu":
+        what = "none is chosen" if not chosen.size else f"{chosen.dtype} of shape {chosen.shape}"
+    elif chosen.min() < 0 or chosen.max() >= episodes:
+        what = f"{chosen.min()} to {chosen.max()} are asked for, there are 0 to {episodes - 1}"
+    elif np.unique(chosen).size < chosen.size:
         what = "one is named twice"
     else:
-        return given.astype(np.int64)
+        return chosen.astype(np.int64)
     remedy = f"give numbers from 0 to {episodes - 1}, each once, or {episodes} bools"
     raise InputError("SELECTION", f"not a choice of episodes: {what}", remedy=remedy)

@@ -53,10 +53,8 @@ def _table() -> dict[str, tuple[float, float, str]]:
     """Return {dataset: (minimum, maximum, file on the server)}."""
     data = resources.files("gear_offline.dataset") / "data" / "d4rl_reference_scores.csv"
     with data.open(encoding="utf-8") as text:
-        return {
-            row["env"]: (float(row["ref_min"]), float(row["ref_max"]), row["dataset_file"])
-            for row in csv.DictReader(text)
-        }
+        rows = [(float(r["ref_min"]), float(r["ref_max"]), r) for r in csv.DictReader(text)]
+    return {row["env"]: (low, high, row["dataset_file"]) for low, high, row in rows}
 
 
 def _pair(name: str) -> tuple[float, float] | None:

@@ -44,7 +44,6 @@ _REMEDY = "the file is damaged or foreign: copy it again or convert the source a
 
 
 def damaged(what: str, where: str | Path) -> InputError:
-    """Return the error ``DATASET_DAMAGED``."""
     return InputError("DATASET_DAMAGED", what, where=str(where), remedy=_REMEDY)
 
 
@@ -57,7 +56,7 @@ def stored_form(column: ColumnSpec) -> tuple[np.dtype[Any], tuple[int, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLayout:
-    """Where one tensor lies in a shard."""
+    """The place of a tensor in a shard."""
 
     name: str
     dtype: np.dtype[Any]
@@ -91,11 +90,8 @@ def encode_header(tensors: tuple[TensorLayout, ...]) -> bytes:
     """Return length, JSON and space padding; tensor data follow directly."""
     document: dict[str, Any] = {"__metadata__": _METADATA}
     for t in tensors:
-        document[t.name] = {
-            "dtype": CODES[t.dtype],
-            "shape": list(t.shape),
-            "data_offsets": [t.start, t.stop],
-        }
+        span = [t.start, t.stop]
+        document[t.name] = {"dtype": CODES[t.dtype], "shape": list(t.shape), "data_offsets": span}
     text = json.dumps(document, separators=(",", ":")).encode("ascii")
     text += b" " * (-(8 + len(text)) % ALIGNMENT_BYTES)
     return len(text).to_bytes(8, "little") + text

@@ -37,7 +37,7 @@ HISTOGRAM_BINS, MAX_BINS = 20, 1000
 
 
 class Model(BaseModel):
-    """What a manifest holds, checked when it is made and when it is read."""
+    """A part of a manifest, checked when it is made and when it is read."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -56,7 +56,7 @@ def _to_array(value: Any) -> Float64Array:
 
 
 def _to_lists(value: Any) -> Any:
-    """Return what JSON can hold: null for NaN and infinities."""
+    """Return lists for JSON; null for NaN and infinities."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, list):
@@ -65,9 +65,8 @@ def _to_lists(value: Any) -> Any:
 
 
 Values = Annotated[Any, PlainValidator(_to_array), PlainSerializer(_to_lists)]
-Number = Annotated[
-    float, BeforeValidator(lambda v: nan if v is None else v), PlainSerializer(_to_lists)
-]
+_null_is_nan = BeforeValidator(lambda value: nan if value is None else value)
+Number = Annotated[float, _null_is_nan, PlainSerializer(_to_lists)]
 
 
 class ColumnStatistics(Model):
@@ -155,12 +154,10 @@ class Moments:
             std = np.sqrt(self.squares / np.maximum(self.counts, 1))
         constant = self.low == self.high  # then exactly, whatever rounding left
         mean, std = np.where(constant, self.low, self.mean), np.where(constant, 0.0, std)
-        mean, std, low, high = (
-            np.where(self.counts > 0, values, np.nan).reshape(self.shape)
-            for values in (mean, std, self.low, self.high)
-        )
+        parts = (mean, std, self.low, self.high)
+        shaped = (np.where(self.counts > 0, part, np.nan).reshape(self.shape) for part in parts)
         nonfinite = self.rows * self.counts.size - int(self.counts.sum())
-        spread = {"mean": mean, "std": std, "min": low, "max": high}
+        spread = dict(zip(("mean", "std", "min", "max"), shaped, strict=True))
         return ColumnStatistics(count=self.rows, nonfinite=nonfinite, **spread)
 
 

@@ -15,23 +15,11 @@ from gear_offline.config.problems import nearest
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray
 from gear_offline.errors import InputError, check_environment_id
-from gear_offline.sources.base import (
-    Piece,
-    Source,
-    SourceInfo,
-    common_columns,
-    kinds_of_rows,
-    misfit,
-)
-from gear_offline.sources.episode_ends import (
-    FLAGS,
-    MARK,
-    SCALARS,
-    flag_values,
-    judge_ends,
-    kind_of_flag,
-)
+from gear_offline.sources.base import Piece, Source, SourceInfo
+from gear_offline.sources.columns import common_columns, kinds_of_rows
+from gear_offline.sources.episode_ends import FLAGS, MARK, MEANING, SCALARS, flag_values, judge_ends
 from gear_offline.sources.flat import flat_source
+from gear_offline.sources.input_files import check_kind, misfit
 
 METADATA = "metadata"
 OBSERVATIONS, NEXT_OBSERVATIONS = "observations", "next_observations"
@@ -94,30 +82,23 @@ def from_episodes(
     >>> source.read("rewards", 0, 5).tolist()
     [1.0, 1.0, 1.0, 1.0, 1.0]
     """
-    if not isinstance(episodes, Iterable):
-        what, remedy = f"a {type(episodes).__name__} is given", f"give {_ONE_EACH}"
-        raise misfit(what, "episodes", remedy)
+    check_kind(episodes, Iterable, "episodes", f"give {_ONE_EACH}")
     if environment is not None:
         check_environment_id(environment, where="environment")
     read, terminated, notes = read_episodes(episodes)
     named = ((f"episode {n}", kinds_of_rows(columns)) for n, columns in enumerate(read))
     kinds, _ = common_columns(named, remedy=SAME)
-    facts = dict(attributes or {})
     if not any(n.split("/")[0] == OBSERVATIONS for n in kinds):
         note = f"no column is named {OBSERVATIONS}, which training needs: {', '.join(kinds)}"
-        note += _renames(kinds)
-        notes.append(note)
-        warnings.warn(note, stacklevel=2)
-    if notes:
-        facts["warnings"] = [*facts.get("warnings", ()), *notes]
-    return Source(
-        [Piece.of(columns) for columns in read],
-        kinds,
-        terminated=terminated,
-        info=SourceInfo(
-            uri=name, format="arrays", rule="episodes", environment_id=environment, attributes=facts
-        ),
+        notes.append(note + _renames(kinds))
+        warnings.warn(notes[-1], stacklevel=2)
+    facts = dict(attributes or {})
+    info = SourceInfo(
+        uri=name, format="arrays", rule="episodes", environment_id=environment, attributes=facts
     )
+    source = Source([Piece.of(rows) for rows in read], kinds, terminated=terminated, info=info)
+    source.warn(*notes)
+    return source
 
 
 def from_arrays(
@@ -154,9 +135,7 @@ def from_arrays(
     >>> source.episodes.lengths.tolist(), source.terminated.tolist()
     ([3, 2], [True, False])
     """
-    if not isinstance(columns, Mapping):
-        what = f"a {type(columns).__name__} is given"
-        raise misfit(what, "columns", "give a mapping of column names to arrays")
+    check_kind(columns, Mapping, "columns", "give a mapping of column names to arrays")
     if environment is not None:
         check_environment_id(environment, where="environment")
     named = _named(columns, "")
@@ -174,14 +153,14 @@ def from_arrays(
         environment_id=environment,
         where=name,
         facts={**({METADATA: metadata} if metadata else {}), **(attributes or {})},
-    )
+    ).tell_no_rewards()
 
 
 def read_episodes(
     episodes: Iterable[Mapping[str, Any]],
 ) -> tuple[list[Columns], BoolArray, list[str]]:
-    """Return what `from_episodes` takes, at least one; which terminated, and what is not known."""
-    read = [_read_episode(number, episode) for number, episode in enumerate(episodes)]
+    """Return the columns of at least one episode, which terminated, and what is not known."""
+    read = [_read_episode(episode, f"episode {n}") for n, episode in enumerate(episodes)]
     if not read:
         raise misfit("there are no episodes", remedy="give at least one")
     ends = [end_flags(arrays, f"episode {number}") for number, arrays in enumerate(read)]
@@ -190,11 +169,8 @@ def read_episodes(
     terminated, notes = judge_ends(last, np.ones(len(read), np.int64), None, where="episodes")
     if names and (silent := sum(not flags for flags in ends)):
         notes.append(f"{count_text(silent, 'episode')} without a flag: truncated, it is taken")
-    return (
-        [{n: rows for n, rows in arrays.items() if rows.ndim} for arrays in read],
-        terminated,
-        notes,
-    )
+    columns = [{n: rows for n, rows in arrays.items() if rows.ndim} for arrays in read]
+    return columns, terminated, notes
 
 
 def end_flags(episode: Mapping[str, Any], where: str = "an episode") -> dict[str, bool]:
@@ -202,34 +178,30 @@ def end_flags(episode: Mapping[str, Any], where: str = "an episode") -> dict[str
     flags = {name: np.atleast_1d(np.asarray(episode[name])) for name in FLAGS if name in episode}
     for name in episode.keys() - flags.keys():
         near = nearest(name, FLAGS, cutoff=0.85)
-        if near and kind_of_flag(near) not in map(kind_of_flag, flags):
-            what, remedy = "is no flag", f"name it {near}, or less alike"
-            raise _in_column(what, where, remedy, name)
+        if near and MEANING[near] not in map(MEANING.get, flags):
+            raise _in_column("is no flag", where, f"name it {near}, or less alike", name)
     for name, rows in flags.items():
         flags[name] = flag_values(rows, name, where)
         if (inside := np.flatnonzero(flags[name][:-1])).size:
             what = f"true at step {inside[0]} of {len(rows)}, where the episode goes on"
-            raise _in_column(
-                what, where, "cut the episode there, or name the column otherwise", name
-            )
+            raise _in_column(what, where, "cut the episode there, or rename the column", name)
     return {name: bool(rows[-1]) for name, rows in flags.items()}
 
 
-def _read_episode(number: int, given: Mapping[str, Any]) -> Columns:
+def _read_episode(episode: Mapping[str, Any], where: str) -> Columns:
     """Return an episode's columns, and flags that are one value."""
-    where = f"episode {number}"
-    if not isinstance(given, Mapping):
-        raise misfit(f"an episode is a {type(given).__name__}", where, f"give {_ONE_EACH}")
-    arrays = {key: as_rows(value, key, where) for key, value in _named(given, where).items()}
+    if not isinstance(episode, Mapping):
+        raise misfit(f"an episode is a {type(episode).__name__}", where, f"give {_ONE_EACH}")
+    arrays = {key: as_rows(value, key, where) for key, value in _named(episode, where).items()}
     _split_observations(arrays, where)
     _check_rows({n: rows for n, rows in arrays.items() if rows.ndim or n not in FLAGS}, where)
     return arrays
 
 
-def _named(given: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
-    """Return what is given by column name; two of one name are refused."""
+def _named(columns: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings by column name; two of one name are refused."""
     named: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in columns.items():
         name = f"{prefix}{key}"
         below = _named(value, where, f"{name}/") if isinstance(value, Mapping) else {name: value}
         for twice in named.keys() & below.keys():
@@ -239,7 +211,7 @@ def _named(given: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, 
 
 
 def as_rows(value: Any, column: str, where: str) -> Array:
-    """Return what a program gives for a column as an array of numbers."""
+    """Return a program's value for a column as an array of numbers."""
     try:
         rows = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors of a GPU
@@ -258,10 +230,10 @@ def as_rows(value: Any, column: str, where: str) -> Array:
 def _split_observations(columns: Columns, where: str) -> None:
     """Make (T + 1) observations into observations and next observations, in place."""
     rewards = columns.get(REWARDS, columns.get(ACTIONS))
-    names = [n for n in columns if n == OBSERVATIONS or n.startswith(f"{OBSERVATIONS}/")]
+    names = [n for n in columns if n.split("/")[0] == OBSERVATIONS]
     if rewards is None or rewards.ndim < 1 or not names:
         return
-    if any(columns[n].ndim < 1 or len(columns[n]) != len(rewards) + 1 for n in names):
+    if any(columns[n].shape[:1] != (len(rewards) + 1,) for n in names):
         return  # as many rows as steps, or an error that `_check_rows` tells
     if any(n.split("/")[0] == NEXT_OBSERVATIONS for n in columns):
         what = f"observations have {len(rewards) + 1} rows beside next_observations"
@@ -284,12 +256,11 @@ def _check_rows(columns: Columns, where: str) -> None:
     for name, rows in columns.items():
         if len(rows) != len(columns[first]):
             what = f"{len(rows)} rows where {first} has {len(columns[first])}"
-            remedy = f"give one row for each step{_renames(columns)}"
-            raise _in_column(what, where, remedy, name)
+            raise _in_column(what, where, f"give one row for each step{_renames(columns)}", name)
 
 
 def _renames(names: Collection[str]) -> str:
-    """Return which columns were probably meant to have a name that is not there."""
+    """Return advice for columns that were probably meant to have a name that is not there."""
     missing = {OBSERVATIONS, ACTIONS, REWARDS} - set(names)
     pairs = [(n, m) for n in names for m in missing if len(n) > 2 and m.startswith(n)]
     return "".join(f"; rename {name} to {meant}" for name, meant in pairs)

@@ -1,4 +1,4 @@
-"""What a source is: columns by row range, and where its episodes end.
+"""Sources: columns by row range, and the ends of episodes.
 
 A reader of a format is a function that returns a `Source`; `uri.open_source` calls it.  It gives
 
@@ -13,15 +13,11 @@ Shape legend: N rows (steps), E episodes.
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from io import FileIO
 from math import prod
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -29,31 +25,21 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.core.closing import Closing
-from gear_offline.core.files import FileIdentity, file_identity, open_regular
 from gear_offline.core.text import texts
 from gear_offline.core.types import Array, BoolArray
-from gear_offline.dataset.schema import (
-    ColumnSpec,
-    EpisodeIndex,
-    TableSpec,
-    is_column_name,
-    is_step_shape,
-)
+from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.dataset.scores import ReferenceScores
-from gear_offline.errors import GearError, InputError
+from gear_offline.sources.columns import Kinds, kinds_of, legal_names
 from gear_offline.sources.episode_ends import SCALARS
+from gear_offline.sources.input_files import InputFile, damage_told, misfit
 
 READ_BYTES = 8 << 20  # a read of about this size amortises the call
-MAX_NAME_CHARS = 200
-APART = "files are missing, damaged, out of order or of several sources: get them again"
 DIFFERS = "give every step the same shape and dtype; if the source has changed, open it again"
-
-Kinds = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]  # dtype and step shape by column
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceInfo:
-    """Where the data came from; goes into the manifest."""
+    """The origin of data; goes into the manifest."""
 
     uri: str  # what the user asked for; of a path its last name
     format: str  # of the reader: "d4rl", "minari", ...
@@ -100,7 +86,7 @@ class Piece:
 
 
 class Asked(NamedTuple):
-    """What a user asks of a source: a boundary rule, names of columns, a robomimic filter key."""
+    """The wishes of a user: a boundary rule, names of columns, a robomimic filter key."""
 
     uri: str
     rule: str | None
@@ -156,31 +142,40 @@ class Source(Closing):
             steps=self.episodes.steps,
             episodes=self.episodes.episodes,
         )
-        renamed = [f"{old!r} is the column {new}" for old, new in names.items() if old != new]
         self.info = info
-        files = self.info.files
-        self.where = files[0].path if len(files) == 1 else self.info.uri
-        if renamed:
-            self.warn(*renamed)
+        self.where = info.files[0].path if len(info.files) == 1 else info.uri
+        self.warn(*(f"{old!r} is the column {new}" for old, new in names.items() if old != new))
 
     def derived(
-        self, pieces: Sequence[Piece], columns: Kinds, chosen: Any = slice(None), **options: Any
+        self,
+        pieces: Sequence[Piece],
+        columns: Kinds | None = None,
+        chosen: Any = ...,
+        **options: Any,
     ) -> Source:
         """Return a source of other rows or columns of the `chosen` of its episodes."""
-        return Source(
-            pieces,
-            columns,
-            lengths=self.episodes.lengths[chosen],
-            terminated=self.terminated[chosen],
-            truncated=self.truncated[chosen],
-            **{"info": self.info, **options},
-        )
+        own = {
+            "lengths": self.episodes.lengths[chosen],
+            "terminated": self.terminated[chosen],
+            "truncated": self.truncated[chosen],
+            "info": self.info,
+            "preferred": {c.name: self.preferred_rows(c.name) for c in self.spec},
+        }
+        return Source(pieces, kinds_of(self) if columns is None else columns, **own | options)
 
     def warn(self, *notes: str) -> None:
         """Put warnings behind those that there are."""
-        before = texts(self.info.attributes.get("warnings"))
         if notes:
+            before = texts(self.info.attributes.get("warnings"))
             self.info = self.info.with_facts(warnings=[*dict.fromkeys([*before, *notes])])
+
+    def tell_no_rewards(self) -> Source:
+        """Warn where there are no rewards; return the source."""
+        if "rewards" not in self.spec:
+            name = "next.success" if "next.success" in self.spec else "NAME"
+            what = "no rewards, so no returns: goals and cloning need none"
+            self.warn(f"{what}; --rename {name}=rewards takes a column")
+        return self
 
     def read(self, column: str, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
@@ -193,8 +188,7 @@ class Source(Closing):
             piece, first = self._pieces[index], int(self._firsts[index])
             end, shift = min(first + piece.steps, stop), piece.first - first
             # Nothing that a library raises of foreign bytes is an error of ours.
-            told = damage_told(self.info.format, self.where) if self.info.files else nullcontext()
-            with told:
+            with damage_told(self.info.format, self.where) if self.info.files else nullcontext():
                 rows = piece.read(name, start + shift, end + shift)
             fits = rows.size == (end - start) * prod(spec.shape)
             if not fits or not np.can_cast(rows.dtype, spec.dtype):
@@ -220,156 +214,7 @@ class Source(Closing):
         return preferred or max(1, READ_BYTES // self.spec[column].step_bytes)
 
     def close(self) -> None:
-        """Close the source; what its readers keep open goes with them."""
+        """Close the source."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.info.uri!r}, rule {self.info.rule}: {self.spec})"
-
-
-# files from outside, and what is wrong with them ------------------------------------------------
-
-
-@dataclass(frozen=True)
-class InputFile:
-    """A file from outside, and what tells whether it is still the one that was opened."""
-
-    path: Path
-    identity: FileIdentity
-
-    @classmethod
-    def find(cls, path: Path) -> InputFile:
-        """Return the regular file at `path` as it is now."""
-        with _open(path) as file:
-            return cls(path, file_identity(file.fileno()))
-
-    def open(self) -> FileIO:
-        """Open it for reading; refuse another one (``SOURCE_CHANGED``)."""
-        file = _open(self.path)
-        if file_identity(file.fileno()) != self.identity:
-            file.close()
-            raise changed_error(self.path.name)
-        return file
-
-
-def _open(path: Path) -> FileIO:
-    try:
-        return os.fdopen(open_regular(path), "rb", buffering=0)
-    except OSError as error:
-        what = f"the file cannot be read: {error.strerror or error}"
-        raise InputError("SOURCE_READ", what, str(path), "check path and permissions") from error
-
-
-def by_number(path: Path) -> list[tuple[int, int, str]]:
-    """Return a key that sorts ``part_2`` before ``part_10``, of a file or folders and a file."""
-    parts = re.split(r"([0-9]+)", str(path))
-    return [(1, int(p), p) if p.isdigit() and p.isascii() else (0, 0, p) for p in parts]
-
-
-def files_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    """Return the files of some suffixes right in a folder, ``part_2`` before ``part_10``."""
-    files = (p for p in folder.iterdir() if p.suffix.lower() in suffixes and p.is_file())
-    return sorted((p for p in files if not p.name.startswith(".")), key=by_number)
-
-
-@contextmanager
-def damage_told(kind: str, where: Path | str) -> Iterator[None]:
-    """Turn whatever a library raises of a foreign file into one error (``SOURCE_READ``)."""
-    try:
-        yield
-    except GearError:
-        raise
-    except Exception as error:
-        said = " ".join(str(error).split())[:200] or type(error).__name__
-        what = f"not a readable {kind} file: {said}"
-        remedy = "it is damaged, cut short or of another format: get it again"
-        raise InputError("SOURCE_READ", what, str(where), remedy) from error
-
-
-def changed_error(name: str) -> InputError:
-    """Return the error for a source that is not the one that was opened."""
-    what, remedy = "the source changed while it was converted", "convert again once nothing writes"
-    return InputError("SOURCE_CHANGED", what, where=name, remedy=f"{remedy} to it")
-
-
-def misfit(what: str, where: Path | str = "", remedy: str = APART) -> InputError:
-    """Return the error for what is readable and makes no trajectories."""
-    return InputError("SOURCE_LAYOUT", what, where=str(where), remedy=remedy)
-
-
-# columns and their names ----------------------------------------------------------------------
-
-
-def kinds_of(source: Any) -> Kinds:
-    """Return what the columns of a source or dataset are."""
-    return {column.name: (column.dtype, column.shape) for column in source.spec}
-
-
-def kinds_of_rows(columns: Mapping[str, Any]) -> Kinds:
-    """Return what columns are, given (N, *shape) arrays or what has their dtype and shape."""
-    return {n: (rows.dtype.newbyteorder("="), rows.shape[1:]) for n, rows in columns.items()}
-
-
-def can_be_column(shape: tuple[int, ...] | None, dtype: np.dtype[Any] | None) -> bool:
-    """Whether an array is one of numbers or bools, with a row for each step."""
-    if not shape or dtype is None or dtype.kind not in "biufc":
-        return False
-    return is_step_shape(shape[1:], dtype.itemsize)
-
-
-def legal_names(names: Iterable[str]) -> dict[str, str]:
-    """Return for each name the column's: ``_`` for what no column may have, a number if taken."""
-    columns: dict[str, str] = {}
-    taken: set[str] = set()
-    for name in sorted(names, key=lambda n: not is_column_name(n)):  # legal ones stay
-        parts = (re.sub(r"[^A-Za-z0-9_.\-]", "_", part) for part in name.split("/"))
-        legal = "/".join(re.sub(r"^[.\-]|^$", "_", part) for part in parts)
-        legal = re.sub(r"\.\.+", ".", legal)[:MAX_NAME_CHARS].rstrip("/")
-        number, unique = 2, legal
-        while unique.casefold() in taken:
-            number, unique = number + 1, f"{legal[: MAX_NAME_CHARS - 10]}_{number}"
-        taken.add(unique.casefold())
-        columns[name] = unique
-    return columns
-
-
-def split_names(text: str) -> list[str]:
-    """Return the columns that ``"a + b"`` names."""
-    return [part.strip().strip("/") for part in text.split("+")]
-
-
-def names_after(stored: Iterable[str], names: Mapping[str, str]) -> set[str]:
-    """Return what columns are called once the user's `names` are given."""
-    taken = {part for old in names.values() for part in split_names(old)}
-    return {*stored} - taken | {*names}
-
-
-def common_columns(
-    parts: Iterable[tuple[str, Kinds]],
-    needed: Container[str] | None = None,
-    *,
-    where: Path | str = "",
-    remedy: str,
-) -> tuple[Kinds, dict[str, str]]:
-    """Return the columns that all named parts have alike, what is left out and why.
-
-    One that is `needed`, by its name up to the first ``/``, default each, is refused instead.
-    """
-    (first, kinds), *others = parts
-    left_out: dict[str, str] = {}
-    for part, own in others:
-        for name in {**kinds, **own} if own != kinds else ():
-            if name in left_out or kinds.get(name) == own.get(name):
-                continue
-            here, was = (
-                "{} {}".format(*of[name]) if name in of else "missing" for of in (own, kinds)
-            )
-            left_out[name] = f"{here} in {part}, {was} in {first}"
-            if needed is None or name.split("/")[0] in needed:
-                raise misfit(f"column {name} is {left_out[name]}", where, remedy)
-    return {name: kind for name, kind in kinds.items() if name not in left_out}, left_out
-
-
-def some_names(names: Iterable[str], limit: int = 12) -> str:
-    """Return the first names of many, for a message."""
-    listed = sorted(names)
-    return ", ".join(listed[:limit]) + (", ..." if len(listed) > limit else "") or "nothing"

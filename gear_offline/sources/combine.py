@@ -22,18 +22,9 @@ from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.manifest import MANIFEST_NAME
 from gear_offline.dataset.schema import ColumnSpec, channels_last, chosen_episodes
 from gear_offline.errors import InputError
-from gear_offline.sources.base import (
-    InputFile,
-    Kinds,
-    Piece,
-    Source,
-    SourceInfo,
-    common_columns,
-    kinds_of,
-    misfit,
-    some_names,
-    split_names,
-)
+from gear_offline.sources.base import Piece, Source, SourceInfo
+from gear_offline.sources.columns import Kinds, common_columns, kinds_of, some_names, split_names
+from gear_offline.sources.input_files import InputFile, check_kind, misfit
 
 MOST_NAMED = 20  # parts that a joined source describes one by one
 
@@ -57,19 +48,12 @@ def pick_episodes(source: Source, which: npt.ArrayLike) -> Source:
     _check_open(source)
     chosen = chosen_episodes(which, source.episodes.episodes)
     offsets = source.episodes.offsets
-    pieces = []
     # Episodes that follow each other are one piece: fewer and longer reads.
-    for run in np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1):
-        first, last = int(offsets[run[0]]), int(offsets[run[-1] + 1])
-        pieces.append(Piece(read=source.read, first=first, steps=last - first))
+    runs = np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1)
+    bounds = ((int(offsets[run[0]]), int(offsets[run[-1] + 1])) for run in runs)
+    pieces = [Piece(read=source.read, first=a, steps=b - a) for a, b in bounds]
     picked = f"{chosen.size:,} of {count_text(source.episodes.episodes, 'episode')}"
-    return source.derived(
-        pieces,
-        kinds_of(source),
-        chosen,
-        info=source.info.with_facts(picked=picked),
-        preferred={c.name: source.preferred_rows(c.name) for c in source.spec},
-    )
+    return source.derived(pieces, chosen=chosen, info=source.info.with_facts(picked=picked))
 
 
 def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
@@ -90,9 +74,7 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
     InputError
         ``SOURCE_LAYOUT`` if they do not fit; ``SOURCE_READ`` if one of them is not an open source.
     """
-    if not isinstance(sources, Iterable):
-        what = f"a {type(sources).__name__} is given"
-        raise misfit(what, "sources", "give a list of open sources")
+    check_kind(sources, Iterable, "sources", "give a list of open sources")
     sources = tuple(sources)
     for source in sources:
         _check_open(source)
@@ -105,10 +87,9 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
         remedy="take the columns that they share: --columns",
     )
     infos = [source.info for source in sources]
-    said = Counter(text for i in infos for text in {*i.attributes.get("warnings", ())})
     texts = [(i.uri, text) for i in infos for text in i.attributes.get("warnings", ())]
-    notes = [f"{uri}: {text}" if said[text] == 1 else text for uri, text in texts]
-    notes = [*dict.fromkeys(notes)]  # what several parts say is said once
+    count = Counter(text for _, text in texts)  # what several parts say is said once
+    notes = [text if count[text] > 1 else f"{uri}: {text}" for uri, text in texts]
     shared: dict[str, Any] = {"format": "joined", "rule": "that of each part"}
     named = ("environment_id", "environment_options", "reference_name", "scores")
     for fact in ("format", "rule", *named):
@@ -116,9 +97,8 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
         if all(value == values[0] for value in values):
             shared[fact] = values[0]
         elif fact not in shared:
-            what = fact.replace("_", " ")
-            kinds = ", ".join(sorted({str(value) for value in values}))
-            notes.append(f"the parts differ in {what}: {kinds}")
+            kinds = ", ".join(sorted(set(map(str, values))))
+            notes.append(f"the parts differ in {fact.replace('_', ' ')}: {kinds}")
     edits = [info.attributes.get("reward_edits", []) for info in infos]
     for info in infos:
         left_out = {**info.attributes.get("left_out", {}), **left_out}
@@ -137,7 +117,7 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
                 "part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]],
                 "left_out": left_out,
                 "reward_edits": edits[0] if all(own == edits[0] for own in edits) else [None],
-                "warnings": notes,
+                "warnings": [*dict.fromkeys(notes)],
             },
             **shared,
         ),
@@ -146,8 +126,8 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
 
 def _check_open(source: object) -> None:
     if not isinstance(source, Source):
-        what = f"a {type(source).__name__} is not an open source"
-        raise InputError("SOURCE_READ", what, remedy="open it: gear_offline.open_source(PATH)")
+        what, remedy = f"a {type(source).__name__} is not an open source", "go.open_source(PATH)"
+        raise InputError("SOURCE_READ", what, remedy=f"open it: {remedy}")
 
 
 def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
@@ -178,7 +158,7 @@ def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
     }
 
     def read(column: str, start: int, stop: int) -> Array:
-        rows = [source.read(one.name, start, stop) for one in parts[column]]
+        rows = [source.read(part.name, start, stop) for part in parts[column]]
         if len(rows) == 1:
             return rows[0]
         return np.concatenate([part.reshape(stop - start, -1) for part in rows], axis=1)
@@ -214,17 +194,11 @@ def frames_turned(source: Source) -> Source:
         rows = source.read(column, start, stop)
         return np.ascontiguousarray(np.moveaxis(rows, 1, -1)) if column in first else rows
 
-    made = source.derived(
-        [Piece(read=read, steps=source.spec.steps)],
-        {
-            name: (dtype, first.get(name, shape))
-            for name, (dtype, shape) in kinds_of(source).items()
-        },
-        preferred={column.name: source.preferred_rows(column.name) for column in source.spec},
-    )
-    turned = ", ".join(f"{name} {source.spec[name].shape} to {first[name]}" for name in first)
-    made.warn(f"frames have their channels first and are turned: {turned}")
-    return made
+    kinds = {n: (dtype, first.get(n, shape)) for n, (dtype, shape) in kinds_of(source).items()}
+    turned = source.derived([Piece(read=read, steps=source.spec.steps)], kinds)
+    shapes = ", ".join(f"{name} {source.spec[name].shape} to {first[name]}" for name in first)
+    turned.warn(f"frames have their channels first and are turned: {shapes}")
+    return turned
 
 
 def _taken(source: Source, new: str, olds: Sequence[str]) -> dict[str, list[ColumnSpec]]:
@@ -235,10 +209,9 @@ def _taken(source: Source, new: str, olds: Sequence[str]) -> dict[str, list[Colu
         name = source.named(old)
         below = [n for n in columns if n == name or n.startswith(f"{name}/")]
         if not below:
-            what, why = f"no {old!r} to take as {new!r}", source.info.attributes.get("left_out", {})
-            what += f": {why[old]}" if old in why else ""
-            found = f"found: {some_names(columns)}"
-            raise InputError("COLUMN", what, where=source.info.uri, remedy=found)
+            why = source.info.attributes.get("left_out", {}).get(old)
+            what = f"no {old!r} to take as {new!r}{f': {why}' if why else ''}"
+            raise InputError("COLUMN", what, source.info.uri, f"found: {some_names(columns)}")
         if len(olds) == 1:
             return {new + n.removeprefix(name): [columns[n]] for n in below}
         if name not in columns:
@@ -255,9 +228,9 @@ def _taken(source: Source, new: str, olds: Sequence[str]) -> dict[str, list[Colu
 def observation_vectors(
     columns: Kinds, prefix: str, path: Path, names: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return what makes ``observations``, and ``next_observations``, where there are none.
+    """Put float vectors side by side as ``observations`` and ``next_observations``.
 
-    The float vectors whose names begin with `prefix` are put side by side, in the order of names.
+    They are those whose names begin with `prefix`, in the order of names.
     """
     if any(name.split("/")[0] == "observations" for name in (*columns, *names)):
         return {}
@@ -265,14 +238,11 @@ def observation_vectors(
     vectors = [n for n in stored if columns[n][0].kind == "f" and len(columns[n][1]) <= 1]
     used = vectors or stored
     if not used or (not vectors and len(stored) > 1):
-        what = f"observations are no vectors: {some_names(stored)}"
         remedy = f"take one: --columns observations={(*stored, 'NAME')[0]},actions"
-        raise InputError("COLUMN", what, where=str(path), remedy=remedy)
-    following = [f"next_{name}" for name in used]
-    made = {"observations": " + ".join(used)}
-    if set(following) <= set(columns):
-        made["next_observations"] = " + ".join(following)
-    return made
+        what = f"observations are no vectors: {some_names(stored)}"
+        raise InputError("COLUMN", what, str(path), remedy)
+    pairs = {"observations": used, "next_observations": [f"next_{name}" for name in used]}
+    return {new: " + ".join(of) for new, of in pairs.items() if {*of} <= {*columns}}
 
 
 def dataset_source(dataset: Dataset) -> Source:

@@ -22,7 +22,8 @@ from gear_offline.core.text import count_text
 from gear_offline.dataset.scores import dataset_file, dataset_names, dataset_of_file
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.progress import Progress
-from gear_offline.sources.base import Source, names_after
+from gear_offline.sources.base import Source
+from gear_offline.sources.columns import names_after
 from gear_offline.sources.episode_ends import ARTIFICIAL, TERMINAL_FLAGS, TIME_FLAGS
 from gear_offline.sources.hdf5 import Hdf5Dataset
 
@@ -31,7 +32,7 @@ TIMEOUT_SECONDS = 30.0
 
 
 class Family(NamedTuple):
-    """How one family of D4RL datasets marks the ends of its episodes."""
+    """A family of D4RL datasets, and its marks of episode ends."""
 
     name: str
     pattern: str  # searched in the lower-case file name or environment id
@@ -39,26 +40,26 @@ class Family(NamedTuple):
     rule_without_timeouts: str
     rule: str | None = "terminals|timeouts"  # of files with a column timeouts; None: it has none
     step_limit: int | None = None  # of the longest episode that it can have
+    sign: str | None = None  # column that tells it by content; "": widths are enough
 
 
 _GYM = r"(?:^|[^a-z])(?:hopper|halfcheetah|walker(?:2d)?|ant)(?:$|[^a-z])"
 _GYM_WIDTHS = {(11, 3), (17, 6), (27, 8), (111, 8), (15, 3), (26, 6), (22, 6), (28, 8)}
 _HANDS = r"(?:^|[^a-z])(?:door|hammer|relocate)(?:$|[^a-z])"
 FAMILIES = (
-    Family("antmaze", r"ant_?-?maze", {(29, 8)}, "steps=1001", "timeouts", 1001),
-    Family("maze2d", "maze2d", {(4, 2)}, ARTIFICIAL, "timeouts"),
-    Family("kitchen", "kitchen", {(60, 9)}, ARTIFICIAL, None),
+    Family("antmaze", r"ant_?-?maze", {(29, 8)}, "steps=1001", "timeouts", 1001, ""),
+    Family("maze2d", "maze2d", {(4, 2)}, ARTIFICIAL, "timeouts", sign="infos/goal"),
+    Family("kitchen", "kitchen", {(60, 9)}, ARTIFICIAL, None, sign="infos"),
     Family("adroit-pen", r"(?:^|[^a-z])pen(?:$|[^a-z])", {(45, 24)}, "terminals|steps=100"),
     Family("adroit", _HANDS, {(39, 28), (46, 26), (39, 30)}, "terminals|steps=200"),
     Family("mujoco", _GYM, _GYM_WIDTHS, "terminals|steps=1000", step_limit=1000),
     Family("d4rl", r"(?!)", (), "terminals"),
 )
-_BY_NAME = {family.name: family for family in FAMILIES}
 
 
 @dataclass(frozen=True, kw_only=True)
 class D4rlFile:
-    """What is known of a file in D4RL's layout."""
+    """A file in D4RL's layout."""
 
     name: str  # D4RL's of the dataset, or the file's
     family: Family
@@ -86,19 +87,15 @@ class D4rlFile:
             return None
         env_id = str(attributes.get("env_id") or "")
         environment = env_id if is_gymnasium_id(env_id) else None
-        parts = (
-            datasets.get(n) or datasets.get(names.get(n, "")) for n in ("observations", "actions")
-        )
-        widths = tuple(prod(((part and part.shape) or ())[1:]) for part in parts)
-        if "gear_offline" in attributes or {*names} & {*TERMINAL_FLAGS}:  # flags at their word
-            family, evidence = _BY_NAME["d4rl"], "attributes"
-        else:
+        wanted = ("observations", "actions")
+        stored = (datasets.get(n) or datasets.get(names.get(n, "")) for n in wanted)
+        widths = tuple(prod(((part and part.shape) or ())[1:]) for part in stored)
+        family, evidence, dataset = FAMILIES[-1], "attributes", dataset_of_file(name)
+        if not ("gear_offline" in attributes or {*names} & {*TERMINAL_FLAGS}):
             family, evidence = _family_told(name, env_id, widths, here)
-        dataset = (
-            dataset_of_file(name) if widths in family.widths or evidence == "attributes" else None
-        )
+            dataset = dataset if widths in family.widths else None
         rule = family.rule if has_timeouts else family.rule_without_timeouts
-        if "gear_offline" in attributes:
+        if "gear_offline" in attributes:  # flags at their word
             rule = str(attributes.get("rule", rule))
         return cls(
             name=dataset or name,
@@ -110,24 +107,19 @@ class D4rlFile:
         )
 
     def warnings(self, source: Source, *, overridden: bool) -> list[str]:
-        """Return what a user should know of the episodes that the rule gave."""
+        """Return warnings of the episodes that the rule gave."""
         family, limit, lengths = self.family.name, self.family.step_limit, source.episodes.lengths
         _, content, evidence = self.evidence.rpartition("content: ")
         notes: list[str] = []
         if content and family != "d4rl" and not overridden:
-            notes.append(
-                f"taken for {family} by its {evidence}: episodes end by {family}'s rule; "
-                "rule='terminals|timeouts' overrides"
-            )
+            what = f"taken for {family} by its {evidence}: episodes end by {family}'s rule"
+            notes.append(f"{what}; rule='terminals|timeouts' overrides")
         if family == "mujoco" and limit and "timeouts" in source.spec:
             cut_short = source.truncated & (lengths < limit)
             cut_short[-1] &= not source.info.attributes["unfinished_tail_steps"]
             if cut := int(cut_short.sum()):
-                notes.append(
-                    f"{count_text(cut, 'episode')} cut by a timeout before step {limit}: replay "
-                    "data can be cut in mid-episode, and returns-to-go of such episodes are too "
-                    "small (D4RL#162)"
-                )
+                what = f"{count_text(cut, 'episode')} cut by a timeout before step {limit}"
+                notes.append(f"{what}, as in replay data: returns-to-go are too small (D4RL#162)")
         if overridden:
             return notes
         if not any(flag in source.spec for flag in TIME_FLAGS) or family == "kitchen":
@@ -136,14 +128,12 @@ class D4rlFile:
 
 
 _RELEASES = {  # by the name of a dataset
-    r"antmaze-.*-v0(?:\D|$)": "antmaze v0: timeouts are out of step with the resets in the "
-    "released files, so episodes can hold jumps of metres (D4RL#77, D4RL#146); v2 repairs this",
-    r"hopper-.*-v1(?:\D|$)": "hopper v1 files were published with errors (D4RL#76, D4RL#86); "
-    "use v2",
+    r"antmaze-.*-v0(?:\D|$)": "antmaze v0: timeouts are out of step with the resets: episodes can "
+    "hold jumps of metres (D4RL#77, D4RL#146); v2 repairs this",
+    r"hopper-.*-v1(?:\D|$)": "hopper v1 files have errors (D4RL#76, D4RL#86); use v2",
 }
 _NOTES = {
-    "kitchen": "terminals mark the end of each demonstration, not success: its episodes count as "
-    "truncated",
+    "kitchen": "terminals mark the end of each demonstration, not success: all count as truncated",
     "adroit": "no timeouts column: episodes are cut at D4RL's step limit, which human "
     "demonstrations need not keep",
     "maze2d": "no timeouts column: the file is one continuous trajectory, cut only at terminals; "
@@ -156,10 +146,7 @@ _NOTES = {
 
 
 def is_gymnasium_id(name: str) -> bool:
-    """Whether it is the id of a Gymnasium environment, and not a name of D4RL's.
-
-    They begin with a capital, or with the module that registers them: D4RL's names do neither.
-    """
+    """Tell a Gymnasium id, which begins with a capital or a module's name, from D4RL's names."""
     id_text = r"[\w.]+:(?:[\w-]+/)?[\w-]+|(?:[\w-]+/)?[A-Z]\w*(?:-\w+)*"
     return re.fullmatch(id_text, name) is not None
 
@@ -173,21 +160,18 @@ def _family_told(
     with today's flags, which need no repair: only D4RL's own files give terminals another meaning.
     """
     today = is_gymnasium_id(env_id)
+    fitting = [f for f in FAMILIES if widths in f.widths and (f.rule or "timeouts" not in here)]
     for text, evidence in ((Path(name).stem, "name"), (env_id, "env_id")):
-        for family in FAMILIES:
-            fits = widths in family.widths and (family.rule or "timeouts" not in here)
-            fits = fits and (not today or family.name == "mujoco")
-            if fits and re.search(family.pattern, text.lower()):
+        for family in fitting:
+            if re.search(family.pattern, text.lower()) and (not today or family.name == "mujoco"):
                 return family, evidence
     if today:
-        return _BY_NAME["d4rl"], "env_id"
-    if widths == (60, 9) and "infos" in here and "timeouts" not in here:
-        return _BY_NAME["kitchen"], "content: a flat infos column, no timeouts"
-    if widths == (29, 8):
-        return _BY_NAME["antmaze"], "content: 29 observations, 8 actions"
-    if widths == (4, 2) and "infos/goal" in here:
-        return _BY_NAME["maze2d"], "content: 4 observations, 2 actions, infos/goal"
-    return _BY_NAME["d4rl"], "content: D4RL's column names"
+        return FAMILIES[-1], "env_id"
+    for family in fitting:
+        if family.sign is not None and (not family.sign or family.sign in here):
+            column = f", the {family.sign} column" if family.sign else ""
+            return family, f"content: {widths[0]} observations, {widths[1]} actions{column}"
+    return FAMILIES[-1], "content: D4RL's column names"
 
 
 def find_or_download(name: str) -> Path:

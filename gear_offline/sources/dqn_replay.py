@@ -21,27 +21,15 @@ import numpy as np
 
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.sources.base import (
-    Asked,
-    InputFile,
-    Kinds,
-    Piece,
-    Source,
-    SourceInfo,
-    can_be_column,
-    files_in,
-    kinds_of,
-    kinds_of_rows,
-    misfit,
-)
+from gear_offline.sources.base import Asked, Piece, Source, SourceInfo
+from gear_offline.sources.columns import Kinds, can_be_column, kinds_of, kinds_of_rows
 from gear_offline.sources.episode_ends import BLOCK_ROWS
-from gear_offline.sources.npz import Member, Reopened
+from gear_offline.sources.input_files import InputFile, files_in, misfit
+from gear_offline.sources.npz import Member, reopened
 
 _FRAMES = re.compile(r"\$store\$_observation_ckpt\.([0-9]{1,9})\.gz")
 _GAME = re.compile(r"[A-Z][A-Za-z]+")
-COLUMNS = {"observations": "observation", "actions": "action", "rewards": "reward"} | {
-    "terminals": "terminal"
-}
+COLUMNS = {f"{name}s": name for name in ("observation", "action", "reward", "terminal")}
 PADDING = 3  # rows before an episode: dopamine's stacks of 4 frames, less one
 MAX_ROWS = 1 << 24  # of a checkpoint; dopamine's have a million
 STEP_LIMIT = 27_000  # of dopamine's episodes: 108,000 frames of the emulator
@@ -122,21 +110,17 @@ def _open_log(folder: Path) -> tuple[Source, list[int], bool]:
         return member.read(start, stop)
 
     for number in numbers:
-        checkpoint = {
-            name: _member(folder / f"$store$_{stored}_ckpt.{number}.gz")
-            for name, stored in COLUMNS.items()
-        }
+        names = {name: f"$store$_{stored}_ckpt.{number}.gz" for name, stored in COLUMNS.items()}
+        checkpoint = {name: _member(folder / file) for name, file in names.items()}
         path = folder / f"add_count_ckpt.{number}.gz"
         added = _member(path)
         if added.shape or added.dtype.kind not in "iu":
             raise misfit(f"{added.dtype} of shape {list(added.shape)} is no count", path)
         count = int(added.read(0, 1)[0])
-        frames, *others = [
-            m.shape for m in checkpoint.values() if can_be_column(m.shape, m.dtype)
-        ] or [()]
+        shapes = [m.shape for m in checkpoint.values() if can_be_column(m.shape, m.dtype)] or [()]
+        frames, *others = shapes
         capacity = frames[0] if len(frames) == 3 else 0
         if not 1 <= capacity <= MAX_ROWS or count + known < 1 or others != [(capacity,)] * 3:
-            shapes = [frames, *others]
             raise misfit(f"arrays of shapes {shapes}, {count_text(count, 'row')} added", path)
         native = kinds_of_rows(checkpoint)
         kinds.append(native)
@@ -154,15 +138,11 @@ def _open_log(folder: Path) -> tuple[Source, list[int], bool]:
             pieces.append(Piece(read=partial(read, checkpoint), first=row, steps=length))
             first, steps = first + length, steps + length
         known = count
-    log = Source(
-        pieces,
-        kinds[0],
-        lengths=[steps],
-        info=SourceInfo(uri=folder.name, format="dqn-replay", rule="none"),
-    )
+    info = SourceInfo(uri=folder.name, format="dqn-replay", rule="none")
+    log = Source(pieces, kinds[0], lengths=[steps], info=info)
     return log, gaps, fresh
 
 
 def _member(path: Path) -> Member:
     file = InputFile.find(path)
-    return Member(path, str(path), lambda: gzip.open(Reopened.buffered(file)))
+    return Member(path, str(path), lambda: gzip.open(reopened(file)))

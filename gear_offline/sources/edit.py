@@ -27,17 +27,11 @@ from gear_offline.dataset.schema import fold_episodes
 from gear_offline.dataset.shard import digest
 from gear_offline.errors import InputError, in_home
 from gear_offline.sources.arrays import SAME, Columns, as_rows
-from gear_offline.sources.base import (
-    Piece,
-    Source,
-    common_columns,
-    kinds_of,
-    kinds_of_rows,
-    misfit,
-    some_names,
-)
+from gear_offline.sources.base import Piece, Source
+from gear_offline.sources.columns import common_columns, kinds_of, kinds_of_rows, some_names
 from gear_offline.sources.combine import pick_episodes
 from gear_offline.sources.episode_ends import FLAGS
+from gear_offline.sources.input_files import misfit
 
 WINDOW_BYTES = 32 << 20  # of episodes that are in memory for a function; a longer one alone
 MOST_CHARACTERS = 1000  # of an expression
@@ -92,35 +86,28 @@ def shift_source(source: Source, shift: Mapping[str, int]) -> Source:
 
     kept = np.flatnonzero(lengths > most)
     pieces = [Piece(read=read, first=int(offsets[n]), steps=int(lengths[n]) - most) for n in kept]
-    return Source(
-        pieces,
-        kinds_of(source),
-        terminated=source.terminated[kept],
-        truncated=source.truncated[kept],
-        info=source.info,
-        preferred={c.name: source.preferred_rows(c.name) for c in source.spec},
-    )
+    return source.derived(pieces, chosen=kept, lengths=lengths[kept] - most)
 
 
-def find_function(given: str | EpisodeFunction) -> tuple[EpisodeFunction, str]:
+def find_function(map: str | EpisodeFunction) -> tuple[EpisodeFunction, str]:
     """Return the function that ``FILE.py:function`` or ``module:function`` names, and its origin.
 
     The origin has the digest of the file in which it stands.
     """
     remedy = "give FILE.py:function, module:function or, in Python, a function of an episode"
-    function: Any = given
-    what, origin = f"a {type(given).__name__} is no function", ""
-    if isinstance(given, str):
-        place, _, name = in_home(given).rpartition(":")
+    function: Any = map
+    what, origin = f"a {type(map).__name__} is no function", ""
+    if isinstance(map, str):
+        place, _, name = in_home(map).rpartition(":")
         try:
-            found = run_path(place) if place.endswith(".py") else vars(import_module(place))
+            names = run_path(place) if place.endswith(".py") else vars(import_module(place))
         except Exception as error:  # whatever a user's module raises
             what = f"it cannot be imported: {type(error).__name__}: {first_line(error)}"
-            raise InputError("USAGE", what, f"map {given}", remedy) from error
-        function, near, origin = found.get(name), nearest(name, list(found)), Path(given).name
+            raise InputError("USAGE", what, f"map {map}", remedy) from error
+        function, near, origin = names.get(name), nearest(name, list(names)), Path(map).name
         what = f"{place} has no such function" + (f", did you mean {near}?" if near else "")
     if not callable(function):
-        raise InputError("USAGE", what, f"map {given}", remedy)
+        raise InputError("USAGE", what, f"map {map}", remedy)
     kind = getattr(function, "__qualname__", type(function).__name__)
     origin = origin or f"{function.__module__}:{kind}"
     with suppress(OSError, TypeError):  # typed at a prompt, or not written in Python
@@ -156,10 +143,8 @@ def _map_episodes(source: Source, function: EpisodeFunction, numbers: Sequence[i
     def read_made(index: int, column: str, start: int, stop: int) -> Array:
         return window(index)[column][start:stop]
 
-    pieces = [
-        Piece(read=partial(read_made, index), steps=int(offsets[end] - offsets[begin]))
-        for index, (begin, end) in enumerate(pairwise(firsts))
-    ]
+    steps = np.diff(offsets[firsts]).tolist()
+    pieces = [Piece(read=partial(read_made, n), steps=count) for n, count in enumerate(steps)]
     return source.derived(pieces, kinds, by_piece=True)
 
 
@@ -175,26 +160,26 @@ def _call(function: EpisodeFunction, episode: Columns, number: int) -> Columns:
     where, steps = f"episode {number}", len(next(iter(episode.values())))
     remedy = "return a dict of columns, one row for each step; what it gets cannot be written to"
     try:
-        given = function(episode)
+        columns = function(episode)
     except Exception as error:  # whatever a user's function raises
         what = f"the function of map raised {type(error).__name__}: {first_line(error)}"
-        raise InputError("USAGE", what, where=where, remedy=f"{remedy}; see --debug") from error
-    if not isinstance(given, Mapping):
-        what = f"the function of map returned a {type(given).__name__}"
-        raise InputError("USAGE", what, where=where, remedy=remedy)
-    made = {str(name): as_rows(rows, str(name), where) for name, rows in given.items()}
-    for name, rows in made.items():
+        raise InputError("USAGE", what, where, f"{remedy}; see --debug") from error
+    if not isinstance(columns, Mapping):
+        what = f"the function of map returned a {type(columns).__name__}"
+        raise InputError("USAGE", what, where, remedy)
+    arrays = {str(name): as_rows(rows, str(name), where) for name, rows in columns.items()}
+    for name, rows in arrays.items():
         if rows.shape[:1] != (steps,):
             what = f"the function of map returned shape {rows.shape} of {count_text(steps, 'step')}"
             raise misfit(what, f"{where}, column {name}", remedy)
         if name in FLAGS and not np.array_equal(rows, episode.get(name, ())):
             what = f"the function of map makes the flag {name}, which was read before it"
             raise InputError("USAGE", what, where, "--rule, --ends say how episodes end")
-    return made
+    return arrays
 
 
 def keep_episodes(expression: str, source: Source) -> BoolArray:
-    """Return (E,) which episodes an expression keeps, at least one.
+    """Choose the (E,) episodes that an expression keeps, at least one.
 
     It compares and calculates with numbers, facts of episodes, and columns of one number a step
     that do not change in any episode.
@@ -226,7 +211,7 @@ def keep_episodes(expression: str, source: Source) -> BoolArray:
 
 
 def _value(node: ast.AST, facts: Mapping[str, Array]) -> Any:
-    """Return (E,) what a part of an expression is worth, or one number for all."""
+    """Calculate a part of an expression: (E,), or one number for all."""
     match node:
         case ast.Constant(value=bool() | int() | float() as number):
             return float(number)
@@ -240,8 +225,8 @@ def _value(node: ast.AST, facts: Mapping[str, Array]) -> Any:
             return reduce(partial(_calculated, operation), (_value(p, facts) for p in parts))
         case ast.Compare(left=left, ops=operations, comparators=others):
             pairs = pairwise(_value(part, facts) for part in (left, *others))
-            found = (_calculated(o, *two) for o, two in zip(operations, pairs, strict=True))
-            return reduce(np.logical_and, found)
+            results = (_calculated(o, *two) for o, two in zip(operations, pairs, strict=True))
+            return reduce(np.logical_and, results)
     raise ValueError(f"{ast.unparse(node)} is not understood")
 
 
@@ -256,7 +241,7 @@ def _shown(name: str) -> str:
 
 
 def _fact(source: Source, name: str) -> Array:
-    """Return (E,) what a name of an expression stands for."""
+    """Return the (E,) values of a name in an expression."""
     known: dict[str, Array] = {
         "length": source.episodes.lengths,
         "terminated": source.terminated,
@@ -282,10 +267,10 @@ def _fact(source: Source, name: str) -> Array:
 
 
 def _fold(source: Source, column: str, function: np.ufunc, start: float) -> Float64Array:
-    """Return (E,) what a function of two numbers makes of each episode, e.g. its sum."""
-    found, rows = np.full(source.spec.episodes, start), source.preferred_rows(column)
+    """Fold the numbers of each episode with a function of two, e.g. to their sum, (E,)."""
+    values, rows = np.full(source.spec.episodes, start), source.preferred_rows(column)
     for begin in range(0, source.spec.steps, rows):
         block = source.read(column, begin, min(begin + rows, source.spec.steps))
         block = block.reshape(-1).astype(np.float64)
-        fold_episodes(function, found, source.episodes.offsets, block, begin)
-    return found
+        fold_episodes(function, values, source.episodes.offsets, block, begin)
+    return values

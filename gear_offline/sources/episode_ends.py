@@ -1,4 +1,4 @@
-"""Where episodes end and how: the rules, and what a rule makes of flags and other columns.
+"""Boundary rules: the rows at which episodes end, and the episodes that terminated there.
 
 A flag is the rows at which it is true.
 
@@ -8,22 +8,26 @@ Shape legend: N rows, E episodes, K rows at which a flag is true.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, reduce
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gear_offline.core.types import Array, BoolArray, Int64Array
 from gear_offline.errors import InputError
+from gear_offline.sources.input_files import misfit
 
-_STEPS = re.compile(r"steps=([1-9][0-9]{0,11})")
 MARK = re.compile(r"(starts|lengths|ids|first|last):([^|=]+)(?:=(-?[0-9.]+))?")
 UNIONS = ("dones", "done", "next.done")  # may be true at time limits too
 TERMINAL_FLAGS = ("terminals", "terminations", "terminated", "is_terminal", *UNIONS)
 TIME_FLAGS: tuple[str, ...] = ("timeouts", "truncations", "truncated", "is_last", "next.truncated")
 TIME_FLAGS += ("TimeLimit.truncated", "infos/TimeLimit.truncated", "episode_terminals")
 FLAGS = (*TERMINAL_FLAGS, *TIME_FLAGS)
+TERMINATION, EITHER, LIMIT = range(3)
+MEANING = dict.fromkeys(TERMINAL_FLAGS, TERMINATION) | dict.fromkeys(TIME_FLAGS, LIMIT)
+MEANING |= dict.fromkeys(UNIONS, EITHER)
 SCALARS = ("rewards", *FLAGS)  # (N, 1) is read as one number a step
 PAIRS = {"terminals": "timeouts", "terminations": "truncations", "terminated": "truncated"}
 PAIRS |= {"is_terminal": "is_last"}
@@ -31,16 +35,18 @@ BLOCK_ROWS = 1 << 20  # of a column in memory
 CUTS = "-as-truncations"
 ARTIFICIAL = f"terminals{CUTS}"
 SPLIT, ONLY = "done-and-timeout", "done-only"
-_ROW_MARKS = {  # names of columns that tell where episodes are, and the part of a rule for them
-    r"is_first|episode_start": "first:{}",
-    r"step_type": "last:{}=2",
-    r"(episode|traj(ectory)?|demo)(_?(id|idx|index|number|num))?": "ids:{}",
-}
+CONVENTIONS = (SPLIT, ONLY, *(f"{flag}{CUTS}" for flag in TERMINAL_FLAGS))
+KNOWN = ", ".join((*FLAGS, SPLIT, ONLY, ARTIFICIAL, "steps=N, starts:COLUMN, lengths:, ids:"))
+_ROW_MARKS = (  # names of columns that tell where episodes are, and the part of a rule for them
+    (r"(.*/)?(is_first|episode_start)", "first:{}"),
+    (r"(.*/)?step_type", "last:{}=2"),
+    (r"(.*/)?(episode|traj(ectory)?|demo)(_?(id|idx|index|number|num))?", "ids:{}"),
+)
 True_ = Callable[[str], Int64Array]  # (K,) rows at which a flag is true
 
 
 class Rule(NamedTuple):
-    """What ends an episode: flags, `step_limit` steps, marks; and whether it terminated there."""
+    """The parts of a rule: each ends episodes, and some tell which of them terminated."""
 
     ends: list[str]  # flags, each of which ends an episode
     terminals: list[str]  # an episode terminated if its last row bears one of these ...
@@ -52,24 +58,15 @@ class Rule(NamedTuple):
     @classmethod
     def parse(cls, text: str, columns: Collection[str], where: str) -> Rule:
         """Read ``none``, or flags, ``steps=N``, marks, a convention's name, joined by ``|``."""
-        ends, marks, names = list[str](), list[re.Match[str]](), list[str]()
-        limit: int | None = None
-        for part in text.split("|") if text != "none" else []:
-            flag = part.removesuffix(CUTS)
-            if (steps := _STEPS.fullmatch(part)) and limit is None:
-                limit = int(steps[1])
-            elif mark := MARK.fullmatch(part):
-                marks.append(mark)
-            elif part in FLAGS and part not in ends:
-                ends.append(part)
-            elif not names and (part in (SPLIT, ONLY) or (flag != part and flag in TERMINAL_FLAGS)):
-                names.append(part)
-            else:
-                what = f"boundary rule {text!r} is not understood at {part!r}"
-                known = ", ".join((*FLAGS, SPLIT, ONLY, ARTIFICIAL, "steps=N", "starts:COLUMN"))
-                remedy = f"join parts with '|': {known}, lengths:, ids:, first:COLUMN, "
-                remedy += "last:COLUMN=VALUE; or 'none' for one episode"
-                raise InputError("SOURCE_LAYOUT", what, remedy=remedy)
+        parts = text.split("|") if text != "none" else []
+        ends = [part for part in parts if part in FLAGS]
+        names = [part for part in parts if part in CONVENTIONS]
+        marks = [mark for part in parts if (mark := MARK.fullmatch(part))]
+        limits = [p[6:] for p in parts if re.fullmatch(r"steps=[1-9][0-9]{0,11}", p)]
+        count = len({*ends}) + len(names[:1]) + len(marks) + len(limits[:1])
+        if count < len(parts):
+            remedy = f"join parts with '|': {KNOWN}, first:COLUMN, last:COLUMN=VALUE; or 'none'"
+            raise misfit(f"boundary rule {text!r} is not understood", "", remedy)
         own = [flag for flag in ends if flag in TERMINAL_FLAGS]
         terminals, cuts = [flag for flag in own if flag not in UNIONS] or own, list[str]()
         if not own:  # on time flags alone: their counterparts tell
@@ -80,7 +77,7 @@ class Rule(NamedTuple):
             terminals = [] if name.endswith(CUTS) else [flag]
             cuts = [f for f in TIME_FLAGS if f in columns][:1] if name == SPLIT else []
             ends += [f for f in (flag, *cuts) if f not in ends]
-        if SPLIT in names and not cuts and limit is None:
+        if SPLIT in names and not cuts and not limits:
             what = f"boundary rule {text!r} needs a flag of time limits beside {ends[-1]}"
             remedy = f"name it, --rename NAME=timeouts; or --rule '{SPLIT}|steps=N'"
             raise InputError("COLUMN", what, where, remedy)
@@ -88,10 +85,11 @@ class Rule(NamedTuple):
             if column not in columns:
                 what = f"boundary rule {text!r} needs the column {column!r}"
                 raise InputError("COLUMN", what, where, f"columns here: {', '.join(columns)}")
+        limit = int(limits[0]) if limits else None
         return cls(ends, terminals, cuts, limit, SPLIT in names, marks)
 
     def terminated(self, last: Int64Array, lengths: Int64Array, true: True_) -> BoolArray:
-        """Return (E,) which episodes terminated, by their `last` rows."""
+        """Return (E,) bool: the episodes that terminated, by their `last` rows."""
         ended = np.isin(last, _union(map(true, self.terminals)))
         ended &= ~np.isin(last, _union(map(true, self.cuts)))
         return ended & (lengths != self.step_limit) if self.limit_cuts else ended
@@ -110,17 +108,10 @@ def chosen_flags(columns: Collection[str], names: Mapping[str, str]) -> dict[str
     return {flag: flags[flag] for flag in FLAGS if flag in flags}
 
 
-def kind_of_flag(name: str) -> int:
-    """Return what a flag means: 0 a termination, 1 either end, 2 a time limit; else -1."""
-    return 1 if name in UNIONS else 0 if name in TERMINAL_FLAGS else 2 if name in TIME_FLAGS else -1
-
-
 def default_rule(flags: Collection[str], true: True_) -> tuple[str, str]:
     """Return the rule that the flags of a table imply, and what they cannot tell; "" for none."""
-    by_kind = [
-        next((f for f in FLAGS if f in flags and kind_of_flag(f) == k), "") for k in (0, 1, 2)
-    ]
-    proper, union, time = by_kind
+    here = [flag for flag in FLAGS if flag in flags]
+    proper, union, time = (next((f for f in here if MEANING[f] == k), "") for k in range(3))
     for pair in PAIRS.items():
         if {*pair} <= {*flags}:
             return "|".join(pair), ""
@@ -128,11 +119,11 @@ def default_rule(flags: Collection[str], true: True_) -> tuple[str, str]:
         tells = "one with both counts as terminated" if time else f"{proper} tells terminations"
         return f"{proper}|{other}", f"{proper} and {other} end episodes: {tells}"
     if union and time:
-        if union != "next.done" and np.setdiff1d(true(time), true(union)).size:
-            note = f"{union} and {time} end episodes: one with both counts as terminated; "
-            return f"{union}|{time}", f"{note}--rule {SPLIT} counts it as truncated"
-        note = f"{union} is true at every {time} too, which count as truncated; --rule {ONLY} "
-        return SPLIT, f"{note}counts them as terminated" if true(time).size else ""
+        if union == "next.done" or np.isin(true(time), true(union)).all():
+            note = f"{union} is true at every {time} too, which count as truncated; --rule {ONLY} "
+            return SPLIT, f"{note}counts them as terminated" if true(time).size else ""
+        note = f"{union} and {time} end episodes: one with both counts as terminated; "
+        return f"{union}|{time}", f"{note}--rule {SPLIT} counts it as truncated"
     if terminal := proper or union:
         note = f"only {terminal} tells how episodes end: a time limit cannot be told from a "
         return terminal, f"{note}termination; --rule '{SPLIT}|steps=N' splits them by length"
@@ -170,10 +161,10 @@ def split_episodes(
     parsed = Rule.parse(rule, table, where)
     told = {*flags} - {mark[2] for mark in parsed.marks}
     if not parsed.ends and told & {*TERMINAL_FLAGS}:
-        text, said = default_rule(told, true)
+        text, unknown = default_rule(told, true)
         implied = Rule.parse(text, told, where)
         parsed = parsed._replace(terminals=implied.terminals, cuts=implied.cuts)
-        note = said if parsed.marks and implied.terminals[0] in UNIONS else ""
+        note = unknown if parsed.marks and implied.terminals[0] in UNIONS else ""
     marked = (_last_rows(mark, table[mark[2]], rows, where) for mark in parsed.marks)
     last = _union([*map(true, parsed.ends), *marked])
     if parsed.step_limit is not None:
@@ -182,9 +173,9 @@ def split_episodes(
     last = np.append(last, [rows - 1] * (tail > 0)).astype(np.int64)
     for name, tells in untold.items():
         if not np.isin(tells, last).all():
-            what = f"{name} tells of {tells.size:,} episodes, it seems, and {rule} of "
+            what = f"{name} tells of {tells.size:,} episodes, and {rule} of {last.size:,} others"
             remedy = f"give --ends {name}, or keep these by --rule '{rule}'"
-            raise InputError("SOURCE_LAYOUT", f"{what}{last.size:,} others", where, remedy)
+            raise misfit(what, where, remedy)
     lengths = np.diff(last, prepend=np.int64(-1))
     terminated = parsed.terminated(last, lengths, true)
     terminated[-1] &= not tail
@@ -194,20 +185,20 @@ def split_episodes(
 def judge_ends(
     flags: Mapping[str, Any], lengths: Int64Array, rule: str | None, *, where: str
 ) -> tuple[BoolArray, list[str]]:
-    """Return which of the episodes that a format stores apart terminated, and what is not known.
+    """Tell which episodes of a format that stores them apart terminated; and what is not known.
 
     Of `flags`, columns as of `split_episodes`, the values at the last steps count.
     """
     last, true = np.cumsum(lengths) - 1, cache(lambda name: _true_rows(flags[name], name, where))
-    inside = {} if rule else {name: np.setdiff1d(true(name), last).size for name in flags}
+    if rule:
+        return Rule.parse(rule, flags, where).terminated(last, lengths, true), []
+    inside = {name: np.setdiff1d(true(name), last).size for name in flags}
     notes = [f"{n} is true at {k:,} steps that end no episode" for n, k in inside.items() if k]
-    text, note = (
-        (rule, "") if rule else default_rule(flags, lambda n: np.intersect1d(true(n), last))
-    )
-    if not {*flags} & {*TERMINAL_FLAGS} and not rule:
-        note = "no flag tells a termination: every episode counts as truncated"
-        silent = not any(np.isin(last, true(name)).all() for name in flags)
-        return np.zeros(last.size, np.bool_), [*notes, *([note] if silent else [])]
+    if not {*flags} & {*TERMINAL_FLAGS}:
+        if not any(np.isin(last, true(name)).all() for name in flags):
+            notes.append("no flag tells a termination: every episode counts as truncated")
+        return np.zeros(last.size, np.bool_), notes
+    text, note = default_rule(flags, lambda name: np.intersect1d(true(name), last))
     parsed = Rule.parse(text, flags, where)
     ended = parsed.terminated(last, lengths, true)
     # one flag that says nothing of time limits is enough, as the ends are known
@@ -215,46 +206,48 @@ def judge_ends(
     return ended, notes if enough or not note else [*notes, note]
 
 
-def judges_only(rule: str) -> bool:
-    """Whether a rule tells how episodes end, not where: one of formats that store them apart."""
-    return rule.split("|")[0] in (SPLIT, ONLY) or rule.endswith(CUTS)
-
-
 def flag_values(values: Array, name: str, where: str, first: int = 0) -> BoolArray:
     """Return rows `first` on of a flag as (n,) bools; refuse what is neither 0 nor 1."""
-    rows, remedy, what = values.reshape(len(values), -1), "give one true or false for each step", ""
+    rows = values.reshape(len(values), -1)
+    if rows.shape[1] == 1 and (rows.dtype == np.bool_ or ((rows == 0) | (rows == 1)).all()):
+        return np.asarray(rows[:, 0] != 0)
+    remedy, missing = "give one true or false for each step", np.isnan(rows)
     if rows.shape[1] != 1:
         what = f"the flag {name} has {rows.shape[1]} values a step"
-    elif rows.dtype != np.bool_ and (odd := np.flatnonzero((rows != 0) & (rows != 1))).size:
-        seen = np.unique(rows)
-        what = f"{name} is no flag: it holds {', '.join(f'{v:g}' for v in seen[:5])}"
+    elif missing.any():
+        what = f"the flag {name} is NaN at row {first + int(missing.argmax())}"
+    else:
+        values = np.unique(rows)
+        what = f"{name} is no flag: it holds {', '.join(f'{v:g}' for v in values[:5])}"
         runs = 1 + np.count_nonzero(rows[1:] != rows[:-1])  # of an id each, or of other values
-        reads = f"ids:{name}" if runs == seen.size else f"last:{name}={seen[-1]:g}"
+        reads = f"ids:{name}" if runs == values.size else f"last:{name}={values[-1]:g}"
         remedy = f"--ends {reads} may read it"
-        if np.isnan(rows).any():
-            what = f"the flag {name} is NaN at row {first + int(odd[0])}"
-            remedy = "give one true or false for each step"
-    if what:
-        raise InputError("SOURCE_LAYOUT", what, where, remedy)
-    return np.asarray(rows[:, 0] != 0)
+    raise misfit(what, where, remedy)
 
 
 def row_marks(columns: Collection[str]) -> list[str]:
     """Return parts of a rule for columns whose names say that they tell where episodes are."""
-    found = (
-        (n, part)
-        for pattern, part in _ROW_MARKS.items()
-        for n in columns
-        if re.fullmatch(pattern, n.rpartition("/")[2])
-    )
-    return [part.format(name) for name, part in found]
+    pairs = ((name, *mark) for mark in _ROW_MARKS for name in columns)
+    return [part.format(name) for name, pattern, part in pairs if re.fullmatch(pattern, name)]
+
+
+def runs(blocks: Iterable[tuple[int, Array]]) -> tuple[Int64Array, Array]:
+    """Return the first rows of runs of one value, and the values; of numbered blocks of rows."""
+    firsts, values, before = [np.zeros(0, np.int64)], [np.zeros(0, np.bool_)], None
+    for row, block in blocks:
+        block = block.reshape(-1)
+        changes = np.append(before is None or block[0] != before, block[1:] != block[:-1])
+        firsts.append(np.flatnonzero(changes) + row)
+        values.append(block[changes])
+        before = block[-1]
+    return np.concatenate(firsts), np.concatenate(values)
 
 
 def _union(parts: Any) -> Int64Array:
     return reduce(np.union1d, parts, np.zeros(0, np.int64))
 
 
-def _blocks(column: Any) -> Any:
+def _blocks(column: Any) -> Iterator[tuple[int, Array]]:
     """Yield the rows of a column part by part, with the number of each first one."""
     for row in range(0, column.shape[0], BLOCK_ROWS):
         stop = min(row + BLOCK_ROWS, column.shape[0])
@@ -274,66 +267,51 @@ def _true_rows(column: Any, name: str, where: str, value: str | None = None) -> 
 def _last_rows(mark: re.Match[str], column: Any, rows: int, where: str) -> Int64Array:
     """Return the last row of each episode that a mark tells of."""
     kind, name, value = mark.groups()
-    what, remedy, last = "", "name another column or value", None
+    last, what, remedy = None, f"{name} marks no row", "name another column or value"
     if kind in ("starts", "lengths"):
         last = _bounds(kind, column, rows)
         what = f"{name} holds no {kind} of the episodes of {rows:,} rows"
         remedy = f"a column with a value in each row is first:{name}, last:{name} or ids:{name}"
     elif kind == "ids":
-        ids, parts = list[Array](), [np.zeros(0, np.int64)]
-        for row, part in _blocks(column):
-            part = part.reshape(-1)
-            hits = np.append(not ids or part[0] != ids[-1][-1], part[1:] != part[:-1])
-            parts.append(np.flatnonzero(hits) + row)
-            ids.append(part[hits] if hits.any() else ids[-1][-1:])
-        first = np.concatenate(parts)
-        if np.unique(np.concatenate(ids)).size == first.size:
+        first, ids = runs(_blocks(column))
+        if np.unique(ids).size == first.size:
             last = np.append(first[1:], rows) - 1
         what = f"{name} has an id again behind another one"
         remedy = "sort the rows by episode, and give each an id of its own"
     elif (hits := _true_rows(column, name, where, value)).size:
         last = hits if kind == "last" else np.append(hits[hits > 0], rows) - 1
     if last is None:
-        raise InputError("SOURCE_LAYOUT", what or f"{name} marks no row", where, remedy)
+        raise misfit(what, where, remedy)
     return last
 
 
 def _bounds(kind: str, column: Any, rows: int) -> Int64Array | None:
-    """Return the last row of each episode by starts, or lengths, ``None`` if they are none."""
+    """Return the last row of each episode by starts, or lengths; ``None`` if they are none."""
     numbers = np.concatenate([np.zeros(0), *(part.reshape(-1) for _, part in _blocks(column))])
-    stops = np.cumsum(numbers) if kind == "lengths" else numbers
-    fits = numbers.size and (np.diff(stops) > 0).all() and (numbers == np.rint(numbers)).all()
-    if (
-        not fits
-        or numbers[0] < (kind == "lengths")
-        or not rows * (kind == "lengths") <= stops[-1] <= rows
-    ):
+    stops, least, total = numbers, 0, 0
+    if kind == "lengths":
+        stops, least, total = np.cumsum(numbers), 1, rows
+    rising = (np.diff(stops) > 0).all() and (numbers == np.rint(numbers)).all()
+    if not (numbers.size and rising and numbers[0] >= least and total <= stops[-1] <= rows):
         return None
     return np.union1d(stops[stops > 0].astype(np.int64), [rows]) - 1
 
 
 def _untold(table: Mapping[str, Any], rows: int) -> dict[str, Int64Array]:
-    """Return what whole numbers that no row has seem to tell of episodes: the mark, last rows."""
+    """Return the marks, and last rows, of columns that no rule names and that tell episodes."""
     marks = dict[str, Int64Array]()
     for name, column in table.items():
         size = column.shape[0]
-        if (
-            column.shape != (size,)
-            or column.dtype.kind not in "iu"
-            or not 1 < size <= rows
-            or size == rows
-        ):
-            continue
-        for kind in ("lengths", "starts"):
-            last = _bounds(kind, column, rows)
-            if last is not None and last.size in (size, size - 1) and last[-2] >= size - 1:
-                marks[f"{kind}:{name}"] = last
+        if column.shape == (size,) and column.dtype.kind in "iu" and 1 < size < rows:
+            for kind in ("lengths", "starts"):
+                last = _bounds(kind, column, rows)
+                if last is not None and last.size in (size, size - 1) and last[-2:][0] >= size - 1:
+                    marks[f"{kind}:{name}"] = last
     return marks
 
 
 def _with_step_limit(last: Int64Array, rows: int, limit: int) -> Int64Array:
     """Add the rows at which `limit` steps are full, between `last` ones and up to `rows`."""
-    bounds = np.concatenate(([-1], last, [rows]))
-    runs = zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
-    cuts = [np.arange(a + limit, b, limit) for a, b in runs if b - a > limit]
+    bounds = pairwise([-1, *last.tolist(), rows])
+    cuts = [np.arange(a + limit, b, limit) for a, b in bounds if b - a > limit]
     return np.sort(np.concatenate([last, *cuts]))

@@ -12,48 +12,39 @@ from typing import Any
 
 from gear_offline.core.text import count_text
 from gear_offline.errors import InputError
-from gear_offline.sources.base import (
-    Asked,
-    Piece,
-    Source,
-    SourceInfo,
-    can_be_column,
-    kinds_of_rows,
-    misfit,
-    own_scores,
-    some_names,
-    split_names,
-)
+from gear_offline.sources.base import Asked, Piece, Source, SourceInfo, own_scores
+from gear_offline.sources.columns import can_be_column, kinds_of_rows, some_names, split_names
 from gear_offline.sources.d4rl import D4rlFile
 from gear_offline.sources.episode_ends import FLAGS, chosen_flags, split_episodes
 from gear_offline.sources.hdf5 import Hdf5File
+from gear_offline.sources.input_files import misfit
 
 REQUIRED = ("observations", "actions")
 OPTIONAL = ("rewards", "next_observations", *FLAGS)
-NO_REWARDS = (
-    "no rewards, so no returns: goals and cloning need none; --rename NAME=rewards takes a column"
-)
 
 
 def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
     """Open an HDF5 file of D4RL's or the generic layout; its name tells D4RL's family."""
-    found, attributes, rule = file.datasets, file.attributes(), asked.rule
-    d4rl = D4rlFile.detect(asked.uri.removeprefix("d4rl:"), attributes, found, asked.names)
-    stored, left_out = find_columns(found, asked, where=str(file.path))
+    attributes, rule = file.attributes(), asked.rule
+    d4rl = D4rlFile.detect(asked.uri.removeprefix("d4rl:"), attributes, file.datasets, asked.names)
+    stored, left_out = find_columns(file.datasets, asked, where=str(file.path))
     columns = {name: file.column(name) for name in stored}
     facts: dict[str, Any] = {"attributes": attributes, "metadata": file.metadata()}
     if d4rl:
         facts |= {"family": d4rl.family.name, "family_from": d4rl.evidence}
     environment = d4rl.environment if d4rl else attributes.get("env_id")
+    options = dict[str, Any]()
+    with suppress(TypeError, ValueError):
+        options |= json.loads(attributes.get("env_options", ""), parse_constant=str)
     source = flat_source(
         columns,
-        others={name: file.column(name) for name in shorter(found, left_out)},
+        others={name: file.column(name) for name in shorter(file.datasets, left_out)},
         names=asked.names,
         uri=asked.uri,
         format="d4rl" if d4rl else "hdf5",
         rule=d4rl.rule if d4rl and rule is None else rule,
         environment_id=environment if isinstance(environment, str) else None,
-        environment_options=_options(attributes.get("env_options")),
+        environment_options=options,
         scores=own_scores(attributes, asked.uri),
         reference_name=d4rl.reference if d4rl else None,
         where=str(file.path),
@@ -65,12 +56,6 @@ def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
     if d4rl:
         source.warn(*d4rl.warnings(source, overridden=rule is not None))
     return source
-
-
-def _options(text: Any) -> dict[str, Any]:
-    with suppress(TypeError, ValueError):
-        return dict(json.loads(text, parse_constant=str))
-    return {}
 
 
 def flat_source(
@@ -97,10 +82,7 @@ def flat_source(
     table |= {new: columns[old] for new, old in {**names, **flags}.items() if old in columns}
     table = {**columns, **table, **(others or {})}
     ends = split_episodes(rule, table, flags, piece.steps, where=where)
-    warnings = [*notes, *ends.notes]
-    if "rewards" not in table:
-        warnings.append(NO_REWARDS)
-    facts = {**facts, "unfinished_tail_steps": ends.tail_steps, "warnings": warnings}
+    facts = {**facts, "unfinished_tail_steps": ends.tail_steps, "warnings": [*notes, *ends.notes]}
     return Source(
         [piece],
         kinds_of_rows(columns),
@@ -111,14 +93,14 @@ def flat_source(
     )
 
 
-def shorter(found: Mapping[str, Any], left_out: Iterable[str]) -> list[str]:
+def shorter(arrays: Mapping[str, Any], left_out: Iterable[str]) -> list[str]:
     """Return the vectors without a row for each step: they may tell where episodes start."""
-    vectors = (n for n in left_out if len(found[n].shape or ()) == 1)
-    return [n for n in vectors if can_be_column(found[n].shape, found[n].dtype)]
+    shapes = ((name, arrays[name].shape, arrays[name].dtype) for name in left_out)
+    return [n for n, shape, dtype in shapes if can_be_column(shape, dtype) and len(shape) == 1]
 
 
 def find_columns(
-    found: Mapping[str, Any],
+    arrays: Mapping[str, Any],
     asked: Asked,
     required: Sequence[str] = REQUIRED,
     optional: Sequence[str] = OPTIONAL,
@@ -127,45 +109,41 @@ def find_columns(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the columns of a file in the table's order, what is left out and why.
 
-    `found` has rows, shape, dtype and type name of each array.  Columns are those that are needed,
-    or are to have their names, and all others with as many rows; `optional` ones must have as
-    many if they are there.
+    `arrays` have shape, dtype and type name.  Columns are those that are needed, or are to have
+    their names, and all others with as many rows; `optional` ones that are there must have as many.
     """
     names = asked.names
-    found = {n: found[n] for n in sorted(found) if n.split("/")[0] != "metadata"}
+    arrays = {n: arrays[n] for n in sorted(arrays) if n.split("/")[0] != "metadata"}
     left_out = {
-        name: f"{one.type_name} of shape {list(one.shape or ())}"
-        for name, one in found.items()
-        if not can_be_column(one.shape, one.dtype)
+        name: f"{array.type_name} of shape {list(array.shape or ())}"
+        for name, array in arrays.items()
+        if not can_be_column(array.shape, array.dtype)
     }
-    usable = [name for name in found if name not in left_out]
+    rows = {name: array.shape[0] for name, array in arrays.items() if name not in left_out}
     chosen: list[str] = []
     for column in (*required, *optional):
         # of Dict observations the leaves
         parts = split_names(names.get(column, column))
-        leaves = [n for p in parts for n in usable if n == p or n.startswith(f"{p}/")]
-        if not leaves and column in required and not (asked.partial and usable):
-            what = f"no dataset {names.get(column, column)!r}"
-            what += "".join(f": it is {left_out[part]}" for part in parts if part in left_out)
-            renamed = [new for new, old in names.items() if column in split_names(old)]
-            what += "".join(f": --rename took it as {new}" for new in renamed)
-            remedy = f"needed: {', '.join(required)}; found: {some_names(found)}; other "
+        leaves = [n for p in parts for n in rows if n == p or n.startswith(f"{p}/")]
+        if not leaves and column in required and not (asked.partial and rows):
+            why = [f": it is {left_out[part]}" for part in parts if part in left_out]
+            taken = [new for new, old in names.items() if column in split_names(old)]
+            why += [f": --rename took it as {new}" for new in taken]
+            what = f"no dataset {names.get(column, column)!r}{''.join(why)}"
+            remedy = f"needed: {', '.join(required)}; found: {some_names(arrays)}; other "
             remedy += f"names: --rename NAME={column}; other layouts: docs/how-to/convert.md"
-            raise InputError("COLUMN", what, where=where, remedy=remedy)
+            raise InputError("COLUMN", what, where, remedy)
         chosen += [name for name in leaves if name not in chosen]
-    chosen = chosen or usable[:1]
-    count = found[chosen[0]].rows
+    chosen = chosen or [*rows][:1]
+    count = rows[chosen[0]]
     for name in chosen:
-        rows = found[name].rows
-        if rows != count or not rows:
-            what = f"{name} has {count_text(rows, 'row')}"
-            what += f", {chosen[0]} has {count:,}" if rows != count else ""
-            remedy = "every column needs one row a step: the file is damaged or of another layout"
-            raise misfit(what, where, remedy)
-    for name in sorted(set(usable) - set(chosen)):
-        if found[name].rows == count:
+        if rows[name] != count or not count:
+            what = f"{name} has {count_text(rows[name], 'row')}, {chosen[0]} has {count:,}"
+            raise misfit(what, where, "the file is damaged, or of another layout")
+    for name in sorted(rows.keys() - {*chosen}):
+        if rows[name] == count:
             chosen.append(name)
         else:
-            shape = list(found[name].shape)
+            shape = list(arrays[name].shape)
             left_out[name] = f"shape {shape} does not have {count_text(count, 'row')}"
     return chosen, left_out

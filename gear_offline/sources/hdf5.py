@@ -1,9 +1,8 @@
-"""One HDF5 file from outside: what it holds, whether that may be read, and the rows themselves.
+"""One HDF5 file from outside: headers that are looked through, and rows.
 
 HDF5 can name other files (external storage, virtual datasets, links), load native code (plug-in
-filters) and claim sizes that it does not hold.  The library is asked for headers only, follows no
-link, and is closed again when a file is open; rows are read and decoded here, each chunk to exactly
-the bytes that it claims.
+filters) and claim sizes that it does not hold.  The library reads headers only and follows no link.
+Rows are read and decoded here, each chunk to exactly the bytes that it claims.
 
 Shape legend: N rows.
 """
@@ -13,13 +12,12 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
 from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -30,14 +28,10 @@ from gear_offline.core.closing import Closing
 from gear_offline.core.files import read_at
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError
-from gear_offline.sources.base import READ_BYTES, InputFile, can_be_column, damage_told
-from gear_offline.sources.hdf5_filters import (
-    FILTERS,
-    Bytes,
-    Decoder,
-    decode_chunk,
-    make_decoders,
-)
+from gear_offline.sources.base import READ_BYTES
+from gear_offline.sources.columns import can_be_column
+from gear_offline.sources.hdf5_filters import FILTERS, ChunkDecoder
+from gear_offline.sources.input_files import InputFile, damage_told
 
 SUFFIXES = (".hdf5", ".h5")
 MAX_READ_BYTES = 256 << 20  # beyond this a row of chunks is read in parts
@@ -47,22 +41,17 @@ MAX_UNWRITTEN_BYTES = 16 << 20  # fill values in place of chunks that were never
 MAX_ATTRIBUTES, MAX_ATTRIBUTE_BYTES = 200, 4096
 MAX_TEXT_BYTES = 16 << 20
 Plain = str | int | float
+_told_as_damaged = partial(damage_told, "HDF5")
 _PLAIN = "copy the data into plain datasets of one file, e.g. with h5repack"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hdf5Dataset:
-    """What the header of an HDF5 dataset says; nothing of its content has been read."""
+class Hdf5Dataset(NamedTuple):
+    """The header of an HDF5 dataset, of whose content nothing has been read."""
 
     path: str  # in the file, without the leading slash
     shape: tuple[int, ...] | None  # None for an empty (null) dataspace
     dtype: np.dtype[Any] | None  # as stored; None where it is not a plain number or bool
     type_name: str  # for messages
-
-    @property
-    def rows(self) -> int:
-        """Length of the first dimension; 0 for scalars and empty dataspaces."""
-        return self.shape[0] if self.shape else 0
 
 
 class Hdf5File(Closing):
@@ -131,23 +120,15 @@ class Hdf5File(Closing):
     def column(self, path: str) -> Hdf5Column:
         """Return the rows of one that can be a column; to read them does not need this object."""
         with _told_as_damaged(self.path):
-            column = Hdf5Column(
-                self.file,
-                self.datasets[path],
-                h5d.open(self._file.id, path.encode()),
-                self._file.userblock_size,
-            )
+            dataset, block = h5d.open(self._file.id, path.encode()), self._file.userblock_size
+            column = Hdf5Column(self.file, self.datasets[path], dataset, block)
         if column.unwritten:
             note = f"{column.unwritten} bytes were never written and read as the fill value"
             self.warnings.append(f"column {path}: {note}")
         return column
 
     def check_all(self) -> None:
-        """Check every dataset of a file that another program is going to read.
-
-        The library would fill up a chunk that holds fewer bytes than it claims with those that
-        were in memory before.
-        """
+        """Check every dataset of a file that another program is going to read through HDF5."""
         for name, header in self.datasets.items():
             if can_be_column(header.shape, header.dtype):
                 self.column(name).check()
@@ -174,8 +155,8 @@ class Hdf5File(Closing):
         """Return a list of names that the file stores as text."""
         with _told_as_damaged(self.path):
             stored = self._file[name]
-            is_text = h5py.check_string_dtype(stored.dtype) is not None
-            if stored.ndim != 1 or not is_text or self._claimed(stored) > MAX_TEXT_BYTES:
+            is_text = stored.ndim == 1 and h5py.check_string_dtype(stored.dtype) is not None
+            if not is_text or self._claimed(stored) > MAX_TEXT_BYTES:
                 raise ValueError(f"{name} is no short list of text")
             if stored.id.get_storage_size() < stored.size * stored.dtype.itemsize:
                 raise ValueError(f"{name} was not written to its end")
@@ -194,7 +175,7 @@ class Hdf5File(Closing):
         return int(np.frombuffer(raw, "<u4")[::4].sum(dtype=np.int64))
 
     def metadata(self) -> dict[str, Any]:
-        """Return what lies under ``metadata``: small scalars by value, arrays by shape."""
+        """Return the content of the group ``metadata``: small scalars by value, arrays by shape."""
         facts: dict[str, Any] = {}
         for name, header in sorted(self.datasets.items()):
             if name.startswith("metadata/") and header.shape != ():
@@ -217,38 +198,37 @@ class Hdf5Column:
         assert header.shape and header.dtype is not None, "it can be a column"
         self.shape, self._stored_dtype = header.shape, header.dtype
         self.dtype, shape = self._stored_dtype.newbyteorder("="), self.shape
-        plan, self._type = dataset.get_create_plist(), dataset.get_type().copy()
-        self._plan, self._filters = plan, _filters(plan, *where)
-        self._decoders: list[Decoder] = []
-        layout = plan.get_layout()
+        self._plan, self._type = dataset.get_create_plist(), dataset.get_type().copy()
+        self._filters = _filters(self._plan, *where)
+        self._decoder: ChunkDecoder | None = None
+        layout = self._plan.get_layout()
         chunked = layout == h5d.CHUNKED
-        self._chunks = tuple(plan.get_chunk()) if chunked else shape  # contiguous: one chunk
-        self._chunk_bytes = prod(self._chunks) * self.dtype.itemsize
+        self._chunks = tuple(self._plan.get_chunk()) if chunked else shape  # contiguous: one chunk
+        chunk_bytes = prod(self._chunks) * self.dtype.itemsize
         self._row_bytes = prod(shape[1:]) * self.dtype.itemsize
         band_bytes = self._chunks[0] * self._row_bytes
-        if chunked and (self._chunk_bytes > MAX_CHUNK_BYTES or band_bytes > MAX_BAND_BYTES):
-            what = f"a chunk of {self._chunk_bytes:,} bytes, or {band_bytes:,} in a row of them,"
+        if chunked and (chunk_bytes > MAX_CHUNK_BYTES or band_bytes > MAX_BAND_BYTES):
+            what = f"a chunk of {chunk_bytes:,} bytes, or {band_bytes:,} in a row of them,"
             raise _unsafe(what, *where, "store it in chunks of 1 MiB")
         grid = tuple(-(-n // max(c, 1)) for n, c in zip(shape, self._chunks, strict=True))
         self._compact = np.empty(0, self._stored_dtype)
         if layout == h5d.COMPACT:  # in the header, at most 64 KiB
-            if dataset.get_storage_size() != self._chunk_bytes:
-                raise ValueError(f"a column of {self._chunk_bytes} bytes holds others")
+            if dataset.get_storage_size() != chunk_bytes:
+                raise ValueError(f"a column of {chunk_bytes} bytes holds others")
             self._compact, grid = np.empty(shape, self._stored_dtype), (0,)
             dataset.read(h5s.ALL, h5s.ALL, self._compact, mtype=self._type)
         listed = _listed_chunks(dataset, chunked, user_block)
         # bytes of the chunks that were never written, which read as the fill value
-        self.unwritten = max((prod(grid) - len(listed)) * self._chunk_bytes, 0)
+        self.unwritten = max((prod(grid) - len(listed)) * chunk_bytes, 0)
         if self.unwritten > MAX_UNWRITTEN_BYTES:
             what = f"a column of shape {shape} of which {self.unwritten} bytes were never written"
             raise _unsafe(what, *where, "the file is damaged or cut short: get it again")
         offsets, sizes = listed[:, 0], listed[:, 1]
+        exact = bool(self._filters) or (sizes == chunk_bytes).all()
+        if not exact or sizes.max(initial=0) > 2 * chunk_bytes + 4096:
+            raise ValueError(f"a chunk of {chunk_bytes} bytes is stored in others")
         if (offsets + sizes).max(initial=0) > file.identity[2]:
             raise ValueError("data lie behind the end of the file")
-        if sizes.max(initial=0) > 2 * self._chunk_bytes + 4096:
-            raise ValueError("a chunk is stored in more bytes than it holds")
-        if not self._filters and (sizes != self._chunk_bytes).any():
-            raise ValueError(f"a chunk of {self._chunk_bytes} bytes holds others")
         # of each chunk, in row-major order: offset in the file or -1, bytes, skipped filters
         self._stored = np.full((prod(grid), 3), (-1, 0, 0), np.int64)
         if listed.size:
@@ -283,7 +263,7 @@ class Hdf5Column:
             with _told_as_damaged(self._file.path), self._file.open() as file:
                 self._read_into(rows, file.fileno(), start)
         if stop == self.shape[0]:  # a file may have thousands of columns
-            self._kept, self._decoders = None, []
+            self._kept = self._decoder = None
         if self._is_odd:  # as 12-bit integers
             h5t.convert(self._type, h5t.py_create(self.dtype), rows.size, rows)
             return rows.view(self.dtype)
@@ -292,15 +272,12 @@ class Hdf5Column:
     def _read_into(self, rows: npt.NDArray[Any], file: int, start: int) -> None:
         view: npt.NDArray[np.uint8] = rows.reshape(-1).view(np.uint8)
         most, row_bytes, stop = self._chunks[0], self._row_bytes, start + len(rows)
-        bands = range(start // most, -(-stop // most))  # rows of chunks
-        offsets = self._stored[bands.start : bands.stop, 0]
-        whole = not self._filters and self._chunks[1:] == self.shape[1:] and offsets.min() >= 0
-        for index in bands:
+        whole = not self._filters and self._chunks[1:] == self.shape[1:]
+        for index in range(start // most, -(-stop // most)):  # rows of chunks
             first, last = max(start, index * most), min(stop, (index + 1) * most)
-            if whole:
+            if whole and (offset := int(self._stored[index, 0])) >= 0:
                 part = view[(first - start) * row_bytes : (last - start) * row_bytes]
-                before = (first - index * most) * row_bytes
-                _pread_into(file, part.data, int(offsets[index - bands.start]) + before)
+                _pread_into(file, part.data, offset + (first - index * most) * row_bytes)
             else:
                 band = self._decode(file, index)
                 rows[first - start : last - start] = band[first - index * most :][: last - first]
@@ -311,41 +288,34 @@ class Hdf5Column:
             return self._kept[1]
         shape, widths = self.shape[1:], self._chunks[1:]
         grid = [-(-n // c) for n, c in zip(shape, widths, strict=True)]
-        if widths == shape and (plain := self._chunk(file, index)) is not None:
-            band = np.frombuffer(plain, self._stored_dtype).reshape(self._chunks)
-            self._kept = (index, band) if band.nbytes <= KEPT_BYTES else None
-            return band
         band = np.empty((self._chunks[0], *shape), self._stored_dtype)
         for number, place in enumerate(np.ndindex(*grid)):
             plain = self._chunk(file, index * prod(grid) + number)
             corner = zip(place, widths, strict=True)
             target = band[(slice(None), *(slice(i * w, (i + 1) * w) for i, w in corner))]
-            if plain is None:
-                target[...] = self._fill
-            else:
-                chunk = np.frombuffer(plain, self._stored_dtype).reshape(self._chunks)
-                target[...] = chunk[tuple(map(slice, target.shape))]
+            target[...] = self._fill if plain is None else plain[tuple(map(slice, target.shape))]
         self._kept = (index, band) if band.nbytes <= KEPT_BYTES else None
         return band
 
-    def _chunk(self, file: int, number: int) -> Bytes | None:
+    def _chunk(self, file: int, number: int) -> npt.NDArray[Any] | None:
+        """Read and decode a chunk; ``None`` if it was never written."""
         offset, size, skipped = self._stored[number].tolist()
         if offset < 0:
             return None
         raw = bytearray(size)
         _pread_into(file, memoryview(raw), offset)
-        self._decoders = self._decoders or make_decoders(self._plan, self._type)
-        return decode_chunk(raw, self._decoders, skipped, self._chunk_bytes)
+        self._decoder = self._decoder or ChunkDecoder(self._plan, self._type)
+        plain = self._decoder.decode(raw, skipped)
+        return np.frombuffer(plain, self._stored_dtype).reshape(self._chunks)
 
 
 def _unsafe(what: str, path: Path, name: str, remedy: str = _PLAIN) -> InputError:
-    where = f"{path}: {name}"
-    return InputError("SOURCE_UNSAFE", f"{what} is not accepted", where=where, remedy=remedy)
+    return InputError("SOURCE_UNSAFE", f"{what} is not accepted", f"{path}: {name}", remedy)
 
 
 @cache
 def _leaves_out_user_block() -> bool:
-    """Whether HDF5's addresses of chunks begin behind the user block, as before 1.14.4."""
+    """Tell an HDF5 before 1.14.4, whose addresses of chunks begin behind the user block."""
     image = BytesIO()
     with h5py.File(image, "w", userblock_size=512) as file:
         chunk = file.create_dataset("x", data=np.frombuffer(b"chunk", np.uint8), chunks=(5,))
@@ -372,10 +342,6 @@ def _filters(plan: Any, path: Path, name: str) -> tuple[int, ...]:
         what = f"a column behind the HDF5 filters {', '.join(map(str, filters))}"
         raise _unsafe(what, path, name, f"store it with one of {known}, or with none")
     return filters
-
-
-def _told_as_damaged(path: Path) -> AbstractContextManager[None]:
-    return damage_told("HDF5", path)
 
 
 def _pread_into(file: int, buffer: memoryview, offset: int) -> None:

@@ -24,21 +24,11 @@ from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.errors import InputError
-from gear_offline.sources.base import (
-    READ_BYTES,
-    Asked,
-    InputFile,
-    Piece,
-    Source,
-    SourceInfo,
-    by_number,
-    damage_told,
-    kinds_of_rows,
-    misfit,
-    split_names,
-)
+from gear_offline.sources.base import READ_BYTES, Asked, Piece, Source, SourceInfo
+from gear_offline.sources.columns import kinds_of_rows, split_names
 from gear_offline.sources.combine import observation_vectors
-from gear_offline.sources.flat import NO_REWARDS
+from gear_offline.sources.episode_ends import runs
+from gear_offline.sources.input_files import InputFile, by_number, damage_told, misfit
 from gear_offline.sources.parquet import Column, ParquetFile, is_numeric, step_rows
 from gear_offline.sources.pictures import image_pixels, video_frames
 
@@ -60,11 +50,10 @@ NAMES = {"actions": "action", "rewards": "next.reward"}
 
 
 class Part(NamedTuple):
-    """A parquet file, its first step of all, and its columns that are being read."""
+    """A parquet file, and its first step of all."""
 
     file: ParquetFile
     first: int
-    columns: dict[str, Column]
 
 
 Place = tuple[InputFile, float]  # a video, and where in it an episode begins, in seconds
@@ -72,7 +61,6 @@ Read = Callable[[Part, int, int], Array]  # steps of a file
 
 
 def is_lerobot(path: Path) -> bool:
-    """Whether a folder is a dataset of LeRobot's."""
     return (path / INFO).is_file()
 
 
@@ -80,20 +68,16 @@ def open_lerobot(path: Path, asked: Asked) -> Source:
     """Open a dataset's folder; reads the episode numbers."""
     path, names = path.absolute(), asked.names
     reader = _Reader(path)
-    info, notes = reader.info, list[str]()
     columns, left_out = reader.columns({p for old in names.values() for p in split_names(old)})
 
     def read(part: Part, name: str, start: int, stop: int) -> Array:
-        with damage_told("LeRobot", part.file.file.path):
+        with part.file.told():
             return columns[name](part, start, stop)
 
     first = {name: read(reader.parts[0], name, 0, 1) for name in columns}
     kinds: dict[str, Any] = dict(kinds_of_rows(first))
     rewards = names.get("rewards", NAMES["rewards"])
-    if rewards not in kinds:
-        success = "next.success" in kinds
-        notes.append(NO_REWARDS.replace("NAME", "next.success") if success else NO_REWARDS)
-    elif kinds[rewards][0].kind == "b":
+    if rewards in kinds and kinds[rewards][0].kind == "b":
         kinds[rewards] = np.dtype(np.float32), ()
     usual = {new: old for new, old in NAMES.items() if old in kinds}
     return Source(
@@ -110,11 +94,10 @@ def open_lerobot(path: Path, asked: Asked) -> Source:
             uri=path.name,
             format="lerobot",
             rule="episode_index",
-            files=(*(part.file.file for part in reader.parts), *reader.videos),
+            files=(*(file.file for file, _ in reader.parts), *reader.videos),
             attributes={
-                **{key: info.get(key) for key in ("codebase_version", "robot_type", "fps")},
+                **{key: reader.info.get(key) for key in ("codebase_version", "robot_type", "fps")},
                 "left_out": left_out,
-                "warnings": notes,
             },
         ),
     )
@@ -142,29 +125,21 @@ class _Reader:
         pattern = self._place("data_path", None)
         files = sorted(path.glob(pattern), key=lambda file: by_number(file.relative_to(path)))
         for file in map(ParquetFile, files):
-            self.parts += [Part(file, self.steps, {})] if file.rows else []
+            self.parts += [Part(file, self.steps)] if file.rows else []
             self.steps += file.rows
-        firsts, self.episodes = self._runs()
-        self.firsts = np.array(firsts, np.int64)
-        self.bounds: list[int] = [*firsts, self.steps]
+        self.firsts, numbers = runs(
+            (first + row, step_rows(values, "episode_index", file.file.path))
+            for file, first in self.parts
+            for row, values in file.batches("episode_index")
+        )
+        self.episodes: list[int] = numbers.tolist()
+        self.bounds: list[int] = [*self.firsts.tolist(), self.steps]
         episodes = len(set(self.episodes))
         if not self.steps or counts != (self.steps, episodes):
-            found = f"{count_text(self.steps, 'step')} of {count_text(episodes, 'episode')}"
-            raise misfit(f"{found} are here, info.json says {counts[0]:,} of {counts[1]:,}", path)
+            here = f"{count_text(self.steps, 'step')} of {count_text(episodes, 'episode')}"
+            raise misfit(f"{here} are here, info.json says {counts[0]:,} of {counts[1]:,}", path)
         if episodes < len(self.episodes):
             raise misfit("the steps of an episode do not follow each other", path)
-
-    def _runs(self) -> tuple[list[int], list[int]]:
-        """Return the first steps of runs of one ``episode_index``, and these numbers."""
-        firsts, episodes = list[int](), list[int]()
-        for part in self.parts:
-            for row, values in part.file.batches("episode_index"):
-                numbers = step_rows(values, "episode_index", part.file.file.path).reshape(-1)
-                before = episodes[-1] if episodes else int(numbers[0]) - 1
-                changes = np.flatnonzero(np.diff(numbers, prepend=before))
-                firsts += (changes + part.first + row).tolist()
-                episodes += numbers[changes].tolist()
-        return firsts, episodes
 
     def _place(self, of: str, values: Mapping[str, int | str] | None) -> str:
         """Return a path below the dataset by a template of info.json; a pattern without values."""
@@ -181,7 +156,7 @@ class _Reader:
         return text
 
     def columns(self, asked: set[str]) -> tuple[dict[str, Read], dict[str, str]]:
-        """Return what reads each column, and what is left out: frames that nobody asked for."""
+        """Return a function for each column; leave out frames that nobody asked for."""
         reads: dict[str, Read] = {}
         left_out: dict[str, str] = {}
         types = {field.name: field.type for field in self.parts[0].file.schema}
@@ -202,10 +177,11 @@ class _Reader:
         return reads, left_out
 
     def _rows(self, name: str, part: Part, start: int, stop: int) -> Any:
-        column = part.columns.setdefault(name, Column(part.file, name))
-        if self._recent.setdefault(name, column) is not column:
-            self._recent[name].close()
-            self._recent[name] = column
+        column = self._recent.get(name)
+        if column is None or column.file is not part.file:
+            if column is not None:
+                column.close()
+            column = self._recent[name] = Column(part.file, name)
         return column.read(start - part.first, stop - part.first)
 
     def _numbers(self, name: str, part: Part, start: int, stop: int) -> Array:
@@ -221,20 +197,16 @@ class _Reader:
             frames.append(image_pixels(stored["bytes"], path))
         return self._frames(name, np.stack(frames))
 
-    def _video(
-        self, name: str, places: dict[int, Place], part: Part, start: int, stop: int
-    ) -> Array:
+    def _video(self, name: str, places: list[Place], part: Part, start: int, stop: int) -> Array:
         times = self._numbers("timestamp", part, start, stop).reshape(-1).astype(np.float64)
         number = int(np.searchsorted(self.firsts, start, side="right")) - 1
-        parts: list[Array] = []
-        for episode in range(number, int(np.searchsorted(self.firsts, stop))):
-            (file, begin), bounds = (
-                places[self.episodes[episode]],
-                self.bounds[episode : episode + 2],
-            )
-            first, end = max(bounds[0], start), min(bounds[1], stop)
-            parts.append(video_frames(file, begin + times[first - start : end - start]))
-        return self._frames(name, np.concatenate(parts))
+        frames = list[Array]()
+        while self.bounds[number] < stop:
+            file, begin = places[number]
+            steps = slice(max(self.bounds[number] - start, 0), self.bounds[number + 1] - start)
+            frames.append(video_frames(file, begin + times[steps]))
+            number += 1
+        return self._frames(name, np.concatenate(frames))
 
     def _frames(self, name: str, frames: Array) -> Array:
         """Return frames; refuse colours where info.json says that they are depths."""
@@ -246,25 +218,26 @@ class _Reader:
             raise misfit(what, f"{self.path}: {name}", remedy)
         return frames
 
-    def _videos(self, name: str) -> dict[int, Place]:
-        found: dict[int, tuple[str, float]] = {}
+    def _videos(self, name: str) -> list[Place]:
+        """Find the video of each episode, and where in it the episode begins."""
+        places: dict[int, tuple[str, float]] = {}
+        fields: dict[str, Any] = {"video_key": name}
         if self.version == 2:
             for number in self.episodes:
-                numbers = {"episode_index": number, "episode_chunk": number // self.chunk}
-                place = self._place("video_path", {"video_key": name, **numbers})
-                found[number] = place, 0.0
+                fields |= {"episode_index": number, "episode_chunk": number // self.chunk}
+                places[number] = self._place("video_path", fields), 0.0
         else:
-            keys = [f"videos/{name}/{k}" for k in ("chunk_index", "file_index", "from_timestamp")]
+            keys = ("chunk_index", "file_index", "from_timestamp")
+            names = ["episode_index", *(f"videos/{name}/{key}" for key in keys)]
             for meta in map(ParquetFile, (self.path / "meta" / "episodes").glob("*/*.parquet")):
-                batches = (meta.batches(column) for column in ("episode_index", *keys))
-                for rows in zip(*batches, strict=True):
-                    lists = (values.to_pylist() for _, values in rows)
-                    for number, chunk, file, begin in zip(*lists, strict=True):
-                        values = {"chunk_index": chunk, "file_index": file, "video_key": name}
-                        found[number] = self._place("video_path", values), float(begin)
-        if missing := set(self.episodes) - set(found):
+                for batches in zip(*map(meta.batches, names), strict=True):
+                    rows = (values.to_pylist() for _, values in batches)
+                    for number, chunk, file, begin in zip(*rows, strict=True):
+                        fields |= {"chunk_index": chunk, "file_index": file}
+                        places[number] = self._place("video_path", fields), float(begin)
+        if missing := set(self.episodes) - set(places):
             raise misfit(f"no video {name} of episode {min(missing)}", self.path / "meta")
-        paths = dict.fromkeys(found[n][0] for n in self.episodes)
+        paths = dict.fromkeys(places[number][0] for number in self.episodes)
         files = {path: InputFile.find(self.path / path) for path in paths}
         self.videos += files.values()
-        return {n: (files[found[n][0]], found[n][1]) for n in self.episodes}
+        return [(files[path], begin) for path, begin in map(places.__getitem__, self.episodes)]

@@ -28,21 +28,10 @@ from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.errors import InputError, package_needed
-from gear_offline.sources.base import (
-    Asked,
-    InputFile,
-    Kinds,
-    Piece,
-    Source,
-    SourceInfo,
-    common_columns,
-    damage_told,
-    files_in,
-    kinds_of_rows,
-    misfit,
-    own_scores,
-)
+from gear_offline.sources.base import Asked, Piece, Source, SourceInfo, own_scores
+from gear_offline.sources.columns import Kinds, common_columns, kinds_of_rows
 from gear_offline.sources.hdf5 import SUFFIXES, Hdf5File
+from gear_offline.sources.input_files import InputFile, damage_told, files_in, misfit
 
 MAIN_FILE, METADATA_FILE = "main_data.hdf5", "metadata.json"
 MAX_METADATA_BYTES = 64 << 20
@@ -58,8 +47,8 @@ Episode = dict[str, Array]
 def find_directory(dataset_id: str) -> Path:
     """Return the directory of a local Minari dataset."""
     if not DATASET_ID.fullmatch(dataset_id):
-        what = f"{dataset_id!r} is not a Minari dataset id"
-        raise InputError("SOURCE_READ", what, remedy="ids look like mujoco/hopper/medium-v0")
+        what = f"{dataset_id!r} is no id of Minari's, like mujoco/hopper/medium-v0"
+        raise InputError("SOURCE_READ", what, remedy="look at minari list remote")
     root = os.environ.get("MINARI_DATASETS_PATH")
     base = Path(root).expanduser() if root else Path.home() / ".minari" / "datasets"
     if not (base / dataset_id).is_dir():
@@ -71,12 +60,11 @@ def find_directory(dataset_id: str) -> Path:
 
 def data_directory(path: Path) -> Path | None:
     """Return the data directory when `path` is a Minari dataset's directory, else ``None``."""
-    for candidate in (path / "data", path):
+    for folder in (path / "data", path):
         # A folder of HDF5 files may have a metadata.json of its own.
-        if (candidate / MAIN_FILE).exists() or (
-            (candidate / METADATA_FILE).exists() and not files_in(candidate, SUFFIXES)
-        ):
-            return candidate
+        has_metadata = (folder / METADATA_FILE).exists()
+        if (folder / MAIN_FILE).exists() or (has_metadata and not files_in(folder, SUFFIXES)):
+            return folder
     return None
 
 
@@ -88,28 +76,26 @@ def open_minari(path: Path, asked: Asked) -> Source:
     files, total = _data_files(data, metadata), int(metadata["total_episodes"])
     reader = _Reader(data)
     for number, episode in reader.decode(range(total)):
-        if len(episode["rewards"]):
+        if steps := len(episode["rewards"]):
             reader.keep(number, episode)
             terminated = bool(episode["terminations"][-1].any())
-            reader.found[number] = len(episode["rewards"]), terminated, kinds_of_rows(episode)
-    lengths = [length for length, _, _ in reader.found.values()]
-    steps, claimed = sum(lengths), metadata.get("total_steps")
+            reader.episodes[number] = steps, terminated, kinds_of_rows(episode)
+    parts = reader.episodes.items()
+    steps, claimed = sum(part[0] for _, part in parts), metadata.get("total_steps")
     if not steps or (claimed is not None and steps != int(claimed)):
         what = f"the data hold {count_text(steps, 'step')}, metadata.json says {claimed}"
         raise misfit(what, data, REMEDY)
-    kinds = [(f"episode {number}", kinds) for number, (_, _, kinds) in reader.found.items()]
-    columns, others = common_columns(kinds, COLUMNS, where=data, remedy=REMEDY)
-    left_out = reader.left_out | others
-    empty = total - len(lengths)
-    notes = [f"{count_text(empty, 'episode')} without steps left out"] if empty else []
+    named = [(f"episode {number}", kinds) for number, (_, _, kinds) in parts]
+    columns, others = common_columns(named, COLUMNS, where=data, remedy=REMEDY)
+    empty = total - len(parts)
     uri = asked.uri
     if not uri.startswith("minari:") and metadata.get("dataset_id"):
         uri = f"minari:{metadata['dataset_id']}"
     environment, options = _environment(metadata)
     return Source(
-        [Piece(read=partial(reader.read, n), steps=part[0]) for n, part in reader.found.items()],
+        [Piece(read=partial(reader.read, n), steps=steps) for n, (steps, *_) in parts],
         columns,
-        terminated=[terminated for _, terminated, _ in reader.found.values()],
+        terminated=[terminated for _, (_, terminated, _) in parts],
         info=SourceInfo(
             uri=uri,
             format="minari",
@@ -120,9 +106,10 @@ def open_minari(path: Path, asked: Asked) -> Source:
             files=files,
             attributes={
                 "metadata": {k: metadata[k] for k in sorted(metadata) if k not in LONG},
-                "left_out": left_out,
+                "left_out": reader.left_out | others,
                 "unfinished_tail_steps": 0,
-                "warnings": notes,
+                "warnings": [f"{count_text(empty, 'episode')} without steps left out"]
+                * (empty > 0),
             },
         ),
     )
@@ -142,15 +129,14 @@ class _Reader:
         self._data = data
         self.left_out: dict[str, str] = {}  # what is stored and no column: why
         # by Minari's number of each episode that has steps: T, how it ended, its columns
-        self.found: dict[int, tuple[int, bool, Kinds]] = {}
-        self._kept: dict[int, Episode] = {}
-        self._kept_bytes = 0
+        self.episodes: dict[int, tuple[int, bool, Kinds]] = {}
+        self._kept, self._kept_bytes = dict[int, Episode](), 0
 
     def read(self, number: int, column: str, start: int, stop: int) -> Array:
         """Return rows of an episode; with one that is not kept the next ones are decoded."""
         if number not in self._kept:
             self._kept, self._kept_bytes = {}, 0
-            for other, episode in self.decode([n for n in self.found if n >= number]):
+            for other, episode in self.decode([n for n in self.episodes if n >= number]):
                 self.keep(other, episode)
                 if self._kept_bytes > KEPT_BYTES:
                     break
@@ -160,8 +146,8 @@ class _Reader:
         """Keep an episode as long as there is room; next observations take none."""
         if self._kept_bytes <= KEPT_BYTES:
             self._kept[number] = episode
-            own = (rows for name, rows in episode.items() if not name.startswith("next_"))
-            self._kept_bytes += sum(rows.nbytes for rows in own)
+            own = (rows.nbytes for name, rows in episode.items() if not name.startswith("next_"))
+            self._kept_bytes += sum(own)
 
     def decode(self, numbers: Sequence[int]) -> Iterator[tuple[int, Episode]]:
         """Yield episodes as columns."""
@@ -194,10 +180,11 @@ class _Reader:
 
     def _leaves(self, name: str, value: Any) -> Episode:
         """Return the arrays below `name`; what is no array of numbers is left out."""
-        if isinstance(value, Mapping | tuple):
-            parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+        if isinstance(value, tuple):
+            value = dict(enumerate(value))
+        if isinstance(value, Mapping):
             leaves: Episode = {}
-            for key, part in parts:
+            for key, part in value.items():
                 # No column has a backslash: the source gives it a name that is free, and says so.
                 leaves |= self._leaves(f"{name}/{str(key).replace('/', chr(92))}", part)
             return leaves
@@ -210,25 +197,24 @@ class _Reader:
 
 def _decode_infos(values: Any) -> dict[str, Any]:
     """Return the infos of an arrow file; a shape is text, and in minari 0.5.1 a byte a number."""
-    made: dict[str, Any] = {}
+    infos: dict[str, Any] = {}
     for number, field in enumerate(values.type):
         part = values.field(number)
         if hasattr(part, "field"):
-            made[field.name] = _decode_infos(part)
+            infos[field.name] = _decode_infos(part)
             continue
         rows = np.stack(part.to_numpy(zero_copy_only=False))
-        stored = (field.metadata or {}).get(b"shape")
-        if stored is not None:
+        if (stored := (field.metadata or {}).get(b"shape")) is not None:
             shape = [int(n) for n in stored.split(b",") if n.isdigit()]
             right = prod(shape) == prod(rows.shape[1:])
             rows = rows.reshape(len(rows), *(shape if right else stored))
-        made[field.name] = rows
-    return made
+        infos[field.name] = rows
+    return infos
 
 
 @contextmanager
 def _told(where: Path) -> Iterator[None]:
-    """Whatever the package raises of damaged files is one error; its warnings are not shown."""
+    """Tell damage, and show no warnings of the package."""
     with damage_told("Minari", where), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -274,13 +260,10 @@ def _data_files(data: Path, metadata: Mapping[str, Any]) -> tuple[InputFile, ...
 
 def _width(kind: Any) -> int:
     """Return the bytes of a row of an Arrow type, 0 of what has no fixed size."""
-    size = getattr(kind, "list_size", 1)
-    if kind.num_fields:
-        return int(size) * sum(_width(kind.field(n).type) for n in range(kind.num_fields))
-    try:
-        return -(-int(kind.bit_width) // 8)
-    except ValueError:
-        return 0
+    fields = [_width(kind.field(n).type) for n in range(kind.num_fields)]
+    with suppress(ValueError):
+        return int(getattr(kind, "list_size", 1)) * sum(fields) or -(-int(kind.bit_width) // 8)
+    return 0
 
 
 def _check_room(size: int, where: Path) -> None:

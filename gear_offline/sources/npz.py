@@ -1,7 +1,7 @@
 """NumPy's ``.npz`` files of flat arrays, one row a step; among them OGBench's.
 
-A file is a zip of ``.npy`` members, compressed (OGBench writes these) or not.  Their rows are read
-in order, which decodes them once and compares the checksum; backwards begins again.
+A file is a zip of ``.npy`` members.  Rows are read in order, which decodes them once and compares
+the checksum; backwards begins again.
 
 Shape legend: N rows.
 """
@@ -12,7 +12,6 @@ import io
 import os
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -23,9 +22,11 @@ from numpy.lib import format as npy
 
 from gear_offline.core.files import read_at
 from gear_offline.core.types import Array
-from gear_offline.sources.base import Asked, InputFile, Source, damage_told, misfit, names_after
+from gear_offline.sources.base import Asked, Source
+from gear_offline.sources.columns import names_after
 from gear_offline.sources.episode_ends import ARTIFICIAL, FLAGS, TIME_FLAGS
 from gear_offline.sources.flat import find_columns, flat_source, shorter
+from gear_offline.sources.input_files import InputFile, damage_told, misfit
 
 READ_BYTES = 1 << 20
 MAX_WHOLE_BYTES = 1 << 30  # of an array that is stored by columns
@@ -43,7 +44,7 @@ class Member:
 
     def __init__(self, path: Path, where: str, decoded: Callable[[], Any]) -> None:
         self.where = where  # for messages
-        self._kind, self._decoded = path.suffix, decoded
+        self._told, self._decoded = partial(damage_told, path.suffix, where), decoded
         with self._told(), decoded() as stream:
             version = npy.read_magic(stream)
             header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
@@ -51,38 +52,26 @@ class Member:
             self.type_name, self._begin = str(self.dtype), int(stream.tell())
         self.close()
 
-    @property
-    def rows(self) -> int:
-        """N."""
-        return self.shape[0] if self.shape else 1
-
     def read(self, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)``, native byte order."""
         with self._told():
-            if self._fortran and len(self.shape) > 1:
-                rows = self._by_columns()[start:stop]
+            if self._fortran and len(self.shape) > 1:  # no part of the stream has the rows of one
+                if self._whole is None:
+                    if prod(self.shape) * self.dtype.itemsize > MAX_WHOLE_BYTES:
+                        remedy = "save np.ascontiguousarray(array)"
+                        raise misfit("more than 1 GiB stored by columns", self.where, remedy)
+                    columns = np.empty(self.shape[::-1], self.dtype)
+                    self._fill(columns, 0)
+                    self._whole = columns.T
+                rows = self._whole[start:stop]
             else:
                 rows = np.empty((stop - start, *self.shape[1:]), self.dtype)
                 self._fill(rows, start * prod(self.shape[1:]) * self.dtype.itemsize)
-            if stop == self.rows:
+            if stop == (*self.shape, 1)[0]:
                 if self._stream is not None:
                     self._stream.read(1)  # which compares the checksum
                 self.close()
         return rows.astype(self.dtype.newbyteorder("="), order="C", copy=False)
-
-    def _by_columns(self) -> Array:
-        """Return the whole array, as no part of a stream has the rows of one."""
-        if self._whole is None:
-            if prod(self.shape) * self.dtype.itemsize > MAX_WHOLE_BYTES:
-                what, remedy = (
-                    "more than 1 GiB stored by columns",
-                    "save np.ascontiguousarray(array)",
-                )
-                raise misfit(what, self.where, remedy)
-            columns = np.empty(self.shape[::-1], self.dtype)
-            self._fill(columns, 0)
-            self._whole = columns.T
-        return self._whole
 
     def _fill(self, rows: Array, at: int) -> None:
         view = rows.reshape(-1).view(np.uint8).data
@@ -100,40 +89,31 @@ class Member:
         """Drop what was decoded; a read begins again."""
         self._stream = self._whole = None
 
-    def _told(self) -> AbstractContextManager[None]:
-        return damage_told(self._kind, self.where)
 
-
-class Reopened(io.RawIOBase):
-    """A file that is open only while it is read, as a folder may have thousands."""
-
+class _Reopened(io.RawIOBase):  # a folder may have thousands of files
     def __init__(self, file: InputFile) -> None:
         self._file, self._at = file, 0
 
-    @classmethod
-    def buffered(cls, file: InputFile) -> io.BufferedReader:
-        """Return it for reads of any size."""
-        return io.BufferedReader(cls(file), READ_BYTES)
-
     def readable(self) -> bool:
-        """It is."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a place."""
         self._at = offset + (0, self._at, self._file.identity[2])[whence]
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read the next bytes, of the file that was opened first."""
         with self._file.open() as file:
             count = read_at(file.fileno(), memoryview(buffer), self._at)
         self._at += count
         return count
+
+
+def reopened(file: InputFile) -> io.BufferedReader:
+    """Return a file for reads of any size, which is open only while it is read."""
+    return io.BufferedReader(_Reopened(file), READ_BYTES)
 
 
 def open_npz(path: Path, asked: Asked) -> Source:
@@ -144,16 +124,15 @@ def open_npz(path: Path, asked: Asked) -> Source:
     if "valids" in members:
         what = "a compact dataset of OGBench: two rows are flagged at each end"
         raise misfit(what, path, "give ogbench's own file, or save with compact_dataset=False")
-    names = asked.names
-    here = names_after(members, names)
+    here = names_after(members, asked.names)
     # Its terminals are ends of trajectories, not of tasks; `masks` come with its rewards.
-    ogbench = {"observations", "actions", "terminals"} <= here and not {*FLAGS} & {*names}
+    ogbench = {"observations", "actions", "terminals"} <= here and not {*FLAGS} & {*asked.names}
     ogbench = ogbench and ("masks" in here or not {"rewards", *TIME_FLAGS} & here)
     chosen, left_out = find_columns(members, asked, where=str(path))
     return flat_source(
         {name: members[name] for name in chosen},
         others={name: members[name] for name in shorter(members, left_out)},
-        names=names,
+        names=asked.names,
         uri=asked.uri,
         format="ogbench" if ogbench else "npz",
         rule=asked.rule or (ARTIFICIAL if ogbench else None),
@@ -165,9 +144,8 @@ def open_npz(path: Path, asked: Asked) -> Source:
 
 
 def _members(file: InputFile) -> Iterator[tuple[str, Member]]:
-    """Yield the arrays of a file."""
     with damage_told(".npz", file.path):
-        archive = zipfile.ZipFile(Reopened.buffered(file))
+        archive = zipfile.ZipFile(reopened(file))
         for entry in archive.infolist():
             if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise ValueError(f"{entry.filename} is compressed as NumPy does not")

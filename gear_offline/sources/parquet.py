@@ -18,19 +18,10 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, Int64Array
 from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError, package_needed
-from gear_offline.sources.base import (
-    Asked,
-    InputFile,
-    Piece,
-    Source,
-    SourceInfo,
-    damage_told,
-    kinds_of_rows,
-    misfit,
-    some_names,
-    split_names,
-)
-from gear_offline.sources.flat import NO_REWARDS, REQUIRED
+from gear_offline.sources.base import Asked, Piece, Source, SourceInfo
+from gear_offline.sources.columns import kinds_of_rows, some_names, split_names
+from gear_offline.sources.flat import REQUIRED
+from gear_offline.sources.input_files import InputFile, damage_told, misfit
 
 BATCH_VALUES, BATCH_ROWS = 1 << 22, 1 << 20  # of a batch; run lengths make billions of few bytes
 MAX_ROW_VALUES = 1 << 27
@@ -44,8 +35,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
     types = {field.name: field.type for field in file.schema}
     lists = [name for name, kind in types.items() if is_list(kind) and is_numeric(kind)]
     needed = [part for name in REQUIRED for part in split_names(names.get(name, name))]
-    rewards = names.get("rewards", "rewards")
-    for name in [*needed, *({rewards} & types.keys())]:
+    for name in [*needed, *({names.get("rewards", "rewards")} & types.keys())]:
         if name not in lists and not (asked.partial and lists):
             remedy = f"needed are lists over the steps of an episode; found: {some_names(lists)}; "
             remedy += f"other names: --rename NAME={name}"
@@ -63,7 +53,6 @@ def open_parquet(path: Path, asked: Asked) -> Source:
         what = "an episode without steps" if lengths.size else "no episodes"
         raise misfit(what, path, "give a file with one row an episode, which has one step at least")
     bounds = np.cumsum([0, *lengths])
-    steps = int(bounds[-1])
     columns = {name: Column(file, name) for name in stored}
 
     def read(name: str, start: int, stop: int) -> Array:
@@ -77,13 +66,13 @@ def open_parquet(path: Path, asked: Asked) -> Source:
             rows = values.flatten()[start - int(bounds[first]) : stop - int(bounds[first])]
             return step_rows(rows, name, path)
 
-    first = {name: read(name, 0, 1) for name in stored}
-    columns = {name: Column(file, name) for name in stored}  # those before are open
-    left_out = {n: f"no list of numbers ({k})" for n, k in types.items() if n not in lists}
+    kinds = kinds_of_rows({name: read(name, 0, 1) for name in columns})
+    for column in columns.values():
+        column.close()
     folders = (path.stem, path.parent.name, path.parent.parent.name)  # hopper-medium-v2/train/
     return Source(
-        [Piece(read=read, steps=steps)],
-        kinds_of_rows(first),
+        [Piece(read=read, steps=int(bounds[-1]))],
+        kinds,
         lengths=lengths,
         info=SourceInfo(
             uri=asked.uri,
@@ -92,8 +81,11 @@ def open_parquet(path: Path, asked: Asked) -> Source:
             reference_name=next((d for f in folders if (d := dataset_of_file(f))), None),
             files=(file.file,),
             attributes={
-                "left_out": left_out,
-                "warnings": [] if rewards in lists else [NO_REWARDS],
+                "left_out": {
+                    name: f"no list of numbers ({kind})"
+                    for name, kind in types.items()
+                    if name not in lists
+                }
             },
         ),
     )
@@ -112,7 +104,7 @@ class ParquetFile:
             self.firsts = np.cumsum([0, *(group.num_rows for group in groups)])
             self.rows = int(self.firsts[-1])
             # of each column the values of a row, before anything is decoded
-            self.widths: dict[str, int] = {}
+            self.widths = dict[str, int]()
             for group in groups if self.rows else ():
                 for part in map(group.column, range(group.num_columns)):
                     name, values = part.path_in_schema, part.num_values // max(group.num_rows, 1)
@@ -124,10 +116,8 @@ class ParquetFile:
 
     def batches(self, name: str, row: int = 0) -> Iterator[tuple[int, Any]]:
         """Yield a column as Arrow arrays with their first rows, from the group of `row` on."""
-        below = (
-            n for leaf, n in self.widths.items() if leaf == name or leaf.startswith(f"{name}.")
-        )
-        width = max(below, default=1)
+        leaves = (n for n in self.widths if n == name or n.startswith(f"{name}."))
+        width = max((self.widths[leaf] for leaf in leaves), default=1)
         if width > MAX_ROW_VALUES:
             what, remedy = f"a row of {width:,} values", "write long episodes as several rows"
             raise InputError("SOURCE_UNSAFE", what, f"{self.file.path}: {name}", remedy)
@@ -145,20 +135,20 @@ class Column:
     """Rows of a column of a file, decoded forwards; a read of earlier ones begins again."""
 
     def __init__(self, file: ParquetFile, name: str) -> None:
-        self._file, self._name, self.path = file, name, file.file.path
+        self.file, self._name = file, name
         self.close()
 
     def close(self) -> None:
         """Close the file and drop what was decoded; a read opens it again."""
         self._batches: Iterator[tuple[int, Any]] = iter(())
-        self._batch: tuple[int, Any] = (self._file.rows, ())
+        self._batch: tuple[int, Any] = (self.file.rows, ())
 
     def read(self, start: int, stop: int) -> Any:
         """Return rows ``[start, stop)``, at least one, as an Arrow array."""
         import pyarrow
 
         if start < self._batch[0]:
-            self._batches = self._file.batches(self._name, start)
+            self._batches = self.file.batches(self._name, start)
             self._batch = next(self._batches)
         parts = []
         while True:
@@ -168,14 +158,13 @@ class Column:
             if stop <= first + len(values):
                 break
             self._batch = next(self._batches)
-        if stop == self._file.rows:  # a folder may have thousands of files
+        if stop == self.file.rows:  # a folder may have thousands of files
             self.close()
         return parts[0] if len(parts) == 1 else pyarrow.concat_arrays(parts)
 
 
 def step_rows(values: Any, name: str, path: Path) -> Array:
     """Return (R, *step shape) of an Arrow array with a number, or a list of them, for each step."""
-
     where, remedy = f"{path}: {name}", "give every step a number, or as many as the others"
     steps, shape = len(values), []
     while is_list(values.type):
@@ -198,7 +187,7 @@ def _lengths(lists: Any) -> Int64Array:
 
 
 def is_list(kind: Any) -> bool:
-    """Whether an Arrow type is one of lists."""
+    """Tell a list's Arrow type."""
     from pyarrow import types
 
     kind = getattr(kind, "storage_type", kind)
@@ -206,7 +195,7 @@ def is_list(kind: Any) -> bool:
 
 
 def is_numeric(kind: Any) -> bool:
-    """Whether an Arrow type is a number or bool, or lists of them."""
+    """Tell the Arrow type of a number or bool, or of lists of them."""
     from pyarrow import types
 
     while is_list(kind):

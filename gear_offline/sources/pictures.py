@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.errors import InputError, package_needed
-from gear_offline.sources.base import InputFile, damage_told, misfit
+from gear_offline.sources.input_files import InputFile, damage_told, misfit
 
 TOLERANCE = 1e-4  # seconds between a row and its frame, as LeRobot's decoder has it
 MAX_PIXELS = 1 << 26
@@ -26,36 +27,27 @@ EXACT = ("gray", "rgb48", "gbrp", "rgba", "bgra")
 def video_frames(file: InputFile, times: Float64Array) -> Array:
     """Return the frames of a video that are nearest to `times` in seconds, (N, h, w, C).
 
-    Raises
-    ------
-    InputError
-        ``SOURCE_LAYOUT`` where the nearest is further away than `TOLERANCE`.
+    One further away than `TOLERANCE` is refused (``SOURCE_LAYOUT``).
     """
     order = np.argsort(times, kind="stable")
-    wanted = times[order].tolist()
+    wanted = times[order]
+    distances = np.full(wanted.size, np.inf)
     for place in (wanted[0], 0.0):  # a key frame before it, or else the beginning
-        found: list[tuple[float, Any]] = []  # distance and frame, in the order of time
-        before: Any = None
+        frames = list[Array]()
         with file.open() as raw, _opened(raw, file.path) as video:
             stream = video.streams.video[0]
             video.seek(int(place / stream.time_base), stream=stream)
-            for frame in video.decode(stream):
-                while len(found) < len(wanted) and wanted[len(found)] <= frame.time:
-                    time = wanted[len(found)]
-                    near = (
-                        frame if before is None or 2 * time > before.time + frame.time else before
-                    )
-                    found.append((abs(near.time - time), pixels(near, file.path)))
-                if len(found) == len(wanted):
+            # each frame with the next one, behind which nothing is nearer to times before it
+            for frame, after in pairwise(chain(video.decode(stream), [None])):
+                middle = np.inf if after is None else (frame.time + after.time) / 2
+                count = int(np.searchsorted(wanted, middle, side="right")) - len(frames)
+                part = slice(len(frames), len(frames) + max(count, 0))
+                distances[part] = np.abs(wanted[part] - frame.time)
+                frames += [pixels(frame, file.path)] * count if count > 0 else []
+                if len(frames) == wanted.size:
                     break
-                before = frame
-            if before is not None:
-                last = [(time - before.time) for time in wanted[len(found) :]]
-                found += [(distance, pixels(before, file.path)) for distance in last]
-        if found and max(distance for distance, _ in found) <= TOLERANCE:
-            frames = np.stack([frame for _, frame in found])
-            return frames[np.argsort(order, kind="stable")]
-    distances = [distance for distance, _ in found] or [np.inf]
+        if distances.max() <= TOLERANCE:
+            return np.stack(frames)[np.argsort(order, kind="stable")]
     at = int(np.argmax(distances))
     what = f"no frame at {wanted[at]:.4f} s: the nearest is {distances[at]:.4f} s away"
     raise misfit(what, file.path, "the video is another's, or cut short: get both again")
@@ -83,8 +75,7 @@ def pixels(frame: Any, path: Path) -> Array:
         rows = frame.to_ndarray()
     else:
         what = f"pixels of the format {kind.name} are not read, as their numbers would change"
-        remedy = "store grey of 8 or 16 bits, RGB or RGBA"
-        raise InputError("SOURCE_LAYOUT", what, str(path), remedy)
+        raise misfit(what, path, "store grey of 8 or 16 bits, RGB or RGBA")
     return rows if rows.ndim == 3 else rows[..., None]
 
 

@@ -1,4 +1,4 @@
-"""What looks wrong in how episodes lie and end, and the option that would change it."""
+"""Plausibility of episodes, and the options that change them."""
 
 from __future__ import annotations
 
@@ -32,31 +32,24 @@ def odd_episodes(
         yield short, f"of {lengths.size:,} are one step long", other
     limited = np.flatnonzero((lengths == longest) & terminated)
     if limited.size >= SAME_LENGTH and longest > 1:
-        what = (
-            f"of the greatest length, {longest:,} steps, are said to have terminated: that looks "
-        )
-        remedy = f"--rule '{SPLIT}|steps={longest}' counts them as truncated"
-        yield limited, f"{what}like a time limit", remedy
+        what = f"of the greatest length ({longest:,}) terminated, which looks like a time limit"
+        yield limited, what, f"--rule '{SPLIT}|steps={longest}' counts them as truncated"
     flagged = family in ("d4rl", "mujoco") and {*rule.split("|")} & {*TERMINAL_FLAGS}
     whole = lengths[:-1] if tail else lengths
     if flagged and whole.size > 2 and not terminated.any() and (whole != whole[0]).any():
         remedy = "--rename NAME=terminals names the flag of terminations"
         yield every, "of different lengths, and none terminated", remedy
-    limit = next((one.step_limit for one in FAMILIES if one.name == family), None)
+    limit = next((known.step_limit for known in FAMILIES if known.name == family), None)
     if limit and longest > limit:
-        what = f"longer than the {limit} steps of {family} (the longest has {longest}): flags may "
+        what = f"longer than the {limit} steps of {family} (the longest has {longest})"
         flag = "terminals" if family == "mujoco" else "timeouts"
-        remedy = f"--rule '{flag}|steps={limit}' cuts them"
-        yield np.flatnonzero(lengths > limit), f"{what}be missing", remedy
+        yield np.flatnonzero(lengths > limit), what, f"--rule '{flag}|steps={limit}' cuts them"
 
 
 def late_rows(columns: Collection[str]) -> list[str]:
-    """Return what to know of columns that may stand beside the row that they led to."""
-    marks = [name for name in columns if name.rpartition("/")[2] in LATE]
+    """Return a warning of columns that may stand beside the row that they led to."""
+    mark = next((name for name in columns if name.rpartition("/")[2] in LATE), None)
     flag = next((name for name in columns if name in FLAGS), "rewards")
-    return [
-        f"{name} is here: where a row's action led to it (Dreamer, dm_env), --shift actions=1,"
-        f"rewards=1 puts it right; where the last row has none (RLDS), --shift {flag}=1; "
-        "--shift actions=0 says that rows are steps"
-        for name in marks[:1]
-    ]
+    what = f"{mark} is here: where a row's action led to it (Dreamer, dm_env), --shift actions=1,"
+    what += f"rewards=1 puts it right; where the last row has none (RLDS), --shift {flag}=1; "
+    return [f"{what}--shift actions=0 says that rows are steps"] if mark else []

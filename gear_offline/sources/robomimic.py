@@ -12,27 +12,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from gear_offline.core.text import count_text
 from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError
-from gear_offline.sources.base import (
-    Asked,
+from gear_offline.sources.base import Asked, Piece, Source, SourceInfo
+from gear_offline.sources.columns import (
     Kinds,
-    Piece,
-    Source,
-    SourceInfo,
     common_columns,
     kinds_of_rows,
-    misfit,
     some_names,
     split_names,
 )
 from gear_offline.sources.combine import observation_vectors
 from gear_offline.sources.d4rl import is_gymnasium_id
-from gear_offline.sources.flat import NO_REWARDS, find_columns
+from gear_offline.sources.flat import find_columns
 from gear_offline.sources.hdf5 import Hdf5Dataset, Hdf5File
+from gear_offline.sources.input_files import misfit
 
 _DEMO = re.compile(r"data/(demo_[0-9]+)/(.+)")
 GYM_TYPE = 2  # of robomimic's EnvType: the name is that of a gym environment
@@ -50,24 +48,16 @@ def open_robomimic(file: Hdf5File, demos: Mapping[str, Demo], asked: Asked) -> S
     names, key = asked.names, asked.key
     masks = [n.removeprefix("mask/") for n in file.datasets if n.startswith("mask/")]
     chosen = _chosen(file, key, masks, demos) if key else list(demos)
-    found = {name: _columns(file, name, demos[name], asked) for name in chosen}
+    parts = {name: _columns(file, name, demos[name], asked) for name in chosen}
     wanted = {part.split("/")[0] for old in names.values() for part in split_names(old)}
-    columns, others = common_columns(
-        [(name, kinds) for name, (kinds, _) in found.items()],
-        (*STEPWISE, *wanted),
-        where=file.path,
-        remedy=JOINED,
-    )
-    left_out = {n: why for _, left in found.values() for n, why in left.items()}
-    pieces = []
-    for name in chosen:
-        opened = {column: file.column(demos[name][column].path) for column in columns}
-        pieces.append(Piece.of(opened))
+    kinds = [(name, own) for name, (own, _) in parts.items()]
+    needed = (*STEPWISE, *wanted)
+    columns, others = common_columns(kinds, needed, where=file.path, remedy=JOINED)
+    left_out = {n: why for _, left in parts.values() for n, why in left.items()}
+    paths = [{column: demos[name][column].path for column in columns} for name in chosen]
+    pieces = [Piece.of({column: file.column(path) for column, path in of.items()}) for of in paths]
     attributes, environment, reference = _environment(file)
-    notes = (
-        [DONES] if "dones" in columns and "dones" not in names.values() and not asked.rule else []
-    )
-    notes += [] if names.get("rewards", "rewards") in columns else [NO_REWARDS]
+    untold = "dones" in columns and "dones" not in names.values() and not asked.rule
     return Source(
         pieces,
         columns,
@@ -83,7 +73,7 @@ def open_robomimic(file: Hdf5File, demos: Mapping[str, Demo], asked: Asked) -> S
                 **attributes,
                 "filter_keys": sorted(masks),
                 "left_out": others | left_out,
-                "warnings": [*file.warnings, *notes],
+                "warnings": [*file.warnings, *[DONES] * untold],
             },
         ),
     )
@@ -122,24 +112,22 @@ def _columns(file: Hdf5File, name: str, demo: Demo, asked: Asked) -> tuple[Kinds
     groups = {column.split("/")[0] for column in demo}
     named = "observations" in {*asked.names, *groups}
     if not named and "obs" not in groups and not asked.partial:
-        remedy = f"found: {some_names(demo)}; recorded states become observations and rewards "
-        remedy += "with robomimic's dataset_states_to_obs.py"
+        remedy = f"found: {some_names(demo)}; dataset_states_to_obs.py makes it of states"
         raise InputError("COLUMN", "no group 'obs'", where, remedy)
     needed, others = ("observations" if named else "obs", "actions"), ("rewards", "next_obs")
     chosen, left_out = find_columns(demo, asked, needed, others, where=where)
-    steps, claimed = demo[chosen[0]].rows, file.attribute(f"data/{name}", "num_samples")
-    if isinstance(claimed, int) and claimed != steps:
-        raise misfit(f"{count_text(steps, 'row')}, num_samples is {claimed}", where)
+    shape, claimed = demo[chosen[0]].shape or (), file.attribute(f"data/{name}", "num_samples")
+    if isinstance(claimed, int) and claimed != shape[0]:
+        raise misfit(f"{count_text(shape[0], 'row')}, num_samples is {claimed}", where)
     return kinds_of_rows({n: demo[n] for n in chosen}), left_out
 
 
 def _environment(file: Hdf5File) -> tuple[dict[str, Any], str | None, str | None]:
     """Return facts, the Gymnasium id and D4RL's dataset that ``env_args`` tells."""
     text = file.attribute("data", "env_args")
-    try:
-        args = json.loads(text) if isinstance(text, str) else {}
+    with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        args = json.loads(str(text))
         name, kind = str(args["env_name"]), args.get("type")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return {}, None, None
-    gymnasium = kind == GYM_TYPE and is_gymnasium_id(name)
-    return {"env_args": text}, name if gymnasium else None, dataset_of_file(name)
+        gymnasium = kind == GYM_TYPE and is_gymnasium_id(name)
+        return {"env_args": text}, name if gymnasium else None, dataset_of_file(name)
+    return {}, None, None

@@ -15,21 +15,14 @@ from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import is_dataset
 from gear_offline.dataset.scores import dataset_file, dataset_of_file
 from gear_offline.errors import InputError, given_path
-from gear_offline.sources.base import Asked, Source, damage_told, files_in, misfit
+from gear_offline.sources.base import Asked, Source
 from gear_offline.sources.combine import dataset_source, frames_turned, join_sources, with_columns
 from gear_offline.sources.d4rl import find_or_download
 from gear_offline.sources.dqn_replay import open_dqn_replay, replay_folder
-from gear_offline.sources.episode_ends import (
-    CUTS,
-    ONLY,
-    SPLIT,
-    chosen_flags,
-    judge_ends,
-    judges_only,
-    kind_of_flag,
-)
+from gear_offline.sources.episode_ends import CONVENTIONS, MEANING, chosen_flags, judge_ends
 from gear_offline.sources.flat import open_hdf5
 from gear_offline.sources.hdf5 import SUFFIXES, Hdf5File
+from gear_offline.sources.input_files import damage_told, files_in, misfit
 from gear_offline.sources.lerobot import is_lerobot, open_lerobot
 from gear_offline.sources.minari import data_directory, find_directory, open_minari
 from gear_offline.sources.npz import open_npz
@@ -57,11 +50,11 @@ def open_source(
     Parameters
     ----------
     uri
-        Path of an HDF5 file (D4RL's layouts, robomimic's or the generic one), of an ``.npz`` file
-        (OGBench's or flat arrays), of a ``.parquet`` file of one row an episode, or of a folder of
-        such files, ``robomimic:FILE#FILTER_KEY``, ``d4rl:NAME``, ``minari:ID``, or a directory of a
-        Minari or LeRobot dataset, of DQN-Replay's checkpoints, or of GEAR shards;
-        ``hub:USER/NAME`` holds any of these.
+        Path of an HDF5 file (D4RL's layouts, robomimic's or the generic one), an ``.npz`` file
+        (OGBench's or flat arrays), a ``.parquet`` file of one row an episode, a folder of such
+        files, or a directory of a Minari or LeRobot dataset, of DQN-Replay's checkpoints or of GEAR
+        shards; ``robomimic:FILE#FILTER_KEY``, ``d4rl:NAME``, ``minari:ID``; ``hub:USER/NAME`` of
+        any of these.
     rule
         Boundary rule in place of the format's own, e.g. ``"terminals|steps=1000"``; see
         docs/explanation/episodes.md.
@@ -92,79 +85,75 @@ def open_source(
         return source
     names = names or {}
     if not (isinstance(names, Mapping) and all(isinstance(o, str) for o in names.values())):
-        what, remedy = f"names={names!r} is not usable", 'give a mapping: {"observations": "obs"}'
-        raise InputError("COLUMN", what, remedy=remedy)
+        remedy = 'give a mapping: {"observations": "obs"}'
+        raise InputError("COLUMN", f"names={names!r} is not usable", "", remedy)
     if isinstance(uri, Mapping | list | tuple):
-        what = f"a {type(uri).__name__} is not a path"
         remedy = "make a source of it: go.from_arrays(columns), go.from_episodes(episodes)"
-        raise InputError("SOURCE_READ", what, remedy=remedy)
-    text, path = str(uri), given_path(uri, "SOURCE_READ", where="uri")
+        raise InputError("SOURCE_READ", f"a {type(uri).__name__} is not a path", "", remedy)
+    text, path, key = str(uri), given_path(uri, "SOURCE_READ", where="uri"), None
     scheme, _, name = text.partition(":") if isinstance(uri, str) else ("", "", "")
-    asked = Asked(text, rule, names, partial=partial)
     if scheme == "d4rl" and name:
         path = find_or_download(name)
     elif scheme == "minari" and name:
         path = find_directory(name)
     elif scheme == "robomimic" and name:
-        file, _, key = (name, "", "") if Path(name).is_file() else name.partition("#")
-        path = Path(file)
-        asked = asked._replace(uri=path.name, key=key)
+        file, key = _file_and_key(name)
+        text, path = Path(file).name, Path(file)
     else:
         _check_there(text, path)
-        asked = asked._replace(uri=path.name)
-    return frames_turned(_open(path, asked))
+        text = path.name
+    return frames_turned(_open(path, Asked(text, rule, names, key, partial)))
 
 
 def place_of(source: str) -> Path | None:
-    """Return where a source lies on this machine; None where it does not, or not yet."""
+    """Return the place of a source on this machine; None where it is not here, or not yet."""
     scheme, _, name = source.partition(":")
-    path: Path | None = Path(source)
-    if scheme == "robomimic":
-        path = Path(name) if Path(name).is_file() else Path(name.partition("#")[0])
-    elif name and (is_hub(source) or scheme in ("d4rl", "minari")):
-        path = None
-        with suppress(InputError):  # an id that is not on this machine
-            path = find_directory(name) if scheme == "minari" else None
-    return path if path is not None and path.exists() else None
+    if scheme == "minari" and name:
+        with suppress(InputError):
+            return find_directory(name)
+    path = Path(_file_and_key(name)[0] if scheme == "robomimic" else source)
+    return path if path.exists() else None
 
 
 def was_read_from(source: str, uri: str, files: Sequence[str]) -> bool:
-    """Whether data of this `uri` and these `files` may have been read from `source`."""
+    """Compare a source with the `uri` and `files` of data; True if they may be of it."""
     scheme, _, name = source.partition(":")
-    path = Path(source)
-    if scheme == "robomimic":
-        path = Path(name.partition("#")[0])
-    elif name and (is_hub(source) or scheme in ("d4rl", "minari")):
+    if name and (is_hub(source) or scheme in ("d4rl", "minari")):
         # The file of a D4RL dataset may have been converted under its own name.
         return uri == source or Path((scheme == "d4rl" and dataset_file(name)) or "-").name in files
-    return not files or not path.is_file() or path.name in files
+    place = place_of(source)
+    return not (files and place and place.is_file()) or place.name in files
+
+
+def _file_and_key(name: str) -> tuple[str, str]:
+    file, _, key = (name, "", "") if Path(name).is_file() else name.partition("#")
+    return file, key
 
 
 def _open(path: Path, asked: Asked) -> Source:
-    reader: Reader | None = _open_hdf5
+    reader: Reader = _open_hdf5
     if asked.key is None and path.is_dir():
-        reader = next((reader for fits, reader in FOLDERS if fits(path)), None)
+        reader = next((reader for fits, reader in FOLDERS if fits(path)), _open_folder)
     elif asked.key is None:
         reader = FILES.get(path.suffix.lower(), _open_hdf5)
-    if reader is None:
+    if reader is _open_folder:
         return _open_folder(path, asked)
     with damage_told(path.suffix or "dataset", path):
         source = reader(path, asked)
         if source.info.format not in FLAT:
             _judge(source, asked)
-    return with_columns(source, asked.names)
+    return with_columns(source, asked.names).tell_no_rewards()
 
 
 def _judge(source: Source, asked: Asked) -> None:
     """Tell how stored episodes ended, by a rule or the flags of the user or the format."""
-    if asked.rule and not judges_only(asked.rule):
+    if asked.rule and not {*asked.rule.split("|")} & {*CONVENTIONS}:
         what = f"boundary rule {asked.rule!r} does not apply to a format that stores episodes apart"
-        remedy = "leave it out, or convert the first source again; here rules say how episodes "
-        raise misfit(what, asked.uri, f"{remedy}ended: {SPLIT}|steps=N, {ONLY}, FLAG{CUTS}")
-    named = [
-        new for new, old in asked.names.items() if kind_of_flag(new) not in (-1, kind_of_flag(old))
-    ]
-    if not (asked.rule or named or source.info.format in JUDGED):
+        remedy = "leave it out, or say how they ended: done-and-timeout|steps=N, done-only, "
+        raise misfit(what, asked.uri, f"{remedy}FLAG-as-truncations")
+    meanings = [(MEANING.get(new), MEANING.get(old)) for new, old in asked.names.items()]
+    renamed = any(new is not None and new != old for new, old in meanings)
+    if not (asked.rule or renamed or source.info.format in JUDGED):
         return
     flags = chosen_flags(source.stored_names, asked.names)
     rows = {flag: source.column(source.named(old)) for flag, old in flags.items()}
@@ -176,24 +165,21 @@ def _judge(source: Source, asked: Asked) -> None:
 
 
 def _open_folder(path: Path, asked: Asked) -> Source:
-    """Open the files of a folder that make one dataset.
-
-    Sets of Hugging Face's hub have theirs in a folder ``train``.
-    """
+    """Open the files of a folder that make one dataset, or those of ``train`` in it (the Hub's)."""
     folder = path.absolute()
     places = (folder, folder / "train") if (folder / "train").is_dir() else (folder,)
-    found = [f for place in places for kind in KINDS if (f := files_in(place, kind))]
-    if not found:
+    groups = [files for place in places for kind in KINDS if (files := files_in(place, kind))]
+    if not groups:
         raise _unknown(f"the directory {str(path)!r} holds no dataset and no data files")
-    if len(found) > 1:
-        kinds = " and ".join(f"{len(f)} like {f[0].relative_to(folder)}" for f in found)
+    if len(groups) > 1:
+        kinds = " and ".join(f"{len(f)} like {f[0].relative_to(folder)}" for f in groups)
         what, remedy = f"files of several kinds or places: {kinds}", "give each a folder of its own"
         raise InputError("SOURCE_READ", what, str(folder), remedy)
-    validation = {f.with_name(f"{f.stem}-val.npz") for f in found[0] if f.suffix == ".npz"}
-    files = [file for file in found[0] if file not in validation]
+    validation = {f.with_name(f"{f.stem}-val.npz") for f in groups[0] if f.suffix == ".npz"}
+    files = [file for file in groups[0] if file not in validation]
     parts = [_open(file, asked._replace(uri=file.name)) for file in files]
     source = join_sources(parts, uri=folder.name)
-    if left := len(found[0]) - len(files):
+    if left := len(groups[0]) - len(files):
         what = f"{count_text(left, 'file')} for validation (NAME-val.npz beside NAME.npz)"
         source.warn(f"{what} left out: convert them apart")
     return source
@@ -224,18 +210,14 @@ FOLDERS: tuple[tuple[Callable[[Path], Any], Reader], ...] = (  # the first that 
 def _check_there(text: str, path: Path) -> None:
     if not text.strip():  # a variable of a shell that is not set, not "."
         raise _unknown(f"{text!r} names nothing")
-    try:
+    with suppress(OSError, ValueError):  # too long, or not a name at all
         if path.exists():
             return
-    except (OSError, ValueError):  # too long, or not a name at all
-        pass
     known = dataset_of_file(path.name)
     if not known and not any(path.suffix.lower() in kind for kind in KINDS):
         raise _unknown(f"{text if len(text) <= 100 else text[:100] + '...'!r} is not a source")
-    remedy = "check the path"
-    if known:
-        remedy += f", or give d4rl:{known}, which downloads it from D4RL's server"
-    raise InputError("SOURCE_READ", "no such file", where=text, remedy=remedy)
+    download = f", or give d4rl:{known}, which downloads it from D4RL's server" if known else ""
+    raise InputError("SOURCE_READ", "no such file", text, f"check the path{download}")
 
 
 def _unknown(what: str) -> InputError:

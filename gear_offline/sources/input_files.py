@@ -1,0 +1,87 @@
+"""Files from outside: opened only as they were first, and refused in one line."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+from gear_offline.core.files import FileIdentity, file_identity, open_regular
+from gear_offline.errors import GearError, InputError
+
+APART = "files are missing, damaged, out of order or of several sources: get them again"
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file from outside, and what tells whether it is still the one that was opened."""
+
+    path: Path
+    identity: FileIdentity
+
+    @classmethod
+    def find(cls, path: Path) -> InputFile:
+        """Return the regular file at `path` as it is now."""
+        with _open(path) as file:
+            return cls(path, file_identity(file.fileno()))
+
+    def open(self) -> FileIO:
+        """Open it for reading; refuse another one (``SOURCE_CHANGED``)."""
+        file = _open(self.path)
+        if file_identity(file.fileno()) != self.identity:
+            file.close()
+            raise changed_error(self.path.name)
+        return file
+
+
+def _open(path: Path) -> FileIO:
+    try:
+        return os.fdopen(open_regular(path), "rb", buffering=0)
+    except OSError as error:
+        what = f"the file cannot be read: {error.strerror or error}"
+        raise InputError("SOURCE_READ", what, str(path), "check path and permissions") from error
+
+
+def by_number(path: Path) -> list[tuple[int, int, str]]:
+    """Return a key that sorts ``part_2`` before ``part_10``, of a file or folders and a file."""
+    parts = re.split(r"([0-9]+)", str(path))
+    return [(1, int(p), p) if p.isdigit() and p.isascii() else (0, 0, p) for p in parts]
+
+
+def files_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Return the files of some suffixes right in a folder, ``part_2`` before ``part_10``."""
+    files = (p for p in folder.iterdir() if p.suffix.lower() in suffixes and p.is_file())
+    return sorted((p for p in files if not p.name.startswith(".")), key=by_number)
+
+
+@contextmanager
+def damage_told(kind: str, where: Path | str) -> Iterator[None]:
+    """Turn whatever a library raises of a foreign file into one error (``SOURCE_READ``)."""
+    try:
+        yield
+    except GearError:
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        what = f"not a readable {kind} file: {why}"
+        remedy = "it is damaged or cut short: get it again"
+        raise InputError("SOURCE_READ", what, str(where), remedy) from error
+
+
+def changed_error(name: str) -> InputError:
+    what = "the source changed while it was converted"
+    return InputError("SOURCE_CHANGED", what, name, "convert again once nothing writes to it")
+
+
+def misfit(what: str, where: Path | str = "", remedy: str = APART) -> InputError:
+    """Return the error for what is readable and makes no trajectories."""
+    return InputError("SOURCE_LAYOUT", what, str(where), remedy)
+
+
+def check_kind(value: object, kind: type, where: str, remedy: str) -> None:
+    if not isinstance(value, kind):
+        raise misfit(f"a {type(value).__name__} is given", where, remedy)
