@@ -84,7 +84,7 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
         [(source.info.uri, kinds_of(source)) for source in sources],
         ("observations", "actions", "rewards"),
         where="sources to join",
-        remedy="take the columns that they share: --columns",
+        remedy="write them alike in every part, or convert the parts apart",
     )
     infos = [source.info for source in sources]
     texts = [(i.uri, text) for i in infos for text in i.attributes.get("warnings", ())]

@@ -22,7 +22,13 @@ from gear_offline.sources.input_files import misfit
 
 MARK = re.compile(r"(starts|lengths|ids|first|last):([^|=]+)(?:=(-?[0-9.]+))?")
 UNIONS = ("dones", "done", "next.done")  # may be true at time limits too
-TERMINAL_FLAGS = ("terminals", "terminations", "terminated", "is_terminal", "terminal")
+TERMINAL_FLAGS: tuple[str, ...] = (
+    "terminals",
+    "terminations",
+    "terminated",
+    "is_terminal",
+    "terminal",
+)
 TERMINAL_FLAGS += ("termination", "terminateds", *UNIONS)
 TIME_FLAGS: tuple[str, ...] = ("timeouts", "truncations", "truncated", "is_last", "next.truncated")
 TIME_FLAGS += ("TimeLimit.truncated", "infos/TimeLimit.truncated", "episode_terminals")
