@@ -80,7 +80,7 @@ class Run(os.PathLike[str]):
         """Steps done, as far as they are logged or saved; `recipe.train.steps` are asked for."""
         logged = last_record(self.path / "metrics.jsonl") or {"step": 0}
         saved = [step for step, _ in list_checkpoints(self.path / "checkpoints")[-1:]]
-        return max(int(logged["step"]), *saved)
+        return max([int(logged["step"]), *saved])
 
     @property
     def metrics(self) -> Any:
