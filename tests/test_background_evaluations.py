@@ -70,7 +70,7 @@ def test_real_workers_find_the_same_returns(
     data: Path, in_process: Path, tmp_path: Path, device: str
 ) -> None:
     recipe = tiny_recipe(data, f"train.device={device}", f"evaluate.device={device}")
-    background = recipe.replace({"evaluate.background": "on", "evaluate.workers": 2})
+    background = recipe.replace({"evaluate.background": "on", "evaluate.workers": 1})
     run = train_run(background, out=tmp_path / "run", quiet=True)
     if device == "cpu":
         assert learnt(run)["model"] == learnt(in_process)["model"], "training draws the same"

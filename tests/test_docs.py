@@ -25,6 +25,7 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.sampling.base import _SAMPLERS
 from tests.support import ROOT, ArraySource, Patch, hopper_columns
+from tests.training_support import FakePool
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 ROOMS = ("gear_offline", "models", "loaders", "kernels")
@@ -203,6 +204,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options: dict[str, object] = {"train.steps": 4, "train.device": "cpu", "evaluate.episodes": 0}
     options |= {"data.collect.policy": "random", "data.collect.quality": None}
     options |= {"data.collect.steps": 300, "data.path": str(folder / "data" / "of-the-run")}
+    options["model.layers"] = 1
     gear_offline.train("cartpole", options, out=folder / "runs" / "cartpole-s0", quiet=True)
     return folder
 
@@ -216,6 +218,7 @@ def test_python_blocks_run(page: Path, workspace: Path, tmp_path: Path, monkeypa
     if page.name != "convert.md":  # which makes it
         (here / "data" / "mine").symlink_to("hopper-medium-v2")
     monkeypatch.chdir(here)
+    monkeypatch.setattr("gear_offline.runs.evaluations.WorkerPool", FakePool)
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)
     loader = gear_offline.GearLoader("data/hopper-medium-v2", batch_size=4, context_length=5)

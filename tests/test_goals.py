@@ -223,11 +223,13 @@ def test_a_trained_policy_reaches_goals_and_a_run_is_resumed_bit_for_bit(
     policy.reset(np.array([1.0, 7.0]))
     assert policy.act(np.ones((1, 2))).shape == (1, 2) and policy.targets.tolist() == [[1.0, 7.0]]
 
-    recipe = recipe_in(run.parent)
-    with interrupted_in(250), pytest.raises(TrainingInterrupted):
+    short = ["train.steps=20", "train.checkpoint_every=10", "train.evaluate_every=20"]
+    recipe = recipe_in(run.parent, *short, "evaluate.episodes=1")
+    whole = train_run(recipe, out=tmp_path / "whole", quiet=True)
+    with interrupted_in(15), pytest.raises(TrainingInterrupted):
         train_run(recipe, out=tmp_path / "run", quiet=True)
     train_run(recipe, out=tmp_path / "run", resume=True, quiet=True)
-    assert learnt(tmp_path / "run") == learnt(run)
+    assert learnt(tmp_path / "run") == learnt(whole)
 
 
 def test_recipes_of_goals(dataset: Dataset, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Training on nodes that are network namespaces: killed ranks, other numbers of nodes, cut links.
 
-Each node runs torchrun and holds its own shards; rows of the others come over gloo.
+Each node holds its own shards; rows of the others come over gloo.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -45,28 +46,28 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Cluster:
-    """One torchrun a node, with as many ranks as `ranks` says; what they say goes to files."""
+    """A rank a node, or one torchrun with as many as `ranks` says; what they say goes to files."""
 
     def __init__(
-        self, nodes: list[Node], folder: Path, *words: str, ranks: tuple[int, ...],
-        elastic: bool = False, kill: str = "",
+        self, nodes: list[Node], folder: Path, *words: str, ranks: tuple[int, ...] = (),
+        kill: str = "",
     ) -> None:  # fmt: skip
         self.nodes, self.folder, self.processes = nodes, folder, list[subprocess.Popen[str]]()
         folder.mkdir(parents=True)
         first = nodes[0].address
         for number, node in enumerate(nodes):
-            options = ["--local-addr", node.address, "--nnodes", str(len(nodes))]
-            if elastic:
+            command = [sys.executable, "-m", "tests.test_parallel_training", "train", *words]
+            variables = {"GEAR_OFFLINE_INTERFACE": node.interface, "FOLDER": str(folder)}
+            if ranks:
+                options = ["--local-addr", node.address, "--nnodes", str(len(nodes))]
                 options += ["--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-id", "nodes"]
                 options += ["--rdzv-endpoint", f"{first}:29400"]
                 options += ["--rdzv-conf", f"is_host={int(number == 0)},join_timeout=60"]
+                command = torchrun(ranks[number], *options, *command[1:])
             else:
-                options += ["--master-addr", first, "--master-port", "29401"]
-                options += ["--node-rank", str(number)]
-            command = torchrun(
-                ranks[number], *options, "-m", "tests.test_parallel_training", "train", *words
-            )
-            variables = {"GEAR_OFFLINE_INTERFACE": node.interface, "FOLDER": str(folder)}
+                variables |= {"MASTER_ADDR": first, "MASTER_PORT": "29401"}
+                variables |= {"RANK": str(number), "WORLD_SIZE": str(len(nodes))}
+                variables["GROUP_RANK"] = str(number)
             variables |= {"LEFT": f"{folder}/node{number}.shm"} | ({"KILL": kill} if kill else {})
             with (folder / f"node{number}.txt").open("w") as said:
                 self.processes.append(node.start(command, environment() | variables, said))
@@ -100,11 +101,11 @@ def test_killed_ranks_and_other_numbers_of_nodes(
     words = (str(recipe), "--out", str(run), "--resume")
 
     fewer = (*words, "train.steps=20")
-    pair = Cluster(nodes[:2], tmp_path / "2", *fewer, ranks=(2, 1), elastic=True, kill="2 14")
+    pair = Cluster(nodes[:2], tmp_path / "2", *fewer, ranks=(2, 1), kill="2 14")
     assert pair.finish() == [0, 0], pair.said()
     for words_said in ("of 2 nodes", "exchange: collectives", "after step 10", "error[RANK_LOST]"):
         assert words_said in pair.said()[0]
-    trio = Cluster(nodes, tmp_path / "3", *words, ranks=(1, 1, 1))
+    trio = Cluster(nodes, tmp_path / "3", *words)
     assert trio.finish() == [0, 0, 0], trio.said()
 
     for mine, theirs in zip(measured(run), measured(alone), strict=True):
@@ -114,7 +115,7 @@ def test_killed_ranks_and_other_numbers_of_nodes(
 def test_a_cut_link_ends_the_run(nodes: list[Node], recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = (str(recipe), "--out", str(run), "train.steps=100000", "train.checkpoint_every=50")
-    pair = Cluster(nodes[:2], tmp_path / "pair", *words, f"train.timeout={TIMEOUT}", ranks=(1, 1))
+    pair = Cluster(nodes[:2], tmp_path / "pair", *words, f"train.timeout={TIMEOUT}")
     deadline = time.monotonic() + SECONDS
     while not (run / "metrics.jsonl").is_file():
         assert time.monotonic() < deadline, pair.said()

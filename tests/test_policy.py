@@ -48,7 +48,9 @@ def policy_of(name: str) -> Policy:
         edit = RewardEdit(scale=0.5, shift=1.0)
         raw = {"state_mean": MEAN + OFFSET, "state_dtype": "float64", "gamma": 0.9}
         raw["reward_edits"] = [edit]
-    return make_policy(make(**MODELS[name]), returns_scale=10 / 3, context_length=span, **raw)
+    return make_policy(
+        make(layers=1, **MODELS[name]), returns_scale=10 / 3, context_length=span, **raw
+    )
 
 
 def act(policy: Policy) -> np.ndarray[Any, Any]:
@@ -195,7 +197,7 @@ def test_what_others_wrote_steers_nothing(tmp_path: Path) -> None:
         go.evaluate(folder, quiet=True)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["one step", "goals", "frames", "large"])
 def test_actions_equal_those_of_the_policy(name: str, tmp_path: Path) -> None:
     policy, generator = policy_of(name), np.random.default_rng(0)
     file = export_policy(policy, tmp_path / "policy.onnx")

@@ -67,7 +67,7 @@ FAMILIES: dict[str, tuple[str, tuple[int, int], str, bool, bool, str]] = {
 }
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(flags=flag_pairs(), repeats=st.sampled_from([1, 40]), dtype=st.sampled_from(["?", "f4"]))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_episodes_of_every_family(

@@ -330,17 +330,16 @@ def _looks_discrete(source: Source, manifest: Manifest) -> list[str]:
 
 
 def _check_options(shard_bytes: int, block_bytes: int, workers: int, *, usable: bool) -> None:
-    if shard_bytes < 1:
-        what, remedy = f"shard_bytes is {shard_bytes}", "give at least 1"
-    elif block_bytes not in range(MIN_BLOCK_BYTES, MAX_BLOCK_BYTES + 1, MIN_BLOCK_BYTES):
-        what = f"block_bytes is {block_bytes}"
-        remedy = f"give a multiple of {MIN_BLOCK_BYTES} up to {MAX_BLOCK_BYTES}"
-    elif workers < 1 or not usable:
-        what = f"workers={workers} cannot be used with this source"
-        remedy = "give at least 1; more, and Ray, need it as a path or name, and map as text"
-    else:
-        return
-    raise InputError("USAGE", what, remedy=remedy)
+    blocks = range(MIN_BLOCK_BYTES, MAX_BLOCK_BYTES + 1, MIN_BLOCK_BYTES)
+    block_text = f"give a multiple of {MIN_BLOCK_BYTES} up to {MAX_BLOCK_BYTES}"
+    source = "give at least 1; more, and Ray, need the source as a path or name, and map as text"
+    for fits, what, remedy in (
+        (shard_bytes >= 1, f"shard_bytes is {shard_bytes}", "give at least 1"),
+        (block_bytes in blocks, f"block_bytes is {block_bytes}", block_text),
+        (workers >= 1 and usable, f"workers={workers} cannot be used with this source", source),
+    ):
+        if not fits:
+            raise InputError("USAGE", what, remedy=remedy)
 
 
 def _split_names(

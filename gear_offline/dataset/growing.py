@@ -94,8 +94,12 @@ class GrowingDataset(Closing):
         try:
             self._lines, self._seal = read_admissions(self._path)
             self._admitted = {line.piece for line in self._lines}
-            if admits:
-                self._finish_last()
+            if admits:  # remove half a line, and what killed actors left
+                with writing(self._path):
+                    ends = (self._path / ADMISSIONS_NAME).read_bytes().rfind(b"\n") + 1
+                    os.ftruncate(self._log, ends)
+                    if (self._path / INCOMING).is_dir():
+                        remove_leftovers(self._path / INCOMING)
         except BaseException:
             self.close()
             raise
@@ -109,14 +113,6 @@ class GrowingDataset(Closing):
             what, remedy = "another run grows this dataset", "wait for it, or copy the dataset"
             raise InputError("RUN_LOCKED", what, str(self._path), remedy)
         return log
-
-    def _finish_last(self) -> None:
-        """Remove half a line, and what killed actors left."""
-        with writing(self._path):
-            ends = (self._path / ADMISSIONS_NAME).read_bytes().rfind(b"\n") + 1
-            os.ftruncate(self._log, ends)
-            if (self._path / INCOMING).is_dir():
-                remove_leftovers(self._path / INCOMING)
 
     def _waiting(self) -> list[Path]:
         """Return the files among the pieces, in the order of names."""
@@ -183,15 +179,11 @@ class GrowingDataset(Closing):
     def _look(self, step: int, may_admit: Callable[[int, int], bool]) -> bool:
         """Admit pieces that are there; return whether there is room on the disk."""
         first = len(self.dataset)
-
-        def may_come(episodes: int, behind: int) -> bool:
-            return may_admit(episodes, len(self.dataset) - first + behind)
-
         with writing(self._path):
             try:
-                count = self._admit(step, may_come)
+                count = self._admit(step, first, may_admit)
                 for _ in range(count):
-                    self._admit(step, may_come, most=1)
+                    self._admit(step, first, may_admit, most=1)
                 for number in range(count + 1):  # links of what was not admitted
                     name = shard_name(len(self.dataset.manifest.shards) + number)
                     (self._path / name).unlink(missing_ok=True)
@@ -203,14 +195,15 @@ class GrowingDataset(Closing):
         return True
 
     def _admit(
-        self, step: int, may_come: Callable[[int, int], bool], most: int | None = None
+        self, step: int, first: int, may_admit: Callable[[int, int], bool], most: int | None = None
     ) -> int:
         """Admit at most so many pieces; return how many cannot come together."""
-        lines, number, behind = list[Admission](), len(self.dataset.manifest.shards), 0
+        lines, number = list[Admission](), len(self.dataset.manifest.shards)
+        behind = len(self.dataset) - first
         for path in self._waiting():
             if (piece := self._fitting(path, number + len(lines))) is None:
                 continue
-            if not may_come(len(piece), behind):
+            if not may_admit(len(piece), behind):
                 break
             own = piece.manifest
             line = Admission(step=step, piece=path.name, endings=own.endings, shards=own.shards)

@@ -83,12 +83,10 @@ def print_inspection(
 def summary(manifest: Manifest) -> list[str]:
     """Sum up a conversion in a line, and each warning of the source in one more."""
     spec, source, endings = manifest.spec, manifest.source, manifest.endings
-    counts = [count_text(spec.steps, "step"), count_text(len(manifest.shards), "shard")]
-    lines = [
-        f"{count_text(spec.episodes, 'episode')} ({endings.terminated:,} terminated, "
-        f"{endings.truncated:,} truncated), {', '.join(counts)}, "
-        f"{size_text(manifest.total_bytes)}; rule {source.rule}"
-    ]
+    episodes, steps = count_text(spec.episodes, "episode"), count_text(spec.steps, "step")
+    ends = f"{endings.terminated:,} terminated, {endings.truncated:,} truncated"
+    stored = f"{count_text(len(manifest.shards), 'shard')}, {size_text(manifest.total_bytes)}"
+    lines = [f"{episodes} ({ends}), {steps}, {stored}; rule {source.rule}"]
     lines += [f"edited: {edit}" for edit in texts(source.attributes.get("edits"))]
     for name, column in manifest.statistics.items():
         if column.nonfinite:

@@ -304,23 +304,17 @@ class Manifest(Model):
             raise damaged(f"manifest is not usable: {first_line(error)[:300]}", where) from error
 
 
-def _sealed(body: bytes, before: bytes) -> bytes:
-    """Return a line: a digest of it, and of the digest of the line `before`, behind its body."""
-    return body + b', "digest": "%s"}' % digest(before + body).encode("ascii")
-
-
-def _seal_of(line: bytes) -> bytes:
-    return line[-DIGEST_CHARS - 2 : -2]
-
-
 def encode_admissions(admissions: Iterable[Admission], before: bytes) -> tuple[bytes, bytes]:
-    """Return the lines behind one with the digest `before`, and the digest of the last one."""
+    """Return the lines behind one with the digest `before`, and the digest of the last one.
+
+    Each ends with a digest of it, and of the digest of the line before.
+    """
     lines = list[bytes]()
     for admission in admissions:
         body = admission.model_dump_json().encode("ascii").removesuffix(b"}")
-        lines.append(_sealed(body, before))
-        before = _seal_of(lines[-1])
-    return b"".join(line + b"\n" for line in lines), before
+        before = digest(before + body).encode("ascii")
+        lines.append(b'%s, "digest": "%s"}\n' % (body, before))
+    return b"".join(lines), before
 
 
 def read_admissions(path: Path) -> tuple[list[Admission], bytes]:
@@ -336,14 +330,14 @@ def read_admissions(path: Path) -> tuple[list[Admission], bytes]:
     except (OSError, ValueError) as error:
         raise damaged(f"cannot be read: {error}", where) from error
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
-        body = line.rpartition(b', "digest": ')[0]
+        body, _, seal = line.rpartition(b', "digest": ')
+        before = digest(before + body).encode("ascii")
         try:
-            if line != _sealed(body, before):
+            if seal != b'"%s"}' % before:
                 raise ValueError("it does not match its digest")
             admissions.append(Admission.model_validate_json(body + b"}"))
         except ValueError as error:  # pydantic's, too
             raise damaged(f"line {number}: {str(error)[:200]}", where) from error
-        before = _seal_of(line)
     return admissions, before
 
 

@@ -18,13 +18,8 @@ from pydantic import FiniteFloat
 from gear_offline.dataset.statistics import Model
 from gear_offline.errors import InputError
 
-_ENGINE_NOTE = (
-    "D4RL used the v2 environment on mujoco-py; another simulator version gives other returns, so "
-    "the score is indicative only"
-)
-_WALKER_NOTE = (
-    f"{_ENGINE_NOTE}; Walker2d-v5 moreover changed the friction of a foot (1.9 instead of 0.9)"
-)
+_ENGINE_NOTE = "D4RL's simulator was another (mujoco-py, v2), so the score is indicative only"
+_WALKER_NOTE = f"{_ENGINE_NOTE}; Walker2d-v5 moreover changed a foot's friction (1.9, not 0.9)"
 _GYMNASIUM_FAMILIES = {
     "Hopper": "hopper-medium-v2",
     "HalfCheetah": "halfcheetah-medium-v2",

@@ -233,6 +233,4 @@ def distribution(values: npt.ArrayLike, *, whole: bool = False) -> Distribution:
         with suppress(ValueError):
             counts, edges = np.histogram(finite, bins=HISTOGRAM_BINS, range=(low, high))
     bins = Histogram(edges=list(map(float, edges)), counts=list(map(int, counts)))
-    return Distribution(
-        count=int(finite.size), mean=mean, std=std, min=low, max=high, histogram=bins
-    )
+    return Distribution(count=finite.size, mean=mean, std=std, min=low, max=high, histogram=bins)

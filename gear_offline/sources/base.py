@@ -128,20 +128,16 @@ class Source(Closing):
         self._preferred = preferred or {}
         # rows up to which all columns are read before any goes on
         self.breaks = self._firsts if by_piece else self._firsts[:0]
-        steps = [piece.steps for piece in pieces] if lengths is None else lengths
-        self.episodes = EpisodeIndex(lengths=np.asarray(steps, np.int64))
+        lengths = [piece.steps for piece in pieces] if lengths is None else lengths
+        self.episodes = EpisodeIndex(lengths=np.asarray(lengths, np.int64))
         flags = np.broadcast_to(terminated, self.episodes.episodes)
         self.terminated: BoolArray = np.array(flags, np.bool_)
         either = True if truncated is None else np.asarray(truncated, np.bool_)
         self.truncated: BoolArray = ~self.terminated & either
-        self.spec = TableSpec(
-            columns=tuple(
-                ColumnSpec(name=names[name], dtype=dtype, shape=shape)
-                for name, (dtype, shape) in columns.items()
-            ),
-            steps=self.episodes.steps,
-            episodes=self.episodes.episodes,
-        )
+        kinds = [(names[name], *kind) for name, kind in columns.items()]
+        specs = (ColumnSpec(name=name, dtype=dtype, shape=shape) for name, dtype, shape in kinds)
+        steps, episodes = self.episodes.steps, self.episodes.episodes
+        self.spec = TableSpec(columns=tuple(specs), steps=steps, episodes=episodes)
         self.info = info
         self.where = info.files[0].path if len(info.files) == 1 else info.uri
         self.warn(*(f"{old!r} is the column {new}" for old, new in names.items() if old != new))

@@ -36,8 +36,7 @@ def can_be_column(shape: tuple[int, ...] | None, dtype: np.dtype[Any] | None) ->
 
 def legal_names(names: Iterable[str]) -> dict[str, str]:
     """Return for each name the column's: ``_`` for what no column may have, a number if taken."""
-    columns: dict[str, str] = {}
-    taken: set[str] = set()
+    columns, taken = dict[str, str](), set[str]()
     for name in sorted(names, key=lambda n: not is_column_name(n)):  # legal ones stay
         parts = (re.sub(r"[^A-Za-z0-9_.\-]", "_", part) for part in name.split("/"))
         legal = "/".join(re.sub(r"^[.\-]|^$", "_", part) for part in parts)

@@ -80,12 +80,9 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
         _check_open(source)
     if not sources:
         raise misfit("no source to join", remedy="give at least one")
-    columns, left_out = common_columns(
-        [(source.info.uri, kinds_of(source)) for source in sources],
-        ("observations", "actions", "rewards"),
-        where="sources to join",
-        remedy="write them alike in every part, or convert the parts apart",
-    )
+    parts = [(source.info.uri, kinds_of(source)) for source in sources]
+    needed, remedy = ("observations", "actions", "rewards"), "write them alike, or convert apart"
+    columns, left_out = common_columns(parts, needed, where="sources to join", remedy=remedy)
     infos = [source.info for source in sources]
     texts = [(i.uri, text) for i in infos for text in i.attributes.get("warnings", ())]
     count = Counter(text for _, text in texts)  # what several parts say is said once
@@ -180,13 +177,10 @@ def frames_turned(source: Source) -> Source:
 
     They are uint8 of shape (C, h, w) a step; a stack of grey frames is one with as many channels.
     """
-    first = {
-        column.name: channels_last(column.shape)
-        for column in source.spec
-        if column.name.split("/")[0].removeprefix("next_") == "observations"
-        and column.dtype == np.uint8
-        and channels_last(column.shape) != column.shape
-    }
+    groups = ("observations", "next_observations")
+    observed = [c for c in source.spec if c.name.split("/")[0] in groups and c.dtype == np.uint8]
+    turned = {c.name: channels_last(c.shape) for c in observed}
+    first = {name: shape for name, shape in turned.items() if shape != source.spec[name].shape}
     if not first:
         return source
 
@@ -195,10 +189,10 @@ def frames_turned(source: Source) -> Source:
         return np.ascontiguousarray(np.moveaxis(rows, 1, -1)) if column in first else rows
 
     kinds = {n: (dtype, first.get(n, shape)) for n, (dtype, shape) in kinds_of(source).items()}
-    turned = source.derived([Piece(read=read, steps=source.spec.steps)], kinds)
+    made = source.derived([Piece(read=read, steps=source.spec.steps)], kinds)
     shapes = ", ".join(f"{name} {source.spec[name].shape} to {first[name]}" for name in first)
-    turned.warn(f"frames have their channels first and are turned: {shapes}")
-    return turned
+    made.warn(f"frames have their channels first and are turned: {shapes}")
+    return made
 
 
 def _taken(source: Source, new: str, olds: Sequence[str]) -> dict[str, list[ColumnSpec]]:

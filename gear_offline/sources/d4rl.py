@@ -12,7 +12,6 @@ import re
 import urllib.error
 import urllib.request
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -57,8 +56,7 @@ FAMILIES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class D4rlFile:
+class D4rlFile(NamedTuple):
     """A file in D4RL's layout."""
 
     name: str  # D4RL's of the dataset, or the file's
@@ -97,14 +95,8 @@ class D4rlFile:
         rule = family.rule if has_timeouts else family.rule_without_timeouts
         if "gear_offline" in attributes:  # flags at their word
             rule = str(attributes.get("rule", rule))
-        return cls(
-            name=dataset or name,
-            family=family,
-            evidence=evidence,
-            rule=rule,
-            environment=environment,
-            reference=None if environment else dataset or dataset_of_file(env_id),
-        )
+        reference = None if environment else dataset or dataset_of_file(env_id)
+        return cls(dataset or name, family, evidence, rule, environment, reference)
 
     def warnings(self, source: Source, *, overridden: bool) -> list[str]:
         """Return warnings of the episodes that the rule gave."""

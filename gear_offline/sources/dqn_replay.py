@@ -95,9 +95,7 @@ def open_dqn_replay(folder: Path, asked: Asked) -> Source:
 def _open_log(folder: Path) -> tuple[Source, list[int], bool]:
     """Return all rows in the order of time, where some are missing, and if it is the beginning."""
     numbers = sorted(int(m[1]) for p in folder.iterdir() if (m := _FRAMES.fullmatch(p.name)))
-    pieces: list[Piece] = []
-    gaps: list[int] = []
-    kinds: list[Kinds] = []
+    pieces, gaps, kinds = list[Piece](), list[int](), list[Kinds]()
     known = steps = 0  # rows ever added, and those here
     fresh = True
     opened: dict[str, Member] = {}

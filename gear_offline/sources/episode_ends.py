@@ -141,20 +141,13 @@ def default_rule(flags: Collection[str], true: True_) -> tuple[str, str]:
     return time, f"only {time} end episodes: none counts as terminated" if time else ""
 
 
-class Boundaries(NamedTuple):
-    """Episodes, (E,) each; `tail_steps` are those of the last one when nothing ended it, else 0."""
-
-    rule: str
-    lengths: Int64Array
-    terminated: BoolArray
-    tail_steps: int
-    notes: list[str]  # what the flags cannot tell
-
-
 def split_episodes(
     rule: str | None, table: Mapping[str, Any], flags: Collection[str], rows: int, *, where: str
-) -> Boundaries:
+) -> tuple[str, Int64Array, BoolArray, int, list[str]]:
     """Return the episodes of a table of `rows` rows by a rule, or by its `flags`.
+
+    They are the rule, (E,) lengths and terminations, the steps of a last episode that nothing
+    ended, and what the flags cannot tell.
 
     `table` has arrays, or what has ``shape`` and ``read(start, stop)``.  An episode is terminated
     if its last row bears a terminal flag, which wins over a timeout on the same row.  Rows behind
@@ -194,7 +187,7 @@ def split_episodes(
     notes = [note] if note else []
     if parsed.marks:
         notes += _inside({name: true(name) for name in told}, last)
-    return Boundaries(asked or rule, lengths, terminated, tail, notes)
+    return asked or rule, lengths, terminated, tail, notes
 
 
 def judge_ends(

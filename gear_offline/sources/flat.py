@@ -81,15 +81,11 @@ def flat_source(
     table = {name: rows for name, rows in columns.items() if name not in flags.values()}
     table |= {new: columns[old] for new, old in {**names, **flags}.items() if old in columns}
     table = {**columns, **table, **(others or {})}
-    ends = split_episodes(rule, table, flags, piece.steps, where=where)
-    facts = {**facts, "unfinished_tail_steps": ends.tail_steps, "warnings": [*notes, *ends.notes]}
+    rule, lengths, ended, tail, told = split_episodes(rule, table, flags, piece.steps, where=where)
+    facts = {**facts, "unfinished_tail_steps": tail, "warnings": [*notes, *told]}
+    kinds, origin = kinds_of_rows(columns), SourceInfo(rule=rule, attributes=facts, **info)
     return Source(
-        [piece],
-        kinds_of_rows(columns),
-        lengths=ends.lengths,
-        terminated=ends.terminated,
-        preferred=preferred,
-        info=SourceInfo(rule=ends.rule, attributes=facts, **info),
+        [piece], kinds, lengths=lengths, terminated=ended, preferred=preferred, info=origin
     )
 
 
@@ -114,11 +110,8 @@ def find_columns(
     """
     names = asked.names
     arrays = {n: arrays[n] for n in sorted(arrays) if n.split("/")[0] != "metadata"}
-    left_out = {
-        name: f"{array.type_name} of shape {list(array.shape or ())}"
-        for name, array in arrays.items()
-        if not can_be_column(array.shape, array.dtype)
-    }
+    unfit = [n for n, array in arrays.items() if not can_be_column(array.shape, array.dtype)]
+    left_out = {n: f"{arrays[n].type_name} of shape {list(arrays[n].shape or ())}" for n in unfit}
     rows = {name: array.shape[0] for name, array in arrays.items() if name not in left_out}
     chosen: list[str] = []
     for column in (*required, *optional):

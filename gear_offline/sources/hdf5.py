@@ -141,7 +141,8 @@ class Hdf5File(Closing):
         """Return the root's small scalar attributes: numbers, bools and strings."""
         with _told_as_damaged(self.path):
             names = list(self._file.attrs)[:MAX_ATTRIBUTES]
-        return _known({str(name): self.attribute("/", name, most=500) for name in names})
+        facts = {str(name): self.attribute("/", name, most=500) for name in names}
+        return {name: value for name, value in facts.items() if value is not None}
 
     def attribute(self, group: str, name: str, most: int = MAX_TEXT_BYTES) -> Plain | None:
         """Return a scalar attribute of a group, ``None`` where it has none."""
@@ -185,7 +186,7 @@ class Hdf5File(Closing):
                     stored = self._file[name]
                     if self._claimed(stored) <= MAX_ATTRIBUTE_BYTES:
                         facts[name] = _plain(stored[()])
-        return _known(facts)
+        return {name: value for name, value in facts.items() if value is not None}
 
 
 class Hdf5Column:
@@ -376,7 +377,3 @@ def _plain(value: Any, most: int = 500) -> Plain | None:
     if isinstance(text, str):
         return text[:most]
     return value if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _known(facts: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in facts.items() if value is not None}

@@ -60,10 +60,6 @@ Place = tuple[InputFile, float]  # a video, and where in it an episode begins, i
 Read = Callable[[Part, int, int], Array]  # steps of a file
 
 
-def is_lerobot(path: Path) -> bool:
-    return (path / INFO).is_file()
-
-
 def open_lerobot(path: Path, asked: Asked) -> Source:
     """Open a dataset's folder; reads the episode numbers."""
     path, names = path.absolute(), asked.names
@@ -157,8 +153,7 @@ class _Reader:
 
     def columns(self, asked: set[str]) -> tuple[dict[str, Read], dict[str, str]]:
         """Return a function for each column; leave out frames that nobody asked for."""
-        reads: dict[str, Read] = {}
-        left_out: dict[str, str] = {}
+        reads, left_out = dict[str, Read](), dict[str, str]()
         types = {field.name: field.type for field in self.parts[0].file.schema}
         for name in [*types, *(n for n, dtype in self.dtypes.items() if dtype == "video")]:
             dtype = self.dtypes.get(name)

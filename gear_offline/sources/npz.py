@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -30,10 +30,7 @@ from gear_offline.sources.input_files import InputFile, damage_told, misfit
 
 READ_BYTES = 1 << 20
 MAX_WHOLE_BYTES = 1 << 30  # of an array that is stored by columns
-OGBENCH = (
-    "taken for OGBench's: terminals without rewards and timeouts, which mark ends of recordings, "
-    "not terminations; --rule terminals counts them as terminations"
-)
+OGBENCH = "taken for OGBench's: terminals end recordings; --rule terminals counts terminations"
 
 
 class Member:
@@ -120,7 +117,14 @@ def open_npz(path: Path, asked: Asked) -> Source:
     """Open an ``.npz`` file of OGBench, or of flat arrays with flags."""
     path = path.absolute()
     file = InputFile.find(path)
-    members = dict(_members(file))
+    members = dict[str, Member]()
+    with damage_told(".npz", path):
+        archive = zipfile.ZipFile(reopened(file))
+        for entry in archive.infolist():
+            if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise ValueError(f"{entry.filename} is compressed as NumPy does not")
+            name = entry.filename.removesuffix(".npy")
+            members[name] = Member(path, f"{path}: {name}", partial(archive.open, entry))
     if "valids" in members:
         what = "a compact dataset of OGBench: two rows are flagged at each end"
         raise misfit(what, path, "give ogbench's own file, or save with compact_dataset=False")
@@ -141,14 +145,3 @@ def open_npz(path: Path, asked: Asked) -> Source:
         facts={"left_out": left_out},
         notes=[OGBENCH] if ogbench and "masks" not in here and not asked.rule else [],
     )
-
-
-def _members(file: InputFile) -> Iterator[tuple[str, Member]]:
-    with damage_told(".npz", file.path):
-        archive = zipfile.ZipFile(reopened(file))
-        for entry in archive.infolist():
-            if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise ValueError(f"{entry.filename} is compressed as NumPy does not")
-            name = entry.filename.removesuffix(".npy")
-            decoded = partial(archive.open, entry)
-            yield name, Member(file.path, f"{file.path}: {name}", decoded)

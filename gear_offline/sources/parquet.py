@@ -8,7 +8,7 @@ Shape legend: T steps of an episode, R steps of a group of rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,7 @@ class ParquetFile:
         with package_needed("parquet is read by pyarrow", "parquet"):
             import pyarrow.parquet
         self.file, self._open = InputFile.find(path), pyarrow.parquet.ParquetFile
+        self.told = partial(damage_told, "parquet", path)  # of whatever pyarrow raises
         with self.told(), self.file.open() as raw, self._open(raw) as opened:
             self.schema, metadata = opened.schema_arrow, opened.metadata
             groups = [metadata.row_group(n) for n in range(metadata.num_row_groups)]
@@ -109,10 +110,6 @@ class ParquetFile:
                 for part in map(group.column, range(group.num_columns)):
                     name, values = part.path_in_schema, part.num_values // max(group.num_rows, 1)
                     self.widths[name] = max(self.widths.get(name, 1), values)
-
-    def told(self) -> AbstractContextManager[None]:
-        """Make one error of whatever pyarrow raises of a damaged file."""
-        return damage_told("parquet", self.file.path)
 
     def batches(self, name: str, row: int = 0) -> Iterator[tuple[int, Any]]:
         """Yield a column as Arrow arrays with their first rows, from the group of `row` on."""

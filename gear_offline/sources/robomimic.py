@@ -81,8 +81,7 @@ def open_robomimic(file: Hdf5File, demos: Mapping[str, Demo], asked: Asked) -> S
 
 def demonstrations(file: Hdf5File) -> dict[str, Demo]:
     """Return the datasets of each ``data/demo_N`` by their names in it, ``demo_2`` before 10."""
-    demos: dict[str, Demo] = {}
-    others = []
+    demos, others = dict[str, Demo](), []
     for name, dataset in file.datasets.items():
         if match := _DEMO.fullmatch(name):
             demos.setdefault(match[1], {})[match[2]] = dataset

@@ -23,7 +23,7 @@ from gear_offline.sources.episode_ends import CONVENTIONS, MEANING, chosen_flags
 from gear_offline.sources.flat import open_hdf5
 from gear_offline.sources.hdf5 import SUFFIXES, Hdf5File
 from gear_offline.sources.input_files import damage_told, files_in, misfit
-from gear_offline.sources.lerobot import is_lerobot, open_lerobot
+from gear_offline.sources.lerobot import INFO, open_lerobot
 from gear_offline.sources.minari import data_directory, find_directory, open_minari
 from gear_offline.sources.npz import open_npz
 from gear_offline.sources.parquet import open_parquet
@@ -206,7 +206,7 @@ FOLDERS: tuple[tuple[Callable[[Path], Any], Reader], ...] = (  # the first that 
     (data_directory, open_minari),
     (is_dataset, lambda path, asked: dataset_source(open_dataset(path))),
     (replay_folder, open_dqn_replay),
-    (is_lerobot, open_lerobot),
+    (lambda path: (path / INFO).is_file(), open_lerobot),
 )
 
 
