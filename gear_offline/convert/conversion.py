@@ -377,10 +377,12 @@ def _split_names(
     columns: Sequence[str] | None, rename: Mapping[str, str]
 ) -> tuple[list[str] | None, dict[str, str]]:
     """Return the columns to keep, and those that get new names: the old by the new one."""
+    columns = columns.split(",") if isinstance(columns, str) else columns
     parted = [name.partition("=") for name in columns or ()]
     pairs = [(new, old) for old, new in rename.items()]
     pairs += [(new, old) for new, equals, old in parted if equals]
     names = {new.strip(): old.strip() for new, old in pairs}
+    pairs += [(name, name) for name, equals, _ in parted if not equals and name.strip() in names]
     parts = [part.strip() for text in (*names, *names.values()) for part in text.split("+")]
     if (columns is not None and not columns) or len(names) < len(pairs) or not all(parts):
         what = f"{', '.join(columns or map('='.join, pairs))} gives a name twice, or none"
