@@ -81,7 +81,7 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
     if not sources:
         raise misfit("no source to join", remedy="give at least one")
     parts = [(source.info.uri, kinds_of(source)) for source in sources]
-    needed, remedy = ("observations", "actions", "rewards"), "take shared columns: --columns"
+    needed, remedy = ("observations", "actions", "rewards"), "write them alike, or convert apart"
     columns, left_out = common_columns(parts, needed, where="sources to join", remedy=remedy)
     infos = [source.info for source in sources]
     texts = [(i.uri, text) for i in infos for text in i.attributes.get("warnings", ())]
