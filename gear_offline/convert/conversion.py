@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -67,6 +68,7 @@ from gear_offline.sources.edit import (
 from gear_offline.sources.flat import REQUIRED
 from gear_offline.sources.input_files import InputFile
 from gear_offline.sources.plausible import late_rows, odd_episodes
+from gear_offline.sources.uri import place_of
 
 SHARD_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20
@@ -279,6 +281,35 @@ def digest_file(file: InputFile, stop: Event) -> SourceFile:
         what = f"cannot read the source: {error.strerror or error}"
         raise InputError("SOURCE_READ", what, file.path.name, "check the file") from error
     return SourceFile(name=file.path.name, bytes=file.identity[2], digest=str(xxh3.hexdigest()))
+
+
+def changed_files(source: str, dataset: Dataset) -> Iterator[str]:
+    """Yield changes of the files of a `source`, as far as they are on this machine.
+
+    A file is digested only if it has its size and was written to after the dataset was.
+    """
+    place, made = place_of(source), (dataset.path / MANIFEST_NAME).stat()
+    recorded = dataset.manifest.source.files
+    if place is None or not recorded:
+        return
+    sizes = {(file.name, file.bytes) for file in recorded}
+    names = {name for name, _ in sizes}
+    kinds = {Path(name).suffix for name in names}
+    files = [place] if place.is_file() else sorted(place.rglob("*"))
+    for name in sorted(names - {file.name for file in files}) if place.is_dir() else ():
+        yield f"{name} is gone"
+    for file in files:
+        status = file.stat()
+        is_newer = max(status.st_mtime_ns, status.st_ctime_ns) >= made.st_mtime_ns
+        if not file.is_file() or file.suffix not in kinds:
+            continue
+        if file.name not in names:
+            if is_newer:
+                yield f"{file.name} is new"
+        elif (file.name, status.st_size) not in sizes:
+            yield f"{file.name} has {status.st_size:,} bytes now"
+        elif is_newer and (now := digest_file(InputFile.find(file), Event())) not in recorded:
+            yield f"{file.name} has another content now (xxh3-128:{now.digest})"
 
 
 def _edits_of_map(before: Source, made: Dataset) -> dict[str, Any]:

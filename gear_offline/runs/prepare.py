@@ -20,8 +20,7 @@ import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, DataSettings
-from gear_offline.convert.conversion import convert, options_text
-from gear_offline.convert.origin import changed_files
+from gear_offline.convert.conversion import changed_files, convert, options_text
 from gear_offline.core.files import check_folder, turn_of
 from gear_offline.core.hub import is_there
 from gear_offline.core.system import available_bytes
