@@ -183,8 +183,8 @@ def test_missing_boundaries_are_found(tmp_path: Path) -> None:
     seen, first = data["observations"], int(LENGTHS[0])
     data["next_observations"] = np.concatenate([seen[1:], seen[-1:]])
     data["next_observations"][first + 2] += 1e-3
-    (found,) = go.audit(make(tmp_path / "next", data)).findings
-    assert (found.check, found.places) == ("boundary", ((1, 3),))
+    (unlike,) = go.audit(make(tmp_path / "next", data)).findings
+    assert (unlike.check, unlike.places) == ("boundary", ((1, 3),))
 
 
 def test_faults_of_columns(tmp_path: Path) -> None:
