@@ -218,7 +218,8 @@ def convert(
             source.info = source.info.with_facts(options=chosen)
         kept_columns = _pick_columns(source, columns, discrete)
         _refuse_encoded(source, kept_columns)
-        info = source.info = _of_kept(source.info, columns, kept_columns, names)
+        info = source.info if columns is None else _of_kept(source.info, kept_columns, names)
+        source.info = info
         replaceable = is_only_dataset if overwrite else lambda path: False
         folder = stack.enter_context(new_directory(target, replaceable=replaceable))
         plan = Plan(
@@ -438,15 +439,8 @@ def _names(source: Source) -> list[str]:
     return [column.name for column in source.spec]
 
 
-def _of_kept(
-    info: SourceInfo,
-    chosen: Sequence[str] | None,
-    kept: Sequence[ColumnSpec],
-    names: Mapping[str, str],
-) -> SourceInfo:
+def _of_kept(info: SourceInfo, kept: Sequence[ColumnSpec], names: Mapping[str, str]) -> SourceInfo:
     """Leave out the facts of columns that were not chosen."""
-    if chosen is None:
-        return info
     stored = {part for c in kept for part in (c.name, *split_names(names.get(c.name, c.name)))}
     pattern = re.compile(r"(?:.*: )?column (\S+): |.* is the column (\S+)$")
     notes = [(note, pattern.match(note)) for note in info.attributes.get("warnings", ())]

@@ -22,14 +22,8 @@ from gear_offline.sources.input_files import misfit
 
 MARK = re.compile(r"(starts|lengths|ids|first|last):([^|=]+)(?:=(-?[0-9.]+))?")
 UNIONS = ("dones", "done", "next.done")  # may be true at time limits too
-TERMINAL_FLAGS: tuple[str, ...] = (
-    "terminals",
-    "terminations",
-    "terminated",
-    "is_terminal",
-    "terminal",
-)
-TERMINAL_FLAGS += ("termination", "terminateds", *UNIONS)
+TERMINAL_FLAGS: tuple[str, ...] = ("terminals", "terminations", "terminated", "is_terminal")
+TERMINAL_FLAGS += ("terminal", "termination", "terminateds", *UNIONS)
 TIME_FLAGS: tuple[str, ...] = ("timeouts", "truncations", "truncated", "is_last", "next.truncated")
 TIME_FLAGS += ("TimeLimit.truncated", "infos/TimeLimit.truncated", "episode_terminals")
 TIME_FLAGS += ("timeout", "time_outs", "is_timeout", "is_truncated", "truncation", "truncateds")
