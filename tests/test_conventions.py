@@ -221,6 +221,30 @@ def test_the_remedy_for_another_flag_reads_it(tmp_path: Path, values: tuple[floa
     assert dataset.episodes.lengths.tolist() == [*LENGTHS] and dataset.terminated.tolist() == ENDED
 
 
+@pytest.mark.parametrize("rule", ["none", "steps=6", "ids:id", "starts:index"])
+def test_data_without_a_flag_of_terminations_are_said(tmp_path: Path, rule: str) -> None:
+    marks = {"id": EPISODE, "index": np.flatnonzero(FIRST), "masks": 1.0 - TERMINAL}
+    dataset = converted(npz(tmp_path, STEPS | marks), tmp_path / "d", rule=rule)
+    assert not dataset.terminated.any()
+    assert any("no flag tells a termination" in text for text in dataset.manifest.source.warnings)
+
+
+def test_ids_of_text_are_told(tmp_path: Path) -> None:
+    path = npz(tmp_path, STEPS | {"id": np.char.add("ep", EPISODE.astype(str))})
+    with one_error("COLUMN", "id is .*, and ids:id asks for numbers"):
+        go.convert(path, tmp_path / "d", ends="ids:id", quiet=True)
+
+
+def test_files_of_pictures_in_rows_are_refused(tmp_path: Path) -> None:
+    rows = np.zeros((N, 400), np.uint8)
+    rows[:, :4] = np.frombuffer(b"\xff\xd8\xff\xe0", np.uint8)
+    path = hdf5(tmp_path, STEPS | {"observations": rows, "terminals": TERMINAL})
+    with one_error("COLUMN", "holds JPEG or PNG files"):
+        go.convert(path, tmp_path / "d", quiet=True)
+    decoded = converted(path, tmp_path / "d", map=lambda e: {"observations": e["rewards"][:, None]})
+    assert decoded.spec["observations"].shape == (1,)
+
+
 def test_flags_inside_episodes_that_marks_tell_are_said(tmp_path: Path) -> None:
     flags = {"timeouts": LIMIT, "goal": EITHER & (EPISODE != 1)}  # the second ends in the third
     path = npz(tmp_path, STEPS | flags)

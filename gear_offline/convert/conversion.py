@@ -72,6 +72,7 @@ from gear_offline.sources.uri import place_of
 
 SHARD_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20
+PICTURES = (b"\xff\xd8\xff", b"\x89PNG")  # the beginning of a file
 BLOCK_STEPS = 1 << 20  # of rewards that are compared at a time
 MAX_WIDTH = 2 << 20  # numbers a step: the statistics of each take 90 bytes of a manifest
 MOST_CHOICES = 1000  # whole numbers below this in a float column look like numbers of choices
@@ -216,7 +217,9 @@ def convert(
         if chosen := options_text(columns=asked, rule=rule, discrete=discrete):
             source.info = source.info.with_facts(options=chosen)
         kept_columns = _pick_columns(source, columns, discrete)
-        info = source.info = _of_kept(source.info, columns, kept_columns, names)
+        _refuse_encoded(source, kept_columns)
+        info = source.info if columns is None else _of_kept(source.info, kept_columns, names)
+        source.info = info
         replaceable = is_only_dataset if overwrite else lambda path: False
         folder = stack.enter_context(new_directory(target, replaceable=replaceable))
         plan = Plan(
@@ -343,6 +346,15 @@ def _reward_edits(before: Source, made: Dataset) -> list[Any]:
     return edits if edit == RewardEdit() else [*edits, edit and edit.model_dump()]
 
 
+def _refuse_encoded(source: Source, columns: Sequence[ColumnSpec]) -> None:
+    """Refuse observations whose rows are files of pictures, as some recorders compress them."""
+    observed = [c for c in columns if c.name.split("/")[0] == "observations"]
+    for column in (c for c in observed if c.dtype == np.uint8 and len(c.shape) == 1):
+        if source.read(column.name, 0, 1).tobytes().startswith(PICTURES):
+            what = f"{column.name} holds JPEG or PNG files in rows of bytes"
+            raise InputError("COLUMN", what, source.info.uri, "decode them in a --map function")
+
+
 def _looks_discrete(source: Source, manifest: Manifest) -> list[str]:
     """Return a note if actions look like numbers of choices that are stored as floats."""
     statistics = manifest.statistics.get("actions")
@@ -427,15 +439,8 @@ def _names(source: Source) -> list[str]:
     return [column.name for column in source.spec]
 
 
-def _of_kept(
-    info: SourceInfo,
-    chosen: Sequence[str] | None,
-    kept: Sequence[ColumnSpec],
-    names: Mapping[str, str],
-) -> SourceInfo:
+def _of_kept(info: SourceInfo, kept: Sequence[ColumnSpec], names: Mapping[str, str]) -> SourceInfo:
     """Leave out the facts of columns that were not chosen."""
-    if chosen is None:
-        return info
     stored = {part for c in kept for part in (c.name, *split_names(names.get(c.name, c.name)))}
     pattern = re.compile(r"(?:.*: )?column (\S+): |.* is the column (\S+)$")
     notes = [(note, pattern.match(note)) for note in info.attributes.get("warnings", ())]

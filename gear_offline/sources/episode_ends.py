@@ -22,14 +22,8 @@ from gear_offline.sources.input_files import misfit
 
 MARK = re.compile(r"(starts|lengths|ids|first|last):([^|=]+)(?:=(-?[0-9.]+))?")
 UNIONS = ("dones", "done", "next.done")  # may be true at time limits too
-TERMINAL_FLAGS: tuple[str, ...] = (
-    "terminals",
-    "terminations",
-    "terminated",
-    "is_terminal",
-    "terminal",
-)
-TERMINAL_FLAGS += ("termination", "terminateds", *UNIONS)
+TERMINAL_FLAGS: tuple[str, ...] = ("terminals", "terminations", "terminated", "is_terminal")
+TERMINAL_FLAGS += ("terminal", "termination", "terminateds", *UNIONS)
 TIME_FLAGS: tuple[str, ...] = ("timeouts", "truncations", "truncated", "is_last", "next.truncated")
 TIME_FLAGS += ("TimeLimit.truncated", "infos/TimeLimit.truncated", "episode_terminals")
 TIME_FLAGS += ("timeout", "time_outs", "is_timeout", "is_truncated", "truncation", "truncateds")
@@ -43,6 +37,7 @@ PAIRS |= {"is_terminal": "is_last", "terminal": "timeout", "termination": "trunc
 PAIRS |= {"terminateds": "truncateds"}
 BLOCK_ROWS = 1 << 20  # of a column in memory
 CUTS = "-as-truncations"
+NO_TERMINATION = "no flag tells a termination: every episode counts as truncated"
 _NUMBER = r"-?[0-9.]+(e[+-]?[0-9]+)?"
 ARTIFICIAL = f"terminals{CUTS}"
 SPLIT, ONLY = "done-and-timeout", "done-only"
@@ -185,6 +180,8 @@ def split_episodes(
     terminated = parsed.terminated(last, lengths, true)
     terminated[-1] &= not tail
     notes = [note] if note else []
+    if asked and not parsed.terminals and CUTS not in asked:
+        notes.append(NO_TERMINATION)
     if parsed.marks:
         notes += _inside({name: true(name) for name in told}, last)
     return asked or rule, lengths, terminated, tail, notes
@@ -204,7 +201,7 @@ def judge_ends(
     notes = _inside({name: true(name) for name in flags}, last)
     if not {*flags} & {*TERMINAL_FLAGS}:
         if not any(np.isin(last, true(name)).all() for name in flags):
-            notes.append("no flag tells a termination: every episode counts as truncated")
+            notes.append(NO_TERMINATION)
         return np.zeros(last.size, np.bool_), notes
     text, note = default_rule(flags, lambda name: np.intersect1d(true(name), last))
     parsed = Rule.parse(text, flags, where)
