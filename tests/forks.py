@@ -29,7 +29,7 @@ SERVER.set_forkserver_preload(["gear_offline.cli.main", "gear_offline.runs.loop"
 def begin_server() -> None:
     """Start the fork server if it does not run: what it imports is found in the checkout."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, map(str, (ROOT, *sys.path)))))
         patch.setenv("OMP_NUM_THREADS", "1")
         forkserver.ensure_running()
 
