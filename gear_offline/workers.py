@@ -67,10 +67,9 @@ class Worker(Closing):
     """A process that does jobs; a context manager.
 
     `threads` are those of torch and the numerical libraries in it; None leaves that to them.
-    `module` is one that it imports at once, before there is a job.
     """
 
-    def __init__(self, *, threads: int | None = 1, module: str = "gear_offline") -> None:
+    def __init__(self, *, threads: int | None = 1) -> None:
         # Its modules are to be found where ours were, as with multiprocessing's spawn.
         variables = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
         if threads is not None:
@@ -78,7 +77,7 @@ class Worker(Closing):
         # readable, for `multiprocessing.connection.wait`, when `receive` does not have to wait
         self.connection, other = Pipe()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-        arguments = [str(other.fileno()), str(os.getpid()), module]
+        arguments = [str(other.fileno()), str(os.getpid())]
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "gear_offline.workers", *arguments],
@@ -224,17 +223,12 @@ class Pool(Closing):
 
 
 class WorkerPool(Pool):
-    """A pool of processes here, started when there is work, each with `threads` as of `Worker`.
+    """A pool of processes here, started when there is work, each with `threads` as of `Worker`."""
 
-    With `first` the first one starts now, and imports that module.
-    """
-
-    def __init__(self, workers: int, *, threads: int | None = 1, first: str = "") -> None:
+    def __init__(self, workers: int, *, threads: int | None = 1) -> None:
         super().__init__(workers)
         self._threads = threads
         self._idle: list[Worker] = []
-        with suppress(GearError):  # whoever has work for it hears of it
-            self._idle += [Worker(threads=threads, module=first)] if workers and first else []
 
     def _begin(self, function: str, arguments: tuple[Any, ...]) -> Worker:
         worker = self._idle.pop() if self._idle else Worker(threads=self._threads)
@@ -447,6 +441,5 @@ def _die_with_parent(parent: int) -> None:
 
 if __name__ == "__main__":
     _die_with_parent(int(sys.argv[2]))
-    import_module(sys.argv[3])
     with Connection(int(sys.argv[1])) as _connection:
         _serve(_connection)

@@ -64,8 +64,6 @@ class Policy:
     ----------
     model, device, context_length, returns_scale, facts
         As given.
-    graph
-        On a GPU: act as one CUDA graph, which wants the model's weights to stay where they are.
     window
         All that says how windows are made.
     max_timestep, state_dim, action_dim, discrete, stochastic
@@ -129,7 +127,6 @@ class Policy:
         self._memory = torch.zeros((1, context_length, sum(self._widths)), device=self.device)
         stack = (1, self.frame_stack, *self.frame_shape)  # the newest one last
         self._frames = torch.zeros(stack, dtype=torch.uint8, device=self.device)
-        self.graph = False
         self._graph: _Graph | None = None
 
     def __repr__(self) -> str:
@@ -250,9 +247,16 @@ class Policy:
         self._targets[chosen] = given
         self._steps[chosen] = 0
         self._waiting[chosen] = False
-        rows = torch.from_numpy(chosen).to(self.device)
-        self._frames[rows] = 0  # before an episode's first frame, as in training
-        self._memory[rows] = 0  # old values are hidden by the mask; zeros keep NaN out of it
+
+    @torch.inference_mode()
+    def capture(self, environments: int) -> None:
+        """Make ready for so many environments, which on a GPU act as one CUDA graph then.
+
+        Its products are TF32's; the model's weights must stay where they are.
+        """
+        if self.device.type == "cuda" and self._graph is None:
+            self._grow(max(0, environments - self.environments))
+            self._graph = _Graph(self)
 
     @torch.inference_mode()
     def act(
@@ -305,10 +309,8 @@ class Policy:
         asked = self.window.states(left) if self.goals else self.window.returns(left)[:, None]
         numbers = np.concatenate([np.stack([chosen, steps], 1), self._done[chosen], asked], axis=1)
         seen = self._seen(given)
-        if self.graph and generator is None and self.device.type == "cuda":
-            if self._graph is None or len(self._graph.numbers) < len(numbers):
-                self._graph = _Graph(self, numbers, seen)
-            prediction = self._graph.replay(numbers, seen)
+        if self._graph is not None and generator is None:
+            actions = self._graph.replay(numbers, seen)
         else:
             noise: Tensor | float = 0.0
             if generator is not None:
@@ -317,8 +319,7 @@ class Policy:
             # Early in the episodes windows are short: leave out what nobody has filled yet.
             filled = min(int(steps.max()) + 1, self.context_length)
             now, state = (torch.from_numpy(part).to(self.device) for part in (numbers, seen))
-            prediction = self._step(now, state, filled, noise)
-        actions: Array = prediction.cpu().numpy()
+            actions = np.asarray(self._step(now, state, filled, noise).cpu().numpy())
         self._done[chosen] = actions.reshape(len(chosen), -1)
         self._waiting[chosen] = True
         self._steps[chosen] += 1
@@ -342,12 +343,15 @@ class Policy:
         rows, steps = row[:, 0].long(), step[:, 0].long()
         if self.frame_shape:
             stacks = self._frames[rows].roll(-1, dims=1)
+            stacks = stacks * (steps > 0).view(-1, *[1] * (stacks.ndim - 1))  # zeros come first
             stacks[:, -1] = seen
             self._frames[rows] = stacks
             seen = self.model.features(stacks[:, None])[:, 0]
-        window, place = self._memory[rows], steps.clamp(max=self.context_length - 1)
-        is_full = (steps >= self.context_length).view(-1, 1, 1)
-        window = torch.where(is_full, window.roll(-1, dims=1), window)
+        # old values are hidden by the mask; zeros keep NaN out of it
+        before = torch.where(step.unsqueeze(2) > 0, self._memory[rows], 0.0)
+        is_full = (step >= self.context_length).unsqueeze(2)
+        window = torch.where(is_full, before.roll(-1, dims=1), before)
+        place = steps.clamp(max=self.context_length - 1)
         own = torch.arange(len(rows), device=rows.device)
         first = self._widths[0]
         window[own, (place - 1).clamp(min=0), first : first + done.shape[1]] = done.float()
@@ -425,30 +429,39 @@ class Policy:
 
 
 class _Graph:
-    """`Policy._step` as one CUDA graph, for as many environments as `numbers` has rows."""
+    """`Policy._step` of all environments as one CUDA graph, on a stream of its own."""
 
-    def __init__(self, policy: Policy, numbers: Array, seen: Array) -> None:
-        device, length = policy.device, policy.context_length
-        self.numbers = torch.zeros(numbers.shape, dtype=torch.float64, device=device)
-        self.numbers[:, 0] = self._nobody = policy.environments
-        self._seen = torch.from_numpy(np.zeros_like(seen)).to(device)
+    def __init__(self, policy: Policy) -> None:
+        count, device, length = policy.environments, policy.device, policy.context_length
+        _, done, asked, _ = policy._widths
+        self._numbers = torch.zeros((count, 2 + done + asked), dtype=torch.float64, device=device)
+        self._numbers[:, 0] = self._nobody = count
+        shape = (count, *(policy.frame_shape or (policy.state_dim,)))
+        self._seen = torch.zeros(shape, device=device)
+        if policy.frame_shape:
+            self._seen = self._seen.byte()
         self._graph: Any = torch.cuda.CUDAGraph()
-        stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.device(device), torch.cuda.stream(stream):
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        mode = "thread_local"  # other threads may use the GPU meanwhile
+        with torch.cuda.stream(self._stream):
             for _ in range(2):  # libraries choose their algorithms and allocate
-                policy._step(self.numbers, self._seen, length, 0.0)
-            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-                self._actions = policy._step(self.numbers, self._seen, length, 0.0)
+                policy._step(self._numbers, self._seen, length, 0.0)
+            with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode=mode):
+                self._actions = policy._step(self._numbers, self._seen, length, 0.0)
+        torch.set_float32_matmul_precision(precision)
 
-    def replay(self, numbers: Array, seen: Array) -> Tensor:
+    def replay(self, numbers: Array, seen: Array) -> Array:
         """Do `Policy._step` for some environments; the others' rows are nobody's."""
         count = len(numbers)
-        self.numbers[:count].copy_(torch.from_numpy(numbers))
-        self.numbers[count:, 0] = self._nobody
-        self._seen[:count].copy_(torch.from_numpy(seen))
-        self._graph.replay()
-        return self._actions[:count]
+        with torch.cuda.stream(self._stream):
+            self._numbers[:count].copy_(torch.from_numpy(numbers))
+            self._numbers[count:, 0] = self._nobody
+            self._seen[:count].copy_(torch.from_numpy(seen))
+            self._graph.replay()
+            return np.asarray(self._actions[:count].cpu().numpy())
 
 
 def _check_finite(values: Array, name: str) -> None:

@@ -253,12 +253,11 @@ def test_when_evaluations_run_in_the_background(data: Path, monkeypatch: Patch) 
         return plan.workers, plan.threads, str(plan.device), plan.cores
 
     assert planned(CPU) == (7, 1, "cpu", 1)
-    assert planned(gpu) == planned(gpu, "evaluate.device=cuda") == (2, 1, "cuda:0", 6)
-    assert planned(gpu, "evaluate.workers=5") == (5, 1, "cuda:0", 2)
+    assert planned(gpu) == planned(gpu, "evaluate.device=cuda") == (1, 1, "cuda:0", 14)
     assert planned(gpu, "evaluate.device=cpu") == (1, 4, "cpu", 1)
     assert planned(gpu, "evaluate.background=off") == (0, 1, "cuda:0", None)
     assert planned(gpu, "evaluate.background=off", "evaluate.device=cpu") == (0, 1, "cpu", None)
-    assert planned(gpu, parameters=87_000_000)[0] == 2
+    assert planned(gpu, parameters=87_000_000)[0] == 1
     assert planned(gpu, parameters=1_200_000_000)[0] == 0, "no memory for a copy"
     cpu = "evaluate.device=cpu"
     assert planned(gpu, cpu, parameters=87_000_000)[0] == 0, "slow on CPU cores"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import benchmarks.__main__ as command
-from benchmarks import common, loader_peers
+from benchmarks import common, growth, loader_peers
 from benchmarks.parity import (
     OURS,
     RELEASED,
@@ -50,6 +50,11 @@ def test_a_benchmark_is_listed_and_prints_one_json_document(
     assert document["benchmark"] == name and document["machine"]["cores"] >= 1
     assert document["results"] and all(isinstance(row, dict) for row in document["results"])
     common.print_document(document)
+
+
+def test_work_grows_no_faster_than_the_data() -> None:
+    for row in growth.run(quick=True)["results"]:
+        assert row["exponent_of_operations"] <= 1.1, row
 
 
 def test_the_numpy_peer_gathers_what_the_loader_does() -> None:

@@ -39,6 +39,19 @@ CONVENTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], list[bool]]] = {
     "gymnasium": ({"terminations": TERMINAL, "truncations": LIMIT}, {}, ENDED),
     "sb3": ({"dones": EITHER[:, None] * 1.0, "timeouts": LIMIT[:, None] * 1.0}, {}, ENDED),
     "sb3 uint8": ({"done": EITHER.astype("u1"), "TimeLimit.truncated": LIMIT}, {}, ENDED),
+    "skrl": ({"terminated": TERMINAL, "time_outs": LIMIT}, {}, ENDED),
+    "rllib": ({"terminateds": TERMINAL, "truncateds": LIMIT}, {}, ENDED),
+    "singular": ({"terminal": TERMINAL, "timeout": LIMIT}, {}, ENDED),
+    "flags of 0 and 255": (
+        {"terminals": TERMINAL * np.uint8(255), "timeouts": LIMIT},
+        {"rule": "terminals=255|timeouts"},
+        ENDED,
+    ),
+    "flags of -1 and 1": (
+        {"terminals": TERMINAL * 2.0 - 1.0, "timeouts": LIMIT * 2 - 1},
+        {"rule": "terminals=1|timeouts=1"},
+        ENDED,
+    ),
     "done beside terminated": ({"terminated": TERMINAL, "done": EITHER}, {}, ENDED),
     "d3rlpy 1": ({"terminals": TERMINAL * 1.0, "episode_terminals": EITHER * 1.0}, {}, ENDED),
     "d3rlpy 1, named": (
@@ -196,6 +209,49 @@ def test_what_done_alone_cannot_tell_is_said_once(
     warnings = go.convert(writer(tmp_path, STEPS | {"dones": EITHER}), tmp_path / "d", quiet=True)
     said = [text for text in warnings.source.warnings if "done" in text]
     assert len(said) == 1 and ("time limit" in said[0] or writer is robomimic)
+
+
+@pytest.mark.parametrize("values", [(0, 255), (-1.0, 1.0), (0, 0.5)])
+def test_the_remedy_for_another_flag_reads_it(tmp_path: Path, values: tuple[float, float]) -> None:
+    path = npz(tmp_path, STEPS | {"terminals": np.choose(TERMINAL, values), "timeouts": LIMIT})
+    with one_error("SOURCE_LAYOUT", "is no flag: it holds") as caught:
+        go.convert(path, tmp_path / "d", quiet=True)
+    rule = re.findall(r"--rule '([^']*)'", caught.value.remedy)[0]
+    dataset = converted(path, tmp_path / "d", rule=rule)
+    assert dataset.episodes.lengths.tolist() == [*LENGTHS] and dataset.terminated.tolist() == ENDED
+
+
+@pytest.mark.parametrize("rule", ["none", "steps=6", "ids:id", "starts:index"])
+def test_data_without_a_flag_of_terminations_are_said(tmp_path: Path, rule: str) -> None:
+    marks = {"id": EPISODE, "index": np.flatnonzero(FIRST), "masks": 1.0 - TERMINAL}
+    dataset = converted(npz(tmp_path, STEPS | marks), tmp_path / "d", rule=rule)
+    assert not dataset.terminated.any()
+    assert any("no flag tells a termination" in text for text in dataset.manifest.source.warnings)
+
+
+def test_ids_of_text_are_told(tmp_path: Path) -> None:
+    path = npz(tmp_path, STEPS | {"id": np.char.add("ep", EPISODE.astype(str))})
+    with one_error("COLUMN", "id is .*, and ids:id asks for numbers"):
+        go.convert(path, tmp_path / "d", ends="ids:id", quiet=True)
+
+
+def test_files_of_pictures_in_rows_are_refused(tmp_path: Path) -> None:
+    rows = np.zeros((N, 400), np.uint8)
+    rows[:, :4] = np.frombuffer(b"\xff\xd8\xff\xe0", np.uint8)
+    path = hdf5(tmp_path, STEPS | {"observations": rows, "terminals": TERMINAL})
+    with one_error("COLUMN", "holds JPEG or PNG files"):
+        go.convert(path, tmp_path / "d", quiet=True)
+    decoded = converted(path, tmp_path / "d", map=lambda e: {"observations": e["rewards"][:, None]})
+    assert decoded.spec["observations"].shape == (1,)
+
+
+def test_flags_inside_episodes_that_marks_tell_are_said(tmp_path: Path) -> None:
+    flags = {"timeouts": LIMIT, "goal": EITHER & (EPISODE != 1)}  # the second ends in the third
+    path = npz(tmp_path, STEPS | flags)
+    dataset = converted(path, tmp_path / "d", ends="last:goal")
+    assert dataset.episodes.lengths.tolist() == [7, 13, 4]
+    warnings = dataset.manifest.source.warnings
+    assert "timeouts is true at 1 steps that end no episode" in warnings
 
 
 @pytest.mark.parametrize("writer", [hdf5, npz, *APART])

@@ -300,6 +300,7 @@ def test_actors_and_sweeps_are_refused(
         (lambda e: e.pop("rewards"), "lacks the column 'rewards'"),
         (lambda e: e.update(observations=e["observations"][:, :3]), "observations float32"),
         (lambda e: e.update(terminals=np.full(4, 2)), "terminals is no flag: it holds 2"),
+        (lambda e: e.update({name: rows[:0] for name, rows in e.items()}), "has no rows"),
         (lambda e: e.update(terminals=[0, 1, 0, 1]), "true at step 1 of 4"),
         (lambda e: (e.pop("terminals"), e.update(terminatd=True)), "no flag .*name it terminated"),
         (lambda e: [e.pop(n) for n in ("terminals", "timeouts")], "how it ended"),

@@ -179,6 +179,12 @@ def test_missing_boundaries_are_found(tmp_path: Path) -> None:
     found = checks(make(tmp_path / "data", data))
     assert list(found) == ["boundary"]
     assert found["boundary"].places == ((1, 80),)  # the step that begins the lost episode
+    data = walks()
+    seen, first = data["observations"], int(LENGTHS[0])
+    data["next_observations"] = np.concatenate([seen[1:], seen[-1:]])
+    data["next_observations"][first + 2] += 1e-3
+    (unlike,) = go.audit(make(tmp_path / "next", data)).findings
+    assert (unlike.check, unlike.places) == ("boundary", ((1, 3),))
 
 
 def test_faults_of_columns(tmp_path: Path) -> None:

@@ -80,6 +80,25 @@ def test_data_of_one_return_are_asked_for_once(tmp_path: Path) -> None:
     assert resolved.evaluate.targets == pytest.approx((-0.3,))
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_what_playing_does_not_share_with_the_data_is_said(
+    mapped: bool, tmp_path: Path, capfd: Captured
+) -> None:
+    columns = hopper_columns(6, state_dim=3, action_dim=1)
+    options: dict[str, Any] = {"g": 1.0, "max_episode_steps": 7}
+    convert(
+        ArraySource(columns, [3, 3]), tmp_path / "d",
+        map=(lambda e: {"observations": e["observations"] / 8}) if mapped else None,
+        environment="Pendulum-v1", environment_options=options, quiet=True,
+    )  # fmt: skip
+    dataset = open_dataset(tmp_path / "d")
+    capfd.readouterr()
+    resolve(tiny_recipe(dataset.path, "evaluate.environment_options={g: 2.0}"), dataset)
+    said = capfd.readouterr().err
+    assert "max_episode_steps=7 among them" in said
+    assert ("map made the data's observations, and Pendulum-v1 has its own" in said) is mapped
+
+
 def test_an_environment_that_only_the_data_name_may_be_missing(
     tmp_path: Path, capfd: Captured
 ) -> None:

@@ -56,18 +56,16 @@ def one_by_one(
 
 
 @pytest.mark.parametrize(
-    ("environments", "processes", "groups_from"),
-    [(1, 1, 128), (3, 1, 128), (20, 1, 128), (5, 2, 128), (5, 1, 2), (5, 2, 2), (5, 3, 2)],
+    ("environments", "processes"),
+    [(1, 1), (3, 1), (20, 1), (5, 2), (5, 3)],
 )
 @pytest.mark.parametrize(
     ("environment_id", "discrete"),
     [("Pendulum-v1", False), ("CartPole-v1", True), ("InvertedPendulum-v5", False)],
 )
 def test_batch_of_environments_gives_the_episodes_of_a_plain_loop(
-    environment_id: str, discrete: bool, environments: int, processes: int, groups_from: int,
-    monkeypatch: Patch,
+    environment_id: str, discrete: bool, environments: int, processes: int
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(rollout, "SLOTS_FOR_GROUPS", groups_from)
     facts = probe(environment_id)
     assert facts.discrete is discrete
     weights = np.random.default_rng(3).normal(size=(facts.state_size + 2, facts.action_size))
@@ -142,7 +140,8 @@ def test_a_policy_on_a_gpu_acts_as_on_the_cpu(
     """Also where some act and others begin anew; on the CPU it is compared with a plain loop."""
     how: dict[str, Any] = {"state_mean": None, "state_std": None, "context_length": 4}
     policies = [Policy(make(**kind), **how, returns_scale=1.0, device=d) for d in ("cpu", device)]
-    policies[1].graph = graph
+    if graph:
+        policies[1].capture(5)
     generator = np.random.default_rng(0)
     for step in range(9):
         acting = np.arange(5) if step < 4 else np.array([3, 0, 4])
@@ -159,7 +158,7 @@ def test_a_policy_on_a_gpu_acts_as_on_the_cpu(
             actions.append(policy.act(seen, acting))
             done = actions[0] if policy.discrete else actions[0] / 2
             policy.observe_reward(np.ones(len(acting)), acting, actions=done)
-        np.testing.assert_allclose(actions[1], actions[0], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(actions[1], actions[0], rtol=0, atol=3e-3 if graph else 1e-5)
 
 
 def test_a_policy_remembers_what_was_done() -> None:

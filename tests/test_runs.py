@@ -208,6 +208,7 @@ class Diary(go.Callback):
 
     def on_log(self, run: go.Run, step: int, values: Mapping[str, float]) -> bool:
         assert values["loss"] == read_records(run.path / "metrics.jsonl")[-1]["loss"]
+        assert run.steps == step  # before the first checkpoint, too
         return self._note("log", step)
 
     def on_evaluation(self, run: go.Run, step: int, record: Mapping[str, Any]) -> bool:

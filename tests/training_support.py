@@ -65,7 +65,7 @@ class FakePool:
     delay, deadly = 0, 0
     made: ClassVar[list[FakePool]] = []
 
-    def __init__(self, workers: int, *, threads: int, first: str) -> None:
+    def __init__(self, workers: int, *, threads: int) -> None:
         self.workers, self.most, self.closed = workers, 0, False
         self.left: dict[int, int] = {}
         self.jobs: list[Any] = []

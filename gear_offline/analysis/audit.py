@@ -153,6 +153,7 @@ class _Steps:
         self._clipped: Any = 0  # (A,) steps on an action's extreme
         self._outliers = defaultdict[str, dict[int, tuple[int, int]]](dict)  # by element, the first
         self._jumps: list[tuple[int, int]] = []
+        self._unlike: list[tuple[int, int]] = []
         self._usual, self._limit = np.zeros(0), np.inf  # (S,) mean size of a step
         if "observations" in data.spec and data.spec["observations"].dtype.kind == "f":
             chosen = np.linspace(0, len(data) - 1, min(len(data), SAMPLED_EPISODES)).astype(int)
@@ -177,6 +178,12 @@ class _Steps:
         if np.isfinite(self._limit):
             far = np.flatnonzero(self._scores(_moves(columns)) > self._limit) + 1
             self._jumps += [(int(numbers[row]), int(steps[row])) for row in far if steps[row]]
+        if "observations" in columns and "next_observations" in columns:
+            shown, reached = columns["observations"][1:], columns["next_observations"][:-1]
+            if shown.shape == reached.shape:
+                other = (shown != reached) & ((shown == shown) | (reached == reached))
+                unlike = np.flatnonzero(other.reshape(len(other), -1).any(1)) + 1
+                self._unlike += [(int(numbers[r]), int(steps[r])) for r in unlike if steps[r]]
         for name in (column.name for column in self._data.spec if column.dtype.kind == "f"):
             facts, rows = self._data.statistics[name], columns[name].reshape(len(columns[name]), -1)
             mean, std = facts.mean.reshape(-1), facts.std.reshape(-1)
@@ -191,6 +198,8 @@ class _Steps:
     def findings(self) -> Iterator[Finding]:
         what = "inside episodes go farther than the data's own steps: an episode boundary may be "
         yield from _found("boundary", self._jumps, what + "missing before")
+        what = "show another observation than next_observations of the step before"
+        yield from _found("boundary", self._unlike, what)
         shares = np.atleast_1d(self._clipped) / self._data.spec.steps
         what = f"of actions lie on their extreme in up to {shares.max():.0%} of the steps"
         yield from _found("clipped", np.flatnonzero(shares > CLIPPED_SHARE), what)

@@ -131,7 +131,10 @@ class Player(Closing):
         self._environment, self.facts = environment, environment.facts
         self._data, facts = simulator_data(environment), self.facts
         if not np.isfinite([facts.low, facts.high]).all():
-            what, remedy = "its actions have no bounds", "wrap it with RescaleAction"
+            what, remedy = (
+                "its actions have no bounds",
+                "give its action_space finite bounds in a wrapper",
+            )
             raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
         if not facts.step_limit:
             what = "it has no step limit, so an episode might never end"

@@ -456,4 +456,4 @@ class EvaluateSettings(Section):
     device: Device = "auto"
     """Where the policy runs; auto: where training runs."""
     workers: Positive | None = None
-    """Processes of evaluation in the background; null: by the cores that training leaves."""
+    """Processes of evaluation in the background on the CPU; null: by the cores training leaves."""

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -67,9 +68,11 @@ from gear_offline.sources.edit import (
 from gear_offline.sources.flat import REQUIRED
 from gear_offline.sources.input_files import InputFile
 from gear_offline.sources.plausible import late_rows, odd_episodes
+from gear_offline.sources.uri import place_of
 
 SHARD_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20
+PICTURES = (b"\xff\xd8\xff", b"\x89PNG")  # the beginning of a file
 BLOCK_STEPS = 1 << 20  # of rewards that are compared at a time
 MAX_WIDTH = 2 << 20  # numbers a step: the statistics of each take 90 bytes of a manifest
 MOST_CHOICES = 1000  # whole numbers below this in a float column look like numbers of choices
@@ -214,7 +217,9 @@ def convert(
         if chosen := options_text(columns=asked, rule=rule, discrete=discrete):
             source.info = source.info.with_facts(options=chosen)
         kept_columns = _pick_columns(source, columns, discrete)
-        info = source.info = _of_kept(source.info, columns, kept_columns, names)
+        _refuse_encoded(source, kept_columns)
+        info = source.info if columns is None else _of_kept(source.info, kept_columns, names)
+        source.info = info
         replaceable = is_only_dataset if overwrite else lambda path: False
         folder = stack.enter_context(new_directory(target, replaceable=replaceable))
         plan = Plan(
@@ -279,6 +284,35 @@ def digest_file(file: InputFile, stop: Event) -> SourceFile:
     return SourceFile(name=file.path.name, bytes=file.identity[2], digest=str(xxh3.hexdigest()))
 
 
+def changed_files(source: str, dataset: Dataset) -> Iterator[str]:
+    """Yield changes of the files of a `source`, as far as they are on this machine.
+
+    A file is digested only if it has its size and was written to after the dataset was.
+    """
+    place, made = place_of(source), (dataset.path / MANIFEST_NAME).stat()
+    recorded = dataset.manifest.source.files
+    if place is None or not recorded:
+        return
+    sizes = {(file.name, file.bytes) for file in recorded}
+    names = {name for name, _ in sizes}
+    kinds = {Path(name).suffix for name in names}
+    files = [place] if place.is_file() else sorted(place.rglob("*"))
+    for name in sorted(names - {file.name for file in files}) if place.is_dir() else ():
+        yield f"{name} is gone"
+    for file in files:
+        status = file.stat()
+        is_newer = max(status.st_mtime_ns, status.st_ctime_ns) >= made.st_mtime_ns
+        if not file.is_file() or file.suffix not in kinds:
+            continue
+        if file.name not in names:
+            if is_newer:
+                yield f"{file.name} is new"
+        elif (file.name, status.st_size) not in sizes:
+            yield f"{file.name} has {status.st_size:,} bytes now"
+        elif is_newer and (now := digest_file(InputFile.find(file), Event())) not in recorded:
+            yield f"{file.name} has another content now (xxh3-128:{now.digest})"
+
+
 def _edits_of_map(before: Source, made: Dataset) -> dict[str, Any]:
     """Return which columns `map` made of those that an environment gives or takes, and how."""
 
@@ -310,6 +344,15 @@ def _reward_edits(before: Source, made: Dataset) -> list[Any]:
 
     edit = find_edit(blocks())
     return edits if edit == RewardEdit() else [*edits, edit and edit.model_dump()]
+
+
+def _refuse_encoded(source: Source, columns: Sequence[ColumnSpec]) -> None:
+    """Refuse observations whose rows are files of pictures, as some recorders compress them."""
+    observed = [c for c in columns if c.name.split("/")[0] == "observations"]
+    for column in (c for c in observed if c.dtype == np.uint8 and len(c.shape) == 1):
+        if source.read(column.name, 0, 1).tobytes().startswith(PICTURES):
+            what = f"{column.name} holds JPEG or PNG files in rows of bytes"
+            raise InputError("COLUMN", what, source.info.uri, "decode them in a --map function")
 
 
 def _looks_discrete(source: Source, manifest: Manifest) -> list[str]:
@@ -346,10 +389,12 @@ def _split_names(
     columns: Sequence[str] | None, rename: Mapping[str, str]
 ) -> tuple[list[str] | None, dict[str, str]]:
     """Return the columns to keep, and those that get new names: the old by the new one."""
+    columns = columns.split(",") if isinstance(columns, str) else columns
     parted = [name.partition("=") for name in columns or ()]
     pairs = [(new, old) for old, new in rename.items()]
     pairs += [(new, old) for new, equals, old in parted if equals]
     names = {new.strip(): old.strip() for new, old in pairs}
+    pairs += [(name, name) for name, equals, _ in parted if not equals and name.strip() in names]
     parts = [part.strip() for text in (*names, *names.values()) for part in text.split("+")]
     if (columns is not None and not columns) or len(names) < len(pairs) or not all(parts):
         what = f"{', '.join(columns or map('='.join, pairs))} gives a name twice, or none"
@@ -394,15 +439,8 @@ def _names(source: Source) -> list[str]:
     return [column.name for column in source.spec]
 
 
-def _of_kept(
-    info: SourceInfo,
-    chosen: Sequence[str] | None,
-    kept: Sequence[ColumnSpec],
-    names: Mapping[str, str],
-) -> SourceInfo:
+def _of_kept(info: SourceInfo, kept: Sequence[ColumnSpec], names: Mapping[str, str]) -> SourceInfo:
     """Leave out the facts of columns that were not chosen."""
-    if chosen is None:
-        return info
     stored = {part for c in kept for part in (c.name, *split_names(names.get(c.name, c.name)))}
     pattern = re.compile(r"(?:.*: )?column (\S+): |.* is the column (\S+)$")
     notes = [(note, pattern.match(note)) for note in info.attributes.get("warnings", ())]

@@ -8,7 +8,6 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -116,13 +115,12 @@ def plain(value: Any) -> Any:
 
 def finite(value: Any) -> Any:
     """Return `value` for strict JSON: NaN and infinities are None, paths are text."""
-    if isinstance(value, float):
-        return value if value - value == 0.0 else None
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    value = plain(value)
+    if isinstance(value, list):
         return [finite(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+    return None if isinstance(value, float) and value - value != 0.0 else value
 
 
 @dataclass(frozen=True)

@@ -368,11 +368,12 @@ def _no_dataset(path: Path) -> InputError:
         source = str(path) if ":" in str(path) else f"d4rl:{path}"
     elif os.path.isfile(path / "recipe.yaml"):
         what = "this is a run, not a dataset"
-    elif os.path.exists(path) and not os.path.isdir(path):
+    elif not os.path.exists(path):
+        what = "cannot open the dataset: not there"
+    elif not os.path.isdir(path):
         what, source = "a dataset is a directory, this is a file", str(path)
     elif not os.access(path, os.R_OK):
-        why = "permission denied" if os.path.exists(path) else "not there"
-        what = f"cannot open the dataset: {why}"
+        what = "cannot open the dataset: permission denied"
     remedy = f"check the path, or make one with gear-offline convert {typed(source)} OUT"
     return InputError("DATASET_NOT_FOUND", what, str(path), remedy)
 

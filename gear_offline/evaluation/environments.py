@@ -319,6 +319,16 @@ def import_module_of(environment_id: str) -> None:
         guarded(environment_id, f"importing {module}", _import, module, environment_id)
 
 
+def say_left_out(options: Options | None, known: Options | None, *, quiet: bool = False) -> None:
+    """Say which of the `known` options of an environment are not among those that are asked for."""
+    left = {
+        key: value for key, value in (known or {}).items() if key not in (options or known or {})
+    }
+    if left:
+        text = ", ".join(f"{key}={value}" for key, value in left.items())
+        say(f"environment_options take the place of the data's, {text} among them", quiet=quiet)
+
+
 def import_modules(typed: Iterable[str], others: Iterable[str] = (), *, run: Path) -> None:
     """Import the modules of ids that the user has typed for a `run`, now or before.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -55,6 +56,13 @@ class EvaluationTask:
     # of the worst and the best episode of its data, to normalise by where there is no reference
     data_returns: tuple[float, float] | None = None
     goals: bool = False  # targets are numbers of tasks, and returns say if their goals are reached
+
+    def make(self, cores: int | None) -> Environments:
+        """Make the environments of a settled task, which step on up to so many cores."""
+        slots = min(self.environments, self.episodes) * len(self.targets)
+        how: dict[str, Any] = {"goals": self.goals, "options": self.environment_options}
+        episodes = self.episodes * len(self.targets)
+        return Environments(self.environment, slots, episodes=episodes, cores=cores, **how)
 
     def settled(self, device: str = "cpu") -> EvaluationTask:
         """Return it with a number of environments; refuse to play nothing, ``USAGE``."""
@@ -116,12 +124,14 @@ def evaluate_tasks(
     tasks: Sequence[EvaluationTask],
     *,
     cores: int | None = None,
+    made: Mapping[str, Environments] | None = None,
     quiet: bool = True,
 ) -> EvaluationReport:
     """Play tasks one after the other; `policy_of` gives the batched policy of each.
 
     It is given up to ``environments * len(targets)`` slots.  Environments step on up to so many
-    `cores`, by default on all; the results do not depend on it.
+    `cores`, by default on all; the results do not depend on it.  `made` are those of tasks whose
+    policies are captured, too.
     """
     tasks = [task.settled() for task in tasks]
     scores = [resolve_reference(task.environment, task.reference) for task in tasks]
@@ -138,7 +148,8 @@ def evaluate_tasks(
             environments=task.environments,
             goals=task.goals,
         )
-        results[task.name] = asked.with_targets(_play(policy_of, task, cores, quiet))
+        place = nullcontext(made[task.name]) if made else task.make(cores)
+        results[task.name] = asked.with_targets(_play(policy_of, task, place, quiet))
     known = versions("gear-offline", "gymnasium", "mujoco", "torch", "numpy")
     return _report(results, versions=known, seconds=time.perf_counter() - began)
 
@@ -146,15 +157,13 @@ def evaluate_tasks(
 def _play(
     policy_of: Callable[[EvaluationTask], ActingPolicy],
     task: EvaluationTask,
-    cores: int | None,
+    place: AbstractContextManager[Environments],
     quiet: bool,
 ) -> list[TargetResult]:
     """Play the episodes of all targets, those of one episode number side by side."""
     name, count = task.environment, len(task.targets)
-    total, slots = task.episodes * count, min(task.environments, task.episodes) * count
-    options: dict[str, Any] = {"cores": cores, "goals": task.goals}
-    options["options"] = task.environment_options
-    with Environments(name, slots, episodes=total, **options) as environments:
+    total = task.episodes * count
+    with place as environments:
         if task.goals and (tasks := environments.facts.tasks):
             for target in set(task.targets) - set(range(1, tasks + 1)):
                 what, remedy = f"{name} has no task {target:g}", f"give numbers from 1 to {tasks}"
@@ -162,7 +171,7 @@ def _play(
         policy = policy_of(task)
         if isinstance(policy, Policy):
             check_sizes(environments.facts, sizes_of(policy.model), whose="the model")
-            policy.graph = True
+            policy.capture(len(environments.slots))
         with Progress(f"evaluate {name}", total=total, unit="episodes", quiet=quiet) as progress:
             played = play_episodes(
                 policy,

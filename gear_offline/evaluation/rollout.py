@@ -5,10 +5,8 @@ entry is played to its end exactly once.  So short episodes cannot crowd out lon
 what happens when a vector environment resets itself and the first N finished episodes count.
 
 Environments step in worker processes, or here where there is little to do; the policy acts in this
-one.  Many slots form two groups: while one steps, the policy acts for the other, so that no worker
-waits (a core that has slept steps MuJoCo 1.4 times as slowly).  What goes to and fro lies in memory
-that all share.  Which slot plays which episode, and who acts together, does not depend on the
-workers, so neither do the returns.
+one, for all that play.  What goes to and fro lies in memory that all share.  Which slot plays which
+episode, and who acts together, does not depend on the workers, so neither do the returns.
 
 Shape legend: E environments (slots), m of them that act, n episodes, S state size, A action size.
 """
@@ -19,7 +17,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import cycle
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,7 +38,6 @@ from gear_offline.workers import Caller, Worker
 FALLBACK_MAX_STEPS = 10_000  # for environments that are registered without a time limit
 STEPS_FOR_WORKERS = 20_000  # fewer take no longer than workers take to start
 SLOTS_OF_A_WORKER = 4  # a message takes as long as a fifth of a step
-SLOTS_FOR_GROUPS = 128  # fewer keep a policy on a GPU too little busy
 IDLE, STEP, RESET = range(3)  # what a slot is to do
 
 
@@ -71,13 +67,13 @@ class Episodes:
 
 
 class Environments(Closing):
-    """`count` environments of one kind in groups that step together; a context manager.
+    """`count` environments of one kind that step together; a context manager.
 
     The slots are dealt out to `processes` workers, by default to as many as pay off for so many
     `episodes` on so many `cores`; 1: they step in this process, as do environments that only this
     process knows.
     `slots` are (count,) records of what each is `todo` (RESET with `seed`, or STEP with `action`),
-    and of what came of it; `groups` are their numbers.
+    and of what came of it.
 
     With `goals` an episode is a `task` that the environment numbers, as OGBench's do:
     ``reset(options={"task_id": 1})`` gives ``info["goal"]``, and each step ``info["success"]``,
@@ -103,7 +99,6 @@ class Environments(Closing):
 
             self._made = [make()]  # slot -> environment; one to look at
             self.facts = self._made[0].facts
-            self.groups = np.array_split(np.arange(count), 2 if count >= SLOTS_FOR_GROUPS else 1)
             known, record = known_of(environment_id, options), _record(self.facts, goals)
             if processes is None:
                 steps = episodes * (self.facts.step_limit or FALLBACK_MAX_STEPS)
@@ -120,31 +115,26 @@ class Environments(Closing):
                 path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
                 shared = np.memmap(file, record, "w+", shape=(count,))
                 self.slots = shared.view(np.ndarray)  # a memmap is slow to index
-                for first in range(processes):
+                # neighbours: each worker has environments of all asked returns, which end apart
+                self._worker_of = np.arange(count) * processes // count
+                for number in range(processes):
                     worker = stack.enter_context(Worker())
-                    own = [group[group % processes == first] for group in self.groups]
+                    own = np.flatnonzero(self._worker_of == number)
                     worker.start(f"{__name__}:step_in_worker", known, goals, path, count, own)
                     self._workers.append(worker)
             self._stack = stack.pop_all()
 
-    def send(self, group: int) -> None:
-        """Have the slots of a group do what is `todo`; returns before it is done."""
-        for worker in self._workers_of(group):
-            worker.send(group)
-
-    def receive(self, group: int) -> None:
-        """Return when the slots of a group that was sent have done it."""
-        for worker in self._workers_of(group):
+    def step(self) -> None:
+        """Have the slots do what is `todo`."""
+        if not self._workers:
+            _work(self._made, self.slots, np.arange(len(self.slots)))
+            return
+        busy = np.unique(self._worker_of[self.slots["todo"] != IDLE])
+        workers = [self._workers[number] for number in busy]
+        for worker in workers:
+            worker.send(None)
+        for worker in workers:
             worker.receive()
-        if not self._workers:
-            _work(self._made, self.slots, self.groups[group])
-
-    def _workers_of(self, group: int) -> list[Worker]:
-        if not self._workers:
-            return []
-        slots = self.groups[group]
-        busy = slots[self.slots["todo"][slots] != IDLE]
-        return [self._workers[number] for number in np.unique(busy % len(self._workers))]
 
     def close(self) -> None:
         self._stack.close()
@@ -198,15 +188,15 @@ def step_in_worker(
     goals: bool,
     path: str,
     count: int,
-    groups: Sequence[Int64Array],
+    own: Int64Array,
 ) -> None:
     """Serve `Environments`: a job that ends with its caller."""
-    made = {slot: known.make() for group in groups for slot in group}
+    made = {slot: known.make() for slot in own}
     record = _record(next(iter(made.values())).facts, goals)
     slots = np.memmap(path, record, "r+", shape=(count,)).view(np.ndarray)
     while True:
-        group = caller.receive()
-        _work(made, slots, groups[group])
+        caller.receive()
+        _work(made, slots, own)
         caller.send(None)
 
 
@@ -237,14 +227,11 @@ def play_episodes(
     slots["todo"] = IDLE
     playing = np.full(slots.size, -1, np.int64)  # slot -> episode; -1: none
     waiting = iter(range(len(seeds)))
-    for group in cycle(range(len(environments.groups))):
-        numbers = environments.groups[group]
-        if slots["todo"][numbers].any():
-            environments.receive(group)
-        begun = numbers[slots["todo"][numbers] == RESET]
+    while True:
+        begun = np.flatnonzero(slots["todo"] == RESET)
         if begun.size:
             policy.reset(begun, slots["goal"][begun] if goals else asked[playing[begun]])
-        stepped = numbers[slots["todo"][numbers] == STEP]
+        stepped = np.flatnonzero(slots["todo"] == STEP)
         if stepped.size:
             result, episodes = slots[stepped], playing[stepped]
             if isinstance(policy, Policy):  # data have what was done, within the bounds
@@ -260,22 +247,21 @@ def play_episodes(
             if over.any():
                 playing[stepped[over]] = -1
                 on_episode(int(over.sum()))
-        slots["todo"][numbers] = IDLE
-        active = numbers[playing[numbers] >= 0]
+        slots["todo"] = IDLE
+        active = np.flatnonzero(playing >= 0)
         if active.size:
             chosen = finite_actions(policy.act(slots["observation"][active], active))
             slots["action"][active] = facts.bounded(chosen)
             slots["todo"][active] = STEP
             for slot in active[playing[active] < keep_actions]:
                 kept[playing[slot]].append(slots["action"][slot].copy())
-        for slot, episode in zip(numbers[playing[numbers] < 0], waiting, strict=False):
+        for slot, episode in zip(np.flatnonzero(playing < 0), waiting, strict=False):
             playing[slot] = episode
             slots["seed"][slot], slots["todo"][slot] = seeds[episode], RESET
             if goals:
                 slots["task"][slot] = targets[episode]
-        if slots["todo"][numbers].any():
-            environments.send(group)
-        elif not slots["todo"].any():
+        if not slots["todo"].any():
             break
+        environments.step()
     actions = tuple(np.array(episode) for episode in kept)
     return Episodes(returns=returns, lengths=lengths, terminated=terminated, actions=actions)

@@ -15,7 +15,7 @@ from gear_offline.core.files import check_new_file, write_error
 from gear_offline.core.text import say
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import GearError, InputError, given_path, json_options
-from gear_offline.evaluation.environments import import_modules, say_version
+from gear_offline.evaluation.environments import import_modules, say_left_out, say_version
 from gear_offline.evaluation.play import (
     EvaluationTask,
     asked_returns,
@@ -98,6 +98,7 @@ def evaluate(
     import_modules(typed, trained.recipe.environments, run=trained.run or run)
     how = None if environment_options is None else json_options(environment_options)
     tasks = _chosen_tasks(trained, environment, how, targets)
+    say_left_out(how, trained.recipe.evaluate.environment_options, quiet=quiet)
     for index, task in enumerate(tasks):
         count = (task.episodes or EPISODES) if episodes is None else episodes
         tasks[index] = replace(task, episodes=count, seed=task.seed if seed is None else seed)

@@ -1,16 +1,19 @@
 """The evaluations of a run while it trains: who plays them, what waits, what is recorded.
 
-Each one that is due is played from beginning to end by one worker process, or by the training
-process, which waits: with the same device and number of threads the returns are the same.  The
-weights are those of a checkpoint, which stays until its result is there; a run that was killed
-meanwhile finds it again and plays it.  Results are recorded in the order of steps.  When more are
-outstanding than allowed, the next one waits for room: leaving evaluations out would make the result
-of a run depend on its machine's speed.  One that fails is recorded as failed, training goes on.
+Each one that is due is played from beginning to end by one worker process, on a GPU by a thread of
+the training process, or by that process, which waits: with the same device and number of threads
+the returns are the same.  Two processes would get a GPU by turns of milliseconds; two streams of
+one share it.  The weights are those of a checkpoint, which stays until its result is there; a run
+that was killed meanwhile finds it again and plays it.  Results are recorded in the order of steps.
+When more are outstanding than allowed, the next one waits for room: leaving evaluations out would
+make the result of a run depend on its machine's speed.  One that fails is recorded as failed,
+training goes on.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,13 +28,21 @@ from gear_offline.core.text import count_text, finite
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import known_of
-from gear_offline.evaluation.play import EvaluationTask, known_to, play_job, tasks_of
+from gear_offline.evaluation.play import (
+    EvaluationTask,
+    evaluate_tasks,
+    known_to,
+    play_job,
+    tasks_of,
+)
+from gear_offline.evaluation.rollout import Environments
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.progress import Progress
 from gear_offline.runs.run import best_of
 from gear_offline.training.checkpoint import Keep, list_checkpoints
 from gear_offline.training.json_lines import AppendedFile
 from gear_offline.training.records import EvaluationReport, read_lines
+from gear_offline.training.trained import find_trained
 from gear_offline.workers import Caller, WorkerPool
 
 if TYPE_CHECKING:
@@ -50,10 +61,10 @@ GPU_PARAMETERS = 200_000_000  # a copy of a larger model may find no memory besi
 class EvaluationPlan:
     """How a run's evaluations are played."""
 
-    workers: int  # processes in the background; 0: in the training process
+    workers: int  # processes in the background, on a GPU a thread; 0: the training process waits
     threads: int  # of torch on the CPU where they are played; sums over more differ in last bits
     device: torch.device  # where the policy runs
-    cores: int | None = 1  # of one, on which environments step; None: all
+    cores: int | None = 1  # on which environments of an evaluation step; None: all
 
 
 def plan_evaluations(
@@ -88,10 +99,8 @@ def plan_evaluations(
     threads = max(1, min(MOST_THREADS, spare // 2)) if on_gpu else train.threads or 1
     workers = max(1, min(MOST_WORKERS, spare // (2 * threads)))
     if where.type == "cuda":
-        workers, threads = min(2, spare // 2) or 1, 1  # one starts while the other one plays
-    workers = settings.workers or workers
-    cores = max(1, spare // workers - 1) if where.type == "cuda" else 1
-    return EvaluationPlan(workers=workers, threads=threads, device=where, cores=cores)
+        return EvaluationPlan(workers=1, threads=1, device=where, cores=max(2, spare - 1))
+    return EvaluationPlan(workers=settings.workers or workers, threads=threads, device=where)
 
 
 @dataclass
@@ -119,8 +128,10 @@ class RunEvaluations(Closing):
             parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
             concurrent_runs=run.concurrent_runs,
         )
-        # its first process is there when training has been compiled
-        self._pool = WorkerPool(self.plan.workers, threads=self.plan.threads, first=__name__)
+        self._on_gpu = self.plan.device.type == "cuda"
+        self._pool = WorkerPool(self.plan.workers, threads=self.plan.threads)
+        self._thread = threading.Thread()  # plays on a GPU, where these are kept:
+        self._made: dict[str, Environments] = {}
         self._queue: dict[int, _Waiting] = {}  # by step, ascending
         self._polled = 0.0
         file = run.path / "evaluations.jsonl"
@@ -198,12 +209,45 @@ class RunEvaluations(Closing):
                 waiting.played = ended.get(waiting.job, waiting.played)
                 continue
             is_saved = self._run.saver.path(step).is_dir()
-            if waiting.played is None and is_saved and self._pool.has_room:
+            has_room = not self._thread.is_alive() if self._on_gpu else self._pool.has_room
+            if waiting.played is None and is_saved and has_room:
                 try:
-                    waiting.job = self._pool.submit(f"{__name__}:play_nicely", *self._job(step))
-                except GearError as error:
+                    if self._on_gpu:
+                        self._play_beside(step, waiting)
+                    else:
+                        waiting.job = self._pool.submit(f"{__name__}:play_nicely", *self._job(step))
+                except Exception as error:
                     waiting.played = error
         self._record_played()
+
+    def _play_beside(self, step: int, waiting: _Waiting) -> None:
+        """Play in a thread; this one captures graphs, when it launches no steps.
+
+        Capturing resets random numbers of the GPU that steps under way would read.
+        """
+        tasks, device = [task.settled("cuda") for task in self._tasks], str(self.plan.device)
+        with torch.random.fork_rng(devices=[]):
+            trained = find_trained(self._run.saver.path(step))
+        policies = {task.name: trained.policy(task.name or None, device) for task in tasks}
+        for task in tasks:
+            if task.name not in self._made:
+                self._made[task.name] = task.make(self.plan.cores)
+            policies[task.name].capture(len(self._made[task.name].slots))
+
+        def play() -> None:
+            try:
+                report = evaluate_tasks(lambda task: policies[task.name], tasks, made=self._made)
+                waiting.played = report.model_copy(update={"device": device})
+            except Exception as error:
+                self._close_made()
+                waiting.played = error
+
+        self._thread = threading.Thread(target=play, daemon=True)
+        self._thread.start()
+
+    def _close_made(self) -> None:
+        while self._made:
+            self._made.popitem()[1].close()
 
     def _record_played(self) -> None:
         """Record the results that are there, in the order of steps."""
@@ -258,7 +302,7 @@ class RunEvaluations(Closing):
         while self._queue and self._run.stop.signal_name is None:
             self.wait()
         if self._queue:
-            self._pool.close()
+            self._end()
 
     def sync(self) -> None:
         """Make what is recorded survive a power loss."""
@@ -266,8 +310,14 @@ class RunEvaluations(Closing):
 
     def close(self) -> None:
         """End the processes; what is outstanding is left to a resumed run."""
-        self._pool.close()
+        self._end()
         self._file.close()
+
+    def _end(self) -> None:
+        self._pool.close()
+        self._close_made()  # whoever plays there hears of it
+        if self._thread.is_alive():
+            self._thread.join()
 
 
 def play_nicely(caller: Caller, *job: Any) -> EvaluationReport:

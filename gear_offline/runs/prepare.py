@@ -20,8 +20,7 @@ import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, DataSettings
-from gear_offline.convert.conversion import convert, options_text
-from gear_offline.convert.origin import changed_files
+from gear_offline.convert.conversion import changed_files, convert, options_text
 from gear_offline.core.files import check_folder, turn_of
 from gear_offline.core.hub import is_there
 from gear_offline.core.system import available_bytes
@@ -32,7 +31,13 @@ from gear_offline.dataset.scores import reference_scores
 from gear_offline.dataset.statistics import distribution
 from gear_offline.distributed.world import World, resolve_device
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.evaluation.environments import EnvironmentFacts, Options, probe, say_version
+from gear_offline.evaluation.environments import (
+    EnvironmentFacts,
+    Options,
+    probe,
+    say_left_out,
+    say_version,
+)
 from gear_offline.evaluation.play import check_sizes
 from gear_offline.loaders.from_recipe import loader_options, open_data, open_one, recipe_sampler
 from gear_offline.models.decision_transformer import beyond_tanh
@@ -384,6 +389,7 @@ def _probe_environment(
     elif options and recipe.evaluate.environment_options is None:
         how = ", ".join(f"{key}={value}" for key, value in options.items())
         say(f"evaluation in {name} as the data say: {how}", quiet=quiet)
+    say_left_out(options, dataset.environment_options, quiet=quiet)
     return facts, whole
 
 

@@ -185,7 +185,7 @@ def end_flags(episode: Mapping[str, Any], where: str = "an episode") -> dict[str
         if (inside := np.flatnonzero(flags[name][:-1])).size:
             what = f"true at step {inside[0]} of {len(rows)}, where the episode goes on"
             raise _in_column(what, where, "cut the episode there, or rename the column", name)
-    return {name: bool(rows[-1]) for name, rows in flags.items()}
+    return {name: bool(rows[-1:].any()) for name, rows in flags.items()}
 
 
 def _read_episode(episode: Mapping[str, Any], where: str) -> Columns:

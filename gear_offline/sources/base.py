@@ -14,7 +14,7 @@ Shape legend: N rows (steps), E episodes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -59,11 +59,10 @@ class SourceInfo:
 
 def own_scores(facts: Mapping[str, Any], name: str) -> ReferenceScores | None:
     """Return the reference scores of a source's own facts, as Minari calls them."""
-    try:
+    with suppress(KeyError, TypeError, ValueError):
         low, high = (float(facts[f"ref_{end}_score"]) for end in ("min", "max"))
         return ReferenceScores(name=name, minimum=low, maximum=high) if low < high else None
-    except (KeyError, TypeError, ValueError):
-        return None
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -81,7 +81,7 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
     if not sources:
         raise misfit("no source to join", remedy="give at least one")
     parts = [(source.info.uri, kinds_of(source)) for source in sources]
-    needed, remedy = ("observations", "actions", "rewards"), "take shared columns: --columns"
+    needed, remedy = ("observations", "actions", "rewards"), "write them alike, or convert apart"
     columns, left_out = common_columns(parts, needed, where="sources to join", remedy=remedy)
     infos = [source.info for source in sources]
     texts = [(i.uri, text) for i in infos for text in i.attributes.get("warnings", ())]
@@ -175,10 +175,12 @@ def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
 def frames_turned(source: Source) -> Source:
     """Return `source` with the channels of observed frames last, as encoders and videos have them.
 
-    They are uint8 of shape (C, h, w) a step; a stack of grey frames is one with as many channels.
+    They are uint8 or uint16 of shape (C, h, w) a step; a stack of grey frames is one with as many
+    channels.
     """
     groups = ("observations", "next_observations")
-    observed = [c for c in source.spec if c.name.split("/")[0] in groups and c.dtype == np.uint8]
+    kept = [c for c in source.spec if c.name.split("/")[0] in groups]
+    observed = [c for c in kept if c.dtype in (np.uint8, np.uint16)]
     turned = {c.name: channels_last(c.shape) for c in observed}
     first = {name: shape for name, shape in turned.items() if shape != source.spec[name].shape}
     if not first:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, reduce
 from itertools import pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,24 +22,29 @@ from gear_offline.sources.input_files import misfit
 
 MARK = re.compile(r"(starts|lengths|ids|first|last):([^|=]+)(?:=(-?[0-9.]+))?")
 UNIONS = ("dones", "done", "next.done")  # may be true at time limits too
-TERMINAL_FLAGS = ("terminals", "terminations", "terminated", "is_terminal", *UNIONS)
+TERMINAL_FLAGS: tuple[str, ...] = ("terminals", "terminations", "terminated", "is_terminal")
+TERMINAL_FLAGS += ("terminal", "termination", "terminateds", *UNIONS)
 TIME_FLAGS: tuple[str, ...] = ("timeouts", "truncations", "truncated", "is_last", "next.truncated")
 TIME_FLAGS += ("TimeLimit.truncated", "infos/TimeLimit.truncated", "episode_terminals")
+TIME_FLAGS += ("timeout", "time_outs", "is_timeout", "is_truncated", "truncation", "truncateds")
 FLAGS = (*TERMINAL_FLAGS, *TIME_FLAGS)
 TERMINATION, EITHER, LIMIT = range(3)
 MEANING = dict.fromkeys(TERMINAL_FLAGS, TERMINATION) | dict.fromkeys(TIME_FLAGS, LIMIT)
 MEANING |= dict.fromkeys(UNIONS, EITHER)
 SCALARS = ("rewards", *FLAGS)  # (N, 1) is read as one number a step
 PAIRS = {"terminals": "timeouts", "terminations": "truncations", "terminated": "truncated"}
-PAIRS |= {"is_terminal": "is_last"}
+PAIRS |= {"is_terminal": "is_last", "terminal": "timeout", "termination": "truncation"}
+PAIRS |= {"terminateds": "truncateds"}
 BLOCK_ROWS = 1 << 20  # of a column in memory
 CUTS = "-as-truncations"
+NO_TERMINATION = "no flag tells a termination: every episode counts as truncated"
+_NUMBER = r"-?[0-9.]+(e[+-]?[0-9]+)?"
 ARTIFICIAL = f"terminals{CUTS}"
 SPLIT, ONLY = "done-and-timeout", "done-only"
 CONVENTIONS = (SPLIT, ONLY, *(f"{flag}{CUTS}" for flag in TERMINAL_FLAGS))
 KNOWN = ", ".join((*FLAGS, SPLIT, ONLY, ARTIFICIAL, "steps=N, starts:COLUMN, lengths:, ids:"))
 _ROW_MARKS = (  # names of columns that tell where episodes are, and the part of a rule for them
-    (r"(.*/)?(is_first|episode_start)", "first:{}"),
+    (r"(.*/)?(is_first|episode_starts?)", "first:{}"),
     (r"(.*/)?step_type", "last:{}=2"),
     (r"(.*/)?(episode|traj(ectory)?|demo)(_?(id|idx|index|number|num))?", "ids:{}"),
 )
@@ -142,14 +148,15 @@ def split_episodes(
     if its last row bears a terminal flag, which wins over a timeout on the same row.  Rows behind
     the last end form an episode that is truncated.
     """
-    true = cache(lambda name: _true_rows(table[name], name, where))
+    asked, (rule, values) = rule, _with_values(rule)
+    true = cache(lambda name: _true_rows(table[name], name, where, values.get(name), flags))
     untold, note = _untold(table, rows) if rule is None else {}, ""
     if rule is None:
         rule, note = default_rule(flags, true)
         if not rule:
-            remedy = "add terminals and timeouts, or dones; or give --rule 'steps=N', or none"
+            remedy = "give --rule 'steps=N', or none; flags are called terminals, timeouts, dones"
             for mark in [*untold, *row_marks(table)][:1]:
-                remedy = f"give --ends {mark}"
+                remedy = f"give --ends {mark}; in Python rule={mark!r}"
             raise InputError("COLUMN", "no column tells where episodes end", where, remedy)
     parsed = Rule.parse(rule, table, where)
     told = {*flags} - {mark[2] for mark in parsed.marks}
@@ -172,7 +179,12 @@ def split_episodes(
     lengths = np.diff(last, prepend=np.int64(-1))
     terminated = parsed.terminated(last, lengths, true)
     terminated[-1] &= not tail
-    return rule, lengths, terminated, tail, [note] if note else []
+    notes = [note] if note else []
+    if asked and not parsed.terminals and CUTS not in asked:
+        notes.append(NO_TERMINATION)
+    if parsed.marks:
+        notes += _inside({name: true(name) for name in told}, last)
+    return asked or rule, lengths, terminated, tail, notes
 
 
 def judge_ends(
@@ -182,14 +194,14 @@ def judge_ends(
 
     Of `flags`, columns as of `split_episodes`, the values at the last steps count.
     """
-    last, true = np.cumsum(lengths) - 1, cache(lambda name: _true_rows(flags[name], name, where))
+    last, (rule, values) = np.cumsum(lengths) - 1, _with_values(rule)
+    true = cache(lambda name: _true_rows(flags[name], name, where, values.get(name)))
     if rule:
         return Rule.parse(rule, flags, where).terminated(last, lengths, true), []
-    inside = {name: np.setdiff1d(true(name), last).size for name in flags}
-    notes = [f"{n} is true at {k:,} steps that end no episode" for n, k in inside.items() if k]
+    notes = _inside({name: true(name) for name in flags}, last)
     if not {*flags} & {*TERMINAL_FLAGS}:
         if not any(np.isin(last, true(name)).all() for name in flags):
-            notes.append("no flag tells a termination: every episode counts as truncated")
+            notes.append(NO_TERMINATION)
         return np.zeros(last.size, np.bool_), notes
     text, note = default_rule(flags, lambda name: np.intersect1d(true(name), last))
     parsed = Rule.parse(text, flags, where)
@@ -199,9 +211,25 @@ def judge_ends(
     return ended, notes if enough or not note else [*notes, note]
 
 
-def flag_values(values: Array, name: str, where: str, first: int = 0) -> BoolArray:
-    """Return rows `first` on of a flag as (n,) bools; refuse what is neither 0 nor 1."""
-    rows = values.reshape(len(values), -1)
+def _with_values(rule: str | None) -> tuple[str | None, dict[str, str]]:
+    """Return a rule without the values of ``FLAG=VALUE``, at which a flag is true; and those."""
+    parts = [part.partition("=") for part in rule.split("|")] if rule else []
+    values = {n: value for n, _, value in parts if n in FLAGS and re.fullmatch(_NUMBER, value)}
+    texts = (name if name in values else f"{name}{equals}{value}" for name, equals, value in parts)
+    return rule and "|".join(texts), values
+
+
+def _inside(true: Mapping[str, Int64Array], last: Int64Array) -> list[str]:
+    """Return what to say of flags that are true at other rows than the `last` of episodes."""
+    inside = {name: np.setdiff1d(rows, last).size for name, rows in true.items()}
+    return [f"{n} is true at {k:,} steps that end no episode" for n, k in inside.items() if k]
+
+
+def flag_values(
+    values: Array, name: str, where: str, first: int = 0, flags: Collection[str] = ()
+) -> BoolArray:
+    """Return rows `first` on of one of `flags` as (n,) bools; refuse what is neither 0 nor 1."""
+    rows = values.reshape(len(values), prod(values.shape[1:]))
     if rows.shape[1] == 1 and (rows.dtype == np.bool_ or ((rows == 0) | (rows == 1)).all()):
         return np.asarray(rows[:, 0] != 0)
     remedy, missing = "give one true or false for each step", np.isnan(rows)
@@ -213,8 +241,10 @@ def flag_values(values: Array, name: str, where: str, first: int = 0) -> BoolArr
         values = np.unique(rows)
         what = f"{name} is no flag: it holds {', '.join(f'{v:g}' for v in values[:5])}"
         runs = 1 + np.count_nonzero(rows[1:] != rows[:-1])  # of an id each, or of other values
-        reads = f"ids:{name}" if runs == values.size else f"last:{name}={values[-1]:g}"
-        remedy = f"--ends {reads} may read it"
+        others = [flag for flag in flags if MEANING[flag] != MEANING.get(name)]
+        rule = "|".join([f"{name}={values[-1]:g}", *others])
+        reads = f"--ends ids:{name}" if runs == values.size > 2 else f"--rule '{rule}'"
+        remedy = f"{reads} may read it"
     raise misfit(what, where, remedy)
 
 
@@ -248,11 +278,13 @@ def _blocks(column: Any) -> Iterator[tuple[int, Array]]:
         yield row, np.asarray(part)
 
 
-def _true_rows(column: Any, name: str, where: str, value: str | None = None) -> Int64Array:
+def _true_rows(
+    column: Any, name: str, where: str, value: str | None = None, flags: Collection[str] = ()
+) -> Int64Array:
     """Return the rows at which a flag is true, or a column has a value."""
     parts = [np.zeros(0, np.int64)]
     for row, part in _blocks(column):
-        hits = flag_values(part, name, where, row) if value is None else part == float(value)
+        hits = flag_values(part, name, where, row, flags) if value is None else part == float(value)
         parts.append(np.flatnonzero(hits) + row)
     return np.concatenate(parts)
 

@@ -15,7 +15,7 @@ from gear_offline.errors import InputError
 from gear_offline.sources.base import Asked, Piece, Source, SourceInfo, own_scores
 from gear_offline.sources.columns import can_be_column, kinds_of_rows, some_names, split_names
 from gear_offline.sources.d4rl import D4rlFile
-from gear_offline.sources.episode_ends import FLAGS, chosen_flags, split_episodes
+from gear_offline.sources.episode_ends import FLAGS, MARK, chosen_flags, split_episodes
 from gear_offline.sources.hdf5 import Hdf5File
 from gear_offline.sources.input_files import misfit
 
@@ -81,6 +81,11 @@ def flat_source(
     table = {name: rows for name, rows in columns.items() if name not in flags.values()}
     table |= {new: columns[old] for new, old in {**names, **flags}.items() if old in columns}
     table = {**columns, **table, **(others or {})}
+    left_out = facts.get("left_out", {})
+    for mark in MARK.finditer(rule or ""):
+        if mark[2] in left_out and mark[2] not in table:
+            what = f"{mark[2]} is {left_out[mark[2]]}, and {mark[0]} asks for numbers"
+            raise InputError("COLUMN", what, where, "store it as whole numbers")
     rule, lengths, ended, tail, told = split_episodes(rule, table, flags, piece.steps, where=where)
     facts = {**facts, "unfinished_tail_steps": tail, "warnings": [*notes, *told]}
     kinds, origin = kinds_of_rows(columns), SourceInfo(rule=rule, attributes=facts, **info)

@@ -13,6 +13,7 @@ import glob
 import json
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -67,8 +68,7 @@ def open_lerobot(path: Path, asked: Asked) -> Source:
     columns, left_out = reader.columns({p for old in names.values() for p in split_names(old)})
 
     def read(part: Part, name: str, start: int, stop: int) -> Array:
-        with part.file.told():
-            return columns[name](part, start, stop)
+        return columns[name](part, start, stop)
 
     first = {name: read(reader.parts[0], name, 0, 1) for name in columns}
     kinds: dict[str, Any] = dict(kinds_of_rows(first))
@@ -123,13 +123,13 @@ class _Reader:
         for file in map(ParquetFile, files):
             self.parts += [Part(file, self.steps)] if file.rows else []
             self.steps += file.rows
-        self.firsts, numbers = runs(
+        firsts, numbers = runs(
             (first + row, step_rows(values, "episode_index", file.file.path))
             for file, first in self.parts
             for row, values in file.batches("episode_index")
         )
         self.episodes: list[int] = numbers.tolist()
-        self.bounds: list[int] = [*self.firsts.tolist(), self.steps]
+        self.bounds: list[int] = [*firsts.tolist(), self.steps]
         episodes = len(set(self.episodes))
         if not self.steps or counts != (self.steps, episodes):
             here = f"{count_text(self.steps, 'step')} of {count_text(episodes, 'episode')}"
@@ -194,7 +194,7 @@ class _Reader:
 
     def _video(self, name: str, places: list[Place], part: Part, start: int, stop: int) -> Array:
         times = self._numbers("timestamp", part, start, stop).reshape(-1).astype(np.float64)
-        number = int(np.searchsorted(self.firsts, start, side="right")) - 1
+        number = bisect_right(self.bounds, start) - 1
         frames = list[Array]()
         while self.bounds[number] < stop:
             file, begin = places[number]

@@ -87,7 +87,8 @@ def open_minari(path: Path, asked: Asked) -> Source:
         raise misfit(what, data, REMEDY)
     named = [(f"episode {number}", kinds) for number, (_, _, kinds) in parts]
     columns, others = common_columns(named, COLUMNS, where=data, remedy=REMEDY)
-    empty = total - len(parts)
+    empty = count_text(total - len(parts), "episode")
+    notes = [f"{empty} without steps left out"] * (total > len(parts))
     uri = asked.uri
     if not uri.startswith("minari:") and metadata.get("dataset_id"):
         uri = f"minari:{metadata['dataset_id']}"
@@ -108,8 +109,7 @@ def open_minari(path: Path, asked: Asked) -> Source:
                 "metadata": {k: metadata[k] for k in sorted(metadata) if k not in LONG},
                 "left_out": reader.left_out | others,
                 "unfinished_tail_steps": 0,
-                "warnings": [f"{count_text(empty, 'episode')} without steps left out"]
-                * (empty > 0),
+                "warnings": notes,
             },
         ),
     )

@@ -147,7 +147,10 @@ def _open(path: Path, asked: Asked) -> Source:
 
 def _judge(source: Source, asked: Asked) -> None:
     """Tell how stored episodes ended, by a rule or the flags of the user or the format."""
-    if asked.rule and not {*asked.rule.split("|")} & {*CONVENTIONS}:
+    parts = [part.partition("=") for part in (asked.rule or "").split("|")]
+    if asked.rule and not any(
+        n in (MEANING if is_valued else CONVENTIONS) for n, is_valued, _ in parts
+    ):
         what = f"boundary rule {asked.rule!r} does not apply to a format that stores episodes apart"
         remedy = "leave it out, or say how they ended: done-and-timeout|steps=N, done-only, "
         raise misfit(what, asked.uri, f"{remedy}FLAG-as-truncations")

@@ -21,7 +21,7 @@ from gear_offline.core.text import finite
 from gear_offline.errors import NO_SPACE, InputError
 
 MOST_STEPS = 1 << 62  # train.steps is below
-TAIL_BYTES = 1 << 20  # in which the last record is
+TAIL_BYTES = 64 << 10  # that mostly hold a record
 FILES = ("metrics.jsonl", "evaluations.jsonl")
 
 
@@ -35,8 +35,11 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def last_record(path: Path) -> dict[str, Any] | None:
-    """Return the last of the records; what is far before it is not read."""
-    return next((record for record, _ in deque(_records(path, after=-TAIL_BYTES), maxlen=1)), None)
+    """Return the last of the records; of a long file its end alone is read."""
+    for after in (-TAIL_BYTES, 0):
+        if last := deque(_records(path, after=after), maxlen=1):
+            return last[0][0]
+    return None
 
 
 def _records(path: Path, *, after: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
