@@ -61,12 +61,12 @@ docs:
 test: export OMP_NUM_THREADS = 1
 test:
 	@.ci/setup test
-	@$(PYTEST) -n 2 -m "not long" --durations 30
+	@$(PYTEST) -n 2 --dist worksteal -m "not long" --durations 30
 
 test-long: export OMP_NUM_THREADS = 1
 test-long:
 	@.ci/setup test
-	@$(PYTEST) -n 2 -m long
+	@$(PYTEST) -n 2 --dist worksteal -m long
 
 test-lowest: export OMP_NUM_THREADS = 1
 test-lowest:

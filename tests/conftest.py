@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +57,15 @@ def no_reports() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gear_offline.runs.report.write_report", lambda run, **_: Path(run))
         yield
+
+
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin worker processes as forks that have torch loaded already."""
+    from tests.forks import ForkedWorker
+
+    stand_in = SimpleNamespace(Popen=ForkedWorker, DEVNULL=None)
+    monkeypatch.setattr("gear_offline.workers.subprocess", stand_in)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,8 @@
 That process is multiprocessing's fork server.  It computes nothing, so it has no threads.
 """
 
+from __future__ import annotations
+
 import os
 import runpy
 import sys
@@ -10,15 +12,26 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 
+from gear_offline.workers import _serve
 from tests.support import ROOT
 
-SERVER = get_context("forkserver")
+SERVER: Any = get_context("forkserver")
 SERVER.set_forkserver_preload(["gear_offline.cli.main", "gear_offline.runs.loop", "tests.support"])
+
+
+def begin_server() -> None:
+    """Start the fork server if it does not run: what it imports is found in the checkout."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, map(str, (ROOT, *sys.path)))))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        forkserver.ensure_running()
 
 
 def run_forked(
@@ -28,10 +41,8 @@ def run_forked(
 
     Each is told its number as RANK.  The exit status is that of the first one that failed.
     """
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        patch.setenv("OMP_NUM_THREADS", "1")
-        forkserver.ensure_running()
+    begin_server()
+    with tempfile.TemporaryDirectory() as folder:
         shared, texts = {**os.environ, **variables}, [Path(folder, name) for name in ("out", "err")]
         programs = [
             SERVER.Process(target=_run, args=([*map(str, words)], shared | {"RANK": str(n)}, texts))
@@ -46,6 +57,31 @@ def run_forked(
             program.join()
         status = next(filter(None, (program.exitcode for program in programs)), 0)
         return CompletedProcess(words, status, *(text.read_text() for text in texts))
+
+
+class ForkedWorker:
+    """What `gear_offline.workers` asks of `subprocess.Popen`: its process is a fork."""
+
+    def __init__(self, words: Sequence[str], *, env: dict[str, str], **_: Any) -> None:
+        begin_server()
+        with Connection(os.dup(int(words[3]))) as connection:
+            self._process = SERVER.Process(target=_work, args=(connection, env))
+            self._process.start()
+        self.pid, self.kill = self._process.pid, self._process.kill
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        self._process.join()
+        return int(self._process.exitcode)
+
+
+def _work(connection: Connection[Any, Any], variables: Mapping[str, str]) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(variables)
+    _serve(connection)
 
 
 def _run(words: Sequence[str], variables: Mapping[str, str], texts: Sequence[Path]) -> None:

@@ -483,6 +483,7 @@ def interrupted(words: list[str], number: int, runs: list[Path]) -> int:
         thread.join()
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(
     ("command", "number", "runs", "said"),
     [

@@ -94,7 +94,7 @@ FRAMES = ((4, 5), np.uint8)
 KINDS = [((3,), d) for d in (np.float16, np.float32, np.float64, np.int64, np.uint8)]
 
 
-@settings(max_examples=15, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=10, phases=[Phase.explicit, Phase.generate])
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=25),
     context_length=st.integers(1, 30),

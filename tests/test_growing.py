@@ -235,6 +235,7 @@ def played(tmp_path: Path) -> Path:
     return played_data(tmp_path / "played")
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_learner_and_its_actors_wait_for_each_other(played: Path, tmp_path: Path) -> None:
     """Two actors in processes of their own; the run repeats from what it has written."""
     acting = ("evaluate.targets=[3]", f"evaluate.environment={ENVIRONMENT}")

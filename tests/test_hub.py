@@ -208,15 +208,16 @@ def test_a_folder_here_wins_and_a_path_is_never_asked_for_there(
 
 
 def test_a_process_of_its_own_finds_the_hub_by_the_environment(
-    hub: StandIn, run: Path, tmp_path: Path
+    hub: StandIn, tmp_path: Path
 ) -> None:
-    go.load_policy(run, device="cpu").push_to_hub("me/pend", private=True)
+    data = make_dataset(tmp_path, [9, 30, 4])
+    assert main(["push", str(data.path), "hub:me/data", "--private"]) == 0
     (tmp_path / "home").mkdir()
     variables = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
     variables["HF_HOME"] = str(tmp_path / "home")
-    words = ("-m", "gear_offline", "export-policy", "hub:me/pend", tmp_path / "p")
+    words = ("-m", "gear_offline", "convert", "hub:me/data", tmp_path / "copy")
     run_python(*words, variables=variables, check=True)
-    assert go.load_policy(tmp_path / "p", device="cpu").facts.step == 20
+    assert go.open_dataset(tmp_path / "copy").episodes.lengths.tolist() == [9, 30, 4]
 
 
 TOKEN = "hf_stand_in"

@@ -138,6 +138,7 @@ def test_a_run_begins_with_the_weights_and_scales_of_another(data: Path, tmp_pat
         go.train(wide, out=tmp_path / "wide", quiet=True)
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_actors_draw_and_ask_for_the_target(tmp_path: Path) -> None:
     path = played_data(tmp_path / "played")
     recipe = tiny_recipe(path, *POLICY, "data.admit_every=10", "evaluate.targets=[3]")
