@@ -132,14 +132,14 @@ def _map_episodes(source: Source, function: EpisodeFunction, numbers: Sequence[i
         begin, end = firsts[index : index + 2]
         bounds = offsets[begin : end + 1] - offsets[begin]
         read = _read(source, int(offsets[begin]), int(offsets[end]))
-        made = {n: np.empty((bounds[-1], *shape), dtype) for n, (dtype, shape) in own.items()}
+        arrays = {n: np.empty((bounds[-1], *shape), dtype) for n, (dtype, shape) in own.items()}
         for number, (a, b) in zip(numbers[begin:end], pairwise(bounds.tolist()), strict=True):
             changed = _call(function, {n: rows[a:b] for n, rows in read.items()}, number)
             here = f"episode {number}", row_kinds(changed)
             common_columns([(f"episode {numbers[0]}", own), here], remedy=SAME)
             for name, rows in changed.items():
-                made[name][a:b] = rows
-        return read | made
+                arrays[name][a:b] = rows
+        return read | arrays
 
     def read_made(index: int, column: str, start: int, stop: int) -> Array:
         return window(index)[column][start:stop]
