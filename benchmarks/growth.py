@@ -61,7 +61,7 @@ def episode_of_shards(path: Path, shards: int) -> Call:
 def batch(path: Path, episodes: int) -> Call:
     data = dataset(path / "d", episodes=episodes)
     loader = go.GearLoader(data, batch_size=64, context_length=5, device="cpu")
-    return partial(next, loader)
+    return partial(loader.batch_at, 7)
 
 
 def last_step(path: Path, records: int) -> Call:
