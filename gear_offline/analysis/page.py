@@ -31,7 +31,7 @@ DASHES = ("-", "--", ":")  # of strategies beyond the number of colours
 
 
 def drawn_cells(draws: Draws) -> dict[str, str]:
-    """Return what a strategy drew by heading; page.html.j2 says what the headings mean."""
+    """Return the figures of a strategy's draws by heading; page.html.j2 explains the headings."""
     return {
         "starts drawn": _percent(draws.coverage_starts),
         "steps shown": _percent(draws.coverage_steps),
@@ -45,7 +45,7 @@ def drawn_cells(draws: Draws) -> dict[str, str]:
 
 
 def learned_cells(outcome: Outcome) -> dict[str, str]:
-    """Return what a trained strategy came to, by heading."""
+    """Return the results of a trained strategy by heading."""
     versus = outcome.versus
     return {
         "return": str(outcome.final or "-"),
@@ -79,7 +79,7 @@ def _drawn(comparison: Comparison) -> dict[str, Draws]:
 
 
 def _remarks(comparison: Comparison) -> list[str]:
-    """Return what was measured, then a line on each strategy and each run that failed."""
+    """Describe the measurement, then each strategy and each run that failed, a line each."""
     data = comparison.data
     measured = (
         f"{count_text(data.episodes, 'episode')}, {count_text(data.steps, 'step')}; "

@@ -37,7 +37,7 @@ MOST_TEXT = 24  # characters of an option in a label
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """What a strategy drew; page.html.j2 says what each figure means."""
+    """Figures of a strategy's draws; page.html.j2 explains each."""
 
     draws: int
     coverage_starts: float
@@ -54,7 +54,7 @@ class Draws:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What strategies draw from."""
+    """The data that strategies draw from."""
 
     path: str
     episodes: int
@@ -76,7 +76,7 @@ class Strategy:
 
 
 def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[Strategy]:
-    """Return what to compare, as `compare_strategies` takes it; the recipe's own strategy first."""
+    """Parse the strategies that `compare_strategies` is asked for; the recipe's own comes first."""
     items = DEFAULT if asked is None else asked
     if isinstance(items, str) and items.strip().endswith((".yaml", ".yml")):
         if not isinstance(items := read_yaml(Path(in_home(items.strip()))), list):
@@ -119,7 +119,7 @@ def _unusable(what: str, remedy: str) -> InputError:
 
 
 def describe(dataset: TableData) -> Data:
-    """Return what there is to draw from; returns that are not finite are refused (``COLUMN``)."""
+    """Describe the data to draw from; refuse returns that are not finite (``COLUMN``)."""
     returns, lengths = dataset.returns, dataset.episodes.lengths
     if bad := int((~np.isfinite(returns)).sum()):
         what = f"{count_text(bad, 'episode')} with a return that is NaN or infinite"
@@ -185,7 +185,7 @@ def measure(
 
 
 def _covered(starts: Int64Array, lengths: Int64Array) -> int:
-    """Return how many steps lie in at least one of the windows."""
+    """Count the steps that lie in at least one of the windows."""
     order = np.argsort(starts)
     first, last = starts[order], (starts + lengths)[order]
     reached = np.maximum.accumulate(last)

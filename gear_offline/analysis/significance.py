@@ -3,9 +3,9 @@
 Trials of one seed are pairs: they begin with the same weights and are played from the same start
 states.  Two tests look at the differences of the pairs:
 
-- the paired t test, which takes the differences for draws of a normal distribution;
-- the sign-flip permutation test, which only takes them for symmetric around zero when there is no
-  effect.  With n pairs its p cannot be below 2 / 2^n: 0.25 for three.
+- The paired t test takes the differences for draws of a normal distribution.
+- The sign-flip permutation test only takes them for symmetric around zero when there is no effect.
+  With n pairs its p cannot be below 2 / 2^n: 0.25 for three.
 
 Several settings compared with one baseline get Holm's correction of the t tests.
 
@@ -37,7 +37,7 @@ SEED = 20_261_121  # of flips and bootstraps: the same results give the same fig
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What the differences of n pairs say, setting minus baseline.
+    """The differences of n pairs, setting minus baseline, and their tests.
 
     Nothing is known of their spread with one pair, or where all of them are equal.
     """
@@ -63,7 +63,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the complete trials of one setting came to, by their last evaluations."""
+    """The results of one setting's complete trials, by their last evaluations."""
 
     label: str
     seeds: tuple[int, ...]
@@ -78,7 +78,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Document):
-    """What strategies draw and, if trained, what they came to; ``strategies.json`` holds it."""
+    """The draws of strategies and, if trained, their results; ``strategies.json`` holds it."""
 
     recipe: str
     seed: int
@@ -179,8 +179,8 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
 def iqm_interval(scores: Float64Array) -> tuple[float, float | None, float | None]:
     """Return the interquartile mean of `scores` (n, T) and its 95 % interval, as rliable does.
 
-    The mean of the middle half of all scores; the percentile bootstrap draws n seeds anew for each
-    task (Agarwal et al., "Deep Reinforcement Learning at the Edge of the Statistical Precipice",
+    The mean is that of the middle half of all scores.  The percentile bootstrap draws n seeds anew
+    for each task (Agarwal et al., "Deep Reinforcement Learning at the Edge of the Statistical Precipice",
     NeurIPS 2021).  There is no interval of fewer than three seeds.
     """
     middle = float(stats.trim_mean(scores, 0.25, axis=None))

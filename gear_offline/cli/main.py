@@ -455,7 +455,7 @@ def blame(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Tell which data were in the batches of a spike of the loss; alone: where it spikes."""
+    """Find the data in the batches of a loss spike; without batches: list the spikes."""
     if batches is None:
         spikes = go.find_spikes(run)
         texts = [str(one) for one in spikes[:20]] or ["the logged loss has no spike"]

@@ -1,4 +1,4 @@
-"""What commands share: arguments, options of more than one word or number, examples in a help.
+"""Parts that commands share: arguments, options of several words or numbers, help examples.
 
 Examples are lines of at most 76 columns, so that they can be copied.
 """

@@ -41,7 +41,7 @@ RECENT = 20  # episodes of the mean that is shown
 
 @dataclass(frozen=True, kw_only=True)
 class ActReport(Document):
-    """What actors have appended; `mean_return` is None where no episode was played.
+    """The episodes that actors appended; `mean_return` is None where no episode was played.
 
     `waiting`: episodes that the run has not admitted yet.
     """

@@ -65,7 +65,7 @@ class Recorded(Document):
 
 @dataclass(frozen=True, kw_only=True)
 class MakerReport(Recorded):
-    """What a maker has recorded."""
+    """The recordings of one maker."""
 
     name: str  # the part of the quality
     algorithm: str  # what its policy was made with
@@ -74,7 +74,7 @@ class MakerReport(Recorded):
 
 @dataclass(frozen=True, kw_only=True)
 class CollectReport(Recorded):
-    """What `collect` has written."""
+    """The file that `collect` wrote."""
 
     path: Path  # the file
     environment_id: str  # Gymnasium id, with the version that was taken
@@ -311,7 +311,7 @@ def _attributes(report: CollectReport, seed: int) -> dict[str, Any]:
 
 
 def _metadata(makers: Sequence[_Maker], best: EpisodePolicy | None) -> dict[str, Array | str]:
-    """Return what stands beside the steps: who made each episode, and the weights."""
+    """Return the file's other contents: the maker of each episode, and the weights."""
     counts = [len(maker.recorded) for maker in makers]
     seeds = [episode.reset_seed for maker in makers for episode in maker.recorded]
     content: dict[str, Array | str] = {

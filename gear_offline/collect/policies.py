@@ -1,4 +1,4 @@
-"""Who makes data, at which quality: random, linear policies, and an RL library's own.
+"""Policies that make data of a quality: random, linear, and an RL library's own.
 
 ``sb3:ALGORITHM`` or ``sbx:ALGORITHM``, e.g. ``sb3:PPO``, are trained on the spot by
 Stable-Baselines3 or its JAX sister, SBX.  Saved models are not read: those of these libraries hold

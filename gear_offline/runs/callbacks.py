@@ -1,4 +1,4 @@
-"""What a caller does while a run trains: a `Callback` is told what happens, and may end it."""
+"""Calls during training: a `Callback` is told of each event, and may end the run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Callback"]
 
 
 class Callback:
-    """What is called while `gear_offline.train` trains; derive from it what you need.
+    """Methods that `gear_offline.train` calls; override those you need in a subclass.
 
     All methods are called in the training process between two steps, on the first rank only.
-    `on_log`, `on_evaluation` and `on_checkpoint` may return True to ask for the run's end: a
-    checkpoint is saved, evaluations under way are waited for, and the run is summed up after the
-    step; resuming it goes on.  An exception ends the run with the error ``CALLBACK``.
+    `on_log`, `on_evaluation` and `on_checkpoint` may return True to ask for the run's end.  The run
+    saves a checkpoint, waits for evaluations under way, and is summed up after the step; resuming
+    it goes on.  An exception ends the run with the error ``CALLBACK``.
 
     Examples
     --------

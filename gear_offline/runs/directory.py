@@ -44,7 +44,7 @@ def run_and_start(
     resume: bool,
     checkpoint: str | int | None,
 ) -> tuple[Path, Path | None]:
-    """Return where the run of a `recipe` goes, and the checkpoint that it begins with.
+    """Return the directory for the run of a `recipe`, and the checkpoint that it begins with.
 
     It was `named` by itself, a file or a run (or its ``recipe.yaml``), which is resumed where it
     lies; the checkpoint is that run's.
@@ -68,7 +68,7 @@ def run_and_start(
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a directory is a run's, and not one in which somebody keeps a recipe."""
+    """Return true if a directory is a run's, and not one in which somebody keeps a recipe."""
     if not (folder / "recipe.yaml").is_file():
         return False
     # One that was killed at once has no metrics yet, one that was copied may have no hidden files.

@@ -81,7 +81,7 @@ def _open_on_ranks(recipe: Recipe, world: World, *, quiet: bool) -> Dataset:
 def open_growing(
     recipe: Recipe, sizes: ModelSizes, dataset: TableData, *, world: World, quiet: bool = False
 ) -> GrowingDataset | None:
-    """Return what lets the `dataset` of a resolved recipe grow by what actors append; else None."""
+    """Let the `dataset` of a resolved recipe grow by actors' episodes, if the recipe asks."""
     if recipe.data.admit_every is None:
         return None
     assert isinstance(dataset, Dataset), "data of several tasks do not grow"
@@ -359,10 +359,10 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
 def _probe_environment(
     recipe: Recipe, dataset: Dataset, options: Options | None, sizes: ModelSizes, *, quiet: bool
 ) -> tuple[EnvironmentFacts | None, ModelSizes]:
-    """Return what the environment to evaluate in is like, and sizes that it has, too.
+    """Return facts of the environment to evaluate in, and the sizes, which it may complete.
 
-    None, and that is said, where there is none: one that only the dataset names is made if that
-    imports nothing, and may be missing here.  So may any where nothing is played.
+    Without an environment the facts are None, and a line says so.  One that only the dataset names
+    is made if that imports nothing, and may be missing here.  So may any where nothing is played.
     """
     asked, plays = recipe.evaluate.environment, recipe.evaluate.episodes > 0
     name, facts, whole = asked or dataset.environment_id, None, sizes

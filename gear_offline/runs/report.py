@@ -43,7 +43,7 @@ MOST_NAMED = 4  # targets in a title
 
 @dataclass(frozen=True)
 class _Section:
-    """What the report says of one task, or of a run of one, whose `task` is empty."""
+    """The report's section on one task; in a run of one task `task` is empty."""
 
     task: str
     result: TaskResult | None

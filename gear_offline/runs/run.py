@@ -72,7 +72,7 @@ class Run(os.PathLike[str]):
 
     @property
     def recipe(self) -> Recipe:
-        """What it trains, with what was taken from the data filled in."""
+        """Its recipe, with the values that come from the data filled in."""
         return load_recipe(self.path / "recipe.yaml")
 
     @property
@@ -84,7 +84,7 @@ class Run(os.PathLike[str]):
 
     @property
     def metrics(self) -> Any:
-        """What training logged: a list of dicts, or a `pandas.DataFrame` where pandas is installed.
+        """The training log: a list of dicts, or a `pandas.DataFrame` where pandas is installed.
 
         ``step``, ``loss`` and more, a record every ``train.log_every`` steps; see
         docs/reference/run-files.md.
@@ -118,7 +118,7 @@ class Run(os.PathLike[str]):
         checkpoint: str | int | None = None,
         device: str = "auto",
     ) -> Policy:
-        """Return what acts; options and errors are those of `gear_offline.load_policy`."""
+        """Load its policy; options and errors are those of `gear_offline.load_policy`."""
         from gear_offline.training.trained import load_policy
 
         return load_policy(self.path, task, checkpoint=checkpoint, device=device)
@@ -130,7 +130,7 @@ class Run(os.PathLike[str]):
         return evaluate(self.path, **options)
 
     def facts(self) -> dict[str, str]:
-        """Return what there is to say in short, by what it is."""
+        """Return short facts of the run by name."""
         recipe, best, last = self.recipe, self.best, self.last
         facts = {
             "recipe": f"{recipe.name}, seed {recipe.seed}",
@@ -142,7 +142,7 @@ class Run(os.PathLike[str]):
         return facts
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``runs show --json`` prints; ``RUN_DAMAGED`` if that cannot be read."""
+        """Return the document of ``runs show --json``; ``RUN_DAMAGED`` if it cannot be read."""
         row = _row(self.path, self.path)
         if row.error is not None:
             raise InputError("RUN_DAMAGED", row.error, where=row.path)
@@ -263,7 +263,7 @@ class RunList(Printed):
     rows: tuple[RunRow, ...]
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return what ``--json`` prints."""
+        """Return the document of ``--json``."""
         return [asdict(row) for row in self.rows]
 
     def print(self, *, console: Terminal | None = None) -> None:

@@ -1,8 +1,8 @@
 """Trackers: a run's metrics, evaluations and recipe in TensorBoard, trackio and Weights & Biases.
 
-Each says how far it has come with a run.  What it lacks is sent from the files of the run when it
-is opened, so a resumed run goes on in it without a gap and without a step twice, and `sync` only
-opens and closes it.
+Each says how far it has come with a run.  When it is opened, the records it lacks are sent from
+the files of the run.  So a resumed run goes on in it without a gap and without a step twice, and
+`sync` only opens and closes it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FILES: dict[str, tuple[str, Any]] = {  # kind of a value: its file, and what is 
 
 
 class Tracker(Protocol):
-    """What shows the values of a run: of a class in `TRACKERS`, made with the run and a project.
+    """A display of a run's values: a class in `TRACKERS`, made with the run and a project.
 
     It goes on with a run that it has, and shows the recipe.  `told` is the last step that it holds
     of each kind when it is opened: only later ones are sent, each once, in the order of a kind.
@@ -202,7 +202,7 @@ class Tracking(Callback):
 
 
 def trackings(settings: TrainSettings) -> list[Tracking]:
-    """Return what tells the trackers of a recipe."""
+    """Return the trackings of a recipe."""
     return [Tracking(name, settings.project) for name in dict.fromkeys(settings.trackers)]
 
 
@@ -258,7 +258,7 @@ def _values(kind: str, record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _run_id(run: Run) -> str:
-    """Return what tells a run from others of its name, also elsewhere; made when missing."""
+    """Return the run's id, unique among runs of its name anywhere; create it when missing."""
     path = run.path / "id"
     if not path.exists():
         write_file(path, secrets.token_hex(4).encode())

@@ -30,7 +30,7 @@ NO_SETTINGS = ("name", "description", "seed", "train.threads")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RunComparison(Printed, Document):
-    """What runs came to, side by side; prints as a table."""
+    """The results of runs, side by side; prints as a table."""
 
     table: Table  # a row a setting, over its seeds, the best one first
     runs: dict[str, str]  # path of each run, and the setting that it is of
@@ -143,7 +143,7 @@ def _without_returns(results: Sequence[TrialResult]) -> list[TrialResult]:
 
 
 def _trials(runs: Sequence[Run]) -> list[Trial]:
-    """Return what each run is among the others: the options in which its recipe differs."""
+    """Return each run as a trial, set apart by the options in which its recipe differs."""
     recipes = [run.recipe for run in runs]
     seeds, options = [one.seed for one in recipes], [flat(one.to_dict()) for one in recipes]
     auto = OptimizerSettings()  # what it comes to is no setting of its own

@@ -1,4 +1,4 @@
-"""What a sweep came to: `read_sweep` reads it, at any time, from ``sweep.json`` and the runs."""
+"""The results of a sweep: `read_sweep` reads them from ``sweep.json`` and the runs at any time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST_DOTTED = 40  # steps at which each seed has a dot
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SweepResult(Printed):
-    """What a sweep came to; prints as a table."""
+    """The results of a sweep; prints as a table."""
 
     path: Path  # directory of the sweep
     recipe: str  # its name
@@ -42,17 +42,17 @@ class SweepResult(Printed):
 
     @property
     def is_complete(self) -> bool:
-        """Whether every trial is complete."""
+        """True if every trial is complete."""
         return all(result.status == "complete" for result in self.trials)
 
     @property
     def remark(self) -> str:
-        """What the table leaves out."""
+        """A sentence on the runs that the table leaves out, or an empty text."""
         more = f"Not asked for last and not in the table: {count_text(self.others, 'more run')}."
         return more if self.others else ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
+        """Return the document of ``--json``."""
         trials = [
             {
                 **one.trial.model_dump(include={"name", "label", "settings"}),
@@ -89,7 +89,7 @@ class SweepResult(Printed):
 
 
 def read_sweep(path: str | os.PathLike[str]) -> SweepResult:
-    """Return what the sweep in a directory came to, of the trials of the last call."""
+    """Read the results of the sweep in a directory, for the trials of the last call."""
     directory = SweepDirectory(path)
     file = directory.read()
     results = [

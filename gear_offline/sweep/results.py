@@ -1,6 +1,6 @@
-"""What the trials of a sweep came to, read from their run directories, and the table over seeds.
+"""The results of a sweep's trials, read from their run directories, and the table over seeds.
 
-The interval of a mean is the two-sided Student t interval over seeds: it says how well the mean
+The interval of a mean is the two-sided Student t interval over seeds.  It says how well the mean
 over all seeds is known from these, not how far a single run may lie from it.
 """
 
@@ -47,7 +47,7 @@ TAIL_BYTES = 4096  # holds the last line of a run's metrics
 
 @dataclass(frozen=True, kw_only=True)
 class TrialResult:
-    """How one trial of a sweep stands."""
+    """The status and results of one trial of a sweep."""
 
     trial: Trial
     path: Path  # its run directory, as `train` writes it
@@ -103,7 +103,7 @@ class Table(Document):
 
     @property
     def notes(self) -> list[str]:
-        """What is not alike behind the means, in sentences."""
+        """Differences behind the means, in sentences."""
         steps = {row.label: row.steps[self.metric] for row in self.rows if self.metric in row.steps}
         pairs = ", ".join(f"{label} at step {step:,}" for label, step in [*steps.items()][:8])
         lacks = [
@@ -128,7 +128,7 @@ class Table(Document):
 
 
 def read_result(trial: Trial, path: Path, error: str | None = None) -> TrialResult:
-    """Return what a run directory says; `error` if the trial has failed."""
+    """Read the result of a trial from its run directory; `error` if the trial has failed."""
     metrics, done = read_lines(path / "metrics.jsonl", MetricsRecord), is_complete(trial, path)
     played = Run(path).played()
     return TrialResult(
@@ -151,7 +151,7 @@ def _curve(records: Sequence[Any], name: str) -> dict[int, float]:
 
 
 def is_complete(trial: Trial, path: Path) -> bool:
-    """Return whether a run has done all the steps of its trial and written its summary."""
+    """Return true if a run has done all the steps of its trial and written its summary."""
     summary = read_document(path / "summary.json", RunSummary)
     return summary is not None and summary.steps == trial.recipe.train.steps
 

@@ -125,7 +125,7 @@ def option_values(
 
 
 def _is_one(recipe: Recipe | str | os.PathLike[str], key: str, value: list[Any]) -> bool:
-    """Whether a list is itself the value of an option, as of ``evaluate.targets``."""
+    """Return true if a list is itself the value of an option, as of ``evaluate.targets``."""
     try:
         check_selection(load_recipe(recipe, {key: value}), "")
     except InputError:

@@ -1,4 +1,4 @@
-"""What learns: model, optimiser, batches and random numbers, one step at a time.
+"""The learner: model, optimiser, batches and random numbers, one step at a time.
 
 Everything a step depends on is in `Learner.tensors`, the model's parameters and the loader's
 state, so that a learner that takes them over goes on bit for bit.
@@ -191,7 +191,7 @@ class Learner:
 
     @property
     def step_kind(self) -> str:
-        """How steps are run on a GPU, and why, as a clause to print."""
+        """The way steps are run on a GPU, and the reason, as a clause to print."""
         if self.device.type != "cuda":
             return ""
         if not self.is_captured:
@@ -202,9 +202,9 @@ class Learner:
     def advance(self) -> None:
         """Do one optimiser step.
 
-        A loss that is not finite is `GearError` (``LOSS_NONFINITE``): on the CPU before the weights
-        are touched, on a GPU, which is not waited for at each step, at the next `report` or
-        `check`.  A collective that fails, whoever calls it, is ``RANK_LOST``.
+        A loss that is not finite is `GearError` (``LOSS_NONFINITE``).  The CPU raises it before it
+        touches the weights.  A GPU is not waited for at each step: the next `report` or `check`
+        raises it.  A collective that fails, whoever calls it, is ``RANK_LOST``.
         """
         if not self.is_captured:
             batch = self.take()
@@ -283,7 +283,7 @@ class Learner:
 
     @property
     def will_capture(self) -> bool:
-        """Whether the next step is captured as a CUDA graph before it is replayed."""
+        """True if the next step is captured as a CUDA graph before it is replayed."""
         return self.is_captured and self._part is None
 
     def check(self) -> None:
@@ -327,7 +327,7 @@ class Learner:
         return values
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint needs besides parameters and loader; moments as they lie."""
+        """Return a checkpoint's tensors besides parameters and loader; moments as they lie."""
         self.check()
         tensors = self.optimizer.state() | random_states(self.world, self.device)
         tensors["window"] = self.window.of_all(self.world)
@@ -403,7 +403,7 @@ def _normalized_by(dataset: Dataset, window: Window) -> Dataset:
 
 
 def _as_tensors(name: str, state: Mapping[str, Array]) -> dict[str, Tensor]:
-    """Return what a checkpoint keeps of a state of arrays."""
+    """Return a state of arrays as a checkpoint's tensors."""
     return {f"{name}/{key}": torch.from_numpy(value) for key, value in state.items()}
 
 

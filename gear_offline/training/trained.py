@@ -49,7 +49,7 @@ class TrainedModel:
     run: Path | None = None  # directory of the run, or of a checkpoint that was copied out of it
 
     def policy(self, task: str | None = None, device: torch.device | str = "cpu") -> Policy:
-        """Return what acts in the task, or in the only one; the model is moved to `device`."""
+        """Return the policy of the task, or of the only one; the model is moved to `device`."""
         model, recipe, window = self.model, self.recipe, self.window
         if task is not None or tasks_of_config(model.config):
             _, one = find_task(model, task)
@@ -82,7 +82,7 @@ def load_policy(
     revision: str | None = None,
     device: str = "auto",
 ) -> Policy:
-    """Return what acts: the policy of a run, which takes raw observations and asked returns.
+    """Load the policy of a run, which takes raw observations and asked returns.
 
     Parameters
     ----------
@@ -166,7 +166,7 @@ def find_trained(
 
 
 def _achieved(trained: TrainedModel, task: str | None) -> tuple[Achieved, ...]:
-    """Return what the newest evaluation of these weights in their run found."""
+    """Return the results of the newest evaluation of these weights in their run."""
     if trained.run is None:
         return trained.facts.achieved
     records: list[EvaluationReport | None] = []
