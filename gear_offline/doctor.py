@@ -112,8 +112,8 @@ def diagnose(*, seconds: float = SECONDS) -> dict[str, Any]:
     ]
     known = {name: ("core", f"pip install {name}") for name in CORE_PACKAGES} | OPTIONAL_PACKAGES
     packages = [
-        {"name": name, "version": (found := package_version(name)), "core": name in CORE_PACKAGES}
-        | {"for": purpose, "install": None if found else install}
+        {"name": name, "version": (version := package_version(name)), "core": name in CORE_PACKAGES}
+        | {"for": purpose, "install": None if version else install}
         for name, (purpose, install) in known.items()
     ]
     return {
@@ -178,8 +178,8 @@ def probe(code: str, *, seconds: float = SECONDS) -> Probe:
 
 def package_version(name: str) -> str | None:
     """Return the installed version of `name`, ``None`` when it is not installed."""
-    for found in versions(*WHEELS.get(name, (name,))).values():
-        return found
+    for version in versions(*WHEELS.get(name, (name,))).values():
+        return version
     # distributions of Linux install pyverbs without Python's metadata
     return "of the system" if name == "pyverbs" and find_spec(name) else None
 

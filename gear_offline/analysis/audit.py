@@ -121,8 +121,8 @@ def audit(
     'shared'
     """
     data, *others = (
-        one if isinstance(one, Dataset) else open_dataset(one, verify=False)
-        for one in (dataset, *against)
+        source if isinstance(source, Dataset) else open_dataset(source, verify=False)
+        for source in (dataset, *against)
     )
     steps, shared = _Steps(data), list[Finding]()
     total = sum(map(len, (data, *others)))
@@ -132,8 +132,8 @@ def audit(
             progress.advance(len(run))
         for other in others:
             columns = [name for name in COMPARED if name in other.spec]
-            theirs = {d for run in other.iter_runs(columns=columns) for d in _digests(other, *run)}
-            both = [e for e, digest in enumerate(steps.digests) if digest in theirs]
+            digests = {d for run in other.iter_runs(columns=columns) for d in _digests(other, *run)}
+            both = [e for e, digest in enumerate(steps.digests) if digest in digests]
             shared += _found("shared", both, f"of {len(data):,} are in {other.path} too")
             progress.advance(len(other))
     return Audit(

@@ -111,9 +111,9 @@ class Blame(Document):
         if self.spike is not None:
             text += f"; logged: {self.spike.loss:.3g}, before {self.spike.usual:.3g}"
         console.print(text)
-        print_table(console, HEADINGS, [one.cells() for one in self.episodes[:SHOWN]])
-        for one in self.episodes[:NAMED]:
-            console.print(f"{one.episode} is {one.source}", style="dim")
+        print_table(console, HEADINGS, [episode.cells() for episode in self.episodes[:SHOWN]])
+        for episode in self.episodes[:NAMED]:
+            console.print(f"{episode.episode} is {episode.source}", style="dim")
         if self.without is not None:
             skip = str(self.without).replace(" ", "")
             command = f"gear-offline train {typed(self.run)} --checkpoint {self.checkpoint}"
@@ -166,7 +166,7 @@ def blame(
     """Find the data in a range of a run's batches, and whether they explain a spike of its loss.
 
     The losses of their windows are computed without dropout, under the newest checkpoint that was
-    saved before them (else the oldest one).  They are compared with those of as many batches before.
+    saved before them (else the oldest), and compared with those of as many batches before.
 
     Parameters
     ----------
@@ -211,7 +211,7 @@ def blame(
     saved = list_checkpoints(opened.path / "checkpoints")
     if not saved:
         raise no_run(opened.path)
-    earlier = [one for one in saved if recipe.train.batch_of(one[0]) <= first]
+    earlier = [entry for entry in saved if recipe.train.batch_of(entry[0]) <= first]
     checkpoint = read_checkpoint((earlier or saved[:1])[-1][1], training=False)
     here: dict[str, Any] = {"device": device, "engine": "auto", "placement": "auto", "world": None}
     with GearLoader.from_recipe(recipe, **here) as loader:

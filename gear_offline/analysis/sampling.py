@@ -86,7 +86,7 @@ def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[
         items = [part for part in items.split(",") if part.strip()]
     if not items:
         raise _unusable("no strategy is named", "leave it out for the usual ones")
-    found: dict[tuple[str, str], Strategy] = {}
+    strategies: dict[tuple[str, str], Strategy] = {}
     for item in ({"strategy": recipe.selection.strategy, **recipe.selection.options}, *items):
         if isinstance(item, str):
             name, options = parse_strategy(item)
@@ -99,13 +99,13 @@ def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[
         label = options.pop("label", None)
         parse_options(name, options)
         key = name, str(sorted(options.items()))
-        if key not in found or label:  # the recipe's own one may be given a label, too
+        if key not in strategies or label:  # the recipe's own one may be given a label, too
             label = str(label or _label(name, options))
-            found[key] = Strategy(label=label, strategy=name, options=options)
-    labels = [one.label for one in found.values()]
+            strategies[key] = Strategy(label=label, strategy=name, options=options)
+    labels = [strategy.label for strategy in strategies.values()]
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise _unusable(f"two strategies are called {twice[0]!r}", "give each a label of its own")
-    return list(found.values())
+    return list(strategies.values())
 
 
 def _label(name: str, options: Mapping[str, Any]) -> str:

@@ -104,8 +104,8 @@ def complete_recipe(incomplete: str) -> list[str]:
 def complete_run(incomplete: str) -> list[str]:
     """Return run directories that begin so, also those one folder further down."""
     below = ("*/recipe.yaml", "*/*/recipe.yaml")
-    found = [path for end in below for path in glob(escape(incomplete) + end)]
-    return sorted(os.path.dirname(path) for path in found)
+    recipes = [path for end in below for path in glob(escape(incomplete) + end)]
+    return sorted(os.path.dirname(path) for path in recipes)
 
 
 def complete_option(incomplete: str) -> list[str]:

@@ -194,8 +194,8 @@ def collect(
             train_steps=used,
         )
         _check_gate(gate, max(maker.mean_return for maker in report.makers), environment)
-        made = {"env_options": json.dumps(how)} if how else {}
-        facts = {"asked": text, **_attributes(report, seed), **made}
+        options_used = {"env_options": json.dumps(how)} if how else {}
+        facts = {"asked": text, **_attributes(report, seed), **options_used}
         writer.describe(facts, _metadata(makers, best))
     if report.steps < steps:  # only rollouts of a training come to an end
         say(
@@ -203,11 +203,11 @@ def collect(
             "had no more rollouts; let it train longer (--train-steps), or take another quality",
             quiet=quiet,
         )
-    for one in report.makers:
-        counts = f"{count_text(one.episodes, 'episode')}, {count_text(one.steps, 'step')}"
-        returns = f"{one.mean_return:.0f} ± {one.std_return:.0f}"
-        ends = f"({one.min_return:.0f} to {one.max_return:.0f})"
-        say(f"{one.name}: {counts}, return {returns} {ends}", quiet=quiet)
+    for maker in report.makers:
+        counts = f"{count_text(maker.episodes, 'episode')}, {count_text(maker.steps, 'step')}"
+        returns = f"{maker.mean_return:.0f} ± {maker.std_return:.0f}"
+        ends = f"({maker.min_return:.0f} to {maker.max_return:.0f})"
+        say(f"{maker.name}: {counts}, return {returns} {ends}", quiet=quiet)
     return report
 
 

@@ -94,10 +94,10 @@ def option_text(model: type[BaseModel], problem: Any) -> str:
 def problem_text(problem: Any) -> str:
     """Word pydantic's problem with a value: its place, what it must be, what it is."""
     reason = problem.get("ctx", {}).get("error")
-    said = reason.what if isinstance(reason, InputError) else problem["msg"]
-    message = said.removeprefix("Value error, ").partition(" or instance of ")[0]
-    for theirs, ours in _WORDS.items():
-        message = message.replace(theirs, ours)
+    text = reason.what if isinstance(reason, InputError) else problem["msg"]
+    message = text.removeprefix("Value error, ").partition(" or instance of ")[0]
+    for term, plain in _WORDS.items():
+        message = message.replace(term, plain)
     if problem["type"] not in ("value_error", "missing"):  # these two say what they got
         message += f", got {json.dumps(problem['input'], default=repr, ensure_ascii=False)[:60]}"
     path = ".".join(map(str, problem["loc"]))

@@ -58,11 +58,11 @@ class Callback:
 
 def check_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
     """Return callbacks, each of which is one."""
-    given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-    if wrong := [one for one in given if not isinstance(one, Callback)]:
+    listed = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+    if wrong := [callback for callback in listed if not isinstance(callback, Callback)]:
         remedy = "give a list of objects whose class derives from gear_offline.Callback"
         raise InputError("USAGE", f"{wrong[0]!r} is no callback", "callbacks", remedy)
-    return tuple(given)
+    return tuple(listed)
 
 
 class Callbacks(AbstractContextManager["Callbacks"]):
@@ -73,25 +73,25 @@ class Callbacks(AbstractContextManager["Callbacks"]):
 
     def tell(self, event: str, *facts: Any) -> None:
         """Call the method `event` of each with the run and `facts`."""
-        for one in self._callbacks:
-            self._call(one, event, *facts)
+        for callback in self._callbacks:
+            self._call(callback, event, *facts)
 
-    def _call(self, one: Callback, event: str, *facts: Any) -> None:
+    def _call(self, callback: Callback, event: str, *facts: Any) -> None:
         try:
-            self.stop = bool(getattr(one, event)(self.run, *facts)) or self.stop
+            self.stop = bool(getattr(callback, event)(self.run, *facts)) or self.stop
         except Exception as error:
             what = f"a callback failed: {type(error).__name__}: {first_line(error)}"
             remedy = f"mend it; the run in {self.run.path} goes on from its newest checkpoint "
             remedy += "with resume"
-            where = f"{type(one).__name__}.{event}"
+            where = f"{type(callback).__name__}.{event}"
             raise GearError("CALLBACK", what, where=where, remedy=remedy) from error
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Tell all of the end; what ended the run counts more than what fails here."""
         failures = []
-        for one in self._callbacks:
+        for callback in self._callbacks:
             try:
-                self._call(one, "on_end", error)
+                self._call(callback, "on_end", error)
             except GearError as failure:
                 failures.append(failure)
         first = failures.pop(0) if failures and error is None else None

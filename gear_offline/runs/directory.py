@@ -167,7 +167,7 @@ def _differences(
     old, new = flat(before.to_dict()), flat(now.to_dict())
     past = before.train.batch_of(step - 1) if step else -1
     for options, recipe in ((old, before), (new, now)):  # what is skipped later is free
-        options["train.skip"] = [list(one) for one in recipe.train.skip if one[0] <= past]
+        options["train.skip"] = [list(span) for span in recipe.train.skip if span[0] <= past]
     free = set(RESUMABLE)
     if now.optimizer.schedule != "constant":
         free.remove("train.steps")  # the learning rates of the steps done depend on it

@@ -152,7 +152,7 @@ class RunEvaluations(Closing):
         return Keep(newest=newest, best=step, pinned=self.outstanding)
 
     def _is_new(self, step: int) -> bool:
-        return step not in self._queue and all(one.step != step for one in self.recorded)
+        return step not in self._queue and all(r.step != step for r in self.recorded)
 
     def must_wait(self, step: int) -> bool:
         """True if an evaluation of `step` could not begin before another is done."""

@@ -272,7 +272,7 @@ class LiveRun(Closing):
         """Save and stop if a callback asks for it, or a signal on any rank."""
         answer = {"signal": self.stop.signal_name, "stops": self.callbacks.stop}
         answers = self.learner.world.gather(answer)
-        signal = next((one["signal"] for one in answers if one["signal"]), None)
+        signal = next((rank["signal"] for rank in answers if rank["signal"]), None)
         self.is_stopped = answers[0]["stops"]  # the first rank has callbacks
         if signal or self.is_stopped:
             self._save()

@@ -138,7 +138,7 @@ class Run(os.PathLike[str]):
             "steps": f"{self.steps:,} of {recipe.train.steps:,}",
         }
         if best is not None and last is not None:
-            facts["best"], facts["last"] = (_achieved(one) for one in (best, last))
+            facts["best"], facts["last"] = (_achieved(report) for report in (best, last))
         return facts
 
     def to_json(self) -> dict[str, Any]:
@@ -147,8 +147,8 @@ class Run(os.PathLike[str]):
         if row.error is not None:
             raise InputError("RUN_DAMAGED", row.error, where=row.path)
         evaluations = [
-            {"step": one.step, "return": one.mean_return, "normalized_score": one.normalized_score}
-            for one in self.played()
+            {"step": r.step, "return": r.mean_return, "normalized_score": r.normalized_score}
+            for r in self.played()
         ]
         saved = [step for step, _ in list_checkpoints(self.path / "checkpoints")]
         return {**asdict(row), "checkpoints": saved, "evaluations": evaluations}
@@ -162,8 +162,8 @@ class Run(os.PathLike[str]):
         for name, text in facts.items():
             console.print(f"{name:13}{text}")
         rows = [
-            [f"{one['step'] or 0:,}", _number(one["return"]), score_text(one["normalized_score"])]
-            for one in document["evaluations"]
+            [f"{row['step'] or 0:,}", _number(row["return"]), score_text(row["normalized_score"])]
+            for row in document["evaluations"]
         ]
         if rows:
             console.print()
@@ -211,9 +211,9 @@ def open_run(path: str | os.PathLike[str]) -> Run:
 
 def best_of(records: Sequence[EvaluationReport]) -> EvaluationReport | None:
     """Return the one of the highest return, the latest of equals; None if all have failed."""
-    known = [(one.ranking, one.step, one) for one in records if one.ranking is not None]
-    usable = [one for one in known if isfinite(one[0])]  # nothing is larger than NaN
-    return max(usable, key=lambda one: one[:2])[2] if usable else None
+    known = [(r.ranking, r.step, r) for r in records if r.ranking is not None]
+    usable = [entry for entry in known if isfinite(entry[0])]  # nothing is larger than NaN
+    return max(usable, key=lambda entry: entry[:2])[2] if usable else None
 
 
 def _frame(records: list[dict[str, Any]]) -> Any:

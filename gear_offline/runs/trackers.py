@@ -70,7 +70,7 @@ class TensorBoard:
         self.told: dict[str, int] = {}
         board, last = EventAccumulator(str(folder), {"scalars": 0}), run.steps
         for tag in board.Reload().Tags()["scalars"]:
-            kind, shown = tag.partition("/")[0], (one.step for one in board.Scalars(tag))
+            kind, shown = tag.partition("/")[0], (scalar.step for scalar in board.Scalars(tag))
             steps = (step for step in shown if step <= last)  # later ones are hidden below
             self.told[kind] = max([self.told.get(kind, 0), *steps])
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
@@ -249,8 +249,8 @@ def _values(kind: str, record: Mapping[str, Any]) -> dict[str, float]:
     if kind == "evaluate":
         tasks = record.get("tasks") or {}
         values = {"normalized_score": record.get("normalized_score")} if tasks else {}
-        for prefix, one in (("", record), *((f"{name}/", task) for name, task in tasks.items())):
-            for target in one.get("targets", ()):
+        for prefix, result in (("", record), *((f"{name}/", task) for name, task in tasks.items())):
+            for target in result.get("targets", ()):
                 for number in ("return", "normalized_score"):
                     values[f"{prefix}{number}_{exact(target['target'])}"] = target.get(number)
     numbers = {n: v for n, v in values.items() if type(v) in (int, float) and abs(v) < float("inf")}

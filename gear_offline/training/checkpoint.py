@@ -79,7 +79,7 @@ class SavedState(BaseModel):
 
     @property
     def shown(self) -> Window:
-        """The description of windows; in older checkpoints from their recipe and `normalisation`."""
+        """The description of windows; older checkpoints: from their recipe and `normalisation`."""
         if self.window is not None:
             return self.window
         own = {name: self.recipe["loader"][name] for name in ("context_length", "returns_scale")}

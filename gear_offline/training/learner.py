@@ -70,9 +70,9 @@ class Learner:
         start = None if recipe.train.init is None else find_trained(recipe.train.init)
         self._start = None if start is None else start.window
         weights = None if start is None else start.model.state_dict()
-        made = make_training_model(recipe, sizes, device, world, weights)
-        self.model, self.working, self.parallel = made.model, made.working, made.parallel
-        self.precision, self.precision_reason = made.autocast, made.remark
+        built = make_training_model(recipe, sizes, device, world, weights)
+        self.model, self.working, self.parallel = built.model, built.working, built.parallel
+        self.precision, self.precision_reason = built.autocast, built.remark
         self.growing, self._table, self._items = growing, GrowingTable(), Items(recipe)
         self.loader = self._open_loader(dataset, tables=tables)
         self._batches = iter(self.loader)
@@ -93,7 +93,7 @@ class Learner:
         self._captured: CapturedStep | None = None  # unless others launch it
         if world.rank:  # each rank but the first one draws dropout from a stream of its own
             torch.manual_seed((recipe.seed + world.rank * SEED_STRIDE) % (1 << 63))
-        self.meter = Meter(recipe, self.loader.rank_batch, device, half=made.half)
+        self.meter = Meter(recipe, self.loader.rank_batch, device, half=built.half)
         self.step = 0
         self.window = ReportWindow(recipe.train.log_every, device)
 
@@ -396,8 +396,8 @@ def _normalized_by(dataset: Dataset, window: Window) -> Dataset:
     if window.state_mean is None:
         return dataset
     own = dataset.statistics["observations"]
-    given = {"mean": window.state_mean, "std": window.state_std}
-    update = {name: np.array(values).reshape(own.mean.shape) for name, values in given.items()}
+    moments = {"mean": window.state_mean, "std": window.state_std}
+    update = {name: np.array(values).reshape(own.mean.shape) for name, values in moments.items()}
     statistics = {**dataset.manifest.statistics, "observations": own.model_copy(update=update)}
     return replace(dataset, manifest=dataset.manifest.replaced(statistics=statistics), frozen=True)
 

@@ -44,8 +44,8 @@ def data_sizes(source: TableData, *, choices: int | None = None) -> ModelSizes:
     discrete, width = actions.dtype.kind in "iub", prod(actions.shape)
     if discrete and choices is None:
         statistics = [part.dataset.statistics["actions"] for part in parts_of(source)]
-        lowest = min(float(one.min.min()) for one in statistics)
-        choices = 1 + max(int(one.max.max()) for one in statistics)
+        lowest = min(float(moments.min.min()) for moments in statistics)
+        choices = 1 + max(int(moments.max.max()) for moments in statistics)
         if width != 1 or lowest < 0:
             what = f"integer actions of per-step shape {actions.shape} from {lowest:g} on are not "
             what += "the numbers of one discrete choice"

@@ -130,7 +130,7 @@ def take_over(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
 
     Other names or shapes than those of `own` are KeyError.
     """
-    shapes, others = ({n: tuple(t.shape) for n, t in some.items()} for some in (own, given))
+    shapes, others = ({n: tuple(t.shape) for n, t in tensors.items()} for tensors in (own, given))
     for name in sorted({n for n, _ in shapes.items() ^ others.items()}):
         raise KeyError(f"{name} is {others.get(name)}, not {shapes.get(name)}")
     for name, tensor in own.items():

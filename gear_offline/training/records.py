@@ -117,7 +117,7 @@ class TaskResult(_Record):
     def with_targets(self, targets: Sequence[TargetResult]) -> TaskResult:
         """Return the task with what the episodes of `targets` came to."""
         results = tuple(map(self._summed_up, targets))
-        means = [one.mean_return for one in results]
+        means = [result.mean_return for result in results]
         mean = float(np.mean(means)) if self.goals else max(means)
         score = self.normalized(mean)
         by_data = None if score is None else BY_DATA
@@ -157,22 +157,22 @@ class TaskResult(_Record):
     @property
     def asked(self) -> list[str]:
         """The targets as text, in their order."""
-        return told_apart([one.target for one in self.targets])
+        return told_apart([target.target for target in self.targets])
 
     def print_targets(self, console: Terminal, heading: str) -> None:
         """Print a table, one row a target."""
         console.print(f"{heading} in {self.environment}")
         digits = 2 if self.goals else 1
         cells = []
-        for one, asked in zip(self.targets, self.asked, strict=True):
-            low, high = self.interval(one)
+        for target, asked in zip(self.targets, self.asked, strict=True):
+            low, high = self.interval(target)
             interval = "-" if low is None else f"{low:,.{digits}f} .. {high:,.{digits}f}"
             cells.append(
                 [
-                    *(asked, f"{one.mean_return:,.{digits}f}", interval),
-                    "-" if one.std is None else f"{one.std:,.{digits}f}",
-                    *(score_text(one.normalized_score), f"{one.length_mean:,.0f}"),
-                    str(one.episodes),
+                    *(asked, f"{target.mean_return:,.{digits}f}", interval),
+                    "-" if target.std is None else f"{target.std:,.{digits}f}",
+                    *(score_text(target.normalized_score), f"{target.length_mean:,.0f}"),
+                    str(target.episodes),
                 ]
             )
         first = ("task", "success") if self.goals else ("asked return", "achieved")

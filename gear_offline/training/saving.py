@@ -294,8 +294,8 @@ def _fetch(copies: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]
             tensor = fetched[name] = copies.pop(name)
             if tensor.is_cuda:
                 host = fetched[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-                flat = (one.reshape(-1).view(torch.uint8) for one in (tensor, host))
-                pieces = (torch.split(one, STAGED_BYTES) for one in flat)
+                flat = (memory.reshape(-1).view(torch.uint8) for memory in (tensor, host))
+                pieces = (torch.split(row, STAGED_BYTES) for row in flat)
                 for source, place in zip(*pieces, strict=True):
                     staged[: len(source)].copy_(source, non_blocking=True)
                     stream.synchronize()

@@ -108,7 +108,7 @@ class Stack:
     def _launch(self, staying: Sequence[Learner]) -> dict[Learner, GearError]:
         failed: dict[Learner, GearError] = {}
         self._batches |= {learner: learner.take() for learner in staying}
-        losses = self._gradients(join_batches([self._batches[one] for one in self.learners]))
+        losses = self._gradients(join_batches([self._batches[n] for n in self.learners]))
         for learner, loss in zip(self.learners, losses, strict=True):
             if learner in staying:
                 try:
