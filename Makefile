@@ -68,10 +68,11 @@ test-long:
 	@.ci/setup test
 	@$(PYTEST) -n 2 --dist worksteal -m long
 
+# LOWEST_OPTIONS=--or-skip: where they cannot be installed, say so and go on.
 test-lowest: export OMP_NUM_THREADS = 1
 test-lowest:
 	@.ci/setup test
-	@$(BIN)/python -m tests.lowest build/lowest
+	@$(BIN)/python -m tests.lowest build/lowest $(LOWEST_OPTIONS)
 	@PYTHONPATH=build/lowest $(PYTEST) tests/test_sources_*.py
 
 test-gpu:

@@ -443,15 +443,16 @@ class _Graph:
         self._graph: Any = torch.cuda.CUDAGraph()
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        precision = torch.get_float32_matmul_precision()
+        precision, mode = torch.get_float32_matmul_precision(), "thread_local"  # others go on
         torch.set_float32_matmul_precision("high")
-        mode = "thread_local"  # other threads may use the GPU meanwhile
-        with torch.cuda.stream(self._stream):
-            for _ in range(2):  # libraries choose their algorithms and allocate
-                policy._step(self._numbers, self._seen, length, 0.0)
-            with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode=mode):
-                self._actions = policy._step(self._numbers, self._seen, length, 0.0)
-        torch.set_float32_matmul_precision(precision)
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(2):  # libraries choose their algorithms and allocate
+                    policy._step(self._numbers, self._seen, length, 0.0)
+                with torch.cuda.graph(self._graph, None, self._stream, mode):
+                    self._actions = policy._step(self._numbers, self._seen, length, 0.0)
+        finally:
+            torch.set_float32_matmul_precision(precision)
 
     def replay(self, numbers: Array, seen: Array) -> Array:
         """Do `Policy._step` for some environments; the others' rows are nobody's."""

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from gear_offline.errors import GearError
 from gear_offline.evaluation import play
 from gear_offline.evaluation.play import tasks_of
 from gear_offline.runs import evaluations
-from gear_offline.runs.evaluations import RunEvaluations, plan_evaluations
+from gear_offline.runs.evaluations import EvaluationPlan, RunEvaluations, plan_evaluations
 from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.runs.run import open_run
 from gear_offline.training.checkpoint import list_checkpoints
@@ -65,10 +66,17 @@ def played(run: Path) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize(
+    ("device", "thread"), [("cpu", False), ("cpu", True), pytest.param("cuda", True, marks=ON_GPU)]
+)
 def test_real_workers_find_the_same_returns(
-    data: Path, in_process: Path, tmp_path: Path, device: str
+    data: Path, in_process: Path, tmp_path: Path, monkeypatch: Patch, device: str, thread: bool
 ) -> None:
+    def planned(*words: Any, **options: Any) -> EvaluationPlan:
+        plan = plan_evaluations(*words, **options)
+        return replace(plan, thread=True, cores=2) if plan.workers and thread else plan
+
+    monkeypatch.setattr(evaluations, "plan_evaluations", planned)
     recipe = tiny_recipe(data, f"train.device={device}", f"evaluate.device={device}")
     background = recipe.replace({"evaluate.background": "on", "evaluate.workers": 1})
     run = train_run(background, out=tmp_path / "run", quiet=True)

@@ -289,7 +289,7 @@ def changed_files(source: str, dataset: Dataset) -> Iterator[str]:
 
     A file is digested only if it has its size and was written to after the dataset was.
     """
-    place, made = place_of(source), (dataset.path / MANIFEST_NAME).stat()
+    place, written = place_of(source), (dataset.path / MANIFEST_NAME).stat()
     recorded = dataset.manifest.source.files
     if place is None or not recorded:
         return
@@ -301,7 +301,7 @@ def changed_files(source: str, dataset: Dataset) -> Iterator[str]:
         yield f"{name} is gone"
     for file in files:
         status = file.stat()
-        is_newer = max(status.st_mtime_ns, status.st_ctime_ns) >= made.st_mtime_ns
+        is_newer = max(status.st_mtime_ns, status.st_ctime_ns) >= written.st_mtime_ns
         if not file.is_file() or file.suffix not in kinds:
             continue
         if file.name not in names:
@@ -314,7 +314,7 @@ def changed_files(source: str, dataset: Dataset) -> Iterator[str]:
 
 
 def _edits_of_map(before: Source, made: Dataset) -> dict[str, Any]:
-    """Return which columns `map` made of those that an environment gives or takes, and how."""
+    """Name the columns of an environment that `map` changed, and the edits of rewards."""
 
     def same(name: str) -> bool:
         rows, steps = before.preferred_rows(name), made.spec.steps

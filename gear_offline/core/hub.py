@@ -94,7 +94,7 @@ def _telling(name: str, kind: Kind, code: str) -> Iterator[None]:
         yield
     except Exception as error:  # each layer of the client has its own: HTTP, LFS, Xet
         status = getattr(getattr(error, "response", None), "status_code", 0)
-        said = getattr(error, "server_message", None) or first_line(error)
+        reason = getattr(error, "server_message", None) or first_line(error)
         login = "log in: hf auth login, or set HF_TOKEN"
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             raise write_error(error, name) from error
@@ -106,9 +106,9 @@ def _telling(name: str, kind: Kind, code: str) -> Iterator[None]:
             what = f"the Hub has no such {kind}, or does not show it"
             remedy = f"check the name; to see what is private, {login}"
         elif status in (401, 403):
-            what, remedy = f"the Hub refuses: {said}", f"with a token that may write, {login}"
+            what, remedy = f"the Hub refuses: {reason}", f"with a token that may write, {login}"
         else:
-            what = f"the Hub does not answer as it should: {said}"
+            what = f"the Hub does not answer as it should: {reason}"
             remedy = "check the network, HF_ENDPOINT and HF_HUB_OFFLINE; then try again"
             raise UnavailableError(code, what, where=name, remedy=remedy) from error
         raise InputError(code, what, where=name, remedy=remedy) from error

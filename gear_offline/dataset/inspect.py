@@ -49,7 +49,7 @@ def inspect(
         with Progress(what, total=total, unit="bytes", quiet=quiet) as progress:
             dataset = dataset.verify(on_progress=progress.advance)
     manifest = dataset.manifest.replaced(statistics=dict(dataset.statistics))
-    document = manifest.model_dump()
+    document = manifest.document()
     digests = [joined for shard in manifest.shards for joined in shard.digests.values()]
     blocks = sum(map(len, digests)) // DIGEST_CHARS
     for row, column in zip(document["columns"], manifest.spec, strict=True):

@@ -18,14 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import (
-    Field,
-    PlainSerializer,
-    PlainValidator,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, PlainSerializer, PlainValidator, model_validator
 
 from gear_offline.core.files import open_regular, read_regular
 from gear_offline.core.text import count_text, first_line, texts, typed
@@ -118,11 +111,6 @@ class Environment(Model):
     id: str | None
     options: dict[str, Any] = Field(default_factory=dict)  # that it is made with
     reference_scores: ReferenceScores | None
-
-    @model_serializer(mode="wrap")
-    def _short(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out options where there are none."""
-        return {k: value for k, value in write(self).items() if value or k != "options"}
 
 
 def _column_json(column: ColumnSpec) -> dict[str, Any]:
@@ -257,10 +245,17 @@ class Manifest(Model):
             steps=sum(shard.steps for shard in shards),
         )
 
+    def document(self) -> dict[str, Any]:
+        """Return the fields by name, JSON-able; options of an environment only where there are."""
+        fields = self.model_dump()
+        if not self.environment.options:
+            del fields["environment"]["options"]
+        return fields
+
     def encode(self) -> bytes:
         """Return the file's bytes, digest included."""
         lines = []
-        for key, value in self.model_dump().items():
+        for key, value in self.document().items():
             text = json.dumps(value, allow_nan=False)
             if key in ("columns", "shards"):
                 text = "[\n " + ",\n ".join(map(json.dumps, value)) + "\n]"

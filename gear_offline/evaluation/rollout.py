@@ -70,8 +70,8 @@ class Environments(Closing):
     """`count` environments of one kind that step together; a context manager.
 
     The slots are dealt out to `processes` workers, by default to as many as pay off for so many
-    `episodes` on so many `cores`; 1: they step in this process, as do environments that only this
-    process knows.
+    `episodes`; 1: they step in this process, as do environments that only this process knows.  With
+    `cores`, 2 or more, they step on up to so many of others.
     `slots` are (count,) records of what each is `todo` (RESET with `seed`, or STEP with `action`),
     and of what came of it.
 
@@ -102,11 +102,11 @@ class Environments(Closing):
             known, record = known_of(environment_id, options), _record(self.facts, goals)
             if processes is None:
                 steps = episodes * (self.facts.step_limit or FALLBACK_MAX_STEPS)
-                few = steps < STEPS_FOR_WORKERS
+                few = cores is None and steps < STEPS_FOR_WORKERS
                 paying = min(cores or usable_cores(), -(-count // SLOTS_OF_A_WORKER))
                 processes = 1 if few else paying
             processes = min(processes, count)
-            if processes == 1 or known is None:
+            if known is None or (processes == 1 and cores in (None, 1)):
                 self._made += [make() for _ in range(count - 1)]
                 self.slots = np.zeros(count, record)
             else:

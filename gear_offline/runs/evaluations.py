@@ -61,10 +61,11 @@ GPU_PARAMETERS = 200_000_000  # a copy of a larger model may find no memory besi
 class EvaluationPlan:
     """How a run's evaluations are played."""
 
-    workers: int  # processes in the background, on a GPU a thread; 0: the training process waits
+    workers: int  # processes in the background; 0: in the training process
     threads: int  # of torch on the CPU where they are played; sums over more differ in last bits
     device: torch.device  # where the policy runs
     cores: int | None = 1  # on which environments of an evaluation step; None: all
+    thread: bool = False  # in place of the processes
 
 
 def plan_evaluations(
@@ -99,7 +100,8 @@ def plan_evaluations(
     threads = max(1, min(MOST_THREADS, spare // 2)) if on_gpu else train.threads or 1
     workers = max(1, min(MOST_WORKERS, spare // (2 * threads)))
     if where.type == "cuda":
-        return EvaluationPlan(workers=1, threads=1, device=where, cores=max(2, spare - 1))
+        cores = max(2, spare - 1)
+        return EvaluationPlan(workers=1, threads=1, device=where, cores=cores, thread=True)
     return EvaluationPlan(workers=settings.workers or workers, threads=threads, device=where)
 
 
@@ -128,7 +130,6 @@ class RunEvaluations(Closing):
             parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
             concurrent_runs=run.concurrent_runs,
         )
-        self._on_gpu = self.plan.device.type == "cuda"
         self._pool = WorkerPool(self.plan.workers, threads=self.plan.threads)
         self._thread = threading.Thread()  # plays on a GPU, where these are kept:
         self._made: dict[str, Environments] = {}
@@ -209,10 +210,10 @@ class RunEvaluations(Closing):
                 waiting.played = ended.get(waiting.job, waiting.played)
                 continue
             is_saved = self._run.saver.path(step).is_dir()
-            has_room = not self._thread.is_alive() if self._on_gpu else self._pool.has_room
+            has_room = not self._thread.is_alive() if self.plan.thread else self._pool.has_room
             if waiting.played is None and is_saved and has_room:
                 try:
-                    if self._on_gpu:
+                    if self.plan.thread:
                         self._play_beside(step, waiting)
                     else:
                         waiting.job = self._pool.submit(f"{__name__}:play_nicely", *self._job(step))
@@ -225,7 +226,8 @@ class RunEvaluations(Closing):
 
         Capturing resets random numbers of the GPU that steps under way would read.
         """
-        tasks, device = [task.settled("cuda") for task in self._tasks], str(self.plan.device)
+        device = str(self.plan.device)
+        tasks = [task.settled(device) for task in self._tasks]
         with torch.random.fork_rng(devices=[]):
             trained = find_trained(self._run.saver.path(step))
         policies = {task.name: trained.policy(task.name or None, device) for task in tasks}

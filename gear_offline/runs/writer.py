@@ -70,7 +70,7 @@ class RunWriter(Closing):
         if self._recipe.plays:
             plan = self.evaluations.plan
             count = count_text(plan.workers, "process", "processes")
-            count = "a thread" if plan.device.type == "cuda" else count
+            count = "a thread" if plan.thread else count
             away = f"in the background ({count} on {plan.device})"
             lines.append(f"evaluation: {away if plan.workers else 'in the training process'}")
         say("\n".join(lines), quiet=self._quiet)

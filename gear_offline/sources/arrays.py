@@ -16,7 +16,7 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray
 from gear_offline.errors import InputError, check_environment_id
 from gear_offline.sources.base import Piece, Source, SourceInfo
-from gear_offline.sources.columns import common_columns, kinds_of_rows
+from gear_offline.sources.columns import common_columns, row_kinds
 from gear_offline.sources.episode_ends import FLAGS, MARK, MEANING, SCALARS, flag_values, judge_ends
 from gear_offline.sources.flat import flat_source
 from gear_offline.sources.input_files import check_kind, misfit
@@ -86,7 +86,7 @@ def from_episodes(
     if environment is not None:
         check_environment_id(environment, where="environment")
     read, terminated, notes = read_episodes(episodes)
-    named = ((f"episode {n}", kinds_of_rows(columns)) for n, columns in enumerate(read))
+    named = ((f"episode {n}", row_kinds(columns)) for n, columns in enumerate(read))
     kinds, _ = common_columns(named, remedy=SAME)
     if not any(n.split("/")[0] == OBSERVATIONS for n in kinds):
         note = f"no column is named {OBSERVATIONS}, which training needs: {', '.join(kinds)}"

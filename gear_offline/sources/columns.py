@@ -22,7 +22,7 @@ def kinds_of(source: Any) -> Kinds:
     return {column.name: (column.dtype, column.shape) for column in source.spec}
 
 
-def kinds_of_rows(columns: Mapping[str, Any]) -> Kinds:
+def row_kinds(columns: Mapping[str, Any]) -> Kinds:
     """Return dtype and step shape of (N, *shape) arrays, or of what has theirs."""
     return {n: (rows.dtype.newbyteorder("="), rows.shape[1:]) for n, rows in columns.items()}
 

@@ -191,10 +191,10 @@ def frames_turned(source: Source) -> Source:
         return np.ascontiguousarray(np.moveaxis(rows, 1, -1)) if column in first else rows
 
     kinds = {n: (dtype, first.get(n, shape)) for n, (dtype, shape) in kinds_of(source).items()}
-    made = source.derived([Piece(read=read, steps=source.spec.steps)], kinds)
+    frames = source.derived([Piece(read=read, steps=source.spec.steps)], kinds)
     shapes = ", ".join(f"{name} {source.spec[name].shape} to {first[name]}" for name in first)
-    made.warn(f"frames have their channels first and are turned: {shapes}")
-    return made
+    frames.warn(f"frames have their channels first and are turned: {shapes}")
+    return frames
 
 
 def _taken(source: Source, new: str, olds: Sequence[str]) -> dict[str, list[ColumnSpec]]:

@@ -22,7 +22,7 @@ import numpy as np
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.sources.base import Asked, Piece, Source, SourceInfo
-from gear_offline.sources.columns import Kinds, can_be_column, kinds_of, kinds_of_rows
+from gear_offline.sources.columns import Kinds, can_be_column, kinds_of, row_kinds
 from gear_offline.sources.episode_ends import BLOCK_ROWS
 from gear_offline.sources.input_files import InputFile, files_in, misfit
 from gear_offline.sources.npz import Member, reopened
@@ -120,7 +120,7 @@ def _open_log(folder: Path) -> tuple[Source, list[int], bool]:
         capacity = frames[0] if len(frames) == 3 else 0
         if not 1 <= capacity <= MAX_ROWS or count + known < 1 or others != [(capacity,)] * 3:
             raise misfit(f"arrays of shapes {shapes}, {count_text(count, 'row')} added", path)
-        native = kinds_of_rows(checkpoint)
+        native = row_kinds(checkpoint)
         kinds.append(native)
         if native != kinds[0]:
             raise misfit("another shape or dtype than in those before", path)

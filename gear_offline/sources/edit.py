@@ -28,7 +28,7 @@ from gear_offline.dataset.shard import digest
 from gear_offline.errors import InputError, in_home
 from gear_offline.sources.arrays import SAME, Columns, as_rows
 from gear_offline.sources.base import Piece, Source
-from gear_offline.sources.columns import common_columns, kinds_of, kinds_of_rows, some_names
+from gear_offline.sources.columns import common_columns, kinds_of, row_kinds, some_names
 from gear_offline.sources.combine import pick_episodes
 from gear_offline.sources.episode_ends import FLAGS
 from gear_offline.sources.input_files import misfit
@@ -37,6 +37,7 @@ WINDOW_BYTES = 32 << 20  # of episodes that are in memory for a function; a long
 MOST_CHARACTERS = 1000  # of an expression
 MOST_SHIFT = 1000  # rows
 _RETURN = "_return"  # Python keeps the word for itself
+_SHOWN = {_RETURN: "return"}
 _OPERATIONS: dict[Any, np.ufunc] = {ast.And: np.logical_and, ast.Or: np.logical_or}
 _OPERATIONS |= {ast.Not: np.logical_not, ast.Eq: np.equal, ast.NotEq: np.not_equal}
 _OPERATIONS |= {ast.Lt: np.less, ast.LtE: np.less_equal, ast.Gt: np.greater}
@@ -119,7 +120,7 @@ def find_function(map: str | EpisodeFunction) -> tuple[EpisodeFunction, str]:
 def _map_episodes(source: Source, function: EpisodeFunction, numbers: Sequence[int]) -> Source:
     """Return a source of what `function` makes of its episodes, some at a time; their numbers."""
     offsets = source.episodes.offsets
-    own = kinds_of_rows(_call(function, _read(source, 0, int(offsets[1])), numbers[0]))
+    own = row_kinds(_call(function, _read(source, 0, int(offsets[1])), numbers[0]))
     kinds = {**kinds_of(source), **own}
     step_bytes = sum(dtype.itemsize * prod(shape) for dtype, shape in kinds.values())
     # The first episode that begins in each run of so many steps begins a window.
@@ -131,14 +132,14 @@ def _map_episodes(source: Source, function: EpisodeFunction, numbers: Sequence[i
         begin, end = firsts[index : index + 2]
         bounds = offsets[begin : end + 1] - offsets[begin]
         read = _read(source, int(offsets[begin]), int(offsets[end]))
-        made = {n: np.empty((bounds[-1], *shape), dtype) for n, (dtype, shape) in own.items()}
+        arrays = {n: np.empty((bounds[-1], *shape), dtype) for n, (dtype, shape) in own.items()}
         for number, (a, b) in zip(numbers[begin:end], pairwise(bounds.tolist()), strict=True):
             changed = _call(function, {n: rows[a:b] for n, rows in read.items()}, number)
-            here = f"episode {number}", kinds_of_rows(changed)
+            here = f"episode {number}", row_kinds(changed)
             common_columns([(f"episode {numbers[0]}", own), here], remedy=SAME)
             for name, rows in changed.items():
-                made[name][a:b] = rows
-        return read | made
+                arrays[name][a:b] = rows
+        return read | arrays
 
     def read_made(index: int, column: str, start: int, stop: int) -> Array:
         return window(index)[column][start:stop]
@@ -192,7 +193,7 @@ def keep_episodes(expression: str, source: Source) -> BoolArray:
         text = re.sub(r"\breturn\b", _RETURN, expression.strip())
         tree = ast.parse(text, mode="eval")
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        facts = {name: _fact(source, _shown(name)) for name in sorted(names)}
+        facts = {name: _fact(source, _SHOWN.get(name, name)) for name in sorted(names)}
         with np.errstate(all="ignore"):
             kept = np.asarray(_value(tree.body, facts), np.bool_)
         if kept.shape != (source.spec.episodes,):
@@ -204,7 +205,7 @@ def keep_episodes(expression: str, source: Source) -> BoolArray:
         raise InputError("USAGE", what, where, remedy) from error
     if kept.size and not kept.any():
         what = f"none of {count_text(kept.size, 'episode')} is kept"
-        asked = ((_shown(name), values.astype(float)) for name, values in facts.items())
+        asked = ((_SHOWN.get(name, name), values.astype(float)) for name, values in facts.items())
         ranges = "; ".join(f"{n} is {v.min():.6g} to {v.max():.6g}" for n, v in asked)
         raise InputError("SELECTION", what, where, ranges)
     return kept
@@ -234,10 +235,6 @@ def _calculated(operation: ast.AST, *values: Any) -> Any:
     if type(operation) not in _OPERATIONS:
         raise ValueError(f"{type(operation).__name__} is not understood")
     return _OPERATIONS[type(operation)](*(np.asarray(value, np.float64) for value in values))
-
-
-def _shown(name: str) -> str:
-    return "return" if name == _RETURN else name
 
 
 def _fact(source: Source, name: str) -> Array:

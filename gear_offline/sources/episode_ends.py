@@ -220,7 +220,7 @@ def _with_values(rule: str | None) -> tuple[str | None, dict[str, str]]:
 
 
 def _inside(true: Mapping[str, Int64Array], last: Int64Array) -> list[str]:
-    """Return what to say of flags that are true at other rows than the `last` of episodes."""
+    """Warn of flags that are true at other rows than the `last` of episodes."""
     inside = {name: np.setdiff1d(rows, last).size for name, rows in true.items()}
     return [f"{n} is true at {k:,} steps that end no episode" for n, k in inside.items() if k]
 

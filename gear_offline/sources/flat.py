@@ -13,7 +13,7 @@ from typing import Any
 from gear_offline.core.text import count_text
 from gear_offline.errors import InputError
 from gear_offline.sources.base import Asked, Piece, Source, SourceInfo, own_scores
-from gear_offline.sources.columns import can_be_column, kinds_of_rows, some_names, split_names
+from gear_offline.sources.columns import can_be_column, row_kinds, some_names, split_names
 from gear_offline.sources.d4rl import D4rlFile
 from gear_offline.sources.episode_ends import FLAGS, MARK, chosen_flags, split_episodes
 from gear_offline.sources.hdf5 import Hdf5File
@@ -88,7 +88,7 @@ def flat_source(
             raise InputError("COLUMN", what, where, "store it as whole numbers")
     rule, lengths, ended, tail, told = split_episodes(rule, table, flags, piece.steps, where=where)
     facts = {**facts, "unfinished_tail_steps": tail, "warnings": [*notes, *told]}
-    kinds, origin = kinds_of_rows(columns), SourceInfo(rule=rule, attributes=facts, **info)
+    kinds, origin = row_kinds(columns), SourceInfo(rule=rule, attributes=facts, **info)
     return Source(
         [piece], kinds, lengths=lengths, terminated=ended, preferred=preferred, info=origin
     )

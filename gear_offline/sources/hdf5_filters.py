@@ -1,9 +1,9 @@
 """Decoders of HDF5's filters, each bounded in what it may produce.
 
-What a hostile chunk can abuse is why chunks are not read through h5py: HDF5 hands one that decodes
-to fewer bytes than its size on with whatever the memory held before, and lets one that decodes to
-more grow without limit.  So Python's zlib and NumPy undo gzip, shuffle and checksums.  HDF5 itself
-undoes the rest, one filter at a time, behind a marker or a check of the length.
+A hostile chunk is why chunks are not read through h5py.  HDF5 hands one that decodes to fewer bytes
+than its size on with whatever the memory held before, and lets one that decodes to more grow
+without limit.  So Python's zlib and NumPy undo gzip, shuffle and checksums.  HDF5 itself undoes the
+rest, one filter at a time, behind a marker or a check of the length.
 """
 
 from __future__ import annotations
@@ -97,19 +97,19 @@ def _fletcher32(_: ChunkDecoder, raw: Bytes, __: tuple[int, ...]) -> Bytes:
 def _lzf(chunk: ChunkDecoder, raw: Bytes, _: tuple[int, ...]) -> Bytes:
     most, code = chunk.most + MARKER_BYTES, h5z.FILTER_LZF
     if code not in chunk.scratch:
-        made = _new_file().create_dataset("x", (most,), "u1", chunks=(most,), compression="lzf")
-        chunk.scratch[code] = made.id
+        plain = _new_file().create_dataset("x", (most,), "u1", chunks=(most,), compression="lzf")
+        chunk.scratch[code] = plain.id
     if len(raw) > most:  # stored as it is
         raise ValueError("an LZF chunk is longer than what it holds")
     # A literal run behind the data: where its random bytes come out, the data end.
     marker = os.urandom(MARKER_BYTES)
     literal = bytes(raw) + bytes([MARKER_BYTES - 1]) + marker
     chunk.scratch[code].write_direct_chunk((0,), literal)
-    plain: bytes = h5py.Dataset(chunk.scratch[code])[()].tobytes()
-    end = plain.find(marker)
+    decoded: bytes = h5py.Dataset(chunk.scratch[code])[()].tobytes()
+    end = decoded.find(marker)
     if end < 0:
         raise ValueError("an LZF chunk ends early, or is larger than it says")
-    return plain[:end]
+    return decoded[:end]
 
 
 def _scaleoffset(chunk: ChunkDecoder, raw: Bytes, values: tuple[int, ...]) -> Bytes:

@@ -26,7 +26,7 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.errors import InputError
 from gear_offline.sources.base import READ_BYTES, Asked, Piece, Source, SourceInfo
-from gear_offline.sources.columns import kinds_of_rows, split_names
+from gear_offline.sources.columns import row_kinds, split_names
 from gear_offline.sources.combine import observation_vectors
 from gear_offline.sources.episode_ends import runs
 from gear_offline.sources.input_files import InputFile, by_number, damage_told, misfit
@@ -71,7 +71,7 @@ def open_lerobot(path: Path, asked: Asked) -> Source:
         return columns[name](part, start, stop)
 
     first = {name: read(reader.parts[0], name, 0, 1) for name in columns}
-    kinds: dict[str, Any] = dict(kinds_of_rows(first))
+    kinds: dict[str, Any] = dict(row_kinds(first))
     rewards = names.get("rewards", NAMES["rewards"])
     if rewards in kinds and kinds[rewards][0].kind == "b":
         kinds[rewards] = np.dtype(np.float32), ()

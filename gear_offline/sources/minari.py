@@ -29,7 +29,7 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.errors import InputError, package_needed
 from gear_offline.sources.base import Asked, Piece, Source, SourceInfo, own_scores
-from gear_offline.sources.columns import Kinds, common_columns, kinds_of_rows
+from gear_offline.sources.columns import Kinds, common_columns, row_kinds
 from gear_offline.sources.hdf5 import SUFFIXES, Hdf5File
 from gear_offline.sources.input_files import InputFile, damage_told, files_in, misfit
 
@@ -79,7 +79,7 @@ def open_minari(path: Path, asked: Asked) -> Source:
         if steps := len(episode["rewards"]):
             reader.keep(number, episode)
             terminated = bool(episode["terminations"][-1].any())
-            reader.episodes[number] = steps, terminated, kinds_of_rows(episode)
+            reader.episodes[number] = steps, terminated, row_kinds(episode)
     parts = reader.episodes.items()
     steps, claimed = sum(part[0] for _, part in parts), metadata.get("total_steps")
     if not steps or (claimed is not None and steps != int(claimed)):

@@ -19,7 +19,7 @@ from gear_offline.core.types import Array, Int64Array
 from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError, package_needed
 from gear_offline.sources.base import Asked, Piece, Source, SourceInfo
-from gear_offline.sources.columns import kinds_of_rows, some_names, split_names
+from gear_offline.sources.columns import row_kinds, some_names, split_names
 from gear_offline.sources.flat import REQUIRED
 from gear_offline.sources.input_files import InputFile, damage_told, misfit
 
@@ -66,7 +66,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
             rows = values.flatten()[start - int(bounds[first]) : stop - int(bounds[first])]
             return step_rows(rows, name, path)
 
-    kinds = kinds_of_rows({name: read(name, 0, 1) for name in columns})
+    kinds = row_kinds({name: read(name, 0, 1) for name in columns})
     for column in columns.values():
         column.close()
     folders = (path.stem, path.parent.name, path.parent.parent.name)  # hopper-medium-v2/train/

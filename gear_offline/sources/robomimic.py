@@ -19,13 +19,7 @@ from gear_offline.core.text import count_text
 from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError
 from gear_offline.sources.base import Asked, Piece, Source, SourceInfo
-from gear_offline.sources.columns import (
-    Kinds,
-    common_columns,
-    kinds_of_rows,
-    some_names,
-    split_names,
-)
+from gear_offline.sources.columns import Kinds, common_columns, row_kinds, some_names, split_names
 from gear_offline.sources.combine import observation_vectors
 from gear_offline.sources.d4rl import is_gymnasium_id
 from gear_offline.sources.flat import find_columns
@@ -118,7 +112,7 @@ def _columns(file: Hdf5File, name: str, demo: Demo, asked: Asked) -> tuple[Kinds
     shape, claimed = demo[chosen[0]].shape or (), file.attribute(f"data/{name}", "num_samples")
     if isinstance(claimed, int) and claimed != shape[0]:
         raise misfit(f"{count_text(shape[0], 'row')}, num_samples is {claimed}", where)
-    return kinds_of_rows({n: demo[n] for n in chosen}), left_out
+    return row_kinds({n: demo[n] for n in chosen}), left_out
 
 
 def _environment(file: Hdf5File) -> tuple[dict[str, Any], str | None, str | None]:
