@@ -49,8 +49,8 @@ def export_hdf5(
 ) -> Path:
     """Write all episodes of a dataset to an HDF5 file in D4RL's layout.
 
-    Columns keep names, dtypes and bytes, but for the two flags, which are there in any case and
-    never both: ``terminals`` marks the last step of each episode that terminated, ``timeouts``
+    Columns keep names, dtypes and bytes, but for the two flags, which are always there and never
+    both true.  ``terminals`` marks the last step of each episode that terminated, ``timeouts``
     that of each other one.  Where ``terminals`` marks steps inside episodes too, it keeps those,
     and a timeout marks the last step of every episode.
 

@@ -1,4 +1,4 @@
-"""How all plots look, of runs, sweeps and strategies: colours, axes, titles, numbers.
+"""The look of all plots, of runs, sweeps and strategies: colours, axes, titles, numbers.
 
 Colours are those of Okabe and Ito, which people with the common kinds of colour blindness can tell
 apart.
@@ -71,7 +71,7 @@ def dress(axes: Axes, *, x: str = "", y: str = "", grid: str = "y") -> None:
 
 
 def spread(count: int) -> list[int]:
-    """Return which of so many curves are drawn: all, or as many as there are colours, spread."""
+    """Return the numbers of the curves to draw: all, or as many as there are colours, spread."""
     return [*map(int, np.linspace(0, count - 1, min(count, len(SERIES))))]
 
 

@@ -1,4 +1,4 @@
-"""What people see: tables, and one line of progress that is drawn anew on a terminal.
+"""Tables, and one line of progress that is drawn anew on a terminal.
 
 Progress goes to stderr, so that stdout stays free for results and ``--json``.
 """

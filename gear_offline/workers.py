@@ -40,7 +40,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Caller:
-    """What a job sees of who started it: its first argument.  A task of Ray has no connection."""
+    """A job's link to its caller, its first argument.  A task of Ray has no connection."""
 
     def __init__(self, connection: Connection[Any, Any] | None = None) -> None:
         self._connection = connection
@@ -162,7 +162,7 @@ class Pool(Closing):
 
     @property
     def has_room(self) -> bool:
-        """Whether one more job may begin."""
+        """True if one more job may begin."""
         return len(self._running) < self.workers
 
     def submit(self, function: str, *arguments: Any) -> int:
@@ -177,7 +177,7 @@ class Pool(Closing):
         In place of a value stands the `GearError` of a job that failed: ``WORKER_LOST`` where its
         process is gone.
         """
-        return [(self._running.pop(one), value) for one, value in self._ended(seconds)]
+        return [(self._running.pop(key), value) for key, value in self._ended(seconds)]
 
     def run(
         self,

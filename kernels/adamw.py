@@ -1,9 +1,9 @@
 """Clipping and AdamW over all parameters in two launches, for steps captured as CUDA graphs.
 
 PyTorch's fused AdamW gives a block 65,536 elements, which leaves most of a large GPU idle for a
-small model, and clipping takes a dozen launches more: 103 us of a 504 us step of the paper's model
-on an H200, 6.5 us here.  A block takes `PIECE` elements at once, gradients are scaled as they are
-read, and the step number, the learning rate and the row of the metrics stay on the GPU.
+small model, and clipping takes a dozen launches more.  Together they take 103 us of a 504 us step
+of the paper's model on an H200, 6.5 us here.  A block takes `PIECE` elements at once and scales
+gradients as it reads them.  Step number, learning rate and metrics row stay on the GPU.
 
 Shape legend: P parameters, C pieces of them, n rows of metrics.
 """
@@ -224,18 +224,18 @@ def enqueue_together(updates: Sequence[Update]) -> None:
     The models have parameters of the same sizes, all shadows or none, and are on one GPU.
     """
     for begin in range(0, len(updates), MOST_JOBS):
-        some = updates[begin : begin + MOST_JOBS]
-        one, jobs = some[0].adamw, np.zeros(1, JOBS)
-        jobs["count"] = count = len(some)
-        for number, update in enumerate(some):
+        part = updates[begin : begin + MOST_JOBS]
+        first, jobs = part[0].adamw, np.zeros(1, JOBS)
+        jobs["count"] = count = len(part)
+        for number, update in enumerate(part):
             adamw = update.adamw
-            assert (adamw._shadows is None) == (one._shadows is None), "of one kind"
-            assert len(adamw._cuts) == len(one._cuts), "of one shape"
+            assert (adamw._shadows is None) == (first._shadows is None), "of one kind"
+            assert len(adamw._cuts) == len(first._cuts), "of one shape"
             adamw._prepare(update.loss, index=update.index, row=update.row, window=update.window)
             jobs["jobs"][0, number] = adamw._job[0]
-        blocks = step_blocks(len(one._cuts), one._processors, models=count)
-        one._norm.launch(count * one._norm_blocks, THREADS, jobs)
-        one._step.launch(count * blocks, THREADS, jobs)
+        blocks = step_blocks(len(first._cuts), first._processors, models=count)
+        first._norm.launch(count * first._norm_blocks, THREADS, jobs)
+        first._step.launch(count * blocks, THREADS, jobs)
 
 
 def cut(sizes: Sequence[int]) -> Int64Array:
@@ -265,9 +265,9 @@ def step_blocks(pieces: int, processors: int, *, models: int) -> int:
 
 
 def laid_out_alike(one: Tensor, other: Tensor) -> bool:
-    """Return whether the elements of two tensors of one shape lie in the same order.
+    """Return true if the elements of two tensors of one shape lie in the same order.
 
     Strides of dimensions of size 1 mean nothing, and autograd does not keep them.
     """
     strides = zip(one.shape, one.stride(), other.stride(), strict=True)
-    return all(size == 1 or mine == theirs for size, mine, theirs in strides)
+    return all(size == 1 or first == second for size, first, second in strides)

@@ -1,4 +1,4 @@
-"""What gathers read: columns in groups whose rows lie side by side; how values become a batch's.
+"""Columns that gathers read, in groups whose rows lie side by side, and their conversions.
 
 Shape legend: N steps, M rows of zeros on either side, W elements of a row.
 """
@@ -57,7 +57,7 @@ class ColumnGroup:
 
     @property
     def is_final(self) -> bool:
-        """Whether the rows hold the batch's values, so that a gather only copies."""
+        """True if the rows hold the batch's values, so that a gather only copies."""
         return self.dtype == self.final_dtype and self.fields[0].mean is None
 
     @property
@@ -68,7 +68,7 @@ class ColumnGroup:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroupAddresses:
-    """Where the GPU finds the rows of a column group, whose own may be empty."""
+    """The addresses of a column group's rows for the GPU; the group's own rows may be empty."""
 
     group: ColumnGroup
     addresses: Int64Array  # (E,) of each episode's first row, as the device sees it

@@ -1,14 +1,14 @@
-"""What is drawn, and how: segments, random numbers, the search, and what the GPU is told.
+"""Segments, random numbers, the search in tables, and the structures that describe draws to a GPU.
 
 Random numbers are those of Philox 4x64-10, as `numpy.random.Philox`: a pure function of their
-place.  Every use of a seed has a stream of its own: key = (seed, stream).  Slot `b` of step `t`, of
-`count` slots a step, has the flat number ``f = t * count + b`` and takes numbers ``2 f`` and ``2 f
-+ 1`` of the stream.  So any device and any chunking gives the same; ``cuda/philox.cuh`` is this on
-the GPU.  (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.)
+place.  Every use of a seed has a stream of its own: key = (seed, stream).  A step has `count`
+slots.  Slot `b` of step `t` has the flat number ``f = t * count + b`` and takes numbers ``2 f`` and
+``2 f + 1`` of the stream.  So any device and any chunking gives the same; ``cuda/philox.cuh`` is
+this on the GPU.  Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
-All samplers search an ascending table, on the CPU and on the GPU, from where a guide says: it
-divides the values into equal ranges, 8 to 16 for each number of the table.  Most ranges hold no
-number, so that most values are places without a search.
+All samplers search an ascending table, on the CPU and on the GPU, from where a guide says.  The
+guide divides the values into equal ranges, 8 to 16 for each number of the table.  Most ranges hold
+no number, so most values are located without a search.
 
 Shape legend: E episodes, N steps.
 """
@@ -74,7 +74,7 @@ class Segments:
         return self.episodes.shape
 
     def __getitem__(self, item: Any) -> Segments:
-        """Return some of them, as NumPy indexes arrays."""
+        """Return a selection of the segments, as NumPy indexes arrays."""
         parts: dict[str, Any] = {k: v if v is None else v[item] for k, v in vars(self).items()}
         return Segments(**parts)
 
@@ -106,7 +106,7 @@ def draws(
 def bounded(draw: UInt64Array, n: int | Int64Array) -> Int64Array:
     """Map uniform 64-bit draws to ``[0, n)``: the high 64 bits of the 128-bit ``draw * n``.
 
-    Each value is the image of ``floor(2**64 / n)`` or ``ceil(2**64 / n)`` draws, so its probability
+    Each value is the image of ``floor(2**64 / n)`` or ``ceil(2**64 / n)`` draws.  Its probability
     differs from ``1 / n`` by less than ``2**-64``, a relative error below ``n / 2**64`` (6e-8 for
     2**40 steps).  Nothing is rejected: a slot costs the same whatever it draws, on any device.
     `n` is in ``[1, 2**63)``, one for all or an array of the draws' shape.

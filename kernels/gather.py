@@ -1,14 +1,14 @@
 """Cut segments out of rows in host memory: the vectorised reference of the GPU's gather.
 
 A window of K steps is K consecutive rows, hence one run of memory.  Every segment is copied as
-one run, and then the padding of those that reach beyond their episode is overwritten with zeros
-(so nothing of a neighbour or of the future stays).  Rows are copied as whole words, never
-computed with, except where a column is cast or normalised.
+one run.  Zeros then overwrite the padding of segments that reach beyond their episode, so nothing
+of a neighbour or of the future stays.  Rows are copied as whole words, never computed with, except
+where a column is cast or normalised.
 
 A group of frames may have `history` rows in front of each window: the frames before its first step,
 zeros before the episode's first.  So a frame is read once, and the stacks of a batch are views.
 
-Rows that came from elsewhere lie in landing rows of the same array: such a segment begins at its
+Rows that came from elsewhere lie in landing rows of the same array.  Their segment begins at its
 landing row instead of its episode's, and is read like any other.
 
 Shape legend: E episodes, n segments, K steps of a window, W elements of a row.
@@ -169,13 +169,13 @@ class CpuGather:
 
     def _unfilled(self, starts: Int64Array, real: Int64Array, history: int) -> Int64Array:
         """Return the flat positions, in (n, K + history), that hold no row of the episode."""
-        some = np.flatnonzero((real < self.context_length) | (starts < history))[:, None]
+        padded = np.flatnonzero((real < self.context_length) | (starts < history))[:, None]
         span, places = self.context_length, self._places[: self.context_length + history]
         first, last = filled(
-            starts[some], real[some], span=span, history=history, padding=self.padding
+            starts[padded], real[padded], span=span, history=history, padding=self.padding
         )
         outside = (places < first) | (places >= last)
-        positions: Int64Array = (some * len(places) + places)[outside]
+        positions: Int64Array = (padded * len(places) + places)[outside]
         return positions
 
 
@@ -199,7 +199,7 @@ def real_steps(segments: Segments, lengths: Int64Array, span: int) -> Int64Array
 def filled(
     starts: Int64Array, real: Int64Array, *, span: int, history: int, padding: Padding
 ) -> tuple[Int64Array, Int64Array]:
-    """Return where a window's rows of its episode begin and end among its ``span + history``."""
+    """Return begin and end of the episode's rows among a window's ``span + history`` rows."""
     ahead = np.minimum(starts, history)  # rows that the history finds in the episode
     first = history - ahead if padding == "right" else span - real + history - ahead
     return first, first + ahead + real
@@ -209,10 +209,10 @@ def _select(view: Tensor, rows: Tensor, out: Tensor) -> None:
     """Copy rows of (R, D) `view` to (n, D) `out`, in runs that threads take from a common list.
 
     Windows lie anywhere in memory, so that a copy waits for memory rather than for a core: two
-    threads are nearly twice as fast.  The runs are short enough that torch does not split them
-    over threads of its own: those wait for each other, and where another program wants the cores
-    they lose a scheduler's time slice at every call (20 to 70 times slower on two busy cores).
-    Here a thread that gets no core leaves its share to the others.
+    threads are nearly twice as fast.  The runs are too short for torch to split them over its own
+    threads.  Those wait for each other: where another program wants the cores they lose a time
+    slice at every call (20 to 70 times slower on two busy cores).  Here a thread that gets no core
+    leaves its share to the others.
     """
     run = max(UNSPLIT_ELEMENTS // view.shape[1], 1)
     if len(rows) <= run:
@@ -221,8 +221,8 @@ def _select(view: Tensor, rows: Tensor, out: Tensor) -> None:
     runs = iter(list(zip(torch.split(rows, run), torch.split(out, run), strict=True)))
 
     def copy() -> None:
-        for some, target in runs:
-            torch.index_select(view, 0, some, out=target)
+        for part, target in runs:
+            torch.index_select(view, 0, part, out=target)
 
     helpers = min(torch.get_num_threads(), MAX_THREADS, len(rows) // run) - 1
     if helpers < 1 or out.nbytes < SPLIT_BYTES:

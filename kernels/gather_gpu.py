@@ -74,10 +74,10 @@ class GpuGather:
     """Fills windows on a GPU.
 
     Windows are cut from episodes at `offsets` (E + 1,), B segments a step (`rank_batch`).  The GPU
-    draws by `draw` from episodes at `drawn_from` (all, or the first ones), with `seed`: B slots of
-    the global batch from `first_slot` on; without `draw` the host draws all segments.  `reads_host`
-    says that some rows lie in host memory, `reason` why the rows lie where they do; `keep` owns the
-    memory that addresses point to.
+    draws by `draw` from episodes at `drawn_from` (all, or the first ones), with `seed`, B slots of
+    the global batch from `first_slot` on.  Without `draw` the host draws all segments.
+    `reads_host`: some rows lie in host memory.  `reason`: why the rows lie where they do.  `keep`
+    owns the memory that addresses point to.
     """
 
     def __init__(

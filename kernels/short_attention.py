@@ -1,15 +1,15 @@
 """Causal attention over short windows, straight from and to the packed projections.
 
-Library kernels are made for thousands of tokens.  A window of a Decision Transformer has tens:
-there attention is bound by memory, and what costs is reading tensors more often than needed and
-putting the three gradients together again.  Here a program does one head of one window: queries,
-keys and values are read once from where the projection left them, and the gradients are written
-to where its backward wants them.  The bias of the projection can be added on the way in, and its
-gradient summed on the way out, which saves two passes over the packed tensors.
+Library kernels are made for thousands of tokens.  A window of a Decision Transformer has tens.
+There attention is bound by memory: reading tensors more often than needed and putting the three
+gradients together again cost most.  Here a program does one head of one window.  It reads queries,
+keys and values once from where the projection left them, and writes the gradients to where its
+backward wants them.  The bias of the projection can be added on the way in, and its gradient summed
+on the way out, which saves two passes over the packed tensors.
 
 Dropout stores no mask.  Forward and backward draw it from Philox 4x32-7, Triton's and, for the
-CPU, `kept_weights`: key = (low, high 32 bits of the seed), counter = (32 query + key // 4, window,
-head, 0), and word ``key % 4`` is that of one weight, which is kept if it is at least
+CPU, `kept_weights`.  The key is (low, high 32 bits of the seed), the counter (32 query + key // 4,
+window, head, 0).  Word ``key % 4`` is that of one weight, which is kept if the word is at least
 ``dropout * 2**32``.
 
 Triton comes with CUDA builds of torch; `packed_attention_reference` is the same in plain torch.
@@ -40,7 +40,7 @@ ROUNDS = 7  # the fewest with which Philox 4x32 passes BigCrush (Salmon et al. 2
 
 
 def supports_packed(device: torch.device, dtype: torch.dtype, *, tokens: int, head: int) -> bool:
-    """Whether the kernels take such windows: on CUDA, 16-bit, short, with usual heads."""
+    """Return true if the kernels take such windows: on CUDA, 16-bit, short, with usual heads."""
     return (
         triton is not None
         and device.type == "cuda"
@@ -87,11 +87,11 @@ def kept_weights(seeds: Tensor, dropout: float, *, windows: int, heads: int, tok
     count = windows // len(seeds)
     group, head, query, four = np.ogrid[:count, :heads, :tokens, : -(-tokens // 4)]
     counter = (query * (MOST_TOKENS // 4) + four, group, head, 0)
-    found = np.empty((len(seeds), count, heads, tokens, tokens), dtype=np.bool_)
+    kept = np.empty((len(seeds), count, heads, tokens, tokens), dtype=np.bool_)
     for place, seed in enumerate(seeds.tolist()):
         stays = np.stack(philox4x32(counter, seed), axis=-1) >= _dropped_words(dropout)
-        found[place] = stays.reshape(count, heads, tokens, -1)[..., :tokens]
-    return torch.from_numpy(found.reshape(windows, heads, tokens, tokens)).to(seeds.device)
+        kept[place] = stays.reshape(count, heads, tokens, -1)[..., :tokens]
+    return torch.from_numpy(kept.reshape(windows, heads, tokens, tokens)).to(seeds.device)
 
 
 @torch.library.custom_op("gear_offline::packed_attention", mutates_args=())
@@ -157,13 +157,13 @@ def packed_attention_gradient(
     head, block = width // 3 // heads, _block(tokens)
     of_group = _windows_of_a_group(qkv, dropout, seeds, bias)
     seeds = None if seeds is None else seeds.contiguous()
-    found, sums = _gradient_shape(gradient, qkv, heads, scale, dropout, seeds, bias)
+    of_qkv, sums = _gradient_shape(gradient, qkv, heads, scale, dropout, seeds, bias)
     _backward[(batch * heads,)](
-        qkv, gradient.contiguous(), found, tokens, heads, scale, seeds, of_group,
+        qkv, gradient.contiguous(), of_qkv, tokens, heads, scale, seeds, of_group,
         1 / (1 - dropout), bias, None if bias is None else sums,
         _dropped_words(dropout), bias is not None, head, block, num_warps=_warps(block),
     )  # fmt: skip
-    return found, sums
+    return of_qkv, sums
 
 
 @packed_attention.register_fake
@@ -220,7 +220,7 @@ def _windows_of_a_group(qkv: Tensor, dropout: float, seeds: Any, bias: Tensor | 
 
 
 def _dropped_words(dropout: float) -> int:
-    """Return how many of the ``2**32`` words drop a number."""
+    """Return the number of the ``2**32`` words that drop a weight."""
     return min(round(dropout * 2**32), 2**32 - 1)
 
 
@@ -231,9 +231,9 @@ def philox4x32(counter: tuple[Any, ...], seed: int) -> list[npt.NDArray[np.uint6
     for number in range(ROUNDS):
         left, right = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
         keys = (seed + 0x9E3779B9 * number, (seed >> 32) + 0xBB67AE85 * number)
-        one, other = (np.uint64(key & 0xFFFFFFFF) for key in keys)
-        a, b = right >> np.uint64(32) ^ b ^ one, right & low
-        c, d = left >> np.uint64(32) ^ d ^ other, left & low
+        first, second = (np.uint64(key & 0xFFFFFFFF) for key in keys)
+        a, b = right >> np.uint64(32) ^ b ^ first, right & low
+        c, d = left >> np.uint64(32) ^ d ^ second, left & low
     return list(np.broadcast_arrays(a, b, c, d))
 
 
@@ -284,7 +284,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _kept(seeds, window, of_group, head, DROPPED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Say which weights stay, (BLOCK, BLOCK) bool: four neighbours share one block of words."""
+        """Return the kept weights, (BLOCK, BLOCK) bool: four neighbours share a block of words."""
         seed = tl.load(seeds + window // of_group)
         fours = tl.arange(0, BLOCK)[:, None] * 32 + tl.arange(0, BLOCK // 4)[None, :]
         a, b, c, d = tl.philox(seed, fours, window % of_group, head, 0, n_rounds=7)
@@ -312,9 +312,9 @@ if triton is not None:
         if DROPPED > 0:
             stays = _kept(seeds, window, of_group, head, DROPPED, BLOCK)
             weights = tl.where(stays, weights * factor, 0.0)
-        found = tl.dot(weights.to(value.dtype), value)
+        result = tl.dot(weights.to(value.dtype), value)
         place = window.to(tl.int64) * tokens * width + head * D
-        _store(mixed + place, found, tokens, width, D, BLOCK)
+        _store(mixed + place, result, tokens, width, D, BLOCK)
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _backward(  # type: ignore[no-untyped-def]

@@ -90,7 +90,7 @@ class Batch:
         return f"Batch({', '.join(shown)}; on {self.device}, padding {self.padding})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled: copies where the tensors are parts of a block of many batches."""
+        """Return the state to pickle; tensors that are parts of a larger block are copied."""
         tensors = [*self._tensors().values()]
         storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
         if sum(storages.values()) <= 2 * sum(tensor.nbytes for tensor in tensors):
@@ -125,7 +125,7 @@ class Batch:
         return name in self._tensors()
 
     def __len__(self) -> int:
-        """Return how many tensors it has; B is ``len(batch.segments)``."""
+        """Return the number of tensors; B is ``len(batch.segments)``."""
         return len(self._tensors())
 
     def __getitem__(self, name: str) -> Tensor:
@@ -143,7 +143,7 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self.segments.device
 
     @property
@@ -155,8 +155,8 @@ class Batch:
     def tasks(self) -> Tensor | None:
         """``(B,)`` int64, the task of each segment; None without tasks.
 
-        Made of the segments each time it is asked for, by one search on the batch's own device:
-        so it is right in a batch that a CUDA graph fills again and again.
+        Each access searches for the segments anew, on the batch's own device, so it is right in a
+        batch that a CUDA graph fills again and again.
         """
         if self.task_bounds is None:
             return None

@@ -45,7 +45,7 @@ class GoalSampler:
         count = stream.global_batch
         first_slot = stream.first_slot if slots < count else 0
         numbers = slot_draws(stream.seed, first_step, steps, count, stream=GOAL_STREAM)
-        first, second = (some[:, first_slot : first_slot + slots] for some in numbers)
+        first, second = (part[:, first_slot : first_slot + slots] for part in numbers)
         lengths = self._index.lengths[segments.episodes]
         real = real_steps(segments, self._index.lengths, self._span).reshape(steps, slots)
         now, last = segments.starts + real - 1, lengths - 1

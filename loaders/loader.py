@@ -58,8 +58,8 @@ IDENTITY = (  # options that the content of batches depends on
 class GearLoader(Closing, Iterator[Batch]):
     """Batches of segments of a dataset, without end.
 
-    The batch of a step depends on the dataset, the seed, the step and the options here; not on
-    the device, earlier steps or the number of steps prepared at a time.
+    The batch of a step depends on the dataset, the seed, the step and the options here.  It does
+    not depend on the device, earlier steps or the number of steps prepared at a time.
 
     Parameters
     ----------
@@ -172,10 +172,10 @@ class GearLoader(Closing, Iterator[Batch]):
         world: World | Literal["auto"] | None = "auto",
         table: Table | None = None,
     ) -> None:
-        given = dict(locals())  # the arguments by their names
-        self._given = {name: given[name] for name in LoaderOptions.model_fields}
+        arguments = dict(locals())
+        self._given = {name: arguments[name] for name in LoaderOptions.model_fields}
         self.device = resolve_device(device)
-        self._options = options = check_options(given, self.device)
+        self._options = options = check_options(arguments, self.device)
         check_range(seed, start_step, 0, options.batch_size)
         self.seed, self._step = int(seed), int(start_step)
         self.batch_size, self.context_length = options.batch_size, options.context_length
@@ -244,10 +244,10 @@ class GearLoader(Closing, Iterator[Batch]):
         """
         whole = load_recipe(recipe, overrides)
         data = open_data(whole) if dataset is None else dataset
-        given = loader_options(whole, data) | {"seed": whole.seed, "device": whole.train.device}
+        defaults = loader_options(whole, data) | {"seed": whole.seed, "device": whole.train.device}
         if "selection" not in options:
             options["selection"] = recipe_sampler(whole, data)
-        return cls(data, **given | options)
+        return cls(data, **defaults | options)
 
     def __repr__(self) -> str:
         return (
@@ -291,10 +291,10 @@ class GearLoader(Closing, Iterator[Batch]):
 
     @property
     def window(self) -> Window:
-        """What says how its windows are made of what an environment gives, for a policy.
+        """The options by which a policy makes such windows of an environment's steps.
 
         ``Policy(model, **dict(loader.window))`` acts with a model that was trained on its batches;
-        of several tasks it holds what they share.
+        of several tasks it holds the shared options.
         """
         options = self._options
         names = {"context_length", "gamma", "returns_scale"}
@@ -405,7 +405,7 @@ class GearLoader(Closing, Iterator[Batch]):
         return batches.adopt(engine, self._writer(engine), step=self._step)
 
     def _writer(self, engine: GpuGather) -> SegmentWriter | None:
-        """Return what draws on the host where the GPU does not."""
+        """Return the writer that draws on the host; None where the GPU draws."""
         rows = self.rows
         return None if engine.draws else SegmentWriter(rows.segments, rows.block_steps, self.world)
 
@@ -449,7 +449,7 @@ class GearLoader(Closing, Iterator[Batch]):
         self._ready = []
 
     def _identity(self) -> dict[str, Any]:
-        """Return what the content of batches depends on, besides the step."""
+        """Return the options on which, besides the step, the content of batches depends."""
         updates = {}
         if self.loss_sampler is not None:  # its own state is loaded first
             updates["selection_updates"] = self.loss_sampler.updates
@@ -485,7 +485,7 @@ def _one_process(what: str) -> InputError:
 
 
 def _is_dispatched() -> bool:
-    """Return whether accelerate reads this loader to send what it gives to other ranks."""
+    """Return true if accelerate reads this loader to send its batches to other ranks."""
     state = sys.modules.get("accelerate.state")
     active = None if state is None else state.GradientState().active_dataloader
     return type(active).__name__ == "DataLoaderDispatcher"

@@ -1,4 +1,4 @@
-"""What a loader is asked for: options, checked once; the ranks, the sampler."""
+"""The options of a loader, checked once; the ranks, the sampler."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gear_offline.tables.table import TableOptions
 
 
 class LoaderOptions(LoaderSettings):
-    """How `gear_offline.loaders.loader.GearLoader` makes batches: a recipe's section, and more."""
+    """The options of `gear_offline.loaders.loader.GearLoader`: a recipe's section, and more."""
 
     extra_columns: Sequence[str]
 
     @cached_property
     def table(self) -> TableOptions:
-        """Those that say what the table holds."""
+        """The options of the table."""
         return TableOptions.of(vars(self))
 
 
@@ -119,8 +119,8 @@ def _named(selection: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the strategy and options of a text or of a recipe's section."""
     if isinstance(selection, str):
         return parse_strategy(selection)
-    given = dict(selection)
-    name, options = given.pop("strategy", None), given.pop("options", given)
+    section = dict(selection)
+    name, options = section.pop("strategy", None), section.pop("options", section)
     if not isinstance(name, str) or not isinstance(options, Mapping):
         raise bad_option("selection", selection, "{'strategy': NAME, OPTION: VALUE}")
     return name, dict(options)

@@ -1,4 +1,4 @@
-"""Where a loader's rows are, and what makes windows of them: a tier is chosen, then opened.
+"""The rows of a loader and their gather: choose a tier, then open it.
 
 Shape legend: B segments of a rank, K steps of a window, E episodes.
 """
@@ -183,7 +183,7 @@ class RowOpener:
             )
 
     def _disk_reason(self) -> str | None:
-        """Return why the rows stay on disk, or None where they come into memory."""
+        """Return the reason why the rows stay on disk, or None where they come into memory."""
         options, sampler = self.options, self.stream.selection
         reason, budget = None, options.host_budget
         if options.placement == "disk":
@@ -272,12 +272,12 @@ class RowOpener:
         if world.size == world.node_count:
             return build_table(self.data, self.options.table, **parts)
         share = partial(share_table, self.data, self.options.table, **parts)
-        made = world.lead(share, leader=world.leader)
-        handles = world.gather(None if made is None else asdict(made[1].handle()))
-        if made is None:
-            made = share(handle=Handle(**handles[world.leader]))
+        shared = world.lead(share, leader=world.leader)
+        handles = world.gather(None if shared is None else asdict(shared[1].handle()))
+        if shared is None:
+            shared = share(handle=Handle(**handles[world.leader]))
         world.gather(None)  # the leader's memory stays open until everyone has it
-        return made[0]
+        return shared[0]
 
     def _cpu_gathers(self, table: Table, local: BoolArray | None) -> Gathers:
         """Return the CPU's gathers, as `_gpu_gathers` those of the GPU."""

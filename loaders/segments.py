@@ -45,7 +45,7 @@ PLAN_SEGMENTS = 16384  # of all ranks in a plan: more leave the processor's cach
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """What is drawn of consecutive steps."""
+    """The segments of consecutive steps."""
 
     segments: Segments  # (T, B)
     landing: Int64Array | None = None  # (T, B) the landing row of each, -1 for those of the table

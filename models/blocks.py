@@ -86,7 +86,7 @@ def drop(values: Tensor, probability: float) -> Tensor:
 
 
 def _has_fast_dropout(values: Tensor) -> bool:
-    """Whether `drop` takes its own path: eager float32 on a CPU."""
+    """Return true if `drop` takes its own path: eager float32 on a CPU."""
     eager = not torch.compiler.is_compiling()
     return eager and values.device.type == "cpu" and values.dtype == torch.float32
 
@@ -109,7 +109,7 @@ def attend_eagerly(
 
 
 def attention_weights(query: Tensor, key: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
-    """Return how much each token gathers from each other one, (B, N, T, T)."""
+    """Return the attention weights, (B, N, T, T)."""
     if mask is None:
         mask = causal_mask(query.shape[-2], device=query.device)
     scores = torch.matmul(query, key.transpose(-1, -2)) * scale
@@ -125,7 +125,7 @@ def dense_mask(attention_mask: Tensor) -> Tensor:
     """Return a causal mask, (B, 1, 3K, 3K) bool, that also hides padded steps at any place.
 
     `attention_mask`, (B, K), is non-zero where a step is real.  A padded query may look at itself,
-    so that no row is empty and nothing becomes NaN; what the model says there has no meaning.
+    so that no row is empty and nothing becomes NaN; its predictions have no meaning.
     """
     valid = (attention_mask != 0).repeat_interleave(3, dim=1)
     tokens = valid.shape[1]
@@ -187,7 +187,7 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
         keep: Keep | None,
         weights: list[Tensor] | None = None,
     ) -> Tensor:
-        """Return what each kept token has gathered, (B, T', H)."""
+        """Return the attention's values at the kept tokens, (B, T', H)."""
         attention: DecisionTransformerGPT2Attention = self.attn
         batch, tokens, width = hidden.shape
         heads = attention.num_heads

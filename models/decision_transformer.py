@@ -1,9 +1,9 @@
 """The Decision Transformer: Hugging Face's class and weights, with a forward of our own.
 
 A file saved by this class loads in `transformers.DecisionTransformerModel` and the other way
-round, bit for bit.  What differs is the forward: attention through the fused kernels without a
-dense mask when padding is on the right, no heads that the loss does not use, and only the state
-tokens through the last MLP, since actions are predicted there.
+round, bit for bit.  The forward differs: when padding is on the right, attention takes the fused
+kernels without a dense mask.  Heads that the loss does not use are left out.  Only the state
+tokens, where actions are predicted, pass the last MLP.
 
 Shape legend: B windows, K steps, T = 3K tokens (return or goal, state, action), H hidden size, S
 state elements, A action elements or discrete actions.
@@ -48,26 +48,26 @@ TANH_TOLERANCE = 1e-6  # float32 rounding of actions that were clipped to [-1, 1
 class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-call]
     """Decision Transformer with the released class's weights, inputs and outputs.
 
-    Some keys of the configuration are ours; the released class carries them along unread:
-    ``discrete_actions`` (bool: actions are integers and the head gives logits),
-    ``context_length`` (int: K of the training windows, for whoever builds a policy), ``goals``
-    (bool: asked for states in place of returns), ``stochastic_policy`` (bool: see
-    `gear_offline.models.gaussian`), and for frames ``frame_encoder``, ``frame_shape``,
-    ``frame_stack``; ``tasks``, see `gear_offline.models.multitask`.
+    Some keys of the configuration are ours; the released class carries them along unread.
+    ``discrete_actions`` (bool): actions are integers and the head gives logits.
+    ``context_length`` (int): K of the training windows, for building a policy.
+    ``goals`` (bool): asked for states in place of returns.  ``stochastic_policy`` (bool): see
+    `gear_offline.models.gaussian`.  ``frame_encoder``, ``frame_shape``, ``frame_stack``: of
+    frames.  ``tasks``: see `gear_offline.models.multitask`.
 
     Attributes
     ----------
     attention
         ``"eager"``: by plain matrix products; else fused.  Not saved.
     discrete
-        Whether actions are integers.
+        True if actions are integers.
     frame_encoder
         Turns frames into the ``config.state_dim`` elements of a state; None for vectors.  The
         released class has all tensors but the encoder's and takes its features as states.
     embed_task
         `gear_offline.models.multitask.TaskEmbedding` of several tasks, else None.
     goals
-        Whether the first token of each step is the goal, a state, and not the return-to-go:
+        True if the first token of each step is the goal, a state, and not the return-to-go.
         ``embed_return`` is (H, S) then, and not (H, 1) as in the released class.
 
     Notes
@@ -236,7 +236,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         return bool(getattr(self.config, name) if given is None else given)
 
     def features(self, states: Tensor) -> Tensor:
-        """Return what stands for the states, (B, K, S) floating with S = ``config.state_dim``.
+        """Return the vectors of the states, (B, K, S) floating with S = ``config.state_dim``.
 
         Floating states are flattened into S; with an encoder frames are uint8, (B, K, *frame) or
         (B, K, stack, *frame), and floating states are its features.
@@ -319,12 +319,12 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         return drop(tokens, self.encoder.drop.p if self.training else 0.0)
 
     def _parts(self, asked: Tensor, states: Tensor, actions: Tensor) -> Tensor:
-        """Return what the maps of the inputs make of them, (B, K, 3, H)."""
+        """Apply the maps of the inputs, (B, K, 3, H)."""
         layers = (self.embed_return, self.embed_state, self.embed_action)
         kind = half_type(self.embed_state.weight)
         width = sum(layer.in_features for layer in layers)
         if kind is not None and actions.is_floating_point() and width <= JOINT_INPUTS:
-            inputs = [given.to(states.dtype).flatten(0, 1) for given in (asked, states, actions)]
+            inputs = [part.to(states.dtype).flatten(0, 1) for part in (asked, states, actions)]
             maps = [(layer.weight, layer.bias) for layer in layers]
             tokens = joint_maps(inputs, maps, kind)
             return tokens.view(*states.shape[:2], *tokens.shape[1:])
@@ -349,7 +349,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         return action
 
     def _choose(self, predictions: Tensor, noise: Tensor | float = 0.0) -> Tensor:
-        """Return the actions (..., A) of what `_head` gave."""
+        """Return the actions (..., A) of the output of `_head`."""
         if not self.stochastic:
             return predictions
         squashed = bool(self.config.action_tanh)
@@ -376,7 +376,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
     ) -> Tensor:
         """Run the blocks: (B, T, H) -> (B, T or kept, H).
 
-        `layers` gets what each one is given, `weights` its attention weights.
+        `layers` gets the input of each block, `weights` its attention weights.
         """
         encoder, eager = self.encoder, self.attention == "eager"
         recompute = encoder.gradient_checkpointing and self.training and torch.is_grad_enabled()

@@ -3,8 +3,8 @@
 Each row of an operand is divided by a power of two and rounded to float8 e4m3 (4 bits of precision,
 largest number 448); ``torch._scaled_mm`` sums the products in float32.  Powers of two let the
 backward pass move 8-bit numbers to another scale without a second rounding, so rows and gradients
-are quantised once: the sum over rows that gives the weights' gradients cannot take the rows' scales
-out, so those of both operands go into one of them.  The forward pass keeps its rows in 8 bits.
+are quantised once.  The weights' gradients are sums over rows, which cannot take the rows' scales
+out, so the scales of both operands go into one.  The forward pass keeps its rows in 8 bits.
 
 Shape legend: M rows, I inputs, O outputs.
 """

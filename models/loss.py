@@ -1,4 +1,4 @@
-"""What training minimises: the error of the predicted actions at real steps.
+"""The training loss: the error of the predicted actions at real steps.
 
 Shape legend: B windows, K steps, A action elements or discrete actions.
 """
@@ -15,7 +15,7 @@ Padding = Literal["any", "left", "right"]
 
 
 class TrainingBatch(Protocol):
-    """What `DecisionTransformer.loss` reads of a batch; `gear_offline.loaders.batch.Batch` fits.
+    """The inputs of `DecisionTransformer.loss`; `gear_offline.loaders.batch.Batch` fits.
 
     Actions are (B, K, A) floating or (B, K) integer; the mask, (B, K), is non-zero at real steps;
     the inputs are the keyword arguments of the model's forward.
@@ -39,8 +39,8 @@ def mean_loss(
     """Return the scalar mean of (B, K) losses over real steps; 0 if none is real.
 
     Padded steps neither count nor dilute.  `attention_mask`, (B, K), is non-zero at real steps;
-    None: all are real.  `valid_steps` divides in place of their number: with several ranks, the
-    global number divided by the ranks, so that the mean of the ranks' gradients is exactly the
+    None: all are real.  `valid_steps` divides in place of their number.  With several ranks it is
+    the global number divided by the ranks: the mean of the ranks' gradients is then exactly the
     gradient of the global batch's loss.  The host does not wait for a GPU.
     """
     if attention_mask is None:

@@ -1,4 +1,4 @@
-"""What a Decision Transformer of several tasks has besides: an embedding a task, and its widths.
+"""A Decision Transformer of several tasks: an embedding for each task, and its widths.
 
 States and actions of all tasks share the embeddings, each padded with zeros to the widest one, as
 in JAT (Gallouedec et al. 2024, arXiv:2402.09844).  Gato (Reed et al. 2022, arXiv:2205.06175) tells
@@ -34,7 +34,7 @@ TASK_STD = 0.02  # of the initial embeddings, as the released class's own
 
 
 class ModelTask(Scales):
-    """What a model knows of one of its tasks, named as in the recipe; its configuration has it."""
+    """A task of a model, named as in the recipe; part of the model's configuration."""
 
     name: str
     state_dim: Annotated[int, Field(ge=1)]

@@ -1,7 +1,7 @@
 """Linear maps with a few inputs or outputs, as products that a GPU is fast at.
 
-Products of 16-bit numbers take slow kernels where a width is no multiple of 8: 11 states and 3
-actions took 41 of the 456 us of a step of the paper's model on an H200.  Here matrices are padded
+Products of 16-bit numbers take slow kernels where a width is no multiple of 8.  On an H200, 11
+states and 3 actions took 41 of the 456 us of a step of the paper's model.  Here matrices are padded
 with zeros where they are used; the weights stay as they are.
 
 Shape legend: N models or nothing, R rows, H outputs.
@@ -19,7 +19,7 @@ LOADED = 8  # 16-bit numbers of a load
 
 
 def compute_dtype(values: Tensor) -> torch.dtype:
-    """Return what a matrix product of `values` computes in."""
+    """Return the dtype in which a matrix product of `values` computes."""
     kind = values.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else values.dtype
 
@@ -54,8 +54,8 @@ def joint_maps(
     matrix = torch.stack(parts, dim=-3)  # (N, maps, H, wide)
     matrix = torch.cat((matrix, (biases - rest).unsqueeze(-1), rest.unsqueeze(-1)), dim=-1)
     matrix = F.pad(matrix, (0, blank)).flatten(-3, -2)
-    one = inputs[0].new_ones(*inputs[0].shape[:-1], 2)
-    rows = F.pad(torch.cat((*inputs, one), dim=-1), (0, blank))
+    ones = inputs[0].new_ones(*inputs[0].shape[:-1], 2)
+    rows = F.pad(torch.cat((*inputs, ones), dim=-1), (0, blank))
     product = torch.matmul(rows.to(kind), matrix.to(kind).transpose(-1, -2))
     return product.view(*product.shape[:-1], *biases.shape[-2:])
 
@@ -68,9 +68,9 @@ def narrow_linear(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def lower_half(values: Tensor) -> Tensor:
-    """Return what float32 values have beyond their first 8 bits, detached; zeros of other types.
+    """Return the rest of float32 values beyond their first 8 bits, detached; of others zeros.
 
-    By their bits: that a value rounded to 16 bits and back is another one, compilers forget.
+    It works on bits: compilers drop a rounding to 16 bits and back.
     """
     values = values.detach()
     if values.dtype != torch.float32:

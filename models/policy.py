@@ -94,12 +94,12 @@ class Policy:
         device: str | torch.device = "cpu",
         facts: PolicyFacts | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in Window.model_fields}
+        options = {name: value for name, value in locals().items() if name in Window.model_fields}
         for name in ("state_mean", "state_std"):
-            if given[name] is not None:
-                given[name] = np.asarray(given[name], np.float64).reshape(-1).tolist()
+            if options[name] is not None:
+                options[name] = np.asarray(options[name], np.float64).reshape(-1).tolist()
         try:
-            self.window = window = Window(**given)
+            self.window = window = Window(**options)
         except ValidationError as error:
             raise InputError("MODEL", problem_text(error.errors()[0])) from error
         self.model = model.to(torch.device(device)).eval()  # type: ignore[no-untyped-call]
@@ -185,10 +185,10 @@ class Policy:
         ``USER/NAME@BRANCH``; ``OUTPUT_WRITE`` without a token that may write, or a network.
         """
         with tempfile.TemporaryDirectory() as folder:
-            made = self.save(Path(folder, "policy"))
-            card = (made / CARD).read_text().replace(PLACE, name.removeprefix("hub:"))
-            (made / CARD).write_text(card)
-            return put({path.name: path for path in made.iterdir()}, name, "model", private=private)
+            root = self.save(Path(folder, "policy"))
+            card = (root / CARD).read_text().replace(PLACE, name.removeprefix("hub:"))
+            (root / CARD).write_text(card)
+            return put({path.name: path for path in root.iterdir()}, name, "model", private=private)
 
     def reset(
         self, indices: npt.ArrayLike | None = None, targets: npt.ArrayLike | None = None
@@ -236,15 +236,15 @@ class Policy:
             raise InputError("MODEL", f"environment {chosen.min()} is negative")
         if int(chosen.max()) >= self.environments:
             self._grow(int(chosen.max()) + 1 - self.environments)
-        given = np.asarray(targets, dtype=np.float64)
-        fits = given.shape in ((), chosen.shape)
+        values = np.asarray(targets, dtype=np.float64)
+        fits = values.shape in ((), chosen.shape)
         if self.goals:
-            fits = given.shape in ((self.state_dim,), (*chosen.shape, self.state_dim))
-        if not fits or not np.isfinite(given).all():
+            fits = values.shape in ((self.state_dim,), (*chosen.shape, self.state_dim))
+        if not fits or not np.isfinite(values).all():
             wanted = f"states of {self.state_dim} elements" if self.goals else "returns"
-            what = f"targets of shape {given.shape} are not finite {wanted}"
+            what = f"targets of shape {values.shape} are not finite {wanted}"
             raise InputError("MODEL", what, remedy="give one for each environment, or one for all")
-        self._targets[chosen] = given
+        self._targets[chosen] = values
         self._steps[chosen] = 0
         self._waiting[chosen] = False
 
@@ -293,22 +293,22 @@ class Policy:
         if generator is not None and not self.stochastic:
             raise InputError("MODEL", "the policy draws no actions: it is deterministic")
         chosen = self._chosen(indices)
-        given = np.asarray(observations)
-        if given.size != len(chosen) * self.state_dim:
+        states = np.asarray(observations)
+        if states.size != len(chosen) * self.state_dim:
             acting = count_text(len(chosen), "environment")
-            what = f"observations of shape {given.shape} are not those of {acting}"
+            what = f"observations of shape {states.shape} are not those of {acting}"
             remedy = f"give each that acts {self.state_dim} elements: act(observation[None])"
             raise InputError("MODEL", what, remedy=remedy)
-        if given.ndim == 4 and channels_last(given.shape[1:]) == self.frame_shape:
-            given = np.moveaxis(given, 1, -1) if given.shape[1:] != self.frame_shape else given
-        given = given.reshape(len(chosen), -1)
-        _check_finite(given, "observation")
+        if states.ndim == 4 and channels_last(states.shape[1:]) == self.frame_shape:
+            states = np.moveaxis(states, 1, -1) if states.shape[1:] != self.frame_shape else states
+        states = states.reshape(len(chosen), -1)
+        _check_finite(states, "observation")
         if self._waiting[chosen].any():
             raise InputError("MODEL", "act was called twice without observe_reward")
         steps, left = self._steps[chosen], self._targets[chosen]
         asked = self.window.states(left) if self.goals else self.window.returns(left)[:, None]
         numbers = np.concatenate([np.stack([chosen, steps], 1), self._done[chosen], asked], axis=1)
-        seen = self._seen(given)
+        seen = self._seen(states)
         if self._graph is not None and generator is None:
             actions = self._graph.replay(numbers, seen)
         else:
@@ -325,19 +325,19 @@ class Policy:
         self._steps[chosen] += 1
         return actions
 
-    def _seen(self, given: Array) -> Array:
+    def _seen(self, states: Array) -> Array:
         """Return observations (n, S) as the model takes them, or frames (n, *frame)."""
         if not self.frame_shape:
-            return self.window.states(given)
-        if given.dtype != np.uint8:
-            raise InputError("MODEL", f"frames are {given.dtype}, the model expects uint8")
-        return np.ascontiguousarray(given).reshape(-1, *self.frame_shape)
+            return self.window.states(states)
+        if states.dtype != np.uint8:
+            raise InputError("MODEL", f"frames are {states.dtype}, the model expects uint8")
+        return np.ascontiguousarray(states).reshape(-1, *self.frame_shape)
 
     def _step(self, numbers: Tensor, seen: Tensor, filled: int, noise: Tensor | float) -> Tensor:
         """Remember the current step and return the actions (n, A) or (n,).
 
-        `numbers` (n, 2 + A + asked) float64 are rows of the memory, steps so far, what was done in
-        the last one, what is asked; no window has more than `filled` steps.
+        `numbers` (n, 2 + A + asked) float64 are rows of the memory, steps so far, the last action
+        and the targets.  No window has more than `filled` steps.
         """
         row, step, done, asked = torch.split(numbers, [1, 1, *self._widths[1:3]], dim=1)
         rows, steps = row[:, 0].long(), step[:, 0].long()
@@ -394,17 +394,17 @@ class Policy:
             environments that have not acted, or that there are not.
         """
         chosen = self._chosen(indices)
-        given = np.asarray(rewards, dtype=np.float64).reshape(-1)
-        if given.size != len(chosen):
-            what = f"{given.size} rewards of {count_text(len(chosen), 'environment')}"
+        values = np.asarray(rewards, dtype=np.float64).reshape(-1)
+        if values.size != len(chosen):
+            what = f"{values.size} rewards of {count_text(len(chosen), 'environment')}"
             raise InputError("MODEL", what, remedy="give each that acted its own")
-        _check_finite(given, "reward")
+        _check_finite(values, "reward")
         if not self._waiting[chosen].all():
             raise InputError("MODEL", "observe_reward was called without an act before it")
         if actions is not None:
             self._done[chosen] = np.asarray(actions).reshape(len(chosen), -1)
         if not self.goals:
-            self._targets[chosen] = self.window.rest(self._targets[chosen], given)
+            self._targets[chosen] = self.window.rest(self._targets[chosen], values)
         self._waiting[chosen] = False
 
     def _chosen(self, indices: npt.ArrayLike | None) -> Int64Array:

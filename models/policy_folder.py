@@ -1,8 +1,7 @@
 """A policy as a folder that acts by itself, without a run and without data.
 
-- ``config.json``, ``model.safetensors``: the model as ``save_pretrained`` writes it, which plain
-  transformers reads;
-- ``policy.json``: what else it takes to act, `PolicyFile`;
+- ``config.json``, ``model.safetensors``: the model by ``save_pretrained``, for plain transformers.
+- ``policy.json``: the rest that it takes to act, `PolicyFile`.
 - ``README.md``: a card as the Hugging Face Hub shows it.
 """
 
@@ -48,7 +47,7 @@ class _Strict(BaseModel):
 
 
 class Achieved(_Strict):
-    """What a policy was seen to do with one asked return."""
+    """The measured results of a policy for one target."""
 
     target: float
     mean_return: float
@@ -58,7 +57,7 @@ class Achieved(_Strict):
 
 
 class PolicyFacts(_Strict):
-    """Where a policy comes from and what for; nothing of it is needed to act."""
+    """The origin and purpose of a policy, which does not need them to act."""
 
     name: Text = "policy"
     environment: Text | None = None  # Gymnasium id
@@ -206,9 +205,9 @@ def _card(file: PolicyFile) -> bytes:
     """Return the model card, with results in the metadata as the Hub lists them."""
     place = file.environment or "unknown"
     returns = () if file.goals else file.achieved  # of no goal alone
-    best = max(returns, key=lambda one: one.mean_return, default=None)
-    found = {"mean_reward": best.mean_return, "score": best.normalized_score} if best else {}
-    metrics = [{"type": kind, "value": value} for kind, value in found.items() if value is not None]
+    best = max(returns, key=lambda entry: entry.mean_return, default=None)
+    kinds = {"mean_reward": best.mean_return, "score": best.normalized_score} if best else {}
+    metrics = [{"type": kind, "value": value} for kind, value in kinds.items() if value is not None]
     result = {"task": {"type": TAGS[0]}, "dataset": {"type": place, "name": place}}
     results = [{"name": file.name, "results": [{**result, "metrics": metrics}]}]
     metadata = {
@@ -223,11 +222,11 @@ def _card(file: PolicyFile) -> bytes:
     digits = 2 if file.goals else 1
     named = "task | success" if file.goals else "asked return | achieved"
     rows = [f"| {named} | 95 % interval | episodes |", "|---:|---:|---:|---:|"]
-    targets = told_apart([one.target for one in file.achieved])
-    for one, target in zip(file.achieved, targets, strict=True):
-        known = one.ci95 if file.goals or one.episodes >= LEAST else (None, None)
+    targets = told_apart([entry.target for entry in file.achieved])
+    for entry, target in zip(file.achieved, targets, strict=True):
+        known = entry.ci95 if file.goals or entry.episodes >= LEAST else (None, None)
         ends = " .. ".join("-" if end is None else f"{end:,.{digits}f}" for end in known)
-        rows += [f"| {target} | {one.mean_return:,.{digits}f} | {ends} | {one.episodes} |"]
+        rows += [f"| {target} | {entry.mean_return:,.{digits}f} | {ends} | {entry.episodes} |"]
     asked = "GOAL" if file.goals else file.targets[0] if file.targets else "RETURN"
     code = f"""
 ```python
@@ -242,6 +241,6 @@ action = policy.act(observation[None])[0]
 
 
 def _is_only_policy(path: Path) -> bool:
-    """Whether a directory is a policy folder and holds nothing else: what may be replaced."""
+    """Return true if a directory is a policy folder and no more, so that it may be replaced."""
     names = set(os.listdir(path)) if path.is_dir() else set()
     return POLICY in names and names <= {CONFIG, MODEL, POLICY, CARD}

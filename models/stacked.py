@@ -91,8 +91,8 @@ class StackedModels(nn.Module):
         fields = batch.model_inputs()
         if fields["timesteps"].device.type == "cpu" and not torch.compiler.is_compiling():
             check_timesteps(fields["timesteps"], self._rows)
-        given = (fields[name].unflatten(0, (self.count, -1)) for name in INPUTS)  # type: ignore[no-untyped-call]
-        returns, states, actions, steps, mask = given
+        inputs = (fields[name].unflatten(0, (self.count, -1)) for name in INPUTS)  # type: ignore[no-untyped-call]
+        returns, states, actions, steps, mask = inputs
         seeds = None  # (layers, N), what the attention kernel draws its dropout from
         if self._dropout > 0.0 and steps.is_cuda:
             drawn = (self.layers, self.count)
@@ -201,9 +201,9 @@ class StackedModels(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return (N, in, out) and (N, out), float32, of a linear layer.
 
-        With `norm` they contain the weight and the bias of the norm before it: what the layer is
-        given then are plain normalised rows, and the gradients of those two come of matrices as
-        large as the weight, not of sums over all rows.
+        With `norm` they contain the weight and the bias of the norm before it.  The layer's inputs
+        are then plain normalised rows.  The gradients of those two come of matrices as large as the
+        weight, not of sums over all rows.
         """
         weight, bias = self._get(f"{name}.weight"), self._get(f"{name}.bias")
         weight = weight if stored == "in, out" else weight.transpose(1, 2)

@@ -1,8 +1,8 @@
 """Ranks and nodes of a run, which node holds which shards, and rows that come from other nodes.
 
 `world` has the ranks and their small messages, `sharding` gives shards to nodes and segments to
-ranks, and `exchange` brings rows of other nodes into landing memory: by collectives
-of torch or by RDMA reads (`rdma`, which does not import torch).
+ranks.  `exchange` brings rows of other nodes into landing memory, by collectives of torch or by
+RDMA reads (`rdma`, which does not import torch).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def launched() -> tuple[int, int]:
 
 
 def is_first_process() -> bool:
-    """Whether this is the process that writes and prints, among those that torchrun started."""
+    """Return true in the process that writes and prints, among those that torchrun started."""
     return launched()[0] == 0
 
 

@@ -73,9 +73,9 @@ def open_exchange(
     """Open an exchange; all ranks of `world` call it together, with the same road.
 
     Rows of other nodes go to `landing`: one C-contiguous, writable (L, W) array for each column
-    group; by ``"nccl"`` to GPU memory, `windows` of `span` rows, where the `engine` that gathers
-    this rank's batches reads them.  ``"auto"`` is the first of ``"nccl"``, ``"rdma"`` and
-    ``"gloo"`` that every rank can take; one that is named is taken, or an error says what is
+    group.  By ``"nccl"`` they go to GPU memory, `windows` of `span` rows, where the `engine` that
+    gathers this rank's batches reads them.  ``"auto"`` is the first of ``"nccl"``, ``"rdma"`` and
+    ``"gloo"`` that every rank can take.  A road that is named is taken, or an error says what is
     missing and where.
     """
     widths = [
@@ -112,7 +112,7 @@ def _say(world: World, kind: str, reasons: list[str]) -> None:
 
 
 def _why_no_nccl(world: World, engine: GpuGather | None) -> str | None:
-    """Return why the ranks cannot exchange rows by NCCL, the same on every rank, or None."""
+    """Return the reason against NCCL for the exchange, the same on every rank, or None."""
     facts = None if engine is None else torch.cuda.get_device_properties(engine.device)
     gpus = world.gather(None if facts is None else str(facts.uuid))
     if None in gpus:

@@ -1,7 +1,7 @@
 """Owners' GPUs push rows: the gather's kernel packs them, one all-to-all of NCCL moves them.
 
-Rows go from where the owner's GPU reads them, its own memory or pinned host memory, into a ring in
-the reader's GPU memory, which is one more memory behind the gather's addresses.  NCCL takes NVLink,
+Rows go from the memory where the owner's GPU reads them, its own or pinned host memory, into a ring
+in the reader's GPU memory.  The gather's addresses reach that ring too.  NCCL takes NVLink,
 InfiniBand, RoCE or EFA, whatever there is.  Nothing waits on the host.
 
 Shape legend: W ranks, S rows of a landing window, L windows of the ring, n windows of a block.
@@ -64,8 +64,8 @@ class NcclExchange:
         threading.Thread(target=self._watch, daemon=True, name="gear-watch").start()
         with world.guard("opening the exchange"):
             self._group = _group(world, engine.device)
-            one = torch.zeros(world.size, dtype=torch.uint8, device=engine.device)
-            dist.all_to_all_single(one.clone(), one, group=self._group)  # all connect
+            zeros = torch.zeros(world.size, dtype=torch.uint8, device=engine.device)
+            dist.all_to_all_single(zeros.clone(), zeros, group=self._group)  # all connect
 
     def ready(self, reads: Reads) -> Ready:
         """Do what of a post needs no GPU and no order; for any thread."""

@@ -185,7 +185,7 @@ class RdmaExchange:
 
 
 def _everywhere(world: World, make: Callable[[], Any]) -> list[Any]:
-    """Return what `make` returned on every rank; an error of one rank is one of all."""
+    """Call `make` on every rank and return all results; an error of one rank is one of all."""
     value, problem = None, None
     try:
         value = make()

@@ -1,4 +1,4 @@
-"""What an exchange of rows is given: what each node holds, and the reads of a block.
+"""The inputs of an exchange of rows: the rows of each node and the reads of a block.
 
 Shape legend: E episodes of the dataset, M reads of a block by all ranks, W values of a row.
 """
@@ -18,7 +18,7 @@ class NodeRows:
     """The rows that this rank's node holds, and who holds the others.
 
     `rows`: one C-contiguous (n, W) array for each column group with the steps of this node's
-    episodes, in their order, back to back; they must not move while an exchange is open.
+    episodes, in their order, back to back.  They must not move while an exchange is open.
     """
 
     lengths: Int64Array  # (E,) steps of every episode of the dataset, the same on every rank

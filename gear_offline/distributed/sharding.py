@@ -1,9 +1,9 @@
-"""Which node holds which shards, and which rank trains on which segment of the global batch.
+"""The assignment of shards to nodes, and of segments of the global batch to ranks.
 
 Every node is drawn from equally often.  The mean gradient of a global batch does not depend on who
 works on which segment.  Every rank draws the same global batches and computes the same assignment,
-so nothing is communicated: a segment goes to a rank of the node that holds it, and only what
-exceeds a node's share moves.
+so nothing is communicated.  A segment goes to a rank of the node that holds it, and only those
+beyond a node's share move.
 
 Shape legend: S shards, E episodes, T steps, N segments of a global batch, W ranks, D nodes,
 B = N / W segments a rank.
@@ -32,7 +32,7 @@ NARROW = 1 << 16  # numbers below are sorted in two passes
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NodeShare:
-    """What one node holds of a dataset, and where all its episodes are."""
+    """The shards of one node, and the nodes of all episodes."""
 
     shards: Int64Array  # numbers of the node's shards, ascending
     nodes: Int64Array  # (E,) the node of every episode of the whole dataset
@@ -42,7 +42,7 @@ class NodeShare:
 def choose_share(
     data: TableData, sampler: Sampler, world: World, options: TableOptions, sharding: Sharding
 ) -> NodeShare | None:
-    """Return what this rank's node holds, or None if every node holds all.
+    """Return the share of this rank's node, or None if every node holds all.
 
     Nodes get equal shares of the probability where the sampler knows it, else of steps.
     """
@@ -115,7 +115,7 @@ def shard_weights(source: TableData, episode_weight: npt.ArrayLike | None = None
 
 
 def take_share(source: TableData, owners: Int64Array, node: int) -> NodeShare:
-    """Return what `node` holds when shards lie as `owners` (S,) says."""
+    """Return the share of `node` where `owners` (S,) are the nodes of the shards."""
     nodes, shards = np.repeat(owners, shard_episodes(source)), np.flatnonzero(owners == node)
     return NodeShare(shards=shards, nodes=nodes, lengths=source.episodes.lengths)
 

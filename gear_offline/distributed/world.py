@@ -81,7 +81,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes files and prints."""
+        """True on the rank that writes files and prints."""
         return self.rank == 0
 
     @property
@@ -125,17 +125,17 @@ class World:
         return [json.loads(text[:length].numpy().tobytes()) for text, length in sizes]
 
     def lead(self, make: Callable[[], T], *, leader: int = 0) -> T | None:
-        """Return what `make` gives on `leader` (of each rank's choice), ``None`` on the others.
+        """Return the result of `make` on `leader` (of each rank's choice), ``None`` on the others.
 
         They wait as long as it works and lives; ranks that wait for it take part in nothing else.
         An error of the leader is its own there, and ``RANK_FAILED`` on those that waited for it.
         """
-        made: T | None = None
+        result: T | None = None
         error: Exception | None = None
         if self.rank == leader:
             with self._signs_of_life():
                 try:
-                    made = make()
+                    result = make()
                 except Exception as caught:
                     error = caught
         try:
@@ -148,7 +148,7 @@ class World:
         if state != DONE:
             what = f"rank {leader} failed: {state}"
             raise GearError("RANK_FAILED", what, remedy="see its own message")
-        return made
+        return result
 
     @contextmanager
     def _signs_of_life(self) -> Iterator[None]:
@@ -300,9 +300,9 @@ def open_world(device: torch.device, *, timeout: float = TIMEOUT_SECONDS) -> Ite
 def _fresh_store(store: Any, rank: int, size: int, timeout: float) -> Any:
     """Return a part of torchrun's store that no earlier start of the ranks has written to.
 
-    torch 2.13 keeps one store for all restarts, with the addresses of the dead in it, and its
-    agents do not count restarts alike: one whose ranks were stopped because those of another node
-    failed does not count that.  So rank 0 makes up a name and tells it to each rank of this start,
+    torch 2.13 keeps one store for all restarts, with the addresses of the dead in it.  Its agents
+    do not count restarts alike: an agent does not count that its ranks were stopped because those
+    of another node failed.  So rank 0 makes up a name and tells it to each rank of this start,
     which asks with a number that nobody has used before.
     """
     if rank:

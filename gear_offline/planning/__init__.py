@@ -1,5 +1,5 @@
-"""What a recipe needs on a cluster, and how fast it would be there: sums of measured rates.
+"""Estimates of a recipe's memory and speed on a cluster, from measured rates.
 
-`hardware` holds the rates of a machine, `workload` what is known of the data, `compute` what a
-step costs a GPU, and `plan` puts them together.
+`hardware` holds the rates of a machine, `workload` the facts of the data, `compute` the cost of a
+step on a GPU, and `plan` puts them together.
 """

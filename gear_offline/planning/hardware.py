@@ -80,7 +80,7 @@ class Hardware(_Part):
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What the recipe would run on."""
+    """The cluster that the recipe would run on."""
 
     nodes: int
     gpus: int  # of a node

@@ -1,4 +1,4 @@
-"""What a recipe needs on a cluster, and how fast it would be there: docs/how-to/plan-a-cluster.md.
+"""The memory and speed of a recipe on a cluster: docs/how-to/plan-a-cluster.md.
 
 Shape legend: D nodes, G GPUs a node, S shards, n segments of a global batch.
 """
@@ -37,7 +37,7 @@ HIDDEN_SHARE = 0.6  # of a step, the backward pass: what is longer than that is 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NodeLayout:
-    """Where the rows of the fullest node lie."""
+    """The placement of the fullest node's rows."""
 
     spread: bool  # nodes hold a part each
     road: str  # of rows between them
@@ -144,7 +144,7 @@ def lay_out(recipe: Recipe, workload: Workload, cluster: Cluster, free_bytes: fl
 def _step(
     workload: Workload, cluster: Cluster, layout: NodeLayout, cost: StepCost, batch: int
 ) -> dict[str, float]:
-    """Return where the seconds of a step go."""
+    """Return the seconds of each part of a step."""
     gather, nodes, gpus = cluster.hardware.gather, cluster.nodes, cluster.gpus
     share, window = batch // (nodes * gpus), workload.window_bytes
     crossing = crossing_share(layout.node_shares, batch) if layout.spread else 0.0
@@ -194,7 +194,7 @@ def _averaging_seconds(cluster: Cluster, nbytes: float) -> float:
 
 
 def _start(cluster: Cluster, layout: NodeLayout, cost: StepCost) -> dict[str, float]:
-    """Return where the seconds before the second step go."""
+    """Return the seconds of each part of a run before its second step."""
     start, storage = cluster.hardware.start, cluster.hardware.storage
     loaded = sum(layout.bytes.values()) - layout.bytes["disk"]
     parts = {

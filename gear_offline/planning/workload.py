@@ -1,4 +1,4 @@
-"""What a plan must know of the data: bytes of a step, shards and how often they are drawn from.
+"""The facts of the data for a plan: bytes of a step, shards and how often they are drawn from.
 
 A dataset that is there gives everything; one that does not exist yet is described by its columns
 and its bytes.
@@ -60,7 +60,7 @@ class Workload:
 def make_workload(
     recipe: Recipe, *, data_bytes: int | None = None, columns: str | None = None
 ) -> Workload:
-    """Return what is known of a recipe's data, with `data_bytes` as a sample of so many in memory.
+    """Return the facts of a recipe's data, with `data_bytes` as a sample of so many in memory.
 
     `columns` such as ``"observations=uint8[84,84],actions=int64,rewards=float32"`` stand for data
     that do not exist, with episodes of 1,000 steps.
@@ -119,7 +119,7 @@ def make_workload(
 
 
 def _describe(text: str) -> SimpleNamespace:
-    """Return what a dataset of the columns that `text` names would say of itself."""
+    """Return a stand-in for a dataset of the columns that `text` names."""
     columns = []
     for part in re.split(r",(?![^\[]*\])", text):
         match = _COLUMN.fullmatch(part.strip())

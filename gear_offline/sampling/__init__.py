@@ -1,9 +1,8 @@
-"""Which segments make up a batch: samplers, pure functions of (seed, step); those with
-`ahead` False look at losses or draws so far too.
+"""Samplers of a batch's segments: functions of (seed, step), and with `ahead` False of the past.
 
 `base` has the interface and the registry, `episodes` the strategies that draw an episode by its
-weight, `epochs` those without replacement, `prioritized` the one that learns from losses, `mixture`
-mixtures and tasks; `items` says which episodes there are, as in Reverb's tables.
+weight, `epochs` those without replacement.  `prioritized` learns from losses, `mixture` mixes
+samplers and tasks, `items` keeps and removes episodes, as Reverb's tables.
 docs/reference/strategies.md describes them.
 """
 

@@ -57,7 +57,7 @@ class EpisodeData(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Facts:
-    """What a sampler may know of the data, and for which windows it is made; None: not known."""
+    """The facts of data and windows that a sampler may use; None: not known."""
 
     episodes: EpisodeIndex
     returns: Float64Array | None = None  # (E,) undiscounted sum of rewards of each episode
@@ -76,7 +76,7 @@ class Facts:
         return value
 
     def of_kept(self) -> Facts:
-        """Return what is known of the episodes that are kept, alone."""
+        """Return the facts of the kept episodes alone."""
         kept, column = self.kept, self.column
         assert kept is not None, "the table has everything"
         rows = np.repeat(kept, self.episodes.lengths)
@@ -102,9 +102,9 @@ class Sampler:
     """Turns (seed, step) into segments.
 
     To add one, write a subclass with `sample`, or of `WeightedEpisodes` with `weights`, and
-    `register` it.  What `sample` must keep: it is a pure function whose row ``i`` is that of
-    ``sample(seed, first_step + i, 1, count)``; every start lies inside its episode; `probability`
-    is exact, so that importance weights can be computed from it.
+    `register` it.  `sample` must be a pure function whose row ``i`` is that of ``sample(seed,
+    first_step + i, 1, count)``.  Every start lies inside its episode.  `probability` is exact, so
+    that importance weights can be computed from it.
 
     Attributes
     ----------
@@ -115,11 +115,11 @@ class Sampler:
     padding
         The side on which windows are padded where that is a part of the strategy, else None.
     cuts_windows
-        Whether segments have `lengths`.
+        True if segments have `lengths`.
     index
         The table's episodes, which the numbers in segments refer to.
     options
-        What builds the same sampler again, with the name and the data; JSON-able by `asdict`.
+        They build the same sampler again, with the name and the data; JSON-able by `asdict`.
     context_length
         K, of samplers that depend on it.
     episode_order
@@ -177,12 +177,12 @@ class Sampler:
 
     @property
     def ahead(self) -> bool:
-        """Whether steps may be drawn before they come."""
+        """True if steps may be drawn before they come."""
         return self.loss_sampler is None
 
     @property
     def gpu(self) -> Draw | None:
-        """How the GPU draws the same segments; None: the host draws ahead of use."""
+        """The GPU's way to draw the same segments; None: the host draws ahead of use."""
         return None
 
 
@@ -234,7 +234,7 @@ class Members(Sampler):
 
 
 def has_density(kind: type[Sampler]) -> bool:
-    """Whether samplers of a class know densities, so that they can be parts of a mixture."""
+    """Return true if samplers of a class know densities, so that a mixture can hold them."""
     return kind.density is not Sampler.density
 
 

@@ -112,23 +112,23 @@ def integer_masses(weights: npt.ArrayLike, where: str = "") -> UInt64Array:
     """Return (n,) integer masses in proportion to `weights` that sum to ``2**64``.
 
     A positive weight gets at least 1, zero gets 0.  Ratios differ from those of the weights by
-    about ``2**-51``, and each mass by 6 at most besides: 4 for the scaled weight's fraction, 2 for
-    those of the two passes.  An item that has everything has 0, ``2**64`` modulo ``2**64``.
+    about ``2**-51``.  Each mass differs by 6 more at most: 4 for the scaled weight's fraction, 2
+    for those of the two passes.  An item that has everything has 0, ``2**64`` modulo ``2**64``.
     """
-    given = np.asarray(weights, dtype=np.float64)
-    positive, wrong = np.flatnonzero(given), np.flatnonzero(~((given >= 0) & (given < np.inf)))
+    values = np.asarray(weights, dtype=np.float64)
+    positive, wrong = np.flatnonzero(values), np.flatnonzero(~((values >= 0) & (values < np.inf)))
     if positive.size == 0 or wrong.size:
-        found = f": number {wrong[0]} is {given[wrong[0]]:g}" if wrong.size else ""
-        what = f"weights must be finite, not negative and not all 0{found}"
+        example = f": number {wrong[0]} is {values[wrong[0]]:g}" if wrong.size else ""
+        what = f"weights must be finite, not negative and not all 0{example}"
         raise InputError(
             "SELECTION", what, where, "look for such values with `gear-offline inspect`"
         )
-    result = np.zeros(given.size, dtype=np.uint64)
+    result = np.zeros(values.size, dtype=np.uint64)
     if positive.size == 1:
         return result
     # Scaling by a power of two is exact: the largest becomes 2^62 or more, below 2^63.
-    exponent = 62 - (int(np.frexp(given.max())[1]) - 1)
-    scaled = np.floor(np.ldexp(given[positive], exponent))  # integers, exact in float64
+    exponent = 62 - (int(np.frexp(values.max())[1]) - 1)
+    scaled = np.floor(np.ldexp(values[positive], exponent))  # integers, exact in float64
     total = _sum_exactly(scaled.astype(np.uint64))
     masses = np.ones(positive.size, dtype=np.uint64)
     for _ in range(2):  # nearly all, then what rounding left
@@ -173,7 +173,7 @@ class UniformEpisodes(WeightedEpisodes):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class UnitOptions:
-    """What a weight is of: each step of an episode, or the episode as a whole."""
+    """The unit of a weight: each step of an episode, or the episode as a whole."""
 
     unit: Unit = "steps"
 
@@ -345,8 +345,8 @@ class Weighted(ChosenEpisodes):
 class StratifiedReturn(ChosenEpisodes):
     """Each batch takes equally from strata of episodes ordered by return.
 
-    Slot b of a step takes stratum ``(b + r) % S``; r is drawn once a step, so that every stratum is
-    equally likely in every slot whatever the batch size.
+    Slot b of a step takes stratum ``(b + r) % S``.  r is drawn once a step, so that every stratum
+    is equally likely in every slot whatever the batch size.
     """
 
     @dataclass(frozen=True, kw_only=True, config=STRICT)

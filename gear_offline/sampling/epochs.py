@@ -1,7 +1,7 @@
 """Samplers without replacement: forwards, backwards, and in a new random order every epoch.
 
-Slot b of step t takes place ``t * B + b`` of an endless row of epochs, so an epoch's last batch
-goes on with the next epoch; but for `min_dt`, whose epochs end with their last full batch.
+Slot b of step t takes place ``t * B + b`` of an endless row of epochs.  So an epoch's last batch
+goes on with the next epoch, but for `min_dt`, whose epochs end with their last full batch.
 
 Shape legend: N steps of the table, E episodes, K steps of a window, B slots of a batch.
 """
@@ -129,8 +129,8 @@ class KeyedOrder:
     A Feistel network over the smallest power of two that holds `size`, walked along its cycle until
     it lands below `size` (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002),
     then rotated by a random amount.  The rotation makes each thing exactly as likely as any other
-    in every place; the network, whose round function is the 64-bit finaliser of MurmurHash3, makes
-    the order.  An epoch has one block of numbers: its first key, the odd difference from each
+    in every place.  The network makes the order; its round function is MurmurHash3's 64-bit
+    finaliser.  An epoch has one block of numbers: its first key, the odd difference from each
     round's key to the next, and the rotation.  `size` is in ``[1, 2**63)``.
     """
 
@@ -146,7 +146,7 @@ class KeyedOrder:
     def __call__(
         self, seed: int, first_epoch: int, epochs: Int64Array, at: Int64Array
     ) -> Int64Array:
-        """Return what lies in places `at` of `epochs`, counted from `first_epoch`; of one shape."""
+        """Return the things in places `at` of `epochs` from `first_epoch` on, all of one shape."""
         rows = epochs.reshape(-1)
         first, second = draws(
             seed=seed,

@@ -32,12 +32,12 @@ BY_CHANCE = ("uniform", "prioritized")
 
 
 class Counted(Members):
-    """Draws one after the other: what was drawn `most` times is gone then.
+    """A sampler that draws one after the other and removes episodes drawn `most` times.
 
     Episodes by weight, or in an order, then any start.  It begins at `step` with the episodes that
-    were `kept` then and the `times`, both (E,), each had been drawn; what was drawn before depends
-    on what was there before.  When none is left, all that were kept are there again, as if they had
-    never been drawn: a learner waits for new ones first, except while the disk is full.
+    were `kept` then and the `times`, both (E,), each had been drawn.  Draws depend on the episodes
+    that were there before.  When none is left, all kept ones are there again, as if never drawn.
+    A learner waits for new ones first, except while the disk is full.
     `stream` is the seed, and the slots of a batch.
     """
 
@@ -98,36 +98,36 @@ class Counted(Members):
         first, second = slot_draws(seed, first_step, steps, count)
         assert (seed, count) == self._stream, "draws are counted for one run's seed and batches"
         self.times_at(first_step)
-        found = np.array([self._draw(numbers) for numbers in first]).reshape(steps, 4, count)
+        drawn = np.array([self._draw(numbers) for numbers in first]).reshape(steps, 4, count)
         self._step += steps
-        episodes, times, sizes = found[:, (0, 2, 3)].astype(np.int64).swapaxes(0, 1)
+        episodes, times, sizes = drawn[:, (0, 2, 3)].astype(np.int64).swapaxes(0, 1)
         lengths = self.index.lengths[episodes]
         return Segments(
             episodes=episodes,
             starts=bounded(second, lengths),
-            probability=found[:, 1] / lengths,
+            probability=drawn[:, 1] / lengths,
             times_sampled=times,
             table_size=sizes,
         )
 
     def _draw(self, numbers: UInt64Array) -> Float64Array:
         """Count a step's draws; return (4, B): episodes, probabilities, times, table sizes."""
-        found = list[tuple[int, float, int, int]]()
-        while len(found) < len(numbers):
+        drawn = list[tuple[int, float, int, int]]()
+        while len(drawn) < len(numbers):
             if not self._masses.total:  # also where what is left has no weight
                 self._begin(self._step, np.where(self._kept, 0, self._times))
             total = self._masses.total
-            episodes = self._masses.find(bounded(numbers[len(found) :], total).astype(np.uint64))
+            episodes = self._masses.find(bounded(numbers[len(drawn) :], total).astype(np.uint64))
             chances = self._masses.masses_of(episodes) / np.float64(total)
             for episode, chance in zip(episodes.tolist(), chances.tolist(), strict=True):
                 self._times[episode] += 1
-                found.append((episode, chance, int(self._times[episode]), self._size))
+                drawn.append((episode, chance, int(self._times[episode]), self._size))
                 if self._times[episode] == self._most:  # others' probabilities change
                     self._size -= 1
                     self._masses.set(np.array([episode]), np.zeros(1, np.uint64))
                     self._let_next_come()
                     break
-        return np.array(found, np.float64).T
+        return np.array(drawn, np.float64).T
 
 
 class Items:
@@ -169,10 +169,10 @@ class Items:
     def _new_keys(self, dataset: Dataset) -> Float64Array:
         """Return (n,) keys of the episodes that have come.
 
-        The smallest key is removed, among equals the oldest.  By chance it is the time of a clock
-        that rings once, exponentially distributed with the item's weight as its rate, wound up when
-        the item comes: the next to ring is each item with a probability in proportion to its
-        weight, whatever has rung before.  Returned is how long the clocks run.
+        The smallest key is removed, among equals the oldest.  By chance it is the time at which a
+        clock rings once, exponentially distributed with the item's weight as its rate, wound up
+        when the item comes.  The next to ring is each item with a probability in proportion to its
+        weight, whatever has rung before.  The keys are the times that the clocks run.
         """
         remover, first, count = self._data.remover, len(self.kept), len(dataset) - len(self.kept)
         keys = np.arange(first, first + count, dtype=np.float64)
@@ -234,13 +234,13 @@ class Items:
         return self.kept if most is None else self.kept & (self.times < most)
 
     def may_insert(self, episodes: int, behind: int = 0) -> bool:
-        """Return whether the limiter lets so many episodes come, `behind` others."""
+        """Return true if the limiter lets so many episodes come, `behind` others."""
         more = behind + episodes
         error = (self._inserted + more) * self._ratio - self._drawn
         return int(self._drawable.sum()) + more <= self._min_size or error <= self._most
 
     def may_admit(self, episodes: int, behind: int) -> bool:
-        """Return whether so many episodes may come `behind` others that are admitted already.
+        """Return true if so many episodes may come `behind` others that are admitted already.
 
         Also beyond the limit where the run would wait for ever without them.
         """
@@ -249,11 +249,11 @@ class Items:
         return bool(self._lacking(behind))
 
     def missing(self) -> str:
-        """Return what must come before the draws to come: "3 episodes (why)", or nothing."""
+        """Return the episodes that the coming draws wait for, "3 episodes (why)", or nothing."""
         return self._lacking() if self._min_size else ""
 
     def _lacking(self, behind: int = 0) -> str:
-        """Return what is missing when so many episodes more have come."""
+        """Return the missing episodes, as text, when `behind` more have come."""
         drawable, most = self._drawable, self._data.max_times_sampled
         size, inserted = int(drawable.sum()) + behind, self._inserted + behind
         if size < self._min_size:
@@ -271,7 +271,7 @@ class Items:
         return ""
 
     def state(self, step: int) -> dict[str, Array]:
-        """Return what a run goes on with at `step`, where draws are counted."""
+        """Return the state from which a run resumes at `step`, where draws are counted."""
         if self._counted is None:
             return {}
         self.advance(step)

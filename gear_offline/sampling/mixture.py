@@ -1,7 +1,7 @@
 """Mixtures: each slot takes one of several samplers, with weights that may change over steps.
 
-Where all parts draw an episode by weight and then any start in it, and the weights do not change,
-their mixture is again such a sampler over all episodes: it is drawn in one go, also by the GPU.
+If all parts draw an episode by weight and then any start in it, and the weights do not change,
+their mixture is again such a sampler over all episodes.  It is drawn in one go, also by the GPU.
 
 Shape legend: P parts, E episodes, B slots of a batch.
 """
@@ -71,7 +71,7 @@ class Schedule:
         low, high = max(after - 1, 0), min(after, len(self.steps) - 1)
         begin, span = self.steps[low], max(self.steps[high] - self.steps[low], 1)
         pairs = zip(*(_cumulative(self.weights[at]) for at in (low, high)), strict=True)
-        return [one + (other - one) * (step - begin) // span for one, other in pairs]
+        return [first + (last - first) * (step - begin) // span for first, last in pairs]
 
 
 def _cumulative(weights: Sequence[float]) -> list[int]:
@@ -140,8 +140,8 @@ class Mixture(Sampler):
         self._loss_sampler = learning[0] if learning else None
         self._whole: WeightedEpisodes | None = None
         if len(schedule.steps) == 1 and all(isinstance(p.gpu, CumulativeWeights) for p in parts):
-            weights, given = np.zeros(self.index.episodes), np.array(schedule.weights[0], float)
-            for part, share in zip(parts, given / given.sum(), strict=True):
+            weights, shares = np.zeros(self.index.episodes), np.array(schedule.weights[0], float)
+            for part, share in zip(parts, shares / shares.sum(), strict=True):
                 assert part.episode_weight is not None
                 weights += share * part.episode_weight
             self._whole = WeightedEpisodes(Facts(episodes=self.index), weights=weights)
@@ -200,9 +200,9 @@ class TaskPart:
 def mix_tasks(tasks: Sequence[TaskPart], schedule: Schedule | None = None) -> Sampler:
     """Return the sampler of a joint table of tasks, in their order; of one task that task's own.
 
-    Refused are samplers that do not treat slots and steps alike, since a slot that another task
-    takes would be missing from their order, and those that learn from losses, whose weights would
-    undo the tasks'.
+    It refuses samplers that do not treat slots and steps alike: slots of other tasks would be
+    missing from their order.  It refuses those that learn from losses: their weights would undo
+    the tasks'.
     """
     if len(tasks) == 1:
         return tasks[0].sampler
@@ -221,7 +221,7 @@ class TaskMixture(Mixture):
 
     @dataclass(frozen=True)
     class Options:
-        """What identifies the mixture in a loader's state."""
+        """The identity of the mixture in a loader's state."""
 
         parts: Sequence[Mapping[str, Any]]
         schedule: Schedule | None

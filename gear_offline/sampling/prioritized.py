@@ -41,9 +41,9 @@ AT_ONCE = 16384  # draws that go down the tree together
 class Prioritized(Sampler):
     """Every start with probability mass / sum of masses; updated from the losses of segments.
 
-    The mass of a start whose priority is p, its last loss plus `epsilon`, is
-    ``max(1, floor(M * (min(p, largest) / largest) ** alpha))``, M being the largest power of
-    two of which N make less than ``2**63``.
+    The priority p of a start is its last loss plus `epsilon`.  Its mass is
+    ``max(1, floor(M * (min(p, largest) / largest) ** alpha))``.  M is the largest power of two of
+    which N make less than ``2**63``.
     """
 
     knows_kept = True

@@ -50,7 +50,7 @@ class DeviceMemory:
         self.device, self._runtime = device, runtime
 
     def free_bytes(self) -> int:
-        """Return what is free on the device."""
+        """Return the free bytes of the device."""
         import torch
 
         return int(torch.cuda.mem_get_info(self.device)[0])
@@ -84,7 +84,7 @@ class DeviceMemory:
                 raise _not_shared(error) from error
 
     def open_shared(self, handle: str) -> int:
-        """Return where another process's memory is mapped, until this process ends."""
+        """Map another process's memory until this process ends; return its address."""
         with self._current():
             try:
                 raw = bytes.fromhex(handle)

@@ -1,8 +1,8 @@
 """Rows that stay in the shards: batches through a bounded memory that is filled ahead of use.
 
-The memory is slots of one window each, `H + K` rows of every column in its source dtype; the gather
-is that of a table in memory whose rows lie in another order.  `gear_offline.tables.read_ahead` says
-what is read when, `window_reader` how.
+The memory is slots of one window each, `H + K` rows of every column in its source dtype.  The
+gather is that of a table in memory whose rows lie in another order.
+`gear_offline.tables.read_ahead` plans the reads, `window_reader` does them.
 
 Shape legend: N steps, E episodes, K steps of a window, H rows of history in front of it, B windows
 of a batch, S slots.
@@ -46,7 +46,7 @@ CONVERSION_FACTOR = 8  # bytes in passing for each byte of float32 that is cast 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSizes:
-    """How a budget of host memory is shared out."""
+    """The shares of a budget of host memory."""
 
     slots: int  # windows that are kept, S
     chunk_steps: int
@@ -81,7 +81,7 @@ def share_out(
     in_no_file = [None in plan.fields for plan in plans]
     widest = max(n for n, nowhere in zip(kept, in_no_file, strict=True) if not nowhere)
     small = [n <= budget_bytes // RESIDENT_SHARE and n < widest for n in kept]
-    resident = [one or other for one, other in zip(in_no_file, small, strict=True)]
+    resident = [nowhere or few for nowhere, few in zip(in_no_file, small, strict=True)]
     output_bytes = max(batch * window_bytes, budget_bytes // OUTPUT_SHARE)
     room = budget_bytes // BUFFER_SHARE
     for least in (False, True):  # in comfort, or what two batches need and no more

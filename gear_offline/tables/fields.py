@@ -1,6 +1,6 @@
-"""What a batch is made of: its fields, and the columns of a dataset that they come from.
+"""The fields of a batch, and the columns of a dataset that they come from.
 
-`Window` says how the numbers of a window follow from those of an environment: the loader writes it,
+`Window` converts the numbers of an environment to those of a window: the loader writes it,
 and the policy, its folder and its ONNX file read it.
 
 Shape legend: n rows, S state elements.
@@ -34,7 +34,7 @@ Moments = Annotated[tuple[Annotated[float, Checked(strict=True)], ...], Checked(
 
 
 class Scales(BaseModel):
-    """How the numbers of a window are scaled; those of a task are its own."""
+    """The scales of a window's numbers; each task has its own."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
     returns_scale: Annotated[float, Checked(gt=0.0)]  # returns-to-go are divided by it
@@ -73,7 +73,7 @@ class Scales(BaseModel):
 
 
 class Window(Scales):
-    """What a window holds, besides the columns themselves."""
+    """The content of a window, besides the columns themselves."""
 
     context_length: Annotated[int, Checked(ge=1, le=65_536)]  # K
     gamma: Annotated[float, Checked(ge=0.0, le=1.0)] = 1.0  # discount of returns-to-go
@@ -172,7 +172,7 @@ def standard_fields(
 
 
 def is_image(states: ColumnSpec) -> bool:
-    """Return whether a column holds frames: uint8, two or more dimensions a step."""
+    """Return true if a column holds frames: uint8, two or more dimensions a step."""
     return states.dtype == np.uint8 and len(states.shape) >= 2
 
 

@@ -1,8 +1,8 @@
 """Several datasets as one table: for one model that learns several tasks.
 
-Nothing is copied on disk.  While the rows are read into the table, states are normalised with their
-own task's mean and deviation, and vectors narrower than the widest task's are filled up with zeros,
-as JAT does (Gallouedec et al. 2024, arXiv:2402.09844).  From there on tiers, kernels, nodes and
+Nothing is copied on disk.  As rows are read into the table, states are normalised with their own
+task's mean and deviation.  Vectors narrower than the widest task's are filled up with zeros, as JAT
+does (Gallouedec et al. 2024, arXiv:2402.09844).  From there on tiers, kernels, nodes and
 resume know nothing of tasks; the task of a segment follows from the number of its episode.
 
 Shape legend: T tasks, E episodes of all, N steps of all.
@@ -95,12 +95,12 @@ def shards_of(parts: Sequence[Part]) -> list[tuple[Part, int]]:
 
 
 def data_name(source: TableData) -> str:
-    """Return what messages call it."""
+    """Return the name of the data in messages."""
     return "+".join(part.name for part in parts_of(source))
 
 
 def data_digest(source: TableData) -> str:
-    """Return what tells data apart: of a dataset its manifest's digest."""
+    """Return the digest of the data: of a dataset its manifest's."""
     if not isinstance(source, JointDataset):
         # what is normalised by all of a grown dataset is not what its first shards normalise
         measured = source.admissions > 0 and not source.frozen
@@ -171,7 +171,7 @@ def _actions(specs: Mapping[str, TableSpec]) -> ColumnSpec:
     if len(set(discrete.values())) > 1:
         raise _mixed(
             "discrete and continuous actions",
-            {name: "discrete" if one else "continuous" for name, one in discrete.items()},
+            {name: "discrete" if whole else "continuous" for name, whole in discrete.items()},
             "train tasks with discrete actions in a run of their own",
         )
     if all(discrete.values()) and len({(c.dtype, c.shape) for c in columns.values()}) > 1:

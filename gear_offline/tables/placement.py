@@ -1,11 +1,11 @@
-"""Which tier each episode lies in (`hbm`, `peer` or `host`), behind one address table.
+"""The tier of each episode (`hbm`, `peer` or `host`), behind one address table.
 
 A gather needs the address of each episode's first row and nothing else, so any mix of tiers is one
 launch.  `place_table` decides which GPU owns each episode, copies this GPU's share, packed group by
 group, pins what stays in host memory, and writes down the addresses.
 
 A table that fits lies in every GPU.  Of a larger one the hottest episodes are dealt out to the GPUs
-of the node, which read each other's memory over NVLink, and the rest is read in place from pinned
+of the node, which read each other's memory over NVLink.  The rest is read in place from pinned
 host memory.  Spreading tables over linked GPUs by how often rows are read is the idea of Quiver
 (Tan et al. 2023, arXiv:2305.10863); here the probabilities are the sampler's, known exactly.
 
@@ -75,7 +75,7 @@ class PlacedTable:
 
     @property
     def reads_host(self) -> bool:
-        """Whether some rows lie in host memory."""
+        """True if some rows lie in host memory."""
         return bool((self.owners == HOST).any())
 
 
@@ -234,7 +234,7 @@ def deal_out(sizes: Int64Array, weights: Float64Array, budget_bytes: int, gpus: 
 
 @dataclass(frozen=True, eq=False)
 class _Share:
-    """How the episodes that a GPU owns lie in its memory: group by group, without gaps."""
+    """The layout of a GPU's episodes in its memory: group by group, without gaps."""
 
     held: BoolArray  # (E,) which they are
     steps: Int64Array  # in front of each of them
@@ -304,7 +304,7 @@ def _runs(table: Table, rows: Array, held: BoolArray) -> Iterator[Array]:
 
 
 def _places(sizes: Int64Array, weights: Float64Array, owners: Int64Array, gpus: int) -> str:
-    """Say how many bytes lie where, and which share of the reads goes there."""
+    """Describe the bytes and the share of the reads of each place."""
     where = f"over {gpus} GPUs" if gpus > 1 else "in GPU memory"
     parts = ((owners != HOST, where), (owners == HOST, "in pinned host memory"))
     return ", ".join(

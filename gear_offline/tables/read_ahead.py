@@ -1,4 +1,4 @@
-"""What the disk tier reads next, and the threads that read it, ahead of use.
+"""The next reads of the disk tier, and the threads that read ahead of use.
 
 Selection is a pure function of (seed, step), so the windows of the coming steps are known.  A sweep
 goes over the shards from their first byte to their last, again and again, and takes along all known
@@ -9,8 +9,8 @@ before their use.  At the start, and after a jump, few windows are known, so tha
 come soon, and twice as many with each sweep.  What is due while the slots have no room for a sweep
 is read by itself.
 
-Words: a *reference* q is a window of the stream, ``q = step * B + slot of the batch``, so that the
-order of q is the order of use.
+Words: a *reference* q is a window of the stream, ``q = step * B + slot of the batch``.  The order
+of q is the order of use.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class Stretch:
 
 
 class ReadPlan:
-    """Which windows are read next, into which slots.  Nothing is read here and nothing is locked.
+    """The next windows to read, and their slots.  Nothing is read here and nothing is locked.
 
-    `needs(first_step, steps)` names the windows of consecutive steps, B (`batch`) of each: first
-    step in the table, steps that it has, and steps of the episode in front of it that are wanted
-    too, for stacks; a pure function.  `slots` windows can be kept (S), `horizon` are known ahead.
-    Those of the next `depth`, at most S, are read by themselves if need be.  A job of the sweep
-    covers `sweep_steps` of the table.
+    `needs(first_step, steps)`, a pure function, names the windows of consecutive steps, B (`batch`)
+    of each.  A window has its first step in the table, its number of steps, and the number of the
+    episode's steps in front of it for stacks.  `slots` windows can be kept (S), `horizon` are known
+    ahead.  Those of the next `depth`, at most S, are read by themselves if need be.  A job of the
+    sweep covers `sweep_steps` of the table.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class ReadPlan:
         self._stretches.append(stretch)
 
     def next_job(self) -> Job | None:
-        """Return what to read next, or None if nothing should or can be."""
+        """Return the next job to read, or None if nothing should or can be read."""
         due = self._entries(self._base, min(self._base + self._depth, self._end))
         missing = self._base + np.flatnonzero(self._slot[due] < 0)
         # Whatever the sweep takes along, there is room for what is due.
@@ -303,7 +303,7 @@ class ReadAhead:
             )
 
     def _is_copy(self) -> bool:
-        """Whether a fork left the threads behind, of which one may have held the lock."""
+        """True if a fork left the threads behind, of which one may have held the lock."""
         return self._process not in (None, os.getpid())
 
     def _raise(self) -> None:

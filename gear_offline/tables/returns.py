@@ -2,8 +2,8 @@
 
 Every episode is added in the same order as a loop over its steps, so the bits do not depend on how
 many episodes are summed at once.  Episodes of similar length are the rows of one matrix, padded
-with -0.0 at their ends (the only number that changes no sum), and summed by few NumPy calls: these
-work without the interpreter's lock, where one call an episode would queue for it.
+with -0.0 at their ends (the only number that changes no sum).  Few NumPy calls sum them: these work
+without the interpreter's lock, where one call an episode would queue for it.
 
 Shape legend: n steps, E episodes, L steps of the longest of them.
 """

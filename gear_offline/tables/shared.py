@@ -1,10 +1,10 @@
 """One table for the processes of a node, for several runs, or for a dataset that grows.
 
-Who owns the rows: `share_table` the node, `SharedTables` the runs of a sweep, `GrowingTable` one
-learner.  Of a node's processes one fills the memory and the others map it.  It is an anonymous file
-(``memfd_create``): it has no name in any file system, only processes of the same user can reach it
-(mode 0600), its size is sealed, and the kernel frees it when the last process that holds it is
-gone, ``kill -9`` included.
+The owners of the rows: `share_table` the node, `SharedTables` the runs of a sweep, `GrowingTable`
+one learner.  Of a node's processes one fills the memory and the others map it.  It is an anonymous
+file (``memfd_create``) without a name in any file system.  Only processes of the same user can
+reach it (mode 0600), and its size is sealed.  The kernel frees it when the last process that holds
+it is gone, ``kill -9`` included.
 
     rank 0:   table, memory = share_table(dataset, options); handle = memory.handle()
     others:   table, _ = share_table(dataset, options, handle=handle)  # the same pages
@@ -44,7 +44,7 @@ SPARE = 2  # times the rows: memory of a growing table; what is not used takes n
 
 @dataclass(frozen=True, kw_only=True)
 class Handle:
-    """What another process of the node needs to attach; plain numbers."""
+    """The plain numbers by which another process of the node attaches."""
 
     process: int
     descriptor: int
@@ -105,7 +105,7 @@ class SharedMemory:
         return cls(descriptor, status.st_size)
 
     def handle(self) -> Handle:
-        """Return what `attach` takes in another process, as long as this one holds the memory."""
+        """Return the handle for `attach` in another process while this one holds the memory."""
         status = os.fstat(self._descriptor)
         return Handle(
             process=os.getpid(),
@@ -186,15 +186,15 @@ class SharedTables:
         return self._tables[name]
 
     def handles(self) -> dict[str, dict[str, int]]:
-        """Return what other processes take the tables by, JSON-able."""
+        """Return the handles by which other processes attach the tables, JSON-able."""
         return {name: asdict(memory.handle()) for name, memory in self._memory.items()}
 
 
 class GrowingTable:
     """The table of a dataset that grows: at each of its sizes one, over the same memory.
 
-    New shards are read behind the rows that are there, where the margin was, and those stay where
-    they are; only when the memory is full they are copied, to `SPARE` times as much.  Copies on
+    New shards are read behind the rows that are there, where the margin was.  Those stay in place;
+    only when the memory is full they are copied, to `SPARE` times as much.  Copies on
     GPUs go on to the next table as `Table.outgrown`: `place_table` adds the new episodes to them.
     """
 
@@ -227,7 +227,7 @@ class GrowingTable:
 
 
 def fits_in_memory(source: TableData, loader: Mapping[str, Any], options: TableOptions) -> bool:
-    """Whether the rows of a loader surely stay in host memory, so that a table may be built."""
+    """Return true if the rows of a loader surely stay in host memory: a table may be built."""
     if loader.get("placement") == "disk" or loader.get("host_budget") is not None:
         return False
     return table_bytes(source, options) + RESERVE_BYTES <= available_bytes()

@@ -1,17 +1,17 @@
 """Columns in memory, arranged so that a segment is one contiguous read: plan, build, fill.
 
-A table holds what batches are cut from: states, actions, rewards, returns-to-go and any further
-columns, over all steps of all episodes.  The float32 fields of one step lie side by side in one row
-of a group, padded to a multiple of 16 bytes: a segment is one copy, tensors of a batch are strided
-views of those rows.  A field that is wide (more than `PACKED_BYTES` a step as float32) or has more
-than one dimension a step, such as images, is a group of its own in its source dtype, and so are
-discrete actions and extra columns.
+Batches are cut from a table: states, actions, rewards, returns-to-go and any further columns, over
+all steps of all episodes.  The float32 fields of one step lie side by side in one row of a group,
+padded to a multiple of 16 bytes.  So a segment is one copy, and tensors of a batch are strided
+views of those rows.  Some fields are groups of their own, in their source dtype: wide ones (more
+than `PACKED_BYTES` a step as float32), those of several dimensions a step, such as images, discrete
+actions and extra columns.
 
 Before the first and after the last step lie `margin` rows of zeros, so that a window of that many
 steps may begin or end outside the table.  Behind them segments of other nodes land (`remote`).
 
 The rows are in host memory, of one process (`private_rows`), a node or a learner whose data grow
-(`shared`); `placement` copies them to GPUs or pins them, and `disk` has none but its windows.
+(`shared`).  `placement` copies them to GPUs or pins them, and `disk` has none but its windows.
 
 Shape legend: N steps, E episodes, n steps of a chunk, W elements of a row, M margin.
 """
@@ -58,7 +58,7 @@ Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptions:
-    """What a table holds, besides its data; the loader checks the ranges.
+    """The options of a table; the loader checks the ranges.
 
     Attributes
     ----------
@@ -113,7 +113,7 @@ class Table:
     made_of: tuple[TableData, TableOptions] | None = None  # None: of windows, as from disk
 
     def is_of(self, source: TableData, options: TableOptions) -> bool:
-        """Return whether it was made of these data, with these options."""
+        """Return true if it was made of these data, with these options."""
         if self.made_of is None:
             return False
         data, own = self.made_of
@@ -149,14 +149,14 @@ class Table:
         return rows
 
     def without_rows(self) -> Table:
-        """Return what the table is without its memory, for rows that a GPU holds."""
+        """Return the table without its memory, for rows that a GPU holds."""
         groups = (replace(g, rows=np.empty((0, g.width), g.dtype)) for g in self.groups)
         return replace(self, groups=tuple(groups))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPlan:
-    """What a column group will hold, before there is memory for it."""
+    """The plan of a column group, before there is memory for it."""
 
     fields: Mapping[str | None, Field]  # by column of the source; None: the returns-to-go
     width: int  # elements of a row
@@ -255,8 +255,8 @@ def build_table(
 ) -> Table:
     """Read the columns of `source` and derive the returns-to-go.
 
-    Memory, exactly: the packed fields cost ``ceil16(4 * (S + A + 2))`` bytes a step; other columns
-    keep their source dtype; each group has ``2 * options.margin + landing_rows`` more rows.  While
+    Memory, exactly: the packed fields cost ``ceil16(4 * (S + A + 2))`` bytes a step.  Other columns
+    keep their source dtype.  Each group has ``2 * options.margin + landing_rows`` more rows.  While
     reading, each thread has some megabytes more.
 
     Parameters

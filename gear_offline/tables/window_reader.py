@@ -1,12 +1,12 @@
-"""Windows of steps out of shards: which parts of the files they need, and where their rows go.
+"""Windows of steps out of shards: the parts of files they need, and the slots of their rows.
 
 One call brings many windows into their slots.  Parts of a file that lie less than `GAP_BYTES`
-apart are read together, in whole pages, past the page cache where the file system allows that: so
-what is read costs no memory but the buffer.  From there each window is copied to its slot.
+apart are read together, in whole pages, past the page cache where the file system allows that.  So
+reads cost no memory but the buffer.  From there each window is copied to its slot.
 
-A read says nothing about digests, which cover blocks of 16 MiB.  So datasets are verified before,
-and after each read, before anything of it is used, device, inode, size and times of the files must
-still be those from before the verification.
+A read says nothing about digests, which cover blocks of 16 MiB.  So datasets are verified before.
+After each read, before its use, device, inode, size and times of the files must still be those from
+before the verification.
 
 Columns that take little of the budget are in memory whole; their windows are copied from there.
 
@@ -84,7 +84,7 @@ def read_pages(handle: int, memory: UInt8Array, begin: int, least: int, where: s
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Stored:
-    """Where the rows of a column lie in the files, and how they become those of its slots."""
+    """The places of a column's rows in the files, and their conversion to those of its slots."""
 
     number: int  # of the column
     history: int  # rows in front of a window that are wanted too, H or 0
@@ -133,8 +133,8 @@ class WindowReader:
         """Read windows into their slots.
 
         Windows come in the order of their first steps.  A target has (S,) slots of H + K rows, as
-        void, of each column; row H is a window's first step; what lies around the window's rows,
-        and its history where the column has one, is any.  The buffer is used for nothing else.
+        void, of each column.  Row H is a window's first step.  Rows around the window, and around
+        its history where the column has one, are any.  The buffer is used for nothing else.
         """
         shard = self._first_steps.searchsorted(places.low, side="right") - 1
         chunk = (places.low - self._first_steps[shard]) // self._chunk_steps
@@ -203,15 +203,15 @@ class WindowReader:
         stored = self._rows * int(column.row_bytes[shard])
         windows, step = _windows(buffer, stored), max(COPY_BYTES // max(stored, target.itemsize), 1)
         for at in range(0, len(begins), step):
-            some = slice(at, at + step)
-            rows = windows[begins[some]].view(np.uint8).reshape(-1, stored // self._rows)
+            part = slice(at, at + step)
+            rows = windows[begins[part]].view(np.uint8).reshape(-1, stored // self._rows)
             # What lies around the rows of a window's episode may be any bits.
             with np.errstate(invalid="ignore", over="ignore"):
-                target[slots[some]] = lay(rows).reshape(-1).view(target.dtype)
+                target[slots[part]] = lay(rows).reshape(-1).view(target.dtype)
 
 
 def _find(number: int, plan: GroupPlan, shards: Sequence[tuple[Part, int]]) -> _Stored:
-    """Return where the rows of a column lie."""
+    """Locate the rows of a column in the files."""
     name, field = plan.only
     assert name is not None, "what is in no file is in memory"
     layouts = [
@@ -233,7 +233,7 @@ def _find(number: int, plan: GroupPlan, shards: Sequence[tuple[Part, int]]) -> _
 
 
 def _lay_of(plan: GroupPlan, name: str, part: Part) -> Lay | None:
-    """Return how the stored rows of a part become those of the table; None: they are the same."""
+    """Return the conversion of a part's stored rows to the table's; None: they are the same."""
     column, single = part.dataset.spec[name], None
     if plan.final:  # normalised by the moments of each task
         single = standard_fields(part.dataset, normalize_states=True)[name]

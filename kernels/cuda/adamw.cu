@@ -70,12 +70,12 @@ GEAR_CODE double rate_of(const AdamwJob& job, i64 index) {
 }
 
 GEAR_CODE double power(double base, i64 exponent) {
-    double found = 1.0;
+    double product = 1.0;
     for (; exponent; exponent >>= 1) {
-        if (exponent & 1) found *= base;
+        if (exponent & 1) product *= base;
         base *= base;
     }
-    return found;
+    return product;
 }
 
 // Block 0 of the first kernel works out what the step needs of the step number.
@@ -117,17 +117,17 @@ union Bits {
 GEAR_CODE float widen(float value) { return value; }
 
 GEAR_CODE float widen(bf16 value) {
-    Bits found;
-    found.bits = (u32)value << 16;
-    return found.value;
+    Bits number;
+    number.bits = (u32)value << 16;
+    return number.value;
 }
 
 // To the nearest, to even between two; what is not a number stays so.
 GEAR_CODE bf16 narrow(float value) {
-    Bits found;
-    found.value = value;
-    if ((found.bits & 0x7fffffffu) > 0x7f800000u) return (bf16)(found.bits >> 16 | 0x40u);
-    return (bf16)((found.bits + 0x7fffu + (found.bits >> 16 & 1u)) >> 16);
+    Bits number;
+    number.value = value;
+    if ((number.bits & 0x7fffffffu) > 0x7f800000u) return (bf16)(number.bits >> 16 | 0x40u);
+    return (bf16)((number.bits + 0x7fffu + (number.bits >> 16 & 1u)) >> 16);
 }
 
 struct Quad {  // what a thread has of a piece; elements that there are not are 0
@@ -139,35 +139,35 @@ struct Quads {
 };
 
 // Sum over the block in the same order every time; only thread 0 has it.
-GEAR_CODE double block_sum(double mine) {
+GEAR_CODE double block_sum(double sum) {
     __shared__ double sums[THREADS / WARP];
-    for (int half = WARP / 2; half; half /= 2) mine += __shfl_xor_sync(0xFFFFFFFFu, mine, half);
-    if (threadIdx.x % WARP == 0) sums[threadIdx.x / WARP] = mine;
+    for (int half = WARP / 2; half; half /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, half);
+    if (threadIdx.x % WARP == 0) sums[threadIdx.x / WARP] = sum;
     __syncthreads();
     if (threadIdx.x == 0)
-        for (int warp = 1; warp < THREADS / WARP; ++warp) mine += sums[warp];
-    return mine;
+        for (int warp = 1; warp < THREADS / WARP; ++warp) sum += sums[warp];
+    return sum;
 }
 
 GEAR_CODE Quad quad_of(float4 all) {
-    Quad found = {{all.x, all.y, all.z, all.w}};
-    return found;
+    Quad quad = {{all.x, all.y, all.z, all.w}};
+    return quad;
 }
 
 GEAR_CODE Quad quad_of(uint2 all) {
-    Quad found = {{widen((bf16)all.x), widen((bf16)(all.x >> 16)), widen((bf16)all.y),
+    Quad quad = {{widen((bf16)all.x), widen((bf16)(all.x >> 16)), widen((bf16)all.y),
                    widen((bf16)(all.y >> 16))}};
-    return found;
+    return quad;
 }
 
 // The first `left` of four elements, one at a time.
 template <typename T>
-GEAR_CODE Quad some(const T* from, int left) {
-    Quad found = {{0.0f, 0.0f, 0.0f, 0.0f}};
+GEAR_CODE Quad first_of(const T* from, int left) {
+    Quad quad = {{0.0f, 0.0f, 0.0f, 0.0f}};
 #pragma unroll
     for (int i = 0; i < QUAD; ++i)
-        if (i < left) found.of[i] = widen(from[i]);
-    return found;
+        if (i < left) quad.of[i] = widen(from[i]);
+    return quad;
 }
 
 // Of gradients: a thread loads four as a `Whole`, of AHEAD pieces at once.
@@ -186,11 +186,11 @@ struct Gradients<true> {
 };
 
 // Whether an address is one to load `bytes` bytes from.
-GEAR_CODE bool fits(u64 address, u64 bytes) { return (address & (bytes - 1)) == 0; }
+GEAR_CODE bool aligned(u64 address, u64 bytes) { return (address & (bytes - 1)) == 0; }
 
 // Gradients of AHEAD pieces, or of those that there are.
 template <bool SHADOWED, int AHEAD>
-GEAR_CODE void gather(const Piece* pieces, i64 there, Quad (&found)[AHEAD]) {
+GEAR_CODE void gather(const Piece* pieces, i64 there, Quad (&quads)[AHEAD]) {
     typedef typename Gradients<SHADOWED>::Type Type;
     typedef typename Gradients<SHADOWED>::Whole Whole;
     int at = threadIdx.x * QUAD, left[AHEAD];
@@ -205,21 +205,21 @@ GEAR_CODE void gather(const Piece* pieces, i64 there, Quad (&found)[AHEAD]) {
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
         if (i >= there) left[i] = 0;
-        whole = whole && (left[i] <= 0 || (left[i] >= QUAD && fits((u64)from[i], sizeof(Whole))));
+        whole = whole && (left[i] <= 0 || (left[i] >= QUAD && aligned((u64)from[i], sizeof(Whole))));
     }
-    Whole none = {};
+    Whole zeros = {};
     if (whole) {
         Whole all[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
-            all[i] = none;
+            all[i] = zeros;
             if (left[i] > 0) all[i] = __ldg((const Whole*)from[i]);
         }
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) found[i] = quad_of(all[i]);
+        for (int i = 0; i < AHEAD; ++i) quads[i] = quad_of(all[i]);
     } else {
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) found[i] = some(from[i], left[i]);
+        for (int i = 0; i < AHEAD; ++i) quads[i] = first_of(from[i], left[i]);
     }
 }
 
@@ -231,13 +231,13 @@ GEAR_CODE void norm(const AdamwJob& job, u32 block, u32) {
     if (end > job.piece_count) end = job.piece_count;
     double sum = 0.0;
     for (i64 number = begin; number < end; number += AHEAD) {
-        Quad found[AHEAD];
-        gather<SHADOWED>(job.pieces + number, end - number, found);
+        Quad quads[AHEAD];
+        gather<SHADOWED>(job.pieces + number, end - number, quads);
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i)
 #pragma unroll
             for (int k = 0; k < QUAD; ++k)
-                sum += (double)found[i].of[k] * (double)found[i].of[k];
+                sum += (double)quads[i].of[k] * (double)quads[i].of[k];
     }
     sum = block_sum(sum);
     if (threadIdx.x == 0) job.partials[block - 1] = sum;
@@ -247,7 +247,7 @@ GEAR_CODE void norm(const AdamwJob& job, u32 block, u32) {
 template <bool SHADOWED>
 GEAR_CODE bool is_whole(const Piece& piece, int left) {
     u64 places = (u64)piece.value | (u64)piece.first | (u64)piece.second;
-    return left >= QUAD && fits(places, 16) && (!SHADOWED || fits((u64)piece.shadow, 8));
+    return left >= QUAD && aligned(places, 16) && (!SHADOWED || aligned((u64)piece.shadow, 8));
 }
 
 // Nothing of it is read again in this launch: it goes from the caches first, and leaves them to
@@ -259,22 +259,22 @@ GEAR_CODE Quads read(const Piece& piece) {
     int at = threadIdx.x * QUAD, left = (int)piece.count - at;
     bool whole = is_whole<SHADOWED>(piece, left);
     const Type* gradient = (const Type*)piece.gradient + at;
-    bool whole_gradient = left >= QUAD && fits((u64)gradient, sizeof(Whole));
-    Quads found;
+    bool whole_gradient = left >= QUAD && aligned((u64)gradient, sizeof(Whole));
+    Quads quads;
     if (whole) {
-        found.value = quad_of(__ldcs((const float4*)(piece.value + at)));
-        found.first = quad_of(__ldcs((const float4*)(piece.first + at)));
-        found.second = quad_of(__ldcs((const float4*)(piece.second + at)));
+        quads.value = quad_of(__ldcs((const float4*)(piece.value + at)));
+        quads.first = quad_of(__ldcs((const float4*)(piece.first + at)));
+        quads.second = quad_of(__ldcs((const float4*)(piece.second + at)));
     } else {
-        found.value = some(piece.value + at, left);
-        found.first = some(piece.first + at, left);
-        found.second = some(piece.second + at, left);
+        quads.value = first_of(piece.value + at, left);
+        quads.first = first_of(piece.first + at, left);
+        quads.second = first_of(piece.second + at, left);
     }
     if (whole_gradient)
-        found.gradient = quad_of(__ldcs((const Whole*)gradient));
+        quads.gradient = quad_of(__ldcs((const Whole*)gradient));
     else
-        found.gradient = some(gradient, left);
-    return found;
+        quads.gradient = first_of(gradient, left);
+    return quads;
 }
 
 GEAR_CODE float4 all_of(const Quad& quad) {

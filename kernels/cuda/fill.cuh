@@ -65,14 +65,14 @@ struct Segment {
 GEAR_CODE Segment choose_host_drawn(const Job& job, u64 first_step, i64 segment) {
     i64 entry = job.ring ? (i64)(first_step % (u64)job.ring) * job.rank_batch + segment : segment;
     const i64* name = job.chosen + 4 * entry;
-    Segment found = {name[0], name[1], 0, name[3]};
-    bool known = found.episode >= 0 && found.episode < job.episodes && found.start >= 0;
-    i64 left = known ? job.offsets[found.episode + 1] - job.offsets[found.episode] - found.start : 0;
-    if (left < 1) return found;  // an empty window instead of memory that is not ours
+    Segment chosen = {name[0], name[1], 0, name[3]};
+    bool known = chosen.episode >= 0 && chosen.episode < job.episodes && chosen.start >= 0;
+    i64 left = known ? job.offsets[chosen.episode + 1] - job.offsets[chosen.episode] - chosen.start : 0;
+    if (left < 1) return chosen;  // an empty window instead of memory that is not ours
     i64 most = name[2] > 1 ? name[2] : 1;
     most = most < job.span ? most : job.span;
-    found.real = left < most ? left : most;
-    return found;
+    chosen.real = left < most ? left : most;
+    return chosen;
 }
 
 // EVERY: any way to draw.  Otherwise named segments and weights, which take few registers.
@@ -84,15 +84,15 @@ GEAR_CODE Segment choose(const Job& job, u64 first_step, i64 segment) {
     u64 step = first_step + (u64)ahead, count = (u64)job.global_batch;
     Drawn drawn = EVERY ? draw_segment(job.sampling, job.seed, step, count, slot)
                         : draw_weighted(job.sampling, draw(job.seed, SELECTION_STREAM, step, count, slot));
-    Segment found = {drawn.episode, drawn.start, drawn.left < job.span ? drawn.left : job.span};
-    return found;
+    Segment chosen = {drawn.episode, drawn.start, drawn.left < job.span ? drawn.left : job.span};
+    return chosen;
 }
 
 // Write the probability of what was drawn, if anybody asks for it.
 template <bool EVERY>
-GEAR_CODE void note_chance(const Job& job, i64 segment, const Segment& mine) {
+GEAR_CODE void note_chance(const Job& job, i64 place, const Segment& segment) {
     if (EVERY && job.chances)
-        job.chances[segment] = chance_of(job.sampling, mine.episode, mine.start);
+        job.chances[place] = chance_of(job.sampling, segment.episode, segment.start);
 }
 
 typedef ulonglong2 Unit16;  // one load of 16 bytes
@@ -105,15 +105,15 @@ GEAR_CODE void copy_piece(const Unit* source, Unit* out, i64 begin, i64 end, i64
                           int lane) {
     high = high < end ? high : end;
     for (i64 at = begin + lane; at < end; at += 8 * LANES) {  // eight loads in flight
-        Unit found[8];
+        Unit loads[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             i64 here = at + i * LANES;
-            found[i] = here >= low && here < high ? source[here - low] : Unit{};
+            loads[i] = here >= low && here < high ? source[here - low] : Unit{};
         }
 #pragma unroll
         for (int i = 0; i < 8; ++i)
-            if (at + i * LANES < end) __stcs(out + at + i * LANES, found[i]);
+            if (at + i * LANES < end) __stcs(out + at + i * LANES, loads[i]);
     }
 }
 
@@ -131,13 +131,13 @@ struct Extent {
 };
 
 GEAR_CODE Extent extent(const Job& job, const Group& group, const Segment& segment) {
-    Extent found = {0, 0, (const char*)0};
-    if (segment.real == 0) return found;
+    Extent rows = {0, 0, (const char*)0};
+    if (segment.real == 0) return rows;
     i64 ahead = segment.start < group.history ? segment.start : group.history;
-    found.low = group.history - ahead + (job.left ? job.span - segment.real : 0);
-    found.high = found.low + ahead + segment.real;
-    found.from = first_row(group, segment) - ahead * group.row_bytes;
-    return found;
+    rows.low = group.history - ahead + (job.left ? job.span - segment.real : 0);
+    rows.high = rows.low + ahead + segment.real;
+    rows.from = first_row(group, segment) - ahead * group.row_bytes;
+    return rows;
 }
 
 GEAR_CODE void copy_rows(const Job& job, const Group& group, const Segment& segment, i64 number,
@@ -163,16 +163,16 @@ GEAR_CODE float half_to_float(u16 bits) {  // exact
     union {
         u32 word;
         float number;
-    } found;
+    } result;
     if (exponent == 31u) {
-        found.word = sign | 0x7F800000u | rest << 13;
+        result.word = sign | 0x7F800000u | rest << 13;
     } else if (exponent) {
-        found.word = sign | (exponent + 112u) << 23 | rest << 13;
+        result.word = sign | (exponent + 112u) << 23 | rest << 13;
     } else {
-        found.number = (float)rest * 5.9604644775390625e-08f;  // 2^-24
-        found.word |= sign;
+        result.number = (float)rest * 5.9604644775390625e-08f;  // 2^-24
+        result.word |= sign;
     }
-    return found.number;
+    return result.number;
 }
 
 // One rounding, as gear_offline.kernels.columns.convert: normalised in float64, or cast directly.

@@ -47,7 +47,7 @@ GEAR_CODE void copy_run(const Job& job, const Group& group, i64 base, int count,
     int all = count * wide, number = lane / wide, at = lane - number * wide;
     Unit* out = (Unit*)group.out + base * wide;
     for (int first = 0; first < all; first += 32 * IN_FLIGHT) {
-        Unit found[IN_FLIGHT];
+        Unit loads[IN_FLIGHT];
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; ++i) {
             int from = number < count ? number : 0;
@@ -55,7 +55,7 @@ GEAR_CODE void copy_run(const Job& job, const Group& group, i64 base, int count,
             int units = __shfl_sync(0xFFFFFFFFu, real, from) * row;
             int low = job.left ? wide - units : 0;
             bool inside = number < count && at >= low && at < low + units;
-            found[i] = inside ? source[at - low] : Unit{};
+            loads[i] = inside ? source[at - low] : Unit{};
             at += 32;
             while (at >= wide) {
                 at -= wide;
@@ -65,21 +65,21 @@ GEAR_CODE void copy_run(const Job& job, const Group& group, i64 base, int count,
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; ++i) {
             int here = first + i * 32 + lane;
-            if (here < all) __stcs(out + here, found[i]);
+            if (here < all) __stcs(out + here, loads[i]);
         }
     }
 }
 
-GEAR_CODE void name_run(const Job& job, i64 base, int count, const Segment& mine, int lane) {
+GEAR_CODE void name_run(const Job& job, i64 base, int count, const Segment& segment, int lane) {
     int span = (int)job.span, all = count * span, number = lane / span, k = lane - number * span;
     if (lane < count) {
-        job.names[2 * (base + lane)] = mine.episode;
-        job.names[2 * (base + lane) + 1] = mine.start;
+        job.names[2 * (base + lane)] = segment.episode;
+        job.names[2 * (base + lane) + 1] = segment.start;
     }
     for (int first = 0; first < all; first += 32) {
         int from = number < count ? number : 0;
-        i64 start = __shfl_sync(0xFFFFFFFFu, mine.start, from);
-        int real = (int)__shfl_sync(0xFFFFFFFFu, mine.real, from);
+        i64 start = __shfl_sync(0xFFFFFFFFu, segment.start, from);
+        int real = (int)__shfl_sync(0xFFFFFFFFu, segment.real, from);
         int low = job.left ? span - real : 0;
         bool inside = k >= low && k < low + real;
         if (first + lane < all) {
@@ -104,12 +104,12 @@ GEAR_CODE void run_many(const Job& job) {
     i64 warp = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     for (i64 base = warp * per_warp; base < job.segments; base += warps * per_warp) {
         int count = job.segments - base < per_warp ? (int)(job.segments - base) : per_warp;
-        Segment mine = {0, 0, 0};
-        if (lane < count) mine = choose<EVERY>(job, step, base + lane);
+        Segment segment = {0, 0, 0};
+        if (lane < count) segment = choose<EVERY>(job, step, base + lane);
         for (i64 s = 0; s < job.groups; ++s) {
             const Group& group = job.group[s];
-            u64 address = mine.real ? (u64)first_row(group, mine) : 0;
-            int real = (int)mine.real;
+            u64 address = segment.real ? (u64)first_row(group, segment) : 0;
+            int real = (int)segment.real;
             if (group.unit == 16)
                 copy_run<Unit16>(job, group, base, count, address, real, lane);
             else if (group.unit == 8)
@@ -117,8 +117,8 @@ GEAR_CODE void run_many(const Job& job) {
             else
                 copy_run<u32>(job, group, base, count, address, real, lane);
         }
-        name_run(job, base, count, mine, lane);
-        if (lane < count) note_chance<EVERY>(job, base + lane, mine);
+        name_run(job, base, count, segment, lane);
+        if (lane < count) note_chance<EVERY>(job, base + lane, segment);
     }
 }
 

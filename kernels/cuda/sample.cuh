@@ -56,21 +56,21 @@ struct Division {
 
 // (high * 2^64 + low) / by, for by up to 2^63.
 GEAR_CODE Division divide(u64 high, u64 low, u64 by) {
-    Division found = {0, high % by};
+    Division division = {0, high % by};
     if (high == 0) {
-        found.quotient = low / by;
-        found.rest = low % by;
-        return found;
+        division.quotient = low / by;
+        division.rest = low % by;
+        return division;
     }
     for (int bit = 63; bit >= 0; --bit) {
-        u64 carry = found.rest >> 63;
-        found.rest = found.rest << 1 | (low >> bit & 1);
-        if (carry || found.rest >= by) {
-            found.rest -= by;
-            found.quotient |= 1ull << bit;
+        u64 carry = division.rest >> 63;
+        division.rest = division.rest << 1 | (low >> bit & 1);
+        if (carry || division.rest >= by) {
+            division.rest -= by;
+            division.quotient |= 1ull << bit;
         }
     }
-    return found;
+    return division;
 }
 
 GEAR_CODE u64 mixed(u64 value) {

@@ -23,9 +23,9 @@ GEAR_CODE u32 bits_of(float value) {
     union {
         float number;
         u32 word;
-    } found;
-    found.number = value;
-    return found.word;
+    } bits;
+    bits.number = value;
+    return bits.word;
 }
 
 // The row of a segment, or -1 if it is not in the table.

@@ -17,7 +17,7 @@ struct Tree {
 };
 
 struct alignas(16) Pair {
-    u64 one, other;
+    u64 first, second;
 };
 
 GEAR_CODE u64 total_of(const Tree& tree) {
@@ -32,14 +32,14 @@ GEAR_CODE i64 find(const Tree& tree, u64 number) {
     i64 at = 0;
     for (i64 level = tree.levels - 1; level >= 0; --level) {
         const Pair* sums = (const Pair*)(tree.level[level] + at * FAN);
-        Pair found[FAN / 2];
+        Pair pairs[FAN / 2];
 #pragma unroll
-        for (int i = 0; i < FAN / 2; ++i) found[i] = sums[i];  // all in flight at once
+        for (int i = 0; i < FAN / 2; ++i) pairs[i] = sums[i];  // all in flight at once
         u64 end = 0, before = 0;
         int child = 0;
 #pragma unroll
         for (int i = 0; i < FAN - 1; ++i) {
-            end += i % 2 ? found[i / 2].other : found[i / 2].one;
+            end += i % 2 ? pairs[i / 2].second : pairs[i / 2].first;
             bool beyond = number >= end;
             child += beyond;
             before = beyond ? end : before;
