@@ -308,7 +308,7 @@ class GearLoader(Closing, Iterator[Batch]):
 
     @property
     def step(self) -> int:
-        """Step of the next batch: how many were handed out, when started at 0."""
+        """The step of the next batch: the number handed out, when started at 0."""
         return self._step
 
     def __len__(self) -> NoReturn:  # TypeError, as those who ask for a length expect
@@ -398,7 +398,7 @@ class GearLoader(Closing, Iterator[Batch]):
         )
 
     def hand_over(self, batches: StaticBatch) -> bool:
-        """Have this loader's rows fill the `live` static batch of one whose data it has, and more.
+        """Let this loader's rows fill the `live` static batch of a loader of part of its data.
 
         False, and nothing is changed, where a new one is needed.
         """
@@ -418,7 +418,7 @@ class GearLoader(Closing, Iterator[Batch]):
             yield batch.model_inputs()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and what it belongs to, JSON-able.
+        """Return the position and the identity of its batches, JSON-able.
 
         `step` counts the batches that were handed out, whatever is prepared ahead.
         """

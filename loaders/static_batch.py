@@ -150,7 +150,7 @@ class StaticBatch:
         self.end()
 
     def waited_seconds(self) -> float:
-        """Return the GPU seconds that the last timed step, which is done, spent on its batch."""
+        """Return the GPU seconds that the last timed step, already done, spent on its batch."""
         first, second, third, fourth = self._marks
         milliseconds: float = first.elapsed_time(second) + third.elapsed_time(fourth)
         return milliseconds / 1e3

@@ -147,7 +147,7 @@ class Policy:
 
     @property
     def targets(self) -> Float64Array:
-        """(E,) float64, what is still asked of each environment, in units of the data's rewards.
+        """(E,) float64, the asked rest of each return, in units of the data's rewards.
 
         Of a policy of goals (E, S), as the environment observes them.
         """

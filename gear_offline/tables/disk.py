@@ -65,7 +65,7 @@ def share_out(
     batch: int,
     budget_bytes: int,
 ) -> DiskSizes:
-    """Share a budget out: slots get what is left when everything else has its part."""
+    """Share a budget out: slots get the rest after everything else."""
     rows, steps = options.margin, dataset.spec.steps
     row_bytes, fields = [plan.row_bytes for plan in plans], [plan.only[1] for plan in plans]
     window = [rows * field.width * field.dtype.itemsize for field in fields]

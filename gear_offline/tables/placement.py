@@ -51,7 +51,7 @@ class Ranks:
 
     @property
     def neighbours(self) -> list[int]:
-        """The ranks of this rank's node."""
+        """The ranks on this rank's node."""
         return [r for r, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
 
 
@@ -96,7 +96,7 @@ def place_table(
     landing: bool = False,
     before: PlacedTable | None = None,
 ) -> PlacedTable:
-    """Bring a table's rows to where a GPU can read them.
+    """Bring a table's rows into memory that a GPU can read.
 
     ``"hbm"``: all in GPU memory.  ``"host"``: all read in place from pinned host memory.
     ``"peer"``: parted over the GPUs of the node, which read each other's memory.  ``"auto"``: all
