@@ -33,7 +33,7 @@ EMBED_EPSILON = 1e-5  # of the released class, whatever its configuration says o
 
 
 class _InRow(torch.autograd.Function):
-    """The identity with a contiguous gradient: autograd would copy others one by one."""
+    """The identity with a contiguous gradient: autograd copies others one by one."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor) -> Tensor:

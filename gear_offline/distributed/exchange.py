@@ -49,7 +49,7 @@ class Exchange(Protocol):
         ...
 
     def wait(self, block: int) -> None:
-        """Return when all rows of a posted block have landed; once a block, in any order.
+        """Wait until all rows of a posted block have landed; once a block, in any order.
 
         ``RANK_LOST`` at the latest after the world's timeout.
         """

@@ -65,7 +65,7 @@ class World:
     timeout
         Seconds after which a silent rank counts as lost.
     feeds
-        Whether this process reads data.  One that does not stands beside rank `rank`, whose batch
+        True if this process reads data.  One that does not stands beside rank `rank`, whose batch
         it works on; see `data_world`.
     """
 
@@ -265,7 +265,7 @@ def open_world(device: torch.device, *, timeout: float = TIMEOUT_SECONDS) -> Ite
     Parameters
     ----------
     device
-        Where this rank trains; NCCL connects CUDA devices, gloo the rest.
+        The device of this rank; NCCL connects CUDA devices, gloo the rest.
     timeout
         Seconds after which a silent rank counts as lost.
 

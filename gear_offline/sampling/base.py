@@ -61,7 +61,7 @@ class Facts:
 
     episodes: EpisodeIndex
     returns: Float64Array | None = None  # (E,) undiscounted sum of rewards of each episode
-    terminated: BoolArray | None = None  # (E,) whether the environment ended the episode
+    terminated: BoolArray | None = None  # (E,) True if the environment ended the episode
     column: Callable[[str], Array] | None = None  # reads a column by its name, (N, *shape)
     context_length: int | None = None  # K of the loader
     kept: BoolArray | None = None  # (E,) what a table of limited size has; None: everything
@@ -321,7 +321,7 @@ def make_sampler(
     kept
         (E,) the episodes to draw from, as if there were no others; default all.
     options
-        What the strategy takes: see docs/reference/strategies.md.
+        Options of the strategy: see docs/reference/strategies.md.
 
     Raises
     ------

@@ -83,7 +83,7 @@ def _cumulative(weights: Sequence[float]) -> list[int]:
 
 @register("mixture")
 class Mixture(Sampler):
-    """Each slot draws a part by weight, then takes that part's segment for the slot.
+    """A mixture: each slot draws a part by weight, then takes that part's segment.
 
     The probability of a segment is the weighted mean of what all parts say of it.
     """
@@ -215,7 +215,7 @@ def mix_tasks(tasks: Sequence[TaskPart], schedule: Schedule | None = None) -> Sa
 
 
 class TaskMixture(Mixture):
-    """Each slot draws a task by weight, then takes that sampler's segment for the slot."""
+    """A mixture: each slot draws a task by weight, then takes its sampler's segment."""
 
     name = "tasks"
 

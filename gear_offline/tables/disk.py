@@ -166,7 +166,7 @@ class DiskGather:
         self._close = weakref.finalize(self, self._ahead.stop)
 
     def draw_and_gather(self, first_step: int, steps: int) -> Windows:
-        """Gather what the stream draws in `steps` steps from `first_step` on, (steps, B).
+        """Gather the stream's segments of `steps` steps from `first_step` on, (steps, B).
 
         The next call is best for as many steps that follow; any other order costs the windows that
         were read ahead.

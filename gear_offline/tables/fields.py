@@ -92,7 +92,7 @@ class Window(Scales):
         return (targets / self.returns_scale).astype(np.float32)
 
     def rest(self, targets: Float64Array, rewards: Float64Array) -> Float64Array:
-        """Return (n,) what is asked at the next step when the environment gave `rewards`.
+        """Return (n,) the asked returns at the next step, after `rewards` of the environment.
 
         With a discount of 0 the same: what is asked is then the next reward.
         """

@@ -138,7 +138,7 @@ def place_table(
         gpus = ranks.neighbours
         owners, before = deal_out(sizes, weights, budget - bytes_before - gaps, len(gpus)), None
 
-    # This GPU's share is copied, without what it has from `before`, and the host's is pinned.
+    # Copy this GPU's share, without the rows it has from `before`, and pin the host's.
     is_new = np.arange(len(owners)) >= (0 if before is None else len(before.owners))
     shares = [_Share.of(table, is_new & (owners == gpu)) for gpu in range(len(gpus))]
     own = gpus.index(ranks.rank)

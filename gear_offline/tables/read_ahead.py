@@ -289,7 +289,7 @@ class ReadAhead:
                 thread.join()
 
     def check(self, *, ahead: bool = False) -> None:
-        """Raise as `take` does if there is no going on, if wanted with what is read `ahead`.
+        """Raise as `take` does if reading cannot go on; with `ahead` also in a forked copy.
 
         Without the lock: Ctrl-C may come between taking it and the block that gives it back.
         """

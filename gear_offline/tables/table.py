@@ -161,7 +161,7 @@ class GroupPlan:
     fields: Mapping[str | None, Field]  # by column of the source; None: the returns-to-go
     width: int  # elements of a row
     dtype: np.dtype[Any]
-    final: bool  # whether the rows hold the batch's values; otherwise the column stays as it is
+    final: bool  # True if the rows hold the batch's values; else the column stays as it is
 
     @property
     def row_bytes(self) -> int:
