@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict
-from typing import Any, Literal, Never, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -35,7 +35,6 @@ from gear_offline.loaders.goals import GOALS, GoalSampler
 from gear_offline.loaders.options import (
     LoaderOptions,
     bad_option,
-    check_keywords,
     check_options,
     choose_sampler,
     find_world,
@@ -151,7 +150,7 @@ class GearLoader(Closing, Iterator[Batch]):
         self,
         dataset: TableData | str | os.PathLike[str],
         batch_size: int = 64,
-        *positional: Never,
+        *,
         context_length: int = 20,
         selection: str | Mapping[str, Any] | Sampler = "uniform_steps",
         seed: int = 0,
@@ -172,10 +171,8 @@ class GearLoader(Closing, Iterator[Batch]):
         exchange: Road = "auto",
         world: World | Literal["auto"] | None = "auto",
         table: Table | None = None,
-        **unknown: Never,
     ) -> None:
         arguments = dict(locals())
-        check_keywords(positional, unknown, list(arguments))
         self._given = {name: arguments[name] for name in LoaderOptions.model_fields}
         self.device = resolve_device(device)
         self._options = options = check_options(arguments, self.device)
