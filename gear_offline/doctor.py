@@ -31,7 +31,7 @@ from gear_offline.progress import Terminal
 
 SECONDS = 90.0  # that an attempt may take
 CORE_PACKAGES = (
-    "numpy", "torch", "transformers", "accelerate", "safetensors", "h5py", "gymnasium", "pydantic",
+    "numpy", "torch", "transformers", "safetensors", "h5py", "gymnasium", "pydantic",
     "PyYAML", "typer", "rich", "xxhash", "matplotlib", "tensorboard", "psutil",
 )  # fmt: skip
 # package -> (what it is for, how to get it)
@@ -40,6 +40,7 @@ OPTIONAL_PACKAGES = {
     "minari": ("Minari datasets", "pip install 'gear-offline[minari]'"),
     "pyarrow": ("parquet and LeRobot", "pip install 'gear-offline[parquet]'"),
     "av": ("videos of LeRobot", "pip install 'gear-offline[lerobot]'"),
+    "accelerate": ("Hugging Face's Trainer", "pip install 'gear-offline[trainer]'"),
     "trackio": ("train.trackers=trackio", "pip install 'gear-offline[trackers]'"),
     "wandb": ("train.trackers=wandb", "pip install 'gear-offline[trackers]'"),
     "ray": ("--ray: several machines", "pip install 'gear-offline[ray]'"),

@@ -35,7 +35,7 @@ def new_figure() -> Figure:
 
 
 def titles(figure: Figure, title: str, subtitle: str) -> None:
-    """Write the finding and, below it, what it was found in."""
+    """Write the finding and, below it, its context."""
     text = fill(shown(title, 2 * LONGEST_LINE), LONGEST_LINE)
     bold: Any = {"ha": "left", "fontsize": 12, "fontweight": "bold", "parse_math": False}
     figure.suptitle(text, x=0.013, **bold)
@@ -59,7 +59,7 @@ def label(text: str) -> str:
 
 
 def dress(axes: Axes, *, x: str = "", y: str = "", grid: str = "y") -> None:
-    """Name the axes and take away what is no information."""
+    """Name the axes and remove what carries no information."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     axes.tick_params(colors=GREY, labelcolor=INK, labelsize=9, length=3)

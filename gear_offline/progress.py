@@ -44,7 +44,7 @@ class Terminal(Console):
 
 
 class Printed:
-    """Shows in Python what its `print` prints."""
+    """An object that Python shows as its `print` does."""
 
     def __repr__(self) -> str:
         console = Terminal(width=100, color_system=None)
@@ -61,7 +61,7 @@ def print_table(
     rows: Sequence[Sequence[str]],
     names: Sequence[str] = (),
 ) -> None:
-    """Print rows whose first column and `names` are text: that is broken where it is narrow."""
+    """Print rows whose first column and `names` are text, which is broken where it is narrow."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     cells = [[printable(cell) for cell in row] for row in rows]
     columns = list(zip(headings, *cells, strict=True))
@@ -135,7 +135,7 @@ class Progress(Closing):
 
     @contextmanager
     def paused(self, doing: str) -> Iterator[None]:
-        """Show that something else is done meanwhile, whose time does not count for the rate."""
+        """Show that something else runs, whose time does not count for the rate."""
         began, self._doing = time.monotonic(), f", {doing}"
         if self._live is None:
             say(f"{self._description}: {self._amount()}{self._doing}", quiet=self._quiet)
@@ -147,7 +147,7 @@ class Progress(Closing):
             self._changed = now
 
     def close(self) -> None:
-        """Leave the line as it stands; elsewhere say what was done in which time."""
+        """Leave the line as it stands; without a terminal print the work done and its time."""
         if self._live is not None:
             self._live.stop()
         elif not self._quiet:

@@ -54,7 +54,7 @@ class Caller:
             self._connection.send_bytes(pickle.dumps((False, message)))
 
     def receive(self) -> Any:
-        """Wait for what `Worker.send` sends; the end of the caller ends the process."""
+        """Wait for a message of `Worker.send`; the end of the caller ends the process."""
         if self._connection is None:
             raise GearError("INTERNAL", "nothing can be sent to a task of Ray while it works")
         try:
@@ -132,7 +132,7 @@ class Worker(Closing):
             self._process.send_signal(signal.SIGTERM)
 
     def close(self) -> None:
-        """End the process, whatever it is doing."""
+        """End the process, even in the middle of a job."""
         self._process.kill()
         self._process.wait()
         self.connection.close()
@@ -391,7 +391,7 @@ class RayPool(Pool):
 
 
 def look_at(caller: Caller, token: Path) -> str:
-    """Return the version here, if a new file of the caller is."""
+    """Return the version here, if a new file of the caller is visible."""
     token.stat()
     return __version__
 

@@ -35,8 +35,7 @@ OTHER_NAMES = {  # of the same things, in datasets and elsewhere
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Batch:
-    """Segments with their padding.  Padded positions are zeros in every field, but for stacks of
-    frames: those of padded steps repeat frames of the window, for stacks share memory.
+    """Segments with their padding: zeros, but padded stacks of frames repeat the window's frames.
 
     Attributes
     ----------

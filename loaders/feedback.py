@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SegmentFeedback(ABC):
-    """Weights the losses of a batch's segments, and tells the sampler what they are.
+    """The weights of the losses of a batch's segments, and the losses' road to the sampler.
 
     A batch with a loss that is not finite changes no priority: training stops there anyway.
     """

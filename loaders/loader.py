@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict
-from typing import Any, Literal, Never, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -35,7 +35,6 @@ from gear_offline.loaders.goals import GOALS, GoalSampler
 from gear_offline.loaders.options import (
     LoaderOptions,
     bad_option,
-    check_keywords,
     check_options,
     choose_sampler,
     find_world,
@@ -94,7 +93,7 @@ class GearLoader(Closing, Iterator[Batch]):
         page-locked memory, which is copied on the current stream.  ``"auto"``: on where that is
         possible, else off, and a line on stderr says why.  The batches are the same bits.
     placement
-        Where the rows lie.  ``"hbm"``: in GPU memory.  ``"peer"``: parted over the node's GPUs.
+        The place of the rows.  ``"hbm"``: in GPU memory.  ``"peer"``: parted over the node's GPUs.
         ``"host"``: in host memory.  ``"disk"``: in the shards, read ahead of use.  ``"auto"``: as
         they fit, those drawn most often nearest; a line on stderr says if that is the disk.
     hbm_budget, host_budget
@@ -105,7 +104,7 @@ class GearLoader(Closing, Iterator[Batch]):
         With a `world` of several nodes.  ``"replicate"``: each holds all rows.  ``"shard"``: each
         holds some of the shards.  ``"auto"``: that only where a node has too little memory.
     exchange
-        How rows travel between nodes: ``"nccl"`` from GPU to GPU, ``"rdma"`` by RDMA reads,
+        The road of rows between nodes: ``"nccl"`` from GPU to GPU, ``"rdma"`` by RDMA reads,
         ``"gloo"`` through host memory.  ``"auto"``: the first that every rank can use.
     world
         The ranks that share each batch equally, in the order of its slots.  The processes of a node
@@ -122,7 +121,7 @@ class GearLoader(Closing, Iterator[Batch]):
     loss_sampler
         The selection, or its part, that learns from losses: `gear_offline.loaders.feedback`.
     rows
-        What batches are made from, of `gear_offline.loaders.rows`.  To look at, not to change.
+        The source of batches, of `gear_offline.loaders.rows`.  To look at, not to change.
 
     Raises
     ------
@@ -151,7 +150,7 @@ class GearLoader(Closing, Iterator[Batch]):
         self,
         dataset: TableData | str | os.PathLike[str],
         batch_size: int = 64,
-        *positional: Never,
+        *,
         context_length: int = 20,
         selection: str | Mapping[str, Any] | Sampler = "uniform_steps",
         seed: int = 0,
@@ -172,10 +171,8 @@ class GearLoader(Closing, Iterator[Batch]):
         exchange: Road = "auto",
         world: World | Literal["auto"] | None = "auto",
         table: Table | None = None,
-        **unknown: Never,
     ) -> None:
         arguments = dict(locals())
-        check_keywords(positional, unknown, list(arguments))
         self._given = {name: arguments[name] for name in LoaderOptions.model_fields}
         self.device = resolve_device(device)
         self._options = options = check_options(arguments, self.device)
@@ -229,7 +226,7 @@ class GearLoader(Closing, Iterator[Batch]):
         dataset
             In place of the data that the recipe names, which must be there: training makes them.
         options
-            What a recipe does not say, as for `GearLoader`: `world`, `extra_columns`, `table`,
+            Options that a recipe lacks, as for `GearLoader`: `world`, `extra_columns`, `table`,
             `start_step`, or `device` in place of ``train.device``.
 
         Raises
@@ -308,7 +305,7 @@ class GearLoader(Closing, Iterator[Batch]):
 
     @property
     def step(self) -> int:
-        """Step of the next batch: how many were handed out, when started at 0."""
+        """The step of the next batch: the number handed out, when started at 0."""
         return self._step
 
     def __len__(self) -> NoReturn:  # TypeError, as those who ask for a length expect
@@ -398,7 +395,7 @@ class GearLoader(Closing, Iterator[Batch]):
         )
 
     def hand_over(self, batches: StaticBatch) -> bool:
-        """Have this loader's rows fill the `live` static batch of one whose data it has, and more.
+        """Let this loader's rows fill the `live` static batch of a loader of part of its data.
 
         False, and nothing is changed, where a new one is needed.
         """
@@ -418,7 +415,7 @@ class GearLoader(Closing, Iterator[Batch]):
             yield batch.model_inputs()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and what it belongs to, JSON-able.
+        """Return the position and the identity of its batches, JSON-able.
 
         `step` counts the batches that were handed out, whatever is prepared ahead.
         """

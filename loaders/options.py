@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from gear_offline.config.problems import nearest, problem_text
+from gear_offline.config.problems import problem_text
 from gear_offline.config.sections import LoaderSettings
 from gear_offline.core.text import plain, say
 from gear_offline.distributed.world import World, joined_world
@@ -18,18 +18,6 @@ from gear_offline.errors import InputError, UnavailableError
 from gear_offline.sampling import Sampler, make_sampler, parse_strategy
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.table import TableOptions
-
-ELSEWHERE = {  # arguments of other libraries' loaders
-    "shuffle": "batches are random already; selection='shuffled_epochs' takes each start once",
-    "sampler": "it is called selection: a strategy's name, or what make_sampler(...) returns",
-    "strategy": "it is called selection",
-    "num_workers": "none are needed: several batches are made in one pass",
-    "drop_last": "batches have no end; each has batch_size segments",
-    "collate_fn": "a batch is tensors already; extra_columns=[...] names further columns",
-    **dict.fromkeys(("seq_len", "sequence_length", "K"), "it is called context_length"),
-    **dict.fromkeys(("discount", "discount_factor"), "it is called gamma"),
-    **dict.fromkeys(("scale", "rtg_scale"), "it is called returns_scale"),
-}
 
 
 class LoaderOptions(LoaderSettings):
@@ -136,19 +124,3 @@ def _named(selection: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if not isinstance(name, str) or not isinstance(options, Mapping):
         raise bad_option("selection", selection, "{'strategy': NAME, OPTION: VALUE}")
     return name, dict(options)
-
-
-def check_keywords(
-    positional: Sequence[Any], unknown: Mapping[str, Any], known: Sequence[str]
-) -> None:
-    """Refuse arguments that the loader does not have, with a hint to its own."""
-    if positional:
-        raise InputError(
-            "LOADER_OPTION",
-            "all arguments but the dataset and batch_size are given by name",
-            remedy=f"GearLoader(dataset, batch_size=64, context_length={positional[0]!r})",
-        )
-    for name in unknown:
-        near = nearest(name, known, cutoff=0.6)
-        hint = ELSEWHERE.get(name) or (f"did you mean {near}?" if near else "see help(GearLoader)")
-        raise InputError("LOADER_OPTION", f"a GearLoader has no argument {name!r}", remedy=hint)

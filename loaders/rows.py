@@ -48,7 +48,7 @@ Gathers = tuple[Gather, Gather | None]  # of windows, and of the states of goals
 
 @dataclass(frozen=True, eq=False)
 class MemoryRows:
-    """Rows in memory, wherever that is."""
+    """Rows in memory of the host or the GPUs."""
 
     table: Table  # without rows where a GPU has them all
     segments: RankSegments
@@ -112,7 +112,7 @@ Rows = MemoryRows | DiskRows
 
 
 def _with_counts(windows: Windows, segments: Segments) -> Windows:
-    """Return windows with what is known of draws that are counted, (T, B) each, as fields."""
+    """Return windows with the counts of counted draws, (T, B) each, as fields."""
     if segments.times_sampled is not None:
         for name in ("probability", "times_sampled", "table_size"):
             values = torch.from_numpy(np.ascontiguousarray(getattr(segments, name)))

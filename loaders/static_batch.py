@@ -35,7 +35,7 @@ class StaticBatch:
         their own, and `begin` copies them within GPU memory; where that pays: never for a sampler
         that learns from losses (`learns`), whose batches have probabilities.
     windows
-        Where the batch lies, of the layout of `GpuGather.allocate`; by default memory of its own.
+        Memory of the batch, of the layout of `GpuGather.allocate`; by default memory of its own.
     writer
         Draws the segments on the host, of an engine that does not.
     live
@@ -46,7 +46,7 @@ class StaticBatch:
     batch
         Tensors that stay where they are; each `begin` overwrites them.
     ahead
-        Whether rows are fetched a step ahead.
+        True if rows are fetched a step ahead.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class StaticBatch:
         self.end()
 
     def waited_seconds(self) -> float:
-        """Return the GPU seconds that the last timed step, which is done, spent on its batch."""
+        """Return the GPU seconds that the last timed step, already done, spent on its batch."""
         first, second, third, fourth = self._marks
         milliseconds: float = first.elapsed_time(second) + third.elapsed_time(fourth)
         return milliseconds / 1e3

@@ -455,7 +455,7 @@ def build_model(
     frame_stack
         Frames that make up a state.
     tasks
-        What several tasks have of their own; widths above are those of the widest.
+        The widths and scales of each of several tasks; widths above are those of the widest.
     goals
         The model is asked to reach states, and not for returns.
 

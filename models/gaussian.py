@@ -28,7 +28,7 @@ class Gaussian:
 
     mean: Tensor  # (..., A) float32
     log_std: Tensor
-    squashed: bool  # whether a tanh follows
+    squashed: bool  # True if a tanh follows
 
     @classmethod
     def of(cls, predictions: Tensor, *, squashed: bool) -> Gaussian:

@@ -58,7 +58,7 @@ class Policy:
     device
         A torch device.
     facts
-        Where it comes from and what for: what `save` writes besides.
+        Origin and purpose, which `save` writes too.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class Policy:
         Rows of the model's timestep embedding; S, A (or the number of discrete actions), and
         whether actions are discrete, and whether they can be drawn.
     goals
-        Whether it is asked to reach states: the targets below are states then.
+        True if it is asked to reach states: the targets below are states then.
     frame_shape, frame_stack
         Shape of one frame, empty for vectors, and the frames that make up a state.
 
@@ -147,7 +147,7 @@ class Policy:
 
     @property
     def targets(self) -> Float64Array:
-        """(E,) float64, what is still asked of each environment, in units of the data's rewards.
+        """(E,) float64, the asked rest of each return, in units of the data's rewards.
 
         Of a policy of goals (E, S), as the environment observes them.
         """

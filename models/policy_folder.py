@@ -91,7 +91,7 @@ def write_policy(
         write_file(part / CONFIG, config_text(model).encode())
         files = {CONFIG: file_facts(part / CONFIG), MODEL: write_tensors(part / MODEL, weights)}
         file = file.model_copy(update={"files": files})
-        # 0.1 reads what has none of them
+        # version 0.1 reads a file without them
         rare = {"environment_options", "goals", "gamma", "state_dtype", "reward_edits"}
         usual = {key for key in rare if getattr(file, key) == PolicyFile.model_fields[key].default}
         write_file(part / POLICY, file.model_dump_json(indent=1, exclude=usual).encode())

@@ -33,7 +33,7 @@ EMBED_EPSILON = 1e-5  # of the released class, whatever its configuration says o
 
 
 class _InRow(torch.autograd.Function):
-    """Nothing, but the gradient lies in a row: autograd would copy others one by one."""
+    """The identity with a contiguous gradient: autograd copies others one by one."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class StackedModels(nn.Module):
         return hidden, self._plain(hidden)
 
     def _attend(self, layer: int, rows: Tensor, tokens: int, seeds: Tensor | None) -> Tensor:
-        """(N, R, H) -> (N * B, T, H), what each token has gathered."""
+        """(N, R, H) -> (N * B, T, H), the attention's values at each token."""
         name, head = f"encoder.h.{layer}", rows.shape[-1] // self._heads
         weight, bias = self._map(f"{name}.attn.c_attn", f"{name}.ln_1", stored="in, out")
         if supports_packed(rows.device, self._kind, tokens=tokens, head=head):

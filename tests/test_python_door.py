@@ -36,13 +36,6 @@ def set_steps() -> None:
 
 
 MISTAKES: list[tuple[Callable[[Path], object], str]] = [
-    (lambda d: DOOR.GearLoader(d, 4, 20), "GearLoader(dataset, batch_size=64, context_length=20)"),
-    (lambda d: loader(d, shuffle=True), "shuffled_epochs"),
-    (lambda d: DOOR.GearLoader(d, batchsize=4), "batch_size"),
-    (lambda d: loader(d, num_workers=2), "none are needed"),
-    (lambda d: loader(d, sampler="top_k"), "it is called selection"),
-    (lambda d: loader(d, normalize=True), "normalize_states"),
-    (lambda d: loader(d, seq_len=3), "it is called context_length"),
     (lambda d: loader(d, selection="top_percnt:percent=10"), "did you mean 'top_percent'"),
     (lambda d: next(iter(DataLoader(loader(d)))), "has no length"),
     (lambda d: next(loader(d)).observations, "did you mean states?"),

@@ -1,4 +1,4 @@
-"""Ranks and nodes of a run, which node holds which shards, and rows that come from other nodes.
+"""Ranks and nodes of a run, the shards of each node, and rows that come from other nodes.
 
 `world` has the ranks and their small messages, `sharding` gives shards to nodes and segments to
 ranks.  `exchange` brings rows of other nodes into landing memory, by collectives of torch or by
@@ -16,7 +16,7 @@ INTERFACE_VARIABLE = "GEAR_OFFLINE_INTERFACE"
 
 
 def launched() -> tuple[int, int]:
-    """Read which of how many processes this is: RANK and WORLD_SIZE, as torchrun sets them.
+    """Read this process's number and their count: RANK and WORLD_SIZE, as torchrun sets them.
 
     Raises
     ------

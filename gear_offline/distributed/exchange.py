@@ -49,14 +49,14 @@ class Exchange(Protocol):
         ...
 
     def wait(self, block: int) -> None:
-        """Return when all rows of a posted block have landed; once a block, in any order.
+        """Wait until all rows of a posted block have landed; once a block, in any order.
 
         ``RANK_LOST`` at the latest after the world's timeout.
         """
         ...
 
     def close(self) -> None:
-        """Give memory and connections back; no block that was posted may be waited for any more."""
+        """Give memory and connections back; `wait` for no posted block afterwards."""
         ...
 
 
@@ -128,7 +128,7 @@ def _why_no_nccl(world: World, engine: GpuGather | None) -> str | None:
 
 
 def _open_endpoints(world: World, *, must: bool) -> tuple[Endpoint | None, str]:
-    """Return this rank's endpoint if all ranks can use RDMA, and why (not); or all if they must."""
+    """Return this rank's RDMA endpoint, or None if a rank has none, and the reason."""
     endpoint: Endpoint | None = None
     problem: GearError | None = None
     try:

@@ -68,7 +68,7 @@ class NcclExchange:
             dist.all_to_all_single(zeros.clone(), zeros, group=self._group)  # all connect
 
     def ready(self, reads: Reads) -> Ready:
-        """Do what of a post needs no GPU and no order; for any thread."""
+        """Prepare a post as far as it needs no GPU and no order, in any thread."""
         rank, size = self._world.rank, self._world.size
         own, served = reads.made_by(rank), reads.served_by(rank)
         begin, more = divmod(int(own.rows[0]) if len(own) else 0, self._span)
@@ -102,13 +102,13 @@ class NcclExchange:
         self._watched.append(event)
 
     def wait(self, block: int) -> None:
-        """Do nothing: what is launched next on the stream runs when the block has landed."""
+        """Do nothing: the stream runs the next launch after the block has landed."""
 
     def close(self) -> None:
         self._closed.set()  # the group ends with torch's
 
     def _watch(self) -> None:
-        """End the process when a block does not land in time, whatever its threads wait for."""
+        """End the process when a block does not land in time, even if its threads wait."""
         while not self._closed.wait(WATCH_SECONDS):
             while self._watched:
                 event, doing = self._watched.popleft(), "rows of other nodes travelled"

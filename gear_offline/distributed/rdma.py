@@ -88,7 +88,7 @@ class RdmaExchange:
             raise
 
     def _offer(self) -> tuple[list[Memory], dict[int, Any]]:
-        """Register memory; return what others may read, and pairs for them."""
+        """Register memory; return the part that others may read, and pairs for them."""
         register = self._endpoint.register
         offered = [*(as_bytes(rows) for rows in self._node_rows.rows), self._done]
         self._targets = [register(rows) for rows in (*self._landing, self._others_done)]
@@ -255,7 +255,7 @@ class Endpoint:
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Turn what pyverbs raises into ``EXCHANGE``."""
+        """Turn errors of pyverbs into ``EXCHANGE``."""
         try:
             yield
         except self.verbs.PyverbsError as error:
@@ -268,7 +268,7 @@ class Endpoint:
         return f"{self.port.device} port {self.port.number}, {self.port.gid}"
 
     def make_pair(self, peer: int) -> dict[str, Any]:
-        """Make a queue pair; return what the peer needs to connect to it."""
+        """Make a queue pair; return the facts by which the peer connects to it."""
         verbs = self.verbs
         room = verbs.QPCap(max_send_wr=self.room, max_recv_wr=1, max_send_sge=1, max_recv_sge=1)
         plan = verbs.QPInitAttr(

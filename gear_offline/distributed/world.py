@@ -1,4 +1,4 @@
-"""The processes of one training run: who they are, where they run, and small messages between them.
+"""The processes of one training run: their ranks, their nodes and their small messages.
 
 Processes are started by ``torchrun``, which also restarts them and names those that died.  Messages
 are JSON over gloo, so that nothing unpickles what came over a network.
@@ -65,7 +65,7 @@ class World:
     timeout
         Seconds after which a silent rank counts as lost.
     feeds
-        Whether this process reads data.  One that does not stands beside rank `rank`, whose batch
+        True if this process reads data.  One that does not stands beside rank `rank`, whose batch
         it works on; see `data_world`.
     """
 
@@ -86,7 +86,7 @@ class World:
 
     @property
     def node(self) -> int:
-        """This rank's."""
+        """The node of this rank."""
         return self.nodes[self.rank]
 
     @property
@@ -179,7 +179,7 @@ class World:
         doing: str = "the GPU added up gradients",
         pause: float = POLL_SECONDS,
     ) -> None:
-        """Return when the GPU has come to `event`, which is asked for at every `pause`.
+        """Wait for a GPU's `event`, polled at every `pause`.
 
         NCCL's watchdog does not see the collectives of a CUDA graph: a GPU whose peers are gone
         waits in its kernel without end.  After `timeout` seconds the process ends with code 1 and
@@ -265,7 +265,7 @@ def open_world(device: torch.device, *, timeout: float = TIMEOUT_SECONDS) -> Ite
     Parameters
     ----------
     device
-        Where this rank trains; NCCL connects CUDA devices, gloo the rest.
+        The device of this rank; NCCL connects CUDA devices, gloo the rest.
     timeout
         Seconds after which a silent rank counts as lost.
 

@@ -41,7 +41,7 @@ DRAW_SECONDS = 9e-9  # for each weight of a new model
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Of one GPU and one step."""
+    """The cost of one step on one GPU."""
 
     parameters: int
     flops: float  # the blocks' products and attention: 6 L 12 h^2 n + 12 L h (3K) n

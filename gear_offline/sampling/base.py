@@ -61,13 +61,13 @@ class Facts:
 
     episodes: EpisodeIndex
     returns: Float64Array | None = None  # (E,) undiscounted sum of rewards of each episode
-    terminated: BoolArray | None = None  # (E,) whether the environment ended the episode
+    terminated: BoolArray | None = None  # (E,) True if the environment ended the episode
     column: Callable[[str], Array] | None = None  # reads a column by its name, (N, *shape)
     context_length: int | None = None  # K of the loader
     kept: BoolArray | None = None  # (E,) what a table of limited size has; None: everything
 
     def need(self, name: Literal["returns", "terminated", "column", "context_length"]) -> Any:
-        """Return a fact that the strategy cannot do without."""
+        """Return a fact that the strategy needs."""
         value = getattr(self, name)
         if value is None:
             what = f"the strategy needs {name.replace('_', ' ')}"
@@ -99,7 +99,7 @@ class NoOptions:
 
 
 class Sampler:
-    """Turns (seed, step) into segments.
+    """A function from (seed, step) to segments.
 
     To add one, write a subclass with `sample`, or of `WeightedEpisodes` with `weights`, and
     `register` it.  `sample` must be a pure function whose row ``i`` is that of ``sample(seed,
@@ -139,7 +139,7 @@ class Sampler:
         self.options = self.Options() if options is None else options
 
     def __init_subclass__(cls) -> None:
-        """Forget what the parent class says about its draws if this class draws in its own way."""
+        """Drop the parent class's facts about its draws if this class draws in its own way."""
         if "sample" in vars(cls):
             for name in ("density", "episode_weight", "gpu"):
                 if name not in vars(cls):
@@ -162,7 +162,7 @@ class Sampler:
 
     @property
     def episode_weight(self) -> Float64Array | None:
-        """(E,) how likely each episode is, where that is known: likely ones go into GPU memory."""
+        """(E,) the probability of each episode, where known: likely ones go into GPU memory."""
         return None
 
     @cached_property
@@ -187,7 +187,7 @@ class Sampler:
 
 
 class Members(Sampler):
-    """A sampler over some episodes of a table, which are named by their numbers in the table."""
+    """A sampler over some episodes of a table, named by their numbers in the table."""
 
     def __init__(self, sampler: Sampler, members: Int64Array, index: EpisodeIndex) -> None:
         super().__init__(Facts(episodes=index), sampler.options)
@@ -321,7 +321,7 @@ def make_sampler(
     kept
         (E,) the episodes to draw from, as if there were no others; default all.
     options
-        What the strategy takes: see docs/reference/strategies.md.
+        Options of the strategy: see docs/reference/strategies.md.
 
     Raises
     ------

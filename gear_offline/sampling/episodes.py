@@ -46,7 +46,7 @@ class ChosenEpisodes(Sampler):
     chances: Float64Array  # (E,) of each episode in one slot
 
     def choose(self, seed: int, first_step: int, numbers: UInt64Array) -> Int64Array:
-        """Return the episodes that `numbers` (steps, count) fall to."""
+        """Return the episodes drawn by `numbers` (steps, count)."""
         raise NotImplementedError
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
@@ -142,7 +142,7 @@ def integer_masses(weights: npt.ArrayLike, where: str = "") -> UInt64Array:
 
 
 def _sum_exactly(values: UInt64Array) -> int:
-    """Return the sum of fewer than 2^32 values, whatever it is."""
+    """Return the sum of fewer than 2^32 values, however large."""
     high = int((values >> np.uint64(32)).sum(dtype=np.uint64))
     low = int((values & np.uint64(0xFFFFFFFF)).sum(dtype=np.uint64))
     return (high << 32) + low

@@ -179,7 +179,7 @@ class KeyedOrder:
 
 
 def _mixed(values: UInt64Array) -> UInt64Array:
-    """Return the finaliser's values, written over the given ones."""
+    """Apply the finaliser to the values, in place."""
     for multiplier in MULTIPLIERS:
         values ^= values >> _SHIFT
         values *= multiplier

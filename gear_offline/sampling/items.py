@@ -1,4 +1,4 @@
-"""The items of a table: which episodes are there, how often each was drawn, what may come.
+"""The items of a table: the episodes that are there, their counts of draws, new ones.
 
 As in Reverb (Cassirer et al. 2021, arXiv:2102.04736): an item is inserted first, then the remover
 chooses among all, also the new one; an item that was drawn often enough is gone before the next
@@ -68,7 +68,7 @@ class Counted(Members):
         self._begin(step, times)
 
     def _begin(self, step: int, times: Int64Array) -> None:
-        """Go to `step`, before which episodes were drawn so often."""
+        """Go to `step`, before which each episode was drawn as often as `times` says."""
         drawable, order = self._kept & (times < self._most), self._whole_order
         self._step, self._times, self._size = step, times.copy(), int(drawable.sum())
         self._order = iter(() if order is None else order[drawable[order]].tolist())
@@ -81,7 +81,7 @@ class Counted(Members):
             self._masses.set(np.array([episode]), np.ones(1, np.uint64))
 
     def times_at(self, step: int) -> Int64Array:
-        """Return (E,) how often each was drawn before `step`."""
+        """Return (E,) the number of draws of each episode before `step`."""
         if step < self._step:
             self._begin(*self._first)
         if step < self._step:
@@ -213,7 +213,7 @@ class Items:
                     self._clock = key
 
     def counted(self, sampler: Sampler, step: int) -> Sampler:
-        """Return the sampler from `step` on, which draws no episode more often than it may."""
+        """Return the sampler from `step` on; it draws no episode more often than allowed."""
         most, stream = self._data.max_times_sampled, (self._seed, self._slots)
         if most is None:
             return sampler
@@ -221,7 +221,7 @@ class Items:
         return self._counted
 
     def advance(self, step: int, *, coming: int = 0) -> None:
-        """Take out what was drawn often enough before `step`; so many steps are to come."""
+        """Remove items drawn often enough before `step`; so many steps are to come."""
         self._drawn, self._coming = step * self._slots, coming * self._slots
         if self._counted is not None:
             times = self._counted.times_at(step)
@@ -279,14 +279,14 @@ class Items:
         return {"times": self.times, "keys": keys, "clock": np.array(clock)}
 
     def load_state(self, state: Mapping[str, Array]) -> None:
-        """Take over what `state` returned."""
+        """Restore the result of `state`."""
         self.times, self._keys = state["times"], state["keys"]
         self.kept = ~np.isnan(self._keys)
         self._clock, self._inserted = float(state["clock"][0]), int(state["clock"][1])
 
 
 def episode_priorities(data: DataSettings, dataset: Dataset, first: int = 0) -> Float64Array:
-    """Return (n,) priorities of the episodes from `first` on: returns, or what a column has."""
+    """Return (n,) priorities of the episodes from `first` on: returns, or values of a column."""
     name, values = data.priority, dataset.returns[first:]
     if name is not None:
         at = dataset.episodes.offsets[first:]

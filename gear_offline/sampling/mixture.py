@@ -83,7 +83,7 @@ def _cumulative(weights: Sequence[float]) -> list[int]:
 
 @register("mixture")
 class Mixture(Sampler):
-    """Each slot draws a part by weight, then takes what that part has for the slot.
+    """A mixture: each slot draws a part by weight, then takes that part's segment.
 
     The probability of a segment is the weighted mean of what all parts say of it.
     """
@@ -115,7 +115,7 @@ class Mixture(Sampler):
 
         @property
         def points(self) -> list[Point]:
-            """The schedule; fixed weights are one of a single point."""
+            """The schedule; fixed weights are a schedule of a single point."""
             return self.schedule or [Point(step=0, weights=[part["weight"] for part in self.parts])]
 
     def __init__(self, facts: Facts, options: Any) -> None:
@@ -215,7 +215,7 @@ def mix_tasks(tasks: Sequence[TaskPart], schedule: Schedule | None = None) -> Sa
 
 
 class TaskMixture(Mixture):
-    """Each slot draws a task by weight, then takes what that task's sampler has for the slot."""
+    """A mixture: each slot draws a task by weight, then takes its sampler's segment."""
 
     name = "tasks"
 

@@ -77,7 +77,7 @@ class Prioritized(Sampler):
 
     @cached_property
     def _is_kept(self) -> BoolArray | bool:
-        """(N,), whether each start can be drawn."""
+        """(N,) bool, True for starts that can be drawn."""
         return True if self._kept is None else np.repeat(self._kept, self.index.lengths)
 
     @property
@@ -93,7 +93,7 @@ class Prioritized(Sampler):
         return PriorityTree(self.locate.search, self.on_device)
 
     def on_device(self, device: torch.device) -> DevicePriorities:
-        """Move the masses to a GPU, where draws and updates are done from then on; return them."""
+        """Move the masses to a GPU, which draws and updates from then on; return them."""
         import torch
 
         from gear_offline.kernels.priorities import DevicePriorities
@@ -120,7 +120,7 @@ class Prioritized(Sampler):
 
     @property
     def updates(self) -> int:
-        """Updates so far; waits for a GPU that has the masses."""
+        """The number of updates; waits for a GPU that has the masses."""
         return self._priorities.updates
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
@@ -181,7 +181,7 @@ class Prioritized(Sampler):
         self.load_state({"masses": masses * self._is_kept, "updates": state["updates"]})
 
     def load_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Take over what `state` returned; what does not fit is refused before any change."""
+        """Restore the result of `state`; refuse a misfit before any change."""
         none = np.zeros(0)
         masses, updates = state.get("masses", none), state.get("updates", none)
         if (

@@ -56,7 +56,7 @@ class DeviceMemory:
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def allocate(self, nbytes: int) -> tuple[int, Any]:
-        """Return the address of new device memory and what keeps it alive."""
+        """Return the address of new device memory, and its owner, which keeps it alive."""
         import torch
 
         try:
@@ -108,7 +108,7 @@ class DeviceMemory:
             self._runtime.streamSynchronize(stream)
 
     def pin(self, rows: Array) -> Pinned:
-        """Page-lock and map C-contiguous memory; what is mapped already is shared, not repeated."""
+        """Page-lock and map C-contiguous memory; share memory that is mapped already."""
         key = (rows.ctypes.data, rows.nbytes)
         with _pins_lock, self._current():
             pinned = _pins.get(key)
@@ -124,7 +124,7 @@ class DeviceMemory:
         return pinned
 
     def wait(self) -> None:
-        """Wait for the GPU: a kernel may still read what is freed next."""
+        """Wait for the GPU: a kernel may still read memory that is freed next."""
         import torch
 
         torch.cuda.synchronize(self.device)

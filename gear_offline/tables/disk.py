@@ -65,7 +65,7 @@ def share_out(
     batch: int,
     budget_bytes: int,
 ) -> DiskSizes:
-    """Share a budget out: slots get what is left when everything else has its part."""
+    """Share a budget out: slots get the rest after everything else."""
     rows, steps = options.margin, dataset.spec.steps
     row_bytes, fields = [plan.row_bytes for plan in plans], [plan.only[1] for plan in plans]
     window = [rows * field.width * field.dtype.itemsize for field in fields]
@@ -166,7 +166,7 @@ class DiskGather:
         self._close = weakref.finalize(self, self._ahead.stop)
 
     def draw_and_gather(self, first_step: int, steps: int) -> Windows:
-        """Gather what the stream draws in `steps` steps from `first_step` on, (steps, B).
+        """Gather the stream's segments of `steps` steps from `first_step` on, (steps, B).
 
         The next call is best for as many steps that follow; any other order costs the windows that
         were read ahead.

@@ -56,7 +56,7 @@ class Scales(BaseModel):
 
     @classmethod
     def of(cls, dataset: Dataset, *, normalize_states: bool, **more: Any) -> Self:
-        """Return those of a dataset's windows."""
+        """Return the scales of a dataset's windows."""
         states, moments = dataset.spec[STATES], dataset.statistics[STATES]
         if normalize_states and not is_image(states):
             more["state_mean"] = tuple(moments.mean.ravel().tolist())
@@ -88,11 +88,11 @@ class Window(Scales):
         return observations.astype(np.float32)
 
     def returns(self, targets: Float64Array) -> Float32Array:
-        """Return (n,) returns-to-go of what is asked, in the units of the data's rewards."""
+        """Return (n,) returns-to-go of asked returns, in the units of the data's rewards."""
         return (targets / self.returns_scale).astype(np.float32)
 
     def rest(self, targets: Float64Array, rewards: Float64Array) -> Float64Array:
-        """Return (n,) what is asked at the next step when the environment gave `rewards`.
+        """Return (n,) the asked returns at the next step, after `rewards` of the environment.
 
         With a discount of 0 the same: what is asked is then the next reward.
         """

@@ -60,7 +60,7 @@ class JointDataset:
 
     @cached_property
     def terminated(self) -> BoolArray:
-        """(E,) whether the environment ended the episode."""
+        """(E,) True if the environment ended the episode."""
         return np.concatenate([task.dataset.terminated for task in self.tasks])
 
     def column(self, name: str) -> Array:

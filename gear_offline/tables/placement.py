@@ -51,7 +51,7 @@ class Ranks:
 
     @property
     def neighbours(self) -> list[int]:
-        """The ranks of this rank's node."""
+        """The ranks on this rank's node."""
         return [r for r, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
 
 
@@ -96,7 +96,7 @@ def place_table(
     landing: bool = False,
     before: PlacedTable | None = None,
 ) -> PlacedTable:
-    """Bring a table's rows to where a GPU can read them.
+    """Bring a table's rows into memory that a GPU can read.
 
     ``"hbm"``: all in GPU memory.  ``"host"``: all read in place from pinned host memory.
     ``"peer"``: parted over the GPUs of the node, which read each other's memory.  ``"auto"``: all
@@ -138,7 +138,7 @@ def place_table(
         gpus = ranks.neighbours
         owners, before = deal_out(sizes, weights, budget - bytes_before - gaps, len(gpus)), None
 
-    # This GPU's share is copied, without what it has from `before`, and the host's is pinned.
+    # Copy this GPU's share, without the rows it has from `before`, and pin the host's.
     is_new = np.arange(len(owners)) >= (0 if before is None else len(before.owners))
     shares = [_Share.of(table, is_new & (owners == gpu)) for gpu in range(len(gpus))]
     own = gpus.index(ranks.rank)

@@ -90,7 +90,7 @@ class ReadPlan:
         return self._base // self._batch
 
     def move(self, step: int) -> None:
-        """Make `step` the next one: what lies before it is let go of."""
+        """Make `step` the next one and release the windows before it."""
         base = step * self._batch
         known = self._base <= base <= self._end
         passed = self._entries(self._base, base if known else self._end)
@@ -126,7 +126,7 @@ class ReadPlan:
         return Stretch(first_step * self._batch, np.concatenate(pieces, axis=1))
 
     def extend(self, generation: int, stretch: Stretch) -> None:
-        """Add what `wanted` asked for; ignored if the plan has moved elsewhere since."""
+        """Add the stretch that `wanted` asked for, unless the plan has moved elsewhere since."""
         if generation != self._generation:
             return
         self._selecting = False
@@ -190,7 +190,7 @@ class ReadPlan:
         return Job(references=references, places=places, generation=self._generation)
 
     def finish(self, job: Job) -> None:
-        """Say that the windows of `job` are in their slots; those no longer wanted free theirs."""
+        """Mark the windows of `job` as read; those no longer wanted free their slots."""
         wanted = (job.references >= self._base) & (job.generation == self._generation)
         self._give_back(job.places.slots[~wanted])
         self._ready[job.references[wanted] % len(self._ready)] = True
@@ -208,7 +208,7 @@ class ReadPlan:
         return self._slot[entries].astype(np.int64), self._low[entries]
 
     def _count_out(self, references: Int64Array) -> None:
-        """Say that the sweep need not take these along any more."""
+        """Leave these out of the sweep from now on."""
         for stretch in self._stretches:
             own = (references >= stretch.first) & (references < stretch.last)
             stretch.missing -= int(np.count_nonzero(own))
@@ -226,7 +226,7 @@ class ReadPlan:
 
 
 class ReadAhead:
-    """Threads that read what a plan says; `targets` as `WindowReader.read`.
+    """Threads that read by a plan; `targets` as in `WindowReader.read`.
 
     A thread takes a job, some megabytes, so it needs the lock a few hundred times a second, however
     many windows there are.  The threads know nothing of the loader: it can be dropped while they
@@ -271,7 +271,7 @@ class ReadAhead:
             return ready
 
     def move(self, step: int) -> None:
-        """Say that what lies before `step` was used."""
+        """Release the windows before `step`, which were used."""
         with self._changed:
             self._plan.move(step)
             self._changed.notify()
@@ -289,7 +289,7 @@ class ReadAhead:
                 thread.join()
 
     def check(self, *, ahead: bool = False) -> None:
-        """Raise as `take` does if there is no going on, if wanted with what is read `ahead`.
+        """Raise as `take` does if reading cannot go on; with `ahead` also in a forked copy.
 
         Without the lock: Ctrl-C may come between taking it and the block that gives it back.
         """
@@ -336,7 +336,7 @@ class ReadAhead:
                 self._arrived.notify_all()
 
     def _next(self) -> Any:
-        """Wait for something to do, and return it: steps to select or a job; None at the end."""
+        """Wait for work and return it: steps to select or a job; None at the end."""
         with self._changed:
             while not self._stopped and self._error is None:
                 task = self._plan.wanted() or self._plan.next_job()

@@ -211,7 +211,7 @@ class GrowingTable:
         before, self._memory = iter(self._memory), []
 
         def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-            """Return the next group's memory, with what is in it, from its beginning on."""
+            """Return the next group's memory, with its content, from its beginning on."""
             rows = next(before, np.empty((0, *shape[1:]), dtype))
             if len(rows) < shape[0]:
                 larger = private_rows((SPARE * shape[0], *shape[1:]), dtype)

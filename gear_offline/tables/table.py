@@ -85,12 +85,12 @@ class TableOptions:
 
     @classmethod
     def of(cls, loader: Mapping[str, Any]) -> Self:
-        """Return those among the options of a loader."""
+        """Return the table's options among those of a loader."""
         return cls(**{each.name: loader[each.name] for each in fields(cls) if each.name in loader})
 
     @property
     def history(self) -> int:
-        """Frames before a step that are shown with it, H."""
+        """The number of frames before a step that are shown with it, H."""
         return self.frame_stack - 1
 
     @property
@@ -161,7 +161,7 @@ class GroupPlan:
     fields: Mapping[str | None, Field]  # by column of the source; None: the returns-to-go
     width: int  # elements of a row
     dtype: np.dtype[Any]
-    final: bool  # whether the rows hold the batch's values; otherwise the column stays as it is
+    final: bool  # True if the rows hold the batch's values; else the column stays as it is
 
     @property
     def row_bytes(self) -> int:
@@ -178,7 +178,7 @@ class GroupPlan:
 def plan_groups(
     source: TableData, options: TableOptions, *, apart: bool = False
 ) -> list[GroupPlan]:
-    """Return the column groups of a table, in their order; `apart`, each column is one."""
+    """Return the column groups of a table, in their order; with `apart` each column is one."""
     joint, normalize_states = isinstance(source, JointDataset), options.normalize_states
     if isinstance(source, JointDataset):
         for part in source.tasks:
@@ -231,7 +231,7 @@ def _packed_plan(fields: Mapping[str | None, Field]) -> GroupPlan:
 
 
 def private_rows(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return zeros in memory of this process that shares no page with anything else.
+    """Return zeros in this process's memory, on pages of their own.
 
     So each can be page-locked by itself.
     """
@@ -318,7 +318,7 @@ def whole_pages(nbytes: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """A shard to be read: whose it is, where it goes, and the lengths of its episodes."""
+    """A shard to read: its owner, its place in the rows, and the lengths of its episodes."""
 
     part: Part
     shard: int
@@ -428,7 +428,7 @@ def shard_returns(part: Part, shard: int, options: TableOptions) -> tuple[Array,
 
 
 def discounted_returns(dataset: Dataset, gamma: float) -> Array:
-    """Return (E,) float32, what the returns-to-go of whole episodes begin with, not scaled."""
+    """Return (E,) float32, the first return-to-go of each whole episode, not scaled."""
     (part,), options = parts_of(dataset), TableOptions(context_length=1, gamma=gamma)
     shards = range(len(dataset.first_steps) - 1)
     returns = [shard_returns(part, shard, options)[1] for shard in shards]

@@ -94,7 +94,7 @@ class _Stored:
 
 
 class WindowReader:
-    """Copies windows to slots, from files or, of columns that are in memory whole, from there.
+    """Copies windows to slots, from files or from columns that are in memory whole.
 
     `whole` has the (margin + N + margin, width) rows of those, None of others.  Windows that begin
     in one chunk of `chunk_steps` are read together.
@@ -145,7 +145,7 @@ class WindowReader:
     def _read_chunk(
         self, shard: int, places: Places, targets: Sequence[Array], buffer: UInt8Array
     ) -> None:
-        """Read windows that begin in one chunk: what lies near together at once."""
+        """Read the windows that begin in one chunk, near parts at once."""
         low, ends = places.low, np.maximum.accumulate(places.low + places.real)
         reads: list[tuple[int, int, int]] = []  # begin and end in the file, place in the buffer
         starts: list[Int64Array] = []  # where in the buffer step 0 of the table would be

@@ -122,7 +122,7 @@ GEAR_CODE float widen(bf16 value) {
     return number.value;
 }
 
-// To the nearest, to even between two; what is not a number stays so.
+// To the nearest, to even between two; NaN stays NaN.
 GEAR_CODE bf16 narrow(float value) {
     Bits number;
     number.value = value;
@@ -185,7 +185,7 @@ struct Gradients<true> {
     enum { AHEAD = 8 };
 };
 
-// Whether an address is one to load `bytes` bytes from.
+// True if `bytes` bytes can be loaded from an address at once.
 GEAR_CODE bool aligned(u64 address, u64 bytes) { return (address & (bytes - 1)) == 0; }
 
 // Gradients of AHEAD pieces, or of those that there are.
@@ -243,7 +243,7 @@ GEAR_CODE void norm(const AdamwJob& job, u32 block, u32) {
     if (threadIdx.x == 0) job.partials[block - 1] = sum;
 }
 
-// Whether a thread's four elements are stored, and but for gradients loaded, at once.
+// True if a thread's four elements are stored, and but for gradients loaded, at once.
 template <bool SHADOWED>
 GEAR_CODE bool is_whole(const Piece& piece, int left) {
     u64 places = (u64)piece.value | (u64)piece.first | (u64)piece.second;
