@@ -23,17 +23,17 @@ def main() -> int:
     parser.add_argument("name", nargs="?", choices=names())
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    if given.name is None:
+    options = parser.parse_args()
+    if options.name is None:
         print("\n".join(f"{name:10} {text}" for name, text in names().items()))
         return 0
     try:
-        document = run_benchmark(given.name, quick=given.quick)
+        document = run_benchmark(options.name, quick=options.quick)
     except GearError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     if os.environ.get("RANK", "0") == "0":  # torchrun: the first of us speaks
-        print(json.dumps(document, indent=1)) if given.json else print_document(document)
+        print(json.dumps(document, indent=1)) if options.json else print_document(document)
     return 0
 
 

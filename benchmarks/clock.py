@@ -61,7 +61,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
         ]
     alone = rows[-1]
     for row in rows:  # the share of its rate alone at which a run steps
-        spans = [one["last_step"] - one["first_steps"] for one in (alone, row)]
+        spans = [r["last_step"] - r["first_steps"] for r in (alone, row)]
         row["rate_of_alone"] = spans[0] / spans[1]
     return {"base": "no evaluation", "options": options, "results": rows}
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing, data that look like hopper's, the document and its table."""
+"""Parts that benchmarks share: timing, data that look like hopper's, the document and its table."""
 
 from __future__ import annotations
 
@@ -143,20 +143,20 @@ def alternate(
         timed(call)  # caches, lazy buffers, imports
         few = max(1, int(seconds / 10 / max(timed(call), 1e-6)))
         calls[name] = max(1, int(seconds / max(timed(call, min(few, 1000)), 1e-6)))
-    found: dict[str, list[float]] = {name: [] for name in candidates}
+    seconds_of: dict[str, list[float]] = {name: [] for name in candidates}
     with Progress(label, total=turns * len(candidates), unit="turns") as progress:
         for _ in range(turns):
             for name, call in candidates.items():
-                found[name].append(timed(call, calls[name]))
+                seconds_of[name].append(timed(call, calls[name]))
                 progress.advance()
-    return {name: statistics.median(times) for name, times in found.items()}
+    return {name: statistics.median(times) for name, times in seconds_of.items()}
 
 
 def gpu_seconds(call: Call, *, turns: int = 7, calls: int = 2) -> float:
     """Return the median seconds of a call on the GPU, by CUDA events, after warm-up."""
     for _ in range(3):
         call()
-    found: list[float] = []
+    measured: list[float] = []
     for _ in range(turns):
         start, stop = (
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -167,8 +167,8 @@ def gpu_seconds(call: Call, *, turns: int = 7, calls: int = 2) -> float:
             call()
         stop.record()
         stop.synchronize()
-        found.append(start.elapsed_time(stop) / 1e3 / calls)
-    return statistics.median(found)
+        measured.append(start.elapsed_time(stop) / 1e3 / calls)
+    return statistics.median(measured)
 
 
 def captured_seconds(call: Call, *, turns: int = 7) -> float:
@@ -184,21 +184,21 @@ def captured_seconds(call: Call, *, turns: int = 7) -> float:
 def names() -> dict[str, str]:
     """Return the benchmarks and the first line of what each says of itself."""
     folder = Path(__file__).parent
-    found = {}
+    lines = {}
     for path in sorted(folder.glob("*.py")):
         text = path.read_text(encoding="utf-8")
         if "\ndef run(*, quick: bool" in text:
-            found[path.stem] = text.split('"""')[1].strip().splitlines()[0].rstrip(".")
-    return found
+            lines[path.stem] = text.split('"""')[1].strip().splitlines()[0].rstrip(".")
+    return lines
 
 
 def run_benchmark(name: str, *, quick: bool) -> dict[str, Any]:
     """Run one and return its JSON document: the machine, and rows of figures."""
     with redirect_stdout(sys.stderr):  # peers print as they like; stdout is for the result
-        found: dict[str, Any] = import_module(f"benchmarks.{name}").run(quick=quick)
+        document: dict[str, Any] = import_module(f"benchmarks.{name}").run(quick=quick)
     command = f"python -m benchmarks {name}{' --quick' if quick else ''}"
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"benchmark": name, "command": command, "machine": machine(), "gpu": gpu, **found}
+    return {"benchmark": name, "command": command, "machine": machine(), "gpu": gpu, **document}
 
 
 def print_document(document: Mapping[str, Any]) -> None:

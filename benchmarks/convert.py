@@ -51,8 +51,8 @@ def run(*, quick: bool = False) -> dict[str, Any]:
                 times = _rounds(source, folder, rounds=1 if quick else 5, workers=workers)
                 ratios = {
                     f"times_{peer}": median(
-                        theirs / ours
-                        for theirs, ours in zip(times[peer], times["convert"], strict=True)
+                        peer_time / own_time
+                        for peer_time, own_time in zip(times[peer], times["convert"], strict=True)
                     )
                     for peer in ("raw", "raw_fsync")
                 }
@@ -103,21 +103,21 @@ def _rounds(source: Path, folder: Path, *, rounds: int, workers: int) -> dict[st
         "convert": ours,
         "raw_fsync": partial(write_raw, source, raw, sync=True),
     }
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    seconds_of: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         # Every other round runs backwards: whoever comes later gains nothing on average.
         for name in list(calls) if number % 2 else reversed(calls):
             seconds = timed(calls[name])
             if number:  # the first warms the page cache
-                found[name].append(seconds)
+                seconds_of[name].append(seconds)
             raw.unlink(missing_ok=True)
             shutil.rmtree(out, ignore_errors=True)
-    return found
+    return seconds_of
 
 
 def _peak(source: Path, target: Path) -> int:
     """Convert in a process of its own; return its peak of resident memory."""
     command = [sys.executable, "-c", _PEAK, str(source), str(target)]
-    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     shutil.rmtree(target)
-    return int(found.stdout)
+    return int(done.stdout)

@@ -125,7 +125,7 @@ def drop_cache(folder: Path) -> None:
 
 
 def _storage_bytes() -> int:
-    """Return what this process has read from storage."""
+    """Return the bytes that this process has read from storage."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["read_bytes"])
 

@@ -1,4 +1,4 @@
-"""What the GPU engine moves: windows from GPU memory, pinned host memory and other GPUs.
+"""The GPU engine's rates: windows from GPU memory, pinned host memory and other GPUs.
 
 Each figure is a batch that the engine selects and gathers, in place, by CUDA events; bytes are
 those of the columns, each counted once (16 bytes a step of timesteps and mask come on top).  Peers

@@ -1,4 +1,4 @@
-"""How the work of a call grows with each size of its data, the others fixed.
+"""Growth of a call's work with each size of its data, the others fixed.
 
 A size is made ten times larger.  Operations are calls of functions, Python's and C's, as cProfile
 counts them; they do not depend on the machine.  Seconds are those of a call that is not profiled.

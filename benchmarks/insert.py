@@ -75,7 +75,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
         actors = [subprocess.Popen(command) for _ in range(ACTORS)]
         try:
             time.sleep(2.0)  # until they have begun
-            beside = batches_per_second(loader, seconds)
+            with_actors = batches_per_second(loader, seconds)
         finally:
             for actor in actors:
                 actor.kill()
@@ -83,7 +83,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     return {
         "results": rows,
         "admit_milliseconds": 1e3 * median(waits),
-        "batches_per_second": {"alone": alone, f"beside {ACTORS} actors": beside},
+        "batches_per_second": {"alone": alone, f"beside {ACTORS} actors": with_actors},
     }
 
 
@@ -99,7 +99,7 @@ def episode(seed: int) -> dict[str, Any]:
 
 
 def torchrl(piece: list[dict[str, Any]]) -> dict[str, Call]:
-    """Return what gives a piece to TorchRL's buffers, if they are installed."""
+    """Return functions that give a piece to TorchRL's buffers, if installed."""
     try:
         from tensordict import TensorDict
         from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
@@ -108,8 +108,8 @@ def torchrl(piece: list[dict[str, Any]]) -> dict[str, Call]:
         return {}
 
     def extend(buffer: Any) -> None:
-        for one in piece:
-            columns = {name: one[name].reshape(STEPS, -1) for name in NAMES}
+        for row in piece:
+            columns = {name: row[name].reshape(STEPS, -1) for name in NAMES}
             columns["terminals"] = np.arange(STEPS)[:, None] == STEPS - 1
             tensors = {name: torch.from_numpy(rows) for name, rows in columns.items()}
             buffer.extend(TensorDict(tensors, batch_size=[STEPS]))
@@ -123,7 +123,7 @@ def torchrl(piece: list[dict[str, Any]]) -> dict[str, Call]:
 
 @cache
 def reverb() -> subprocess.Popen[str] | None:
-    """Start what inserts into Reverb, if an interpreter that has it is named."""
+    """Start the inserter into Reverb, if an interpreter that has it is named."""
     if "REVERB" not in os.environ:
         print("no Reverb: REVERB names no Python that has it", file=sys.stderr)
         return None
@@ -149,7 +149,7 @@ def save(path: Path, piece: list[dict[str, Any]]) -> None:
 
 
 def batches_per_second(loader: go.GearLoader, seconds: float) -> float:
-    """Return how many batches a loader gives."""
+    """Return the batches a second that a loader gives."""
     next(loader)
     count, began = 0, time.perf_counter()
     while time.perf_counter() - began < seconds:
@@ -160,6 +160,6 @@ def batches_per_second(loader: go.GearLoader, seconds: float) -> float:
 
 def append_for_ever(path: str) -> None:
     """Append an episode again and again, each in a piece of its own."""
-    appender, one = go.Appender(path), episode(0)
+    appender, row = go.Appender(path), episode(0)
     while True:
-        appender.append([one])
+        appender.append([row])

@@ -116,11 +116,11 @@ def _rates(peer: ModuleType, data: Any, steps: int, turns: int) -> dict[str, flo
         return loss
 
     keys = jax.random.split(jax.random.PRNGKey(0), SEEDS)
-    one, many = jax.jit(scan), jax.jit(jax.vmap(scan))
+    single, many = jax.jit(scan), jax.jit(jax.vmap(scan))
     state, states = start(keys[0]), jax.vmap(start)(keys)
     ways = {
         "JAX-CORL's loop": (loop, steps // 10),
-        "JAX-CORL's step in one scan": (lambda: one(state, keys[0]), steps),
+        "JAX-CORL's step in one scan": (lambda: single(state, keys[0]), steps),
         f"the same, {SEEDS} seeds vmapped, in sum": (lambda: many(states, keys), SEEDS * steps),
     }
     rates = {}

@@ -1,4 +1,4 @@
-"""How others make batches of segments: each a function from data to "give me the next batch".
+"""Batches of segments by other libraries: each a function from data to "give me the next batch".
 
 A peer that is not installed raises ImportError when it is made.
 

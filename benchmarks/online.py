@@ -52,7 +52,7 @@ class Explorer(go.Callback):
 
     def play(self, policy: Any) -> list[dict[str, Any]]:
         worlds = [gymnasium.make(self.name) for _ in range(ENVIRONMENTS)]
-        now = [one.reset(seed=int(self.generator.integers(1 << 31)))[0] for one in worlds]
+        now = [w.reset(seed=int(self.generator.integers(1 << 31)))[0] for w in worlds]
         steps: list[list[Any]] = [[] for _ in worlds]
         policy.reset(playing := np.arange(ENVIRONMENTS), TARGET)
         while playing.size:
@@ -63,12 +63,12 @@ class Explorer(go.Callback):
                 now[number] = after
             policy.observe_reward([steps[number][-1][2] for number in playing], playing)
             playing = playing[[not any(steps[number][-1][3:]) for number in playing]]
-        return [dict(zip(COLUMNS, map(np.array, zip(*one)))) for one in steps]  # noqa: B905
+        return [dict(zip(COLUMNS, map(np.array, zip(*rows)))) for rows in steps]  # noqa: B905
 
 
 def run_seed(data: str, seed: int, scale: str, options: list[str]) -> dict[str, Any]:
     offline, updates, steps, episodes = SCALES[scale]
-    found: dict[str, Any] = {"seed": seed}
+    row: dict[str, Any] = {"seed": seed}
     with tempfile.TemporaryDirectory(prefix="gear-online-") as folder:
         go.convert(data, place := Path(folder, "data"), columns=COLUMNS, quiet=True)
         explorer = Explorer(place, steps, seed)
@@ -80,13 +80,13 @@ def run_seed(data: str, seed: int, scale: str, options: list[str]) -> dict[str, 
         further.append(f"train.steps={PORTIONS * updates}")
         for name in ("offline", "online", "longer"):
             own = [f"train.steps={offline}", "data.max_size=null"] if name == "offline" else further
-            began, told = time.perf_counter(), [explorer] * (name == "online")
-            run = go.train(RECIPE, words + own, out=f"{folder}/{name}", callbacks=told, quiet=True)
-            found[f"{name}_seconds"] = time.perf_counter() - began
-            found[name] = [*run.evaluate(episodes=episodes, quiet=True).tasks[0].targets[0].returns]
+            began, calls = time.perf_counter(), [explorer] * (name == "online")
+            run = go.train(RECIPE, words + own, out=f"{folder}/{name}", callbacks=calls, quiet=True)
+            row[f"{name}_seconds"] = time.perf_counter() - began
+            row[name] = [*run.evaluate(episodes=episodes, quiet=True).tasks[0].targets[0].returns]
             seconds = time.perf_counter() - began
-            print(f"seed {seed}, {name}: {np.mean(found[name]):.0f} in {seconds:.0f} s", flush=True)
-    return found | {"steps": explorer.played}
+            print(f"seed {seed}, {name}: {np.mean(row[name]):.0f} in {seconds:.0f} s", flush=True)
+    return row | {"steps": explorer.played}
 
 
 def difference(values: Any) -> str:
@@ -104,7 +104,7 @@ def measure(data: str, seeds: list[int], out: Path, scale: str, options: list[st
             seen.append(row := done.result())
             for peer in ("offline", "longer"):
                 row[f"{peer}_difference"] = difference(np.subtract(row["online"], row[peer]))
-                means = [np.mean(one["online"]) - np.mean(one[peer]) for one in seen]
+                means = [np.mean(r["online"]) - np.mean(r[peer]) for r in seen]
                 document[f"mean_{peer}_difference"] = difference(means) if len(seen) > 1 else None
             write_file(out, json.dumps(document, indent=1).encode())
             print({k: v for k, v in (document | row).items() if type(v) is not list}, flush=True)
@@ -124,5 +124,5 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--scale", choices=SCALES, default="full")
     parser.add_argument("--out", type=Path, default=Path("online.json"))
-    given, words = parser.parse_known_args()
-    measure(given.data, given.seeds, given.out, given.scale, words)
+    chosen, words = parser.parse_known_args()
+    measure(chosen.data, chosen.seeds, chosen.out, chosen.scale, words)

@@ -236,8 +236,8 @@ def our_runs(options: argparse.Namespace) -> None:
 
 def sweep_path(options: argparse.Namespace) -> Path:
     """Return the directory of our runs; another set of runs gets another one."""
-    said = repr((sorted(p.name for p in options.datasets), options.seeds, options.steps))
-    return Path(options.work) / f"ours-{sha256(said.encode()).hexdigest()[:8]}"
+    choice = repr((sorted(p.name for p in options.datasets), options.seeds, options.steps))
+    return Path(options.work) / f"ours-{sha256(choice.encode()).hexdigest()[:8]}"
 
 
 def judge_ours(path: Path, options: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -246,8 +246,8 @@ def judge_ours(path: Path, options: argparse.Namespace, seed: int) -> dict[str, 
     folder = sweep_path(options) / "runs" / f"{path.name}-s{seed}"
     model = load_policy(folder, device="cpu").model
     summary = json.loads((folder / "summary.json").read_text())
-    found = judge(model, open_dataset(path, verify=False), options)
-    return {"seed": seed, "seconds": summary["seconds"], **found}
+    judged = judge(model, open_dataset(path, verify=False), options)
+    return {"seed": seed, "seconds": summary["seconds"], **judged}
 
 
 # both ----------------------------------------------------------------------------------------
@@ -261,9 +261,9 @@ def judge(
     judged = copy_of(model).eval()
     probe = PaperSampling(dataset, settings, seed=PROBE_SEED).batch(PROBE_WINDOWS)
     with torch.no_grad():
-        found: dict[str, Any] = {"probe_loss": float(released_loss(judged, probe))}
+        figures: dict[str, Any] = {"probe_loss": float(released_loss(judged, probe))}
     if options.episodes == 0 or dataset.environment_id is None:
-        return found
+        return figures
     actor = DecisionTransformer(model.config)
     actor.load_state_dict(model.state_dict())
     statistics = dataset.statistics["observations"]
@@ -283,13 +283,13 @@ def judge(
         reference=dataset.reference_scores,
     )
     report = evaluate_tasks(lambda _: policy, [task])
-    found["returns"] = [target.mean_return for target in report.tasks[0].targets]
-    found["scores"] = [target.normalized_score for target in report.tasks[0].targets]
-    return found
+    figures["returns"] = [target.mean_return for target in report.tasks[0].targets]
+    figures["scores"] = [target.normalized_score for target in report.tasks[0].targets]
+    return figures
 
 
 def targets_of(dataset: Dataset, options: argparse.Namespace) -> list[float]:
-    """Return what is asked for; by default the best return in the data, and the mean one."""
+    """Return the asked returns; by default the best return in the data, and the mean one."""
     returns = dataset.manifest.returns
     return options.targets or [returns.max, returns.mean]
 
@@ -319,33 +319,33 @@ def compare(ours: npt.ArrayLike, theirs: npt.ArrayLike) -> dict[str, Any]:
     """
     a, b = np.asarray(ours, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
     several = a.size > 1
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         name: {"mean": float(x.mean()), "sd": float(x.std(ddof=1)) if several else None}
         for name, x in ((OURS, a), (RELEASED, b))
     }
     difference = a - b
-    found["difference"] = float(difference.mean())
+    figures["difference"] = float(difference.mean())
     if not several:
-        return found | {"interval": None, "within_seed_noise": None}
+        return figures | {"interval": None, "within_seed_noise": None}
     low, high = mean_interval(difference)
-    return found | {"interval": [low, high], "within_seed_noise": bool(low <= 0.0 <= high)}
+    return figures | {"interval": [low, high], "within_seed_noise": bool(low <= 0.0 <= high)}
 
 
 def summary(runs: dict[str, list[dict[str, Any]]], targets: Sequence[float]) -> dict[str, Any]:
     """Compare the two learners: loss, each target, and the best target of each run."""
 
     def compared(value: Callable[[dict[str, Any]], float]) -> dict[str, Any]:
-        return compare(*([value(one) for one in runs[kind]] for kind in (OURS, RELEASED)))
+        return compare(*([value(run) for run in runs[kind]] for kind in (OURS, RELEASED)))
 
-    found = {"probe loss": compared(lambda one: one["probe_loss"])}
+    rows = {"probe loss": compared(lambda run: run["probe_loss"])}
     if "returns" in runs[OURS][0]:
         for place, target in enumerate(targets):
-            asked = compared(lambda one, at=place: one["returns"][at])  # type: ignore[misc]
-            found[f"return, asked for {target:,.6g}"] = asked
-        found["return"] = compared(lambda one: max(one["returns"]))
+            asked = compared(lambda run, at=place: run["returns"][at])  # type: ignore[misc]
+            rows[f"return, asked for {target:,.6g}"] = asked
+        rows["return"] = compared(lambda run: max(run["returns"]))
         if runs[OURS][0]["scores"][0] is not None:
-            found["score"] = compared(lambda one: max(one["scores"]))
-    return found
+            rows["score"] = compared(lambda run: max(run["scores"]))
+    return rows
 
 
 def table(document: dict[str, Any]) -> str:
@@ -355,9 +355,9 @@ def table(document: dict[str, Any]) -> str:
         "released, score | 95 % of the difference in return | loss, ours / released | |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
-    for name, found in document["datasets"].items():
-        result = found["summary"]
-        cells = [name, f"{found['mean_return']:,.0f}, {found['best_return']:,.0f}"]
+    for name, entry in document["datasets"].items():
+        result = entry["summary"]
+        cells = [name, f"{entry['mean_return']:,.0f}, {entry['best_return']:,.0f}"]
         for key, digits in (("return", 0), ("score", 1)):
             for kind in (OURS, RELEASED):
                 cells.append(_cell(result.get(key, {}).get(kind), digits))
@@ -428,7 +428,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for path in options.datasets
         }
         for path, results in running.items():
-            runs = {kind: list(found) for kind, found in results.items()}
+            runs = {kind: list(rows) for kind, rows in results.items()}
             dataset = open_dataset(path, verify=False)
             targets = targets_of(dataset, options)
             document["datasets"][path.name] = {

@@ -59,14 +59,14 @@ def run(*, quick: bool = False) -> dict[str, Any]:
             trained = _Trained(options, batch, device)
             for way in WAYS:
                 save = getattr(trained, f"save_{way.replace('.', '_')}")
-                found = [trained.lost(save, Path(temporary)) for _ in range(turns)]
+                losses = [trained.lost(save, Path(temporary)) for _ in range(turns)]
                 rows.append(
                     {
                         "size": size,
                         "way": way,
                         "bytes": trained.bytes,
-                        "lost_seconds": statistics.median(lost for lost, _ in found),
-                        "saved_seconds": statistics.median(done for _, done in found),
+                        "lost_seconds": statistics.median(lost for lost, _ in losses),
+                        "saved_seconds": statistics.median(done for _, done in losses),
                         "step_milliseconds": trained.step_seconds * 1e3,
                     }
                 )
@@ -105,8 +105,8 @@ class _Trained:
 
     def step(self) -> None:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            found = self.model(**self._inputs, padding="right").action_preds
-            loss = (found.float() - self._inputs["actions"]).square().mean()
+            predicted = self.model(**self._inputs, padding="right").action_preds
+            loss = (predicted.float() - self._inputs["actions"]).square().mean()
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -114,10 +114,10 @@ class _Trained:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and moments by name."""
-        found = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
+        tensors = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
         for number, state in enumerate(self.optimizer.state.values()):
-            found |= {f"optimizer/{kind}/{number}": value for kind, value in state.items()}
-        return found
+            tensors |= {f"optimizer/{kind}/{number}": value for kind, value in state.items()}
+        return tensors
 
     def lost(self, save: Save, folder: Path) -> tuple[float, float]:
         """Return the seconds that one save costs training, and until it is on the disk."""

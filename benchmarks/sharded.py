@@ -67,7 +67,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
 
 
 def _written(world: World, shape: Any, stack: ExitStack, *, quick: bool) -> Path:
-    """Return where the first rank has written a dataset."""
+    """Return the path where the first rank wrote a dataset."""
 
     def write() -> Path:
         if shape is None:
@@ -120,7 +120,7 @@ def _rate(
 
 
 def _all_to_all(nbytes: int, device: torch.device, world: World) -> dict[str, Any]:
-    """Return how fast NCCL moves `nbytes` of each rank, what stays on a GPU not counted."""
+    """Return NCCL's rate for `nbytes` of each rank; parts that stay on a GPU do not count."""
     sent = torch.ones(nbytes, dtype=torch.uint8, device=device)
     call = partial(dist.all_to_all_single, torch.empty_like(sent), sent)
     seconds = max(world.gather(gpu_seconds(call, calls=20)))

@@ -1,8 +1,8 @@
-"""What is installed, what is missing, and which path each feature will take.
+"""Find the packages that are installed or missing, and the path each feature will take.
 
-Packages are looked up without importing them.  What has to be tried (CUDA, the simulator, RDMA
-libraries) is tried in a process of its own with a time limit, so that a driver that hangs or a
-library that crashes costs a line of the table and nothing else.
+Packages are looked up without importing them.  CUDA, the simulator and RDMA libraries are tried,
+each in a process of its own with a time limit.  A driver that hangs or a library that crashes
+costs a line of the table and nothing else.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Feature:
-    """What will happen when a feature is used here."""
+    """A feature, and the path it will take here."""
 
     feature: str
     available: bool
@@ -96,7 +96,7 @@ class Feature:
 
 
 def diagnose(*, seconds: float = SECONDS) -> dict[str, Any]:
-    """Return what this machine has, JSON-able; each attempt takes `seconds` at most."""
+    """Describe this machine, JSON-able; each attempt takes `seconds` at most."""
     missing = {n: Probe(False, f"{n} is not installed") for n in PROBES if not package_version(n)}
     with ThreadPoolExecutor(max_workers=4) as pool:
         answers = pool.map(lambda n: missing.get(n) or probe(PROBES[n], seconds=seconds), PROBES)
@@ -113,8 +113,8 @@ def diagnose(*, seconds: float = SECONDS) -> dict[str, Any]:
     ]
     known = {name: ("core", f"pip install {name}") for name in CORE_PACKAGES} | OPTIONAL_PACKAGES
     packages = [
-        {"name": name, "version": (found := package_version(name)), "core": name in CORE_PACKAGES}
-        | {"for": purpose, "install": None if found else install}
+        {"name": name, "version": (version := package_version(name)), "core": name in CORE_PACKAGES}
+        | {"for": purpose, "install": None if version else install}
         for name, (purpose, install) in known.items()
     ]
     return {
@@ -179,8 +179,8 @@ def probe(code: str, *, seconds: float = SECONDS) -> Probe:
 
 def package_version(name: str) -> str | None:
     """Return the installed version of `name`, ``None`` when it is not installed."""
-    for found in versions(*WHEELS.get(name, (name,))).values():
-        return found
+    for version in versions(*WHEELS.get(name, (name,))).values():
+        return version
     # distributions of Linux install pyverbs without Python's metadata
     return "of the system" if name == "pyverbs" and find_spec(name) else None
 

@@ -82,9 +82,9 @@ def package_needed(what: str, extra: str) -> Iterator[None]:
 
 
 def given_path(given: str | os.PathLike[str], code: str, *, where: str) -> Path:
-    """Return what a caller gave as a path, from the home if it begins with ``~``.
+    """Return a caller's argument as a path, from the home if it begins with ``~``.
 
-    What cannot be a path, as None, is refused.
+    An argument that cannot be a path, as None, is refused.
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ def check_environment_id(name: str, *, where: str = "") -> None:
 
 
 def json_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what an environment is made with as a recipe or a file gives it back."""
+    """Return an environment's options as a recipe or a file gives them back."""
     try:
         return dict(json.loads(json.dumps(options or {}, default=lambda value: value.tolist())))
     except (TypeError, ValueError, AttributeError) as error:
@@ -128,7 +128,7 @@ def json_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it hides as captures do, says that memory is short."""
+    """Return true if an error, or one that it hides as captures do, says that memory is short."""
     if isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY):
         return True
     return error is not None and is_out_of_memory(error.__cause__ or error.__context__)

@@ -1,4 +1,4 @@
-"""What sampling strategies draw and what is learnt from it: `strategies.compare_strategies`.
+"""Compare sampling strategies by their draws and by training: `strategies.compare_strategies`.
 
 `sampling` names what is compared and counts draws, `significance` compares trained ones,
 `page` has the tables and the page; `audit` and `blame` look at data and at a spike.

@@ -1,4 +1,4 @@
-"""What looks wrong in a dataset, where, and what to do about it; what it is, `inspect` says.
+"""Find suspicious data, with places and remedies; `inspect` describes the rest.
 
 Shape legend: N steps, E episodes, T steps of an episode, S elements of an observation.
 """
@@ -57,7 +57,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit(Document):
-    """What `audit` found."""
+    """The findings of `audit`."""
 
     path: str
     episodes: int
@@ -121,8 +121,8 @@ def audit(
     'shared'
     """
     data, *others = (
-        one if isinstance(one, Dataset) else open_dataset(one, verify=False)
-        for one in (dataset, *against)
+        source if isinstance(source, Dataset) else open_dataset(source, verify=False)
+        for source in (dataset, *against)
     )
     steps, shared = _Steps(data), list[Finding]()
     total = sum(map(len, (data, *others)))
@@ -132,8 +132,8 @@ def audit(
             progress.advance(len(run))
         for other in others:
             columns = [name for name in COMPARED if name in other.spec]
-            theirs = {d for run in other.iter_runs(columns=columns) for d in _digests(other, *run)}
-            both = [e for e, digest in enumerate(steps.digests) if digest in theirs]
+            digests = {d for run in other.iter_runs(columns=columns) for d in _digests(other, *run)}
+            both = [e for e, digest in enumerate(steps.digests) if digest in digests]
             shared += _found("shared", both, f"of {len(data):,} are in {other.path} too")
             progress.advance(len(other))
     return Audit(
@@ -145,7 +145,7 @@ def audit(
 
 
 class _Steps:
-    """What looks wrong in steps and episodes, which are read one after the other."""
+    """Checks of steps and episodes, which are read in order."""
 
     def __init__(self, data: Dataset) -> None:
         self._data = data
@@ -257,7 +257,7 @@ def _bounds(data: Dataset) -> Iterator[Finding]:
 def _found(
     check: str, places: Iterable[Any], what: str, *, count: int | None = None
 ) -> Iterator[Finding]:
-    """Yield what is wrong at `places`, numbers or tuples, if there are any, or `count` of it."""
+    """Yield a finding for `places` (numbers or tuples) or a `count`, if there are any."""
     every = [place if isinstance(place, tuple) else (int(place),) for place in places]
     if count := len(every) if count is None else count:
         (noun, remedy), first = CHECKS[check], tuple(every[:EXAMPLES])
@@ -272,7 +272,7 @@ def _moves(columns: Columns) -> Float64Array:
 
 
 def _digests(data: Dataset, run: Int64Array, columns: Columns) -> list[bytes]:
-    """Return what equal episodes have in common: xxh3-128 over the bytes of what is compared."""
+    """Hash the compared columns of each episode with xxh3-128; equal episodes share a digest."""
     offsets = data.episodes.offsets[run[0] : run[-1] + 2] - data.episodes.offsets[run[0]]
     parts = [columns[name] for name in COMPARED if name in columns]
     contents = ([part[a:b].tobytes() for part in parts] for a, b in pairwise(offsets.tolist()))

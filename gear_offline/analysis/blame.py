@@ -1,7 +1,7 @@
-"""Which data were in the batches of a spike of the loss, and whether they explain it.
+"""Find the data in the batches of a loss spike, and whether they explain it.
 
-The batch of any step is known, so nothing is recorded while training: the losses of the batches of
-a spike, and of as many before it, are computed under a checkpoint of the run.
+The batch of any step is known, so training records nothing.  `blame` computes the losses of the
+spike's batches, and of as many before it, under a checkpoint of the run.
 
 Shape legend: n batches, B windows of a batch, w windows of all of them, E episodes.
 """
@@ -87,7 +87,7 @@ class BlamedEpisode:
 
 @dataclass(frozen=True, kw_only=True)
 class Blame(Document):
-    """What `blame` found."""
+    """The findings of `blame`."""
 
     run: str
     first: int  # batches, both included, counted from 0
@@ -111,9 +111,9 @@ class Blame(Document):
         if self.spike is not None:
             text += f"; logged: {self.spike.loss:.3g}, before {self.spike.usual:.3g}"
         console.print(text)
-        print_table(console, HEADINGS, [one.cells() for one in self.episodes[:SHOWN]])
-        for one in self.episodes[:NAMED]:
-            console.print(f"{one.episode} is {one.source}", style="dim")
+        print_table(console, HEADINGS, [episode.cells() for episode in self.episodes[:SHOWN]])
+        for episode in self.episodes[:NAMED]:
+            console.print(f"{episode.episode} is {episode.source}", style="dim")
         if self.without is not None:
             skip = str(self.without).replace(" ", "")
             command = f"gear-offline train {typed(self.run)} --checkpoint {self.checkpoint}"
@@ -121,11 +121,11 @@ class Blame(Document):
 
 
 def find_spikes(run: Run | str | os.PathLike[str]) -> list[Spike]:
-    """Return where the logged loss of a run spikes, the highest first.
+    """Return the spikes of a run's logged loss, the highest first.
 
-    A record of metrics.jsonl belongs to a spike if its loss is above ``median + 6 MAD`` of the 20
-    records before it that do not, at least 5; MAD is their median absolute deviation, or 1 % of the
-    median where that is more.  Records one after another are one spike.
+    A record of metrics.jsonl belongs to a spike if its loss is above ``median + 6 MAD`` of the last
+    20 ordinary records, at least 5.  MAD is their median absolute deviation, or 1 % of the median
+    where that is more.  Records one after another are one spike.
 
     Raises
     ------
@@ -163,10 +163,10 @@ def blame(
     device: str = "auto",
     quiet: bool = True,
 ) -> Blame:
-    """Tell which data were in some batches of a run, and whether they explain a spike of its loss.
+    """Find the data in a range of a run's batches, and whether they explain a spike of its loss.
 
-    The losses of their windows are computed under the newest checkpoint that was saved before them
-    (else the oldest one), without dropout, and compared with those of as many batches before.
+    The losses of their windows are computed without dropout, under the newest checkpoint that was
+    saved before them (else the oldest), and compared with those of as many batches before.
 
     Parameters
     ----------
@@ -211,7 +211,7 @@ def blame(
     saved = list_checkpoints(opened.path / "checkpoints")
     if not saved:
         raise no_run(opened.path)
-    earlier = [one for one in saved if recipe.train.batch_of(one[0]) <= first]
+    earlier = [entry for entry in saved if recipe.train.batch_of(entry[0]) <= first]
     checkpoint = read_checkpoint((earlier or saved[:1])[-1][1], training=False)
     here: dict[str, Any] = {"device": device, "engine": "auto", "placement": "auto", "world": None}
     with GearLoader.from_recipe(recipe, **here) as loader:
@@ -322,7 +322,7 @@ def _episodes(
 
 
 def _source(data: TableData, episode: int) -> str:
-    """Return where an episode came from, as far as its dataset says."""
+    """Return the source of an episode, as far as its dataset says."""
     if isinstance(data, JointDataset):
         task = int(np.searchsorted(data.first_episodes, episode, side="right")) - 1
         part = data.tasks[task]

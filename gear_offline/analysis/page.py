@@ -31,7 +31,7 @@ DASHES = ("-", "--", ":")  # of strategies beyond the number of colours
 
 
 def drawn_cells(draws: Draws) -> dict[str, str]:
-    """Return what a strategy drew by heading; page.html.j2 says what the headings mean."""
+    """Return the figures of a strategy's draws by heading; page.html.j2 explains the headings."""
     return {
         "starts drawn": _percent(draws.coverage_starts),
         "steps shown": _percent(draws.coverage_steps),
@@ -45,7 +45,7 @@ def drawn_cells(draws: Draws) -> dict[str, str]:
 
 
 def learned_cells(outcome: Outcome) -> dict[str, str]:
-    """Return what a trained strategy came to, by heading."""
+    """Return the results of a trained strategy by heading."""
     versus = outcome.versus
     return {
         "return": str(outcome.final or "-"),
@@ -75,11 +75,11 @@ def _p(value: float | None) -> str:
 
 
 def _drawn(comparison: Comparison) -> dict[str, Draws]:
-    return {one.label: one.draws for one in comparison.strategies if one.draws is not None}
+    return {s.label: s.draws for s in comparison.strategies if s.draws is not None}
 
 
 def _remarks(comparison: Comparison) -> list[str]:
-    """Return what was measured, then a line on each strategy and each run that failed."""
+    """Describe the measurement, then each strategy and each run that failed, a line each."""
     data = comparison.data
     measured = (
         f"{count_text(data.episodes, 'episode')}, {count_text(data.steps, 'step')}; "
@@ -87,7 +87,7 @@ def _remarks(comparison: Comparison) -> list[str]:
         f"of {comparison.context_length} steps per strategy, seed {comparison.seed}. "
         f"{comparison.machine['cpu']}, {comparison.machine['date']}."
     )
-    left_out = [(one.label, one.error) for one in comparison.strategies if one.error is not None]
+    left_out = [(s.label, s.error) for s in comparison.strategies if s.error is not None]
     failed = [failure for outcome in comparison.outcomes for failure in outcome.failures]
     return [measured, *(f"{name}: {error}" for name, error in (*left_out, *failed))]
 
@@ -96,7 +96,7 @@ def print_comparison(comparison: Comparison, *, console: Terminal | None = None)
     """Print the verdict, then what strategies came to, else what they drew: its main columns."""
     console = console or Terminal()
     console.print(comparison.verdict, style="bold")
-    rows = {one.label: learned_cells(one) for one in comparison.outcomes}
+    rows = {outcome.label: learned_cells(outcome) for outcome in comparison.outcomes}
     rows = rows or {label: drawn_cells(draws) for label, draws in _drawn(comparison).items()}
     headings = [name for name in next(iter(rows.values()), {}) if name in MAIN]
     cells = [[label, *(row[name] for name in headings)] for label, row in rows.items()]

@@ -37,7 +37,7 @@ MOST_TEXT = 24  # characters of an option in a label
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """What a strategy drew; page.html.j2 says what each figure means."""
+    """Figures of a strategy's draws; page.html.j2 explains each."""
 
     draws: int
     coverage_starts: float
@@ -54,7 +54,7 @@ class Draws:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What strategies draw from."""
+    """The data that strategies draw from."""
 
     path: str
     episodes: int
@@ -76,7 +76,7 @@ class Strategy:
 
 
 def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[Strategy]:
-    """Return what to compare, as `compare_strategies` takes it; the recipe's own strategy first."""
+    """Parse the strategies that `compare_strategies` is asked for; the recipe's own comes first."""
     items = DEFAULT if asked is None else asked
     if isinstance(items, str) and items.strip().endswith((".yaml", ".yml")):
         if not isinstance(items := read_yaml(Path(in_home(items.strip()))), list):
@@ -86,7 +86,7 @@ def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[
         items = [part for part in items.split(",") if part.strip()]
     if not items:
         raise _unusable("no strategy is named", "leave it out for the usual ones")
-    found: dict[tuple[str, str], Strategy] = {}
+    strategies: dict[tuple[str, str], Strategy] = {}
     for item in ({"strategy": recipe.selection.strategy, **recipe.selection.options}, *items):
         if isinstance(item, str):
             name, options = parse_strategy(item)
@@ -99,13 +99,13 @@ def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[
         label = options.pop("label", None)
         parse_options(name, options)
         key = name, str(sorted(options.items()))
-        if key not in found or label:  # the recipe's own one may be given a label, too
+        if key not in strategies or label:  # the recipe's own one may be given a label, too
             label = str(label or _label(name, options))
-            found[key] = Strategy(label=label, strategy=name, options=options)
-    labels = [one.label for one in found.values()]
+            strategies[key] = Strategy(label=label, strategy=name, options=options)
+    labels = [strategy.label for strategy in strategies.values()]
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise _unusable(f"two strategies are called {twice[0]!r}", "give each a label of its own")
-    return list(found.values())
+    return list(strategies.values())
 
 
 def _label(name: str, options: Mapping[str, Any]) -> str:
@@ -119,7 +119,7 @@ def _unusable(what: str, remedy: str) -> InputError:
 
 
 def describe(dataset: TableData) -> Data:
-    """Return what there is to draw from; returns that are not finite are refused (``COLUMN``)."""
+    """Describe the data to draw from; refuse returns that are not finite (``COLUMN``)."""
     returns, lengths = dataset.returns, dataset.episodes.lengths
     if bad := int((~np.isfinite(returns)).sum()):
         what = f"{count_text(bad, 'episode')} with a return that is NaN or infinite"
@@ -185,7 +185,7 @@ def measure(
 
 
 def _covered(starts: Int64Array, lengths: Int64Array) -> int:
-    """Return how many steps lie in at least one of the windows."""
+    """Count the steps that lie in at least one of the windows."""
     order = np.argsort(starts)
     first, last = starts[order], (starts + lengths)[order]
     reached = np.maximum.accumulate(last)

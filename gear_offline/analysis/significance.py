@@ -3,9 +3,9 @@
 Trials of one seed are pairs: they begin with the same weights and are played from the same start
 states.  Two tests look at the differences of the pairs:
 
-- the paired t test, which takes the differences for draws of a normal distribution;
-- the sign-flip permutation test, which only takes them for symmetric around zero when there is no
-  effect.  With n pairs its p cannot be below 2 / 2^n: 0.25 for three.
+- The paired t test takes the differences for draws of a normal distribution.
+- The sign-flip permutation test only takes them for symmetric around zero when there is no effect.
+  With n pairs its p cannot be below 2 / 2^n: 0.25 for three.
 
 Several settings compared with one baseline get Holm's correction of the t tests.
 
@@ -37,7 +37,7 @@ SEED = 20_261_121  # of flips and bootstraps: the same results give the same fig
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What the differences of n pairs say, setting minus baseline.
+    """The differences of n pairs, setting minus baseline, and their tests.
 
     Nothing is known of their spread with one pair, or where all of them are equal.
     """
@@ -63,7 +63,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the complete trials of one setting came to, by their last evaluations."""
+    """The results of one setting's complete trials, by their last evaluations."""
 
     label: str
     seeds: tuple[int, ...]
@@ -78,7 +78,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Document):
-    """What strategies draw and, if trained, what they came to; ``strategies.json`` holds it."""
+    """The draws of strategies and, if trained, their results; ``strategies.json`` holds it."""
 
     recipe: str
     seed: int
@@ -98,20 +98,20 @@ def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
 
     The metric is the return of the last evaluation, or the mean normalized score of several tasks.
     """
-    has_returns = any(one.curves["return"] for one in trials)
+    has_returns = any(result.curves["return"] for result in trials)
     metric = "return" if has_returns else "normalized_score"
     baseline: dict[int, float] = {}
     outcomes: list[Outcome] = []
     for label, members in by_label(trials).items():
-        complete = [one for one in members if one.status == "complete"]
-        step, found = at_one_step(complete, metric)
-        values = {one.trial.recipe.seed: value for one, value in found}
-        scores = [one.curves.get("normalized_score", {}).get(step) for one, _ in found]
+        complete = [result for result in members if result.status == "complete"]
+        step, latest = at_one_step(complete, metric)
+        values = {result.trial.recipe.seed: value for result, value in latest}
+        scores = [result.curves.get("normalized_score", {}).get(step) for result, _ in latest]
         known = [score for score in scores if score is not None]
-        rows = np.array([_scores(one) or [value] for one, value in found], np.float64)
-        there = {one.trial.name for one, _ in found}
-        lacking = [one.trial.name for one in complete if one.trial.name not in there]
-        failures = [(one.trial.name, str(one.error)) for one in members if one.error]
+        rows = np.array([_scores(result) or [value] for result, value in latest], np.float64)
+        there = {result.trial.name for result, _ in latest}
+        lacking = [result.trial.name for result in complete if result.trial.name not in there]
+        failures = [(result.trial.name, str(result.error)) for result in members if result.error]
         failures += [(name, f"no {metric} at step {step:,}") for name in lacking]
         middle = iqm_interval(rows) if values else (None, None, None)
         pairs = [seed for seed in values if seed in baseline]
@@ -125,7 +125,7 @@ def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
                 label=label,
                 seeds=tuple(values),
                 final=estimate(list(values.values())) if values else None,
-                score=estimate(known) if known and len(known) == len(found) else None,
+                score=estimate(known) if known and len(known) == len(latest) else None,
                 iqm=middle[0],
                 iqm_low=middle[1],
                 iqm_high=middle[2],
@@ -133,10 +133,10 @@ def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
                 failures=tuple(failures),
             )
         )
-    adjusted = holm([None if one.versus is None else one.versus.t_p for one in outcomes])
+    adjusted = holm([None if o.versus is None else o.versus.t_p for o in outcomes])
     return metric, [
-        replace(one, versus=one.versus and one.versus.corrected(p))
-        for one, p in zip(outcomes, adjusted, strict=True)
+        replace(o, versus=o.versus and o.versus.corrected(p))
+        for o, p in zip(outcomes, adjusted, strict=True)
     ]
 
 
@@ -159,13 +159,13 @@ def difference(new: Sequence[float], baseline: Sequence[float]) -> Difference:
         n_resamples=MOST_FLIPS,
         rng=np.random.default_rng(SEED),
     )
-    found = Difference(pairs=pairs, mean=mean, permutation_p=float(flips.pvalue))
+    result = Difference(pairs=pairs, mean=mean, permutation_p=float(flips.pvalue))
     # equal differences are not exactly equal after a subtraction of floats
     if np.ptp(differences) <= 1e-12 * float(np.abs(differences).max()):
-        return replace(found, low=mean, high=mean, t_p=1.0 if mean == 0.0 else None)
+        return replace(result, low=mean, high=mean, t_p=1.0 if mean == 0.0 else None)
     test = stats.ttest_1samp(differences, 0.0)
     low, high = test.confidence_interval(0.95)
-    return replace(found, low=float(low), high=float(high), t_p=float(test.pvalue))
+    return replace(result, low=float(low), high=float(high), t_p=float(test.pvalue))
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
@@ -179,9 +179,9 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
 def iqm_interval(scores: Float64Array) -> tuple[float, float | None, float | None]:
     """Return the interquartile mean of `scores` (n, T) and its 95 % interval, as rliable does.
 
-    The mean of the middle half of all scores; the percentile bootstrap draws n seeds anew for each
-    task (Agarwal et al., "Deep Reinforcement Learning at the Edge of the Statistical Precipice",
-    NeurIPS 2021).  There is no interval of fewer than three seeds.
+    The mean is that of the middle half of all scores.  The percentile bootstrap draws n seeds anew
+    for each task (Agarwal et al., "Deep Reinforcement Learning at the Edge of the Statistical
+    Precipice", NeurIPS 2021).  There is no interval of fewer than three seeds.
     """
     middle = float(stats.trim_mean(scores, 0.25, axis=None))
     seeds, tasks = scores.shape
@@ -195,7 +195,7 @@ def iqm_interval(scores: Float64Array) -> tuple[float, float | None, float | Non
 
 def verdict_text(outcomes: Sequence[Outcome]) -> str:
     """Return in a sentence or two what a comparison shows."""
-    compared = [(one.label, one.versus) for one in outcomes if one.versus is not None]
+    compared = [(o.label, o.versus) for o in outcomes if o.versus is not None]
     if not compared:
         return "Nothing is compared: no seed is complete with the baseline and another strategy."
     pairs = max(versus.pairs for _, versus in compared)

@@ -100,8 +100,9 @@ def compare_strategies(
 
 
 def _with_outcomes(comparison: Comparison, sweep: SweepResult) -> Comparison:
-    metric, found = compare(sweep.trials)
-    return replace(comparison, metric=metric, outcomes=tuple(found), verdict=verdict_text(found))
+    metric, results = compare(sweep.trials)
+    verdict = verdict_text(results)
+    return replace(comparison, metric=metric, outcomes=tuple(results), verdict=verdict)
 
 
 def _drawn(

@@ -1,4 +1,4 @@
-"""How the command line tells an error: one line on stderr and an exit code."""
+"""Errors on the command line: one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tell(error: Exception, debug: bool) -> int:
 
 
 def _remedy(error: Exception, message: str) -> str:
-    """Return what to do about a usage error of typer's."""
+    """Return a remedy for a usage error of typer's."""
     context: Any = getattr(error, "ctx", None)
     if context is None:
         return "see gear-offline --help"

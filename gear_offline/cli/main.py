@@ -420,8 +420,8 @@ def runs_ls(
     as_json: Json = False,
 ) -> None:
     """List runs, the newest first: steps, best and last return, score, data, age."""
-    found = go.list_runs(folder)
-    show(found.to_json(), as_json, found.print)
+    runs = go.list_runs(folder)
+    show(runs.to_json(), as_json, runs.print)
 
 
 @runs_app.command("show", epilog=examples("runs show runs/smoke-s0"))
@@ -455,11 +455,11 @@ def blame(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Tell which data were in the batches of a spike of the loss; alone: where it spikes."""
+    """Find the data in the batches of a loss spike; without batches: list the spikes."""
     if batches is None:
         spikes = go.find_spikes(run)
-        texts = [str(one) for one in spikes[:20]] or ["the logged loss has no spike"]
-        show([asdict(one) for one in spikes], as_json, lambda: print("\n".join(texts)))
+        texts = [str(spike) for spike in spikes[:20]] or ["the logged loss has no spike"]
+        show([asdict(spike) for spike in spikes], as_json, lambda: print("\n".join(texts)))
         return
     page = go.blame(run, *batches, device=device, quiet=quiet or as_json)
     show(page.to_json(), as_json, page.print)

@@ -1,4 +1,4 @@
-"""What commands share: arguments, options of more than one word or number, examples in a help.
+"""Parts that commands share: arguments, options of several words or numbers, help examples.
 
 Examples are lines of at most 76 columns, so that they can be copied.
 """
@@ -104,8 +104,8 @@ def complete_recipe(incomplete: str) -> list[str]:
 def complete_run(incomplete: str) -> list[str]:
     """Return run directories that begin so, also those one folder further down."""
     below = ("*/recipe.yaml", "*/*/recipe.yaml")
-    found = [path for end in below for path in glob(escape(incomplete) + end)]
-    return sorted(os.path.dirname(path) for path in found)
+    recipes = [path for end in below for path in glob(escape(incomplete) + end)]
+    return sorted(os.path.dirname(path) for path in recipes)
 
 
 def complete_option(incomplete: str) -> list[str]:

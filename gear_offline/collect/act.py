@@ -41,7 +41,7 @@ RECENT = 20  # episodes of the mean that is shown
 
 @dataclass(frozen=True, kw_only=True)
 class ActReport(Document):
-    """What actors have appended; `mean_return` is None where no episode was played.
+    """The episodes that actors appended; `mean_return` is None where no episode was played.
 
     `waiting`: episodes that the run has not admitted yet.
     """
@@ -139,7 +139,7 @@ def act(
 
             def add(episode: tuple[float, int, int, Path]) -> None:
                 played.append(episode)
-                mean = np.mean([one[0] for one in played[-RECENT:]])
+                mean = np.mean([returned for returned, *_ in played[-RECENT:]])
                 facts = {"mean return": f"{mean:,.1f}", "policy of step": f"{episode[2]:,}"}
                 progress.update(len(played), **facts)
 

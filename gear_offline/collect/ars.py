@@ -6,8 +6,8 @@ space of weights, each forwards and backwards, and moves along the b best of the
 are normalised by their running mean and deviation (V2); only the top b directions count (t).
 A constant alive bonus is taken off the reward (`ArsOptions.alive_bonus`), as the paper does.
 
-Every rollout has its own random streams, so that the training is the same for any number of
-processes, and so that each of its rollouts can be played again later, to be recorded.
+Every rollout has its own random streams: the training is the same for any number of processes, and
+each of its rollouts can be played again later, to be recorded.
 
 Shape legend: N directions, A action, S observation.
 """
@@ -163,7 +163,7 @@ class Training:
 
     @property
     def is_over(self) -> bool:
-        """Whether the steps are used, or the target is reached."""
+        """True if the steps are used, or the target is reached."""
         target, last = self.options.target, self.snapshots[-1:]
         reached = target is not None and bool(last) and last[0].mean_return >= target
         return reached or self.steps >= self.options.train_steps
@@ -202,8 +202,8 @@ class Training:
     def replay(self, steps: int) -> Iterator[EpisodePlan]:
         """Yield rollouts to play again, evenly spaced in time, of at least `steps` together.
 
-        They come from the attempt that found the best policy, up to where it did; from all attempts
-        if those are too few; and are all rollouts if even those are.
+        They come from the attempt that reached the best policy, up to that point.  If those are too
+        few, they come from all attempts, and are all rollouts if even those are.
         """
         best, pool = self.best, self.iterations
         way = [i for i in pool if i.attempt == best.attempt and i.number < best.iteration]

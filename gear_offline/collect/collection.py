@@ -65,7 +65,7 @@ class Recorded(Document):
 
 @dataclass(frozen=True, kw_only=True)
 class MakerReport(Recorded):
-    """What a maker has recorded."""
+    """The recordings of one maker."""
 
     name: str  # the part of the quality
     algorithm: str  # what its policy was made with
@@ -74,7 +74,7 @@ class MakerReport(Recorded):
 
 @dataclass(frozen=True, kw_only=True)
 class CollectReport(Recorded):
-    """What `collect` has written."""
+    """The file that `collect` wrote."""
 
     path: Path  # the file
     environment_id: str  # Gymnasium id, with the version that was taken
@@ -194,8 +194,8 @@ def collect(
             train_steps=used,
         )
         _check_gate(gate, max(maker.mean_return for maker in report.makers), environment)
-        made = {"env_options": json.dumps(how)} if how else {}
-        facts = {"asked": text, **_attributes(report, seed), **made}
+        options_used = {"env_options": json.dumps(how)} if how else {}
+        facts = {"asked": text, **_attributes(report, seed), **options_used}
         writer.describe(facts, _metadata(makers, best))
     if report.steps < steps:  # only rollouts of a training come to an end
         say(
@@ -203,11 +203,11 @@ def collect(
             "had no more rollouts; let it train longer (--train-steps), or take another quality",
             quiet=quiet,
         )
-    for one in report.makers:
-        counts = f"{count_text(one.episodes, 'episode')}, {count_text(one.steps, 'step')}"
-        returns = f"{one.mean_return:.0f} ± {one.std_return:.0f}"
-        ends = f"({one.min_return:.0f} to {one.max_return:.0f})"
-        say(f"{one.name}: {counts}, return {returns} {ends}", quiet=quiet)
+    for maker in report.makers:
+        counts = f"{count_text(maker.episodes, 'episode')}, {count_text(maker.steps, 'step')}"
+        returns = f"{maker.mean_return:.0f} ± {maker.std_return:.0f}"
+        ends = f"({maker.min_return:.0f} to {maker.max_return:.0f})"
+        say(f"{maker.name}: {counts}, return {returns} {ends}", quiet=quiet)
     return report
 
 
@@ -311,7 +311,7 @@ def _attributes(report: CollectReport, seed: int) -> dict[str, Any]:
 
 
 def _metadata(makers: Sequence[_Maker], best: EpisodePolicy | None) -> dict[str, Array | str]:
-    """Return what stands beside the steps: who made each episode, and the weights."""
+    """Return the file's other contents: the maker of each episode, and the weights."""
     counts = [len(maker.recorded) for maker in makers]
     seeds = [episode.reset_seed for maker in makers for episode in maker.recorded]
     content: dict[str, Array | str] = {

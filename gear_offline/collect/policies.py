@@ -1,4 +1,4 @@
-"""Who makes data, at which quality: random, linear policies, and an RL library's own.
+"""Policies that make data of a quality: random, linear, and an RL library's own.
 
 ``sb3:ALGORITHM`` or ``sbx:ALGORITHM``, e.g. ``sb3:PPO``, are trained on the spot by
 Stable-Baselines3 or its JAX sister, SBX.  Saved models are not read: those of these libraries hold
@@ -113,11 +113,11 @@ class LibraryPolicy:
 def play_policy(environment_id: str, options: Options | None = None) -> EpisodePolicy:
     """Return the policy that an environment brings, of aims of its own; else ``MODEL``."""
     with make_environment(environment_id, options) as environment:
-        made = getattr(environment.raw.unwrapped, "play_policy", None)
-        if made is None:
+        make = getattr(environment.raw.unwrapped, "play_policy", None)
+        if make is None:
             what, remedy = "it has no play_policy()", "gear_offline/Maze-v0 has one"
             raise InputError("MODEL", what, where=environment_id, remedy=remedy)
-        policy: EpisodePolicy = guarded(environment_id, "play_policy()", made)
+        policy: EpisodePolicy = guarded(environment_id, "play_policy()", make)
         return policy
 
 

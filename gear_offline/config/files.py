@@ -49,10 +49,10 @@ def copy_recipe(name: str, destination: str | os.PathLike[str] = ".") -> Path:
 def apply_overrides(options: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
     """Return nested `options` with dotted ones set: ``{"a.b": 1}``, or ``"a.b=1"``, one or many."""
     pairs, before = list(_pairs(overrides)), (options.get("evaluate") or {}).get("environment")
-    given = {"evaluate.environment": before} | dict(pairs)
-    if given["evaluate.environment"] != before:  # these belong to another environment
-        theirs = ("evaluate.reference", "evaluate.environment_options")
-        pairs[:0] = [(key, None) for key in theirs if key not in given]
+    changed = {"evaluate.environment": before} | dict(pairs)
+    if changed["evaluate.environment"] != before:  # these belong to another environment
+        dependent = ("evaluate.reference", "evaluate.environment_options")
+        pairs[:0] = [(key, None) for key in dependent if key not in changed]
     # another strategy drops the options of the one before, so it comes first
     for key, value in sorted(pairs, key=lambda pair: pair[0] != "selection.strategy"):
         for part in reversed(key.split(".")):

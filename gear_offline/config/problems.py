@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, in one line: every problem with its dotted option and a guess."""
+"""Problems of a recipe, in one line: each with its dotted option and a guess."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def guess_option(model: type[BaseModel], path: Sequence[str]) -> str | None:
 
 
 def option_text(model: type[BaseModel], problem: Any) -> str:
-    """Return what pydantic says of an option, with a guess where there is no such one."""
+    """Word pydantic's problem with an option, with a guess where the name is unknown."""
     path, got = [str(part) for part in problem["loc"]], problem["input"]
     if problem["type"] == "extra_forbidden":
         while isinstance(got, dict) and len(got) == 1:  # trian: {steps: 5}, as trian.steps=5
@@ -92,12 +92,12 @@ def option_text(model: type[BaseModel], problem: Any) -> str:
 
 
 def problem_text(problem: Any) -> str:
-    """Return what pydantic says of a value: its place, what it must be, what it is."""
+    """Word pydantic's problem with a value: its place, what it must be, what it is."""
     reason = problem.get("ctx", {}).get("error")
-    said = reason.what if isinstance(reason, InputError) else problem["msg"]
-    message = said.removeprefix("Value error, ").partition(" or instance of ")[0]
-    for theirs, ours in _WORDS.items():
-        message = message.replace(theirs, ours)
+    text = reason.what if isinstance(reason, InputError) else problem["msg"]
+    message = text.removeprefix("Value error, ").partition(" or instance of ")[0]
+    for term, plain in _WORDS.items():
+        message = message.replace(term, plain)
     if problem["type"] not in ("value_error", "missing"):  # these two say what they got
         message += f", got {json.dumps(problem['input'], default=repr, ensure_ascii=False)[:60]}"
     path = ".".join(map(str, problem["loc"]))

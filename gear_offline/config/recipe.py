@@ -132,18 +132,18 @@ class Recipe(Section):
 
     @property
     def plays(self) -> bool:
-        """Whether it is resolved and has an environment to evaluate in, and episodes to play."""
+        """True if it is resolved and has an environment to evaluate in, and episodes to play."""
         names = [task.environment for task in (self.data.tasks or {}).values()]
         return self.evaluate.episodes > 0 and any([self.evaluate.environment, *names])
 
     def evaluates_at(self, step: int) -> bool:
-        """Return whether the policy is played after `step`."""
+        """Return true if the policy is played after `step`."""
         every, last = self.train.evaluate_every, step == self.train.steps
         return self.plays and (last or (every is not None and step % every == 0))
 
     @property
     def data_key(self) -> str:
-        """What its dataset depends on; recipes of one key may share it."""
+        """The options that its dataset depends on; recipes of one key may share the dataset."""
         of_tasks = f" {self.loader.returns_scale}" if self.data.tasks else ""
         return self.data.model_dump_json() + of_tasks
 

@@ -92,9 +92,9 @@ class CollectSettings(Section):
     environment: Text
     """Gymnasium id, e.g. Pendulum-v1."""
     environment_options: EnvironmentOptions = {}
-    """What it is made with, as evaluate.environment_options."""
+    """Its arguments, as evaluate.environment_options."""
     policy: Text = "random"
-    """Who acts, as `gear-offline collect --policy` takes it."""
+    """Policy that acts, as `gear-offline collect --policy` takes it."""
     quality: Text | None = None
     """With policy ars: expert, medium, replay, medium-expert or mixed."""
     steps: Positive = 10_000
@@ -110,7 +110,7 @@ class CollectSettings(Section):
 
 
 class SelectionSettings(Section):
-    """Which segments make up a batch."""
+    """The choice of a batch's segments."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -129,9 +129,9 @@ class TaskSettings(Section):
     path: Place
     """Directory of GEAR shards, as data.path."""
     source: Place | None = None
-    """What to convert into `path` when it does not exist, as data.source."""
+    """Source to convert into `path` when that does not exist, as data.source."""
     collect: CollectSettings | None = None
-    """What to record and convert into `path` when it does not exist."""
+    """Data to record and convert into `path` when that does not exist."""
     admissions: Positive | None = None
     """As data.admissions."""
     weight: NotNegative = 1.0
@@ -139,7 +139,7 @@ class TaskSettings(Section):
     returns_scale: PositiveFloat | None = None
     """Its returns-to-go are divided by this; null: loader.returns_scale."""
     selection: SelectionSettings | None = None
-    """Which of its segments; null: as the recipe's selection."""
+    """Selection of its segments; null: as the recipe's selection."""
     environment: Text | None = None
     """As evaluate.environment, of this task."""
     environment_options: EnvironmentOptions | None = None
@@ -176,7 +176,7 @@ Tasks = Annotated[dict[Name, TaskSettings], Field(min_length=1), BeforeValidator
 
 
 class LimiterSettings(Section):
-    """How often data are drawn for each episode that comes, as Reverb's rate limiters."""
+    """Limits of the draws for each episode that comes, as Reverb's rate limiters."""
 
     min_size: Positive | None = None
     """Episodes that are there before any is drawn; null: as many as at first."""
@@ -204,16 +204,16 @@ Remover = Literal["fifo", "lifo", "uniform", "prioritized", "max_heap", "min_hea
 
 
 class DataSettings(Section):
-    """Where the steps come from."""
+    """The source of the steps."""
 
     path: Place | None = None
     """Directory of GEAR shards, relative to the current directory, or hub:USER/NAME."""
     source: Place | None = None
-    """What to convert into `path` when it does not exist: a file, d4rl:, minari: or hub:NAME."""
+    """Source to convert into `path` if that does not exist: a file, d4rl:, minari: or hub:NAME."""
     columns: Annotated[tuple[Text, ...], Field(min_length=1, strict=False), Listed] | None = None
     """Columns to convert; null: all."""
     collect: CollectSettings | None = None
-    """What to record and convert into `path` when it does not exist, instead of `source`."""
+    """Data to record and convert into `path` if that does not exist, instead of `source`."""
     admissions: Positive | None = None
     """Pieces that were admitted to `path`, the first so many; null: all when the run begins."""
     tasks: Tasks | None = None
@@ -231,7 +231,7 @@ class DataSettings(Section):
     max_times_sampled: Positive | None = None
     """Draws after which an episode is removed."""
     limiter: LimiterSettings | None = None
-    """What the run waits for at each look, for nine tenths of train.timeout, and lets in."""
+    """Limits that each look keeps; it waits for episodes for nine tenths of train.timeout."""
     replay: bool = False
     """Admit what was admitted before, at the same steps, and nothing new."""
 
@@ -271,7 +271,7 @@ class DataSettings(Section):
 
 
 class GoalSettings(Section):
-    """How often a goal is which state, in proportion; seen from the last step of its window."""
+    """Shares of the kinds of goal, in proportion; seen from the last step of its window."""
 
     current: NotNegative = 0.0
     """That step's own state."""
@@ -292,7 +292,7 @@ class GoalSettings(Section):
 
 
 class LoaderSettings(Section):
-    """What a batch is."""
+    """The makeup of a batch."""
 
     batch_size: Positive = 64
     """Segments in a batch (B)."""
@@ -371,7 +371,7 @@ class OptimizerSettings(Section):
 
 
 class TrainSettings(Section):
-    """How long, on what, and how often to look."""
+    """Length of training, device, and intervals of logs, checkpoints and evaluations."""
 
     steps: Positive = 100_000
     """Optimiser steps."""
@@ -413,7 +413,7 @@ class TrainSettings(Section):
     deterministic: bool = False
     """Only kernels that give the same bits each time: resumed runs end in the same weights."""
     trackers: Trackers = ("tensorboard",)
-    """Where metrics and evaluations are shown too: tensorboard, trackio, wandb."""
+    """Trackers that show metrics and evaluations too: tensorboard, trackio, wandb."""
     project: Name = "gear-offline"
     """Project that trackio and wandb show the run in."""
 
@@ -425,7 +425,7 @@ class TrainSettings(Section):
         return self
 
     def batch_of(self, step: int) -> int:
-        """Return which batch the optimiser step takes, both counted from 0.
+        """Return the batch that the optimiser step takes, both counted from 0.
 
         It is `step` itself until something is skipped; what is left out moves the rest up.
         """
@@ -454,6 +454,6 @@ class EvaluateSettings(Section):
     background: Mode = "auto"
     """Evaluate in other processes while training goes on; auto: where cores are free for it."""
     device: Device = "auto"
-    """Where the policy runs; auto: where training runs."""
+    """Device of the policy; auto: that of training."""
     workers: Positive | None = None
     """Processes of evaluation in the background on the CPU; null: by the cores training leaves."""

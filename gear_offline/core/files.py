@@ -335,8 +335,8 @@ class HeldDirectory(Closing):
             self._lock = take_lock(self._home / LOCK)
         except OSError as error:
             self._remove_made()
-            told = write_error(error, "")
-            raise unusable(path, told.what, told.remedy) from error
+            problem = write_error(error, "")
+            raise unusable(path, problem.what, problem.remedy) from error
         if self._lock < 0:
             raise taken
         self._identity = _identity(self._home)

@@ -149,11 +149,10 @@ class GrowingDataset(Closing):
     ) -> Dataset:
         """Admit what is to be admitted before the learner's `step`; return the dataset.
 
-        As far as there are lines, what they say.  Behind the last one, the pieces that are there,
-        up to the first whose episodes `may_admit` refuses behind so many others of this look; and
-        those that come as long as something is `missing` ("3 episodes (why)"), for `timeout`
-        seconds (``WORKER_LOST``) or until `is_stopped`.  On a full disk nothing is admitted, nor
-        waited for.
+        As far as there are lines, it repeats them.  Behind the last one, it admits pieces up to the
+        first whose episodes `may_admit` refuses behind so many others of this look.  As long as
+        something is `missing` ("3 episodes (why)"), it waits for more, for `timeout` seconds
+        (``WORKER_LOST``) or until `is_stopped`.  On a full disk it neither admits nor waits.
         """
         self.follow(sum(line.step <= step for line in self._lines))
         if self._log < 0 or self.admissions < len(self._lines):

@@ -1,8 +1,8 @@
 """D4RL's reference scores and the normalised score.
 
-The table holds, for each of D4RL's 147 datasets, the return of a random policy (minimum) and of
-an expert (maximum) as published in ``d4rl/infos.py`` (https://github.com/Farama-Foundation/D4RL),
-and the path of its file on D4RL's server.
+For each of D4RL's 147 datasets the table holds the return of a random policy (minimum) and of an
+expert (maximum), and the path of its file on D4RL's server.  The returns are those of
+``d4rl/infos.py`` (https://github.com/Farama-Foundation/D4RL).
 """
 
 from __future__ import annotations

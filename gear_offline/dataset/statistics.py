@@ -1,7 +1,7 @@
 """Statistics gathered while rows stream by: moments of columns, spread of episode returns.
 
-Everything is float64 and made in one pass: sums of ``x - x0`` and of their squares, where x0 is
-near the mean (the mean so far), so that a large common offset costs no digits.  Parts of a column
+Everything is float64 and made in one pass: sums of ``x - x0`` and of their squares.  x0 is near
+the mean (the mean so far), so that a large common offset costs no digits.  Parts of a column
 are merged with the formula of Chan, Golub and LeVeque (1979); the result depends on the order of
 the parts only, not on who computed them.
 
@@ -211,8 +211,8 @@ class Distribution(Model):
 def distribution(values: npt.ArrayLike, *, whole: bool = False) -> Distribution:
     """Summarise (E,) numbers, e.g. episode returns or lengths; NaN and infinities are left out.
 
-    With `whole` the numbers are whole and so are the edges of the histogram: bins have one whole
-    width, so that each holds equally many numbers, and the last edge lies above the maximum.
+    With `whole` the numbers are whole and so are the edges of the histogram.  Bins have one whole
+    width, so that each holds equally many numbers; the last edge lies above the maximum.
     """
     finite = np.asarray(values, np.float64)
     finite = finite[np.isfinite(finite)]

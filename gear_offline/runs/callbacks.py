@@ -1,4 +1,4 @@
-"""What a caller does while a run trains: a `Callback` is told what happens, and may end it."""
+"""Calls during training: a `Callback` is told of each event, and may end the run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Callback"]
 
 
 class Callback:
-    """What is called while `gear_offline.train` trains; derive from it what you need.
+    """Methods that `gear_offline.train` calls; override those you need in a subclass.
 
     All methods are called in the training process between two steps, on the first rank only.
-    `on_log`, `on_evaluation` and `on_checkpoint` may return True to ask for the run's end: a
-    checkpoint is saved, evaluations under way are waited for, and the run is summed up after the
-    step; resuming it goes on.  An exception ends the run with the error ``CALLBACK``.
+    `on_log`, `on_evaluation` and `on_checkpoint` may return True to ask for the run's end.  The run
+    saves a checkpoint, waits for evaluations under way, and is summed up after the step; resuming
+    it goes on.  An exception ends the run with the error ``CALLBACK``.
 
     Examples
     --------
@@ -58,11 +58,11 @@ class Callback:
 
 def check_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
     """Return callbacks, each of which is one."""
-    given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-    if wrong := [one for one in given if not isinstance(one, Callback)]:
+    listed = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+    if wrong := [callback for callback in listed if not isinstance(callback, Callback)]:
         remedy = "give a list of objects whose class derives from gear_offline.Callback"
         raise InputError("USAGE", f"{wrong[0]!r} is no callback", "callbacks", remedy)
-    return tuple(given)
+    return tuple(listed)
 
 
 class Callbacks(AbstractContextManager["Callbacks"]):
@@ -73,25 +73,25 @@ class Callbacks(AbstractContextManager["Callbacks"]):
 
     def tell(self, event: str, *facts: Any) -> None:
         """Call the method `event` of each with the run and `facts`."""
-        for one in self._callbacks:
-            self._call(one, event, *facts)
+        for callback in self._callbacks:
+            self._call(callback, event, *facts)
 
-    def _call(self, one: Callback, event: str, *facts: Any) -> None:
+    def _call(self, callback: Callback, event: str, *facts: Any) -> None:
         try:
-            self.stop = bool(getattr(one, event)(self.run, *facts)) or self.stop
+            self.stop = bool(getattr(callback, event)(self.run, *facts)) or self.stop
         except Exception as error:
             what = f"a callback failed: {type(error).__name__}: {first_line(error)}"
             remedy = f"mend it; the run in {self.run.path} goes on from its newest checkpoint "
             remedy += "with resume"
-            where = f"{type(one).__name__}.{event}"
+            where = f"{type(callback).__name__}.{event}"
             raise GearError("CALLBACK", what, where=where, remedy=remedy) from error
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Tell all of the end; what ended the run counts more than what fails here."""
         failures = []
-        for one in self._callbacks:
+        for callback in self._callbacks:
             try:
-                self._call(one, "on_end", error)
+                self._call(callback, "on_end", error)
             except GearError as failure:
                 failures.append(failure)
         first = failures.pop(0) if failures and error is None else None

@@ -1,4 +1,4 @@
-"""What of a recipe can be checked without its data, beyond types and ranges: names and options."""
+"""Checks of a recipe that need no data, beyond types and ranges: names and options."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def run_and_start(
     resume: bool,
     checkpoint: str | int | None,
 ) -> tuple[Path, Path | None]:
-    """Return where the run of a `recipe` goes, and the checkpoint that it begins with.
+    """Return the directory for the run of a `recipe`, and the checkpoint that it begins with.
 
     It was `named` by itself, a file or a run (or its ``recipe.yaml``), which is resumed where it
     lies; the checkpoint is that run's.
@@ -68,7 +68,7 @@ def run_and_start(
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a directory is a run's, and not one in which somebody keeps a recipe."""
+    """Return true if a directory is a run's, and not one in which somebody keeps a recipe."""
     if not (folder / "recipe.yaml").is_file():
         return False
     # One that was killed at once has no metrics yet, one that was copied may have no hidden files.
@@ -167,7 +167,7 @@ def _differences(
     old, new = flat(before.to_dict()), flat(now.to_dict())
     past = before.train.batch_of(step - 1) if step else -1
     for options, recipe in ((old, before), (new, now)):  # what is skipped later is free
-        options["train.skip"] = [list(one) for one in recipe.train.skip if one[0] <= past]
+        options["train.skip"] = [list(span) for span in recipe.train.skip if span[0] <= past]
     free = set(RESUMABLE)
     if now.optimizer.schedule != "constant":
         free.remove("train.steps")  # the learning rates of the steps done depend on it

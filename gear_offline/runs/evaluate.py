@@ -154,8 +154,8 @@ def _chosen_tasks(
         if environment is not None:
             what, remedy = f"{environment} is the environment of no task", f"tasks: {places}"
         raise InputError("USAGE", what, where="--environment", remedy=remedy)
-    for where, given in (("--targets", targets), ("--environment-options", options)):
-        if given is not None and len(tasks) > 1:
+    for where, value in (("--targets", targets), ("--environment-options", options)):
+        if value is not None and len(tasks) > 1:
             what = "several tasks cannot share them"
             remedy = f"say which task with --environment: {places}"
             raise InputError("USAGE", what, where=where, remedy=remedy)

@@ -1,8 +1,8 @@
-"""The evaluations of a run while it trains: who plays them, what waits, what is recorded.
+"""The evaluations of a run while it trains: their players, their queue, their records.
 
-Each one that is due is played from beginning to end by one worker process, on a GPU by a thread of
-the training process, or by that process, which waits: with the same device and number of threads
-the returns are the same.  Two processes would get a GPU by turns of milliseconds; two streams of
+A worker process plays each one that is due from beginning to end; on a GPU a thread of the training
+process does, or that process, which waits.  With the same device and number of threads the returns
+are the same.  Two processes would get a GPU by turns of milliseconds; two streams of
 one share it.  The weights are those of a checkpoint, which stays until its result is there; a run
 that was killed meanwhile finds it again and plays it.  Results are recorded in the order of steps.
 When more are outstanding than allowed, the next one waits for room: leaving evaluations out would
@@ -59,7 +59,7 @@ GPU_PARAMETERS = 200_000_000  # a copy of a larger model may find no memory besi
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationPlan:
-    """How a run's evaluations are played."""
+    """The workers, threads and device of a run's evaluations."""
 
     workers: int  # processes in the background; 0: in the training process
     threads: int  # of torch on the CPU where they are played; sums over more differ in last bits
@@ -152,10 +152,10 @@ class RunEvaluations(Closing):
         return Keep(newest=newest, best=step, pinned=self.outstanding)
 
     def _is_new(self, step: int) -> bool:
-        return step not in self._queue and all(one.step != step for one in self.recorded)
+        return step not in self._queue and all(r.step != step for r in self.recorded)
 
     def must_wait(self, step: int) -> bool:
-        """Whether an evaluation of `step` could not begin before another is done."""
+        """True if an evaluation of `step` could not begin before another is done."""
         return len(self._queue) >= self.plan.workers + SPARE and self._is_new(step)
 
     def take_up(self) -> None:

@@ -52,7 +52,7 @@ class TrainingInterrupted(GearError):
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """What the runs of one process share; a run alone has its own."""
+    """Objects that the runs of one process share; a run alone has its own."""
 
     stop: StopRequest | None = None
     tables: SharedTables | None = None
@@ -164,7 +164,7 @@ def begin_run(
 
 
 class Due(NamedTuple):
-    """What there is to do after a step, on all ranks alike; true if there is anything."""
+    """Work that is due after a step, on all ranks alike; true if there is any."""
 
     log: bool = False
     save: bool = False
@@ -208,11 +208,11 @@ class LiveRun(Closing):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all steps are done."""
+        """True if all steps are done."""
         return self.learner.step == self.learner.recipe.train.steps
 
     def due(self) -> Due:
-        """Return what there may be to do after the steps so far."""
+        """Return the work that may be due after the steps so far."""
         step, recipe, last = self.learner.step, self.learner.recipe, self.is_complete
         ask_stop = self.stop.signal_name is not None or self.callbacks.stop
         if self.learner.world.size > 1:
@@ -272,7 +272,7 @@ class LiveRun(Closing):
         """Save and stop if a callback asks for it, or a signal on any rank."""
         answer = {"signal": self.stop.signal_name, "stops": self.callbacks.stop}
         answers = self.learner.world.gather(answer)
-        signal = next((one["signal"] for one in answers if one["signal"]), None)
+        signal = next((rank["signal"] for rank in answers if rank["signal"]), None)
         self.is_stopped = answers[0]["stops"]  # the first rank has callbacks
         if signal or self.is_stopped:
             self._save()

@@ -71,8 +71,8 @@ def _open_on_ranks(recipe: Recipe, world: World, *, quiet: bool) -> Dataset:
 
     That is while the node's first rank loads it, or before any rank reads it from disk in parts.
     """
-    made = world.lead(lambda: prepare_one(recipe, quiet=quiet))
-    dataset = made or open_one(recipe)
+    prepared = world.lead(lambda: prepare_one(recipe, quiet=quiet))
+    dataset = prepared or open_one(recipe)
     if recipe.loader.placement != "disk" and recipe.loader.host_budget is None:
         return dataset
     return world.lead(dataset.verify, leader=world.leader) or dataset.as_verified()
@@ -81,7 +81,7 @@ def _open_on_ranks(recipe: Recipe, world: World, *, quiet: bool) -> Dataset:
 def open_growing(
     recipe: Recipe, sizes: ModelSizes, dataset: TableData, *, world: World, quiet: bool = False
 ) -> GrowingDataset | None:
-    """Return what lets the `dataset` of a resolved recipe grow by what actors append; else None."""
+    """Let the `dataset` of a resolved recipe grow by actors' episodes, if the recipe asks."""
     if recipe.data.admit_every is None:
         return None
     assert isinstance(dataset, Dataset), "data of several tasks do not grow"
@@ -141,9 +141,9 @@ def _check_origin(data: DataSettings, dataset: Dataset) -> None:
         has = {column.name.partition("/")[0] for column in dataset.spec} - {"rewards"}
         names = {name.partition("=")[0].strip() for name in data.columns or ()} - {"rewards"}
         if facts or has != {name.partition("/")[0] for name in names}:
-            made = f"{origin.uri} with edits ({'; '.join(map(str, facts)) or 'none'})"
+            present = f"{origin.uri} with edits ({'; '.join(map(str, facts)) or 'none'})"
             wanted = f"{data.source or 'data.collect'} {'; '.join(asked) or 'alone'}"
-            raise _mismatch("dataset", path, wanted, made)
+            raise _mismatch("dataset", path, wanted, present)
     if data.collect is not None:
         collected = origin.attributes.get("attributes")
         _check_collected(data.collect, collected, "dataset", path)
@@ -152,7 +152,7 @@ def _check_origin(data: DataSettings, dataset: Dataset) -> None:
     if data.source is not None and not was_read_from(data.source, origin.uri, files):
         raise _mismatch("dataset", path, data.source, ", ".join(files) or origin.uri)
     if data.source is not None and (changed := ", ".join(changed_files(data.source, dataset))):
-        sizes = ", ".join(f"{one.name} of {one.bytes:,} bytes" for one in origin.files[:3])
+        sizes = ", ".join(f"{file.name} of {file.bytes:,} bytes" for file in origin.files[:3])
         raise _mismatch("dataset", path, f"{data.source}: {changed[:300]}", sizes)
 
 
@@ -359,10 +359,10 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
 def _probe_environment(
     recipe: Recipe, dataset: Dataset, options: Options | None, sizes: ModelSizes, *, quiet: bool
 ) -> tuple[EnvironmentFacts | None, ModelSizes]:
-    """Return what the environment to evaluate in is like, and sizes that it has, too.
+    """Return facts of the environment to evaluate in, and the sizes, which it may complete.
 
-    None, and that is said, where there is none: one that only the dataset names is made if that
-    imports nothing, and may be missing here.  So may any where nothing is played.
+    Without an environment the facts are None, and a line says so.  One that only the dataset names
+    is made if that imports nothing, and may be missing here.  So may any where nothing is played.
     """
     asked, plays = recipe.evaluate.environment, recipe.evaluate.episodes > 0
     name, facts, whole = asked or dataset.environment_id, None, sizes

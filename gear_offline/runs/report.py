@@ -43,7 +43,7 @@ MOST_NAMED = 4  # targets in a title
 
 @dataclass(frozen=True)
 class _Section:
-    """What the report says of one task, or of a run of one, whose `task` is empty."""
+    """The report's section on one task; in a run of one task `task` is empty."""
 
     task: str
     result: TaskResult | None
@@ -59,8 +59,8 @@ def write_report(run: str | os.PathLike[str]) -> Path:
     evaluations = read_lines(run / "evaluations.jsonl", EvaluationReport)
     evaluations = [evaluation for evaluation in evaluations if evaluation.error is None]
     written = read_document(run / "evaluation.json", EvaluationReport)
-    known = [one for one in (written, *evaluations) if one is not None]
-    final = max(known, key=lambda one: one.step or 0, default=None)  # of equals what was written
+    known = [r for r in (written, *evaluations) if r is not None]
+    final = max(known, key=lambda r: r.step or 0, default=None)  # of equals what was written
     if recipe is None and not metrics and final is None:
         what, remedy = "nothing here to report on", "give the directory of a run"
         raise InputError("RUN_NOT_FOUND", what, where=str(run), remedy=remedy)

@@ -72,7 +72,7 @@ class Run(os.PathLike[str]):
 
     @property
     def recipe(self) -> Recipe:
-        """What it trains, with what was taken from the data filled in."""
+        """Its recipe, with the values that come from the data filled in."""
         return load_recipe(self.path / "recipe.yaml")
 
     @property
@@ -84,7 +84,7 @@ class Run(os.PathLike[str]):
 
     @property
     def metrics(self) -> Any:
-        """What training logged: a list of dicts, or a `pandas.DataFrame` where pandas is installed.
+        """The training log: a list of dicts, or a `pandas.DataFrame` where pandas is installed.
 
         ``step``, ``loss`` and more, a record every ``train.log_every`` steps; see
         docs/reference/run-files.md.
@@ -118,7 +118,7 @@ class Run(os.PathLike[str]):
         checkpoint: str | int | None = None,
         device: str = "auto",
     ) -> Policy:
-        """Return what acts; options and errors are those of `gear_offline.load_policy`."""
+        """Load its policy; options and errors are those of `gear_offline.load_policy`."""
         from gear_offline.training.trained import load_policy
 
         return load_policy(self.path, task, checkpoint=checkpoint, device=device)
@@ -130,7 +130,7 @@ class Run(os.PathLike[str]):
         return evaluate(self.path, **options)
 
     def facts(self) -> dict[str, str]:
-        """Return what there is to say in short, by what it is."""
+        """Return short facts of the run by name."""
         recipe, best, last = self.recipe, self.best, self.last
         facts = {
             "recipe": f"{recipe.name}, seed {recipe.seed}",
@@ -138,17 +138,17 @@ class Run(os.PathLike[str]):
             "steps": f"{self.steps:,} of {recipe.train.steps:,}",
         }
         if best is not None and last is not None:
-            facts["best"], facts["last"] = (_achieved(one) for one in (best, last))
+            facts["best"], facts["last"] = (_achieved(report) for report in (best, last))
         return facts
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``runs show --json`` prints; ``RUN_DAMAGED`` if that cannot be read."""
+        """Return the document of ``runs show --json``; ``RUN_DAMAGED`` if it cannot be read."""
         row = _row(self.path, self.path)
         if row.error is not None:
             raise InputError("RUN_DAMAGED", row.error, where=row.path)
         evaluations = [
-            {"step": one.step, "return": one.mean_return, "normalized_score": one.normalized_score}
-            for one in self.played()
+            {"step": r.step, "return": r.mean_return, "normalized_score": r.normalized_score}
+            for r in self.played()
         ]
         saved = [step for step, _ in list_checkpoints(self.path / "checkpoints")]
         return {**asdict(row), "checkpoints": saved, "evaluations": evaluations}
@@ -162,8 +162,8 @@ class Run(os.PathLike[str]):
         for name, text in facts.items():
             console.print(f"{name:13}{text}")
         rows = [
-            [f"{one['step'] or 0:,}", _number(one["return"]), score_text(one["normalized_score"])]
-            for one in document["evaluations"]
+            [f"{row['step'] or 0:,}", _number(row["return"]), score_text(row["normalized_score"])]
+            for row in document["evaluations"]
         ]
         if rows:
             console.print()
@@ -211,9 +211,9 @@ def open_run(path: str | os.PathLike[str]) -> Run:
 
 def best_of(records: Sequence[EvaluationReport]) -> EvaluationReport | None:
     """Return the one of the highest return, the latest of equals; None if all have failed."""
-    known = [(one.ranking, one.step, one) for one in records if one.ranking is not None]
-    usable = [one for one in known if isfinite(one[0])]  # nothing is larger than NaN
-    return max(usable, key=lambda one: one[:2])[2] if usable else None
+    known = [(r.ranking, r.step, r) for r in records if r.ranking is not None]
+    usable = [entry for entry in known if isfinite(entry[0])]  # nothing is larger than NaN
+    return max(usable, key=lambda entry: entry[:2])[2] if usable else None
 
 
 def _frame(records: list[dict[str, Any]]) -> Any:
@@ -263,7 +263,7 @@ class RunList(Printed):
     rows: tuple[RunRow, ...]
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return what ``--json`` prints."""
+        """Return the document of ``--json``."""
         return [asdict(row) for row in self.rows]
 
     def print(self, *, console: Terminal | None = None) -> None:

@@ -1,8 +1,8 @@
 """Trackers: a run's metrics, evaluations and recipe in TensorBoard, trackio and Weights & Biases.
 
-Each says how far it has come with a run.  What it lacks is sent from the files of the run when it
-is opened, so a resumed run goes on in it without a gap and without a step twice, and `sync` only
-opens and closes it.
+Each says how far it has come with a run.  When it is opened, the records it lacks are sent from
+the files of the run.  So a resumed run goes on in it without a gap and without a step twice, and
+`sync` only opens and closes it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FILES: dict[str, tuple[str, Any]] = {  # kind of a value: its file, and what is 
 
 
 class Tracker(Protocol):
-    """What shows the values of a run: of a class in `TRACKERS`, made with the run and a project.
+    """A display of a run's values: a class in `TRACKERS`, made with the run and a project.
 
     It goes on with a run that it has, and shows the recipe.  `told` is the last step that it holds
     of each kind when it is opened: only later ones are sent, each once, in the order of a kind.
@@ -70,7 +70,7 @@ class TensorBoard:
         self.told: dict[str, int] = {}
         board, last = EventAccumulator(str(folder), {"scalars": 0}), run.steps
         for tag in board.Reload().Tags()["scalars"]:
-            kind, shown = tag.partition("/")[0], (one.step for one in board.Scalars(tag))
+            kind, shown = tag.partition("/")[0], (scalar.step for scalar in board.Scalars(tag))
             steps = (step for step in shown if step <= last)  # later ones are hidden below
             self.told[kind] = max([self.told.get(kind, 0), *steps])
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
@@ -202,7 +202,7 @@ class Tracking(Callback):
 
 
 def trackings(settings: TrainSettings) -> list[Tracking]:
-    """Return what tells the trackers of a recipe."""
+    """Return the trackings of a recipe."""
     return [Tracking(name, settings.project) for name in dict.fromkeys(settings.trackers)]
 
 
@@ -249,8 +249,8 @@ def _values(kind: str, record: Mapping[str, Any]) -> dict[str, float]:
     if kind == "evaluate":
         tasks = record.get("tasks") or {}
         values = {"normalized_score": record.get("normalized_score")} if tasks else {}
-        for prefix, one in (("", record), *((f"{name}/", task) for name, task in tasks.items())):
-            for target in one.get("targets", ()):
+        for prefix, result in (("", record), *((f"{name}/", task) for name, task in tasks.items())):
+            for target in result.get("targets", ()):
                 for number in ("return", "normalized_score"):
                     values[f"{prefix}{number}_{exact(target['target'])}"] = target.get(number)
     numbers = {n: v for n, v in values.items() if type(v) in (int, float) and abs(v) < float("inf")}
@@ -258,7 +258,7 @@ def _values(kind: str, record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _run_id(run: Run) -> str:
-    """Return what tells a run from others of its name, also elsewhere; made when missing."""
+    """Return the run's id, unique among runs of its name anywhere; create it when missing."""
     path = run.path / "id"
     if not path.exists():
         write_file(path, secrets.token_hex(4).encode())

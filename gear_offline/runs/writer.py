@@ -1,4 +1,4 @@
-"""What the first rank does between the steps of a run: it writes and speaks."""
+"""Files and lines that the first rank writes between the steps of a run."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class RunWriter(Closing):
             say("no episode that actors appended was admitted", quiet=self._quiet)
 
     def _summary(self) -> dict[str, Any]:
-        """Return what a complete run says of itself, JSON-able but for NaN and infinities."""
+        """Return the summary of a complete run, JSON-able but for NaN and infinities."""
         learner, evaluations = self._learner, self.evaluations.recorded
         plan, best = self.evaluations.plan, best_of(evaluations)
         dataset = learner.loader.dataset  # as large as it is now

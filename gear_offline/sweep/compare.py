@@ -30,7 +30,7 @@ NO_SETTINGS = ("name", "description", "seed", "train.threads")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RunComparison(Printed, Document):
-    """What runs came to, side by side; prints as a table."""
+    """The results of runs, side by side; prints as a table."""
 
     table: Table  # a row a setting, over its seeds, the best one first
     runs: dict[str, str]  # path of each run, and the setting that it is of
@@ -85,11 +85,11 @@ def compare_runs(
     >>> sorted(comparison.runs.values())
     ['hidden_size=16, steps=4', 'hidden_size=64, steps=8']
     """
-    given = [runs] if isinstance(runs, (str, os.PathLike)) else runs
+    named = [runs] if isinstance(runs, (str, os.PathLike)) else runs
     paths = {
         os.path.realpath(path): path
-        for one in given
-        for path in _runs_in(given_path(one, "RUN_NOT_FOUND", where="runs"))
+        for run in named
+        for path in _runs_in(given_path(run, "RUN_NOT_FOUND", where="runs"))
     }
     if len(paths) < 2:
         remedy = "name two different runs or more, or a sweep; `gear-offline runs ls` lists them"
@@ -105,22 +105,22 @@ def compare_runs(
         replace(read_result(trial, run.path), status="complete")  # as far as it is
         for run, trial in zip(opened, _trials(opened), strict=True)
     ]
-    for one in results:
-        if not any(one.curves.values()):
+    for result in results:
+        if not any(result.curves.values()):
             remedy = "wait for its first line of metrics, or leave it out"
-            raise InputError("USAGE", "the run has logged nothing yet", str(one.path), remedy)
+            raise InputError("USAGE", "the run has logged nothing yet", str(result.path), remedy)
     environments = dict[str, tuple[str, ...]]()
-    for one in results:
-        if one.last is not None:
-            place = ", ".join(task.environment for task in one.last.tasks)
-            environments[place] = (*environments.get(place, ()), one.trial.name)
+    for result in results:
+        if result.last is not None:
+            place = ", ".join(task.environment for task in result.last.tasks)
+            environments[place] = (*environments.get(place, ()), result.trial.name)
     if len(environments) > 1:
         results = _without_returns(results)
     table = make_table(results)
     if plot is not None:
         with writing(plot):
             plot_curves(plot, results, table)
-    labels = {str(one.path): one.trial.label for one in results}
+    labels = {str(result.path): result.trial.label for result in results}
     return RunComparison(table=table, runs=labels, environments=environments, plot=plot)
 
 
@@ -133,27 +133,27 @@ def _runs_in(path: Path) -> list[Path]:
 
 def _without_returns(results: Sequence[TrialResult]) -> list[TrialResult]:
     """Leave normalized scores, where all have them, and losses."""
-    curves = [one.curves for one in results]
+    curves = [result.curves for result in results]
     scored = all(own["normalized_score"].keys() >= own["return"].keys() for own in curves)
     kept = {"normalized_score", "loss"} if scored else {"loss"}
     return [
-        replace(one, curves={name: own[name] if name in kept else {} for name in own})
-        for one, own in zip(results, curves, strict=True)
+        replace(result, curves={name: own[name] if name in kept else {} for name in own})
+        for result, own in zip(results, curves, strict=True)
     ]
 
 
 def _trials(runs: Sequence[Run]) -> list[Trial]:
-    """Return what each run is among the others: the options in which its recipe differs."""
+    """Return each run as a trial, set apart by the options in which its recipe differs."""
     recipes = [run.recipe for run in runs]
-    seeds, options = [one.seed for one in recipes], [flat(one.to_dict()) for one in recipes]
+    seeds, options = [r.seed for r in recipes], [flat(r.to_dict()) for r in recipes]
     auto = OptimizerSettings()  # what it comes to is no setting of its own
-    if all(auto.warmup(one.train.steps) == one.optimizer.warmup_steps for one in recipes):
-        options = [one | {"optimizer.warmup_steps": "auto"} for one in options]
-    keys = dict.fromkeys(key for one in options for key in one if key not in NO_SETTINGS)
-    differing = [key for key in keys if any(one.get(key) != options[0].get(key) for one in options)]
-    settings = [{key: one[key] for key in differing if key in one} for one in options]
+    if all(auto.warmup(r.train.steps) == r.optimizer.warmup_steps for r in recipes):
+        options = [own | {"optimizer.warmup_steps": "auto"} for own in options]
+    keys = dict.fromkeys(key for own in options for key in own if key not in NO_SETTINGS)
+    differing = [key for key in keys if any(own.get(key) != options[0].get(key) for own in options)]
+    settings = [{key: own[key] for key in differing if key in own} for own in options]
     pairs = zip(settings, seeds, strict=True)
-    labels = [settings_label(one) or trial_name("", seed) for one, seed in pairs]
+    labels = [settings_label(own) or trial_name("", seed) for own, seed in pairs]
     is_told_apart = len(set(zip(labels, seeds, strict=True))) == len(runs)
     if not is_told_apart or max(map(len, labels)) > LONGEST_LABEL:
         names = [run.name for run in runs]

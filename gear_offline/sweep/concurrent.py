@@ -3,8 +3,8 @@
 A group of runs, often of one, goes through the loop of `gear_offline.runs.loop` together: open,
 resume, advance, do what is due, finish.  Groups take turns: each launches a few steps at a time on
 a stream of its own.  Where the host needs the numbers of a group's runs (a log line, a checkpoint,
-an evaluation) it leaves that group until they are there and goes on with the others, so that the
-GPU always has something to do.
+an evaluation) it leaves that group until they are there and goes on with the others.  So the GPU
+always has something to do.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _Scheduler:
         return [member for group in self._groups for member in group.members]
 
     def _has_room(self, runs: int) -> bool:
-        """Return whether so many runs more may begin, and the GPU has memory for them."""
+        """Return true if so many runs more may begin, and the GPU has memory for them."""
         running, device = len(self._running()), self._job.device
         if running and running + runs > self._job.parallel:
             return False
@@ -364,7 +364,7 @@ class RngStream:
             self._marks.append(event)
 
     def pending(self) -> int:
-        """Return how many marks the GPU has not come to."""
+        """Count the marks that the GPU has not reached."""
         while self._marks and self._marks[0].query():
             self._marks.popleft()
         return len(self._marks)

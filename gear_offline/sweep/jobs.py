@@ -40,7 +40,7 @@ LOCK_SECONDS = 120  # the lock of a node that has died lasts for 90 on NFS
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a scheduler is to train, how, and how far that is."""
+    """The trials that a scheduler trains, its means, and its progress."""
 
     trials: Sequence[Trial]  # that are not complete
     folder: Path  # each trial is trained into ``folder/NAME``
@@ -173,7 +173,7 @@ def run_errors(name: str, path: Path, device: torch.device) -> Iterator[None]:
 
 
 def _is_lost(device: torch.device) -> bool:
-    """Return whether a GPU does nothing more for this process; asked after an error."""
+    """Return true if a GPU does nothing more for this process; asked after an error."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # such errors come again with each call, others do not

@@ -1,4 +1,4 @@
-"""What a sweep came to: `read_sweep` reads it, at any time, from ``sweep.json`` and the runs."""
+"""The results of a sweep: `read_sweep` reads them from ``sweep.json`` and the runs at any time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST_DOTTED = 40  # steps at which each seed has a dot
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SweepResult(Printed):
-    """What a sweep came to; prints as a table."""
+    """The results of a sweep; prints as a table."""
 
     path: Path  # directory of the sweep
     recipe: str  # its name
@@ -42,26 +42,26 @@ class SweepResult(Printed):
 
     @property
     def is_complete(self) -> bool:
-        """Whether every trial is complete."""
+        """True if every trial is complete."""
         return all(result.status == "complete" for result in self.trials)
 
     @property
     def remark(self) -> str:
-        """What the table leaves out."""
+        """A sentence on the runs that the table leaves out, or an empty text."""
         more = f"Not asked for last and not in the table: {count_text(self.others, 'more run')}."
         return more if self.others else ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
+        """Return the document of ``--json``."""
         trials = [
             {
-                **one.trial.model_dump(include={"name", "label", "settings"}),
-                "seed": one.trial.recipe.seed,
-                "status": one.status,
-                "error": one.error,
-                "path": str(one.path),
+                **result.trial.model_dump(include={"name", "label", "settings"}),
+                "seed": result.trial.recipe.seed,
+                "status": result.status,
+                "error": result.error,
+                "path": str(result.path),
             }
-            for one in self.trials
+            for result in self.trials
         ]
         whole = {"path": str(self.path), "recipe": self.recipe, "trials": trials}
         return {**whole, "others": self.others, "table": self.table.to_json()}
@@ -70,9 +70,9 @@ class SweepResult(Printed):
         """Print a row a setting, the best one first, and what failed."""
         console = console or Terminal()
         self.table.print(console, self.remark)
-        for one in self.trials:
-            if one.status == "failed":
-                console.print(f"{one.trial.name} failed: {one.error}")
+        for result in self.trials:
+            if result.status == "failed":
+                console.print(f"{result.trial.name} failed: {result.error}")
 
     def write(self) -> Path:
         """Write ``sweep.md`` and its plots; return its path."""
@@ -80,7 +80,7 @@ class SweepResult(Printed):
         text = render_page(
             Path(__file__).with_name("sweep.md.j2"),
             result=self,
-            states=[one.status for one in self.trials],
+            states=[result.status for result in self.trials],
             interval=INTERVAL,
             is_drawn=plot is not None,
         )
@@ -89,7 +89,7 @@ class SweepResult(Printed):
 
 
 def read_sweep(path: str | os.PathLike[str]) -> SweepResult:
-    """Return what the sweep in a directory came to, of the trials of the last call."""
+    """Read the results of the sweep in a directory, for the trials of the last call."""
     directory = SweepDirectory(path)
     file = directory.read()
     results = [
@@ -120,7 +120,7 @@ def plot_curves(path: Path, trials: Sequence[TrialResult], table: Table) -> Path
     panels = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
     for axes, metric in zip(panels, metrics, strict=True):
         for label, colour in zip(shown, plots.SERIES, strict=False):
-            runs = [one.curves[metric] for one in groups[label] if one.status == "complete"]
+            runs = [r.curves[metric] for r in groups[label] if r.status == "complete"]
             steps = sorted(set.intersection(*map(set, runs)))
             values = np.array([[run[step] for run in runs] for step in steps], np.float64)
             means = [estimate(row) for row in values]
@@ -150,10 +150,10 @@ def plot_curves(path: Path, trials: Sequence[TrialResult], table: Table) -> Path
 def _finding(table: Table) -> str:
     """Return the best mean and its setting; of few seeds, which rank nothing, the means' range."""
     known = [row.estimates[table.metric] for row in table.rows if table.metric in row.estimates]
-    what, means = RANKING[table.metric].capitalize(), sorted(one.mean for one in known)
+    what, means = RANKING[table.metric].capitalize(), sorted(m.mean for m in known)
     if len(known) == 1:
         return f"{what} {known[0]}"
-    if all(len(one.values) >= LEAST for one in known):
+    if all(len(m.values) >= LEAST for m in known):
         return f"{what} {known[0]} with {table.rows[0].label}, ranked first"
     ends = " to ".join(dict.fromkeys(map(short, (means[0], means[-1]))))
     return f"{what} {ends} in {count_text(len(known), 'setting')}; too few seeds to rank"

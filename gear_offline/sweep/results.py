@@ -1,6 +1,6 @@
-"""What the trials of a sweep came to, read from their run directories, and the table over seeds.
+"""The results of a sweep's trials, read from their run directories, and the table over seeds.
 
-The interval of a mean is the two-sided Student t interval over seeds: it says how well the mean
+The interval of a mean is the two-sided Student t interval over seeds.  It says how well the mean
 over all seeds is known from these, not how far a single run may lie from it.
 """
 
@@ -47,7 +47,7 @@ TAIL_BYTES = 4096  # holds the last line of a run's metrics
 
 @dataclass(frozen=True, kw_only=True)
 class TrialResult:
-    """How one trial of a sweep stands."""
+    """The status and results of one trial of a sweep."""
 
     trial: Trial
     path: Path  # its run directory, as `train` writes it
@@ -103,7 +103,7 @@ class Table(Document):
 
     @property
     def notes(self) -> list[str]:
-        """What is not alike behind the means, in sentences."""
+        """Differences behind the means, in sentences."""
         steps = {row.label: row.steps[self.metric] for row in self.rows if self.metric in row.steps}
         pairs = ", ".join(f"{label} at step {step:,}" for label, step in [*steps.items()][:8])
         lacks = [
@@ -128,7 +128,7 @@ class Table(Document):
 
 
 def read_result(trial: Trial, path: Path, error: str | None = None) -> TrialResult:
-    """Return what a run directory says; `error` if the trial has failed."""
+    """Read the result of a trial from its run directory; `error` if the trial has failed."""
     metrics, done = read_lines(path / "metrics.jsonl", MetricsRecord), is_complete(trial, path)
     played = Run(path).played()
     return TrialResult(
@@ -146,12 +146,12 @@ def read_result(trial: Trial, path: Path, error: str | None = None) -> TrialResu
 
 
 def _curve(records: Sequence[Any], name: str) -> dict[int, float]:
-    values = {one.step: getattr(one, name) for one in records}
+    values = {record.step: getattr(record, name) for record in records}
     return {step: value for step, value in values.items() if value is not None}
 
 
 def is_complete(trial: Trial, path: Path) -> bool:
-    """Return whether a run has done all the steps of its trial and written its summary."""
+    """Return true if a run has done all the steps of its trial and written its summary."""
     summary = read_document(path / "summary.json", RunSummary)
     return summary is not None and summary.steps == trial.recipe.train.steps
 
@@ -190,36 +190,36 @@ def at_one_step(
     results: Sequence[TrialResult], metric: str
 ) -> tuple[int, list[tuple[TrialResult, float]]]:
     """Return the values of trials at one step: the last that all have come to and some have any."""
-    reached = min((one.steps for one in results), default=0)
-    steps = [step for one in results for step in one.curves[metric] if step <= reached]
+    reached = min((r.steps for r in results), default=0)
+    steps = [step for r in results for step in r.curves[metric] if step <= reached]
     step = max(steps, default=0)
-    return step, [(one, one.curves[metric][step]) for one in results if step in one.curves[metric]]
+    return step, [(r, r.curves[metric][step]) for r in results if step in r.curves[metric]]
 
 
 def make_table(results: Sequence[TrialResult]) -> Table:
     """Return the table of trials; equal settings stay in the order of the trials."""
     rows = []
     for label, members in by_label(results).items():
-        complete = [one for one in members if one.status == "complete"]
-        found = {name: at_one_step(complete, name) for name in RANKING}
-        values = {name: [value for _, value in pairs] for name, (_, pairs) in found.items()}
-        last, played = found["return"]
+        complete = [r for r in members if r.status == "complete"]
+        latest = {name: at_one_step(complete, name) for name in RANKING}
+        values = {name: [value for _, value in pairs] for name, (_, pairs) in latest.items()}
+        last, played = latest["return"]
         values["best_return"] = [
-            max(value for step, value in one.curves["return"].items() if step <= last)
-            for one, _ in played
+            max(value for step, value in r.curves["return"].items() if step <= last)
+            for r, _ in played
         ]
-        there = {name: [one.trial.name for one, _ in pairs] for name, (_, pairs) in found.items()}
-        names = [one.trial.name for one in complete]
+        there = {name: [r.trial.name for r, _ in pairs] for name, (_, pairs) in latest.items()}
+        names = [r.trial.name for r in complete]
         row = Row(
             label=label,
             settings=members[0].trial.settings,
             trials=len(members),
-            seeds=tuple(one.trial.recipe.seed for one in complete),
-            failed=tuple(one.trial.name for one in members if one.status == "failed"),
+            seeds=tuple(r.trial.recipe.seed for r in complete),
+            failed=tuple(r.trial.name for r in members if r.status == "failed"),
             estimates={name: estimate(values[name]) for name in METRICS if values[name]},
-            steps={name: step for name, (step, pairs) in found.items() if pairs},
+            steps={name: step for name, (step, pairs) in latest.items() if pairs},
             missing={
-                name: tuple(one for one in names if one not in known)
+                name: tuple(run for run in names if run not in known)
                 for name, known in there.items()
                 if 0 < len(known) < len(names)
             },

@@ -125,7 +125,7 @@ def option_values(
 
 
 def _is_one(recipe: Recipe | str | os.PathLike[str], key: str, value: list[Any]) -> bool:
-    """Whether a list is itself the value of an option, as of ``evaluate.targets``."""
+    """Return true if a list is itself the value of an option, as of ``evaluate.targets``."""
     try:
         check_selection(load_recipe(recipe, {key: value}), "")
     except InputError:
@@ -167,7 +167,7 @@ def run_trials(
         threads = None
         if pool is not None or (device.type != "cuda" and parallel > 1):
             threads = file.threads = file.threads or max(1, min(node_cores, cores // parallel))
-        left = [one for one in trials if not is_complete(one, directory.run_path(one))]
+        left = [trial for trial in trials if not is_complete(trial, directory.run_path(trial))]
         for trial in trials:  # complete ones too: the name of a run has to tell what it is
             check_resumed(directory.run_path(trial), resolved[trial.name])
         if pool is not None:
@@ -239,9 +239,9 @@ def _prepared(
 def _concluded(directory: SweepDirectory, file: SweepFile) -> SweepResult:
     """Read what the trials came to; write the table and the reports."""
     result = read_sweep(directory.path)
-    for one in result.trials:  # a kill may have come between a run's summary and its report
-        if one.status == "complete" and not (one.path / "report.md").exists():
-            report.write_report(one.path)
+    for trial in result.trials:  # a kill may have come between a run's summary and its report
+        if trial.status == "complete" and not (trial.path / "report.md").exists():
+            report.write_report(trial.path)
     file.table = result.table.to_json()
     directory.write(file)
     result.write()

@@ -72,14 +72,14 @@ def make_trials(
     trials = []
     for chosen in itertools.product(*axes.values()):
         changes = dict(zip(axes, chosen, strict=True))
-        one = load_recipe(recipe, changes)
-        if one.data.admit_every is not None:
+        own = load_recipe(recipe, changes)
+        if own.data.admit_every is not None:
             raise _unusable("several runs cannot grow one dataset", "train them one by one")
-        known = flat(one.to_dict())
+        known = flat(own.to_dict())
         settings = {key: known.get(key, changes.get(key)) for key in names}  # short forms as given
         label = settings_label(settings)
-        name, label = trial_name(label, one.seed), label or one.name
-        trials.append(Trial(name=name, label=label, recipe=one, settings=settings))
+        name, label = trial_name(label, own.seed), label or own.name
+        trials.append(Trial(name=name, label=label, recipe=own, settings=settings))
     return trials
 
 

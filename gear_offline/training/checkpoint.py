@@ -47,7 +47,7 @@ _STRICT = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=Fal
 
 
 class Normalisation(BaseModel):
-    """What observations were normalised with, S values each; older checkpoints say it so."""
+    """Mean and deviation of observations, S values each, in the form of older checkpoints."""
 
     model_config = _STRICT
     mean: tuple[float, ...]
@@ -79,7 +79,7 @@ class SavedState(BaseModel):
 
     @property
     def shown(self) -> Window:
-        """What windows hold; older checkpoints say it in their recipe and `normalisation`."""
+        """The description of windows; older checkpoints: from their recipe and `normalisation`."""
         if self.window is not None:
             return self.window
         own = {name: self.recipe["loader"][name] for name in ("context_length", "returns_scale")}
@@ -265,7 +265,7 @@ def run_damaged(path: Path, what: str) -> InputError:
 
 @dataclass(frozen=True)
 class Keep:
-    """What stays in a folder: the `newest`, the `best` step, and `pinned` steps."""
+    """The checkpoints that stay in a folder: the `newest`, the `best` step, and `pinned` steps."""
 
     newest: int
     best: int | None = None

@@ -1,4 +1,4 @@
-"""What a training step costs: the model's FLOPs, the share of a chip that they use, GPU memory.
+"""The cost of a training step: the model's FLOPs, the share of a chip that they use, GPU memory.
 
 Shape legend: L blocks, h hidden size, K steps of a window, n = 3 B K tokens of a batch of B.
 """
@@ -60,7 +60,7 @@ def step_flops(*, layers: int, width: int, context: int, segments: int) -> float
 
 
 def is_compiled(train: TrainSettings) -> bool:
-    """Return whether a run's steps are compiled."""
+    """Return true if a run's steps are compiled."""
     pays = train.steps >= COMPILED_FROM and not train.deterministic  # it times kernels
     return train.compile == "on" or (train.compile == "auto" and pays)
 
@@ -81,7 +81,7 @@ def cpu_threads(recipe: Recipe) -> int:
 
 
 def has_half_gradients(recipe: Recipe, *, half: bool) -> bool:
-    """Return whether gradients are in 16 bits where products are (`half`), ranks' sums included.
+    """Return true if gradients are in 16 bits where products are (`half`), ranks' sums included.
 
     Those of micro-batches are not: they would add up coarsely.
     """
@@ -97,7 +97,7 @@ def memory_bytes(
     shards: int = 1,
     reshard: bool = True,
 ) -> int:
-    """Return what training keeps in a GPU's memory, by formula, `CONTEXT_BYTES` not included.
+    """Estimate the bytes that training keeps in a GPU's memory, without `CONTEXT_BYTES`.
 
     `segments` are the GPU's share of a batch, `half` says that products are in bfloat16.  A model
     may be sharded over `shards` ranks, and with `reshard` weights are collected for each pass, not
@@ -119,7 +119,7 @@ def memory_bytes(
 
 
 def peak_tflops(device: torch.device, *, half: bool) -> float | None:
-    """Return what a device's datasheet promises for products in bfloat16; None: unknown."""
+    """Return the bfloat16 peak of a device's datasheet; None: unknown."""
     if device.type != "cuda" or not half:
         return None
     return named_peak(torch.cuda.get_device_name(device))

@@ -37,7 +37,7 @@ class GradientPass:
 
     With `fixed_buckets` replicas' gradients are grouped by the order of parameters in every step.
     Otherwise the first step of a process groups them so and later ones by the order in which they
-    were ready; with three ranks or more the place in a group decides the order of the sums.
+    were ready.  With three ranks or more the place in a group decides the order of the sums.
     """
 
     def __init__(

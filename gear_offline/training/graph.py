@@ -38,7 +38,7 @@ CAPTURE_MODE = "thread_local"
 def why_not_captured(
     recipe: Recipe, device: torch.device, world: World, loader: GearLoader, *, sharded: bool
 ) -> str:
-    """Return why steps are not captured as a CUDA graph, or nothing if they are.
+    """Return the reason not to capture steps as a CUDA graph, or an empty text.
 
     If the recipe insists, `UnavailableError` (``UNAVAILABLE``).
     """
@@ -99,7 +99,7 @@ class RunPart:
         self._fill_seconds = _time_fill(batches, batch)
 
     def update(self, loss: Tensor) -> Update:
-        """Return what clips and updates by the gradients, notes loss and norm, and counts."""
+        """Return the update, which clips, steps the optimiser, notes loss and norm, and counts."""
         return Update(self._adamw, loss, self._index, self._row, self._window)
 
     def finish(self, loss: Tensor) -> None:
@@ -258,8 +258,8 @@ class RankGradients:
     backward pass. Nothing is scaled afterwards: the real steps of the global batch are added up
     during the forward pass, and the backward pass starts with their inverse.
 
-    One all-reduce, not buckets beside the pass: products of matrices are cut into as many parts as
-    a GPU has multiprocessors, and those whose place NCCL has come last, twice as late. Two H200, 87
+    One all-reduce, not buckets beside the pass: matrix products are cut into as many parts as a GPU
+    has multiprocessors. Parts whose place NCCL has come last, twice as late. Two H200, 87
     M parameters: 35.30 ms a step, 35.37 with buckets of 50 MiB, 35.76 of 25 MiB, 36.30 of 8 MiB.
 
     `parameters` are of one type, on one device.  A rank's loss is divided by `divisor` while it is

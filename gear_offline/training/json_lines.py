@@ -1,7 +1,7 @@
-"""Files of JSON lines that survive a kill: what a run measures.
+"""Files of JSON lines that survive a kill, for a run's measurements.
 
-They are written with one system call a record, so a killed run leaves whole lines and at most one
-torn last line, which readers ignore and a resumed run removes.
+Each record is written with one system call, so a killed run leaves whole lines and at most one torn
+last line.  Readers ignore it and a resumed run removes it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What learns: model, optimiser, batches and random numbers, one step at a time.
+"""The learner: model, optimiser, batches and random numbers, one step at a time.
 
 Everything a step depends on is in `Learner.tensors`, the model's parameters and the loader's
 state, so that a learner that takes them over goes on bit for bit.
@@ -70,9 +70,9 @@ class Learner:
         start = None if recipe.train.init is None else find_trained(recipe.train.init)
         self._start = None if start is None else start.window
         weights = None if start is None else start.model.state_dict()
-        made = make_training_model(recipe, sizes, device, world, weights)
-        self.model, self.working, self.parallel = made.model, made.working, made.parallel
-        self.precision, self.precision_reason = made.autocast, made.remark
+        built = make_training_model(recipe, sizes, device, world, weights)
+        self.model, self.working, self.parallel = built.model, built.working, built.parallel
+        self.precision, self.precision_reason = built.autocast, built.remark
         self.growing, self._table, self._items = growing, GrowingTable(), Items(recipe)
         self.loader = self._open_loader(dataset, tables=tables)
         self._batches = iter(self.loader)
@@ -93,7 +93,7 @@ class Learner:
         self._captured: CapturedStep | None = None  # unless others launch it
         if world.rank:  # each rank but the first one draws dropout from a stream of its own
             torch.manual_seed((recipe.seed + world.rank * SEED_STRIDE) % (1 << 63))
-        self.meter = Meter(recipe, self.loader.rank_batch, device, half=made.half)
+        self.meter = Meter(recipe, self.loader.rank_batch, device, half=built.half)
         self.step = 0
         self.window = ReportWindow(recipe.train.log_every, device)
 
@@ -191,7 +191,7 @@ class Learner:
 
     @property
     def step_kind(self) -> str:
-        """How steps are run on a GPU, and why, as a clause to print."""
+        """The way steps are run on a GPU, and the reason, as a clause to print."""
         if self.device.type != "cuda":
             return ""
         if not self.is_captured:
@@ -202,9 +202,9 @@ class Learner:
     def advance(self) -> None:
         """Do one optimiser step.
 
-        A loss that is not finite is `GearError` (``LOSS_NONFINITE``): on the CPU before the weights
-        are touched, on a GPU, which is not waited for at each step, at the next `report` or
-        `check`.  A collective that fails, whoever calls it, is ``RANK_LOST``.
+        A loss that is not finite is `GearError` (``LOSS_NONFINITE``).  The CPU raises it before it
+        touches the weights.  A GPU is not waited for at each step: the next `report` or `check`
+        raises it.  A collective that fails, whoever calls it, is ``RANK_LOST``.
         """
         if not self.is_captured:
             batch = self.take()
@@ -283,7 +283,7 @@ class Learner:
 
     @property
     def will_capture(self) -> bool:
-        """Whether the next step is captured as a CUDA graph before it is replayed."""
+        """True if the next step is captured as a CUDA graph before it is replayed."""
         return self.is_captured and self._part is None
 
     def check(self) -> None:
@@ -327,7 +327,7 @@ class Learner:
         return values
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint needs besides parameters and loader; moments as they lie."""
+        """Return a checkpoint's tensors besides parameters and loader; moments as they lie."""
         self.check()
         tensors = self.optimizer.state() | random_states(self.world, self.device)
         tensors["window"] = self.window.of_all(self.world)
@@ -396,14 +396,14 @@ def _normalized_by(dataset: Dataset, window: Window) -> Dataset:
     if window.state_mean is None:
         return dataset
     own = dataset.statistics["observations"]
-    given = {"mean": window.state_mean, "std": window.state_std}
-    update = {name: np.array(values).reshape(own.mean.shape) for name, values in given.items()}
+    moments = {"mean": window.state_mean, "std": window.state_std}
+    update = {name: np.array(values).reshape(own.mean.shape) for name, values in moments.items()}
     statistics = {**dataset.manifest.statistics, "observations": own.model_copy(update=update)}
     return replace(dataset, manifest=dataset.manifest.replaced(statistics=statistics), frozen=True)
 
 
 def _as_tensors(name: str, state: Mapping[str, Array]) -> dict[str, Tensor]:
-    """Return what a checkpoint keeps of a state of arrays."""
+    """Return a state of arrays as a checkpoint's tensors."""
     return {f"{name}/{key}": torch.from_numpy(value) for key, value in state.items()}
 
 

@@ -29,7 +29,7 @@ from gear_offline.training.parallel import Parallel, choose_parallel, shard_mode
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """What the model needs to know of states and actions; of several tasks the widest."""
+    """Sizes of states and actions that the model needs; of several tasks the widest."""
 
     state_dim: int  # numbers in an observation
     action_dim: int  # numbers in an action, or the number of discrete actions
@@ -44,8 +44,8 @@ def data_sizes(source: TableData, *, choices: int | None = None) -> ModelSizes:
     discrete, width = actions.dtype.kind in "iub", prod(actions.shape)
     if discrete and choices is None:
         statistics = [part.dataset.statistics["actions"] for part in parts_of(source)]
-        lowest = min(float(one.min.min()) for one in statistics)
-        choices = 1 + max(int(one.max.max()) for one in statistics)
+        lowest = min(float(moments.min.min()) for moments in statistics)
+        choices = 1 + max(int(moments.max.max()) for moments in statistics)
         if width != 1 or lowest < 0:
             what = f"integer actions of per-step shape {actions.shape} from {lowest:g} on are not "
             what += "the numbers of one discrete choice"
@@ -145,7 +145,7 @@ def make_training_model(
 
 
 def eight_bit_obstacle(recipe: Recipe, device: torch.device, world: World) -> str | None:
-    """Return why the products of the recipe's blocks cannot be in 8 bits, as a clause, or None."""
+    """Return the obstacle to products in 8 bits in the recipe's blocks, as a clause, or None."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return "only GPUs from Hopper (H100) on scale them by rows"
     if recipe.model.hidden_size % MULTIPLE:

@@ -124,7 +124,7 @@ def export_policy(
 
 
 class _ActingModel(nn.Module):
-    """What `Policy.act` does to a window, as one module."""
+    """The work of `Policy.act` on a window, as one module."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class _ActingModel(nn.Module):
 
 
 def _dtype(policy: Policy) -> torch.dtype:
-    """Return what observations are rounded to first."""
+    """Return the type that observations are rounded to first."""
     dtype: torch.dtype = getattr(torch, policy.window.state_dtype or "float32")
     return dtype
 

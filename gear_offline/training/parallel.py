@@ -1,4 +1,4 @@
-"""How the ranks of a run share the model: replicas (DDP), or shards of it (FSDP2).
+"""The model on several ranks: replicas (DDP), or shards of it (FSDP2).
 
 Both are torch's.  With replicas every rank has all weights, gradients and moments, and gradients
 are averaged while they are computed; captured steps do that themselves (`training.graph`).
@@ -32,7 +32,7 @@ Kind = Literal["alone", "ddp", "fsdp"]
 
 @dataclass(frozen=True)
 class Parallel:
-    """How the ranks share the model, and why, as a clause to print."""
+    """The way ranks share the model, and the reason, as a clause to print."""
 
     kind: Kind
     reason: str = ""
@@ -51,7 +51,7 @@ ALONE = Parallel("alone")
 def choose_parallel(
     recipe: Recipe, parameters: int, world: World, device: torch.device, *, half: bool
 ) -> Parallel:
-    """Return how to share a model with so many parameters: as the recipe says, or as fits.
+    """Choose replicas or shards for so many parameters: as the recipe says, or as fits.
 
     That is replicas, else shards; shards' weights stay collected between the passes if that fits.
     All ranks choose alike: the one with the least free memory decides.  `half`: products are in
@@ -130,7 +130,7 @@ def take_over(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
 
     Other names or shapes than those of `own` are KeyError.
     """
-    shapes, others = ({n: tuple(t.shape) for n, t in some.items()} for some in (own, given))
+    shapes, others = ({n: tuple(t.shape) for n, t in tensors.items()} for tensors in (own, given))
     for name in sorted({n for n, _ in shapes.items() ^ others.items()}):
         raise KeyError(f"{name} is {others.get(name)}, not {shapes.get(name)}")
     for name, tensor in own.items():

@@ -1,9 +1,9 @@
-"""What the files of a run say, as records: losses, its summary, and evaluations.
+"""Records of a run's files: losses, its summary, and evaluations.
 
 ``return`` is in the environment's units; ``normalized_score`` is on D4RL's scale, 0 random and 100
 an expert.  Of goals, ``target`` is the number of a task and ``return`` the share of episodes that
 reached its goal.  A task of a model of several without reference scores is measured on the returns
-of its own data: 0 is the worst episode there, 100 the best; ``scale`` says which of the two it was.
+of its own data: 0 is the worst episode there, 100 the best.  ``scale`` says which of the two it is.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class MetricsRecord(_Record):
 
 
 class RunSummary(_Record):
-    """What others read of ``summary.json``."""
+    """The part of ``summary.json`` that other modules read."""
 
     steps: int
 
 
 class TargetResult(_Record):
-    """What one asked return led to; of a single episode deviation and interval are None."""
+    """The result of one asked return; of a single episode deviation and interval are None."""
 
     target: float  # the asked return, in the environment's units
     episodes: int = 0
@@ -78,7 +78,7 @@ class TargetResult(_Record):
 
 
 class TaskResult(_Record):
-    """What was achieved in one environment.
+    """The result in one environment.
 
     Its return is the highest mean return of a target (say so when citing it); of goals it is the
     mean of all.
@@ -117,7 +117,7 @@ class TaskResult(_Record):
     def with_targets(self, targets: Sequence[TargetResult]) -> TaskResult:
         """Return the task with what the episodes of `targets` came to."""
         results = tuple(map(self._summed_up, targets))
-        means = [one.mean_return for one in results]
+        means = [result.mean_return for result in results]
         mean = float(np.mean(means)) if self.goals else max(means)
         score = self.normalized(mean)
         by_data = None if score is None else BY_DATA
@@ -157,22 +157,22 @@ class TaskResult(_Record):
     @property
     def asked(self) -> list[str]:
         """The targets as text, in their order."""
-        return told_apart([one.target for one in self.targets])
+        return told_apart([target.target for target in self.targets])
 
     def print_targets(self, console: Terminal, heading: str) -> None:
         """Print a table, one row a target."""
         console.print(f"{heading} in {self.environment}")
         digits = 2 if self.goals else 1
         cells = []
-        for one, asked in zip(self.targets, self.asked, strict=True):
-            low, high = self.interval(one)
+        for target, asked in zip(self.targets, self.asked, strict=True):
+            low, high = self.interval(target)
             interval = "-" if low is None else f"{low:,.{digits}f} .. {high:,.{digits}f}"
             cells.append(
                 [
-                    *(asked, f"{one.mean_return:,.{digits}f}", interval),
-                    "-" if one.std is None else f"{one.std:,.{digits}f}",
-                    *(score_text(one.normalized_score), f"{one.length_mean:,.0f}"),
-                    str(one.episodes),
+                    *(asked, f"{target.mean_return:,.{digits}f}", interval),
+                    "-" if target.std is None else f"{target.std:,.{digits}f}",
+                    *(score_text(target.normalized_score), f"{target.length_mean:,.0f}"),
+                    str(target.episodes),
                 ]
             )
         first = ("task", "success") if self.goals else ("asked return", "achieved")
@@ -216,7 +216,7 @@ class EvaluationReport(Printed, TaskResult):
 
     @property
     def ranking(self) -> float | None:
-        """What evaluations are compared by: their return, of several tasks the mean score."""
+        """The number that ranks evaluations: their return, of several tasks the mean score."""
         return self.normalized_score if self.mean_return is None else self.mean_return
 
     def to_json(self) -> dict[str, Any]:
@@ -241,7 +241,7 @@ class EvaluationReport(Printed, TaskResult):
             console.print(f"\nmean score of {count}: {score_text(self.normalized_score)}")
 
     def summary(self) -> tuple[str, str]:
-        """Return what to say in a line: the best target in short, and all of it."""
+        """Return a line in short (the best target), and in full."""
         if self.error is not None:
             return "evaluation failed", f"evaluation failed: {self.error}"
         if self.named:

@@ -79,11 +79,11 @@ class Saver:
             self._shards = ShardWriter(self._world, folder)
 
     def path(self, step: int) -> Path:
-        """Return where the checkpoint of `step` is, or will be."""
+        """Return the path of the checkpoint of `step`, which may not be there yet."""
         return self._folder / checkpoint_name(step)
 
     def has(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is there or on its way."""
+        """Return true if the checkpoint of `step` is there or on its way."""
         return step == self._writing or self.path(step).is_dir()
 
     def save(self, *, seconds: float, keep: Keep) -> None:
@@ -109,7 +109,7 @@ class Saver:
         self.stalled_seconds += time.perf_counter() - began
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return what this rank writes, named by where it goes."""
+        """Return the tensors that this rank writes, by name in the checkpoint."""
         model, training = self._learner.model.state_dict(), self._learner.tensors()
         tensors = prefixed(MODEL_PREFIX, model) | prefixed(TRAINING_PREFIX, training)
         if self._shards is None:
@@ -268,7 +268,7 @@ def _snapshot(
 
 
 def _has_room(device: torch.device, tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether copies leave half of the memory that is free on `device`."""
+    """Return true if copies leave half of the memory that is free on `device`."""
     wanted = sum(t.numel() * t.element_size() for t in tensors.values() if t.is_cuda)
     free = torch.cuda.mem_get_info(device)[0]
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -294,8 +294,8 @@ def _fetch(copies: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]
             tensor = fetched[name] = copies.pop(name)
             if tensor.is_cuda:
                 host = fetched[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-                flat = (one.reshape(-1).view(torch.uint8) for one in (tensor, host))
-                pieces = (torch.split(one, STAGED_BYTES) for one in flat)
+                flat = (memory.reshape(-1).view(torch.uint8) for memory in (tensor, host))
+                pieces = (torch.split(row, STAGED_BYTES) for row in flat)
                 for source, place in zip(*pieces, strict=True):
                     staged[: len(source)].copy_(source, non_blocking=True)
                     stream.synchronize()

@@ -1,4 +1,4 @@
-"""What decides the bits of a run: random numbers of its ranks, CPU threads, kernels with one order.
+"""Sources of a run's bits: random numbers of its ranks, CPU threads, kernels with one order.
 
 Sums over several threads have other last bits than sums over one.  On a GPU torch picks kernels for
 speed; some add up in an order that differs from run to run, and libraries may time several and keep

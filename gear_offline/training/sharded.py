@@ -48,7 +48,7 @@ class ShardWriter:
         self._places: dict[str, dict[str, list[int]]] = {}  # stay as they are in a run
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what this rank writes of `tensors`: its shards; the first one what all have."""
+        """Return this rank's shards of `tensors`; the first rank's include what all have."""
         pieces: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             offsets, piece = [0] * tensor.ndim, tensor.detach()

@@ -30,14 +30,14 @@ from gear_offline.training.model import ModelSizes
 
 
 def stack_key(recipe: Recipe) -> str:
-    """Return what runs must have in common to be stacked: all but seed and optimiser."""
+    """Return the options that stacked runs share: all but seed and optimiser."""
     own = ("name", "description", "seed", "optimizer")
     shared = {key: value for key, value in recipe.to_dict().items() if key not in own}
     return json.dumps(shared, sort_keys=True)
 
 
 def why_not_stacked(recipe: Recipe, sizes: ModelSizes, *, learns: bool) -> str:
-    """Return why runs of a resolved recipe cannot be stacked, as a clause, or nothing if they can.
+    """Return the reason not to stack runs of a resolved recipe, as a clause, or an empty text.
 
     A stack is one pass of plain models.  `learns`: the selection does, from losses.
     """
@@ -83,7 +83,7 @@ class Stack:
 
     @property
     def will_capture(self) -> bool:
-        """Whether the next step is captured as a CUDA graph before it is replayed."""
+        """True if the next step is captured as a CUDA graph before it is replayed."""
         return self._is_captured and self._captured is None
 
     def advance(self) -> dict[Learner, GearError]:
@@ -108,7 +108,7 @@ class Stack:
     def _launch(self, staying: Sequence[Learner]) -> dict[Learner, GearError]:
         failed: dict[Learner, GearError] = {}
         self._batches |= {learner: learner.take() for learner in staying}
-        losses = self._gradients(join_batches([self._batches[one] for one in self.learners]))
+        losses = self._gradients(join_batches([self._batches[n] for n in self.learners]))
         for learner, loss in zip(self.learners, losses, strict=True):
             if learner in staying:
                 try:

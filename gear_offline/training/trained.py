@@ -49,14 +49,14 @@ class TrainedModel:
     run: Path | None = None  # directory of the run, or of a checkpoint that was copied out of it
 
     def policy(self, task: str | None = None, device: torch.device | str = "cpu") -> Policy:
-        """Return what acts in the task, or in the only one; the model is moved to `device`."""
+        """Return the policy of the task, or of the only one; the model is moved to `device`."""
         model, recipe, window = self.model, self.recipe, self.window
         if task is not None or tasks_of_config(model.config):
-            _, one = find_task(model, task)
-            model, own = single_task(model, one.name), set(Scales.model_fields)
-            window = window.model_copy(update={name: getattr(one, name) for name in own})
-            if one.name in (recipe.data.tasks or {}):
-                recipe = recipe.of_task(one.name)
+            _, entry = find_task(model, task)
+            model, own = single_task(model, entry.name), set(Scales.model_fields)
+            window = window.model_copy(update={name: getattr(entry, name) for name in own})
+            if entry.name in (recipe.data.tasks or {}):
+                recipe = recipe.of_task(entry.name)
         names = (self.facts.data, recipe.data.source, recipe.data.path)  # none of this machine's
         facts = {
             "environment": recipe.evaluate.environment,
@@ -82,7 +82,7 @@ def load_policy(
     revision: str | None = None,
     device: str = "auto",
 ) -> Policy:
-    """Return what acts: the policy of a run, which takes raw observations and asked returns.
+    """Load the policy of a run, which takes raw observations and asked returns.
 
     Parameters
     ----------
@@ -133,8 +133,8 @@ def load_policy(
     4
     """
     where = resolve_device(device)
-    given = run_or_folder if revision is None else f"{os.fspath(run_or_folder)}@{revision}"
-    trained = find_trained(given, checkpoint)
+    name = run_or_folder if revision is None else f"{os.fspath(run_or_folder)}@{revision}"
+    trained = find_trained(name, checkpoint)
     policy = trained.policy(task, where)
     policy.facts = policy.facts.model_copy(update={"achieved": _achieved(trained, task)})
     return policy
@@ -166,15 +166,15 @@ def find_trained(
 
 
 def _achieved(trained: TrainedModel, task: str | None) -> tuple[Achieved, ...]:
-    """Return what the newest evaluation of these weights in their run found."""
+    """Return the results of the newest evaluation of these weights in their run."""
     if trained.run is None:
         return trained.facts.achieved
     records: list[EvaluationReport | None] = []
     with suppress(InputError):  # nothing of it is needed to act
         records += read_lines(trained.run / "evaluations.jsonl", EvaluationReport)
         records += [read_document(trained.run / "evaluation.json", EvaluationReport)]
-    found = [one for one in records if one is not None and one.step == trained.facts.step]
-    targets = found[-1].named.get(task or "", found[-1]).targets if found else ()
+    reports = [r for r in records if r is not None and r.step == trained.facts.step]
+    targets = reports[-1].named.get(task or "", reports[-1]).targets if reports else ()
     keys = set(Achieved.model_fields)
     return tuple(Achieved(**target.model_dump(include=keys)) for target in targets)
 

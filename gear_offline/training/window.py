@@ -1,4 +1,4 @@
-"""What was measured since the last report: losses and gradient norms, and where the time went.
+"""Measurements since the last report: losses, gradient norms, and the uses of time.
 
 Shape legend: n steps since the last report.
 """
