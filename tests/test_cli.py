@@ -23,6 +23,7 @@ import typer
 
 import gear_offline.__main__ as command
 from gear_offline.cli import main as cli
+from gear_offline.cli.values import parse_options
 from gear_offline.config.files import recipe_paths
 from gear_offline.config.problems import dotted_fields
 from gear_offline.config.recipe import Recipe
@@ -508,3 +509,9 @@ def test_what_trains_and_is_stopped_ends_with_130(
     assert all(list((run / "checkpoints").glob("step-*")) for run in begun)
     error = capsys.readouterr().err
     assert said in error and "error" not in error
+
+
+@pytest.mark.parametrize("text", ["g=1.0,size=[3, 4]", "{g: 1.0, size: [3, 4]}"])
+def test_options_of_an_environment_are_read_as_a_recipe_has_them(text: str) -> None:
+    assert parse_options(text) == {"g": 1.0, "size": [3, 4]}
+    assert parse_options("{}") == parse_options("") == {}

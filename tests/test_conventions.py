@@ -229,6 +229,20 @@ def test_data_without_a_flag_of_terminations_are_said(tmp_path: Path, rule: str)
     assert any("no flag tells a termination" in text for text in dataset.manifest.source.warnings)
 
 
+@pytest.mark.parametrize("writer", [hdf5, npz])
+def test_starts_that_the_flags_do_not_tell_are_told(
+    tmp_path: Path, writer: Callable[..., Path]
+) -> None:
+    path = writer(tmp_path, STEPS | {"is_first": FIRST, "is_terminal": TERMINAL})
+    with one_error(
+        "SOURCE_LAYOUT", "first:is_first tells of 4 episodes, and is_terminal of 3"
+    ) as e:
+        go.convert(path, tmp_path / "d", quiet=True)
+    assert "--ends first:is_first" in e.value.remedy
+    dataset = converted(path, tmp_path / "d", ends="first:is_first")
+    assert dataset.episodes.lengths.tolist() == [*LENGTHS] and dataset.terminated.tolist() == ENDED
+
+
 def test_ids_of_text_are_told(tmp_path: Path) -> None:
     path = npz(tmp_path, STEPS | {"id": np.char.add("ep", EPISODE.astype(str))})
     with one_error("COLUMN", "id is .*, and ids:id asks for numbers"):

@@ -70,7 +70,9 @@ def parse_options(text: str) -> dict[str, Any]:
     """Return the values of ``"g=1.0,size=[3, 4]"`` by their names."""
     from gear_offline.config.strict_yaml import parse_yaml  # slow to load
 
-    pairs = re.sub(r"(^|,)\s*(\w+)\s*=", r"\1 \2: ", text)
+    inner = text.strip()
+    inner = inner[1:-1] if inner[:1] + inner[-1:] == "{}" else inner  # as in a recipe
+    pairs = re.sub(r"(^|,)\s*(\w+)\s*=", r"\1 \2: ", inner)
     return dict(parse_yaml(f"{{{pairs}}}", where=text))
 
 

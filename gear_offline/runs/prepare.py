@@ -175,8 +175,8 @@ def _check_collected(settings: CollectSettings, recorded: Any, what: str, path: 
 
 def _mismatch(what: str, path: Path, wanted: str, actual: str) -> InputError:
     again = f"rm -r {shlex.quote(str(path))}"
-    remedy = f"have it made again after `{again}`, give another data.path, or take it as it is: "
-    remedy += "data.source=null data.collect=null"
+    remedy = "take it as it is: data.source=null data.collect=null; or give another data.path, or "
+    remedy += f"have it made again after `{again}`"
     what = f"the {what} that is there was made of {actual}, the recipe says {wanted}"
     return InputError("DATA_MISMATCH", what, str(path), remedy)
 

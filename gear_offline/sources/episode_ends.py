@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache, reduce
 from itertools import pairwise
 from math import prod
@@ -132,7 +133,7 @@ def default_rule(flags: Collection[str], true: True_) -> tuple[str, str]:
         return f"{union}|{time}", f"{note}--rule {SPLIT} counts it as truncated"
     if terminal := proper or union:
         note = f"only {terminal} tells how episodes end: a time limit cannot be told from a "
-        return terminal, f"{note}termination; --rule '{SPLIT}|steps=N' splits them by length"
+        return terminal, f"{note}termination; --rule '{SPLIT}|steps=N' truncates those of N steps"
     return time, f"only {time} end episodes: none counts as terminated" if time else ""
 
 
@@ -332,6 +333,10 @@ def _untold(table: Mapping[str, Any], rows: int) -> dict[str, Int64Array]:
                 last = _bounds(kind, column, rows)
                 if last is not None and last.size in (size, size - 1) and last[-2:][0] >= size - 1:
                     marks[f"{kind}:{name}"] = last
+    for mark in filter(None, map(MARK.fullmatch, row_marks(table))):
+        if mark[1] == "first" and table[mark[2]].shape[0] == rows:
+            with suppress(InputError):  # no flag at all
+                marks[mark[0]] = _last_rows(mark, table[mark[2]], rows, "")
     return marks
 
 

@@ -126,7 +126,7 @@ def find_columns(
         if not leaves and column in required and not (asked.partial and rows):
             why = [f": it is {left_out[part]}" for part in parts if part in left_out]
             taken = [new for new, old in names.items() if column in split_names(old)]
-            why += [f": --rename took it as {new}" for new in taken]
+            why += [f": it is renamed to {new}" for new in taken]
             what = f"no dataset {names.get(column, column)!r}{''.join(why)}"
             remedy = f"needed: {', '.join(required)}; found: {some_names(arrays)}; other "
             remedy += f"names: --rename NAME={column}; other layouts: docs/how-to/convert.md"
