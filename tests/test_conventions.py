@@ -279,13 +279,18 @@ def test_a_flag_is_0_or_1(tmp_path: Path, writer: Callable[..., Path], values: l
 
 
 @pytest.mark.parametrize("writer", [hdf5, npz, *APART])
-def test_data_without_rewards(tmp_path: Path, writer: Callable[..., Path]) -> None:
+def test_data_without_rewards(
+    tmp_path: Path, writer: Callable[..., Path], capsys: Captured
+) -> None:
     columns = {n: v for n, v in STEPS.items() if n != "rewards"} | {"terminated": TERMINAL}
     columns |= {"truncated": LIMIT, "score": STEPS["rewards"]}
     path = writer(tmp_path, columns)
     made = go.convert(path, tmp_path / "d", quiet=True)
     assert made.episodes == 4 and np.isnan(go.open_dataset(tmp_path / "d").returns).all()
     assert sum("no rewards" in text for text in made.source.warnings) == 1
+    assert main(["inspect", str(tmp_path / "d")]) == 0
+    shown = capsys.readouterr().out
+    assert "none: there are no rewards" in shown and "NaN" not in shown
     with one_error("COLUMN", "the data have no rewards"):
         go.train("smoke", {"data.path": str(tmp_path / "d"), "evaluate.episodes": 0}, quiet=True)
     named = converted(path, tmp_path / "e", rename={"score": "rewards"})

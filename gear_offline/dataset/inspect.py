@@ -177,7 +177,9 @@ def _endings(document: Mapping[str, Any]) -> dict[str, str]:
     ends = [(name, document["endings"][key]) for key, name in names.items()]
     shares = [f"{name} {n:,} ({100 * n / document['episodes']:.1f} %)" for name, n in ends if n]
     rows = {"endings": ", ".join(shares)}
-    for what in ("return", "length"):
+    if all(column["name"] != "rewards" for column in document["columns"]):
+        rows["returns"] = "none: there are no rewards"
+    for what in ("return", "length") if "returns" not in rows else ("length",):
         spread = document[f"{what}s"]
         facts = [f"{name} {number_text(spread[name])}" for name in ("mean", "std", "min", "max")]
         counts = spread["histogram"]["counts"]
