@@ -230,17 +230,37 @@ def test_data_without_a_flag_of_terminations_are_said(tmp_path: Path, rule: str)
 
 
 @pytest.mark.parametrize("writer", [hdf5, npz])
-def test_starts_that_the_flags_do_not_tell_are_told(
-    tmp_path: Path, writer: Callable[..., Path]
+@pytest.mark.parametrize(
+    ("column", "rows", "mark"),
+    [
+        ("is_first", FIRST, "first:is_first"),
+        ("step_type", 1 - FIRST + EITHER, "last:step_type=2"),
+        ("episode_id", EPISODE, "ids:episode_id"),
+    ],
+)
+def test_episodes_that_the_flags_do_not_tell_are_told(
+    tmp_path: Path, writer: Callable[..., Path], column: str, rows: Any, mark: str
 ) -> None:
-    path = writer(tmp_path, STEPS | {"is_first": FIRST, "is_terminal": TERMINAL})
-    with one_error(
-        "SOURCE_LAYOUT", "first:is_first tells of 4 episodes, and is_terminal of 3"
-    ) as e:
+    path = writer(tmp_path, STEPS | {column: rows, "is_terminal": TERMINAL})
+    with one_error("SOURCE_LAYOUT", f"{mark} tells of 4 episodes, and is_terminal of 3") as caught:
         go.convert(path, tmp_path / "d", quiet=True)
-    assert "--ends first:is_first" in e.value.remedy
-    dataset = converted(path, tmp_path / "d", ends="first:is_first")
+    assert f"--ends {mark}" in caught.value.remedy
+    dataset = converted(path, tmp_path / "d", ends=mark)
     assert dataset.episodes.lengths.tolist() == [*LENGTHS] and dataset.terminated.tolist() == ENDED
+    kept = converted(path, tmp_path / "kept", rule="is_terminal")
+    assert kept.episodes.lengths.tolist() == [7, 13, 4]
+
+
+def test_the_value_of_a_flag_in_memory(tmp_path: Path) -> None:
+    arrays = STEPS | {"terminals": TERMINAL * np.uint8(255), "timeouts": LIMIT}
+    with one_error("SOURCE_LAYOUT", "is no flag: it holds") as caught:
+        go.from_arrays(arrays)
+    assert "--rule 'terminals=255|timeouts'" in caught.value.remedy
+    source = go.from_arrays(arrays, rule="terminals=255|timeouts")
+    assert source.episodes.lengths.tolist() == [*LENGTHS] and source.terminated.tolist() == ENDED
+    with one_error("SOURCE_LAYOUT", "is no flag: it holds") as caught:  # they take no rule
+        go.from_episodes([{name: rows[:7] for name, rows in arrays.items()}])
+    assert "--rule" not in caught.value.remedy
 
 
 def test_ids_of_text_are_told(tmp_path: Path) -> None:

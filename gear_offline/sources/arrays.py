@@ -222,8 +222,6 @@ def as_rows(value: Any, column: str, where: str) -> Array:
     if rows.dtype.kind not in "biufc":
         remedy = "give numbers or bools, the same shape at every step; leave text out"
         raise _in_column(f"dtype {rows.dtype} is neither numeric nor bool", where, remedy, column)
-    if column in FLAGS:
-        flag_values(np.atleast_1d(rows), column, where)
     return rows[:, 0] if column in SCALARS and rows.shape[1:] == (1,) else rows
 
 

@@ -175,7 +175,9 @@ def split_episodes(
     for name, tells in untold.items():
         if not np.isin(tells, last).all():
             what = f"{name} tells of {tells.size:,} episodes, and {rule} of {last.size:,} others"
-            remedy = f"give --ends {name}, or keep these by --rule '{rule}'"
+            remedy = (
+                f"give --ends {name}, in Python rule={name!r}; or keep these by --rule '{rule}'"
+            )
             raise misfit(what, where, remedy)
     lengths = np.diff(last, prepend=np.int64(-1))
     terminated = parsed.terminated(last, lengths, true)
@@ -196,7 +198,7 @@ def judge_ends(
     Of `flags`, columns as of `split_episodes`, the values at the last steps count.
     """
     last, (rule, values) = np.cumsum(lengths) - 1, _with_values(rule)
-    true = cache(lambda name: _true_rows(flags[name], name, where, values.get(name)))
+    true = cache(lambda name: _true_rows(flags[name], name, where, values.get(name), flags))
     if rule:
         return Rule.parse(rule, flags, where).terminated(last, lengths, true), []
     notes = _inside({name: true(name) for name in flags}, last)
@@ -245,7 +247,7 @@ def flag_values(
         others = [flag for flag in flags if MEANING[flag] != MEANING.get(name)]
         rule = "|".join([f"{name}={values[-1]:g}", *others])
         reads = f"--ends ids:{name}" if runs == values.size > 2 else f"--rule '{rule}'"
-        remedy = f"{reads} may read it"
+        remedy = f"{reads} may read it" if flags else remedy
     raise misfit(what, where, remedy)
 
 
@@ -334,8 +336,8 @@ def _untold(table: Mapping[str, Any], rows: int) -> dict[str, Int64Array]:
                 if last is not None and last.size in (size, size - 1) and last[-2:][0] >= size - 1:
                     marks[f"{kind}:{name}"] = last
     for mark in filter(None, map(MARK.fullmatch, row_marks(table))):
-        if mark[1] == "first" and table[mark[2]].shape[0] == rows:
-            with suppress(InputError):  # no flag at all
+        if table[mark[2]].shape[0] == rows:
+            with suppress(InputError):  # it is another column, of a usual name
                 marks[mark[0]] = _last_rows(mark, table[mark[2]], rows, "")
     return marks
 
