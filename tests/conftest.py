@@ -1,6 +1,7 @@
 """Settings of the whole suite, and fixtures of several files."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 
 # A busy machine is slow, not wrong; fixtures that examples share are made so that they may.
 allowed = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

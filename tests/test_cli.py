@@ -266,7 +266,6 @@ def test_ctrl_c_while_modules_load_is_no_traceback(tmp_path: Path) -> None:
         [*PROGRAM, "recipes", "ls"],
         **PIPES,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
     )
     assert process.stdout is not None and process.stdout.readline() == "loading\n"
     process.send_signal(signal.SIGINT)

@@ -206,7 +206,6 @@ def test_ctrl_c_while_a_compressed_file_is_read_stops(tmp_path: Path) -> None:
         "import os, signal, sys, threading\n"
         "from gear_offline.__main__ import main\n"
         "from gear_offline.convert import shards as job\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background
         "before, calls = job._read_rows, []\n"
         "def slow(*a):\n"
         "    calls.append(1)\n"

@@ -21,6 +21,7 @@ from gear_offline.evaluation.environments import (
     import_modules,
     known_of,
     probe,
+    say_left_out,
     say_version,
 )
 from gear_offline.models.policy import Policy
@@ -112,8 +113,10 @@ def act(
         raise InputError("ENVIRONMENT", what, str(path), "give --environment and --target")
     import_modules([environment] if environment else [], [name], run=path)
     how = json_options(environment_options)
-    if environment_options is None and name == recipe.evaluate.environment:
-        how = recipe.evaluate.environment_options or {}
+    if name == recipe.evaluate.environment:
+        known_options = recipe.evaluate.environment_options or {}
+        how = known_options if environment_options is None else how
+        say_left_out(how, known_options, quiet=quiet)
     probe(name, how)
     if (known := known_of(name, how)) is None:
         what, remedy = "only this process knows the environment", "register it with an entry point"

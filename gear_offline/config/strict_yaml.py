@@ -87,6 +87,8 @@ def _check_events(text: str) -> None:
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """A safe loader, which makes no objects: in C where libyaml is."""
+
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Any, Any]:
         assert isinstance(node, yaml.MappingNode)
         mapping: dict[Any, Any] = {}

@@ -320,10 +320,8 @@ def import_module_of(environment_id: str) -> None:
 
 
 def say_left_out(options: Options | None, known: Options | None, *, quiet: bool = False) -> None:
-    """Say which of the `known` options of an environment are not among those that are asked for."""
-    left = {
-        key: value for key, value in (known or {}).items() if key not in (options or known or {})
-    }
+    """Name the `known` options of an environment that other, given ones leave out."""
+    left = {key: value for key, value in (known or {}).items() if options and key not in options}
     if left:
         text = ", ".join(f"{key}={value}" for key, value in left.items())
         say(f"environment_options take the place of the data's, {text} among them", quiet=quiet)

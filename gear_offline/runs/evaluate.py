@@ -98,7 +98,8 @@ def evaluate(
     import_modules(typed, trained.recipe.environments, run=trained.run or run)
     how = None if environment_options is None else json_options(environment_options)
     tasks = _chosen_tasks(trained, environment, how, targets)
-    say_left_out(how, trained.recipe.evaluate.environment_options, quiet=quiet)
+    if environment in (None, trained.recipe.evaluate.environment):
+        say_left_out(how, trained.recipe.evaluate.environment_options, quiet=quiet)
     for index, task in enumerate(tasks):
         count = (task.episodes or EPISODES) if episodes is None else episodes
         tasks[index] = replace(task, episodes=count, seed=task.seed if seed is None else seed)

@@ -2,8 +2,8 @@
 
 A worker process plays each one that is due from beginning to end; on a GPU a thread of the training
 process does, or that process, which waits.  With the same device and number of threads the returns
-are the same.  Two processes would get a GPU by turns of milliseconds; two streams of
-one share it.  The weights are those of a checkpoint, which stays until its result is there; a run
+are the same.  Two processes would get a GPU by turns of milliseconds; two streams of one process
+share it.  The weights are those of a checkpoint, which stays until its result is there; a run
 that was killed meanwhile finds it again and plays it.  Results are recorded in the order of steps.
 When more are outstanding than allowed, the next one waits for room: leaving evaluations out would
 make the result of a run depend on its machine's speed.  One that fails is recorded as failed,

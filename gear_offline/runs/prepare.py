@@ -389,7 +389,8 @@ def _probe_environment(
     elif options and recipe.evaluate.environment_options is None:
         how = ", ".join(f"{key}={value}" for key, value in options.items())
         say(f"evaluation in {name} as the data say: {how}", quiet=quiet)
-    say_left_out(options, dataset.environment_options, quiet=quiet)
+    else:
+        say_left_out(options, dataset.environment_options, quiet=quiet)
     return facts, whole
 
 
