@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import torch
 
     from gear_offline.kernels.cuda_module import DeviceArrays
-    from gear_offline.kernels.priorities import DevicePriorities
 
 _MASK32 = np.uint64(0xFFFFFFFF)
 _SHIFT32 = np.uint64(32)
@@ -153,33 +152,6 @@ class GuidedSearch:
         return places
 
 
-# Ways to draw a segment that the GPU has, besides being told by the host.
-
-
-@dataclass(frozen=True, eq=False)
-class CumulativeWeights:
-    """An episode by its weight, then any start in it."""
-
-    search: GuidedSearch  # in the (E,) cumulative masses of the episodes, which end at 2^64
-
-
-@dataclass(frozen=True, eq=False)
-class KeyedPermutation:
-    """Every start once an epoch, in an order of the epoch's own."""
-
-    search: GuidedSearch  # in the (E,) ends of the episodes
-
-
-@dataclass(frozen=True, eq=False)
-class PriorityTree:
-    """A start by its mass."""
-
-    search: GuidedSearch  # in the (E,) ends of the episodes
-    on_device: Callable[[torch.device], DevicePriorities]  # moves the masses to a GPU, to stay
-
-
-Draw = CumulativeWeights | KeyedPermutation | PriorityTree
-
 # `Tree` and `Sampling` of cuda/tree.cuh and cuda/sample.cuh.
 MAX_LEVELS: Final = 12
 TREE = np.dtype([("level", np.uint64, (MAX_LEVELS,)), ("levels", np.int64)])
@@ -191,21 +163,25 @@ SAMPLING = np.dtype(
         ("tree", TREE),
     ]
 )
-HOST_DRAWN, WEIGHTS, PERMUTATION, PRIORITIES = range(4)
-_WAYS: Final[dict[type, int]] = {
-    CumulativeWeights: WEIGHTS,
-    KeyedPermutation: PERMUTATION,
-    PriorityTree: PRIORITIES,
-}
+HOST_DRAWN, WEIGHTS, PERMUTATION, PRIORITIES = range(4)  # ways to draw
 
 
-def describe_sampling(draw: Draw, offsets: Int64Array, *, arrays: DeviceArrays) -> Any:
-    """Return the `SAMPLING` row of a way to draw from episodes at (E + 1,) `offsets`."""
-    row, steps = np.zeros((), SAMPLING), int(offsets[-1])
-    row["way"], row["size"] = _WAYS[type(draw)], steps
-    row["bits"] = max((steps - 1).bit_length(), 2)
-    row["table"], row["guide"] = arrays.keep(draw.search.table), arrays.keep(draw.search.guide)
-    row["shift"], row["offsets"] = draw.search.shift, arrays.keep(offsets)
-    if isinstance(draw, PriorityTree):
-        row["tree"] = draw.on_device(arrays.device).tree
-    return row
+@dataclass(frozen=True, eq=False)
+class GpuDraw:
+    """The way in which a GPU draws segments."""
+
+    way: int
+    search: GuidedSearch  # in the (E,) cumulative masses of the episodes, or in their ends
+    offsets: Int64Array  # (E + 1,) of the episodes that are drawn from
+    tree: Callable[[torch.device], Any] | None = None  # moves PRIORITIES to a GPU, to stay
+
+    def describe(self, arrays: DeviceArrays) -> Any:
+        """Return the `SAMPLING` row; `arrays` keep what it points to."""
+        row, steps = np.zeros((), SAMPLING), int(self.offsets[-1])
+        row["way"], row["size"] = self.way, steps
+        row["bits"] = max((steps - 1).bit_length(), 2)
+        row["table"], row["guide"] = arrays.keep(self.search.table), arrays.keep(self.search.guide)
+        row["shift"], row["offsets"] = self.search.shift, arrays.keep(self.offsets)
+        if self.tree is not None:
+            row["tree"] = self.tree(arrays.device).tree
+        return row

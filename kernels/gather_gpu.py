@@ -23,12 +23,11 @@ from gear_offline.kernels.columns import GroupAddresses
 from gear_offline.kernels.cuda_module import DeviceArrays, Kernel, load
 from gear_offline.kernels.draws import (
     HOST_DRAWN,
+    PRIORITIES,
     SAMPLING,
-    CumulativeWeights,
-    Draw,
-    PriorityTree,
+    WEIGHTS,
+    GpuDraw,
     Segments,
-    describe_sampling,
 )
 from gear_offline.kernels.gather import Padding, Windows, real_steps, torch_dtype
 
@@ -74,8 +73,8 @@ class GpuGather:
     """Fills windows on a GPU.
 
     Windows are cut from episodes at `offsets` (E + 1,), B segments a step (`rank_batch`).  The GPU
-    draws by `draw` from episodes at `drawn_from` (all, or the first ones), with `seed`, B slots of
-    the global batch from `first_slot` on.  Without `draw` the host draws all segments.
+    draws by `draw`, from all episodes or the first ones, with `seed`, B slots of the global batch
+    from `first_slot` on.  Without `draw` the host draws all segments.
     `reads_host`: some rows lie in host memory.  `reason`: why the rows lie where they do.  `keep`
     owns the memory that addresses point to.
     """
@@ -89,8 +88,7 @@ class GpuGather:
         context_length: int,
         rank_batch: int,
         padding: Padding = "right",
-        draw: Draw | None = None,
-        drawn_from: Int64Array | None = None,
+        draw: GpuDraw | None = None,
         seed: int = 0,
         first_slot: int = 0,
         global_batch: int | None = None,
@@ -105,8 +103,9 @@ class GpuGather:
         self._keep = [keep]
         self._launches = dict[int, tuple[str, int, int]]()  # by segments
         self.kernels = dict[str, Kernel]()
-        self.draws, self.has_chances = draw is not None, isinstance(draw, PriorityTree)
-        self._source = FILL if draw is None or isinstance(draw, CumulativeWeights) else SAMPLE
+        way = HOST_DRAWN if draw is None else draw.way
+        self.draws, self.has_chances = draw is not None, way == PRIORITIES
+        self._source = FILL if way in (HOST_DRAWN, WEIGHTS) else SAMPLE
         self._load(FILL)
         if self._source == SAMPLE:
             self._load(SAMPLE)  # before masses move, which stay where they are
@@ -136,9 +135,7 @@ class GpuGather:
         }.items():
             self._job[name] = np.uint64(value)
         if draw is not None:
-            self._job["sampling"] = describe_sampling(
-                draw, offsets if drawn_from is None else drawn_from, arrays=self._arrays
-            )
+            self._job["sampling"] = draw.describe(self._arrays)
         self._row_sum = sum(group.row_bytes for group in self.groups)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._most_blocks = BLOCKS_PER_SM * processors

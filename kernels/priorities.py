@@ -1,6 +1,6 @@
 """Priorities in GPU memory: masses, their sums, and updates from losses.
 
-The reference is `sampling.prioritized`: masses, sums and draws are the same bits.  `update` waits
+The reference is `sampling.masses`: masses, sums and draws are the same bits.  `update` waits
 for nothing and can be captured; what returns numbers of Python or NumPy waits for the GPU.
 
 Shape legend: N steps (items), E episodes, B segments of a batch.
@@ -44,8 +44,8 @@ UPDATE = np.dtype(
 class DevicePriorities:
     """The masses of N items in GPU memory, 8.53 bytes each with their sums.
 
-    `offsets` (E + 1,) are those of the episodes, `mass_of_code` (CODES,) is that of `Prioritized`,
-    `first` the mass of every step.  `tree` is a `TREE` row whose addresses never change.
+    `offsets` (E + 1,) are those of the episodes, `mass_of_code` (CODES,) as of `sampling.masses`,
+    `first` is the mass of every step.  `tree` is a `TREE` row whose addresses never change.
     """
 
     def __init__(

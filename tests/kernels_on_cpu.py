@@ -97,7 +97,6 @@ def gpu_gather(
         offsets,
         device=torch.device(device),
         draw=None if selection is None else selection.gpu,
-        drawn_from=None if selection is None else selection.index.offsets,
         keep=rows,
         **options,
     )

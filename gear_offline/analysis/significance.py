@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from gear_offline.analysis.sampling import Data, Strategy
+from gear_offline.analysis.sampling import Candidate, Data
 from gear_offline.core.text import Document, count_text
 from gear_offline.core.types import Float64Array
 from gear_offline.sweep.results import Estimate, TrialResult, at_one_step, by_label, estimate
@@ -87,7 +87,7 @@ class Comparison(Document):
     batches: int
     data: Data
     machine: dict[str, Any]
-    strategies: tuple[Strategy, ...]  # the recipe's own one, the baseline, first
+    strategies: tuple[Candidate, ...]  # the recipe's own one, the baseline, first
     metric: str = "return"  # trained ones are compared by it, or by the normalized_score of tasks
     outcomes: tuple[Outcome, ...] = ()  # of trained ones
     verdict: str = ""  # the result in a sentence or two

@@ -25,7 +25,7 @@ from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup
 from gear_offline.kernels.draws import Segments
 from gear_offline.kernels.gather import CpuGather, Padding, Windows, real_steps
-from gear_offline.sampling.base import SegmentStream
+from gear_offline.sampling.draws import SegmentStream
 from gear_offline.tables.joint import TableData, parts_of, shards_of
 from gear_offline.tables.read_ahead import REFERENCE_BYTES, Needs, ReadAhead, ReadPlan
 from gear_offline.tables.table import GroupPlan, Table, TableOptions, build_table, plan_groups
