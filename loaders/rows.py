@@ -232,7 +232,7 @@ class RowOpener:
                 f"the CPU gathers batches {how}"
             )
         window = window_bytes(gather.table.groups, options.context_length)
-        steps = self._block_steps(window, gather.sizes.depth // 2, gather.sizes.output_bytes)
+        steps = self._block_steps(window, gather.sizes.taken, gather.sizes.output_bytes)
         return DiskRows(gather.table, LocalSegments(self.stream), steps, gather, self.device)
 
     def _block_steps(self, window: int, segments: int = 1 << 62, nbytes: int = 1 << 62) -> int:
