@@ -1,4 +1,4 @@
-"""Segments, random numbers, the search in tables, and the structures that describe draws to a GPU.
+"""Segments, random numbers, the search in tables, and the ways in which a GPU draws.
 
 Random numbers are those of Philox 4x64-10, as `numpy.random.Philox`: a pure function of their
 place.  Every use of a seed has a stream of its own: key = (seed, stream).  A step has `count`
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.random.bit_generator import ISeedSequence
@@ -28,7 +28,6 @@ from gear_offline.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-    from gear_offline.kernels.cuda_module import DeviceArrays
 
 _MASK32 = np.uint64(0xFFFFFFFF)
 _SHIFT32 = np.uint64(32)
@@ -152,18 +151,7 @@ class GuidedSearch:
         return places
 
 
-# `Tree` and `Sampling` of cuda/tree.cuh and cuda/sample.cuh.
-MAX_LEVELS: Final = 12
-TREE = np.dtype([("level", np.uint64, (MAX_LEVELS,)), ("levels", np.int64)])
-SAMPLING = np.dtype(
-    [
-        ("way", np.int64),
-        *((name, np.uint64) for name in ("table", "guide", "shift", "offsets")),
-        *((name, np.int64) for name in ("size", "bits")),
-        ("tree", TREE),
-    ]
-)
-HOST_DRAWN, WEIGHTS, PERMUTATION, PRIORITIES = range(4)  # ways to draw
+HOST_DRAWN, WEIGHTS, PERMUTATION, PRIORITIES = range(4)  # as `Way` of cuda/sample.cuh
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,14 +162,3 @@ class GpuDraw:
     search: GuidedSearch  # in the (E,) cumulative masses of the episodes, or in their ends
     offsets: Int64Array  # (E + 1,) of the episodes that are drawn from
     tree: Callable[[torch.device], Any] | None = None  # moves PRIORITIES to a GPU, to stay
-
-    def describe(self, arrays: DeviceArrays) -> Any:
-        """Return the `SAMPLING` row; `arrays` keep what it points to."""
-        row, steps = np.zeros((), SAMPLING), int(self.offsets[-1])
-        row["way"], row["size"] = self.way, steps
-        row["bits"] = max((steps - 1).bit_length(), 2)
-        row["table"], row["guide"] = arrays.keep(self.search.table), arrays.keep(self.search.guide)
-        row["shift"], row["offsets"] = self.search.shift, arrays.keep(self.offsets)
-        if self.tree is not None:
-            row["tree"] = self.tree(arrays.device).tree
-        return row

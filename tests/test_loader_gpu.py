@@ -122,6 +122,21 @@ def test_stacks_of_frames(images: Any, padding: Padding, tier: str, stack: int) 
     same(next(off), cpu.batch_at(0))
 
 
+@SIDES
+@TIERS
+def test_several_columns_of_observations(tmp_path: Path, padding: Padding, tier: str) -> None:
+    steps, generator = sum(LENGTHS), np.random.default_rng(0)
+    columns = image_columns(steps, (36, 40, 3))
+    columns["camera"] = columns.pop("observations")
+    columns["depth"] = generator.random((steps, 3, 24, 20))  # floats of 64 bits are cast
+    columns["state"] = generator.normal(3.0, 2.0, (steps, 4)).astype(np.float32)
+    data = make_dataset(tmp_path, LENGTHS, columns=columns)
+    names: dict[str, Any] = {"observations": ["camera", "state", "depth"], "frame_stack": 2}
+    gpu, cpu = loaders(data, tier, padding=padding, normalize_states=True, **names)
+    assert set(next(cpu.__copy__()).states) == {"camera", "state", "depth"}
+    check(gpu, cpu, blocks=3, captured=5)
+
+
 @pytest.mark.parametrize("tier", ["hbm", "host"])
 @pytest.mark.parametrize("weights", [None, (1.0, 5.0, 0.5)])
 @pytest.mark.parametrize("scheduled", [False, True])

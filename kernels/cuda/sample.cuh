@@ -10,7 +10,7 @@ namespace gear {
 enum Way { HOST_DRAWN = 0, WEIGHTS, PERMUTATION, PRIORITIES };
 enum { ROUNDS = 8 };
 
-// As kernels/draws.py.
+// The way to draw, and what it looks at.
 struct Sampling {
     i64 way;
     const u64* table;    // (E,) cumulative masses of the episodes (WEIGHTS), or their ends
