@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict
 from typing import Any, Literal, NoReturn, Self
 
 import torch
@@ -19,7 +18,14 @@ from torch.utils.data import get_worker_info
 
 from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.config.sections import GoalSettings, Mode, Placement, Road, Sharding
+from gear_offline.config.sections import (
+    GoalSettings,
+    LoaderSettings,
+    Mode,
+    Placement,
+    Road,
+    Sharding,
+)
 from gear_offline.core.closing import Closing
 from gear_offline.core.text import plain
 from gear_offline.core.types import Int64Array
@@ -43,7 +49,7 @@ from gear_offline.loaders.options import (
 from gear_offline.loaders.rows import MemoryRows, RowOpener, Rows
 from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
 from gear_offline.sampling import Sampler, check_range
-from gear_offline.sampling.base import SegmentStream
+from gear_offline.sampling.draws import SegmentStream
 from gear_offline.tables.fields import Window
 from gear_offline.tables.joint import JointDataset, TableData, data_digest, data_name, parts_of
 from gear_offline.tables.table import Table
@@ -53,6 +59,7 @@ IDENTITY = (  # options that the content of batches depends on
     *("batch_size", "context_length", "frame_stack", "padding"),
     *("gamma", "returns_scale", "normalize_states"),
 )
+LATER = ("observations",)  # ... too; states have them where they are not the default
 
 
 class GearLoader(Closing, Iterator[Batch]):
@@ -81,6 +88,9 @@ class GearLoader(Closing, Iterator[Batch]):
         Side on which windows that reach beyond their episode's end are filled up with zeros.
     gamma, returns_scale, normalize_states, extra_columns
         As `gear_offline.tables.table.TableOptions`.
+    observations
+        Columns that make up a state, frames and vectors; of several ``batch.states`` is a mapping
+        of their names.  Vectors are normalised, frames are not.
     frame_stack
         S, frames that make up a state, for images; the dataset holds single frames.  Stack `s` of
         step `t` is the frame of step ``t - (S - 1) + s`` of the episode, zeros before its first.
@@ -160,6 +170,7 @@ class GearLoader(Closing, Iterator[Batch]):
         returns_scale: float = 1.0,
         normalize_states: bool = False,
         extra_columns: Sequence[str] = (),
+        observations: Sequence[str] = ("observations",),
         frame_stack: int = 1,
         goals: Mapping[str, Any] | GoalSettings | None = None,
         start_step: int = 0,
@@ -301,7 +312,8 @@ class GearLoader(Closing, Iterator[Batch]):
         shared: dict[str, Any] = {name: getattr(options, name) for name in names}
         if isinstance(self.dataset, JointDataset):
             return Window(**shared)
-        return Window.of(self.dataset, normalize_states=options.normalize_states, **shared)
+        shared |= {name: getattr(options, name) for name in ("normalize_states", "observations")}
+        return Window.of(self.dataset, **shared)
 
     @property
     def step(self) -> int:
@@ -450,14 +462,18 @@ class GearLoader(Closing, Iterator[Batch]):
 
     def _identity(self) -> dict[str, Any]:
         """Return the options on which, besides the step, the content of batches depends."""
-        updates = {}
+        updates = {
+            name: plain(getattr(self._options, name))
+            for name in LATER
+            if getattr(self._options, name) != LoaderSettings.model_fields[name].default
+        }
         if self.loss_sampler is not None:  # its own state is loaded first
             updates["selection_updates"] = self.loss_sampler.updates
         return updates | {
             "seed": self.seed,
             "selection": {
                 "name": self.selection.name,
-                "options": plain(asdict(self.selection.options)),
+                "options": plain(self.selection.options),
             },
             **{name: getattr(self._options, name) for name in IDENTITY},
             "goals": self._options.goals and self._options.goals.model_dump(),

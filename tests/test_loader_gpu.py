@@ -16,11 +16,10 @@ from gear_offline.loaders import static_batch
 from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling import (
-    Facts,
+    CumulativeWeights,
     Sampler,
     Schedule,
     TaskPart,
-    WeightedEpisodes,
     make_sampler,
     mix_tasks,
 )
@@ -121,6 +120,21 @@ def test_stacks_of_frames(images: Any, padding: Padding, tier: str, stack: int) 
     off = GearLoader(images, batch_size=33, context_length=8, seed=2**63 + 5, padding=padding,
                      frame_stack=stack, device="cuda", engine="off")  # fmt: skip
     same(next(off), cpu.batch_at(0))
+
+
+@SIDES
+@TIERS
+def test_several_columns_of_observations(tmp_path: Path, padding: Padding, tier: str) -> None:
+    steps, generator = sum(LENGTHS), np.random.default_rng(0)
+    columns = image_columns(steps, (36, 40, 3))
+    columns["camera"] = columns.pop("observations")
+    columns["depth"] = generator.random((steps, 3, 24, 20))  # floats of 64 bits are cast
+    columns["state"] = generator.normal(3.0, 2.0, (steps, 4)).astype(np.float32)
+    data = make_dataset(tmp_path, LENGTHS, columns=columns)
+    names: dict[str, Any] = {"observations": ["camera", "state", "depth"], "frame_stack": 2}
+    gpu, cpu = loaders(data, tier, padding=padding, normalize_states=True, **names)
+    assert set(next(cpu.__copy__()).states) == {"camera", "state", "depth"}
+    check(gpu, cpu, blocks=3, captured=5)
 
 
 @pytest.mark.parametrize("tier", ["hbm", "host"])
@@ -294,11 +308,7 @@ def test_beyond_2_to_the_24_and_over_twelve_orders_of_magnitude() -> None:
     weights[count // 2 :] = 1e-12
     weights[-3:] = [1e7, 0.0, 0.0]
 
-    class Given(WeightedEpisodes):
-        def weights(self, facts: Facts) -> Any:
-            return weights
-
-    sampler = Given(Facts(episodes=EpisodeIndex(np.ones(count, np.int64))))
+    sampler = CumulativeWeights(EpisodeIndex(np.ones(count, np.int64)), weights)
     names = draws_alone(sampler, 100_000, seed=11).draw_and_gather(0, 1).segments
     expected = sampler.sample(11, 0, 1, 100_000).episodes
     assert np.array_equal(names[..., 0].cpu().numpy(), expected)

@@ -6,7 +6,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,16 +18,17 @@ from hypothesis import strategies as st
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.sampling import (
+    Facts,
+    HostFunction,
     Sampler,
     Schedule,
     Segments,
     TaskPart,
-    WeightedEpisodes,
-    base,
     make_sampler,
     mix_tasks,
     parse_options,
-    register,
+    registry,
+    strategy,
     strategy_names,
 )
 from tests.sampling_support import CASES, CONTEXT, IDS, MIXED, Key, exact_law, facts, keys, p_value
@@ -77,7 +77,7 @@ def test_a_step_alone_is_that_row_of_a_block(
     assert whole.probability.dtype == np.float64
     assert same(sampler.sample(seed, first_step, cut, count), whole[:cut])
     assert same(sampler.sample(seed, first_step + cut, 6 - cut, count), whole[cut:])
-    again = make(name, json.loads(json.dumps(asdict(sampler.options))), lengths)
+    again = make(name, json.loads(json.dumps(sampler.options)), lengths)
     assert same(again.sample(np.uint64(seed), np.int64(first_step), 6, np.int64(count)), whole)  # type: ignore[arg-type]
     table = np.array(lengths)
     assert (whole.episodes >= 0).all() and (whole.episodes < len(lengths)).all()
@@ -335,35 +335,52 @@ def test_numbers_out_of_range(name: str, change: dict[str, Any]) -> None:
     assert failing_code(lambda: sampler.sample(**asked)) == "SELECTION"
 
 
-def test_a_subclass_that_draws_otherwise_says_nothing_of_its_parents() -> None:
-    class Own(WeightedEpisodes):
-        def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
-            return make("fifo", {}, LENGTHS).sample(seed, first_step, steps, count)
+@pytest.fixture
+def forget_own() -> Iterator[None]:
+    yield
+    registry._STRATEGIES.pop("own", None)
 
-        def weights(self, facts: Any) -> Any:
-            return np.ones(6)
 
-    own = Own(facts(LENGTHS))
-    assert own.gpu is None and own.episode_weight is None
-    assert own.density(own.sample(0, 0, 1, 2)) is None
-    part = TaskPart(name="own", sampler=own)
+@pytest.mark.usefixtures("forget_own")
+def test_a_function_of_ones_own_draws_on_the_host() -> None:
+    @strategy("own")
+    def last(facts: Facts, back: int = 0) -> HostFunction:
+        """The start so many steps before the end of episode B - 1 - b."""
+
+        def sample(seed: int, first_step: int, steps: int, count: int) -> Segments:
+            episodes = np.tile(np.arange(count)[::-1], (steps, 1))
+            starts = facts.episodes.lengths[episodes] - 1 - back
+            return Segments(episodes=episodes, starts=starts, probability=np.ones(starts.shape))
+
+        return HostFunction(facts.episodes, sample)
+
+    sampler = make("own", {}, LENGTHS)
+    assert sampler.sample(0, 0, 2, 3).starts.tolist() == [[1, 6, 0]] * 2
+    assert (sampler.name, sampler.options, sampler.gpu) == ("own", {"back": 0}, None)
+    few = make_sampler("own", facts(LENGTHS), kept=np.arange(6) % 2 == 1)
+    assert few.sample(0, 0, 1, 3).episodes.tolist() == [[5, 3, 1]]
+    with one_error("SELECTION", "back: Input should be a whole number"):
+        make("own", {"back": 1.5}, LENGTHS)
+    with one_error("SELECTION", "own cannot be a part: the density"):
+        make("mixture", {"parts": [{"strategy": "own", "weight": 1}]}, LENGTHS)
+    part = TaskPart(name="own", sampler=sampler)
     assert failing_code(lambda: mix_tasks([part, part])) == "SELECTION"
 
 
+@pytest.mark.usefixtures("forget_own")
+@pytest.mark.parametrize("weights", [[1.0, 2.0], 1.0, None])
+def test_weights_of_ones_own_are_one_an_episode(weights: Any) -> None:
+    strategy("own")(lambda facts: weights)
+    with one_error("SELECTION", "6 weights are needed"):
+        make("own", {}, LENGTHS)
+
+
 OWN = """
-from dataclasses import dataclass
-from gear_offline.sampling import WeightedEpisodes, register
+from gear_offline.sampling import strategy
 
-@dataclass(frozen=True)
-class Options:
-    power: float = 1.0
-
-@register("mine")
-class Mine(WeightedEpisodes):
-    Options = Options
-
-    def weights(self, facts):
-        return self.index.lengths**self.options.power
+@strategy("mine")
+def mine(facts, power: float = 1.0):
+    return facts.episodes.lengths**power
 
 if __name__ == "__main__":
     raise SystemExit("a worker must not start the program again")
@@ -372,11 +389,11 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, kind in list(base._SAMPLERS.items()):
-        if not kind.__module__.startswith("gear_offline."):  # another test's
-            monkeypatch.delitem(base._SAMPLERS, name)
+    for name, kind in list(registry._STRATEGIES.items()):
+        if not kind.draw.__module__.startswith("gear_offline."):  # another test's
+            monkeypatch.delitem(registry._STRATEGIES, name)
     yield
-    base._SAMPLERS.pop("mine", None)
+    registry._STRATEGIES.pop("mine", None)
     sys.modules.pop("sampler_of_mine", None)
 
 
@@ -385,7 +402,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_strategies_of_ones_own_are_known_in_other_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    assert base.own_strategies() == []
+    assert registry.own_strategies() == []
     file = tmp_path / "sampler_of_mine.py"
     file.write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -397,15 +414,15 @@ def test_strategies_of_ones_own_are_known_in_other_processes(
             main.__file__ = str(file)
         monkeypatch.setitem(sys.modules, "__main__", main)
         exec(OWN.split("if __name__")[0], main.__dict__)
-    origins = base.own_strategies()
+    origins = registry.own_strategies()
     expected = {"file": [str(file)], "nowhere": []}
     assert origins == expected.get(way, ["sampler_of_mine"])
-    base._SAMPLERS.pop("mine")
+    registry._STRATEGIES.pop("mine")
     sys.modules.pop("sampler_of_mine", None)
-    base.register_own(origins)
+    registry.register_own(origins)
     if way != "nowhere":
         sampler = make_sampler("mine", facts([1, 3]), power=2.0)
         assert sampler.episode_weight is not None and sampler.name == "mine"
         np.testing.assert_allclose(sampler.episode_weight, [0.1, 0.9])
         with pytest.raises(ValueError, match="already registered"):
-            register("mine")(type(sampler))
+            strategy("mine")(lambda facts: [1, 2])

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.kernels.short_attention import HEAD_SIZES, MOST_TOKENS
+from gear_offline.models.encoders import InputColumn
 from gear_offline.planning.hardware import Cluster
 from gear_offline.training.cost import (
     CONTEXT_BYTES,
@@ -119,11 +120,11 @@ def model_size(recipe: Recipe, sizes: ModelSizes) -> tuple[int, float]:
         model = recipe_model(recipe, sizes)
     encoding = 0.0
     if model.frame_encoder is not None:
-        stack = (recipe.loader.frame_stack,) if recipe.loader.frame_stack > 1 else ()
         encoder = model.frame_encoder.to_empty(device="cpu")
-        frames = torch.zeros(1, 1, *stack, *sizes.frame_shape, dtype=torch.uint8)
+        columns = InputColumn.of_config(model.config)
+        states = {c.name: torch.zeros(1, 1, *[c.stack] * (c.stack > 1), *c.shape) for c in columns}
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            encoder(frames)
+            encoder(states if sizes.observations else states[""])
         encoding = float(counter.get_total_flops())
     return sum(p.numel() for p in model.parameters()), encoding
 

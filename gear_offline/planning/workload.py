@@ -24,7 +24,6 @@ from gear_offline.distributed.sharding import shard_weights
 from gear_offline.errors import InputError
 from gear_offline.loaders.from_recipe import open_data, recipe_sampler
 from gear_offline.runs.checks import check_selection
-from gear_offline.sampling import Prioritized
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.table import TableOptions, plan_groups
 from gear_offline.training.model import ModelSizes, data_sizes
@@ -75,7 +74,7 @@ def make_workload(
         source: TableData = cast(Dataset, _describe(columns))
         text = f"{columns}, episodes of {LENGTH:,} steps, as described"
         strategies = [part["strategy"] for part in recipe.selection.options.get("parts", ())]
-        learns = Prioritized.name in (recipe.selection.strategy, *strategies)
+        learns = "prioritized" in (recipe.selection.strategy, *strategies)
         shares = weights = np.ones(1)
     else:
         try:
@@ -101,6 +100,7 @@ def make_workload(
     if data_bytes is not None:
         text = f"{text}, taken for {data_bytes:,} bytes in memory"
     scale = 1.0 if data_bytes is None else data_bytes / here
+    choices = DISCRETE_ACTIONS if described else None
     # a dataset taken for a larger one has its shards several times, each of about SHARD_BYTES
     times = max(min(int(here * scale // SHARD_BYTES), MOST_SHARDS) // len(shares), 1)
     return Workload(
@@ -112,7 +112,7 @@ def make_workload(
         row_bytes=rows,
         window_bytes=window,
         reads=len(groups),
-        sizes=data_sizes(source, choices=DISCRETE_ACTIONS if described else None),
+        sizes=data_sizes(source, loader.observations, choices=choices),
         longest=int(source.episodes.lengths.max()),
         learns=learns,
     )

@@ -27,7 +27,7 @@ from gear_offline.evaluation.environments import Known, known_of
 from gear_offline.loaders.from_recipe import loader_options
 from gear_offline.progress import Progress
 from gear_offline.runs.loop import TrainingInterrupted, train_run
-from gear_offline.sampling.base import own_strategies, register_own
+from gear_offline.sampling.registry import own_strategies, register_own
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables.joint import TableData

@@ -74,6 +74,8 @@ class TableOptions:
         Further columns, kept in their source dtype bit for bit.
     frame_stack
         Frames that make up a state; the column holds single ones.
+    observations
+        Columns that make up a state.
     """
 
     context_length: int
@@ -82,6 +84,7 @@ class TableOptions:
     normalize_states: bool = False
     extra_columns: Sequence[str] = ()
     frame_stack: int = 1
+    observations: tuple[str, ...] = (STATES,)
 
     @classmethod
     def of(cls, loader: Mapping[str, Any]) -> Self:
@@ -181,6 +184,9 @@ def plan_groups(
     """Return the column groups of a table, in their order; with `apart` each column is one."""
     joint, normalize_states = isinstance(source, JointDataset), options.normalize_states
     if isinstance(source, JointDataset):
+        if options.observations != (STATES,):
+            what = f"several datasets share the column {STATES}, got {[*options.observations]}"
+            raise InputError("LOADER_OPTION", what, remedy="leave observations out")
         for part in source.tasks:
             standard_fields(part.dataset, normalize_states=normalize_states)
     # Tasks have moments of their own, which their rows are normalised with when they are filled in.
@@ -188,16 +194,17 @@ def plan_groups(
         source,  # type: ignore[arg-type]  # without normalisation no statistics are asked for
         normalize_states=normalize_states and not joint,
         frame_stack=options.frame_stack,
+        observations=options.observations,
     )
     returns = Field(name="returns_to_go", dtype=np.dtype(np.float32), shape=(1,))
     fields = standard | ({None: returns} if REWARDS in standard else {})
     extra_columns = options.extra_columns
-    taken = [STATES, ACTIONS, REWARDS, *extra_columns]
+    taken = [*options.observations, ACTIONS, REWARDS, *extra_columns]
     if len(set(taken)) != len(taken):
         raise InputError(
             "COLUMN",
             f"extra columns {list(extra_columns)} repeat a column or a standard field",
-            remedy="name each further column once; observations, actions, rewards are there anyway",
+            remedy=f"name each further column once; {', '.join(standard)} are there anyway",
         )
     packed = {
         column: f
@@ -346,7 +353,11 @@ def _fill(
 ) -> None:
     """Read all shards, by threads of which each writes to rows or groups of its own."""
     fields = {
-        part.name: standard_fields(part.dataset, normalize_states=options.normalize_states)
+        part.name: standard_fields(
+            part.dataset,
+            normalize_states=options.normalize_states,
+            observations=options.observations,
+        )
         for part in {job.part.name: job.part for job in jobs}.values()
     }
 

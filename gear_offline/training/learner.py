@@ -393,12 +393,15 @@ def _check_learns(recipe: Recipe, strategy: str) -> None:
 
 def _normalized_by(dataset: Dataset, window: Window) -> Dataset:
     """Return the dataset as if the moments of a window were those of its observations."""
-    if window.state_mean is None:
+    if not any(column.state_mean for column in window.columns):
         return dataset
-    own = dataset.statistics["observations"]
-    moments = {"mean": window.state_mean, "std": window.state_std}
-    update = {name: np.array(values).reshape(own.mean.shape) for name, values in moments.items()}
-    statistics = {**dataset.manifest.statistics, "observations": own.model_copy(update=update)}
+    statistics = dict(dataset.manifest.statistics)
+    for column in window.columns:
+        if column.state_mean is not None and column.state_std is not None:
+            own = statistics[column.name]
+            moments = {"mean": column.state_mean, "std": column.state_std}
+            update = {name: np.array(v).reshape(own.mean.shape) for name, v in moments.items()}
+            statistics[column.name] = own.model_copy(update=update)
     return replace(dataset, manifest=dataset.manifest.replaced(statistics=statistics), frozen=True)
 
 

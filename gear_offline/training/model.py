@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from gear_offline.models.decision_transformer import (
     trainable_parameters,
 )
 from gear_offline.models.eight_bit import MULTIPLE
+from gear_offline.models.encoders import InputColumn
 from gear_offline.models.multitask import ModelTask
 from gear_offline.tables.fields import STATES, is_image
 from gear_offline.tables.joint import TableData, data_name, parts_of
@@ -35,12 +37,16 @@ class ModelSizes:
     action_dim: int  # numbers in an action, or the number of discrete actions
     discrete: bool
     frame_shape: tuple[int, ...] = ()  # of an observation that is one: (h, w) or (h, w, colours)
+    frame_dtype: Literal["uint8", "float32"] = "uint8"
+    observations: tuple[InputColumn, ...] = ()  # of several columns; those above: of one
     tasks: tuple[ModelTask, ...] = ()  # of a recipe of several
 
 
-def data_sizes(source: TableData, *, choices: int | None = None) -> ModelSizes:
+def data_sizes(
+    source: TableData, observations: Sequence[str] = (STATES,), *, choices: int | None = None
+) -> ModelSizes:
     """Return the sizes that columns show; of discrete actions, by default, those that occur."""
-    states, actions = source.spec[STATES], source.spec["actions"]
+    columns, actions = [source.spec[name] for name in observations], source.spec["actions"]
     discrete, width = actions.dtype.kind in "iub", prod(actions.shape)
     if discrete and choices is None:
         statistics = [part.dataset.statistics["actions"] for part in parts_of(source)]
@@ -51,23 +57,31 @@ def data_sizes(source: TableData, *, choices: int | None = None) -> ModelSizes:
             what += "the numbers of one discrete choice"
             remedy = "store one number from 0 a step, or store continuous actions as float32"
             raise InputError("COLUMN", what, where=data_name(source), remedy=remedy)
-    return ModelSizes(
-        state_dim=prod(states.shape),
-        action_dim=choices if discrete and choices else width,
-        discrete=discrete,
-        frame_shape=states.shape if is_image(states) else (),
-    )
+    inputs = list[InputColumn]()
+    for column in columns:
+        inputs.append(InputColumn(name=column.name, shape=(prod(column.shape),)))
+        if is_image(column):
+            kind: Any = "uint8" if column.dtype == np.uint8 else "float32"
+            inputs[-1] = InputColumn(name=column.name, shape=column.shape, frames=kind)
+    whole = choices if discrete and choices else width
+    return _sizes(inputs, action_dim=whole, discrete=discrete)
 
 
 def sizes_of(model: DecisionTransformer) -> ModelSizes:
     """Return the sizes of a model of one task."""
-    frame_shape = tuple(getattr(model.config, "frame_shape", None) or ())
-    return ModelSizes(
-        state_dim=prod(frame_shape) if frame_shape else model.config.state_dim,
-        action_dim=model.config.act_dim,
-        discrete=bool(model.discrete),
-        frame_shape=frame_shape,
-    )
+    facts = {"action_dim": model.config.act_dim, "discrete": bool(model.discrete)}
+    return _sizes(InputColumn.of_config(model.config), **facts)
+
+
+def _sizes(columns: Sequence[InputColumn], **facts: Any) -> ModelSizes:
+    facts["state_dim"] = sum(column.size for column in columns)
+    if len(columns) > 1:
+        plain = {"stack": 1, "encoder": "none"}  # the data do not say these
+        several = tuple(column.model_copy(update=plain) for column in columns)
+        return ModelSizes(observations=several, **facts)
+    if columns[0].frames:
+        facts |= {"frame_shape": columns[0].shape, "frame_dtype": columns[0].frames}
+    return ModelSizes(**facts)
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ def why_not_stacked(recipe: Recipe, sizes: ModelSizes, *, learns: bool) -> str:
         "their selection learns from losses": learns,
         "the model has several tasks": sizes.tasks,
         "actions are discrete": sizes.discrete,
+        "observations are several columns": sizes.observations,
         "frames have an encoder": sizes.frame_shape and recipe.model.encoder != "none",
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
