@@ -63,7 +63,8 @@ def batches_of(
         num_workers_per_iterator=workers,
     )
     batched = dataset.map(lambda sample: sample.data).batch(BATCH_SIZE).prefetch(4)
-    return batched.as_numpy_iterator()
+    batches: Iterator[dict[str, Any]] = batched.as_numpy_iterator()
+    return batches
 
 
 def seconds(batches: Iterator[dict[str, Any]]) -> float:

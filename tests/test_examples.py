@@ -246,7 +246,7 @@ if __name__ == "__main__":  # a rank of two
 
 
 def test_asking_for_the_best_return_of_a_game_of_luck_is_wrong(tmp_path: Path) -> None:
-    """By Bayes' rule: returns of 5 and -15 come of action 0 alone, -6 of action 1, 1 of 2 mostly."""
+    """By Bayes' rule: 5 and -15 come of action 0 alone, -6 of action 1, 1 of action 2 mostly."""
     pays = {5.0: {5.0, -15.0}, -15.0: {5.0, -15.0}, -6.0: {1.0, -6.0}, 1.0: {1.0}}
     name, source, data = "examples.gambling:Gambling-v0", tmp_path / "luck.hdf5", tmp_path / "luck"
     go.collect(name, source, steps=2000, quiet=True)
