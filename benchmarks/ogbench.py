@@ -130,13 +130,20 @@ def measure(
             words = dict(word.split("=", 1) for word in options)
             folder = out.with_suffix("") / name / model.replace(" ", "").replace(",", "-")
             result = go.sweep("paper", changes | words, seeds=seeds, out=folder)
-            shares = [go.Run(trial.path).last.mean_return for trial in result.trials]
+            shares = [played(trial.path) for trial in result.trials]
             row = {"set": name, "model": model, "digest": digest, "success": shares}
             row |= {"mean": float(np.mean(shares)), "interval": interval(shares)}
             rows.append(row)
             write_file(out, json.dumps(document, indent=1).encode())
             print({key: row[key] for key in ("set", "model", "mean", "interval")}, flush=True)
     return document
+
+
+def played(path: Path) -> float:
+    """Return the share of successes of a run's last evaluation."""
+    if (last := go.Run(path).last) is None:
+        raise SystemExit(f"{path} has no evaluation: see its log, and start the same command again")
+    return last.mean_return
 
 
 def interval(shares: list[float]) -> list[float]:

@@ -112,7 +112,7 @@ def test_feedback_without_the_host(kernels: Any, table: Table) -> None:
         for step in range(40):
             batches.begin()
             drawn = reference.sample(9, step, 1, BATCH)[0]
-            assert bits(batches._fill.windows) == bits(gather.gather(drawn))
+            assert bits(batches._fills[0].windows) == bits(gather.gather(drawn))
             expected = reference.importance(drawn.probability, step=step).astype(np.float32)
             np.testing.assert_array_max_ulp(feedback.importance().numpy(), expected, maxulp=1)
             losses = batches.batch.rewards[:, 0, 0].abs() * 10
