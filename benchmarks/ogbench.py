@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
+import yaml
 from scipy import stats
 
 import gear_offline as go
@@ -76,7 +77,7 @@ def make(name: str, sdist: Path, cache: Path) -> Path:
             job.result()
     files = [np.load(part) for part in parts]
     columns = {key: np.concatenate([file[key] for file in files]) for key in files[0].files}
-    np.savez(joined := cache / f"{name}.whole.npz", **columns)
+    np.savez(joined := cache / f"{name}.whole.npz", allow_pickle=False, **columns)
     joined.rename(path)
     for part in parts:
         part.unlink()
@@ -123,15 +124,15 @@ def measure(
         if not data.exists():
             go.convert(source, data)
         digest = xxhash.xxh3_128_hexdigest(source.read_bytes())
-        place = {"data.path": data, "data.source": source}
+        place: dict[str, Any] = {"data.path": data, "data.source": source}
         place["evaluate.environment"] = f"ogbench:{name.rsplit('-', 1)[0]}-v0"
         for model in models:
             changes = COMMON | MODELS[model] | place
-            words = dict(word.split("=", 1) for word in options)
+            words = {k: yaml.safe_load(v) for k, v in (word.split("=", 1) for word in options)}
             folder = out.with_suffix("") / name / model.replace(" ", "").replace(",", "-")
             result = go.sweep("paper", changes | words, seeds=seeds, out=folder)
             shares = [played(trial.path) for trial in result.trials]
-            row = {"set": name, "model": model, "digest": digest, "success": shares}
+            row: dict[str, Any] = {"set": name, "model": model, "digest": digest, "success": shares}
             row |= {"mean": float(np.mean(shares)), "interval": interval(shares)}
             rows.append(row)
             write_file(out, json.dumps(document, indent=1).encode())
@@ -141,7 +142,8 @@ def measure(
 
 def played(path: Path) -> float:
     """Return the share of successes of a run's last evaluation."""
-    if (last := go.Run(path).last) is None:
+    last = go.Run(path).last
+    if last is None or last.mean_return is None:
         raise SystemExit(f"{path} has no evaluation: see its log, and start the same command again")
     return last.mean_return
 
