@@ -203,8 +203,12 @@ def convert(
         if isinstance(source, Source):
             source = frames_turned(with_columns(source, names))
         else:
-            opened = open_source(source, rule=rule, names=names, partial=map is not None)
-            source = stack.enter_context(opened)
+            how: dict[str, Any] = {"rule": rule, "partial": map is not None}
+            opened = stack.enter_context(open_source(source, names=names, **how))
+            if hidden := _hidden(opened, columns):  # frames are decoded where they are asked for
+                names |= dict(zip(hidden, hidden, strict=True))
+                opened = stack.enter_context(open_source(source, names=names, **how))
+            source = opened
         if source.info.format != "gear":  # of which it was said when they were made
             late = late_rows(_names(source)) if shift is None else []
             source.warn(*_looks_wrong(source), *late)
@@ -297,6 +301,7 @@ def changed_files(source: str, dataset: Dataset) -> Iterator[str]:
     names = {name for name, _ in sizes}
     kinds = {Path(name).suffix for name in names}
     files = [place] if place.is_file() else sorted(place.rglob("*"))
+    there = {(file.name, file.stat().st_size) for file in files}  # of one name may be several
     for name in sorted(names - {file.name for file in files}) if place.is_dir() else ():
         yield f"{name} is gone"
     for file in files:
@@ -308,7 +313,8 @@ def changed_files(source: str, dataset: Dataset) -> Iterator[str]:
             if is_newer:
                 yield f"{file.name} is new"
         elif (file.name, status.st_size) not in sizes:
-            yield f"{file.name} has {status.st_size:,} bytes now"
+            if any(name == file.name for name, _ in sizes - there):
+                yield f"{file.name} has {status.st_size:,} bytes now"
         elif is_newer and (now := digest_file(InputFile.find(file), Event())) not in recorded:
             yield f"{file.name} has another content now (xxh3-128:{now.digest})"
 
@@ -400,6 +406,14 @@ def _split_names(
         what = f"{', '.join(columns or map('='.join, pairs))} gives a name twice, or none"
         raise InputError("USAGE", what, remedy="write it like observations=obs,actions=act")
     return None if columns is None else [name.strip() for name, _, _ in parted], names
+
+
+def _hidden(source: Source, columns: Sequence[str] | None) -> list[str]:
+    """Return chosen columns that a source leaves out, or has put side by side with others."""
+    facts = source.info.attributes
+    parts = [part for of in facts.get("columns_from", {}).values() for part in split_names(of)]
+    there = {*parts, *facts.get("left_out", ())}
+    return [name for name in columns or () if name not in source.spec and name in there]
 
 
 def _edited(

@@ -6,9 +6,10 @@ Shape legend: N steps of a table, E episodes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from math import prod
 from typing import Any
 
@@ -23,12 +24,39 @@ _COLUMN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*(/[A-Za-z0-9_][A-Za-z0-9
 MAX_DIMENSIONS = 8
 MAX_STEP_BYTES = 64 << 20  # one step of one column; larger is a damaged or hostile shape
 MOST_CHANNELS = 16  # of a frame
+# what LeRobot's datasets call the observations that its environments call so
+LEROBOT = {"agent_pos": "state", "pixels": "image"}
 
 
 def channels_last(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return a frame's shape with few channels last: (3, 84, 84) is (84, 84, 3)."""
     is_first = len(shape) == 3 and shape[0] <= MOST_CHANNELS and 2 * shape[0] < min(shape[1:])
     return (*shape[1:], shape[0]) if is_first else shape
+
+
+def match_columns(columns: Iterable[str], names: Iterable[str]) -> dict[str, str]:
+    """Return the one of `names` that each column is: the same, or with the same last parts.
+
+    ``observation.images.top`` is ``pixels/top``, ``observation.state`` LeRobot's ``agent_pos``.
+    A column that none or several fit, or one that fits another too, is left out.
+    """
+
+    def alike(column: str, name: str) -> int:
+        """Count the equal last parts, twice; one that is equal for LeRobot once."""
+        if name == column:
+            return 1 << 30
+        pairs = zip(*(re.split(r"[/.]", text)[::-1] for text in (column, name)), strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        last, own = (re.split(r"[/.]", text)[-1] for text in (column, name))
+        return 2 * same or int(LEROBOT.get(own) == last)
+
+    found, names = dict[str, str](), [*names]
+    for column in columns:
+        scores = [alike(column, name) for name in names]
+        if (best := max(scores, default=0)) and scores.count(best) == 1:
+            found[column] = names[scores.index(best)]
+    taken = [*found.values()]
+    return {column: name for column, name in found.items() if taken.count(name) == 1}
 
 
 def is_column_name(name: str) -> bool:

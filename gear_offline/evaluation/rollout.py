@@ -46,7 +46,8 @@ class ActingPolicy(Protocol):
 
     `indices` (m,) are their slots, None: all.  A new episode is asked for the returns `targets`
     (m,), or for the states (m, S) that are its goals.  Actions, (m, A) floating or (m,) integers,
-    are for `observations` (m, S), or frames (m, h, w); then their `rewards` (m,) are told.
+    are for `observations` (m, S), or frames (m, h, w), or records (m,) of what a Dict space has;
+    then their `rewards` (m,) are told.
     """
 
     def reset(self, indices: Int64Array, targets: Float64Array) -> None: ...
@@ -141,8 +142,9 @@ class Environments(Closing):
 
 
 def _record(facts: EnvironmentFacts, goals: bool) -> np.dtype[Any]:
-    # Frames stay bytes; all else is float64, as most simulators give it.
-    seen = facts.observation_dtype if facts.frames else np.dtype(np.float64)
+    # Frames stay bytes; all else is float64, as most simulators give it.  Records are as they are.
+    is_kept = facts.frames or facts.observation_dtype.fields
+    seen = facts.observation_dtype if is_kept else np.dtype(np.float64)
     action: Any = np.int64 if facts.discrete else (facts.action_dtype, facts.low.size)
     return np.dtype(
         [

@@ -379,7 +379,8 @@ def _probe_environment(
         facts = probe(name, options)  # refuses to import a module that only a file names
         if sizes.discrete and facts.discrete:  # some actions may never occur in the data
             whole = replace(sizes, action_dim=max(sizes.action_dim, facts.action_size))
-        check_sizes(facts, whole, whose="the data", otherwise=", or set evaluate.episodes=0")
+        observed, otherwise = recipe.loader.observations, ", or set evaluate.episodes=0"
+        check_sizes(facts, whole, observed, whose="the data", otherwise=otherwise, quiet=quiet)
     except (InputError, UnavailableError) as error:
         if plays and (asked or facts):
             raise

@@ -23,7 +23,7 @@ from gear_offline.core.interruption import StopRequest
 from gear_offline.core.text import first_line, typed
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import GearError, InputError, is_out_of_memory
-from gear_offline.evaluation.environments import Known, known_of
+from gear_offline.evaluation.environments import Known
 from gear_offline.loaders.from_recipe import loader_options
 from gear_offline.progress import Progress
 from gear_offline.runs.loop import TrainingInterrupted, train_run
@@ -48,6 +48,7 @@ class Job:
     parallel: int  # trials at a time
     threads: int | None  # of a trial in a process of its own
     exact: bool  # stack none on a GPU: each run has the bits that it has alone
+    known: tuple[Known, ...] = ()  # what other processes have to learn of environments
     datasets: Mapping[str, TableData]  # by `Recipe.data_key`, opened and checked
     progress: Progress  # of all trials together
     steps: dict[str, int]  # done, by trial, also of complete ones
@@ -86,8 +87,6 @@ def train_in_pool(job: Job, pool: Pool, handles: str = "{}", patience: float = 0
     After Ctrl-C or SIGTERM every trial saves a checkpoint, then ``INTERRUPTED`` is raised.
     """
     context = handles, tuple(own_strategies()), patience
-    names = dict.fromkeys(name for trial in job.trials for name in trial.recipe.environments)
-    known = tuple(filter(None, map(known_of, names)))  # modules that the user has named
     waiting, running = deque(job.trials), dict[int, Trial]()
     interrupted = False
     with StopRequest() as stop:
@@ -95,7 +94,7 @@ def train_in_pool(job: Job, pool: Pool, handles: str = "{}", patience: float = 0
             while waiting and pool.has_room and not interrupted:
                 trial = waiting.popleft()
                 path = job.folder / trial.name
-                number = pool.submit(f"{__name__}:train_trial", trial.recipe, path, known, *context)
+                number = pool.submit(f"{__name__}:train_trial", trial.recipe, path, job.known, *context)
                 running[number] = trial
             if stop.signal_name is not None and not interrupted:
                 interrupted = True
