@@ -46,13 +46,12 @@ from gear_offline.loaders.options import (
     find_world,
     no_engine,
 )
-from gear_offline.loaders.rows import MemoryRows, RowOpener, Rows
+from gear_offline.loaders.rows import RowOpener, Rows
 from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
 from gear_offline.sampling import Sampler, check_range
 from gear_offline.sampling.draws import SegmentStream
 from gear_offline.tables.fields import Window
 from gear_offline.tables.joint import JointDataset, TableData, data_digest, data_name, parts_of
-from gear_offline.tables.table import Table
 
 STATE_FORMAT = 1
 IDENTITY = (  # options that the content of batches depends on
@@ -66,7 +65,8 @@ class GearLoader(Closing, Iterator[Batch]):
     """Batches of segments of a dataset, without end.
 
     The batch of a step depends on the dataset, the seed, the step and the options here.  It does
-    not depend on the device, earlier steps or the number of steps prepared at a time.
+    not depend on the device, earlier steps or the number of steps prepared at a time.  Loaders of a
+    process that cut the same rows from the same data share them in memory.
 
     Parameters
     ----------
@@ -120,9 +120,6 @@ class GearLoader(Closing, Iterator[Batch]):
         The ranks that share each batch equally, in the order of its slots.  The processes of a node
         hold the table in host memory once.  ``"auto"``: those of torch's process group if there is
         one; the first says who they are.  None: this process alone.
-    table
-        In place of reading the dataset: `table` of another loader with the same options, or what
-        `gear_offline.tables.table.build_table` made.
 
     Attributes
     ----------
@@ -181,7 +178,6 @@ class GearLoader(Closing, Iterator[Batch]):
         sharding: Sharding = "auto",
         exchange: Road = "auto",
         world: World | Literal["auto"] | None = "auto",
-        table: Table | None = None,
     ) -> None:
         arguments = dict(locals())
         self._given = {name: arguments[name] for name in LoaderOptions.model_fields}
@@ -213,7 +209,7 @@ class GearLoader(Closing, Iterator[Batch]):
                 raise bad_option("goals", goals, what)
             self._goals = GoalSampler(options.goals, stream, self.context_length)
         opener = RowOpener(dataset, stream, self.world, self.device, options, self._goals)
-        self.rows: Rows = opener.open(table)
+        self.rows: Rows = opener.open()
         self._task_bounds = _task_bounds(dataset, self.device)
         self._ready: list[Batch] = []  # the next batches, last one first
 
@@ -237,7 +233,7 @@ class GearLoader(Closing, Iterator[Batch]):
         dataset
             In place of the data that the recipe names, which must be there: training makes them.
         options
-            Options that a recipe lacks, as for `GearLoader`: `world`, `extra_columns`, `table`,
+            Options that a recipe lacks, as for `GearLoader`: `world`, `extra_columns`,
             `start_step`, or `device` in place of ``train.device``.
 
         Raises
@@ -275,7 +271,6 @@ class GearLoader(Closing, Iterator[Batch]):
         selection = self.selection
         if self.loss_sampler is not None:  # it goes on learning by itself
             selection = deepcopy(selection)
-        in_memory = isinstance(self.rows, MemoryRows) and self.table.owned_bytes
         return type(self)(
             self.dataset,
             **self._given,
@@ -284,7 +279,6 @@ class GearLoader(Closing, Iterator[Batch]):
             device=self.device,
             start_step=self._step,
             world=self.world,
-            table=self.table if in_memory else None,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -294,11 +288,6 @@ class GearLoader(Closing, Iterator[Batch]):
     def engine(self) -> GpuGather | None:
         """The GPU that gathers; None where the CPU does."""
         return self.rows.gather if isinstance(self.rows.gather, GpuGather) else None
-
-    @property
-    def table(self) -> Table:
-        """The rows in host memory, for other loaders of the same options; of a disk, its slots."""
-        return self.rows.table
 
     @property
     def window(self) -> Window:

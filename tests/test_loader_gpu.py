@@ -1,5 +1,6 @@
 """The loader on a GPU: the bits of the CPU's batches, for every sampler, tier, side and task."""
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from gear_offline.sampling import (
     make_sampler,
     mix_tasks,
 )
+from gear_offline.tables.shared import is_known
+from gear_offline.tables.table import TableOptions
 from tests.gpu_support import NEEDS_CUPY, ON_GPU, capture, same, take
 from tests.image_support import image_columns
 from tests.one_process import open_ranks
@@ -54,7 +57,7 @@ def loaders(dataset: Any, tier: str = "auto", **options: Any) -> tuple[GearLoade
     """Return the loader under test, whose rows are in that tier, and one on the CPU."""
     options = {"batch_size": 33, "context_length": 8, "seed": 2**63 + 5, **options}
     cpu = GearLoader(dataset, device="cpu", **options)
-    half = cpu.table.row_bytes * dataset.episodes.steps // 2
+    half = cpu.rows.memory.row_bytes * dataset.episodes.steps // 2
     where: dict[str, Any] = {"hbm_budget": half} if tier == "both" else {"placement": tier}
     return GearLoader(dataset, device="cuda", engine="on", **where, **options), cpu
 
@@ -227,12 +230,17 @@ def test_without_an_engine_batches_are_copied_and_a_static_one_is_refused(datase
     same(next(off), next(gpu))
 
 
-def test_rows_that_the_gpu_holds_are_given_back(dataset: Any) -> None:
-    """The host's table was kept for life."""
-    gpu, cpu = loaders(dataset, "hbm")
-    assert gpu.table.owned_bytes == 0 < cpu.table.owned_bytes
-    both, _ = loaders(dataset, "both")
-    assert both.table.owned_bytes == cpu.table.owned_bytes
+def test_rows_that_the_gpu_holds_are_given_back(tmp_path: Path) -> None:
+    """The host has none of them, and a second loader reads no data and takes no GPU memory."""
+    own = make_dataset(tmp_path, LENGTHS)
+    options: dict[str, Any] = {"batch_size": 33, "context_length": 8, "device": "cuda"}
+    options["placement"] = "hbm"
+    first: Any = GearLoader(own, **options)
+    gc.collect()
+    assert not is_known(own, TableOptions(context_length=8))
+    assert all(len(each.group.rows) == 0 for each in first.rows.memory.groups)
+    second = GearLoader(own, **options, seed=3)
+    assert second.rows.memory is first.rows.memory
 
 
 def test_threads_that_have_not_used_the_gpu_before(dataset: Any) -> None:

@@ -24,13 +24,13 @@ from gear_offline.core.system import torch_alone
 from gear_offline.distributed.world import current
 from gear_offline.errors import GearError
 from gear_offline.loaders.from_recipe import recipe_sampler
+from gear_offline.loaders.rows import MemoryRows
 from gear_offline.runs.directory import RunDirectory
 from gear_offline.runs.loop import LiveRun, Shared, TrainingInterrupted, begin_run, run_settings
 from gear_offline.runs.prepare import resolve, settle
 from gear_offline.runs.run import Run
 from gear_offline.sweep.jobs import Job, run_errors
 from gear_offline.sweep.trials import Trial
-from gear_offline.tables.shared import SharedTables
 from gear_offline.training.learner import Learner
 from gear_offline.training.stack import Stack, stack_key, why_not_stacked
 
@@ -90,8 +90,9 @@ class _Scheduler:
 
     def __init__(self, job: Job, stop: StopRequest) -> None:
         self._job, self._stop = job, stop
-        self._shared = Shared(stop=stop, tables=SharedTables(), runs=job.parallel)
+        self._shared = Shared(stop=stop, runs=job.parallel)
         self._groups: list[_Group] = []
+        self._kept = dict[int, Any]()  # tables that all trials read, also those to come
 
     def train(self, waiting: deque[list[Trial]]) -> None:
         """Train the trials that wait, a list a stack; what an interrupted run has done is saved."""
@@ -137,6 +138,9 @@ class _Scheduler:
             except GearError as error:
                 self._job.end(trial, error)
             else:
+                rows = member.run.learner.loader.rows
+                if isinstance(rows, MemoryRows):
+                    self._kept[id(rows.memory)] = rows.memory
                 members = at_step.setdefault(member.run.learner.step, [])
                 members.append(member)
                 if len(members) == 1:

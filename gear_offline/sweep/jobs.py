@@ -6,7 +6,6 @@ What ends one of several runs is its own error, so that the others go on.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from gear_offline.sampling.registry import own_strategies, register_own
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables.joint import TableData
-from gear_offline.tables.shared import SharedTables
+from gear_offline.tables.shared import PublishedTables, attach_tables
 from gear_offline.workers import LOST, Caller, Pool, WorkerPool
 
 POLL_SECONDS = 0.2
@@ -72,13 +71,13 @@ class Job:
 
 def train_in_processes(job: Job) -> None:
     """Train each trial in a worker process."""
-    shared = SharedTables(publish=True)
+    shared = PublishedTables()
     for trial in job.trials:  # a trial whose table does not fit there reads one of its own
         with suppress(GearError):
             dataset = job.datasets[trial.recipe.data_key]
-            shared.table(dataset, loader_options(trial.recipe, dataset))
+            shared.add(dataset, loader_options(trial.recipe, dataset))
     with WorkerPool(job.parallel, threads=job.threads) as pool:
-        train_in_pool(job, pool, json.dumps(shared.handles()))
+        train_in_pool(job, pool, shared.handles())
 
 
 def train_in_pool(job: Job, pool: Pool, handles: str = "{}", patience: float = 0) -> None:
@@ -124,13 +123,14 @@ def train_trial(
     patience: float,
 ) -> None:
     """Train one trial in a worker."""
-    tables, end = _attached(handles, strategies), time.monotonic() + patience
+    end = time.monotonic() + patience
+    _prepare(handles, strategies)
     for environment in known:
         environment.learn()
     with run_errors(path.name, path, resolve_device(recipe.train.device)):
         while True:
             try:
-                train_run(recipe, out=path, resume=True, quiet=True, tables=tables)
+                train_run(recipe, out=path, resume=True, quiet=True)
                 return
             except InputError as error:
                 if error.code != "RUN_LOCKED" or time.monotonic() > end:
@@ -139,10 +139,10 @@ def train_trial(
 
 
 @cache
-def _attached(handles: str, strategies: tuple[str, ...]) -> SharedTables:
-    """Return the tables that all trials of this worker read; know the caller's strategies."""
+def _prepare(handles: str, strategies: tuple[str, ...]) -> None:
+    """Take over the caller's tables and strategies, once a worker."""
     register_own(strategies)
-    return SharedTables(json.loads(handles))
+    attach_tables(handles)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Self
 
@@ -40,7 +40,6 @@ from gear_offline.tables.joint import (
     JointDataset,
     Part,
     TableData,
-    data_digest,
     parts_of,
     shards_of,
 )
@@ -109,20 +108,7 @@ class Table:
     episodes: EpisodeIndex  # over the N steps
     groups: tuple[ColumnGroup, ...]  # each field is in exactly one
     margin: int  # rows of zeros in front and behind; windows up to this long can be cut
-    # What `place_table` made of the rows, by device and options; loaders of one table share it.
-    placed: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
-    # The same of this table before it grew, until it is placed itself: its first episodes.
-    outgrown: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
-    made_of: tuple[TableData, TableOptions] | None = None  # None: of windows, as from disk
-
-    def is_of(self, source: TableData, options: TableOptions) -> bool:
-        """Return true if it was made of these data, with these options."""
-        if self.made_of is None:
-            return False
-        data, own = self.made_of
-        own = replace(own, extra_columns=tuple(own.extra_columns))
-        same = own == replace(options, extra_columns=tuple(options.extra_columns))
-        return same and (data is source or data_digest(data) == data_digest(source))
+    grown_from: str = ""  # the key of this table before it grew: its first episodes
 
     @property
     def owned_bytes(self) -> int:
@@ -150,11 +136,6 @@ class Table:
         rows = np.zeros(len(local), np.int64)
         rows[local] = own
         return rows
-
-    def without_rows(self) -> Table:
-        """Return the table without its memory, for rows that a GPU holds."""
-        groups = (replace(g, rows=np.empty((0, g.width), g.dtype)) for g in self.groups)
-        return replace(self, groups=tuple(groups))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +278,7 @@ def build_table(
         )
         for plan in plans
     )
-    table = Table(episodes=index, groups=groups, margin=margin, made_of=(source, options))
+    table = Table(episodes=index, groups=groups, margin=margin)
     if fill:
         pairs = list(zip(plans, groups, strict=True))
         threads = max(1, threads or min(MAX_THREADS, usable_cores()))

@@ -29,7 +29,7 @@ from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling.items import Items
 from gear_offline.tables.fields import Window
 from gear_offline.tables.joint import TableData
-from gear_offline.tables.shared import GrowingTable, SharedTables
+from gear_offline.tables.shared import GrowingTable
 from gear_offline.training.cost import Meter, is_compiled
 from gear_offline.training.gradients import GradientPass
 from gear_offline.training.graph import CapturedStep, RunPart, start_compilers, why_not_captured
@@ -50,8 +50,8 @@ class Learner:
     so does dropout afterwards.
 
     `recipe` is resolved (`gear_offline.runs.prepare.resolve`).  Each rank of `world` has a learner;
-    they call `advance`, `report` and `tensors` together.  Several runs
-    of one process may share `tables`.  `growing` is where a `dataset` comes from that grows.
+    they call `advance`, `report` and `tensors` together.  `growing` is where a `dataset` comes from
+    that grows.
     """
 
     def __init__(
@@ -62,7 +62,6 @@ class Learner:
         device: torch.device,
         *,
         world: World | None = None,
-        tables: SharedTables | None = None,
         growing: GrowingDataset | None = None,
     ) -> None:
         self.recipe, self.device = recipe, device
@@ -74,7 +73,7 @@ class Learner:
         self.model, self.working, self.parallel = built.model, built.working, built.parallel
         self.precision, self.precision_reason = built.autocast, built.remark
         self.growing, self._table, self._items = growing, GrowingTable(), Items(recipe)
-        self.loader = self._open_loader(dataset, tables=tables)
+        self.loader = self._open_loader(dataset)
         self._batches = iter(self.loader)
         sharded = self.parallel.sharded
         self.graph_reason = why_not_captured(recipe, device, world, self.loader, sharded=sharded)
@@ -97,9 +96,7 @@ class Learner:
         self.step = 0
         self.window = ReportWindow(recipe.train.log_every, device)
 
-    def _open_loader(
-        self, dataset: TableData, *, step: int = 0, tables: SharedTables | None = None
-    ) -> GearLoader:
+    def _open_loader(self, dataset: TableData, *, step: int = 0) -> GearLoader:
         recipe, table = self.recipe, None
         sampler = recipe_sampler(recipe, dataset, items=self._items, step=step)
         if sampler.loss_sampler is not None:
@@ -107,20 +104,19 @@ class Learner:
         if self._start is not None:  # normalised by what it goes on from
             assert isinstance(dataset, Dataset), "a start is of one task"
             dataset = _normalized_by(dataset, self._start)
-        elif tables is not None:
-            table = tables.table(dataset, loader_options(recipe, dataset))
         if self.growing is not None and self.world.size == 1:
             assert isinstance(dataset, Dataset), "data of several tasks do not grow"
-            table = self._table.table(dataset, loader_options(recipe, dataset))
-        return GearLoader.from_recipe(
+            table = self._table.grow(dataset, loader_options(recipe, dataset))
+        loader = GearLoader.from_recipe(
             recipe,
             dataset=dataset,
             selection=sampler,
-            table=table,
             start_step=step,
             device=self.device,
             world=self.world,
         )
+        del table  # the loader has got it
+        return loader
 
     @cached_property
     def _gradients(self) -> GradientPass:
