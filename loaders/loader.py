@@ -18,14 +18,7 @@ from torch.utils.data import get_worker_info
 
 from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.config.sections import (
-    GoalSettings,
-    LoaderSettings,
-    Mode,
-    Placement,
-    Road,
-    Sharding,
-)
+from gear_offline.config.sections import GoalSettings, Mode, Placement, Road, Sharding
 from gear_offline.core.closing import Closing
 from gear_offline.core.text import plain
 from gear_offline.core.types import Int64Array
@@ -50,7 +43,7 @@ from gear_offline.loaders.rows import RowOpener, Rows
 from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
 from gear_offline.sampling import Sampler, check_range
 from gear_offline.sampling.draws import SegmentStream
-from gear_offline.tables.fields import Window
+from gear_offline.tables.fields import STATES, Window
 from gear_offline.tables.joint import JointDataset, TableData, data_digest, data_name, parts_of
 
 STATE_FORMAT = 1
@@ -58,7 +51,6 @@ IDENTITY = (  # options that the content of batches depends on
     *("batch_size", "context_length", "frame_stack", "padding"),
     *("gamma", "returns_scale", "normalize_states"),
 )
-LATER = ("observations",)  # ... too; states have them where they are not the default
 
 
 class GearLoader(Closing, Iterator[Batch]):
@@ -167,7 +159,7 @@ class GearLoader(Closing, Iterator[Batch]):
         returns_scale: float = 1.0,
         normalize_states: bool = False,
         extra_columns: Sequence[str] = (),
-        observations: Sequence[str] = ("observations",),
+        observations: Sequence[str] = (STATES,),
         frame_stack: int = 1,
         goals: Mapping[str, Any] | GoalSettings | None = None,
         start_step: int = 0,
@@ -319,11 +311,11 @@ class GearLoader(Closing, Iterator[Batch]):
         if get_worker_info() is not None:
             raise _one_process("a GearLoader does not run in worker processes of a DataLoader")
         if self.world.size > 1 and _is_dispatched():
-            raise InputError(
-                "LOADER_OPTION",
-                "accelerate reads the loader of the first rank alone, and that has its share only",
-                remedy="iterate over the loader itself; leave it out of accelerator.prepare(...)",
+            what = (
+                "accelerate reads the loader of the first rank alone, and that has its share only"
             )
+            remedy = "iterate over the loader itself; leave it out of accelerator.prepare(...)"
+            raise InputError("LOADER_OPTION", what, remedy=remedy)
         return self
 
     def __next__(self) -> Batch:
@@ -451,11 +443,9 @@ class GearLoader(Closing, Iterator[Batch]):
 
     def _identity(self) -> dict[str, Any]:
         """Return the options on which, besides the step, the content of batches depends."""
-        updates = {
-            name: plain(getattr(self._options, name))
-            for name in LATER
-            if getattr(self._options, name) != LoaderSettings.model_fields[name].default
-        }
+        updates, observed = dict[str, Any](), list(self._options.observations)
+        if observed != [STATES]:  # as before there were others
+            updates["observations"] = observed
         if self.loss_sampler is not None:  # its own state is loaded first
             updates["selection_updates"] = self.loss_sampler.updates
         return updates | {
@@ -502,21 +492,16 @@ def _check_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> int:
         state = {}
     step = state.get("step")
     if state.get("format") != STATE_FORMAT or type(step) is not int or not 0 <= step < 1 << 63:
-        raise InputError(
-            "LOADER_STATE",
-            f"not a loader state of format {STATE_FORMAT}",
-            remedy="pass what GearLoader.state_dict() returned",
-        )
+        what = f"not a loader state of format {STATE_FORMAT}"
+        raise InputError("LOADER_STATE", what, remedy="pass what GearLoader.state_dict() returned")
     differ = [
         f"{key} is {value!r} here and {state.get(key)!r} in the state"
         for key, value in identity.items()
         if plain(state.get(key)) != value
     ]
     if differ:
-        raise InputError(
-            "LOADER_STATE",
-            f"the state belongs to another stream of batches: {'; '.join(differ)}",
-            remedy="build the loader with the saved options, and load what its loss_sampler had "
-            "learned first; or start without the state",
-        )
+        what = f"the state belongs to another stream of batches: {'; '.join(differ)}"
+        remedy = "build the loader with the saved options, and load what its loss_sampler had "
+        remedy += "learned first; or start without the state"
+        raise InputError("LOADER_STATE", what, remedy=remedy)
     return step

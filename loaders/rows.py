@@ -198,11 +198,9 @@ class RowOpener:
         engine = self.device.type == "cuda" and options.engine == "on"
         if unfit or engine or self.goals is not None:
             what = f"strategy {sampler.name!r}" if unfit else "engine='on'" if engine else "goals"
-            raise InputError(
-                "LOADER_OPTION",
-                f"rows that stay on disk, {reason}, do not serve {what}",
-                remedy="use placement='host' or more memory, or another option",
-            )
+            what = f"rows that stay on disk, {reason}, do not serve {what}"
+            remedy = "use placement='host' or more memory, or another option"
+            raise InputError("LOADER_OPTION", what, remedy=remedy)
         return reason
 
     def _open_disk(self, reason: str) -> DiskRows:

@@ -162,10 +162,7 @@ class Policy:
 
     @property
     def statistics(self) -> tuple[Float64Array, Float64Array] | None:
-        """(S,) float64 mean and scale: ``(state - mean) / scale`` is seen; None: raw states.
-
-        Of several columns those of each are `window.columns`.
-        """
+        """(S,) float64 mean and scale: ``(state - mean) / scale`` is seen; None: raw states."""
         return self.window.columns[0].moments
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
@@ -322,11 +319,9 @@ class Policy:
                 noise = torch.from_numpy(drawn).to(self.device)
             # Early in the episodes windows are short: leave out what nobody has filled yet.
             filled = min(int(steps.max()) + 1, self.context_length)
-            now, *states = (
-                torch.from_numpy(part).to(self.device) for part in (numbers, *seen.values())
-            )
-            named = dict(zip(seen, states, strict=True))
-            actions = np.asarray(self._step(now, named, filled, noise).cpu().numpy())
+            now = torch.from_numpy(numbers).to(self.device)
+            states = {name: torch.from_numpy(rows).to(self.device) for name, rows in seen.items()}
+            actions = np.asarray(self._step(now, states, filled, noise).cpu().numpy())
         self._done[chosen] = actions.reshape(len(chosen), -1)
         self._waiting[chosen] = True
         self._steps[chosen] += 1
@@ -361,8 +356,7 @@ class Policy:
         for name, state in seen.items():
             if name in self._frames:
                 stacks = self._frames[name][rows].roll(-1, dims=1)
-                # zeros come first
-                stacks = stacks * (steps > 0).view(-1, *[1] * (stacks.ndim - 1))
+                stacks = stacks * (steps > 0).view(-1, *[1] * (stacks.ndim - 1))  # zeros come first
                 stacks[:, -1] = state
                 self._frames[name][rows] = state = stacks
             shown[name] = state[:, None]

@@ -310,7 +310,9 @@ def test_collect_train_and_play_a_dict_space(tmp_path: Path, monkeypatch: Patch)
     seen = seen_in_play(run, monkeypatch)
     with go.GearLoader.from_recipe(run.recipe) as batches:
         assert {n: (t.shape[2:], t.dtype) for n, t in next(batches).states.items()} == seen
-    sweep = go.sweep("smoke", {k: [v] for k, v in recipe.items()}, seeds=[0, 1], out="s", quiet=True)
+    sweep = go.sweep(
+        "smoke", {k: [v] for k, v in recipe.items()}, seeds=[0, 1], out="s", quiet=True
+    )
     assert [trial.status for trial in sweep.trials] == ["complete"] * 2
     assert all(trial.last is not None for trial in sweep.trials), "each was evaluated"
 
@@ -438,7 +440,10 @@ def test_sets_with_cameras_train_as_they_are(
 
 def test_environments_that_lack_a_column_or_have_another(data: Path) -> None:
     sizes = data_sizes(go.open_dataset(data), COLUMNS)
-    top, wrist = spaces.Box(0, 255, (3, 36, 40), np.uint8), spaces.Box(0, 1, (3, 40, 36), np.float32)
+    top, wrist = (
+        spaces.Box(0, 255, (3, 36, 40), np.uint8),
+        spaces.Box(0, 1, (3, 40, 36), np.float32),
+    )
     state = spaces.Box(-9, 9, (4,), np.float64)
     for space, said in (
         (spaces.Dict(top=top, wrist=wrist, state=state), ""),

@@ -116,12 +116,10 @@ class Episode:
         ``timeouts`` are never both true on a row.
         """
         last = np.arange(self.steps) == self.steps - 1
-        seen = {
-            f"observations/{name}" if name else "observations": rows
-            if rows.dtype.kind != "f"
-            else rows.astype(np.float32)
-            for name, rows in fields_of(self.observations).items()
-        }
+        seen = dict[str, Array]()
+        for name, rows in fields_of(self.observations).items():
+            rows = rows.astype(np.float32) if rows.dtype.kind == "f" else rows
+            seen[f"observations/{name}".removesuffix("/")] = rows
         following = {f"next_{n}": rows[1:] for n, rows in seen.items() if rows.ndim < 3}
         return {
             **{name: rows[:-1] for name, rows in seen.items()},

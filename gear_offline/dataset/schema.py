@@ -6,10 +6,10 @@ Shape legend: N steps of a table, E episodes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import takewhile
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -34,29 +34,24 @@ def channels_last(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[1:], shape[0]) if is_first else shape
 
 
-def match_columns(columns: Iterable[str], names: Iterable[str]) -> dict[str, str]:
+def match_columns(columns: Iterable[str], names: Collection[str]) -> dict[str, str]:
     """Return the one of `names` that each column is: the same, or with the same last parts.
 
     ``observation.images.top`` is ``pixels/top``, ``observation.state`` LeRobot's ``agent_pos``.
     A column that none or several fit, or one that fits another too, is left out.
     """
 
-    def alike(column: str, name: str) -> int:
-        """Count the equal last parts, twice; one that is equal for LeRobot once."""
-        if name == column:
-            return 1 << 30
-        pairs = zip(*(re.split(r"[/.]", text)[::-1] for text in (column, name)), strict=False)
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        last, own = (re.split(r"[/.]", text)[-1] for text in (column, name))
-        return 2 * same or int(LEROBOT.get(own) == last)
+    def last(name: str, parts: int = 1) -> list[str]:
+        *path, own = re.split(r"[/.]", name)
+        return [*path, LEROBOT.get(own, own)][-parts:]
 
-    found, names = dict[str, str](), [*names]
+    fits = dict[str, list[str]]()
     for column in columns:
-        scores = [alike(column, name) for name in names]
-        if (best := max(scores, default=0)) and scores.count(best) == 1:
-            found[column] = names[scores.index(best)]
-    taken = [*found.values()]
-    return {column: name for column, name in found.items() if taken.count(name) == 1}
+        same = [name for name in names if last(name) == last(column)]
+        longer = [name for name in same if last(name, 2) == last(column, 2)]
+        fits[column] = [column] if column in names else longer or same
+    taken = [*chain(*fits.values())]
+    return {c: own[0] for c, own in fits.items() if len(own) == 1 == taken.count(own[0])}
 
 
 def is_column_name(name: str) -> bool:

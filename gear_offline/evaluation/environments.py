@@ -88,10 +88,9 @@ class EnvironmentFacts:
     @property
     def observations(self) -> dict[str, np.dtype[Any]]:
         """Type, with the shape, of each field of an observation; of one that has none ``""``."""
-        fields = self.observation_dtype.fields
-        if fields is None:
-            return {"": np.dtype((self.observation_dtype, self.observation_shape))}
-        return {str(name): field[0] for name, field in fields.items()}
+        whole = np.dtype((self.observation_dtype, self.observation_shape))
+        fields: Any = self.observation_dtype.fields or {"": (whole,)}
+        return {name: field[0] for name, field in fields.items()}
 
     @property
     def state_size(self) -> int:
@@ -160,8 +159,7 @@ class Environment(Closing):
     ) -> None:
         self.raw, self._id, self._is_open = raw, environment_id, True
         self.facts = guarded(environment_id, "its spaces", describe, raw, environment_id, columns)
-        spaces = leaves(raw.observation_space)
-        self._leaves = dict(zip(self.facts.observations, spaces, strict=True))
+        self._leaves = leaves(raw.observation_space, columns)
 
     @property
     def metadata(self) -> Options:
@@ -393,33 +391,31 @@ def _import(module: str, environment_id: str) -> None:
         raise UnavailableError("ENVIRONMENT", what, remedy=remedy) from error
 
 
-def leaves(space: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], Any]]:
-    """Return the numeric spaces of a space, with the keys that lead to each."""
-    spaces = gymnasium.spaces
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        inner = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
-        return [leaf for key, part in inner for leaf in leaves(part, (*path, key))]
-    is_box = isinstance(space, spaces.Box) and space.dtype.kind in "biuf"
-    choices = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
-    return [(path, space)] if is_box or isinstance(space, choices) else []
-
-
-def _observed(space: Any, columns: Mapping[str, str]) -> np.dtype[Any]:
-    """Return the type of an observation; of a Dict or Tuple its fields by name."""
-    kinds = dict[str, Any]()
-    for path, leaf in leaves(space):
-        name, dtype, shape = "/".join(map(str, path)), leaf.dtype, leaf.shape
-        if not isinstance(leaf, gymnasium.spaces.Box):
-            dtype, shape = np.dtype(np.float32), (gymnasium.spaces.flatdim(leaf),)
-        elif path and dtype.kind == "f" and len(shape) < 2:
-            dtype = np.dtype(np.float64)  # as most simulators give vectors
-        kinds[columns.get(name, name)] = (dtype, shape)
-    unknown = {*columns} - {"/".join(map(str, path)) for path, _ in leaves(space)}
-    if unknown or len(kinds) < len(leaves(space)):
-        what = f"observation_columns name {', '.join(unknown) or 'a column twice'}"
-        remedy = f"name each of {', '.join('/'.join(map(str, p)) for p, _ in leaves(space))} once"
+def leaves(space: Any, columns: Mapping[str, str]) -> dict[str, tuple[tuple[Any, ...], Any]]:
+    """Return the numeric spaces in a space by name, or by that of their column, with their keys."""
+    spaces, found, waiting = gymnasium.spaces, dict[str, tuple[Any, Any]](), [((), space)]
+    while waiting:
+        keys, part = waiting.pop(0)
+        if isinstance(part, spaces.Dict | spaces.Tuple):
+            inner = part.spaces.items() if isinstance(part, spaces.Dict) else enumerate(part.spaces)
+            waiting += [((*keys, key), below) for key, below in inner]
+        elif isinstance(part, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) or (
+            isinstance(part, spaces.Box) and part.dtype.kind in "biuf"
+        ):
+            found["/".join(map(str, keys))] = keys, part
+    named = {columns.get(name, name): leaf for name, leaf in found.items()}
+    if columns.keys() - found.keys() or len(named) < len(found):
+        what, remedy = f"observation_columns are {dict(columns)}", f"name {', '.join(found)} once"
         raise InputError("ENVIRONMENT", what, "environment_options", remedy)
-    return np.dtype(kinds[""] if "" in kinds else [(n, *kind) for n, kind in kinds.items()])
+    return named
+
+
+def _observed(keys: tuple[Any, ...], space: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Return type and shape of an observation of a leaf: of choices a one-hot vector."""
+    if not isinstance(space, gymnasium.spaces.Box):
+        return np.dtype(np.float32), (gymnasium.spaces.flatdim(space),)
+    is_vector = keys and space.dtype.kind == "f" and len(space.shape) < 2
+    return np.dtype(np.float64) if is_vector else space.dtype, space.shape  # as simulators have it
 
 
 def describe(
@@ -428,7 +424,8 @@ def describe(
     """Return the facts of an environment that has been made; refuse spaces we cannot play in."""
     seen, acted, spec = environment.observation_space, environment.action_space, environment.spec
     problem = ""
-    if not leaves(seen):
+    kinds = [(name, *_observed(*leaf)) for name, leaf in leaves(seen, columns).items()]
+    if not kinds:
         problem = f"observations {seen} have no numbers"
     elif isinstance(acted, gymnasium.spaces.Discrete):
         if int(acted.start) != 0:  # a model's first choice is 0
@@ -438,7 +435,7 @@ def describe(
     if problem:
         remedy = "wrap the environment in one with such spaces"
         raise InputError("ENVIRONMENT", problem, where=environment_id, remedy=remedy)
-    none, observed = np.zeros(0), _observed(seen, columns)
+    none, observed = np.zeros(0), np.dtype(kinds if kinds[0][0] else kinds[0][1:])
     return EnvironmentFacts(
         environment_id=versioned_id(environment_id),
         observation_shape=observed.shape,

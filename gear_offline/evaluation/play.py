@@ -263,12 +263,12 @@ def check_sizes(
     played, wanted = list[InputColumn](), sizes.columns
     for column, own in zip(names, wanted, strict=True):
         kind = has[matched[column]]
-        update: dict[str, Any] = {"shape": (prod(kind.shape),)}
+        seen: dict[str, Any] = {"shape": (prod(kind.shape),)}
         if own.frames:
-            is_turned = channels_last(kind.shape) == channels_last(own.shape)
-            update = {"shape": own.shape if is_turned else kind.shape or (1,)}
-            update["frames"] = "uint8" if kind.base == np.uint8 else "float32"
-        played.append(own.model_copy(update=update))
+            is_same = channels_last(kind.shape) == channels_last(own.shape)
+            frames = "uint8" if kind.base == np.uint8 else "float32"
+            seen = {"shape": own.shape if is_same else kind.shape, "frames": frames}
+        played.append(own.model_copy(update=seen))
     actions = (environment.action_size, environment.discrete)
     if (tuple(played), actions) != (wanted, (sizes.action_dim, sizes.discrete)):
         what = f"{name} has {_sizes_text(played, *actions)}, {whose} "

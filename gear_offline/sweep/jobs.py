@@ -93,7 +93,9 @@ def train_in_pool(job: Job, pool: Pool, handles: str = "{}", patience: float = 0
             while waiting and pool.has_room and not interrupted:
                 trial = waiting.popleft()
                 path = job.folder / trial.name
-                number = pool.submit(f"{__name__}:train_trial", trial.recipe, path, job.known, *context)
+                number = pool.submit(
+                    f"{__name__}:train_trial", trial.recipe, path, job.known, *context
+                )
                 running[number] = trial
             if stop.signal_name is not None and not interrupted:
                 interrupted = True
