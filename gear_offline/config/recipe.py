@@ -66,11 +66,11 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> Self:
-        if problems := list(self._problems()):
+        if problems := list(self._conflicts()):
             raise ValueError("; ".join(problems))
         return self
 
-    def _problems(self) -> Iterator[str]:
+    def _conflicts(self) -> Iterator[str]:
         model, loader, train = self.model, self.loader, self.train
         if model.hidden_size % model.heads:
             near = -(-model.hidden_size // model.heads) * model.heads

@@ -69,7 +69,7 @@ def _can_stack(recipe: Recipe, job: Job) -> bool:
         learns = recipe_sampler(resolved, dataset).loss_sampler is not None
     except GearError:  # its own run tells of what is wrong
         return False
-    return not why_not_stacked(resolved, sizes, learns=learns)
+    return why_not_stacked(resolved, sizes, learns=learns) is None
 
 
 @contextmanager

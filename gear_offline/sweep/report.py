@@ -10,11 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from gear_offline import plots
 from gear_offline.core.files import write_file
 from gear_offline.core.text import LEAST, count_text, short
 from gear_offline.progress import Printed, Terminal
-from gear_offline.runs.report import render_page
 from gear_offline.sweep.results import (
     INTERVAL,
     RANKING,
@@ -76,6 +74,8 @@ class SweepResult(Printed):
 
     def write(self) -> Path:
         """Write ``sweep.md`` and its plots; return its path."""
+        from gear_offline.runs.report import render_page  # matplotlib takes half a second
+
         plot = plot_curves(self.path / "plots" / "learning_curves.png", self.trials, self.table)
         text = render_page(
             Path(__file__).with_name("sweep.md.j2"),
@@ -110,6 +110,8 @@ def plot_curves(path: Path, trials: Sequence[TrialResult], table: Table) -> Path
 
     A curve is the mean over seeds at the steps that all of them have, with its interval.
     """
+    from gear_offline import plots
+
     shown = [row.label for row in table.rows if row.estimates][: len(plots.SERIES)]
     if not shown:
         return None

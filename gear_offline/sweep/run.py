@@ -24,7 +24,6 @@ from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
 from gear_offline.evaluation.environments import import_modules, known_of
 from gear_offline.progress import Progress
-from gear_offline.runs import report
 from gear_offline.runs.checks import check_recipe, check_selection
 from gear_offline.runs.directory import check_resumed
 from gear_offline.runs.evaluations import MOST_WORKERS
@@ -244,10 +243,12 @@ def _prepared(
 
 def _concluded(directory: SweepDirectory, file: SweepFile) -> SweepResult:
     """Read what the trials came to; write the table and the reports."""
+    from gear_offline.runs.report import write_report  # matplotlib takes half a second
+
     result = read_sweep(directory.path)
     for trial in result.trials:  # a kill may have come between a run's summary and its report
         if trial.status == "complete" and not (trial.path / "report.md").exists():
-            report.write_report(trial.path)
+            write_report(trial.path)
     file.table = result.table.to_json()
     directory.write(file)
     result.write()

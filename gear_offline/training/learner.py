@@ -77,7 +77,7 @@ class Learner:
         self._batches = iter(self.loader)
         sharded = self.parallel.sharded
         self.graph_reason = why_not_captured(recipe, device, world, self.loader, sharded=sharded)
-        self.is_captured = not self.graph_reason  # else steps are launched one by one
+        self.is_captured = self.graph_reason is None  # else steps are launched one by one
         if is_compiled(recipe.train) and self.is_captured:
             start_compilers()
         self.optimizer = Optimizer(
@@ -146,7 +146,7 @@ class Learner:
         step, items, ahead = self.loader.step, self._items, self.recipe.train.steps - self.step
         items.advance(step, coming=min(data.admit_every, ahead))
 
-        def missing(dataset: Dataset) -> str:
+        def missing(dataset: Dataset) -> str | None:
             items.insert(dataset)
             return items.missing()
 
