@@ -196,8 +196,9 @@ class GearLoader(Closing, Iterator[Batch]):
         )
         self._goals: GoalSampler | None = None
         if options.goals is not None:
-            if isinstance(dataset, JointDataset) or GOALS in options.extra_columns:
-                what = "one dataset, whose extra_columns are not called goals"
+            several = isinstance(dataset, JointDataset) or len(options.observations) > 1
+            if several or GOALS in options.extra_columns:
+                what = "one dataset and column of observations; no extra_columns are called goals"
                 raise bad_option("goals", goals, what)
             self._goals = GoalSampler(options.goals, stream, self.context_length)
         opener = RowOpener(dataset, stream, self.world, self.device, options, self._goals)
@@ -472,11 +473,9 @@ def _task_bounds(dataset: TableData, device: torch.device) -> Tensor | None:
 
 
 def _one_process(what: str) -> InputError:
-    return InputError(
-        "LOADER_OPTION",
-        f"{what}, where it would give the same batches again: the loader itself is the iterable",
-        remedy="iterate over the loader, with num_workers=0; make one in each process",
-    )
+    what = f"{what}, where it would give the same batches again: the loader itself is the iterable"
+    remedy = "iterate over the loader, with num_workers=0; make one in each process"
+    return InputError("LOADER_OPTION", what, remedy=remedy)
 
 
 def _is_dispatched() -> bool:

@@ -55,11 +55,8 @@ def bad_option(name: str, value: object, allowed: str) -> InputError:
 
 def no_engine(what: str) -> UnavailableError:
     """Return the error ``DEVICE`` where the GPU does not gather."""
-    return UnavailableError(
-        "DEVICE",
-        what,
-        remedy="use device='cuda' and engine='on', which says what is missing; or engine='auto'",
-    )
+    remedy = "use device='cuda' and engine='on', which says what is missing; or engine='auto'"
+    return UnavailableError("DEVICE", what, remedy=remedy)
 
 
 def find_world(world: World | Literal["auto"] | None, global_batch: int) -> World:

@@ -205,7 +205,8 @@ def test_games_are_preprocessed_as_usual() -> None:
     assert unregistered("ALE/Pong-v5") is None and unregistered("ALE/NoGame-v5")
     environment = make_environment("ALE/Pong-v5")
     facts = environment.facts
-    assert (facts.observation_shape, facts.action_size, facts.frames) == ((84, 84), 6, True)
+    assert (facts.observation_shape, facts.action_size) == ((84, 84), 6)
+    assert facts.observation_dtype == np.uint8
     assert facts.step_limit == 27_000
     frame, _ = environment.reset(seed=3)
     assert frame.shape == (84, 84) and frame.dtype == np.uint8 and frame.max() > 100

@@ -419,7 +419,8 @@ def test_sets_with_cameras_train_as_they_are(
         "evaluate.environment": register("GearTest/Arm-v0", space), "model.action_tanh": "auto",
     }  # fmt: skip
     if option:
-        with one_error("ENVIRONMENT", rf"observation_columns: {{NAME: {[*option.values()][0]}}}"):
+        (column,) = option.values()
+        with one_error("ENVIRONMENT", rf"observation_columns: {{NAME: {column}}}"):
             go.train("smoke", recipe, out=tmp_path / "run", quiet=True)
         recipe["evaluate.environment_options"] = {"observation_columns": option}
     run = go.train("smoke", recipe, out=tmp_path / "run", quiet=False)

@@ -109,7 +109,7 @@ class Episode:
         """The undiscounted return."""
         return float(self.rewards.sum())
 
-    def columns(self, facts: EnvironmentFacts) -> dict[str, Array]:
+    def columns(self) -> dict[str, Array]:
         """Return the rows (T, ...) of a file in D4RL's layout, in the dtypes it has there.
 
         Of frames no ``next_observations``, which would double the file; ``terminals`` and

@@ -81,11 +81,6 @@ class EnvironmentFacts:
         return self.choices > 0
 
     @property
-    def frames(self) -> bool:
-        """Whether observations are frames: uint8, (h, w) or (h, w, colours)."""
-        return self.observation_dtype == np.uint8 and len(self.observation_shape) in (2, 3)
-
-    @property
     def observations(self) -> dict[str, np.dtype[Any]]:
         """Type, with the shape, of each field of an observation; of one that has none ``""``."""
         whole = np.dtype((self.observation_dtype, self.observation_shape))

@@ -142,9 +142,8 @@ class Environments(Closing):
 
 
 def _record(facts: EnvironmentFacts, goals: bool) -> np.dtype[Any]:
-    # Frames stay bytes; all else is float64, as most simulators give it.  Records are as they are.
-    is_kept = facts.frames or facts.observation_dtype.fields
-    seen = facts.observation_dtype if is_kept else np.dtype(np.float64)
+    # Numbers are float64, as most simulators give them; bytes, choices and records as they are.
+    seen = np.dtype(np.float64) if facts.observation_dtype.kind == "f" else facts.observation_dtype
     action: Any = np.int64 if facts.discrete else (facts.action_dtype, facts.low.size)
     return np.dtype(
         [

@@ -442,10 +442,7 @@ def _check_memory(recipe: Recipe, sizes: ModelSizes) -> None:
     # of the blocks and of the timesteps' embedding; a few rows more do not matter
     weights = (12 * model.layers * size + (model.max_timestep or 0)) * size
     # the columns, and the three tokens of each step once; pixels are bytes
-    frames = sizes.frame_dtype == "uint8" and sizes.frame_shape
-    state = sizes.state_dim // 4 if frames else sizes.state_dim
-    for column in sizes.observations:
-        state -= column.size * 3 // 4 if column.frames == "uint8" else 0
+    state = sum(c.size // 4 if c.frames == "uint8" else c.size for c in sizes.columns)
     batch = loader.batch_size * loader.context_length * (state + sizes.action_dim + 3 * size)
     needed, available = 4 * max(weights, batch), available_bytes()
     if needed > available:

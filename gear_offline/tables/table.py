@@ -182,8 +182,8 @@ def plan_groups(
     extra_columns = options.extra_columns
     taken = [*options.observations, ACTIONS, REWARDS, *extra_columns]
     if len(set(taken)) != len(taken):
-        what = f"extra columns {list(extra_columns)} repeat a column or a standard field"
-        remedy = f"name each further column once; {', '.join(standard)} are there anyway"
+        what = f"a column is named twice among {', '.join(taken)}"
+        remedy = f"name each once; of extra columns {', '.join(standard)} are there anyway"
         raise InputError("COLUMN", what, remedy=remedy)
     packed = {
         column: f
