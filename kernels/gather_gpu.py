@@ -21,13 +21,7 @@ from gear_offline.core.types import Int64Array
 from gear_offline.errors import UnavailableError
 from gear_offline.kernels.columns import GroupAddresses
 from gear_offline.kernels.cuda_module import DeviceArrays, Kernel, load, structure
-from gear_offline.kernels.draws import (
-    HOST_DRAWN,
-    PRIORITIES,
-    WEIGHTS,
-    GpuDraw,
-    Segments,
-)
+from gear_offline.kernels.draws import HOST_DRAWN, PRIORITIES, WEIGHTS, GpuDraw, Segments
 from gear_offline.kernels.gather import Padding, Windows, real_steps, torch_dtype
 
 THREADS = 256

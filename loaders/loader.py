@@ -451,10 +451,7 @@ class GearLoader(Closing, Iterator[Batch]):
             updates["selection_updates"] = self.loss_sampler.updates
         return updates | {
             "seed": self.seed,
-            "selection": {
-                "name": self.selection.name,
-                "options": plain(self.selection.options),
-            },
+            "selection": {"name": self.selection.name, "options": plain(self.selection.options)},
             **{name: getattr(self._options, name) for name in IDENTITY},
             "goals": self._options.goals and self._options.goals.model_dump(),
             "dataset": data_digest(self.dataset),

@@ -29,14 +29,7 @@ from gear_offline.loaders.segments import LocalSegments, Ring, ShardedSegments
 from gear_offline.sampling.draws import SegmentStream
 from gear_offline.tables.fields import EXTRA
 from gear_offline.tables.joint import TableData
-from gear_offline.tables.shared import (
-    PLACED,
-    Handle,
-    get_table,
-    is_known,
-    share_table,
-    table_key,
-)
+from gear_offline.tables.shared import PLACED, Handle, get_table, is_known, share_table, table_key
 from gear_offline.tables.table import Table, build_table, table_bytes
 
 if TYPE_CHECKING:

@@ -205,8 +205,11 @@ def convert(
         else:
             how: dict[str, Any] = {"rule": rule, "partial": map is not None}
             opened = stack.enter_context(open_source(source, names=names, **how))
-            if hidden := _hidden(opened, columns):  # frames are decoded where they are asked for
-                names |= dict(zip(hidden, hidden, strict=True))
+            facts, there = opened.info.attributes, {column.name for column in opened.spec}
+            parts = [split_names(of) for of in facts.get("columns_from", {}).values()]
+            hidden = {*facts.get("left_out", ()), *chain(*parts)} - there
+            if more := hidden.intersection(columns or ()):  # decoded, or taken apart, as asked for
+                names |= {name: name for name in more}
                 opened = stack.enter_context(open_source(source, names=names, **how))
             source = opened
         if source.info.format != "gear":  # of which it was said when they were made
@@ -406,14 +409,6 @@ def _split_names(
         what = f"{', '.join(columns or map('='.join, pairs))} gives a name twice, or none"
         raise InputError("USAGE", what, remedy="write it like observations=obs,actions=act")
     return None if columns is None else [name.strip() for name, _, _ in parted], names
-
-
-def _hidden(source: Source, columns: Sequence[str] | None) -> list[str]:
-    """Return chosen columns that a source leaves out, or has put side by side with others."""
-    facts = source.info.attributes
-    parts = [part for of in facts.get("columns_from", {}).values() for part in split_names(of)]
-    there = {*parts, *facts.get("left_out", ())}
-    return [name for name in columns or () if name not in source.spec and name in there]
 
 
 def _edited(

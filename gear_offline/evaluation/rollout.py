@@ -184,12 +184,7 @@ def _work(
 
 
 def step_in_worker(
-    caller: Caller,
-    known: Known,
-    goals: bool,
-    path: str,
-    count: int,
-    own: Int64Array,
+    caller: Caller, known: Known, goals: bool, path: str, count: int, own: Int64Array
 ) -> None:
     """Serve `Environments`: a job that ends with its caller."""
     made = {slot: known.make() for slot in own}

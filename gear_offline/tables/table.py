@@ -36,13 +36,7 @@ from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup, Field, final_values
 from gear_offline.tables.fields import ACTIONS, EXTRA, REWARDS, STATES, standard_fields, to_float32
-from gear_offline.tables.joint import (
-    JointDataset,
-    Part,
-    TableData,
-    parts_of,
-    shards_of,
-)
+from gear_offline.tables.joint import JointDataset, Part, TableData, parts_of, shards_of
 from gear_offline.tables.returns import sum_returns, whole_episodes
 
 PACKED_BYTES = 1024  # fields up to this many bytes a step are stored as float32
