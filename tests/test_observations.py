@@ -402,7 +402,7 @@ def minari_set(folder: Path) -> Any:
         "set/arm-v0", episodes, observation_space=space, action_space=Robot.action_space,
         jpeg_encoding=False,
     )  # fmt: skip
-    names = [f"observations/{name}" for name in ("camera", "state", "way")]
+    names = [f"observations/{name}" for name in ("camera", "state")]
     return "minari:set/arm-v0", names, space, {}
 
 
@@ -434,8 +434,6 @@ def test_sets_with_cameras_train_as_they_are(
         policy = go.load_policy(folder, device="cpu")
         policy.reset(1.0)
         one = gymnasium.vector.utils.batch_space(space, 1).sample()
-        if write is minari_set:
-            one["way"] = np.eye(4)[one["way"]]
         assert policy.act(one).shape == (1, 2)
 
 

@@ -388,7 +388,8 @@ def _import(module: str, environment_id: str) -> None:
 
 def leaves(space: Any, columns: Mapping[str, str]) -> dict[str, tuple[tuple[Any, ...], Any]]:
     """Return the numeric spaces in a space by name, or by that of their column, with their keys."""
-    spaces, found, waiting = gymnasium.spaces, dict[str, tuple[Any, Any]](), [((), space)]
+    spaces, found = gymnasium.spaces, dict[str, tuple[Any, Any]]()
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), space)]
     while waiting:
         keys, part = waiting.pop(0)
         if isinstance(part, spaces.Dict | spaces.Tuple):

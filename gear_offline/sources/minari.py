@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gymnasium.spaces import Dict, Discrete, MultiDiscrete, Tuple, flatten
 
 from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
@@ -163,8 +162,7 @@ class _Reader:
         """Return the columns of an episode, (T, *shape) each, in the order of the table."""
         rewards = np.asarray(raw["rewards"])
         steps = count_text(len(rewards), "step")
-        space = self._storage.observation_space
-        observations = self._leaves("observations", raw["observations"], space)
+        observations = self._leaves("observations", raw["observations"])
         columns = {name: rows[:-1] for name, rows in observations.items()}
         columns |= self._leaves("actions", raw["actions"]) | {"rewards": rewards}
         columns |= {f"next_{name}": rows[1:] for name, rows in observations.items()}
@@ -180,23 +178,17 @@ class _Reader:
                 self.left_out[name] = f"{count_text(len(rows), 'row')} for {steps}"
         return columns
 
-    def _leaves(self, name: str, value: Any, space: Any = None) -> Episode:
-        """Return the arrays below `name`; what is no array of numbers is left out.
-
-        Choices of a `space` become one-hot vectors.
-        """
+    def _leaves(self, name: str, value: Any) -> Episode:
+        """Return the arrays below `name`; what is no array of numbers is left out."""
         if isinstance(value, tuple):
             value = dict(enumerate(value))
         if isinstance(value, Mapping):
             leaves: Episode = {}
             for key, part in value.items():
                 # No column has a backslash: the source gives it a name that is free, and says so.
-                below = space[key] if isinstance(space, Dict | Tuple) else None
-                leaves |= self._leaves(f"{name}/{str(key).replace('/', chr(92))}", part, below)
+                leaves |= self._leaves(f"{name}/{str(key).replace('/', chr(92))}", part)
             return leaves
         rows = np.asarray(value)
-        if isinstance(space, Discrete | MultiDiscrete):
-            rows = np.array([flatten(space, row) for row in rows], np.float32)
         if rows.dtype.kind in "biufc" and rows.ndim:
             return {name: rows}
         self.left_out[name] = "text" if rows.dtype.kind in "SU" else f"no numbers ({rows.dtype})"

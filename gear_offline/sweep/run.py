@@ -160,8 +160,8 @@ def run_trials(
             most = pool.gpus if pool else MOST_ON_A_GPU
         parallel = min(len(trials), parallel or most)
         datasets, resolved = _prepared(trials, quiet=quiet)
-        names = dict.fromkeys(chain(*(recipe.environments for recipe in resolved.values())))
-        known = [known_of(name) for name in names]
+        played = [recipe.environments for recipe in resolved.values() if recipe.plays]
+        known = [known_of(name) for name in dict.fromkeys(chain(*played))]
         if None in known and device.type != "cuda" and pool is None:  # only this process has it
             parallel = 1
         stack.enter_context(directory.hold())
