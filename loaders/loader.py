@@ -32,7 +32,7 @@ from gear_offline.core.types import Int64Array
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import World, resolve_device
 from gear_offline.errors import InputError
-from gear_offline.kernels.draws import Segments
+from gear_offline.kernels.draws import Segments, check_range
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.kernels.gather_gpu import GpuGather
 from gear_offline.loaders.batch import Batch, split_steps
@@ -48,7 +48,7 @@ from gear_offline.loaders.options import (
 )
 from gear_offline.loaders.rows import RowOpener, Rows
 from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
-from gear_offline.sampling import Sampler, check_range
+from gear_offline.sampling import Sampler
 from gear_offline.sampling.draws import SegmentStream
 from gear_offline.tables.fields import Window
 from gear_offline.tables.joint import JointDataset, TableData, data_digest, data_name, parts_of

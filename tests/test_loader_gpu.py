@@ -18,8 +18,8 @@ from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling import (
     CumulativeWeights,
+    PartWeights,
     Sampler,
-    Schedule,
     TaskPart,
     make_sampler,
     mix_tasks,
@@ -154,7 +154,7 @@ def test_several_tasks(
             TaskPart(name=task.name, sampler=make_sampler(name, task.dataset), weight=weight)
             for task, name, weight in zip(joint.tasks, names, weights, strict=True)
         ]
-        points = Schedule([0, 9], [[1.0, 0.0, 0.5], [0.2, 1.0, 0.0]])
+        points = PartWeights([0, 9], [[1.0, 0.0, 0.5], [0.2, 1.0, 0.0]])
         selection = mix_tasks(parts, points if scheduled else None)
     gpu, cpu = loaders(joint, tier, selection=selection)
     assert "tasks" in gpu.batch_at(0).model_inputs()

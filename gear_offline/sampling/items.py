@@ -23,14 +23,8 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array, UInt64Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
-from gear_offline.kernels.draws import Segments, bounded
-from gear_offline.sampling.draws import (
-    REMOVER_STREAM,
-    CumulativeWeights,
-    HostFunction,
-    Sampler,
-    slot_draws,
-)
+from gear_offline.kernels.draws import REMOVER_STREAM, Segments, bounded, slot_draws
+from gear_offline.sampling.draws import CumulativeWeights, HostFunction, Sampler
 from gear_offline.sampling.masses import HostPriorities
 
 HAVE_PRIORITY = ("min_heap", "max_heap", "prioritized")  # removers that look at it

@@ -38,7 +38,7 @@ LOCK_SECONDS = 120  # the lock of a node that has died lasts for 90 on NFS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Work:
     """The trials that a scheduler trains, its means, and its progress."""
 
     trials: Sequence[Trial]  # that are not complete
@@ -68,32 +68,32 @@ class Job:
         self.moved(trial, trial.recipe.train.steps)
 
 
-def train_in_processes(job: Job) -> None:
+def train_in_processes(work: Work) -> None:
     """Train each trial in a worker process."""
     shared = PublishedTables()
-    for trial in job.trials:  # a trial whose table does not fit there reads one of its own
+    for trial in work.trials:  # a trial whose table does not fit there reads one of its own
         with suppress(GearError):
-            dataset = job.datasets[trial.recipe.data_key]
+            dataset = work.datasets[trial.recipe.data_key]
             shared.add(dataset, loader_options(trial.recipe, dataset))
-    with WorkerPool(job.parallel, threads=job.threads) as pool:
-        train_in_pool(job, pool, shared.handles())
+    with WorkerPool(work.parallel, threads=work.threads) as pool:
+        train_in_pool(work, pool, shared.handles())
 
 
-def train_in_pool(job: Job, pool: Pool, handles: str = "{}", patience: float = 0) -> None:
+def train_in_pool(work: Work, pool: Pool, handles: str = "{}", patience: float = 0) -> None:
     """Train each trial as a job of a pool; `patience` is for the locks of lost ones, in seconds.
 
     After Ctrl-C or SIGTERM every trial saves a checkpoint, then ``INTERRUPTED`` is raised.
     """
     context = handles, tuple(own_strategies()), patience
-    names = dict.fromkeys(name for trial in job.trials for name in trial.recipe.environments)
+    names = dict.fromkeys(name for trial in work.trials for name in trial.recipe.environments)
     known = tuple(filter(None, map(known_of, names)))  # modules that the user has named
-    waiting, running = deque(job.trials), dict[int, Trial]()
+    waiting, running = deque(work.trials), dict[int, Trial]()
     interrupted = False
     with StopRequest() as stop:
         while running or (waiting and not interrupted):
             while waiting and pool.has_room and not interrupted:
                 trial = waiting.popleft()
-                path = job.folder / trial.name
+                path = work.folder / trial.name
                 number = pool.submit(f"{__name__}:train_trial", trial.recipe, path, known, *context)
                 running[number] = trial
             if stop.signal_name is not None and not interrupted:
@@ -107,9 +107,9 @@ def train_in_pool(job: Job, pool: Pool, handles: str = "{}", patience: float = 0
                     error = GearError(LOST, error.what, where=trial.name, remedy=remedy)
                 # one that is interrupted before it trains is ended by the signal
                 if not (interrupted and (is_lost or isinstance(error, TrainingInterrupted))):
-                    job.end(trial, error)
+                    work.end(trial, error)
             for trial in running.values():
-                job.moved(trial, steps_done(job.folder / trial.name))
+                work.moved(trial, steps_done(work.folder / trial.name))
     if interrupted:
         raise TrainingInterrupted("INTERRUPTED", f"stopped by {stop.signal_name}")
 

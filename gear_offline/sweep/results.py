@@ -88,7 +88,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table(Document):
+class SeedTable(Document):
     """The rows of a sweep, the best first by `metric`: one of `RANKING`, the first there is."""
 
     rows: tuple[Row, ...]
@@ -190,7 +190,7 @@ def at_one_step(
     return step, [(r, r.curves[metric][step]) for r in results if step in r.curves[metric]]
 
 
-def make_table(results: Sequence[TrialResult]) -> Table:
+def make_table(results: Sequence[TrialResult]) -> SeedTable:
     """Return the table of trials; equal settings stay in the order of the trials."""
     rows = []
     for label, members in by_label(results).items():
@@ -225,4 +225,4 @@ def make_table(results: Sequence[TrialResult]) -> Table:
     def rank(row: Row) -> float:
         return sign * row.estimates[metric].mean if metric in row.estimates else np.inf
 
-    return Table(rows=tuple(sorted(rows, key=rank)), metric=metric)
+    return SeedTable(rows=tuple(sorted(rows, key=rank)), metric=metric)

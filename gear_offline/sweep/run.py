@@ -29,7 +29,7 @@ from gear_offline.runs.evaluations import MOST_WORKERS
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.runs.prepare import prepare_dataset, resolve
 from gear_offline.sweep.concurrent import MOST_ON_A_GPU, train_concurrently
-from gear_offline.sweep.jobs import LOCK_SECONDS, Job, train_in_pool, train_in_processes
+from gear_offline.sweep.jobs import LOCK_SECONDS, Work, train_in_pool, train_in_processes
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.results import is_complete, steps_done
 from gear_offline.sweep.trials import SweepDirectory, SweepFile, Trial, make_trials, parse_options
@@ -182,7 +182,7 @@ def run_trials(
             total = sum(trial.recipe.train.steps for trial in trials)
             name, begun = directory.path.name, sum(steps.values())
             progress = Progress(name, total=total, done=begun, quiet=quiet)
-            job = Job(
+            work = Work(
                 trials=[_with_share(trial, parallel, threads, pool) for trial in left],
                 folder=directory.path / "runs",
                 device=device,
@@ -196,7 +196,7 @@ def run_trials(
             )
             try:
                 with progress:
-                    _train(job, pool)
+                    _train(work, pool)
             except TrainingInterrupted as error:
                 what, remedy = "stopped; what is done is saved", "the same command goes on"
                 raise TrainingInterrupted(error.code, what, str(out), remedy) from error
@@ -249,13 +249,13 @@ def _concluded(directory: SweepDirectory, file: SweepFile) -> SweepResult:
     return result
 
 
-def _train(job: Job, pool: RayPool | None) -> None:
+def _train(work: Work, pool: RayPool | None) -> None:
     if pool is not None:
-        train_in_pool(job, pool, patience=LOCK_SECONDS)
-    elif job.parallel == 1 or job.device.type == "cuda":
-        train_concurrently(job)
+        train_in_pool(work, pool, patience=LOCK_SECONDS)
+    elif work.parallel == 1 or work.device.type == "cuda":
+        train_concurrently(work)
     else:
-        train_in_processes(job)
+        train_in_processes(work)
 
 
 def _with_share(trial: Trial, parallel: int, threads: int | None, pool: RayPool | None) -> Trial:

@@ -305,7 +305,7 @@ def whole_pages(nbytes: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class _Job:
+class _ShardRead:
     """A shard to read: its owner, its place in the rows, and the lengths of its episodes."""
 
     part: Part
@@ -314,7 +314,7 @@ class _Job:
     lengths: Int64Array
 
 
-def _jobs(source: TableData, shards: Sequence[int] | None) -> Iterator[_Job]:
+def _jobs(source: TableData, shards: Sequence[int] | None) -> Iterator[_ShardRead]:
     """Yield the chosen shards of a source, in their order."""
     everything, first_step = shards_of(parts_of(source)), 0
     for number in range(len(everything)) if shards is None else shards:
@@ -322,12 +322,12 @@ def _jobs(source: TableData, shards: Sequence[int] | None) -> Iterator[_Job]:
         steps = part.dataset.first_steps[shard : shard + 2]
         low, high = np.searchsorted(part.dataset.episodes.offsets, steps)
         lengths = part.dataset.episodes.lengths[low:high]
-        yield _Job(part, shard, first_step, lengths)
+        yield _ShardRead(part, shard, first_step, lengths)
         first_step += int(lengths.sum())
 
 
 def _fill(
-    jobs: Sequence[_Job],
+    jobs: Sequence[_ShardRead],
     groups: list[tuple[GroupPlan, ColumnGroup]],
     options: TableOptions,
     threads: int,
@@ -342,7 +342,7 @@ def _fill(
         for part in {job.part.name: job.part for job in jobs}.values()
     }
 
-    def fill(job: _Job, groups: Sequence[tuple[GroupPlan, ColumnGroup]]) -> None:
+    def fill(job: _ShardRead, groups: Sequence[tuple[GroupPlan, ColumnGroup]]) -> None:
         first = options.margin + job.first_step
         for plan, group in groups:
             rows = group.rows[first : first + int(job.lengths.sum())]
@@ -366,7 +366,11 @@ def _fill(
 
 
 def _fill_final(
-    job: _Job, plan: GroupPlan, rows: Array, fields: Mapping[str, Field], options: TableOptions
+    job: _ShardRead,
+    plan: GroupPlan,
+    rows: Array,
+    fields: Mapping[str, Field],
+    options: TableOptions,
 ) -> None:
     """Read the columns of a group side by side, in chunks."""
     dataset, base = job.part.dataset, int(job.part.dataset.first_steps[job.shard])
@@ -393,7 +397,7 @@ def _fill_final(
             _lay(target, plan.fields[name].offset, summed[begin : begin + chunk])
 
 
-def _copy_column(job: _Job, plan: GroupPlan, rows: Array) -> None:
+def _copy_column(job: _ShardRead, plan: GroupPlan, rows: Array) -> None:
     """Read the column of a group of one, as it is stored."""
     dataset, (column, _) = job.part.dataset, plan.only
     assert column is not None, "returns-to-go are no column"
