@@ -284,7 +284,7 @@ def _record(
         for episode in crew.play(maker.plans) if done < steps else ():
             rows = min(steps - done, episode.steps) if exact else episode.steps
             # where it is cut its last row bears no flag
-            part = {name: column[:rows] for name, column in episode.columns(crew.facts).items()}
+            part = {name: column[:rows] for name, column in episode.columns().items()}
             writer.write(part)
             total = float(part["rewards"].sum(dtype=np.float64))
             maker.recorded.append(_RecordedEpisode(episode.reset_seed, rows, total))

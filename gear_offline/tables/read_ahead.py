@@ -4,7 +4,7 @@ Selection is a pure function of (seed, step), so the windows of the coming steps
 are read in blocks: those of consecutive steps, which fill most of the memory, in the order of their
 place on the disk.  A window is kept, in a slot of its own, until it was used; the next block takes
 the slots that become free.  At the start, and after a jump, blocks are small, so that the first
-batches come soon, and each is twice as large as the one before it.
+batches come soon, and each is four times as large as the one before it.
 
 Words: a *reference* q is a window of the stream, ``q = step * B + slot of the batch``.  The order
 of q is the order of use.
@@ -28,6 +28,7 @@ from gear_offline.tables.window_reader import Places, WindowReader
 PIECE = 4096  # references drawn in one go
 REFERENCE_BYTES = 128  # of the plan, for each slot, at most
 JOBS = 64  # of a block: each takes slots and reads, while others do
+GROWTH = 4  # of blocks after a start
 
 Needs = Callable[[int, int], tuple[Int64Array, Int64Array, Int64Array]]
 
@@ -111,7 +112,7 @@ class ReadPlan:
         """Add a block that `wanted` asked for, unless the plan has moved elsewhere since."""
         if block.first == self._end:
             self._blocks.append(block)
-            self._end, self._size, self._drawing = block.last, 2 * self._size, False
+            self._end, self._size, self._drawing = block.last, GROWTH * self._size, False
 
     def next_job(self) -> Job | None:
         """Return the next job to read, or None if nothing should or can be read."""
@@ -240,11 +241,9 @@ class ReadAhead:
         if not self._is_copy():
             self._raise()
         elif ahead:
-            raise GearError(
-                "LOADER_STATE",
-                "this process was forked from the one whose threads read ahead for the loader",
-                remedy="make the loader here, or fork before its first batch is asked for",
-            )
+            what = "this process was forked from the one whose threads read ahead for the loader"
+            remedy = "make the loader here, or fork before its first batch is asked for"
+            raise GearError("LOADER_STATE", what, remedy=remedy)
 
     def _is_copy(self) -> bool:
         """True if a fork left the threads behind, of which one may have held the lock."""
