@@ -41,8 +41,8 @@ from gear_offline.dataset.manifest import (
     MAX_BLOCK_BYTES,
     MIN_BLOCK_BYTES,
     Endings,
-    Environment,
     Manifest,
+    RecordedEnvironment,
     SourceFile,
     SourceRecord,
     is_only_dataset,
@@ -258,7 +258,7 @@ def convert(
         if environment_options is not None:
             options = json_options(environment_options)
         name = environment or info.environment_id
-        recorded = Environment(id=name, options=dict(options), reference_scores=scores)
+        recorded = RecordedEnvironment(id=name, options=dict(options), reference_scores=scores)
         manifest = _manifest(source, plan, written, files, recorded)
         if map is not None:
             before = whole if kept is None else pick_episodes(whole, np.frombuffer(kept, np.bool_))
@@ -494,7 +494,7 @@ def _manifest(
     plan: Plan,
     written: Sequence[Written],
     files: list[SourceFile],
-    environment: Environment,
+    environment: RecordedEnvironment,
 ) -> Manifest:
     info, moments = source.info, written[0].moments
     for part in written[1:]:
