@@ -139,11 +139,7 @@ class _ActingModel(nn.Module):
         self.model, self.discrete = policy.model, policy.discrete
         self.asked = "goals" if policy.goals else "returns_to_go"
         self._scale, self._last = policy.returns_scale, policy.max_timestep - 1
-        self._types, self._statistics = dict[str, torch.dtype](), dict[str, list[Tensor]]()
-        for column in policy.window.columns:
-            self._types[column.name] = _dtype(column)
-            if column.moments is not None:
-                self._statistics[column.name] = [*map(torch.from_numpy, column.moments)]
+        self._columns = policy.window.columns
 
     def forward(
         self,
@@ -152,17 +148,15 @@ class _ActingModel(nn.Module):
         asked: Tensor,
         timesteps: Tensor,
     ) -> Tensor:
-        first = next(iter(self._types))
+        first = self._columns[0]
         if self.model.goals:
             asked = self._normalized(first, asked)
         else:
             asked = (asked.double() / self._scale).float()[..., None]
-        if isinstance(observations, dict):
-            states: Any = {name: self._normalized(name, o) for name, o in observations.items()}
-        else:
-            states = self._normalized(first, observations)
+        named = observations if isinstance(observations, dict) else {first.name: observations}
+        states = {c.name: self._normalized(c, named[c.name]) for c in self._columns}
         action: Tensor = self.model(
-            states=states,
+            states=states if len(states) > 1 else states[first.name],
             actions=actions,
             timesteps=timesteps.clamp(0, self._last),
             padding="right",
@@ -171,12 +165,14 @@ class _ActingModel(nn.Module):
         ).action_preds[:, -1]
         return action.argmax(-1) if self.discrete else action
 
-    def _normalized(self, name: str, states: Tensor) -> Tensor:
+    def _normalized(self, column: StateScales, states: Tensor) -> Tensor:
         if not states.is_floating_point():  # frames
             return states
-        states = states.to(self._types[name])
-        if name in self._statistics:
-            mean, scale = self._statistics[name]
+        states = states.to(_dtype(column))
+        if column.moments is not None:
+            mean, scale = (
+                torch.tensor(values.tolist(), dtype=torch.float64) for values in column.moments
+            )
             states = (states.double() - mean) / scale
         return states.float()
 
