@@ -1,6 +1,6 @@
 """Convert a source to a dataset: bounded memory, all or nothing, the same bytes each time.
 
-The same source and options give the same bytes, for any number of workers: shards are planned
+The same source and options give the same bytes, for any number of workers.  Shards are planned
 from episode lengths alone, each is a function of its own rows, and parts are merged in order.
 """
 

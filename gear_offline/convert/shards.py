@@ -87,8 +87,8 @@ def write_shards(
 ) -> list[Written]:
     """Write shards one after the other.
 
-    While a piece is counted and stored, the next one is read, and while a shard is made durable,
-    the next one is written: two pieces are in memory, whatever the size of source or shard.
+    While a piece is counted and stored, the next one is read.  While a shard is made durable, the
+    next one is written.  Two pieces are in memory, whatever the size of source or shard.
     """
     written, durable = list[Written](), list[Future[None]]()
     with ThreadPoolExecutor(max_workers=1) as syncing:
