@@ -203,7 +203,9 @@ def convert(
         if isinstance(source, Source):
             source = frames_turned(with_columns(source, names))
         else:
-            how: dict[str, Any] = {"rule": rule, "partial": map is not None}
+            # other columns may be named in place of observations
+            others = columns is not None and REQUIRED[0] not in {n.split("/")[0] for n in columns}
+            how: dict[str, Any] = {"rule": rule, "partial": map is not None or others}
             opened = stack.enter_context(open_source(source, names=names, **how))
             facts, there = opened.info.attributes, {column.name for column in opened.spec}
             parts = [split_names(of) for of in facts.get("columns_from", {}).values()]

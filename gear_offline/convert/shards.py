@@ -257,8 +257,8 @@ def write_shard(caller: Caller, opening: Opening, number: int, plan: Plan) -> Wr
 
 @lru_cache(maxsize=1)
 def _opened(opening: Opening) -> Source:
-    names, partial = dict(opening.names), opening.map is not None
-    source = open_source(opening.uri, rule=opening.rule, names=names, partial=partial)
+    names = dict(opening.names)  # that nothing is missing was checked
+    source = open_source(opening.uri, rule=opening.rule, names=names, partial=True)
     function = find_function(opening.map)[0] if opening.map else None
     kept = None if opening.kept is None else np.frombuffer(opening.kept, np.bool_)
     return edit_source(shift_source(source, dict(opening.shift)), function, kept)
