@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,13 @@ from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.dataset.rewards import RewardEdit
 from gear_offline.dataset.schema import channels_last
 from gear_offline.errors import InputError, given_path
-from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.models.base import PlayedWindow, SequenceModel
 from gear_offline.models.policy_folder import CARD, PLACE, PolicyFacts, PolicyFile, write_policy
 from gear_offline.tables.fields import Window
 
 
 class Policy:
-    """A Decision Transformer that acts in E environments, each with its own return or goal.
+    """A model that acts in E environments, each with its own return or goal.
 
     Every environment remembers its last K steps in a window that is padded on the right, so one
     batched forward serves environments that are at different steps.  The target of the next
@@ -82,7 +81,7 @@ class Policy:
 
     def __init__(
         self,
-        model: DecisionTransformer,
+        model: SequenceModel,
         *,
         state_mean: npt.ArrayLike | None,
         state_std: npt.ArrayLike | None,
@@ -102,18 +101,15 @@ class Policy:
             self.window = window = Window(**options)
         except ValidationError as error:
             raise InputError("MODEL", problem_text(error.errors()[0])) from error
-        self.model = model.to(torch.device(device)).eval()  # type: ignore[no-untyped-call]
+        self.model = model.to(torch.device(device)).eval()
         self.device = torch.device(device)
         self.context_length, self.returns_scale = context_length, window.returns_scale
         self.facts = facts or PolicyFacts()
-        self.max_timestep = int(model.config.max_ep_len)
-        self.frame_shape = tuple(getattr(model.config, "frame_shape", ()))
-        self.frame_stack = int(getattr(model.config, "frame_stack", 1))
-        inputs = self.frame_shape or (int(model.config.state_dim),)
-        self.state_dim = prod(inputs)
-        self.action_dim = int(model.config.act_dim)
-        self.discrete, self.stochastic = model.discrete, model.stochastic
-        self.goals = model.goals
+        known = model.facts
+        self.max_timestep, self.state_dim = known.max_timestep, known.state_dim
+        self.frame_shape, self.frame_stack = known.frame_shape, known.frame_stack
+        self.action_dim, self.discrete, self.goals = known.action_dim, known.discrete, known.goals
+        self.stochastic = model.stochastic
         if window.state_mean is not None and len(window.state_mean) != self.state_dim:
             what = f"state_mean has {len(window.state_mean)} elements"
             raise InputError("MODEL", f"{what}, the model expects {self.state_dim} states")
@@ -122,21 +118,21 @@ class Policy:
         self._waiting: BoolArray = np.zeros(0, np.bool_)  # for a reward
         self._done: Float64Array = np.zeros((0, 1 if self.discrete else self.action_dim))
         # (E + 1, K, width) state, what was done, what is asked, timestep; the last row is nobody's
-        asked = model.embed_return.in_features
-        self._widths = [int(model.config.state_dim), self._done.shape[1], asked, 1]
+        asked = self.state_dim if self.goals else 1
+        self._widths = [model.state_width, self._done.shape[1], asked, 1]
         self._memory = torch.zeros((1, context_length, sum(self._widths)), device=self.device)
         stack = (1, self.frame_stack, *self.frame_shape)  # the newest one last
         self._frames = torch.zeros(stack, dtype=torch.uint8, device=self.device)
         self._graph: _Graph | None = None
 
     def __repr__(self) -> str:
-        config = self.model.config
         seen = count_text(self.state_dim, "observation value")
         if self.frame_shape:
             shape = " x ".join(map(str, self.frame_shape))
             seen = f"{count_text(self.frame_stack, 'frame')} of {shape}"
         acts = count_text(self.action_dim, "discrete action" if self.discrete else "action value")
-        size = f"{config.hidden_size} wide, {count_text(config.n_layer, 'layer')}"
+        weights = sum(parameter.numel() for parameter in self.model.parameters())
+        size = f"{type(self.model).__name__} of {count_text(weights, 'parameter')}"
         playing = f"{count_text(self.environments, 'environment')}, on {self.device}"
         return f"Policy({seen} to {acts}, {size}, K {self.context_length}, {playing})"
 
@@ -166,12 +162,11 @@ class Policy:
         `overwrite` only (``OUTPUT_EXISTS``, ``OUTPUT_WRITE``).
         """
         folder = given_path(folder, "OUTPUT_WRITE", where="folder")
-        bounded = bool(self.model.config.action_tanh) and not self.discrete
         file = PolicyFile(
             **{name: getattr(self.facts, name) for name in PolicyFacts.model_fields},
             **{name: getattr(self.window, name) for name in Window.model_fields},
             actions="discrete" if self.discrete else "continuous",
-            action_bounds=(-1.0, 1.0) if bounded else None,
+            action_bounds=(-1.0, 1.0) if self.model.bounded else None,
         )
         write_policy(folder, self.model, file, overwrite=overwrite)
         return folder
@@ -317,7 +312,9 @@ class Policy:
                 drawn = generator.standard_normal((len(chosen), self.action_dim), np.float32)
                 noise = torch.from_numpy(drawn).to(self.device)
             # Early in the episodes windows are short: leave out what nobody has filled yet.
-            filled = min(int(steps.max()) + 1, self.context_length)
+            filled = self.context_length
+            if self.model.short_windows:
+                filled = min(int(steps.max()) + 1, self.context_length)
             now, state = (torch.from_numpy(part).to(self.device) for part in (numbers, seen))
             actions = np.asarray(self._step(now, state, filled, noise).cpu().numpy())
         self._done[chosen] = actions.reshape(len(chosen), -1)
@@ -364,10 +361,7 @@ class Policy:
         if self.discrete:
             actions = actions[..., 0].long()
         timesteps = timesteps[..., 0].long()
-        action: Tensor = self.model.predict_last_action(
-            states, actions, asked, timesteps, place, noise
-        )
-        return action.argmax(-1) if self.discrete else action.float()
+        return acted(self.model, states, actions, asked, timesteps, place, noise)
 
     def observe_reward(
         self,
@@ -426,6 +420,24 @@ class Policy:
             np.concatenate([values, np.zeros((added, *values.shape[1:]), values.dtype)])
             for values in (self._targets, self._steps, self._waiting, self._done)
         )
+
+
+def acted(
+    model: SequenceModel,
+    features: Tensor,
+    actions: Tensor,
+    asked: Tensor,
+    timesteps: Tensor,
+    place: Tensor,
+    noise: Tensor | float = 0.0,
+) -> Tensor:
+    """Return the actions (n, A) float32, or (n,) int64, of windows of remembered steps."""
+    returns, goals = (None, asked) if model.facts.goals else (asked, None)
+    states = model.recalled(features)
+    action = model.act(PlayedWindow(states, actions, returns, goals, timesteps, place, noise))
+    if not model.facts.discrete:
+        return action.float()
+    return action.argmax(-1) if action.is_floating_point() else action.long()
 
 
 class _Graph:

@@ -25,7 +25,6 @@ from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
-from gear_offline.models.policy_folder import config_text
 from tests.model_support import TOLERANCE, make, released_model
 from tests.support import ArraySource, hopper_columns, iter_episodes, make_dataset
 
@@ -211,7 +210,7 @@ def test_building_and_saving_a_model_prints_no_warning(caplog: pytest.LogCapture
     5.17 builds the default configuration, too, to leave defaults out of the text.
     """
     model = make_model()
-    config_text(model)
+    model.config_text()
     loaded = DecisionTransformerConfig.from_dict(json.loads(model.config.to_json_string()))
     for config in (model.config, loaded):  # None would be left out, and become 50256 when loaded
         assert (config.bos_token_id, config.eos_token_id) == (0, 0)

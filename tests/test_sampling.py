@@ -7,8 +7,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,6 @@ from gear_offline.sampling import (
     make_sampler,
     mix_tasks,
     parse_options,
-    register,
     strategy_names,
 )
 from tests.sampling_support import CASES, CONTEXT, IDS, MIXED, Key, exact_law, facts, keys, p_value
@@ -378,34 +375,3 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     base._SAMPLERS.pop("mine", None)
     sys.modules.pop("sampler_of_mine", None)
-
-
-@pytest.mark.usefixtures("forgotten")
-@pytest.mark.parametrize("way", ["module", "file", "nowhere"])
-def test_strategies_of_ones_own_are_known_in_other_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    assert base.own_strategies() == []
-    file = tmp_path / "sampler_of_mine.py"
-    file.write_text(OWN)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    if way == "module":
-        __import__("sampler_of_mine")
-    else:
-        main = ModuleType("__main__")
-        if way != "nowhere":
-            main.__file__ = str(file)
-        monkeypatch.setitem(sys.modules, "__main__", main)
-        exec(OWN.split("if __name__")[0], main.__dict__)
-    origins = base.own_strategies()
-    expected = {"file": [str(file)], "nowhere": []}
-    assert origins == expected.get(way, ["sampler_of_mine"])
-    base._SAMPLERS.pop("mine")
-    sys.modules.pop("sampler_of_mine", None)
-    base.register_own(origins)
-    if way != "nowhere":
-        sampler = make_sampler("mine", facts([1, 3]), power=2.0)
-        assert sampler.episode_weight is not None and sampler.name == "mine"
-        np.testing.assert_allclose(sampler.episode_weight, [0.1, 0.9])
-        with pytest.raises(ValueError, match="already registered"):
-            register("mine")(type(sampler))

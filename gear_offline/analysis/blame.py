@@ -24,7 +24,7 @@ from gear_offline.core.text import Document, short, typed
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.models.base import SequenceModel, total_loss
 from gear_offline.models.loss import segment_losses
 from gear_offline.progress import Progress, Terminal, print_table
 from gear_offline.runs.run import Run, open_run
@@ -262,17 +262,16 @@ def _taken(recipe: Recipe, first: int, end: int) -> Int64Array:
 
 @torch.inference_mode()
 def _windows(
-    loader: GearLoader, model: DecisionTransformer, batches: Sequence[int], name: str, quiet: bool
+    loader: GearLoader, model: SequenceModel, batches: Sequence[int], name: str, quiet: bool
 ) -> npt.NDArray[Any]:
     """Return (w,) the windows of some batches, with their losses under the weights of a model."""
-    model.train(False).to(loader.device)  # type: ignore[arg-type, unused-ignore]
+    model.train(False).to(loader.device)
     parts, total = [], len(batches)
     with Progress(f"blame {name}", total=total, unit="batches", quiet=quiet) as progress:
         for number in batches:
             batch = loader.batch_at(number)
-            output = model(**batch.model_inputs(), padding=batch.padding, only_actions=True)
             mask = batch.attention_mask
-            losses = segment_losses(model.step_losses(output.action_preds, batch), mask)
+            losses = segment_losses(total_loss(model.losses(batch)).float(), mask)
             part = np.empty(len(batch.segments), WINDOW)
             part["batch"], part["loss"] = number, losses.double().cpu().numpy()
             part["episode"], part["start"] = batch.segments.cpu().numpy().T

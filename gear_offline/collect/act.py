@@ -13,12 +13,12 @@ import numpy as np
 
 from gear_offline.collect.record import Player, episode_plan
 from gear_offline.convert.append import Appender
+from gear_offline.core.parts import admit, part_name, trust
 from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
 from gear_offline.errors import InputError, given_path, json_options
 from gear_offline.evaluation.environments import (
     Known,
-    import_modules,
     known_of,
     probe,
     say_left_out,
@@ -104,6 +104,9 @@ def act(
         raise InputError("USAGE", what, remedy="give at least one actor and episode, no negatives")
     _wait_for_checkpoint(path, quiet=quiet)
     recipe = while_removed(lambda: chosen_checkpoint(path)).recipe
+    trust(recipe.parts)
+    environment = part_name(environment)
+    admit([environment])
     if recipe.data.admit_every is None or recipe.data.path is None:
         what, remedy = "the run's data do not grow", "train it with data.admit_every=1000"
         raise InputError("USAGE", what, str(path), remedy)
@@ -111,7 +114,6 @@ def act(
     if name is None or (target is None and targets is None):
         what = "the run names no environment to play in, or no return to ask for"
         raise InputError("ENVIRONMENT", what, str(path), "give --environment and --target")
-    import_modules([environment] if environment else [], [name], run=path)
     how = json_options(environment_options)
     if name == recipe.evaluate.environment:
         known_options = recipe.evaluate.environment_options or {}
@@ -125,7 +127,7 @@ def act(
     if target is None:
         target = float(max(targets or ()))
     if action_noise is None:
-        action_noise = 0.0 if recipe.model.policy == "gaussian" else 0.1
+        action_noise = 0.0 if recipe.model.is_stochastic else 0.1
     base = time.time_ns() if seed is None else seed
     shared = path, Path(recipe.data.path), known, target, action_noise, time.time()
     jobs = [

@@ -8,11 +8,23 @@ is checked in `gear_offline.config.recipe`.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    model_validator,
+)
 
 from gear_offline.config.strict_yaml import byte_count, parse_yaml, whole_number
+from gear_offline.core.parts import part_name
+from gear_offline.core.text import count_text
 from gear_offline.errors import InputError, in_home
 
 LARGEST_TARGET = 1e18  # squares of returns-to-go stay finite in float32
@@ -49,6 +61,7 @@ Count = Annotated[Whole, Field(ge=0, lt=1 << 62)]
 Seed = Annotated[Whole, Field(ge=0, lt=1 << 63)]
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
 Place = Annotated[Text, BeforeValidator(user_path)]  # a path, hub:, d4rl: ...
+Part = Annotated[Text, BeforeValidator(part_name)]  # a name, FILE.py:Name, package.module:Name
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -89,8 +102,8 @@ class Section(BaseModel):
 class CollectSettings(Section):
     """Data made on the spot when `data.path` does not exist yet."""
 
-    environment: Text
-    """Gymnasium id, e.g. Pendulum-v1."""
+    environment: Part
+    """Gymnasium id, e.g. Pendulum-v1, or FILE.py:Name."""
     environment_options: EnvironmentOptions = {}
     """Its arguments, as evaluate.environment_options."""
     policy: Text = "random"
@@ -114,8 +127,8 @@ class SelectionSettings(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    strategy: Text = "uniform_steps"
-    """Name of a selection strategy, whose own options stand next to it."""
+    strategy: Part = "uniform_steps"
+    """Name of a selection strategy, whose own options stand next to it, or FILE.py:Name."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -140,7 +153,7 @@ class TaskSettings(Section):
     """Its returns-to-go are divided by this; null: loader.returns_scale."""
     selection: SelectionSettings | None = None
     """Selection of its segments; null: as the recipe's selection."""
-    environment: Text | None = None
+    environment: Part | None = None
     """As evaluate.environment, of this task."""
     environment_options: EnvironmentOptions | None = None
     """As evaluate.environment_options, of this task."""
@@ -325,8 +338,78 @@ class LoaderSettings(Section):
 
 
 class ModelSettings(Section):
+    """The model and its own options; a base for the options of other models."""
+
+    kind: Part = "decision_transformer"
+    """decision_transformer, decoupled, mlp, FILE.py:Name; other options are that model's own."""
+    max_timestep: Positive | None = None
+    """Longest episode the model can place; null: the longest of the data and the environment."""
+
+    def __str__(self) -> str:
+        return self.kind
+
+    @property
+    def takes_tasks(self) -> bool:
+        """True if it can be trained on data of several tasks."""
+        return False
+
+    @property
+    def one_task(self) -> str:
+        """The option that keeps it from that."""
+        return f"model.kind={self.kind}"
+
+    @property
+    def is_stochastic(self) -> bool:
+        """True if its actions can be drawn."""
+        return False
+
+    @property
+    def asks_returns(self) -> bool:
+        """True if it cannot do without returns-to-go."""
+        return False
+
+    @property
+    def bounds_actions(self) -> bool:
+        """True if continuous actions are squashed into [-1, 1]."""
+        return False
+
+    def problems(self) -> Iterator[str]:
+        """Yield what does not fit together."""
+        yield from ()
+
+    def settled(self, *, discrete: bool, bounded: bool) -> dict[str, Any]:
+        """Return the options that the data decide: of their actions."""
+        return {}
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Blocks, their width, tokens of a step: what memory and FLOPs follow from; 0: unknown."""
+        return 0, 0, 0
+
+
+class SquashedSettings(ModelSettings):
+    """What the models of this package share."""
+
+    dropout: Fraction = 0.1
+    """Probability of dropout, in residuals, embeddings and attention."""
+    action_tanh: bool | Literal["auto"] = True
+    """Squash predicted actions into [-1, 1]; auto: where the data lie in it."""
+
+    @property
+    def bounds_actions(self) -> bool:
+        return bool(self.action_tanh)
+
+    def settled(self, *, discrete: bool, bounded: bool) -> dict[str, Any]:
+        if discrete:  # logits are not bounded
+            return {"action_tanh": False}
+        return {"action_tanh": bounded} if self.action_tanh == "auto" else {}
+
+
+class TransformerSettings(SquashedSettings):
     """Size and shape of the Decision Transformer."""
 
+    max_timestep: Positive | None = 1000
+    """Longest episode the model can place; null: the longest of the data and the environment."""
     hidden_size: Positive = 128
     """Width of the embeddings; a multiple of `heads`."""
     layers: Annotated[Whole, Field(ge=1, le=10_000)] = 3
@@ -335,18 +418,67 @@ class ModelSettings(Section):
     """Attention heads of a block."""
     activation: Literal["relu", "gelu", "silu", "tanh", "gelu_new"] = "relu"
     """Activation of the feed-forward part."""
-    dropout: Fraction = 0.1
-    """Probability of dropout, in residuals, embeddings and attention."""
-    max_timestep: Positive | None = 1000
-    """Longest episode the model can place; null: the longest of the data and the environment."""
-    action_tanh: bool | Literal["auto"] = True
-    """Squash predicted actions into [-1, 1]; auto: where the data lie in it."""
     policy: Literal["deterministic", "gaussian"] = "deterministic"
     """gaussian: a stochastic one that explores, as of the Online Decision Transformer."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Attention implementation."""
     encoder: Literal["auto", "none", "cnn", "patch"] = "auto"
     """Of frames: the DQN's convolutions, or linear maps of patches; auto: cnn for frames."""
+
+    def __str__(self) -> str:
+        return f"{self.hidden_size} wide, {count_text(self.layers, 'layer')}"
+
+    @property
+    def is_stochastic(self) -> bool:
+        return self.policy == "gaussian"
+
+    @property
+    def takes_tasks(self) -> bool:
+        return not self.is_stochastic
+
+    @property
+    def one_task(self) -> str:
+        return "model.policy=gaussian"
+
+    @property
+    def asks_returns(self) -> bool:
+        return True
+
+    def problems(self) -> Iterator[str]:
+        if self.hidden_size % self.heads:
+            near = -(-self.hidden_size // self.heads) * self.heads
+            what = f"model.hidden_size must be a multiple of model.heads ({self.heads})"
+            yield f"{what}, got {self.hidden_size}: try {near}"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.layers, self.hidden_size, 3
+
+
+class OwnModelSettings(ModelSettings):
+    """The options of a model that comes from elsewhere, which checks them itself."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+MODELS: dict[str, type[ModelSettings]] = {"decision_transformer": TransformerSettings}
+
+
+def _model_tag(value: Any) -> str:
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    kind = "decision_transformer" if kind is None else kind
+    return kind if kind in MODELS else OWN_MODEL
+
+
+OWN_MODEL = "own"
+if TYPE_CHECKING:
+    Model = Any  # each kind has options of its own
+else:
+    Model = Annotated[
+        Annotated[TransformerSettings, Tag("decision_transformer")]
+        | Annotated[OwnModelSettings, Tag(OWN_MODEL)],
+        Discriminator(_model_tag),
+    ]
 
 
 class OptimizerSettings(Section):
@@ -437,8 +569,8 @@ class TrainSettings(Section):
 class EvaluateSettings(Section):
     """Rollouts of the policy that was learnt."""
 
-    environment: Text | None = None
-    """Gymnasium id; null: the one that the dataset names, no evaluation if it names none."""
+    environment: Part | None = None
+    """Gymnasium id, or FILE.py:Name; null: the one that the dataset names, if it names one."""
     environment_options: EnvironmentOptions | None = None
     """Arguments of gymnasium.make, such as {g: 1.0, max_episode_steps: 40}; null: the data's."""
     reference: Text | Pair | None = None

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from gear_offline.collect.policies import quality_parts
 from gear_offline.config.problems import nearest
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.sections import CollectSettings
+from gear_offline.config.sections import CollectSettings, OwnModelSettings
 from gear_offline.dataset.scores import dataset_names, reference_scores
 from gear_offline.errors import InputError, UnavailableError, check_environment_id
 from gear_offline.evaluation.environments import unregistered
@@ -19,6 +19,10 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
     """Refuse names that nothing answers to (``RECIPE``, ``SELECTION``, ``ENVIRONMENT``)."""
     for name in recipe.data.tasks or {}:
         check_recipe(recipe.of_task(name), where=f"{where}: task {name}" if where else name)
+    if isinstance(recipe.model, OwnModelSettings):
+        from gear_offline.models.base import typed_settings  # loads torch
+
+        typed_settings(recipe.model)
     check_selection(recipe, where)
     check_trackers(recipe.train.trackers)
     if recipe.data.collect is not None:

@@ -40,6 +40,7 @@ from gear_offline.evaluation.environments import (
 )
 from gear_offline.evaluation.play import check_sizes
 from gear_offline.loaders.from_recipe import loader_options, open_data, open_one, recipe_sampler
+from gear_offline.models.base import settings_dump, typed_settings
 from gear_offline.models.decision_transformer import beyond_tanh
 from gear_offline.models.multitask import ModelTask
 from gear_offline.runs.directory import going_on, recipe_before
@@ -230,6 +231,9 @@ def resolve(
 
     Doing it again to the result changes nothing.
     """
+    settings = typed_settings(recipe.model)
+    if recipe.model is not settings:  # with the defaults of the model's own options
+        recipe = recipe.replace({"model": settings_dump(settings) | recipe.model.model_dump()})
     if isinstance(dataset, JointDataset):
         resolved, sizes = _resolve_tasks(recipe, dataset, quiet=quiet)
     else:
@@ -265,8 +269,9 @@ def _resolve_tasks(
         tasks=tuple(tasks),
     )
     options["model"]["max_timestep"] = max(single.model.max_timestep or 0 for single in singles)
-    bounded = all(single.model.action_tanh for single in singles)
-    options["model"]["action_tanh"] = bounded and not joint.discrete
+    bounded = all(single.model.bounds_actions for single in singles)
+    if "action_tanh" in options["model"]:
+        options["model"]["action_tanh"] = bounded and not joint.discrete
     return Recipe.parse(options), joint
 
 
@@ -289,8 +294,8 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
     if goals and is_image(dataset.spec[STATES]):
         what, remedy = "goals are vectors, and the data are frames", "use loader.goals=null"
         raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
-    if "rewards" not in dataset.spec and not goals:
-        what = "the data have no rewards, and the Decision Transformer is asked for returns"
+    if "rewards" not in dataset.spec and not goals and recipe.model.asks_returns:
+        what = f"the data have no rewards, and model.kind={recipe.model.kind} is asked for returns"
         remedy = "give it goals (loader.goals={future: 1.0}), or add a column rewards to the source"
         raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
     sizes, environment = data_sizes(dataset), recipe.evaluate.environment or dataset.environment_id
@@ -341,16 +346,15 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         changes["loader.returns_scale"] = start.window.returns_scale
         changes["loader.normalize_states"] = start.window.state_mean is not None
         if recipe.model.max_timestep is None:
-            changes["model.max_timestep"] = int(start.model.config.max_ep_len)
+            changes["model.max_timestep"] = start.model.facts.max_timestep
     elif recipe.model.max_timestep is None:
         changes["model.max_timestep"] = max(longest, recipe.loader.context_length)
-    if sizes.discrete:
-        changes["model.action_tanh"] = False  # logits are not bounded
-    elif recipe.model.action_tanh == "auto":
-        actions = dataset.statistics["actions"]
-        fits = not beyond_tanh(actions.min, actions.max)
-        fits = bool(start.model.config.action_tanh) if recipe.train.init else fits
-        changes["model.action_tanh"] = fits
+    actions = dataset.statistics["actions"]
+    bounded = (
+        start.model.bounded if recipe.train.init else not beyond_tanh(actions.min, actions.max)
+    )
+    settled = recipe.model.settled(discrete=sizes.discrete, bounded=bounded)
+    changes |= {f"model.{name}": value for name, value in settled.items()}
     resolved = recipe.replace(changes)
     _check(resolved, dataset, sizes)
     return resolved, sizes
@@ -424,7 +428,7 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
         remedy = f"set model.max_timestep={longest}, or null to take it from the data"
         raise InputError("MODEL", f"{what}{rows:,}", where=path, remedy=remedy)
     actions = dataset.statistics["actions"]
-    if model.action_tanh and not sizes.discrete and beyond_tanh(actions.min, actions.max):
+    if model.bounds_actions and not sizes.discrete and beyond_tanh(actions.min, actions.max):
         what = f"actions reach {actions.min.min():g} .. {actions.max.max():g}, but "
         what += "model.action_tanh bounds what the model can predict to -1 .. 1"
         raise InputError("MODEL", what, where=path, remedy="set model.action_tanh=false")
@@ -432,12 +436,12 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
 
 def _check_memory(recipe: Recipe, sizes: ModelSizes) -> None:
     """Refuse what cannot fit: the kernel would kill the process instead, or pages would swap."""
-    model, loader, size = recipe.model, recipe.loader, recipe.model.hidden_size
+    model, loader, (layers, size, tokens) = recipe.model, recipe.loader, recipe.model.shape
     # of the blocks and of the timesteps' embedding; a few rows more do not matter
-    weights = (12 * model.layers * size + (model.max_timestep or 0)) * size
-    # the columns, and the three tokens of each step once; pixels are bytes
+    weights = (12 * layers * size + (model.max_timestep or 0)) * size
+    # the columns, and the tokens of each step once; pixels are bytes
     state = sizes.state_dim // 4 if sizes.frame_shape else sizes.state_dim
-    batch = loader.batch_size * loader.context_length * (state + sizes.action_dim + 3 * size)
+    batch = loader.batch_size * loader.context_length * (state + sizes.action_dim + tokens * size)
     needed, available = 4 * max(weights, batch), available_bytes()
     if needed > available:
         options = "model.hidden_size, model.layers or model.max_timestep"

@@ -8,21 +8,18 @@ Shape legend: E episodes, N steps, B slots of a batch.
 
 from __future__ import annotations
 
-import importlib
 import operator
-import runpy
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
 from pydantic import ConfigDict, ValidationError
 
-from gear_offline.config.problems import nearest, problem_text
+from gear_offline.config.problems import problem_text
 from gear_offline.config.strict_yaml import parse_yaml
+from gear_offline.core.parts import Kind, admit, find_part, is_part, part_name
 from gear_offline.core.text import plain
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array, UInt64Array
 from gear_offline.dataset.schema import EpisodeIndex
@@ -239,6 +236,7 @@ def has_density(kind: type[Sampler]) -> bool:
 
 
 _SAMPLERS: dict[str, type[Sampler]] = {}
+STRATEGIES = Kind(noun="strategy", option="selection.strategy", code="SELECTION", own=_SAMPLERS)
 _Kind = TypeVar("_Kind", bound=type[Sampler])
 
 
@@ -262,13 +260,13 @@ def strategy_names() -> tuple[str, ...]:
 
 def sampler_class(name: object) -> type[Sampler]:
     """Return the class of a strategy."""
-    if isinstance(name, str) and name in _SAMPLERS:
-        return _SAMPLERS[name]
-    near = nearest(str(name), list(_SAMPLERS), cutoff=0.6)
-    hint = f"did you mean {near!r}? " if near else ""
-    remedy = f"{hint}strategies: {', '.join(strategy_names())}; one of your own is known where "
-    remedy += "its file starts the command: docs/how-to/own-strategy.md"
-    raise InputError("SELECTION", f"no selection strategy {name!r}", remedy=remedy)
+    found = find_part(STRATEGIES, part_name(name))
+    if not (isinstance(found, type) and issubclass(found, Sampler)):
+        what, remedy = f"{name} is no sampler", "derive it from gear_offline.WeightedEpisodes"
+        raise InputError("SELECTION", what, "selection.strategy", remedy)
+    if is_part(part_name(name)):
+        found.name = str(part_name(name))
+    return found
 
 
 def parse_options(name: object, options: Mapping[str, Any]) -> Any:
@@ -292,6 +290,8 @@ def parse_options(name: object, options: Mapping[str, Any]) -> Any:
 def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
     """Return the name and the options of ``"return_weighted:rule=rank:temperature=2"``."""
     name, *options = text.strip().split(":")
+    if options and "=" not in options[0]:  # FILE.py:Name, package.module:Name
+        name, options = f"{name}:{options[0]}", options[1:]
     pairs = [option.split("=", 1) for option in options if "=" in option]
     values = {key.strip(): value for key, value in pairs}
     if not name or len(values) < len(options):
@@ -339,6 +339,19 @@ def make_sampler(
     >>> segments.episodes.tolist(), segments.probability.round(3).tolist()
     ([[0, 0, 0]], [[0.143, 0.143, 0.143]])
     """
+    admit([name := part_name(name)])
+    return sampler_for(name, data, options, context_length=context_length, kept=kept)
+
+
+def sampler_for(
+    name: object,
+    data: EpisodeData | EpisodeIndex,
+    options: Mapping[str, Any],
+    *,
+    context_length: int | None = None,
+    kept: BoolArray | None = None,
+) -> Sampler:
+    """Build a sampler as `make_sampler` does, of a name that a recipe or its run says."""
     if isinstance(data, EpisodeIndex):
         data = Facts(episodes=data)
     facts = Facts(
@@ -361,25 +374,6 @@ def build_sampler(name: object, facts: Facts, options: Mapping[str, Any]) -> Sam
         return kind(facts, chosen)
     members = np.flatnonzero(facts.kept)
     return Members(kind(facts.of_kept(), chosen), members, facts.episodes)
-
-
-def own_strategies() -> list[str]:
-    """Return modules, or paths of main files, outside the package that register strategies."""
-    modules = {kind.__module__ for kind in _SAMPLERS.values()}
-    origins = {name for name in modules if not name.startswith("gear_offline.")} - {"__main__"}
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    if "__main__" in modules and main is not None:
-        origins.add(str(Path(main).resolve()))
-    return sorted(origins)
-
-
-def register_own(origins: Sequence[str]) -> None:
-    """Register what `own_strategies` returned in the process that started this one."""
-    for origin in origins:
-        if Path(origin).is_absolute():
-            runpy.run_path(origin, run_name="__mp_main__")  # as multiprocessing names it
-        else:
-            importlib.import_module(origin)
 
 
 def check_range(seed: int, first_step: int, steps: int, count: int) -> None:

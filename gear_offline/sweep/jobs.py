@@ -27,7 +27,6 @@ from gear_offline.evaluation.environments import Known, known_of
 from gear_offline.loaders.from_recipe import loader_options
 from gear_offline.progress import Progress
 from gear_offline.runs.loop import TrainingInterrupted, train_run
-from gear_offline.sampling.base import own_strategies, register_own
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables.joint import TableData
@@ -85,7 +84,7 @@ def train_in_pool(job: Job, pool: Pool, handles: str = "{}", patience: float = 0
 
     After Ctrl-C or SIGTERM every trial saves a checkpoint, then ``INTERRUPTED`` is raised.
     """
-    context = handles, tuple(own_strategies()), patience
+    context = handles, patience
     names = dict.fromkeys(name for trial in job.trials for name in trial.recipe.environments)
     known = tuple(filter(None, map(known_of, names)))  # modules that the user has named
     waiting, running = deque(job.trials), dict[int, Trial]()
@@ -121,11 +120,10 @@ def train_trial(
     path: Path,
     known: tuple[Known, ...],
     handles: str,
-    strategies: tuple[str, ...],
     patience: float,
 ) -> None:
     """Train one trial in a worker."""
-    tables, end = _attached(handles, strategies), time.monotonic() + patience
+    tables, end = _attached(handles), time.monotonic() + patience
     for environment in known:
         environment.learn()
     with run_errors(path.name, path, resolve_device(recipe.train.device)):
@@ -140,9 +138,8 @@ def train_trial(
 
 
 @cache
-def _attached(handles: str, strategies: tuple[str, ...]) -> SharedTables:
-    """Return the tables that all trials of this worker read; know the caller's strategies."""
-    register_own(strategies)
+def _attached(handles: str) -> SharedTables:
+    """Return the tables that all trials of this worker read."""
     return SharedTables(json.loads(handles))
 
 

@@ -21,7 +21,6 @@ from gear_offline.core.text import count_text, plain, say
 from gear_offline.distributed import launched
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
-from gear_offline.evaluation.environments import import_modules
 from gear_offline.progress import Progress
 from gear_offline.runs import report
 from gear_offline.runs.checks import check_recipe, check_selection
@@ -147,8 +146,6 @@ def run_trials(
         what, remedy = "a sweep runs in one process", "start it without torchrun"
         raise InputError("USAGE", what, remedy=remedy)
     _check_trials(trials, parallel)
-    for trial in trials:
-        import_modules(trial.recipe.environments, run=SweepDirectory(out).run_path(trial))
     with ExitStack() as stack:
         pool = None if ray is None else stack.enter_context(RayPool(ray))
         asked, directory = trials[0].recipe.train.device, SweepDirectory(out)

@@ -9,13 +9,14 @@ import logging
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gear_offline.core.files import check_new_file, write_file, writing
 from gear_offline.errors import InputError, given_path, package_needed
-from gear_offline.models.policy import Policy
+from gear_offline.models.policy import Policy, acted
 from gear_offline.training.trained import load_policy
 
 __all__ = ["export_policy"]
@@ -131,7 +132,7 @@ class _ActingModel(nn.Module):
         self.model, self.discrete = policy.model, policy.discrete
         self.asked = "goals" if policy.goals else "returns_to_go"
         self._scale, self._last = policy.returns_scale, policy.max_timestep - 1
-        self._first = _dtype(policy)
+        self._first, self._length = _dtype(policy), policy.context_length
         self._statistics = None
         if policy.statistics is not None:
             self._statistics = [torch.from_numpy(values) for values in policy.statistics]
@@ -139,19 +140,21 @@ class _ActingModel(nn.Module):
     def forward(
         self, observations: Tensor, actions: Tensor, asked: Tensor, timesteps: Tensor
     ) -> Tensor:
-        if self.model.goals:
+        if self.model.facts.goals:
             asked = self._normalized(asked)
         else:
             asked = (asked.double() / self._scale).float()[..., None]
-        action: Tensor = self.model(
-            states=self._normalized(observations),
-            actions=actions,
-            timesteps=timesteps.clamp(0, self._last),
-            padding="right",
-            only_actions=not self.model.stochastic,  # then not the means
-            **{self.asked: asked},
-        ).action_preds[:, -1]
-        return action.argmax(-1) if self.discrete else action
+        features = self.model.features(self._normalized(observations))
+        timesteps = timesteps.clamp(0, self._last)
+        steps = timesteps.shape[1]
+        place = torch.full_like(timesteps[:, 0], steps - 1)
+        inputs: Any = [features, actions, asked, timesteps]
+        if not self.model.short_windows:  # they are whole always
+            blank = self._length - steps
+            inputs = [
+                torch.cat([x, x.new_zeros(x.shape[0], blank, *x.shape[2:])], 1) for x in inputs
+            ]
+        return acted(self.model, *inputs, place)
 
     def _normalized(self, states: Tensor) -> Tensor:
         if not states.is_floating_point():  # frames
