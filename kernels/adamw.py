@@ -21,23 +21,16 @@ from torch import Tensor
 
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import GearError
-from gear_offline.kernels.cuda_module import load
+from gear_offline.kernels.cuda_module import load, structure
 
 # As in cuda/adamw.cu.
 THREADS = 256
 PIECE = 1024  # elements: four a thread
 MOST_PARTIALS = 512  # sums of the norm: two a thread
-MOST_JOBS = 16
-RULE_BYTES = 32
-COLUMNS = ("gradient", "count", "value", "first", "second", "shadow")  # of a piece
 KINDS = ("constant", "linear", "cosine")
-_WHOLE = (
-    *("pieces", "piece_count", "group", "partials", "partial_count", "rule", "index", "row"),
-    *("window", "window_rows", "loss", "counts", "tensor_count", "kind", "warmup", "steps"),
-)
-_REAL = ("rate", "beta1", "beta2", "epsilon", "decay", "limit")
-JOB = np.dtype([*((n, np.int64) for n in _WHOLE), *((n, np.float64) for n in _REAL)])
-JOBS = np.dtype([("count", np.int64), ("jobs", JOB, MOST_JOBS)])
+JOBS = structure("AdamwJobs")
+JOB, MOST_JOBS = JOBS["jobs"].base, JOBS["jobs"].shape[0]
+COLUMNS = tuple(structure("Piece").fields or ())  # of a piece
 
 LEAST_GROUP = 4  # pieces a sum is over: as many as a block reads at once
 STEP_BLOCKS_PER_SM = 6  # that are there at once, with 40 registers a thread
@@ -117,7 +110,7 @@ class DeviceAdamW:
         self._sent = torch.zeros_like(self._addresses)  # what the GPU knows
         self._pieces = torch.zeros(len(cuts), len(COLUMNS), dtype=torch.int64, device=device)
         self._partials = torch.zeros(partials, dtype=torch.float64, device=device)
-        self._rule = torch.zeros(RULE_BYTES, dtype=torch.uint8, device=device)
+        self._rule = torch.zeros(structure("Rule").itemsize, dtype=torch.uint8, device=device)
         self._job = np.zeros(1, JOB)
         for name, value in {
             "pieces": self._pieces.data_ptr(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -109,6 +110,23 @@ def _broken(what: str) -> UnavailableError:
         remedy="install the CuPy for your CUDA: gear-offline[gpu] for CUDA 13, [gpu-cuda12] for "
         "CUDA 12; or use engine='off'",
     )
+
+
+_NUMBERS = {"i64": np.int64, "u64": np.uint64, "double": np.float64, "float": np.float32}
+
+
+@cache
+def structure(name: str) -> np.dtype[Any]:
+    """Return the dtype of a structure that a source declares: of numbers, pointers, structures."""
+    files = sorted(FOLDER.glob("*.cu*"))
+    text = re.sub("//.*", "", "".join(file.read_text() for file in files))
+    (body,) = re.findall(rf"struct (?:alignas\(16\) )?{name} {{(.*?)\n}};", text, re.DOTALL)
+    fields = list[Any]()
+    for kind, members, most in re.findall(r"(\w+\*?) ([\w, ]+)(?:\[(\w+)\])?;", body):
+        dtype = np.uint64 if "*" in kind else _NUMBERS.get(kind) or structure(kind)
+        shape = re.findall(rf"\b{most} = (\d+)", text)[:1] if most else ()
+        fields += [(member, dtype, tuple(map(int, shape))) for member in members.split(", ")]
+    return np.dtype(fields, align=True)
 
 
 class DeviceArrays:

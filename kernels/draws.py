@@ -1,4 +1,4 @@
-"""Segments, random numbers, the search in tables, and the structures that describe draws to a GPU.
+"""Segments, random numbers, the search in tables, and the ways in which a GPU draws.
 
 Random numbers are those of Philox 4x64-10, as `numpy.random.Philox`: a pure function of their
 place.  Every use of a seed has a stream of its own: key = (seed, stream).  A step has `count`
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.random.bit_generator import ISeedSequence
@@ -28,8 +28,6 @@ from gear_offline.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-    from gear_offline.kernels.cuda_module import DeviceArrays
-    from gear_offline.kernels.priorities import DevicePriorities
 
 _MASK32 = np.uint64(0xFFFFFFFF)
 _SHIFT32 = np.uint64(32)
@@ -153,59 +151,14 @@ class GuidedSearch:
         return places
 
 
-# Ways to draw a segment that the GPU has, besides being told by the host.
+HOST_DRAWN, WEIGHTS, PERMUTATION, PRIORITIES = range(4)  # as `Way` of cuda/sample.cuh
 
 
 @dataclass(frozen=True, eq=False)
-class CumulativeWeights:
-    """An episode by its weight, then any start in it."""
+class GpuDraw:
+    """The way in which a GPU draws segments."""
 
-    search: GuidedSearch  # in the (E,) cumulative masses of the episodes, which end at 2^64
-
-
-@dataclass(frozen=True, eq=False)
-class KeyedPermutation:
-    """Every start once an epoch, in an order of the epoch's own."""
-
-    search: GuidedSearch  # in the (E,) ends of the episodes
-
-
-@dataclass(frozen=True, eq=False)
-class PriorityTree:
-    """A start by its mass."""
-
-    search: GuidedSearch  # in the (E,) ends of the episodes
-    on_device: Callable[[torch.device], DevicePriorities]  # moves the masses to a GPU, to stay
-
-
-Draw = CumulativeWeights | KeyedPermutation | PriorityTree
-
-# `Tree` and `Sampling` of cuda/tree.cuh and cuda/sample.cuh.
-MAX_LEVELS: Final = 12
-TREE = np.dtype([("level", np.uint64, (MAX_LEVELS,)), ("levels", np.int64)])
-SAMPLING = np.dtype(
-    [
-        ("way", np.int64),
-        *((name, np.uint64) for name in ("table", "guide", "shift", "offsets")),
-        *((name, np.int64) for name in ("size", "bits")),
-        ("tree", TREE),
-    ]
-)
-HOST_DRAWN, WEIGHTS, PERMUTATION, PRIORITIES = range(4)
-_WAYS: Final[dict[type, int]] = {
-    CumulativeWeights: WEIGHTS,
-    KeyedPermutation: PERMUTATION,
-    PriorityTree: PRIORITIES,
-}
-
-
-def describe_sampling(draw: Draw, offsets: Int64Array, *, arrays: DeviceArrays) -> Any:
-    """Return the `SAMPLING` row of a way to draw from episodes at (E + 1,) `offsets`."""
-    row, steps = np.zeros((), SAMPLING), int(offsets[-1])
-    row["way"], row["size"] = _WAYS[type(draw)], steps
-    row["bits"] = max((steps - 1).bit_length(), 2)
-    row["table"], row["guide"] = arrays.keep(draw.search.table), arrays.keep(draw.search.guide)
-    row["shift"], row["offsets"] = draw.search.shift, arrays.keep(offsets)
-    if isinstance(draw, PriorityTree):
-        row["tree"] = draw.on_device(arrays.device).tree
-    return row
+    way: int
+    search: GuidedSearch  # in the (E,) cumulative masses of the episodes, or in their ends
+    offsets: Int64Array  # (E + 1,) of the episodes that are drawn from
+    tree: Callable[[torch.device], Any] | None = None  # moves PRIORITIES to a GPU, to stay

@@ -20,15 +20,13 @@ from torch import Tensor
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import UnavailableError
 from gear_offline.kernels.columns import GroupAddresses
-from gear_offline.kernels.cuda_module import DeviceArrays, Kernel, load
+from gear_offline.kernels.cuda_module import DeviceArrays, Kernel, load, structure
 from gear_offline.kernels.draws import (
     HOST_DRAWN,
-    SAMPLING,
-    CumulativeWeights,
-    Draw,
-    PriorityTree,
+    PRIORITIES,
+    WEIGHTS,
+    GpuDraw,
     Segments,
-    describe_sampling,
 )
 from gear_offline.kernels.gather import Padding, Windows, real_steps, torch_dtype
 
@@ -40,29 +38,11 @@ EACH, MANY = "each", "many"  # of both: a warp for each task of a window, or for
 LIVE = "live.cu"  # all of them, of jobs that lie in GPU memory
 LONG_BYTES = 1536  # from here on, a warp for each window reads host memory a little faster
 
-MAX_GROUPS: Final = 24
 COPY_PIECE_BYTES: Final = 4096  # of a task: one warp with 8 loads of 16 bytes a lane
 CAST_PIECE: Final = 1024  # elements of a task
 
-# `Group` and `Job` of cuda/fill.cuh
-_GROUP_NAMES = (
-    *("addresses", "out", "row_bytes", "unit", "width", "source", "to_int64"),
-    *("mean", "divisor", "pieces", "piece", "history", "row_zero"),
-)
-_JOB_NAMES = (
-    *("seed", "counter", "first_step", "offsets", "episodes", "chosen", "ring"),
-    *("rank_batch", "first_slot", "segments", "span", "left", "tasks"),
-    *("groups", "per_warp", "timesteps", "mask", "names", "ticket"),
-    *("global_batch", "chances"),
-)
-GROUP = np.dtype([(name, np.uint64) for name in _GROUP_NAMES])
-JOB = np.dtype(
-    [
-        *((name, np.uint64) for name in _JOB_NAMES),
-        ("sampling", SAMPLING),
-        ("group", GROUP, (MAX_GROUPS,)),
-    ]
-)
+GROUP, JOB = structure("Group"), structure("Job")
+MAX_GROUPS = JOB["group"].shape[0]
 COPY = 0
 _FLOATS = ("float16", "float32", "float64")
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -74,8 +54,8 @@ class GpuGather:
     """Fills windows on a GPU.
 
     Windows are cut from episodes at `offsets` (E + 1,), B segments a step (`rank_batch`).  The GPU
-    draws by `draw` from episodes at `drawn_from` (all, or the first ones), with `seed`, B slots of
-    the global batch from `first_slot` on.  Without `draw` the host draws all segments.
+    draws by `draw`, from all episodes or the first ones, with `seed`, B slots of the global batch
+    from `first_slot` on.  Without `draw` the host draws all segments.
     `reads_host`: some rows lie in host memory.  `reason`: why the rows lie where they do.  `keep`
     owns the memory that addresses point to.
     """
@@ -89,8 +69,7 @@ class GpuGather:
         context_length: int,
         rank_batch: int,
         padding: Padding = "right",
-        draw: Draw | None = None,
-        drawn_from: Int64Array | None = None,
+        draw: GpuDraw | None = None,
         seed: int = 0,
         first_slot: int = 0,
         global_batch: int | None = None,
@@ -105,8 +84,9 @@ class GpuGather:
         self._keep = [keep]
         self._launches = dict[int, tuple[str, int, int]]()  # by segments
         self.kernels = dict[str, Kernel]()
-        self.draws, self.has_chances = draw is not None, isinstance(draw, PriorityTree)
-        self._source = FILL if draw is None or isinstance(draw, CumulativeWeights) else SAMPLE
+        way = HOST_DRAWN if draw is None else draw.way
+        self.draws, self.has_chances = draw is not None, way == PRIORITIES
+        self._source = FILL if way in (HOST_DRAWN, WEIGHTS) else SAMPLE
         self._load(FILL)
         if self._source == SAMPLE:
             self._load(SAMPLE)  # before masses move, which stay where they are
@@ -136,9 +116,7 @@ class GpuGather:
         }.items():
             self._job[name] = np.uint64(value)
         if draw is not None:
-            self._job["sampling"] = describe_sampling(
-                draw, offsets if drawn_from is None else drawn_from, arrays=self._arrays
-            )
+            self._job["sampling"] = self._describe_draw(draw)
         self._row_sum = sum(group.row_bytes for group in self.groups)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._most_blocks = BLOCKS_PER_SM * processors
@@ -208,7 +186,7 @@ class GpuGather:
         self.kernels |= load(f"{source}.cu", names, device=self.device.index or 0)
 
     def _describe(self, placed: GroupAddresses) -> Any:
-        """Return the `GROUP` row of a column group; `out` is set for each launch."""
+        """Return the `Group` structure of a column group; `out` is set for each launch."""
         group, row = placed.group, np.zeros((), GROUP)
         final, field, keep = group.final_dtype, group.fields[0], self._arrays.keep
         span, row_bytes = self.context_length + group.history, group.row_bytes
@@ -229,6 +207,17 @@ class GpuGather:
             row["mean"], row["divisor"] = keep(field.mean), keep(field.divisor)
         row["source"], row["to_int64"] = TYPES[group.dtype], final == np.int64
         row["piece"], row["pieces"] = CAST_PIECE, -(-span * group.width // CAST_PIECE)
+        return row
+
+    def _describe_draw(self, draw: GpuDraw) -> Any:
+        """Return the `Sampling` structure of a way to draw."""
+        row, steps, keep = np.zeros((), JOB["sampling"]), int(draw.offsets[-1]), self._arrays.keep
+        row["way"], row["size"] = draw.way, steps
+        row["bits"] = max((steps - 1).bit_length(), 2)
+        row["table"], row["guide"] = keep(draw.search.table), keep(draw.search.guide)
+        row["shift"], row["offsets"] = draw.search.shift, keep(draw.offsets)
+        if draw.tree is not None:
+            row["tree"] = draw.tree(self.device).tree
         return row
 
     def fix(self, job: npt.NDArray[Any], windows: Windows) -> tuple[str, int]:

@@ -1,6 +1,6 @@
 """Priorities in GPU memory: masses, their sums, and updates from losses.
 
-The reference is `sampling.prioritized`: masses, sums and draws are the same bits.  `update` waits
+The reference is `sampling.masses`: masses, sums and draws are the same bits.  `update` waits
 for nothing and can be captured; what returns numbers of Python or NumPy waits for the GPU.
 
 Shape legend: N steps (items), E episodes, B segments of a batch.
@@ -20,32 +20,21 @@ from torch import Tensor
 from gear_offline.core.text import size_text
 from gear_offline.core.types import Int64Array, UInt64Array
 from gear_offline.errors import GearError
-from gear_offline.kernels.cuda_module import load
-from gear_offline.kernels.draws import TREE
+from gear_offline.kernels.cuda_module import load, structure
 
 FAN: Final = 16
 THREADS: Final = 1024  # of the one block that updates
 STATE_WORDS: Final = 2
 UPDATES, PAUSED = range(STATE_WORDS)
 
-# `UpdateJob` of cuda/tree.cu.
-UPDATE = np.dtype(
-    [
-        ("tree", TREE),
-        *((name, np.uint64) for name in ("names", "losses")),
-        ("count", np.int64),
-        ("offsets", np.uint64),
-        ("episodes", np.int64),
-        *((name, np.uint64) for name in ("masses", "state")),
-    ]
-)
+UPDATE = structure("UpdateJob")
 
 
 class DevicePriorities:
     """The masses of N items in GPU memory, 8.53 bytes each with their sums.
 
-    `offsets` (E + 1,) are those of the episodes, `mass_of_code` (CODES,) is that of `Prioritized`,
-    `first` the mass of every step.  `tree` is a `TREE` row whose addresses never change.
+    `offsets` (E + 1,) are those of the episodes, `mass_of_code` (CODES,) as of `sampling.masses`,
+    `first` is the mass of every step.  `tree` is a `Tree` whose addresses never change.
     """
 
     def __init__(
@@ -59,7 +48,7 @@ class DevicePriorities:
         self.device, self.steps = device, int(offsets[-1])
         (self._update,) = load("tree.cu", ["tree_update"], device=device.index or 0).values()
         self._levels = _allocate(level_sizes(self.steps), device)
-        self.tree: Any = np.zeros((), TREE)
+        self.tree: Any = np.zeros((), UPDATE["tree"])
         self.tree["levels"] = count = len(self._levels)
         self.tree["level"][:count] = [level.data_ptr() for level in self._levels]
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)

@@ -99,16 +99,16 @@ class DeviceFeedback(SegmentFeedback):
         assert not batches.ahead, "the next batch depends on the losses of this one"
         self._chances, self._counter = batches.chances, batches.counter
         device = self._chances.device
-        self._tree, self._options = sampler.on_device(device), sampler.options
+        self._tree, self._sampler = sampler.on_device(device), sampler
         self._weights = torch.ones(len(self._chances), device=device)
 
     def importance(self) -> Tensor:
         """Return (B,) float32 weights for the batch that was made last; overwritten each time."""
         # (1 / (N p)) ** beta over the largest, within a unit in the last place: N cancels out.
-        exponent: float | Tensor = -self._options.beta
-        if self._options.beta_steps is not None:
+        exponent: float | Tensor = -self._sampler.beta
+        if self._sampler.beta_steps is not None:
             step = self._counter.double() - 1.0  # that was drawn
-            share = (step / self._options.beta_steps).clamp(max=1.0)
+            share = (step / self._sampler.beta_steps).clamp(max=1.0)
             exponent = exponent * (1.0 - share) - share
         ratio = self._chances / self._chances.min()
         torch.pow(ratio, exponent, out=self._weights)

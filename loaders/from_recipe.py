@@ -11,8 +11,8 @@ from gear_offline.config.sections import SelectionSettings
 from gear_offline.core.hub import is_there
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.sampling import Sampler, Schedule, TaskPart, mix_tasks
-from gear_offline.sampling.base import sampler_for
 from gear_offline.sampling.items import Items
+from gear_offline.sampling.registry import sampler_for
 from gear_offline.tables.fields import standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData, join_datasets
 

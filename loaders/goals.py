@@ -13,8 +13,8 @@ import numpy as np
 from gear_offline.config.sections import GoalSettings
 from gear_offline.kernels.draws import Segments, bounded
 from gear_offline.kernels.gather import Windows, real_steps
-from gear_offline.sampling.base import GOAL_STREAM, SegmentStream, slot_draws
-from gear_offline.sampling.episodes import WeightedChoice
+from gear_offline.sampling.draws import GOAL_STREAM, SegmentStream, slot_draws
+from gear_offline.sampling.masses import WeightedChoice
 from gear_offline.tables.fields import EXTRA
 
 GOALS = "goals"

@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict
 from typing import Any, Literal, NoReturn, Self
 
 import torch
@@ -43,7 +42,7 @@ from gear_offline.loaders.options import (
 from gear_offline.loaders.rows import MemoryRows, RowOpener, Rows
 from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
 from gear_offline.sampling import Sampler, check_range
-from gear_offline.sampling.base import SegmentStream
+from gear_offline.sampling.draws import SegmentStream
 from gear_offline.tables.fields import Window
 from gear_offline.tables.joint import JointDataset, TableData, data_digest, data_name, parts_of
 from gear_offline.tables.table import Table
@@ -457,7 +456,7 @@ class GearLoader(Closing, Iterator[Batch]):
             "seed": self.seed,
             "selection": {
                 "name": self.selection.name,
-                "options": plain(asdict(self.selection.options)),
+                "options": plain(self.selection.options),
             },
             **{name: getattr(self._options, name) for name in IDENTITY},
             "goals": self._options.goals and self._options.goals.model_dump(),

@@ -20,13 +20,13 @@ from gear_offline.distributed.sharding import choose_share
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
-from gear_offline.kernels.draws import PriorityTree, Segments
+from gear_offline.kernels.draws import Segments
 from gear_offline.kernels.gather import CpuGather, Windows
 from gear_offline.kernels.gather_gpu import GpuGather
 from gear_offline.loaders.goals import GoalSampler, with_goals
 from gear_offline.loaders.options import LoaderOptions
 from gear_offline.loaders.segments import LocalSegments, Ring, ShardedSegments
-from gear_offline.sampling.base import SegmentStream
+from gear_offline.sampling.draws import SegmentStream
 from gear_offline.tables.fields import EXTRA
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import Handle, share_table
@@ -232,7 +232,7 @@ class RowOpener:
                 f"the CPU gathers batches {how}"
             )
         window = window_bytes(gather.table.groups, options.context_length)
-        steps = self._block_steps(window, gather.sizes.depth // 2, gather.sizes.output_bytes)
+        steps = self._block_steps(window, gather.sizes.taken, gather.sizes.output_bytes)
         return DiskRows(gather.table, LocalSegments(self.stream), steps, gather, self.device)
 
     def _block_steps(self, window: int, segments: int = 1 << 62, nbytes: int = 1 << 62) -> int:
@@ -294,11 +294,11 @@ class RowOpener:
         With ``"auto"`` None where that cannot be.
         `local`, (E,): the episodes that the table has, if not all.
         """
-        options, sampler = self.options, self.stream.selection
-        draw = sampler.gpu if local is None and self.goals is None else None
+        options, selection = self.options, self.stream.selection
+        draw = selection.gpu if local is None and self.goals is None else None
         try:
-            if isinstance(draw, PriorityTree):
-                draw.on_device(self.device)  # the table takes what is left
+            if draw is not None and draw.tree is not None:
+                draw.tree(self.device)  # the table takes what is left
             placed = self._place(table, local)
             groups: Sequence[GroupAddresses] = placed.groups
             if local is not None:
@@ -317,7 +317,6 @@ class RowOpener:
                 groups,
                 context_length=options.context_length,
                 draw=draw,
-                drawn_from=sampler.index.offsets,
                 seed=self.stream.seed,
                 first_slot=self.stream.first_slot,
                 global_batch=self.stream.global_batch,

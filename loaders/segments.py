@@ -31,7 +31,7 @@ from gear_offline.errors import GearError
 from gear_offline.kernels.draws import Segments
 from gear_offline.kernels.gather import filled, real_steps
 from gear_offline.loaders.options import LoaderOptions
-from gear_offline.sampling.base import SegmentStream
+from gear_offline.sampling.draws import SegmentStream
 from gear_offline.tables.table import Table
 
 if TYPE_CHECKING:

@@ -29,8 +29,10 @@ extern "C" void draw_all(u64 seed, u64 stream, u64 step, u64 steps, u64 count, u
 extern "C" i64 size_of(int which) {
     switch (which) {
         case 0: return sizeof(Job);
-        case 1: return sizeof(Sampling);
-        case 2: return sizeof(UpdateJob);
+        case 1: return sizeof(UpdateJob);
+        case 2: return sizeof(AdamwJobs);
+        case 3: return sizeof(Piece);
+        case 4: return sizeof(Rule);
         default: return sizeof(Tree);
     }
 }

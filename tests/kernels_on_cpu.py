@@ -24,9 +24,8 @@ import torch
 
 from gear_offline.kernels import adamw, gather_gpu, priorities
 from gear_offline.kernels.columns import GroupAddresses
-from gear_offline.kernels.draws import SAMPLING, TREE
-from gear_offline.kernels.gather_gpu import JOB, GpuGather
-from gear_offline.kernels.priorities import UPDATE
+from gear_offline.kernels.cuda_module import structure
+from gear_offline.kernels.gather_gpu import GpuGather
 from gear_offline.tables.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,8 +46,8 @@ def compile_kernels(folder: Path) -> Kernels:
     subprocess.run([compiler, *FLAGS, *more, include, source, "-o", target], check=True)
     library = ctypes.CDLL(str(target))
     library.size_of.restype = ctypes.c_longlong
-    sizes = [library.size_of(number) for number in range(4)]
-    assert sizes == [d.itemsize for d in (JOB, SAMPLING, UPDATE, TREE)]
+    for number, name in enumerate(("Job", "UpdateJob", "AdamwJobs", "Piece", "Rule", "Tree")):
+        assert library.size_of(number) == structure(name).itemsize, name
     return Kernels(library)
 
 
@@ -97,7 +96,6 @@ def gpu_gather(
         offsets,
         device=torch.device(device),
         draw=None if selection is None else selection.gpu,
-        drawn_from=None if selection is None else selection.index.offsets,
         keep=rows,
         **options,
     )

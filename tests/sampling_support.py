@@ -85,7 +85,7 @@ def facts(
 
 def prioritized(lengths: Any, **options: Any) -> Prioritized:
     index = EpisodeIndex(np.array(lengths, dtype=np.int64))
-    return Prioritized(Facts(episodes=index), Prioritized.Options(**options))
+    return Prioritized(Facts(episodes=index), **options)
 
 
 def keys(segments: Segments, lengths: Sequence[int], context: int = CONTEXT) -> list[Key]:

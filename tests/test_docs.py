@@ -23,7 +23,7 @@ from gear_offline.cli.main import app
 from gear_offline.config.files import recipe_paths
 from gear_offline.config.recipe import load_recipe
 from gear_offline.convert.conversion import convert
-from gear_offline.sampling.base import _SAMPLERS
+from gear_offline.sampling.registry import _STRATEGIES
 from tests.support import ROOT, ArraySource, Patch, hopper_columns
 from tests.training_support import FakePool
 
@@ -229,7 +229,7 @@ def test_python_blocks_run(page: Path, workspace: Path, tmp_path: Path, monkeypa
         for block in blocks(page.read_text(), "python"):
             exec(compile(block, str(page), "exec"), vars(module))
     finally:
-        _SAMPLERS.pop("fading", None)  # a page registers it
+        _STRATEGIES.pop("fading", None)  # a page registers it
 
 
 FOLDERS = {"convert": "tiny", "train": "runs/tiny"}

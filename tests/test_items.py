@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.config.sections import DataSettings
-from gear_offline.kernels.draws import CumulativeWeights
-from gear_offline.sampling import make_sampler
+from gear_offline.sampling import CumulativeWeights, make_sampler
 from gear_offline.sampling.items import Items
 from tests.sampling_support import CASES, CONTEXT, IDS, facts, p_value
 from tests.support import one_error
@@ -236,7 +235,7 @@ def test_a_sampler_draws_as_if_there_were_only_what_is_kept(
         total = sampler.density(replace(every, lengths=None))
         if not sampler.cuts_windows and total is not None:
             assert total.sum() == pytest.approx(1) and not total[~is_kept[everywhere]].any()
-    if isinstance(sampler.gpu, CumulativeWeights) and isinstance(small.gpu, CumulativeWeights):
+    if isinstance(sampler, CumulativeWeights) and isinstance(small, CumulativeWeights):
         numbers = np.random.default_rng(0).integers(0, 2**64, 1000, dtype=np.uint64)
         found = members[small.gpu.search.find(numbers)]
         assert np.array_equal(sampler.gpu.search.find(numbers), found)

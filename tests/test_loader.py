@@ -327,7 +327,7 @@ def test_a_batch_and_a_selection_show_what_they_are(dataset: Dataset) -> None:
     assert "states float32 (4, 20, 11)" in text and "timeouts bool (4, 20)" in text
     assert "padding right" in text and len(text) < 400
     law = repr(make_sampler("top_percent", dataset, percent=30))
-    assert law.startswith("TopPercent(") and "percent=30" in law
+    assert law.startswith("top_percent(") and "percent=30" in law
 
 
 def test_a_selection_is_a_name_a_text_a_mapping_or_a_sampler(dataset: Dataset) -> None:

@@ -16,11 +16,10 @@ from gear_offline.loaders import static_batch
 from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling import (
-    Facts,
+    CumulativeWeights,
     Sampler,
     Schedule,
     TaskPart,
-    WeightedEpisodes,
     make_sampler,
     mix_tasks,
 )
@@ -294,11 +293,7 @@ def test_beyond_2_to_the_24_and_over_twelve_orders_of_magnitude() -> None:
     weights[count // 2 :] = 1e-12
     weights[-3:] = [1e7, 0.0, 0.0]
 
-    class Given(WeightedEpisodes):
-        def weights(self, facts: Facts) -> Any:
-            return weights
-
-    sampler = Given(Facts(episodes=EpisodeIndex(np.ones(count, np.int64))))
+    sampler = CumulativeWeights(EpisodeIndex(np.ones(count, np.int64)), weights)
     names = draws_alone(sampler, 100_000, seed=11).draw_and_gather(0, 1).segments
     expected = sampler.sample(11, 0, 1, 100_000).episodes
     assert np.array_equal(names[..., 0].cpu().numpy(), expected)

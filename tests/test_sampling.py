@@ -3,10 +3,8 @@
 import json
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -17,15 +15,17 @@ from hypothesis import strategies as st
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.sampling import (
+    Facts,
+    HostFunction,
     Sampler,
     Schedule,
     Segments,
     TaskPart,
-    WeightedEpisodes,
-    base,
     make_sampler,
     mix_tasks,
     parse_options,
+    registry,
+    strategy,
     strategy_names,
 )
 from tests.sampling_support import CASES, CONTEXT, IDS, MIXED, Key, exact_law, facts, keys, p_value
@@ -74,7 +74,7 @@ def test_a_step_alone_is_that_row_of_a_block(
     assert whole.probability.dtype == np.float64
     assert same(sampler.sample(seed, first_step, cut, count), whole[:cut])
     assert same(sampler.sample(seed, first_step + cut, 6 - cut, count), whole[cut:])
-    again = make(name, json.loads(json.dumps(asdict(sampler.options))), lengths)
+    again = make(name, json.loads(json.dumps(sampler.options)), lengths)
     assert same(again.sample(np.uint64(seed), np.int64(first_step), 6, np.int64(count)), whole)  # type: ignore[arg-type]
     table = np.array(lengths)
     assert (whole.episodes >= 0).all() and (whole.episodes < len(lengths)).all()
@@ -332,46 +332,41 @@ def test_numbers_out_of_range(name: str, change: dict[str, Any]) -> None:
     assert failing_code(lambda: sampler.sample(**asked)) == "SELECTION"
 
 
-def test_a_subclass_that_draws_otherwise_says_nothing_of_its_parents() -> None:
-    class Own(WeightedEpisodes):
-        def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
-            return make("fifo", {}, LENGTHS).sample(seed, first_step, steps, count)
+@pytest.fixture
+def forget_own() -> Iterator[None]:
+    yield
+    registry._STRATEGIES.pop("own", None)
 
-        def weights(self, facts: Any) -> Any:
-            return np.ones(6)
 
-    own = Own(facts(LENGTHS))
-    assert own.gpu is None and own.episode_weight is None
-    assert own.density(own.sample(0, 0, 1, 2)) is None
-    part = TaskPart(name="own", sampler=own)
+@pytest.mark.usefixtures("forget_own")
+def test_a_function_of_ones_own_draws_on_the_host() -> None:
+    @strategy("own")
+    def last(facts: Facts, back: int = 0) -> HostFunction:
+        """The start so many steps before the end of episode B - 1 - b."""
+
+        def sample(seed: int, first_step: int, steps: int, count: int) -> Segments:
+            episodes = np.tile(np.arange(count)[::-1], (steps, 1))
+            starts = facts.episodes.lengths[episodes] - 1 - back
+            return Segments(episodes=episodes, starts=starts, probability=np.ones(starts.shape))
+
+        return HostFunction(facts.episodes, sample)
+
+    sampler = make("own", {}, LENGTHS)
+    assert sampler.sample(0, 0, 2, 3).starts.tolist() == [[1, 6, 0]] * 2
+    assert (sampler.name, sampler.options, sampler.gpu) == ("own", {"back": 0}, None)
+    few = make_sampler("own", facts(LENGTHS), kept=np.arange(6) % 2 == 1)
+    assert few.sample(0, 0, 1, 3).episodes.tolist() == [[5, 3, 1]]
+    with one_error("SELECTION", "back: Input should be a whole number"):
+        make("own", {"back": 1.5}, LENGTHS)
+    with one_error("SELECTION", "own cannot be a part: the density"):
+        make("mixture", {"parts": [{"strategy": "own", "weight": 1}]}, LENGTHS)
+    part = TaskPart(name="own", sampler=sampler)
     assert failing_code(lambda: mix_tasks([part, part])) == "SELECTION"
 
 
-OWN = """
-from dataclasses import dataclass
-from gear_offline.sampling import WeightedEpisodes, register
-
-@dataclass(frozen=True)
-class Options:
-    power: float = 1.0
-
-@register("mine")
-class Mine(WeightedEpisodes):
-    Options = Options
-
-    def weights(self, facts):
-        return self.index.lengths**self.options.power
-
-if __name__ == "__main__":
-    raise SystemExit("a worker must not start the program again")
-"""
-
-
-@pytest.fixture
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, kind in list(base._SAMPLERS.items()):
-        if not kind.__module__.startswith("gear_offline."):  # another test's
-            monkeypatch.delitem(base._SAMPLERS, name)
-    yield
-    base._SAMPLERS.pop("mine", None)
-    sys.modules.pop("sampler_of_mine", None)
+@pytest.mark.usefixtures("forget_own")
+@pytest.mark.parametrize("weights", [[1.0, 2.0], 1.0, None])
+def test_weights_of_ones_own_are_one_an_episode(weights: Any) -> None:
+    strategy("own")(lambda facts: weights)
+    with one_error("SELECTION", "6 weights are needed"):
+        make("own", {}, LENGTHS)

@@ -3,11 +3,11 @@
 import json
 import re
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +22,8 @@ from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.progress import Terminal
 from gear_offline.runs.loop import TrainingInterrupted
-from gear_offline.sampling import make_sampler, sampler_class, strategy_names
-from gear_offline.sampling.base import _SAMPLERS
+from gear_offline.sampling import find_strategy, make_sampler, strategy_names
+from gear_offline.sampling.registry import _STRATEGIES
 from gear_offline.sweep import run as sweep_run
 from tests.sampling_support import keys
 from tests.support import ROOT, ArraySource, failing_code, hopper_columns, make_dataset, one_error
@@ -287,7 +287,7 @@ def test_the_file_in_the_documents_starts_commands(
     dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     page = blocks((ROOT / "docs" / "how-to" / "own-strategy.md").read_text(), "python")
-    parts = [block for block in page if "@reg" in block or "__main__" in block]
+    parts = [block for block in page if "@strategy" in block or "__main__" in block]
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(recipe_of(dataset).to_yaml())
     words = ["strategies", str(recipe), "--strategies", "fading:half_life=2", "--json", "-q"]
@@ -297,7 +297,7 @@ def test_the_file_in_the_documents_starts_commands(
         with pytest.raises(SystemExit) as caught:
             exec(code, {"__name__": "__main__"})
     finally:
-        _SAMPLERS.pop("fading", None)
+        _STRATEGIES.pop("fading", None)
     assert len(parts) == 2 and caught.value.code == 0
     assert json.loads(capsys.readouterr().out)["strategies"][1]["options"] == {"half_life": 2}
 
@@ -306,5 +306,5 @@ def test_every_strategy_and_option_is_documented() -> None:
     text = (ROOT / "docs" / "reference" / "strategies.md").read_text()
     for name in strategy_names():
         assert f"`{name}`" in text, name
-        for option in (field.name for field in fields(cast(Any, sampler_class(name).Options))):
+        for option in find_strategy(name).options.model_fields:
             assert f"`{option}`" in text or f"{option}:" in text, f"{name}: {option}"

@@ -66,7 +66,7 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strategy:
+class Candidate:
     """A strategy with options, and what it drew, or why it cannot."""
 
     label: str
@@ -76,7 +76,7 @@ class Strategy:
     error: str | None = None
 
 
-def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[Strategy]:
+def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[Candidate]:
     """Parse the strategies that `compare_strategies` is asked for; the recipe's own comes first."""
     items = DEFAULT if asked is None else asked
     if isinstance(items, str) and items.strip().endswith((".yaml", ".yml")):
@@ -87,7 +87,7 @@ def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[
         items = [part for part in items.split(",") if part.strip()]
     if not items:
         raise _unusable("no strategy is named", "leave it out for the usual ones")
-    strategies: dict[tuple[str, str], Strategy] = {}
+    strategies: dict[tuple[str, str], Candidate] = {}
     for item in ({"strategy": recipe.selection.strategy, **recipe.selection.options}, *items):
         if isinstance(item, str):
             name, options = parse_strategy(item)
@@ -104,7 +104,7 @@ def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[
         key = name, str(sorted(options.items()))
         if key not in strategies or label:  # the recipe's own one may be given a label, too
             label = str(label or _label(name, options))
-            strategies[key] = Strategy(label=label, strategy=name, options=options)
+            strategies[key] = Candidate(label=label, strategy=name, options=options)
     labels = [strategy.label for strategy in strategies.values()]
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise _unusable(f"two strategies are called {twice[0]!r}", "give each a label of its own")

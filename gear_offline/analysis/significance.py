@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from gear_offline.analysis.sampling import Data, Strategy
+from gear_offline.analysis.sampling import Candidate, Data
 from gear_offline.core.text import Document, count_text
 from gear_offline.core.types import Float64Array
 from gear_offline.sweep.results import Estimate, TrialResult, at_one_step, by_label, estimate
@@ -87,7 +87,7 @@ class Comparison(Document):
     batches: int
     data: Data
     machine: dict[str, Any]
-    strategies: tuple[Strategy, ...]  # the recipe's own one, the baseline, first
+    strategies: tuple[Candidate, ...]  # the recipe's own one, the baseline, first
     metric: str = "return"  # trained ones are compared by it, or by the normalized_score of tasks
     outcomes: tuple[Outcome, ...] = ()  # of trained ones
     verdict: str = ""  # the result in a sentence or two
@@ -183,14 +183,15 @@ def iqm_interval(scores: Float64Array) -> tuple[float, float | None, float | Non
     for each task (Agarwal et al., "Deep Reinforcement Learning at the Edge of the Statistical
     Precipice", NeurIPS 2021).  There is no interval of fewer than three seeds.
     """
-    middle = float(stats.trim_mean(scores, 0.25, axis=None))
-    seeds, tasks = scores.shape
-    if seeds < LEAST_PAIRS:
-        return middle, None, None
-    drawn = np.random.default_rng(SEED).integers(seeds, size=(BOOTSTRAPS, seeds, tasks))
-    samples = scores[drawn, np.arange(tasks)].reshape(BOOTSTRAPS, seeds * tasks)
-    low, high = np.percentile(stats.trim_mean(samples, 0.25, axis=1), [2.5, 97.5])
-    return middle, float(low), float(high)
+
+    def middle(*tasks: Float64Array, axis: int = -1) -> Float64Array:
+        return np.asarray(stats.trim_mean(np.concatenate(tasks, axis), 0.25, axis=axis))
+
+    if len(scores) < LEAST_PAIRS:
+        return float(middle(*scores.T)), None, None
+    rng, how = np.random.default_rng(SEED), {"method": "percentile", "n_resamples": BOOTSTRAPS}
+    low, high = stats.bootstrap(scores.T, middle, rng=rng, **how).confidence_interval
+    return float(middle(*scores.T)), float(low), float(high)
 
 
 def verdict_text(outcomes: Sequence[Outcome]) -> str:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from gear_offline.analysis.page import write_comparison
-from gear_offline.analysis.sampling import MOST_DRAWS, Strategy, describe, measure, parse_candidates
+from gear_offline.analysis.sampling import (
+    MOST_DRAWS,
+    Candidate,
+    describe,
+    measure,
+    parse_candidates,
+)
 from gear_offline.analysis.significance import Comparison, compare, verdict_text
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.sections import SelectionSettings
@@ -21,7 +27,7 @@ from gear_offline.loaders.from_recipe import recipe_sampler
 from gear_offline.progress import Progress
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.runs.prepare import prepare_dataset
-from gear_offline.sampling import sampler_class
+from gear_offline.sampling import find_strategy
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.run import run_trials
 from gear_offline.sweep.trials import MOST_TRIALS, Trial, trial_name
@@ -103,7 +109,7 @@ def _with_outcomes(comparison: Comparison, sweep: SweepResult) -> Comparison:
 
 
 def _drawn(
-    recipe: Recipe, candidates: Sequence[Strategy], dataset: TableData, *, quiet: bool
+    recipe: Recipe, candidates: Sequence[Candidate], dataset: TableData, *, quiet: bool
 ) -> Comparison:
     """Measure what candidates draw; one that cannot run on the data is named with the reason."""
     data, size = describe(dataset), recipe.loader.batch_size
@@ -116,7 +122,7 @@ def _drawn(
             try:
                 sampler = recipe_sampler(recipe, dataset, settings)
                 draws = measure(dataset, recipe, sampler, batches, progress.advance)
-                rows.append(replace(candidate, options=asdict(sampler.options), draws=draws))
+                rows.append(replace(candidate, options=dict(sampler.options), draws=draws))
             except GearError as error:
                 say(f"{candidate.label}: {error.message}", quiet=quiet)
                 rows.append(replace(candidate, error=error.message))
@@ -139,13 +145,13 @@ def _drawn(
     )
 
 
-def _trials(recipe: Recipe, candidates: Sequence[Strategy], seeds: Sequence[int]) -> list[Trial]:
+def _trials(recipe: Recipe, candidates: Sequence[Candidate], seeds: Sequence[int]) -> list[Trial]:
     """Return the trials, seed by seed, so that one that is cut short has whole seeds."""
     trials = []
     for seed, candidate in itertools.product(seeds, candidates):
         selection = {"strategy": candidate.strategy, **candidate.options}
         # the side of the padding is a part of some implementations' strategies
-        side = sampler_class(candidate.strategy).padding or recipe.loader.padding
+        side = find_strategy(candidate.strategy).padding or recipe.loader.padding
         settings: dict[str, Any] = {"selection": selection, "loader.padding": side}
         if candidate is not candidates[0]:
             for task in recipe.data.tasks or ():

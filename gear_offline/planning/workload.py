@@ -24,7 +24,6 @@ from gear_offline.distributed.sharding import shard_weights
 from gear_offline.errors import InputError
 from gear_offline.loaders.from_recipe import open_data, recipe_sampler
 from gear_offline.runs.checks import check_selection
-from gear_offline.sampling import Prioritized
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.table import TableOptions, plan_groups
 from gear_offline.training.model import ModelSizes, data_sizes
@@ -75,7 +74,7 @@ def make_workload(
         source: TableData = cast(Dataset, _describe(columns))
         text = f"{columns}, episodes of {LENGTH:,} steps, as described"
         strategies = [part["strategy"] for part in recipe.selection.options.get("parts", ())]
-        learns = Prioritized.name in (recipe.selection.strategy, *strategies)
+        learns = "prioritized" in (recipe.selection.strategy, *strategies)
         shares = weights = np.ones(1)
     else:
         try:

@@ -23,25 +23,29 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array, UInt64Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
-from gear_offline.kernels.draws import CumulativeWeights, Segments, bounded
-from gear_offline.sampling.base import REMOVER_STREAM, Members, Sampler, slot_draws
-from gear_offline.sampling.prioritized import HostPriorities
+from gear_offline.kernels.draws import Segments, bounded
+from gear_offline.sampling.draws import (
+    REMOVER_STREAM,
+    CumulativeWeights,
+    HostFunction,
+    Sampler,
+    slot_draws,
+)
+from gear_offline.sampling.masses import HostPriorities
 
 HAVE_PRIORITY = ("min_heap", "max_heap", "prioritized")  # removers that look at it
 BY_CHANCE = ("uniform", "prioritized")
 
 
-class Counted(Members):
-    """A sampler that draws one after the other and removes episodes drawn `most` times.
+class CountedDraws:
+    """Draws one after the other, which remove episodes drawn `most` times.
 
-    Episodes by weight, or in an order, then any start.  It begins at `step` with the episodes that
+    Episodes by weight, or in an order, then any start.  They begin at `step` with the episodes that
     were `kept` then and the `times`, both (E,), each had been drawn.  Draws depend on the episodes
     that were there before.  When none is left, all kept ones are there again, as if never drawn.
     A learner waits for new ones first, except while the disk is full.
     `stream` is the seed, and the slots of a batch.
     """
-
-    ahead = False
 
     def __init__(
         self,
@@ -53,18 +57,18 @@ class Counted(Members):
         step: int,
         stream: tuple[int, int],
     ) -> None:
-        super().__init__(sampler, np.arange(len(kept)), sampler.index)
-        order, weights = sampler.episode_order, sampler.episode_weight
-        if order is None and not isinstance(sampler.gpu, CumulativeWeights):
+        order, weights = sampler.episode_order, np.zeros(len(kept))
+        if order is None and not isinstance(sampler, CumulativeWeights):
             what = f"{sampler.name} draws no episodes by weight or in an order"
             remedy = "use uniform_episodes, uniform_steps, weighted, fifo, lifo or heap"
             raise InputError("SELECTION", what, "data.max_times_sampled", remedy)
-        if weights is None or order is not None:
-            weights = np.zeros(len(kept))
+        if order is None and sampler.episode_weight is not None:
+            weights = sampler.episode_weight
         masses = np.floor(weights * 2.0**62).astype(np.int64)
         self._all_masses, self._whole_order = np.maximum(masses, weights > 0), order
         self._masses = HostPriorities(np.arange(len(kept) + 1), np.zeros(0, np.uint64), first=0)
         self._kept, self._most, self._stream, self._first = kept, most, stream, (step, times)
+        self._lengths = sampler.index.lengths
         self._begin(step, times)
 
     def _begin(self, step: int, times: Int64Array) -> None:
@@ -101,7 +105,7 @@ class Counted(Members):
         drawn = np.array([self._draw(numbers) for numbers in first]).reshape(steps, 4, count)
         self._step += steps
         episodes, times, sizes = drawn[:, (0, 2, 3)].astype(np.int64).swapaxes(0, 1)
-        lengths = self.index.lengths[episodes]
+        lengths = self._lengths[episodes]
         return Segments(
             episodes=episodes,
             starts=bounded(second, lengths),
@@ -151,7 +155,7 @@ class Items:
         self._ratio = self._rule.samples_per_insert or 1.0
         self._min_size = 0  # of the limiter, since the first items came
         self._least = self._most = 0.0  # inserts * ratio - draws
-        self._counted: Counted | None = None
+        self._counted: CountedDraws | None = None
 
     def insert(self, dataset: Dataset) -> BoolArray | None:
         """Insert the episodes that have come since; return (E,) the items, None: all of them."""
@@ -217,8 +221,10 @@ class Items:
         most, stream = self._data.max_times_sampled, (self._seed, self._slots)
         if most is None:
             return sampler
-        self._counted = Counted(sampler, self.kept, self.times, most=most, step=step, stream=stream)
-        return self._counted
+        self._counted = draws = CountedDraws(
+            sampler, self.kept, self.times, most=most, step=step, stream=stream
+        )
+        return HostFunction(sampler.index, draws.sample, ahead=False).called(sampler)
 
     def advance(self, step: int, *, coming: int = 0) -> None:
         """Remove items drawn often enough before `step`; so many steps are to come."""

@@ -11,34 +11,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from gear_offline.config.sections import Count
-from gear_offline.core.types import Float64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
-from gear_offline.kernels.draws import CumulativeWeights, Draw, Segments
-from gear_offline.sampling.base import (
+from gear_offline.kernels.draws import Segments
+from gear_offline.sampling.draws import (
     PART_STREAM,
-    STRICT,
-    Facts,
-    Members,
+    CumulativeWeights,
+    HostFunction,
     Sampler,
-    build_sampler,
-    has_density,
-    parse_options,
-    register,
-    sampler_class,
     slot_draws,
+    spread,
 )
-from gear_offline.sampling.episodes import WHOLE, WeightedEpisodes, integer_masses
-
-if TYPE_CHECKING:
-    from gear_offline.sampling.prioritized import Prioritized
+from gear_offline.sampling.facts import Facts
+from gear_offline.sampling.masses import WHOLE, integer_masses
+from gear_offline.sampling.registry import build_sampler, find_strategy, parse_options, strategy
 
 MAX_PARTS = 64
 
@@ -81,74 +74,81 @@ def _cumulative(weights: Sequence[float]) -> list[int]:
     return list(accumulate(masses))
 
 
-@register("mixture")
-class Mixture(Sampler):
-    """A mixture: each slot draws a part by weight, then takes that part's segment.
+def check_parts(options: dict[str, Any]) -> None:
+    """Refuse parts that cannot be mixed, and weights and a schedule that do not fit them."""
+    parts, points = options["parts"], options["schedule"]
+    for part in parts:
+        if not find_strategy(name := part.get("strategy")).alike:
+            raise ValueError(f"{name} cannot be a part: it does not treat slots and steps alike")
+        parse_options(name, _options_of(part))
+        if ("weight" in part) != (points is None):
+            raise ValueError("give each part a weight, or none where there is a schedule")
+    if points is None:
+        Point(step=0, weights=[part["weight"] for part in parts])
+        return
+    steps = [point["step"] for point in points]
+    if steps != sorted(set(steps)):
+        raise ValueError(f"the steps of schedule must rise, got {steps}")
+    if any(len(point["weights"]) != len(parts) for point in points):
+        raise ValueError(f"weights of schedule must be lists of {len(parts)} numbers")
+
+
+def _options_of(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in part.items() if key not in ("strategy", "weight")}
+
+
+@strategy("mixture", check=check_parts, alike=False, knows_kept=True)
+def mixture(
+    facts: Facts,
+    parts: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_PARTS)],
+    schedule: Annotated[list[Point], Field(min_length=1)] | None = None,
+) -> Sampler:
+    """A mixture of strategies with their options, each with a weight unless there is a schedule."""
+    samplers = [build_sampler(part["strategy"], facts, _options_of(part)) for part in parts]
+    if schedule is None:
+        return mix(samplers, Schedule([0], [[part["weight"] for part in parts]]))
+    points: Any = schedule  # as `model_dump` gives them
+    return mix(samplers, Schedule([p["step"] for p in points], [p["weights"] for p in points]))
+
+
+def mix(parts: Sequence[Sampler], schedule: Schedule) -> Sampler:
+    """Return a sampler each slot of which draws a part by weight, then takes that part's segment.
 
     The probability of a segment is the weighted mean of what all parts say of it.
     """
+    sides = {part.name: part.padding for part in parts if part.padding is not None}
+    if len(set(sides.values())) > 1:
+        named = ", ".join(f"{name} {side}" for name, side in sides.items())
+        what, remedy = f"the parts pad on different sides: {named}", "mix those of one side"
+        raise InputError("SELECTION", what, remedy=remedy)
+    if wrong := [part.name for part in parts if not part.alike]:
+        what = f"{wrong[0]} cannot be a part: the density of its draws is not known"
+        raise InputError("SELECTION", what)
+    learning = [part.loss_sampler for part in parts if part.loss_sampler is not None]
+    if len(learning) > 1:
+        raise InputError("SELECTION", "a mixture has one prioritized part at most")
+    index, by_weight = parts[0].index, [p for p in parts if isinstance(p, CumulativeWeights)]
+    if len(schedule.steps) == 1 and len(by_weight) == len(parts):
+        weights, shares = np.zeros(index.episodes), np.array(schedule.weights[0], float)
+        for part, share in zip(by_weight, shares / shares.sum(), strict=True):
+            weights += share * part.episode_weight
+        mixed: Sampler = CumulativeWeights(index, weights)
+    else:
+        mixed = HostFunction(index, _Mixed(tuple(parts), schedule).sample, ahead=not learning)
+        mixed.loss_sampler = learning[0] if learning else None
+    mixed.padding = next(iter(sides.values()), None)
+    mixed.context_length = next((p.context_length for p in parts if p.context_length), None)
+    return mixed
 
-    knows_kept = True
 
-    @pydantic_dataclass(frozen=True, config=STRICT)
-    class Options:
-        """Strategies with their options, each with a weight unless there is a schedule."""
+@dataclass(frozen=True)
+class _Mixed:
+    """A mixture that the host draws."""
 
-        parts: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_PARTS)]
-        schedule: Annotated[list[Point], Field(min_length=1)] | None = None
-
-        def __post_init__(self) -> None:
-            for part in self.parts:
-                name = part.get("strategy")
-                if not has_density(sampler_class(name)):
-                    what = f"{name} cannot be a part: it does not treat slots and steps alike"
-                    raise ValueError(what)
-                parse_options(name, _options_of(part))
-                if ("weight" in part) != (self.schedule is None):
-                    raise ValueError("give each part a weight, or none where there is a schedule")
-            steps = [point.step for point in self.points]
-            if steps != sorted(set(steps)):
-                raise ValueError(f"the steps of schedule must rise, got {steps}")
-            if any(len(point.weights) != len(self.parts) for point in self.points):
-                what = f"weights of schedule must be lists of {len(self.parts)} numbers"
-                raise ValueError(what)
-
-        @property
-        def points(self) -> list[Point]:
-            """The schedule; fixed weights are a schedule of a single point."""
-            return self.schedule or [Point(step=0, weights=[part["weight"] for part in self.parts])]
-
-    def __init__(self, facts: Facts, options: Any) -> None:
-        super().__init__(facts, options)
-        parts = [build_sampler(p["strategy"], facts, _options_of(p)) for p in options.parts]
-        points: list[Point] = options.points
-        self._mix(parts, Schedule([p.step for p in points], [p.weights for p in points]))
-
-    def _mix(self, parts: Sequence[Sampler], schedule: Schedule) -> None:
-        self.parts, self.schedule = tuple(parts), schedule
-        spans = [part.context_length for part in parts if part.context_length is not None]
-        self.context_length = spans[0] if spans else None
-        sides = {part.name: part.padding for part in parts if part.padding is not None}
-        if len(set(sides.values())) > 1:
-            named = ", ".join(f"{name} {side}" for name, side in sides.items())
-            what, remedy = f"the parts pad on different sides: {named}", "mix those of one side"
-            raise InputError("SELECTION", what, remedy=remedy)
-        self.padding = next(iter(sides.values()), None)
-        learning = [part.loss_sampler for part in parts if part.loss_sampler is not None]
-        if len(learning) > 1:
-            raise InputError("SELECTION", "a mixture has one prioritized part at most")
-        self._loss_sampler = learning[0] if learning else None
-        self._whole: WeightedEpisodes | None = None
-        if len(schedule.steps) == 1 and all(isinstance(p.gpu, CumulativeWeights) for p in parts):
-            weights, shares = np.zeros(self.index.episodes), np.array(schedule.weights[0], float)
-            for part, share in zip(parts, shares / shares.sum(), strict=True):
-                assert part.episode_weight is not None
-                weights += share * part.episode_weight
-            self._whole = WeightedEpisodes(Facts(episodes=self.index), weights=weights)
+    parts: tuple[Sampler, ...]
+    schedule: Schedule
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        if self._whole is not None:
-            return self._whole.sample(seed, first_step, steps, count)
         first, _ = slot_draws(seed, first_step, steps, count, stream=PART_STREAM)
         rows = [self.schedule.cumulative(int(first_step) + row) for row in range(steps)]
         bounds = [np.array([b for b in row[:-1] if b < WHOLE], np.uint64) for row in rows]
@@ -171,22 +171,6 @@ class Mixture(Sampler):
                 drawn.probability[:] += shares[:, number, None] * density
         return drawn
 
-    @property
-    def episode_weight(self) -> Float64Array | None:
-        return None if self._whole is None else self._whole.episode_weight
-
-    @property
-    def loss_sampler(self) -> Prioritized | None:
-        return self._loss_sampler
-
-    @property
-    def gpu(self) -> Draw | None:
-        return None if self._whole is None else self._whole.gpu
-
-
-def _options_of(part: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in part.items() if key not in ("strategy", "weight")}
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaskPart:
@@ -207,37 +191,23 @@ def mix_tasks(tasks: Sequence[TaskPart], schedule: Schedule | None = None) -> Sa
     if len(tasks) == 1:
         return tasks[0].sampler
     for task in tasks:
-        if task.sampler.loss_sampler is not None or not has_density(type(task.sampler)):
+        if task.sampler.loss_sampler is not None or not task.sampler.alike:
             what = f"strategy {task.sampler.name!r} cannot be mixed with those of other tasks"
             remedy = "use one that treats slots and steps alike, such as uniform_steps"
             raise InputError("SELECTION", what, f"data.tasks.{task.name}.selection", remedy)
-    return TaskMixture(tasks, schedule)
-
-
-class TaskMixture(Mixture):
-    """A mixture: each slot draws a task by weight, then takes its sampler's segment."""
-
-    name = "tasks"
-
-    @dataclass(frozen=True)
-    class Options:
-        """The identity of the mixture in a loader's state."""
-
-        parts: Sequence[Mapping[str, Any]]
-        schedule: Schedule | None
-
-    def __init__(self, tasks: Sequence[TaskPart], schedule: Schedule | None) -> None:
-        samplers = [task.sampler for task in tasks]
-        index = EpisodeIndex(np.concatenate([own.index.lengths for own in samplers]))
-        firsts = np.cumsum([0, *(own.index.episodes for own in samplers)])
-        parts = [
-            {"task": task.name, "strategy": own.name, "options": asdict(own.options)}
-            | ({"weight": task.weight} if schedule is None else {})
-            for task, own in zip(tasks, samplers, strict=True)
-        ]
-        Sampler.__init__(self, Facts(episodes=index), self.Options(parts, schedule))
-        joint = [
-            Members(own, np.arange(first, end), index)
-            for own, (first, end) in zip(samplers, pairwise(firsts), strict=True)
-        ]
-        self._mix(joint, schedule or Schedule([0], [[task.weight for task in tasks]]))
+    samplers = [task.sampler for task in tasks]
+    index = EpisodeIndex(np.concatenate([own.index.lengths for own in samplers]))
+    firsts = np.cumsum([0, *(own.index.episodes for own in samplers)])
+    joint = [
+        spread(own, np.arange(first, end), index)
+        for own, (first, end) in zip(samplers, pairwise(firsts), strict=True)
+    ]
+    mixed = mix(joint, schedule or Schedule([0], [[task.weight for task in tasks]]))
+    parts = [
+        {"task": task.name, "strategy": own.name, "options": own.options}
+        | ({"weight": task.weight} if schedule is None else {})
+        for task, own in zip(tasks, samplers, strict=True)
+    ]
+    mixed.name = "tasks"
+    mixed.options = {"parts": parts, "schedule": None if schedule is None else asdict(schedule)}
+    return mixed

@@ -25,7 +25,7 @@ from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup
 from gear_offline.kernels.draws import Segments
 from gear_offline.kernels.gather import CpuGather, Padding, Windows, real_steps
-from gear_offline.sampling.base import SegmentStream
+from gear_offline.sampling.draws import SegmentStream
 from gear_offline.tables.joint import TableData, parts_of, shards_of
 from gear_offline.tables.read_ahead import REFERENCE_BYTES, Needs, ReadAhead, ReadPlan
 from gear_offline.tables.table import GroupPlan, Table, TableOptions, build_table, plan_groups
@@ -37,9 +37,7 @@ BUFFER_SHARE = 8  # its buffers take at most the budget over this
 RESIDENT_SHARE = 32  # a column that takes at most the budget over this is kept in memory whole
 OUTPUT_SHARE = 128  # a block of batches takes at most the budget over this, or one batch
 OUTPUT_BLOCKS = 4  # the one handed out, the next, and two that may be in use
-MOST_DEPTH = 32768  # references that must be here before any other
-HORIZON = 1.6  # references known for each slot: of more, some are due before the sweep comes by
-KNOWN = 2  # of them for each slot at most, the part that was drawn last included
+TAKEN_SHARE, MOST_TAKEN = 16, 16384  # of the slots, and windows, that are handed out at a time
 INDEX_BYTES = 284  # an episode: offset, length, return, ends, and the guide of a sampler
 CONVERSION_FACTOR = 8  # bytes in passing for each byte of float32 that is cast or normalised
 
@@ -52,8 +50,7 @@ class DiskSizes:
     chunk_steps: int
     threads: int
     output_bytes: int  # of one block of batches
-    depth: int  # references that are read by themselves if they must
-    horizon: int  # references that are known ahead
+    taken: int  # windows that are handed out at a time
     resident: tuple[bool, ...]  # which columns are in memory whole
 
 
@@ -76,7 +73,7 @@ def share_out(
     )
     guide = min(int(dataset.episodes.lengths.max()) + 2 * options.context_length, 1 << 21)
     fixed_bytes = INDEX_BYTES * dataset.episodes.episodes + 8 * guide
-    slot_bytes = rows * sum(row_bytes) + KNOWN * REFERENCE_BYTES + 8
+    slot_bytes = rows * sum(row_bytes) + REFERENCE_BYTES + 8
     kept = [(steps + 2 * rows) * nbytes for nbytes in row_bytes]
     in_no_file = [None in plan.fields for plan in plans]
     widest = max(n for n, nowhere in zip(kept, in_no_file, strict=True) if not nowhere)
@@ -108,14 +105,12 @@ def share_out(
             "batch_size or context_length smaller",
         )
     slots = min(slots, max(16 * batch, 2 * -(-steps // rows)))  # beyond, nothing is gained
-    depth = min(max(4 * batch, min(slots // 8, MOST_DEPTH)), slots)
     return DiskSizes(
         slots=slots,
         chunk_steps=chunk_steps,
         threads=threads,
         output_bytes=output_bytes,
-        depth=depth,
-        horizon=max(int(HORIZON * slots), depth),
+        taken=max(batch, min(slots // TAKEN_SHARE, MOST_TAKEN)),
         resident=tuple(resident),
     )
 
@@ -156,9 +151,7 @@ class DiskGather:
             _needs(dataset.episodes, stream, options),
             batch=stream.rank_batch,
             slots=sizes.slots,
-            depth=sizes.depth,
-            horizon=sizes.horizon,
-            sweep_steps=sizes.chunk_steps,
+            taken=sizes.taken,
         )
         self._rank_batch, self._span = stream.rank_batch, options.context_length
         self._ahead = ReadAhead(self._windows, plan, self._slots.targets, threads=sizes.threads)

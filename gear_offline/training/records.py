@@ -274,10 +274,10 @@ def mean_interval(values: Float64Array) -> tuple[float, float]:
 
 def share_interval(values: Float64Array) -> tuple[float, float]:
     """Return Wilson's 95 % interval of the share of ones in `values` (n,), of zeros and ones."""
-    share, z2 = float(values.mean()), 1.959964**2 / values.size
-    half = math.sqrt(z2 * share * (1 - share) + z2 * z2 / 4)
-    low, high = ((share + z2 / 2 + side * half) / (1 + z2) for side in (-1, 1))
-    return max(low, 0.0), min(high, 1.0)
+    from scipy.stats import binomtest  # a second to import
+
+    interval = binomtest(int(values.sum()), values.size).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def score_text(score: float | None) -> str:

@@ -3,7 +3,7 @@
 
 namespace gear {
 
-enum { DROPPED_BITS = 13, CODES = 0x7F800000 >> DROPPED_BITS };  // as sampling/prioritized.py
+enum { DROPPED_BITS = 13, CODES = 0x7F800000 >> DROPPED_BITS };  // as sampling/masses.py
 enum { UPDATES = 0, PAUSED = 1 };  // words of a tree's state
 
 struct UpdateJob {

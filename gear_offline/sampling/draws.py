@@ -1,0 +1,508 @@
+"""Samplers: the four ways to draw segments, each a function of (seed, step) without hidden state.
+
+An episode by its weight (`CumulativeWeights`), a new order of all starts each epoch
+(`KeyedPermutation`), a start by a mass that follows its losses (`Prioritized`), or any function of
+the host (`HostFunction`).  A GPU draws the first three, too.  Whoever asks, whenever and on any
+device, gets the same segments, and resuming is setting the step number.
+
+Weights become integer masses once.  From then on everything is integer arithmetic, so that every
+device draws the same episode, and the probability of an episode is its mass over ``2**64``.
+
+Shape legend: E episodes, N steps, T steps of one episode, B slots of a batch, n items.
+"""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from gear_offline.config.sections import NotNegative, Positive, PositiveFloat
+from gear_offline.core.types import BoolArray, Float32Array, Float64Array, Int64Array, UInt64Array
+from gear_offline.dataset.schema import EpisodeIndex
+from gear_offline.errors import InputError, UnavailableError
+from gear_offline.kernels.draws import (
+    PERMUTATION,
+    PRIORITIES,
+    WEIGHTS,
+    GpuDraw,
+    GuidedSearch,
+    Segments,
+    bounded,
+    draws,
+)
+from gear_offline.sampling.facts import Facts
+from gear_offline.sampling.keyed_order import KeyedOrder, places
+from gear_offline.sampling.masses import (
+    HostPriorities,
+    WeightedChoice,
+    largest_mass,
+    masses_of_codes,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from gear_offline.kernels.priorities import DevicePriorities
+
+# Streams of random numbers of one seed; `keyed_order` has number 3.
+SELECTION_STREAM = 0  # the segment of a slot
+PART_STREAM = 1  # which part of a mixture a slot takes
+ROTATION_STREAM = 2  # which stratum a step begins with
+GOAL_STREAM = 4  # of goals by hindsight
+REMOVER_STREAM = 5  # when an episode's turn comes to be removed
+
+
+class Sampler(ABC):
+    """A function from (seed, step) to segments.
+
+    Row ``i`` of what `sample` returns is that of ``sample(seed, first_step + i, 1, count)``.  Every
+    start lies inside its episode.  `probability` is exact, so that importance weights can be
+    computed from it.
+
+    Attributes
+    ----------
+    name, options
+        Of the strategy.  With the data they build the same sampler again; JSON-able.
+    index
+        The table's episodes, which the numbers in segments refer to.
+    padding
+        The side on which windows are padded where that is a part of the strategy, else None.
+    context_length
+        K, of samplers that depend on it.
+    cuts_windows
+        True if segments have `lengths`.
+    episode_weight
+        (E,) the probability of each episode, where known: likely ones go into GPU memory.
+    episode_order
+        (E,) the order in which episodes are drawn that are removed once they were; None: by chance.
+    alike
+        True if slots and steps are drawn alike and `density` is known: it can be mixed with others.
+    ahead
+        True if steps may be drawn before they come.
+    loss_sampler
+        The sampler that learns from losses, this one or a part of it.
+    gpu
+        The GPU's way to draw the same segments; None: the host draws ahead of use.
+    """
+
+    name = ""
+    options: Mapping[str, Any] = {}
+    padding: Literal["left", "right"] | None = None
+    context_length: int | None = None
+    cuts_windows = False
+    episode_weight: Float64Array | None = None
+    episode_order: Int64Array | None = None
+    alike = False
+    ahead = True
+    loss_sampler: Prioritized | None = None
+
+    def __init__(self, index: EpisodeIndex) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        inside = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
+        return f"{self.name or type(self).__name__}({inside})"
+
+    @abstractmethod
+    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        """Return the segments of consecutive steps, below ``2**63``: arrays (steps, count).
+
+        `seed` is in ``[0, 2**64)``, `count` is B.
+        """
+
+    def density(self, segments: Segments) -> Float64Array | None:
+        """Return the probability of each segment in one slot; None if slots are not alike."""
+        return None
+
+    def called(self, other: Sampler) -> Self:
+        """Take over the name, the options and the windows of another sampler."""
+        for name in ("name", "options", "padding", "context_length", "cuts_windows"):
+            setattr(self, name, getattr(other, name))
+        return self
+
+    @property
+    def gpu(self) -> GpuDraw | None:
+        return None
+
+    @cached_property
+    def locate(self) -> StepLocator:
+        """Finds the episode and the start of steps of the table."""
+        return StepLocator(self.index)
+
+
+class CumulativeWeights(Sampler):
+    """An episode in proportion to its weight, then each of its T starts with 1 / T.
+
+    `weights` (E,) are finite, at least 0, and not all 0; errors name the place `where`.
+    """
+
+    alike = True
+    episode_weight: Float64Array
+
+    def __init__(
+        self,
+        index: EpisodeIndex,
+        weights: npt.ArrayLike,
+        *,
+        where: str = "",
+        order: Int64Array | None = None,
+    ) -> None:
+        super().__init__(index)
+        self.weights, self.episode_order = np.asarray(weights, dtype=np.float64), order
+        if self.weights.shape != (index.episodes,):
+            what = f"{index.episodes} weights are needed, one an episode, got {self.weights.shape}"
+            raise InputError("SELECTION", what, where)
+        choice = WeightedChoice(self.weights, where)
+        self.episode_weight, self._search = choice.probability, choice.search
+
+    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        first, second = slot_draws(seed, first_step, steps, count)
+        return any_start(self.index, self._search.find(first), second, self.episode_weight)
+
+    def density(self, segments: Segments) -> Float64Array:
+        return any_start_density(self.index, segments, self.episode_weight)
+
+    @property
+    def gpu(self) -> GpuDraw:
+        return GpuDraw(WEIGHTS, self._search, self.index.offsets)
+
+
+class KeyedPermutation(Sampler):
+    """Every start exactly once an epoch, in an order of its own each epoch.
+
+    Slot b of step t takes place ``t * B + b`` of an endless row of epochs.  Each start is equally
+    likely in every slot, 1/N; slots of one epoch exclude each other.
+    """
+
+    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        check_range(seed, first_step, steps, count)
+        size = self.index.steps
+        first_epoch, epochs, at = places(first_step, steps, count, size=size)
+        episodes, starts = self.locate(KeyedOrder(size)(seed, first_epoch, epochs, at))
+        chance = np.broadcast_to(np.float64(1.0 / size), starts.shape)
+        return Segments(episodes=episodes, starts=starts, probability=chance)
+
+    @property
+    def gpu(self) -> GpuDraw:
+        return GpuDraw(PERMUTATION, self.locate.search, self.index.offsets)
+
+
+class HostFunction(Sampler):
+    """A function of the host, as `Sampler.sample`, perhaps with its `Sampler.density`.
+
+    Whatever changes belongs to objects whose methods the functions are: a copy takes them along.
+    """
+
+    def __init__(
+        self,
+        index: EpisodeIndex,
+        sample: Callable[[int, int, int, int], Segments],
+        *,
+        density: Callable[[Segments], Float64Array] | None = None,
+        **facts: Any,
+    ) -> None:
+        """Take `facts` for further attributes of a sampler."""
+        super().__init__(index)
+        self._sample, self._density, self.alike = sample, density, density is not None
+        for name, value in facts.items():
+            setattr(self, name, value)
+
+    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        return self._sample(seed, first_step, steps, count)
+
+    def density(self, segments: Segments) -> Float64Array | None:
+        return None if self._density is None else self._density(segments)
+
+
+class Prioritized(Sampler):
+    """Every start with probability mass / sum of masses; updated from the losses of segments.
+
+    Prioritised sampling (Schaul et al. 2016, proportional).  The draws are a function of (seed,
+    step) and of the updates so far.  The priority p of a start is its last loss plus `epsilon`.
+    Its mass is ``max(1, floor(M * (min(p, largest) / largest) ** alpha))``.  M is the largest power
+    of two of which N make less than ``2**63``.
+    """
+
+    alike = True
+    ahead = False
+
+    def __init__(
+        self,
+        facts: Facts,
+        *,
+        alpha: Annotated[float, Field(ge=0.0, le=16.0)] = 0.6,
+        beta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.4,
+        beta_steps: Positive | None = None,
+        epsilon: NotNegative = 1e-6,
+        initial: PositiveFloat = 1.0,
+        largest: PositiveFloat = 100.0,
+    ) -> None:
+        super().__init__(facts.episodes)
+        self.loss_sampler, self.beta, self.beta_steps = self, beta, beta_steps
+        self.mass_of_code, self.first_mass = masses_of_codes(
+            largest_mass(self.index.steps), alpha, epsilon, initial, largest
+        )
+        self._kept = facts.kept  # starts of other episodes have no mass
+        self._on_gpu: DevicePriorities | None = None  # then it has the masses, not the host
+
+    @cached_property
+    def _on_host(self) -> HostPriorities:
+        own = HostPriorities(self.index.offsets, self.mass_of_code, first=self.first_mass)
+        if self._kept is not None:
+            own.load_state(own.state()["masses"] * self._is_kept, 0)
+        return own
+
+    @cached_property
+    def _is_kept(self) -> BoolArray | bool:
+        """(N,) bool, True for starts that can be drawn."""
+        return True if self._kept is None else np.repeat(self._kept, self.index.lengths)
+
+    @property
+    def _priorities(self) -> HostPriorities | DevicePriorities:
+        return self._on_gpu or self._on_host
+
+    @property
+    def gpu(self) -> GpuDraw:
+        return GpuDraw(PRIORITIES, self.locate.search, self.index.offsets, self.on_device)
+
+    def on_device(self, device: torch.device) -> DevicePriorities:
+        """Move the masses to a GPU, which draws and updates from then on; return them."""
+        import torch
+
+        from gear_offline.kernels.priorities import DevicePriorities
+
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if self._on_gpu is None:
+            moved = DevicePriorities(
+                self.index.offsets, self.mass_of_code, device=device, first=self.first_mass
+            )
+            if self._kept is not None or "_on_host" in self.__dict__:
+                moved.load_state(self._on_host.state()["masses"], self.updates)
+                del self._on_host
+            self._on_gpu = moved
+        if self._on_gpu.device != device:
+            what = f"the priorities are in the memory of {self._on_gpu.device}, not of {device}"
+            raise UnavailableError("SELECTION", what, remedy="make a sampler for each device")
+        return self._on_gpu
+
+    @property
+    def masses(self) -> UInt64Array:
+        """(N,) uint64, a copy of the mass of each start."""
+        return np.asarray(self.state()["masses"].view(np.uint64))
+
+    @property
+    def updates(self) -> int:
+        """The number of updates; waits for a GPU that has the masses."""
+        return self._priorities.updates
+
+    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        first, _ = slot_draws(seed, first_step, steps, count)
+        priorities, total = self._priorities, self._priorities.total
+        rows = priorities.find(bounded(first, total).view(np.uint64))
+        episodes, starts = self.locate(rows)
+        chance = priorities.masses_of(rows) / np.float64(total)
+        return Segments(episodes=episodes, starts=starts, probability=chance)
+
+    def density(self, segments: Segments) -> Float64Array:
+        rows = self.index.offsets[segments.episodes] + segments.starts
+        priorities = self._priorities
+        return np.asarray(priorities.masses_of(rows) / np.float64(priorities.total))
+
+    def update(self, segments: Int64Array, losses: Float32Array) -> None:
+        """Take the (B,) losses of (B, 2) segments: episode, start.
+
+        Of a segment that is named twice the larger loss counts.  What cannot be used is refused
+        before anything is changed.
+        """
+        segments, losses = np.asarray(segments), np.asarray(losses, dtype=np.float32)
+        good = segments.ndim == 2 and segments.shape[1] == 2
+        if good:
+            episodes, starts = segments[:, 0], segments[:, 1]
+            good = bool(((episodes >= 0) & (episodes < self.index.episodes) & (starts >= 0)).all())
+        if not good or (starts >= self.index.lengths[episodes]).any():
+            raise InputError("SELECTION", "priorities are for segments (B, 2) of the table")
+        if losses.shape != starts.shape or not (np.isfinite(losses) & (losses >= 0)).all():
+            what = "priorities are one finite loss of at least 0 for each segment"
+            raise InputError("SELECTION", what)
+        self._priorities.update_from_host(segments, losses)
+
+    def importance(self, probability: Float64Array, *, step: int) -> Float64Array:
+        """Return (B,) weights of the losses that undo the preference, at most 1.
+
+        `probability` is that of the segments in what drew them for `step`, this or a mixture.
+        """
+        beta, rise = self.beta, self.beta_steps
+        if rise is not None:
+            beta += (1.0 - beta) * min(step / rise, 1.0)
+        weights = (1.0 / (self.index.steps * probability)) ** beta
+        return np.asarray(weights / weights.max())
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """Return masses (N,) int64 and the number of updates (1,) int64."""
+        return self._priorities.state()
+
+    def take_over(self, before: Prioritized) -> None:
+        """Take over the masses of the first steps of the table, of which `before` had no more."""
+        first = before.index.steps
+        finer = largest_mass(first) // largest_mass(self.index.steps)
+        if before._on_gpu is not None and self._kept is None:  # nothing passes through the host
+            self.on_device(before._on_gpu.device).take_over(before._on_gpu, finer)
+            return
+        state, masses = before.state(), np.full(self.index.steps, self.first_mass, np.int64)
+        masses[:first] = np.maximum(state["masses"] // finer, 1)  # as if made anew: powers of two
+        self.load_state({"masses": masses * self._is_kept, "updates": state["updates"]})
+
+    def load_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Restore the result of `state`; refuse a misfit before any change."""
+        none = np.zeros(0)
+        masses, updates = state.get("masses", none), state.get("updates", none)
+        if (
+            masses.dtype != np.int64
+            or updates.dtype != np.int64
+            or (masses.shape, updates.shape) != ((self.index.steps,), (1,))
+            or ((masses < 1) == self._is_kept).any()
+            or masses.min() < 0
+            or masses.max() > largest_mass(self.index.steps)
+            or updates[0] < 0
+        ):
+            what = f"not the state of priorities over {self.index.steps} steps"
+            remedy = "load what state() of the same strategy over the same data returned"
+            raise InputError("LOADER_STATE", what, remedy=remedy)
+        self._priorities.load_state(masses, int(updates[0]))
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """A sampler of the `members` (n,) of a larger table."""
+
+    own: Sampler
+    members: Int64Array
+    index: EpisodeIndex
+
+    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        drawn = self.own.sample(seed, first_step, steps, count)
+        return replace(drawn, episodes=self.members[drawn.episodes])
+
+    def density(self, segments: Segments) -> Float64Array:
+        number = np.full(self.index.episodes, -1)
+        number[self.members] = np.arange(self.members.size)
+        inside = number[segments.episodes] >= 0
+        named = replace(
+            segments,
+            episodes=np.where(inside, number[segments.episodes], 0),
+            starts=np.where(inside, segments.starts, 0),
+        )
+        return np.where(inside, self.own.density(named), 0.0)  # type: ignore[arg-type]
+
+
+def spread(sampler: Sampler, members: Int64Array, index: EpisodeIndex) -> Sampler:
+    """Return a sampler of a larger table that draws its rising `members` as `sampler` does."""
+
+    def widen(values: Float64Array) -> Float64Array:
+        wide = np.zeros(index.episodes)
+        wide[members] = values
+        return wide
+
+    order = None if sampler.episode_order is None else members[sampler.episode_order]
+    if isinstance(sampler, CumulativeWeights):
+        larger: Sampler = CumulativeWeights(index, widen(sampler.weights), order=order)
+    else:
+        whole, weight = _Spread(sampler, members, index), sampler.episode_weight
+        larger = HostFunction(
+            index,
+            whole.sample,
+            density=whole.density if sampler.alike else None,
+            episode_weight=None if weight is None else widen(weight),
+            episode_order=order,
+        )
+    return larger.called(sampler)
+
+
+def any_start(
+    index: EpisodeIndex, episodes: Int64Array, numbers: UInt64Array, weight: Float64Array
+) -> Segments:
+    """Return segments of `episodes` from any of their starts; `weight` (E,) drew the episodes."""
+    lengths = index.lengths[episodes]
+    return Segments(
+        episodes=episodes,
+        starts=bounded(numbers, lengths),
+        probability=weight[episodes] / lengths,
+    )
+
+
+def any_start_density(
+    index: EpisodeIndex, segments: Segments, weight: Float64Array
+) -> Float64Array:
+    """Return the probability of segments that `any_start` returns."""
+    return np.asarray(weight[segments.episodes] / index.lengths[segments.episodes])
+
+
+def check_range(seed: int, first_step: int, steps: int, count: int) -> None:
+    """Refuse a seed, steps or slots that are out of range."""
+    numbers = all(hasattr(value, "__index__") for value in (first_step, steps))
+    last = operator.index(first_step) + operator.index(steps) if numbers else 0
+    for what, value, low, high in (
+        ("seed", seed, 0, 1 << 64),
+        ("step", first_step, 0, 1 << 63),
+        ("last step", last, 0, 1 << 63),
+        ("steps", steps, 0, 1 << 32),
+        ("batch size", count, 1, (1 << 32) + 1),
+    ):
+        if not (hasattr(value, "__index__") and low <= operator.index(value) < high):
+            remedy = f"use an integer in [{low}, {high})"
+            raise InputError("SELECTION", f"{what} {value} is out of range", remedy=remedy)
+
+
+def slot_draws(
+    seed: int, first_step: int, steps: int, count: int, *, stream: int = SELECTION_STREAM
+) -> tuple[UInt64Array, UInt64Array]:
+    """Return the two numbers of each slot, both (steps, count) uint64."""
+    check_range(seed, first_step, steps, count)
+    return draws(seed=seed, stream=stream, first_step=first_step, steps=steps, count=count)
+
+
+class StepLocator:
+    """Finds the episode and the start of steps of the table."""
+
+    def __init__(self, index: EpisodeIndex) -> None:
+        self._offsets = index.offsets
+        self.search = GuidedSearch(
+            index.offsets[1:].view(np.uint64),
+            last=index.episodes - 1,
+            bits=index.steps.bit_length(),
+        )
+
+    def __call__(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
+        episodes = self.search.find(rows.view(np.uint64))
+        return episodes, rows - self._offsets[episodes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentStream:
+    """The segments of every step of a loader, or of one rank's part of it."""
+
+    selection: Sampler
+    seed: int
+    global_batch: int  # segments that are drawn in each step
+    first_slot: int  # of them, this rank's
+    rank_batch: int
+
+    def draw(self, first_step: int, steps: int) -> Segments:
+        """Return the segments of consecutive steps, of all ranks, (steps, global_batch)."""
+        return self.selection.sample(self.seed, first_step, steps, self.global_batch)
+
+    def segments(self, first_step: int, steps: int) -> Segments:
+        """Return the segments of consecutive steps, (steps, rank_batch)."""
+        if not self.rank_batch:  # of a rank that does not feed a model's input
+            none = np.zeros((steps, 0), np.int64)
+            return Segments(episodes=none, starts=none, probability=none.astype(np.float64))
+        return self.draw(first_step, steps)[:, self.first_slot : self.first_slot + self.rank_batch]

@@ -1,0 +1,239 @@
+"""Strategies by name, their options, and `make_sampler`.
+
+A strategy is a function of `Facts` and of its options.  It returns (E,) weights of the episodes, or
+a sampler.  Its options are its further parameters, which pydantic checks against their types.
+
+Shape legend: E episodes, N steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from gear_offline.config.problems import problem_text
+from gear_offline.config.strict_yaml import parse_yaml
+from gear_offline.core.parts import Kind, admit, find_part, part_name, telling
+from gear_offline.core.text import plain
+from gear_offline.core.types import BoolArray
+from gear_offline.dataset.schema import EpisodeIndex
+from gear_offline.errors import InputError
+from gear_offline.sampling.draws import CumulativeWeights, Sampler, spread
+from gear_offline.sampling.facts import EpisodeData, Facts
+
+Drawn = npt.ArrayLike | Sampler  # (E,) weights of the episodes, or any sampler
+Function = TypeVar("Function", bound=Callable[..., Drawn])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A registered strategy."""
+
+    name: str
+    draw: Callable[..., Drawn]
+    options: type[BaseModel]  # checks them
+    check: Callable[[dict[str, Any]], None]  # of the options together
+    padding: Literal["left", "right"] | None  # the side of windows that is a part of it
+    alike: bool  # slots and steps are alike, so that a mixture can hold it
+    knows_kept: bool  # it leaves out itself what is not in `Facts.kept`
+
+
+_STRATEGIES: dict[str, Strategy] = {}
+STRATEGIES = Kind(noun="strategy", option="selection.strategy", code="SELECTION", own=_STRATEGIES)
+
+
+def strategy(
+    name: str,
+    *,
+    padding: Literal["left", "right"] | None = None,
+    check: Callable[[dict[str, Any]], None] = lambda options: None,
+    alike: bool = True,
+    knows_kept: bool = False,
+) -> Callable[[Function], Function]:
+    """Register a function of `Facts` and options as the strategy `name`, which no other may have.
+
+    `check` raises `ValueError` if checked options do not fit each other; it may fill in defaults.
+    """
+
+    def add(draw: Function) -> Function:
+        before = _STRATEGIES.get(name)
+        if before is not None and _place(before.draw) != _place(draw):
+            raise ValueError(f"strategy {name!r} is already registered")
+        _STRATEGIES[name] = Strategy(
+            name=name,
+            draw=draw,
+            options=_options(name, draw),
+            check=check,
+            padding=padding,
+            alike=alike,
+            knows_kept=knows_kept,
+        )
+        return draw
+
+    return add
+
+
+def _place(draw: Callable[..., Drawn]) -> tuple[Any, str]:
+    """Return the file of a function, which may be read again, and its name there."""
+    return getattr(getattr(draw, "__code__", None), "co_filename", draw), draw.__qualname__
+
+
+def _options(name: str, draw: Callable[..., Drawn]) -> type[BaseModel]:
+    """Return what checks the further parameters of a strategy."""
+    _, *parameters = signature(draw, eval_str=True).parameters.values()
+    fields: dict[str, Any] = {
+        each.name: (
+            Any if each.annotation is each.empty else each.annotation,
+            ... if each.default is each.empty else each.default,
+        )
+        for each in parameters
+    }
+    config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    return create_model(name, __config__=config, **fields)
+
+
+def strategy_names() -> tuple[str, ...]:
+    """Return the registered names, sorted."""
+    return tuple(sorted(_STRATEGIES))
+
+
+def find_strategy(name: object) -> Strategy:
+    """Return the strategy of a name."""
+    found, whole = find_part(STRATEGIES, part_name(name)), str(part_name(name))
+    if isinstance(found, Strategy):
+        return found
+    if not callable(found):
+        remedy = "write a function of facts and options: docs/how-to/own-strategy.md"
+        raise InputError("SELECTION", f"{name} is no function", "selection.strategy", remedy)
+    for known in _STRATEGIES.values():  # it may be registered, with facts of its own
+        if known.draw is found:
+            return replace(known, name=whole)
+    nothing: Any = lambda options: None  # noqa: E731
+    with telling(STRATEGIES, "its signature", whole):
+        options = _options(found.__name__, found)
+    facts: Any = {"padding": None, "alike": True, "knows_kept": False, "check": nothing}
+    return Strategy(name=whole, draw=found, options=options, **facts)
+
+
+def parse_options(name: object, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all options of a strategy, checked; needs no data."""
+    known = find_strategy(name)
+    try:
+        checked = known.options.model_validate(plain(dict(options))).model_dump()
+        known.check(checked)
+        return checked
+    except ValueError as error:
+        what = error.what if isinstance(error, InputError) else str(error)
+        if isinstance(error, ValidationError):
+            what = "; ".join(problem_text(problem) for problem in error.errors())
+        names = [
+            option + " (required)" * field.is_required()
+            for option, field in known.options.model_fields.items()
+        ]
+        what = f"options {sorted(options)} do not fit strategy {name!r}: {what}"
+        remedy = f"it takes {', '.join(names) or 'no options'}; see docs/reference/strategies.md"
+        raise InputError("SELECTION", what, remedy=remedy) from error
+
+
+def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the options of ``"return_weighted:rule=rank:temperature=2"``."""
+    name, *options = text.strip().split(":")
+    if options and "=" not in options[0]:  # FILE.py:Name, package.module:Name
+        name, options = f"{name}:{options[0]}", options[1:]
+    pairs = [option.split("=", 1) for option in options if "=" in option]
+    values = {key.strip(): value for key, value in pairs}
+    if not name or len(values) < len(options):
+        what = f"{text.strip()!r} is not a strategy with options"
+        raise InputError("SELECTION", what, remedy="write it like top_k:k=50:unit=steps")
+    return name, {k: parse_yaml(v, where=f"option {k}") for k, v in values.items()}
+
+
+def make_sampler(
+    name: str,
+    data: EpisodeData | EpisodeIndex,
+    *,
+    context_length: int | None = None,
+    kept: BoolArray | None = None,
+    **options: Any,
+) -> Sampler:
+    """Build a sampler by the name of its strategy.
+
+    Parameters
+    ----------
+    name
+        One of `strategy_names`.
+    data
+        A dataset, or `Facts`, or an episode index for strategies that need nothing else.
+    context_length
+        K of the loader, for the strategies that depend on it.
+    kept
+        (E,) the episodes to draw from, as if there were no others; default all.
+    options
+        Options of the strategy: see docs/reference/strategies.md.
+
+    Raises
+    ------
+    InputError
+        ``SELECTION``: the strategy is unknown, the options are not its own, there is nothing to
+        draw from, or the data lack what it needs.
+
+    Examples
+    --------
+    `tiny` is what the example of `gear_offline.convert` makes.
+
+    >>> import gear_offline as go
+    >>> sampler = go.make_sampler("top_k", go.open_dataset("tiny"), k=1)
+    >>> segments = sampler.sample(seed=0, first_step=0, steps=1, count=3)
+    >>> segments.episodes.tolist(), segments.probability.round(3).tolist()
+    ([[0, 0, 0]], [[0.143, 0.143, 0.143]])
+    """
+    admit([name := part_name(name)])
+    return sampler_for(name, data, options, context_length=context_length, kept=kept)
+
+
+def sampler_for(
+    name: object,
+    data: EpisodeData | EpisodeIndex,
+    options: Mapping[str, Any],
+    *,
+    context_length: int | None = None,
+    kept: BoolArray | None = None,
+) -> Sampler:
+    """Build a sampler as `make_sampler` does, of a name that a recipe or its run says."""
+    if isinstance(data, EpisodeIndex):
+        data = Facts(episodes=data)
+    facts = Facts(
+        episodes=data.episodes,
+        returns=data.returns,
+        terminated=data.terminated,
+        column=data.column,
+        context_length=context_length,
+        kept=None if kept is None or kept.all() else kept,
+    )
+    if facts.episodes.episodes == 0 or not (kept is None or kept.any()):
+        raise InputError("SELECTION", "the table has no episodes to select from")
+    return build_sampler(name, facts, options)
+
+
+def build_sampler(name: object, facts: Facts, options: Mapping[str, Any]) -> Sampler:
+    """Return a sampler of the episodes that are kept."""
+    known, checked = find_strategy(name), parse_options(name, options)
+    kept = None if known.knows_kept else facts.kept
+    own = facts if kept is None else facts.of_kept()
+    if known.draw.__module__.startswith("gear_offline."):
+        drawn = known.draw(own, **checked)
+    else:
+        with telling(STRATEGIES, "drawing", known.name):
+            drawn = known.draw(own, **checked)
+    sampler = drawn if isinstance(drawn, Sampler) else CumulativeWeights(own.episodes, drawn)
+    if kept is not None:
+        sampler = spread(sampler, np.flatnonzero(kept), facts.episodes)
+    sampler.name, sampler.options = known.name, checked
+    sampler.padding = sampler.padding or known.padding
+    return sampler
