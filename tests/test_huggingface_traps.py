@@ -122,13 +122,14 @@ def test_policy_shows_the_model_what_training_showed(kind: str, tmp_path: Path) 
     folder = Policy(model, **dict(loader.window)).save(tmp_path / "policy")
     policy, seen = go.load_policy(folder, device="cpu"), list[Any]()
     assert policy.window == loader.window
-    act = policy.model.predict_last_action
+    made: Any = policy.model
+    act = made.predict_last_action
 
     def spy(*inputs: Any) -> Any:
         seen.append([tensor.clone() for tensor in inputs[:5]])
         return act(*inputs)
 
-    policy.model.predict_last_action = spy
+    made.predict_last_action = spy
     names = {tuple(name): row for row, name in enumerate(batch.segments.tolist())}
     for episode, rows in enumerate(iter_episodes(source)):
         start = int(dataset.episodes.offsets[episode])

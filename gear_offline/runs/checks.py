@@ -9,9 +9,10 @@ from gear_offline.collect.policies import quality_parts
 from gear_offline.config.problems import nearest
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, OwnModelSettings
+from gear_offline.core.parts import has_word, part_module
 from gear_offline.dataset.scores import dataset_names, reference_scores
 from gear_offline.errors import InputError, UnavailableError, check_environment_id
-from gear_offline.evaluation.environments import unregistered
+from gear_offline.evaluation.environments import ENVIRONMENTS, unregistered
 from gear_offline.sampling import parse_options
 
 
@@ -68,6 +69,9 @@ def _check_collect(settings: CollectSettings, where: str) -> None:
 
 def _check_environment(name: str, key: str, where: str) -> None:
     place = f"{where}: {key}" if where else key
+    if has_word(name):
+        part_module(ENVIRONMENTS, name)
+        return
     check_environment_id(name, where=place)
     if problem := unregistered(name):
         remedy = "use a registered id, or module:Name-v0 with the module that registers it"

@@ -9,7 +9,6 @@ import logging
 import os
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -148,13 +147,14 @@ class _ActingModel(nn.Module):
         timesteps = timesteps.clamp(0, self._last)
         steps = timesteps.shape[1]
         place = torch.full_like(timesteps[:, 0], steps - 1)
-        inputs: Any = [features, actions, asked, timesteps]
+        inputs: list[Tensor] = [features, actions, asked, timesteps]
         if not self.model.short_windows:  # they are whole always
             blank = self._length - steps
             inputs = [
                 torch.cat([x, x.new_zeros(x.shape[0], blank, *x.shape[2:])], 1) for x in inputs
             ]
-        return acted(self.model, *inputs, place)
+        features, actions, asked, timesteps = inputs
+        return acted(self.model, features, actions, asked, timesteps, place)
 
     def _normalized(self, states: Tensor) -> Tensor:
         if not states.is_floating_point():  # frames

@@ -13,7 +13,7 @@ import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.hub import PREFIX, fetch, is_hub
-from gear_offline.core.parts import admit, part_name, trust
+from gear_offline.core.parts import admit, digest_of, part_name, trust
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
 from gear_offline.models.base import SequenceModel
@@ -176,6 +176,7 @@ def find_trained(
     evaluate["targets"] = list(file.targets) or None
     options = {"name": "policy", "loader": loader, "evaluate": evaluate}
     recipe = Recipe.parse(options, where=str(path))
+    trust({name: digest_of(name) for name in recipe.part_names})  # as they were typed here before
     return TrainedModel(made, recipe, file, file)
 
 
