@@ -89,7 +89,7 @@ def draw_mean(
 def from_zero(axes: Axes) -> None:
     """Let the y axis begin at zero, or where negative values do, with room for markers."""
     low, high = axes.dataLim.intervaly
-    room = 0.05 * (high - min(0.0, low))
+    room = 0.05 * (max(0.0, high) - min(0.0, low))
     axes.set_ylim(low - room if low < 0 else 0.0, high + room or None)
 
 

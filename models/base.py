@@ -33,6 +33,7 @@ Shape = Annotated[tuple[Size, ...], Field(strict=False, min_length=2, max_length
 
 MODELS = Kind(
     noun="model",
+    group="models",
     option="model.kind",
     argument="--model",
     code="MODEL",
@@ -120,6 +121,8 @@ class SequenceModel(nn.Module):
         Names of methods that are compiled besides the blocks of a deep model.
     formula
         The meaning of `flops` in words.
+    blocks
+        Its layers in order, where there are such: compiled, sharded, recomputed one by one.
 
     Examples
     --------
@@ -141,8 +144,8 @@ class SequenceModel(nn.Module):
     Settings: ClassVar[Any] = ModelSettings
     facts: ModelFacts
     settings: Any
-    kind: str = ""  # the part's name, and the digest of its file
-    digest: str = ""
+    blocks: Sequence[nn.Module]
+    part: tuple[str, str] = ("", "")  # its name, and the digest of its file
     steady: tuple[str, ...] = ()
     short_windows: bool = False
     stochastic: bool = False
@@ -188,17 +191,17 @@ class SequenceModel(nn.Module):
         """Return the scalar loss of a batch; `valid_steps` as in `mean_loss`."""
         return mean_loss(total_loss(self.losses(batch)), batch.attention_mask, valid_steps)
 
-    def features(self, states: Tensor) -> Tensor:
+    def remember(self, states: Tensor) -> Tensor:
         """Return what is remembered of states (B, K, *S) while acting, (B, K, any) floating."""
         return states.flatten(2).float()
 
     @property
     def state_width(self) -> int:
-        """The last size of `features`."""
+        """The last size of what `remember` gives."""
         return int(torch.Size(self.facts.state_shape).numel())
 
     def recalled(self, features: Tensor) -> Tensor:
-        """Return states as `act` takes them, of `features`."""
+        """Return states as `act` takes them, of what was remembered."""
         states = features.view(*features.shape[:-1], *self.facts.state_shape)
         return states.to(torch.uint8) if self.facts.frame_shape else states
 
@@ -206,16 +209,11 @@ class SequenceModel(nn.Module):
     def bounded(self) -> bool:
         return False
 
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        """Its layers in order, called as modules: compiled, sharded, recomputed one by one."""
-        return ()
-
     def flops(self, segments: int) -> float | None:
         """Return the FLOPs of a training step of so many windows; None: not known."""
         return None
 
-    def metrics(self) -> dict[str, float]:
+    def measures(self) -> dict[str, float]:
         """Return further numbers to log."""
         return {}
 
@@ -229,11 +227,11 @@ class SequenceModel(nn.Module):
 
     def recompute(self) -> None:
         """Compute blocks again in the backward pass instead of keeping what is in them."""
-        if not self.blocks:
+        if not blocks_of(self):
             what = f"{type(self).__name__} names no blocks"
             remedy = "give it a property `blocks`, or use train.recompute=false"
             raise InputError("MODEL", what, "train.recompute", remedy)
-        for block in self.blocks:
+        for block in blocks_of(self):
             block.forward = _recomputed(block, block.forward)
 
     def learning(self) -> list[nn.Parameter]:
@@ -242,7 +240,7 @@ class SequenceModel(nn.Module):
 
     def use_eight_bits(self) -> None:
         """Have the linear maps of the blocks multiply in 8 bits while training."""
-        for block in self.blocks:
+        for block in blocks_of(self):
             for layer in block.modules():
                 if isinstance(layer, nn.Linear) and not any(
                     s % MULTIPLE for s in layer.weight.shape
@@ -254,8 +252,9 @@ class SequenceModel(nn.Module):
         if not hasattr(self, "facts"):
             what = f"{type(self).__name__} does not say what it was made of"
             raise InputError("MODEL", what, "facts", "call super().__init__(facts, settings)")
-        document: dict[str, Any] = {"kind": self.kind or part_name(type(self))}
-        document["digest"] = self.digest or digest_of(document["kind"])
+        name, digest = self.part
+        name = name or part_name(type(self))
+        document: dict[str, Any] = {"kind": name, "digest": digest or digest_of(name)}
         document["facts"] = self.facts.model_dump(mode="json")
         return json.dumps(document | {"settings": settings_dump(self.settings)}, indent=1)
 
@@ -269,6 +268,11 @@ class Losses(nn.Module):
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         return self.model.losses(batch)
+
+
+def blocks_of(model: SequenceModel) -> Sequence[nn.Module]:
+    """Return the layers that a model names; none if it does not."""
+    return getattr(model, "blocks", ())
 
 
 def total_loss(losses: Mapping[str, Tensor]) -> Tensor:
@@ -300,7 +304,11 @@ def make_model(kind: str, facts: ModelFacts, settings: Any) -> SequenceModel:
     else:
         with telling(MODELS, f"making {made.__name__}", kind):
             model = made.build(facts, settings)
-    model.kind, model.digest = kind, digest_of(kind) if is_part(kind) else ""
+    own = {*model._modules, *model._parameters, *model._buffers}
+    if taken := sorted(own & {name for name in vars(SequenceModel) if name[0] != "_"}):
+        what, remedy = f"{made.__name__}.{taken[0]} is a method that all models have", "rename it"
+        raise InputError("MODEL", what, kind, remedy)
+    model.part = kind, digest_of(kind) if is_part(kind) else ""
     return model
 
 

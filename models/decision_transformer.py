@@ -294,6 +294,9 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
         inputs = (window.states, window.actions, asked, window.timesteps, window.place)
         return self.predict_last_action(*inputs, window.noise)
 
+    def remember(self, states: Tensor) -> Tensor:
+        return self.features(states)
+
     @property
     def state_width(self) -> int:
         return int(self.config.state_dim)
@@ -306,10 +309,10 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
         return bool(self.config.action_tanh) and not self.discrete
 
     @property
-    def blocks(self) -> Sequence[nn.Module]:
+    def blocks(self) -> Sequence[nn.Module]:  # type: ignore[override]
         return cast(Sequence[nn.Module], self.encoder.h)
 
-    def metrics(self) -> dict[str, float]:
+    def measures(self) -> dict[str, float]:
         temperature = self.log_temperature.detach().exp() if self.stochastic else None
         return {} if temperature is None else {"temperature": float(temperature)}
 

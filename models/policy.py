@@ -343,7 +343,7 @@ class Policy:
             stacks = stacks * (steps > 0).view(-1, *[1] * (stacks.ndim - 1))  # zeros come first
             stacks[:, -1] = seen
             self._frames[rows] = stacks
-            seen = self.model.features(stacks[:, None])[:, 0]
+            seen = self.model.remember(stacks[:, None])[:, 0]
         # old values are hidden by the mask; zeros keep NaN out of it
         before = torch.where(step.unsqueeze(2) > 0, self._memory[rows], 0.0)
         is_full = (step >= self.context_length).unsqueeze(2)

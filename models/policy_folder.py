@@ -168,7 +168,7 @@ class ModelConfig(BaseModel):
 def _check_readable(model: SequenceModel, config: bytes, weights: Mapping[str, Tensor]) -> None:
     """Refuse to write what nobody could read."""
     try:
-        assemble(config, weights, model.kind or None)
+        assemble(config, weights, model.part[0] or None)
     except Exception as error:  # whatever a model's own code raises
         what = f"load_policy could not read it: {first_line(error)}"
         remedy = "derive the class from gear_offline.SequenceModel; make it by model.kind, or as "
@@ -228,7 +228,7 @@ def assemble(
     if {name: w.shape for name, w in wanted.items()} != {n: w.shape for n, w in weights.items()}:
         raise ValueError("the weights do not fit the configuration")
     own = {name: weights[name].to(like.dtype) for name, like in wanted.items()}
-    model.load_state_dict(own, assign=not is_part(model.kind))
+    model.load_state_dict(own, assign=not is_part(model.part[0]))
     return model
 
 

@@ -32,7 +32,7 @@ from gear_offline.sampling import Sampler
 from gear_offline.tables.joint import JointDataset, TableData
 from gear_offline.training.checkpoint import list_checkpoints, no_run, read_checkpoint
 from gear_offline.training.json_lines import read_records
-from gear_offline.training.trained import trained_model
+from gear_offline.training.trained import trained_model, typed_model
 
 BEFORE, LEAST = 20, 5  # records before one that it is compared with
 MADS = 6.0  # a spike is so many median absolute deviations above the median of those ...
@@ -162,6 +162,7 @@ def blame(
     *,
     device: str = "auto",
     quiet: bool = True,
+    model: Any = None,
 ) -> Blame:
     """Find the data in a range of a run's batches, and whether they explain a spike of its loss.
 
@@ -179,6 +180,8 @@ def blame(
         ``"auto"`` (CUDA if there is one), or a torch device.
     quiet
         Show no progress.
+    model
+        As of `gear_offline.load_policy`.
 
     Raises
     ------
@@ -219,7 +222,8 @@ def blame(
             raise _unknown(opened, f"what {loader.selection.name} drew depends on losses")
         loader.load_state_dict(checkpoint.state.loader)  # refuses other data
         numbers = np.concatenate([ordinary, batches]).tolist()
-        windows = _windows(loader, trained_model(checkpoint).model, numbers, opened.name, quiet)
+        trained = trained_model(checkpoint, typed_model(model)).model
+        windows = _windows(loader, trained, numbers, opened.name, quiet)
     is_blamed = (windows["batch"] >= first) & (windows["batch"] <= last)
     blamed, others = windows[is_blamed], windows[~is_blamed]
     loss, usual = (float(np.average(w["loss"], weights=w["steps"])) for w in (blamed, others))

@@ -146,6 +146,11 @@ class Recipe(Section):
         return tuple(dict.fromkeys(filter(is_part, names)))
 
     @property
+    def trusted(self) -> dict[str, str | None]:
+        """Those, with the digests that somebody's word was for; None: nobody's."""
+        return {name: self.parts.get(name) for name in self.part_names}
+
+    @property
     def plays(self) -> bool:
         """True if it is resolved and has an environment to evaluate in, and episodes to play."""
         names = [task.environment for task in (self.data.tasks or {}).values()]
@@ -232,7 +237,7 @@ def load_recipe(recipe: Recipe | str | os.PathLike[str], overrides: Overrides = 
         return whole
     typed = {part_name(value) for value in _leaves(apply_overrides({}, overrides))}
     words = [name for name in names if name in typed or not (of_run or name in known)]
-    trust({name: known[name] for name in names if name in known and name not in words})
+    trust({name: digest for name, digest in whole.trusted.items() if name not in words})
     digests = {name: known[name] for name in names if name in known} | admit(words)
     return whole.model_copy(update={"parts": digests})
 

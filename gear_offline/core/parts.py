@@ -18,8 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.abc import SourceLoader
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoints, entry_points
+from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +34,7 @@ from gear_offline.errors import GearError, InputError, in_home
 LINES_SHOWN = 3  # of a user's files, where a part raises
 PACKAGE = Path(__file__).parents[1]  # gear_offline itself
 LOADERS = ("<frozen", f"{Path(import_module.__code__.co_filename).parent}/")
+PACKAGES = str(Path(xxhash.__file__).parents[1])  # what is installed
 FOLDERS = "gear_offline_parts_"  # before the names of packages that stand for folders of files
 NOT_BESIDE = (FOLDERS, "__main__")
 
@@ -41,19 +44,20 @@ class Kind:
     """A kind of parts: where its names are given, and what an error of one is."""
 
     noun: str
+    group: str  # of entry points, behind gear_offline.
     option: str  # of a recipe
     argument: str = ""  # of `gear-offline evaluate` and others that read a run
     code: str = "RECIPE"
     own: Mapping[str, Any]  # the package's by name; a text is loaded as a part is
 
     @property
-    def group(self) -> str:
-        """The entry points of other packages."""
-        return f"gear_offline.{self.noun}s".replace("strategys", "strategies")
+    def installed(self) -> EntryPoints:
+        """The parts of other packages."""
+        return entry_points(group=f"gear_offline.{self.group}")
 
     def names(self) -> list[str]:
         """Return the names that need no file."""
-        return sorted({*self.own, *(entry.name for entry in entry_points(group=self.group))})
+        return sorted({*self.own, *(entry.name for entry in self.installed)})
 
     def typed(self, name: str) -> str:
         """Return how one names a part."""
@@ -149,8 +153,11 @@ def admit(names: Iterable[str]) -> dict[str, str]:
     return digests
 
 
-def trust(digests: Mapping[str, str]) -> None:
-    """Admit the names of a run whose files are still the ones that were typed for it."""
+def trust(digests: Mapping[str, str | None]) -> None:
+    """Admit the names of a run whose files are still the ones that were typed for it.
+
+    None: the run does not say that they were.
+    """
     if not digests:
         return
     known = set[str]()
@@ -159,18 +166,24 @@ def trust(digests: Mapping[str, str]) -> None:
     for name, digest in digests.items():
         place, file = name.rpartition(":")[0], file_of(name.rpartition(":")[0])
         now, reason = digest_of(name), ""
-        if place.endswith(".py") and not Path(place).is_file():
+        if digest is None:
+            reason = _unnamed(name)
+        elif place.endswith(".py") and not Path(place).is_file():
             reason = f"{place} is not there any more"
         elif now != digest:
             reason = f"{file} has changed since the run began with it"
         elif (name, digest) not in _words and json.dumps([name, digest]) not in known:
-            reason = f"only a file names {name!r}, nobody has typed it here"
+            reason = _unnamed(name)
         if reason:
             _refused[name] = reason
             _admitted.pop(name, None)
         else:
             _refused.pop(name, None)
-            _admitted[name] = digest
+            _admitted[name] = now
+
+
+def _unnamed(name: str) -> str:
+    return f"{name!r} would import a module that only a run, a dataset or a policy names"
 
 
 def _home() -> Path:
@@ -209,7 +222,7 @@ def find_part(kind: Kind, name: object) -> Any:
     if is_part(name):
         check_word(kind, name)
         return _live[name] if name in _live else _attribute(kind, name)
-    for entry in entry_points(group=kind.group):
+    for entry in kind.installed:
         if entry.name == name:
             with telling(kind, f"loading {entry.value}", name):
                 return entry.load()
@@ -223,7 +236,7 @@ def check_word(kind: Kind, name: str) -> None:
     """Refuse to import what only a run, a dataset or a policy folder names."""
     what = _refused.get(name)
     if what is None and name not in _admitted:
-        what = f"only a file names {name!r}, nobody has typed it here"
+        what = _unnamed(name)
     place = name.rpartition(":")[0]
     is_file = place.endswith(".py") and name not in _live and Path(place).is_file()
     if what is None and is_file and digest_of(name) != _admitted[name]:
@@ -267,6 +280,19 @@ def part_module(kind: Kind, name: str) -> ModuleType:
     return module
 
 
+class _Content(SourceLoader):
+    """Runs the content whose digest was taken, and writes nothing beside the file."""
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        self._path, self._content = str(path), content
+
+    def get_filename(self, fullname: str) -> str:
+        return self._path
+
+    def get_data(self, path: Any) -> bytes:
+        return self._content
+
+
 def _execute(path: Path, content: bytes) -> ModuleType:
     """Run a file as a module of a package that stands for its folder."""
     folder = str(path.parent)
@@ -274,12 +300,13 @@ def _execute(path: Path, content: bytes) -> ModuleType:
     if package not in sys.modules:
         sys.modules[package] = ModuleType(package)
         sys.modules[package].__path__ = [folder]
-    module = ModuleType(f"{package}.{path.stem}")
-    module.__file__, module.__package__ = str(path), package
+    loader = _Content(path, content)
+    module = module_from_spec(ModuleSpec(f"{package}.{path.stem}", loader, origin=str(path)))
+    module.__file__ = str(path)
     sys.modules[module.__name__] = module
     try:
         with _beside(folder):
-            exec(compile(content, str(path), "exec"), vars(module))
+            loader.exec_module(module)
     except BaseException:
         del sys.modules[module.__name__]
         raise
@@ -330,6 +357,7 @@ def own_lines(error: BaseException, libraries: tuple[str, ...] = ()) -> list[str
     while cause is not None and not lines:
         frames = reversed(traceback.extract_tb(cause.__traceback__))
         own = [f for f in frames if not f.filename.startswith((*ours, *libraries))]
+        own = [f for f in own if not f.filename.startswith(PACKAGES)] or own
         lines = [f"{line.filename}:{line.lineno} in {line.name}" for line in own[:LINES_SHOWN]]
         cause = cause.__cause__
     return lines

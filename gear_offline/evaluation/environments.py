@@ -48,6 +48,7 @@ FRAMES_PER_EPISODE = 108_000  # half an hour of play, ALE's own limit
 LIBRARIES = (f"{Path(gymnasium.__file__).parent}/",)
 ENVIRONMENTS = Kind(
     noun="environment",
+    group="environments",
     option="evaluate.environment",
     argument="--environment",
     code="ENVIRONMENT",

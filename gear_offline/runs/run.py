@@ -76,7 +76,7 @@ class Run(os.PathLike[str]):
     def recipe(self) -> Recipe:
         """Its recipe, with the values that come from the data filled in."""
         recipe = read_recipe(self.path / "recipe.yaml")
-        trust(recipe.parts)
+        trust(recipe.trusted)
         return recipe
 
     @property

@@ -45,7 +45,13 @@ class Strategy:
 
 
 _STRATEGIES: dict[str, Strategy] = {}
-STRATEGIES = Kind(noun="strategy", option="selection.strategy", code="SELECTION", own=_STRATEGIES)
+STRATEGIES = Kind(
+    noun="selection strategy",
+    group="strategies",
+    option="selection.strategy",
+    code="SELECTION",
+    own=_STRATEGIES,
+)
 
 
 def strategy(

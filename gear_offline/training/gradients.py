@@ -19,7 +19,7 @@ from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import SegmentFeedback
-from gear_offline.models.base import Losses, SequenceModel, total_loss
+from gear_offline.models.base import Losses, SequenceModel, blocks_of, total_loss
 from gear_offline.models.loss import mean_loss, segment_losses
 from gear_offline.training.parallel import ALONE, Parallel
 
@@ -61,7 +61,7 @@ class GradientPass:
         self._device = next(model.parameters()).device
         # FSDP casts by itself, and its weights are no longer float32 inside.
         self._precision = None if parallel.sharded else precision
-        whole = compiled and not (parallel.sharded or len(model.blocks) >= BLOCKWISE_FROM)
+        whole = compiled and not (parallel.sharded or len(blocks_of(model)) >= BLOCKWISE_FROM)
         if compiled and not whole:
             compile_parts(model, sharded=parallel.sharded)
         self._wrapped: nn.Module = losses
@@ -170,7 +170,7 @@ def compile_parts(model: SequenceModel, *, sharded: bool = False) -> None:
     else a sharded model has is collected around all blocks: it stays eager.  So does a model that
     acts, whose shapes change.
     """
-    parts: list[Any] = list(model.blocks)
+    parts: list[Any] = list(blocks_of(model))
     for block in parts:
         block.forward = _in_training(block, block.forward)
     for name in () if sharded else model.compiled:

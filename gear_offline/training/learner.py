@@ -323,7 +323,7 @@ class Learner:
         values = {"loss": loss, "gradient_norm": norm, "learning_rate": rate}
         for name, value in zip(self.loss_names, parts, strict=True):
             values[f"{name}_part" if name in MEASURED else name] = value
-        values |= self.model.metrics()
+        values |= self.model.measures()
         if steps:  # fewer than the window has when the run was resumed in it
             values |= {
                 "step_seconds": busy / steps,

@@ -9,6 +9,7 @@ import logging
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ def export_policy(
     task: str | None = None,
     *,
     overwrite: bool = False,
+    model: Any = None,
 ) -> Path:
     """Write the policy of a run as one file, or as a folder, that acts by itself.
 
@@ -44,6 +46,8 @@ def export_policy(
         a folder to make, as `gear_offline.models.policy.Policy.save` does.
     overwrite
         Replace a file or a policy folder that is there.
+    model
+        As of `gear_offline.load_policy`.
 
     Returns
     -------
@@ -83,7 +87,7 @@ def export_policy(
         remedy = f"write {target.with_suffix('.onnx')}, or a folder: {target.with_suffix('')}"
         raise InputError("OUTPUT_WRITE", what, str(target), remedy)
     if not isinstance(policy, Policy):
-        policy = load_policy(policy, task, device="cpu")
+        policy = load_policy(policy, task, device="cpu", model=model)
     if target.suffix == ".onnx":
         check_new_file(target, overwrite=overwrite)
     if target.suffix != ".onnx":
@@ -111,15 +115,15 @@ def export_policy(
             verbose=False,
         )
     assert program is not None, "torch exports by its own program"
-    model = program.model_proto
-    if model.ByteSize() >= LARGEST:
-        what = f"{model.ByteSize() / 2**30:.1f} GiB are more than one ONNX file holds (2 GiB)"
+    proto = program.model_proto
+    if proto.ByteSize() >= LARGEST:
+        what = f"{proto.ByteSize() / 2**30:.1f} GiB are more than one ONNX file holds (2 GiB)"
         raise InputError("MODEL", what, str(target), "export a smaller model")
     facts = {"context_length": policy.context_length, "max_timestep": policy.max_timestep}
     facts |= policy.window.model_dump(mode="json", include={"gamma", "reward_edits"})
-    onnx.helper.set_model_props(model, {name: str(value) for name, value in facts.items()})
+    onnx.helper.set_model_props(proto, {name: str(value) for name, value in facts.items()})
     with writing(target):
-        write_file(target, model.SerializeToString())
+        write_file(target, proto.SerializeToString())
     return target
 
 
@@ -143,7 +147,7 @@ class _ActingModel(nn.Module):
             asked = self._normalized(asked)
         else:
             asked = (asked.double() / self._scale).float()[..., None]
-        features = self.model.features(self._normalized(observations))
+        features = self.model.remember(self._normalized(observations))
         timesteps = timesteps.clamp(0, self._last)
         steps = timesteps.shape[1]
         place = torch.full_like(timesteps[:, 0], steps - 1)

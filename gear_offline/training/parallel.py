@@ -24,7 +24,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.core.text import size_text
 from gear_offline.distributed.world import World, peers
 from gear_offline.errors import InputError
-from gear_offline.models.base import Losses
+from gear_offline.models.base import Losses, blocks_of
 from gear_offline.training.cost import CONTEXT_BYTES, USABLE, memory_bytes
 
 Kind = Literal["alone", "ddp", "fsdp"]
@@ -114,7 +114,7 @@ def shard_model(
             options["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=precision, reduce_dtype=precision if half_gradients else torch.float32
             )
-        for block in losses.model.blocks:
+        for block in blocks_of(losses.model):
             fully_shard(block, reshard_after_forward=parallel.reshard, **options)
         fully_shard(losses, **options)  # what is around the blocks is kept in any case
         losses.to(device)  # what no group manages

@@ -147,6 +147,13 @@ def load_policy(
     return policy
 
 
+def typed_model(model: Any) -> str | None:
+    """Take the owner's word for a model, if it is given; return its name."""
+    kind: str | None = part_name(model)
+    admit([kind] if kind else [])
+    return kind
+
+
 def find_trained(
     given: str | os.PathLike[str],
     checkpoint: str | int | None = None,
@@ -158,8 +165,7 @@ def find_trained(
 
     `model` is the owner's word for one that is not of this package.
     """
-    kind = None if model is None else part_name(model)
-    admit([kind] if kind else [])
+    kind = typed_model(model)
     path = given_path(given, "RUN_NOT_FOUND", where="run")
     is_bare = isinstance(given, str) and len(path.parts) == 2  # a Path is one of this machine
     if is_hub(path) or (is_bare and not path.exists() and not path.parent.is_dir()):
@@ -197,7 +203,7 @@ def _achieved(trained: TrainedModel, task: str | None) -> tuple[Achieved, ...]:
 def trained_model(checkpoint: Checkpoint, kind: str | None = None) -> TrainedModel:
     """Return the model of a checkpoint, on the CPU; what does not fit together is damaged."""
     weights = checkpoint.weights()
-    trust(checkpoint.recipe.parts)
+    trust(checkpoint.recipe.trusted)
     try:
         model = assemble(checkpoint.config, weights, kind)
     except Exception as error:  # a library's own checks raise what they like
