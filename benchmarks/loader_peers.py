@@ -7,7 +7,11 @@ Shape legend: N steps, E episodes, B segments, K steps of a segment.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +22,7 @@ from benchmarks.common import Data
 from gear_offline.core.types import Int64Array
 
 NextBatch = Callable[[], object]
+REVERB_STEPS = 100_000  # its table holds an item a segment
 
 
 class PlainGather:
@@ -158,10 +163,42 @@ def torchrl_slices(data: Data, batch_size: int, span: int) -> NextBatch:
     return lambda: buffer.sample()
 
 
+def reverb_dataset(data: Data, batch_size: int, span: int) -> NextBatch:
+    """Reverb's `TrajectoryDataset` of a table in the same process, the fastest of its settings.
+
+    An item is a segment without padding.  REVERB names a Python that has dm-reverb.
+    """
+    if "REVERB" not in os.environ:
+        raise ImportError("REVERB names no Python that has dm-reverb")
+    ends = data.offsets[1 : np.searchsorted(data.offsets, REVERB_STEPS, side="right")]
+    steps = ends[-1]
+    columns = {name: getattr(data, name)[:steps] for name in ("states", "actions")}
+    columns |= {name: getattr(data, name)[:steps, None] for name in ("rewards", "returns_to_go")}
+    starts = data.offsets[: len(ends)]
+    columns["timesteps"] = np.arange(steps) - np.repeat(starts, ends - starts)
+    with tempfile.TemporaryDirectory(prefix="gear-benchmark-") as folder:
+        path = Path(folder) / "steps.npz"
+        np.savez(path, ends=ends, **columns)
+        command = [os.environ["REVERB"], "-m", "benchmarks.reverb_reader", path, batch_size, span]
+        pipe = subprocess.PIPE
+        child = subprocess.Popen([*map(str, command)], stdin=pipe, stdout=pipe, text=True)
+        ask, answer = child.stdin, child.stdout
+        assert ask is not None and answer is not None
+
+        def call() -> object:
+            print(file=ask, flush=True)
+            return answer.readline()
+
+        if not call():
+            raise ImportError(f"{command[0]} ended")
+    return call
+
+
 PEERS: dict[str, Callable[[Data, int, int], NextBatch]] = {
     "NumPy gather": numpy_gather,
     "NumPy gather + selection": numpy_gather_and_selection,
     "original procedure": original_procedure,
     "d3rlpy": d3rlpy_trajectories,
     "TorchRL": torchrl_slices,
+    "Reverb": reverb_dataset,
 }

@@ -2,7 +2,7 @@
 
 from gear_offline.analysis.audit import audit as audit
 from gear_offline.analysis.blame import blame as blame
-from gear_offline.analysis.blame import find_spikes as find_spikes
+from gear_offline.analysis.spikes import find_spikes as find_spikes
 from gear_offline.analysis.strategies import compare_strategies as compare_strategies
 from gear_offline.collect.act import act as act
 from gear_offline.collect.collection import collect as collect

@@ -10,11 +10,15 @@ All samplers search an ascending table, on the CPU and on the GPU, from where a 
 guide divides the values into equal ranges, 8 to 16 for each number of the table.  Most ranges hold
 no number, so most values are located without a search.
 
+Orders without replacement are those of an endless row of epochs: a slot's place there is its flat
+number, and each epoch has an order of its own (`KeyedOrder`).
+
 Shape legend: E episodes, N steps.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,12 +27,23 @@ import numpy as np
 from numpy.random.bit_generator import ISeedSequence
 
 from gear_offline.core.types import Float64Array, Int64Array, UInt64Array
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 
 if TYPE_CHECKING:
     import torch
 
 
+# Streams of random numbers of one seed.
+SELECTION_STREAM = 0  # the segment of a slot
+PART_STREAM = 1  # which part of a mixture a slot takes
+ROTATION_STREAM = 2  # which stratum a step begins with
+EPOCH_STREAM = 3  # keys of an epoch's order
+GOAL_STREAM = 4  # of goals by hindsight
+REMOVER_STREAM = 5  # when an episode's turn comes to be removed
+ROUNDS = 8
+MULTIPLIERS = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
+_SHIFT = np.uint64(33)
 _MASK32 = np.uint64(0xFFFFFFFF)
 _SHIFT32 = np.uint64(32)
 GUIDE_BITS = 24  # the guide has at most 2^24 ranges
@@ -101,6 +116,30 @@ def draws(
     return pairs[0].reshape(steps, count), pairs[1].reshape(steps, count)
 
 
+def check_range(seed: int, first_step: int, steps: int, count: int) -> None:
+    """Refuse a seed, steps or slots that are out of range."""
+    numbers = all(hasattr(value, "__index__") for value in (first_step, steps))
+    last = operator.index(first_step) + operator.index(steps) if numbers else 0
+    for what, value, low, high in (
+        ("seed", seed, 0, 1 << 64),
+        ("step", first_step, 0, 1 << 63),
+        ("last step", last, 0, 1 << 63),
+        ("steps", steps, 0, 1 << 32),
+        ("batch size", count, 1, (1 << 32) + 1),
+    ):
+        if not (hasattr(value, "__index__") and low <= operator.index(value) < high):
+            remedy = f"use an integer in [{low}, {high})"
+            raise InputError("SELECTION", f"{what} {value} is out of range", remedy=remedy)
+
+
+def slot_draws(
+    seed: int, first_step: int, steps: int, count: int, *, stream: int = SELECTION_STREAM
+) -> tuple[UInt64Array, UInt64Array]:
+    """Return the two numbers of each slot, both (steps, count) uint64."""
+    check_range(seed, first_step, steps, count)
+    return draws(seed=seed, stream=stream, first_step=first_step, steps=steps, count=count)
+
+
 def bounded(draw: UInt64Array, n: int | Int64Array) -> Int64Array:
     """Map uniform 64-bit draws to ``[0, n)``: the high 64 bits of the 128-bit ``draw * n``.
 
@@ -149,6 +188,97 @@ class GuidedSearch:
         searched = np.searchsorted(self.table, values[unsure], side="right")
         places[unsure] = np.minimum(searched, self.last)
         return places
+
+
+class StepLocator:
+    """Finds the episode and the start of steps of the table."""
+
+    def __init__(self, index: EpisodeIndex) -> None:
+        self._offsets = index.offsets
+        self.search = GuidedSearch(
+            index.offsets[1:].view(np.uint64),
+            last=index.episodes - 1,
+            bits=index.steps.bit_length(),
+        )
+
+    def __call__(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
+        episodes = self.search.find(rows.view(np.uint64))
+        return episodes, rows - self._offsets[episodes]
+
+
+def places(
+    first_step: int, steps: int, count: int, *, size: int
+) -> tuple[int, Int64Array, Int64Array]:
+    """Return the first slot's epoch; each slot's epoch above it and place in it, (steps, count)."""
+    first_epoch, place = divmod(int(first_step) * int(count), int(size))  # NumPy's overflow
+    slots = np.arange(steps * count, dtype=np.uint64).reshape(steps, count)
+    ahead = slots + np.uint64(place)  # place and size may be near 2^63
+    epochs, at = np.divmod(ahead, np.uint64(size))
+    return first_epoch, epochs.astype(np.int64), at.astype(np.int64)
+
+
+class KeyedOrder:
+    """Orders of ``[0, size)``, one an epoch: a function from places to things, without memory.
+
+    A Feistel network over the smallest power of two that holds `size`, walked along its cycle until
+    it lands below `size` (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002),
+    then rotated by a random amount.  The rotation makes each thing exactly as likely as any other
+    in every place.  The network makes the order; its round function is MurmurHash3's 64-bit
+    finaliser.  An epoch has one block of numbers: its first key, the odd difference from each
+    round's key to the next, and the rotation.  `size` is in ``[1, 2**63)``.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        bits = max((size - 1).bit_length(), 2)
+        self._right = np.uint64(bits // 2)
+        self._masks = (
+            np.uint64((1 << (bits - bits // 2)) - 1),  # left half
+            np.uint64((1 << (bits // 2)) - 1),  # right half
+        )
+
+    def __call__(
+        self, seed: int, first_epoch: int, epochs: Int64Array, at: Int64Array
+    ) -> Int64Array:
+        """Return the things in places `at` of `epochs` from `first_epoch` on, all of one shape."""
+        rows = epochs.reshape(-1)
+        first, second = draws(
+            seed=seed,
+            stream=EPOCH_STREAM,
+            first_step=first_epoch % (1 << 63),
+            steps=int(rows.max(initial=0)) + 1,
+            count=2,
+        )
+        further = second[:, :1] | np.uint64(1)
+        rounds = np.arange(ROUNDS, dtype=np.uint64)
+        keys = np.asarray(first[:, :1] + further * rounds, dtype=np.uint64)
+        size = np.uint64(self.size)
+        things = self._network(at.reshape(-1).view(np.uint64), keys, rows)
+        walking = np.flatnonzero(things >= size)
+        while walking.size:
+            things[walking] = self._network(things[walking], keys, rows[walking])
+            walking = walking[things[walking] >= size]
+        things += bounded(first[:, 1], self.size).view(np.uint64)[rows]
+        things -= size * (things >= size)
+        return things.view(np.int64).reshape(at.shape)
+
+    def _network(self, values: UInt64Array, keys: UInt64Array, rows: Int64Array) -> UInt64Array:
+        """Return the image of (n,) values under the keys of their epochs, (epochs, ROUNDS)."""
+        halves = [values >> self._right, values & self._masks[1]]
+        for number in range(ROUNDS):
+            key = keys[0, number] if len(keys) == 1 else keys[rows, number]
+            side = number % 2
+            halves[side] ^= _mixed(halves[1 - side] ^ key) & self._masks[side]
+        return np.asarray(halves[0] << self._right | halves[1])
+
+
+def _mixed(values: UInt64Array) -> UInt64Array:
+    """Apply the finaliser to the values, in place."""
+    for multiplier in MULTIPLIERS:
+        values ^= values >> _SHIFT
+        values *= multiplier
+    values ^= values >> _SHIFT
+    return values
 
 
 HOST_DRAWN, WEIGHTS, PERMUTATION, PRIORITIES = range(4)  # as `Way` of cuda/sample.cuh

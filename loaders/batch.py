@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.loaders.goals import GOALS
-from gear_offline.tables.fields import EXTRA
+from gear_offline.tables.fields import EXTRA, OBSERVED
 
 OTHER_NAMES = {  # of the same things, in datasets and elsewhere
     **dict.fromkeys(("observations", "obs"), "states"),
@@ -40,8 +40,9 @@ class Batch:
     Attributes
     ----------
     states
-        ``(B, K, *S)`` float32; uint8 for images.  Stacks of frames are a view in which a frame
-        appears several times: call `contiguous` before writing to it.
+        ``(B, K, *S)`` float32; uint8 for images.  Of several columns a mapping of their names to
+        these.  Stacks of frames are a view in which a frame appears several times: call
+        `contiguous` before writing to it.
     actions
         ``(B, K, A)`` float32, those of several dimensions a step flattened; or ``(B, K, *A)`` int64
         for discrete actions (``(B, K)`` for one a step).
@@ -66,7 +67,7 @@ class Batch:
         several tasks; else None.
     """
 
-    states: Tensor
+    states: Any  # a Tensor, or a dict of them
     actions: Tensor
     rewards: Tensor
     returns_to_go: Tensor
@@ -84,13 +85,16 @@ class Batch:
     def __repr__(self) -> str:
         shown = (
             f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-            for name, tensor in (self._fields() | dict(self.extras)).items()
+            for name, values in (self._fields() | dict(self.extras)).items()
+            for name, tensor in (values if isinstance(values, dict) else {name: values}).items()
         )
         return f"Batch({', '.join(shown)}; on {self.device}, padding {self.padding})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle; tensors that are parts of a larger block are copied."""
-        tensors = [*self._tensors().values()]
+        named = self._tensors()
+        states = named.pop("states")
+        tensors = [*named.values(), *(states.values() if isinstance(states, dict) else [states])]
         storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
         if sum(storages.values()) <= 2 * sum(tensor.nbytes for tensor in tensors):
             return self.__dict__
@@ -98,18 +102,18 @@ class Batch:
 
     # A mapping as Hugging Face's BatchEncoding, but none that libraries make anew of its tensors.
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _tensors(self) -> dict[str, Any]:
         return {**self._fields(), "segments": self.segments, **self.extras}
 
     def keys(self) -> KeysView[str]:
         """Return the names of the tensors: ``**batch`` and ``batch["states"]`` are possible."""
         return self._tensors().keys()
 
-    def values(self) -> ValuesView[Tensor]:
+    def values(self) -> ValuesView[Any]:
         """Return the tensors."""
         return self._tensors().values()
 
-    def items(self) -> ItemsView[str, Tensor]:
+    def items(self) -> ItemsView[str, Any]:
         """Return names and tensors."""
         return self._tensors().items()
 
@@ -127,7 +131,7 @@ class Batch:
         """Return the number of tensors; B is ``len(batch.segments)``."""
         return len(self._tensors())
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Any:
         tensors = self._tensors()
         if name not in tensors:
             raise KeyError(f"{name!r}; a batch has {', '.join(tensors)}")
@@ -161,15 +165,16 @@ class Batch:
             return None
         return torch.bucketize(self.segments[:, 0].contiguous(), self.task_bounds, right=True)
 
-    def model_inputs(self) -> dict[str, Tensor]:
+    def model_inputs(self) -> dict[str, Any]:
         """Return the keyword arguments of the Hugging Face Decision Transformer.
 
-        With several tasks also ``tasks``, with goals ``goals``; the released class ignores both.
+        Of several columns of observations ``states`` is their mapping.  With several tasks also
+        ``tasks``, with goals ``goals``; the released class ignores both.
         """
         more = {"tasks": self.tasks, "goals": self.goals}
         return self._fields() | {name: own for name, own in more.items() if own is not None}
 
-    def _fields(self) -> dict[str, Tensor]:
+    def _fields(self) -> dict[str, Any]:
         names = (*_FIELDS, *_NAMED[:2])
         return {name: self.__dict__[name] for name in names if name in self.__dict__}
 
@@ -192,7 +197,7 @@ class Batch:
         segments, bounds = change(self.segments), self.task_bounds
         fields: dict[str, Any] = dict.fromkeys(_FIELDS)
         return Batch(
-            **fields | {name: change(tensor) for name, tensor in self._fields().items()},
+            **fields | {name: _each(change, value) for name, value in self._fields().items()},
             segments=segments,
             padding=self.padding,
             extras={name: change(tensor) for name, tensor in self.extras.items()},
@@ -200,12 +205,19 @@ class Batch:
         )
 
 
+def _each(change: Callable[..., Tensor], *values: Any) -> Any:
+    """Apply `change` to tensors, or to those of equal names."""
+    if isinstance(values[0], dict):
+        return {name: change(*(value[name] for value in values)) for name in values[0]}
+    return change(*values)
+
+
 def join_batches(batches: Sequence[Batch]) -> Batch:
     """Return the segments of batches of equal shapes one after another; without tasks."""
     first = batches[0]
     parts = [batch._fields() | {"segments": batch.segments} for batch in batches]
     return Batch(
-        **{name: torch.cat([part[name] for part in parts]) for name in parts[0]},
+        **{n: _each(lambda *t: torch.cat(t), *(part[n] for part in parts)) for n in parts[0]},
         padding=first.padding,
         extras={name: torch.cat([b.extras[name] for b in batches]) for name in first.extras},
     )
@@ -219,6 +231,10 @@ def split_steps(
     fields |= {name: tensor.unbind(0) for name, tensor in windows.tensors().items()}
     fields |= {name: getattr(windows, name).unbind(0) for name in _NAMED}
     extras = [name for name in fields if name.startswith(EXTRA)]
+    observed = [name for name in fields if name.startswith(OBSERVED)]
+    for step in range(len(windows.segments)) if observed else ():
+        states = {name.removeprefix(OBSERVED): fields[name][step] for name in observed}
+        fields["states"][step] = states
     return [
         Batch(
             **{name: fields[name][step] for name in (*_FIELDS, *_NAMED)},

@@ -10,7 +10,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import SelectionSettings
 from gear_offline.core.hub import is_there
 from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.sampling import Sampler, Schedule, TaskPart, mix_tasks
+from gear_offline.sampling import PartWeights, Sampler, TaskPart, mix_tasks
 from gear_offline.sampling.items import Items
 from gear_offline.sampling.registry import sampler_for
 from gear_offline.tables.fields import standard_fields
@@ -76,7 +76,7 @@ def recipe_sampler(
         parts.append(TaskPart(name=task.name, sampler=sampler, weight=own.weight))
     points = recipe.data.schedule or ()
     weights = [[point.weights[part.name] for part in parts] for point in points]
-    schedule = Schedule([point.step for point in points], weights) if points else None
+    schedule = PartWeights([point.step for point in points], weights) if points else None
     return mix_tasks(parts, schedule)
 
 

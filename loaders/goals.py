@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from gear_offline.config.sections import GoalSettings
-from gear_offline.kernels.draws import Segments, bounded
+from gear_offline.kernels.draws import GOAL_STREAM, Segments, bounded, slot_draws
 from gear_offline.kernels.gather import Windows, real_steps
-from gear_offline.sampling.draws import GOAL_STREAM, SegmentStream, slot_draws
+from gear_offline.sampling.draws import SegmentStream
 from gear_offline.sampling.masses import WeightedChoice
 from gear_offline.tables.fields import EXTRA
 

@@ -18,14 +18,21 @@ from torch.utils.data import get_worker_info
 
 from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.config.sections import GoalSettings, Mode, Placement, Road, Sharding
+from gear_offline.config.sections import (
+    GoalSettings,
+    LoaderSettings,
+    Mode,
+    Placement,
+    Road,
+    Sharding,
+)
 from gear_offline.core.closing import Closing
 from gear_offline.core.text import plain
 from gear_offline.core.types import Int64Array
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import World, resolve_device
 from gear_offline.errors import InputError
-from gear_offline.kernels.draws import Segments
+from gear_offline.kernels.draws import Segments, check_range
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.kernels.gather_gpu import GpuGather
 from gear_offline.loaders.batch import Batch, split_steps
@@ -39,26 +46,27 @@ from gear_offline.loaders.options import (
     find_world,
     no_engine,
 )
-from gear_offline.loaders.rows import MemoryRows, RowOpener, Rows
+from gear_offline.loaders.rows import RowOpener, Rows
 from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
-from gear_offline.sampling import Sampler, check_range
+from gear_offline.sampling import Sampler
 from gear_offline.sampling.draws import SegmentStream
 from gear_offline.tables.fields import Window
 from gear_offline.tables.joint import JointDataset, TableData, data_digest, data_name, parts_of
-from gear_offline.tables.table import Table
 
 STATE_FORMAT = 1
 IDENTITY = (  # options that the content of batches depends on
     *("batch_size", "context_length", "frame_stack", "padding"),
     *("gamma", "returns_scale", "normalize_states"),
 )
+LATER = ("observations",)  # ... too; states have them where they are not the default
 
 
 class GearLoader(Closing, Iterator[Batch]):
     """Batches of segments of a dataset, without end.
 
     The batch of a step depends on the dataset, the seed, the step and the options here.  It does
-    not depend on the device, earlier steps or the number of steps prepared at a time.
+    not depend on the device, earlier steps or the number of steps prepared at a time.  Loaders of a
+    process that cut the same rows from the same data share them in memory.
 
     Parameters
     ----------
@@ -80,6 +88,9 @@ class GearLoader(Closing, Iterator[Batch]):
         Side on which windows that reach beyond their episode's end are filled up with zeros.
     gamma, returns_scale, normalize_states, extra_columns
         As `gear_offline.tables.table.TableOptions`.
+    observations
+        Columns that make up a state, frames and vectors; of several ``batch.states`` is a mapping
+        of their names.  Vectors are normalised, frames are not.
     frame_stack
         S, frames that make up a state, for images; the dataset holds single frames.  Stack `s` of
         step `t` is the frame of step ``t - (S - 1) + s`` of the episode, zeros before its first.
@@ -109,9 +120,6 @@ class GearLoader(Closing, Iterator[Batch]):
         The ranks that share each batch equally, in the order of its slots.  The processes of a node
         hold the table in host memory once.  ``"auto"``: those of torch's process group if there is
         one; the first says who they are.  None: this process alone.
-    table
-        In place of reading the dataset: `table` of another loader with the same options, or what
-        `gear_offline.tables.table.build_table` made.
 
     Attributes
     ----------
@@ -159,6 +167,7 @@ class GearLoader(Closing, Iterator[Batch]):
         returns_scale: float = 1.0,
         normalize_states: bool = False,
         extra_columns: Sequence[str] = (),
+        observations: Sequence[str] = ("observations",),
         frame_stack: int = 1,
         goals: Mapping[str, Any] | GoalSettings | None = None,
         start_step: int = 0,
@@ -169,7 +178,6 @@ class GearLoader(Closing, Iterator[Batch]):
         sharding: Sharding = "auto",
         exchange: Road = "auto",
         world: World | Literal["auto"] | None = "auto",
-        table: Table | None = None,
     ) -> None:
         arguments = dict(locals())
         self._given = {name: arguments[name] for name in LoaderOptions.model_fields}
@@ -201,7 +209,7 @@ class GearLoader(Closing, Iterator[Batch]):
                 raise bad_option("goals", goals, what)
             self._goals = GoalSampler(options.goals, stream, self.context_length)
         opener = RowOpener(dataset, stream, self.world, self.device, options, self._goals)
-        self.rows: Rows = opener.open(table)
+        self.rows: Rows = opener.open()
         self._task_bounds = _task_bounds(dataset, self.device)
         self._ready: list[Batch] = []  # the next batches, last one first
 
@@ -225,7 +233,7 @@ class GearLoader(Closing, Iterator[Batch]):
         dataset
             In place of the data that the recipe names, which must be there: training makes them.
         options
-            Options that a recipe lacks, as for `GearLoader`: `world`, `extra_columns`, `table`,
+            Options that a recipe lacks, as for `GearLoader`: `world`, `extra_columns`,
             `start_step`, or `device` in place of ``train.device``.
 
         Raises
@@ -263,7 +271,6 @@ class GearLoader(Closing, Iterator[Batch]):
         selection = self.selection
         if self.loss_sampler is not None:  # it goes on learning by itself
             selection = deepcopy(selection)
-        in_memory = isinstance(self.rows, MemoryRows) and self.table.owned_bytes
         return type(self)(
             self.dataset,
             **self._given,
@@ -272,7 +279,6 @@ class GearLoader(Closing, Iterator[Batch]):
             device=self.device,
             start_step=self._step,
             world=self.world,
-            table=self.table if in_memory else None,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -282,11 +288,6 @@ class GearLoader(Closing, Iterator[Batch]):
     def engine(self) -> GpuGather | None:
         """The GPU that gathers; None where the CPU does."""
         return self.rows.gather if isinstance(self.rows.gather, GpuGather) else None
-
-    @property
-    def table(self) -> Table:
-        """The rows in host memory, for other loaders of the same options; of a disk, its slots."""
-        return self.rows.table
 
     @property
     def window(self) -> Window:
@@ -300,7 +301,8 @@ class GearLoader(Closing, Iterator[Batch]):
         shared: dict[str, Any] = {name: getattr(options, name) for name in names}
         if isinstance(self.dataset, JointDataset):
             return Window(**shared)
-        return Window.of(self.dataset, normalize_states=options.normalize_states, **shared)
+        shared |= {name: getattr(options, name) for name in ("normalize_states", "observations")}
+        return Window.of(self.dataset, **shared)
 
     @property
     def step(self) -> int:
@@ -449,7 +451,11 @@ class GearLoader(Closing, Iterator[Batch]):
 
     def _identity(self) -> dict[str, Any]:
         """Return the options on which, besides the step, the content of batches depends."""
-        updates = {}
+        updates = {
+            name: plain(getattr(self._options, name))
+            for name in LATER
+            if getattr(self._options, name) != LoaderSettings.model_fields[name].default
+        }
         if self.loss_sampler is not None:  # its own state is loaded first
             updates["selection_updates"] = self.loss_sampler.updates
         return updates | {

@@ -5,9 +5,9 @@ Shape legend: B segments of a rank, K steps of a window, E episodes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +29,14 @@ from gear_offline.loaders.segments import LocalSegments, Ring, ShardedSegments
 from gear_offline.sampling.draws import SegmentStream
 from gear_offline.tables.fields import EXTRA
 from gear_offline.tables.joint import TableData
-from gear_offline.tables.shared import Handle, share_table
+from gear_offline.tables.shared import (
+    PLACED,
+    Handle,
+    get_table,
+    is_known,
+    share_table,
+    table_key,
+)
 from gear_offline.tables.table import Table, build_table, table_bytes
 
 if TYPE_CHECKING:
@@ -43,14 +50,15 @@ RING_BYTES = 128 << 20  # ... and each of its parts takes at most this, or what 
 
 RankSegments = LocalSegments | ShardedSegments
 Gather = CpuGather | GpuGather
-Gathers = tuple[Gather, Gather | None]  # of windows, and of the states of goals
+# Of windows, of the states of goals, and what the rows lie in.
+Gathers = tuple["Gather", "Gather | None", "Table | PlacedTable"]
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryRows:
     """Rows in memory of the host or the GPUs."""
 
-    table: Table  # without rows where a GPU has them all
+    memory: Any  # the `Table` or `PlacedTable` that they lie in: loaders that are alike share it
     segments: RankSegments
     block_steps: int
     device: torch.device
@@ -91,7 +99,7 @@ class MemoryRows:
 class DiskRows:
     """Rows that stay in the shards and are read ahead of use."""
 
-    table: Table  # over the slots of the windows in memory
+    memory: Table  # the slots of windows
     segments: LocalSegments
     block_steps: int
     gather: DiskGather
@@ -137,50 +145,36 @@ class RowOpener:
     options: LoaderOptions
     goals: GoalSampler | None
 
-    def open(self, table: Table | None = None) -> Rows:
-        """Open the rows of `table`, or those that are read here: on disk, else in memory."""
-        if table is not None:
-            self._check(table)
-            return self._open_memory(table, None)
+    def open(self) -> Rows:
+        """Open the rows: on disk, else in memory."""
         if not self.world.feeds:
-            return self._open_memory(build_table(self.data, self.options.table, shards=()), None)
+            return self._open_memory(None)
         if (reason := self._disk_reason()) is not None:
             return self._open_disk(reason)
-        ring = self._make_ring()  # None where this node holds all rows
-        return self._open_memory(self._build(ring), ring)
+        return self._open_memory(self._make_ring())
 
-    def _open_memory(self, table: Table, ring: Ring | None) -> MemoryRows:
-        """Open rows in memory: the GPU gathers them from where they are placed, else the CPU."""
-        options, device = self.options, self.device
+    def _open_memory(self, ring: Ring | None) -> MemoryRows:
+        """Open rows in memory: the GPU gathers them from where they are placed, else the CPU.
+
+        Without a `ring` this node holds all rows.
+        """
+        options, device, build = self.options, self.device, cache(partial(self._build, ring))
         local = None if ring is None else ring.share.nodes == self.world.node
-        gathers: Gathers | None = None
+        opened: Gathers | None = None
         if device.type == "cuda" and options.engine != "off" and self.world.feeds:
-            gathers = self._gpu_gathers(table, local)
-        if gathers is None:
-            _need_rows(table)
-            gathers = self._cpu_gathers(table, local)
-        gather, states = gathers
+            opened = self._gpu_gathers(build, local)
+        gather, states, memory = opened or self._cpu_gathers(build(), local)
         if ring is None:
             segments: RankSegments = LocalSegments(self.stream)
-            steps = self._block_steps(window_bytes(table.groups, options.context_length))
+            steps = self._block_steps(window_bytes(gather.groups, options.context_length))
         else:
             engine = gather if isinstance(gather, GpuGather) else None
-            segments = ShardedSegments(self.stream, self.world, ring, table, engine)
+            segments = ShardedSegments(self.stream, self.world, ring, build(), engine)
             steps = ring.pass_steps
         if isinstance(gather, GpuGather):
             device = gather.device
-            if ring is None and not gather.reads_host:
-                table = table.without_rows()  # the GPU holds them all
         goals = None if self.goals is None or states is None else (self.goals, states)
-        return MemoryRows(table, segments, steps, device, gather, goals)
-
-    def _check(self, table: Table) -> None:
-        if not table.is_of(self.data, self.options.table):
-            raise InputError(
-                "LOADER_OPTION",
-                "the table is not one of this dataset with these options",
-                remedy="make the loader without table=, or give it that of equal data and options",
-            )
+        return MemoryRows(memory, segments, steps, device, gather, goals)
 
     def _disk_reason(self) -> str | None:
         """Return the reason why the rows stay on disk, or None where they come into memory."""
@@ -190,7 +184,8 @@ class RowOpener:
             reason = "as asked for"
         # The ranks of a node build one table together: without a budget none may step aside.
         elif options.placement == "auto" and (budget is not None or self.world.size == 1):
-            needed = table_bytes(self.data, options.table)
+            is_there = budget is None and is_known(self.data, options.table)
+            needed = 0 if is_there else table_bytes(self.data, options.table)
             limit = available_bytes() - RESERVE_BYTES if budget is None else budget
             if needed > limit:
                 reason = (
@@ -269,8 +264,11 @@ class RowOpener:
         if ring is not None:
             parts["shards"] = ring.share.shards.tolist()
             parts["landing_rows"] = ring.rows * len(world.members)
+        if not world.feeds:
+            return build_table(self.data, self.options.table, shards=())
         if world.size == world.node_count:
-            return build_table(self.data, self.options.table, **parts)
+            make = build_table if parts else get_table
+            return make(self.data, self.options.table, **parts)
         share = partial(share_table, self.data, self.options.table, **parts)
         shared = world.lead(share, leader=world.leader)
         handles = world.gather(None if shared is None else asdict(shared[1].handle()))
@@ -285,11 +283,12 @@ class RowOpener:
         make, span = partial(CpuGather, pin=self.device.type != "cpu"), self.options.context_length
         gather = make(table.groups, *rows, context_length=span, padding=self.options.padding)
         if self.goals is None:
-            return gather, None
-        return gather, make(list(filter(_has_states, table.groups)), *rows, context_length=1)
+            return gather, None, table
+        states = make(list(filter(_has_states, table.groups)), *rows, context_length=1)
+        return gather, states, table
 
-    def _gpu_gathers(self, table: Table, local: BoolArray | None) -> Gathers | None:
-        """Place the table and return the GPU's gathers, of windows and of goals.
+    def _gpu_gathers(self, build: Callable[[], Table], local: BoolArray | None) -> Gathers | None:
+        """Place the table and return the GPU's gathers, of windows and of goals, and the copy.
 
         With ``"auto"`` None where that cannot be.
         `local`, (E,): the episodes that the table has, if not all.
@@ -299,7 +298,7 @@ class RowOpener:
         try:
             if draw is not None and draw.tree is not None:
                 draw.tree(self.device)  # the table takes what is left
-            placed = self._place(table, local)
+            placed = self._place(build, local)
             groups: Sequence[GroupAddresses] = placed.groups
             if local is not None:
                 groups = [_for_all_episodes(each, local) for each in groups]
@@ -322,39 +321,43 @@ class RowOpener:
                 global_batch=self.stream.global_batch,
             )
             if self.goals is None:
-                return engine, None
-            return engine, make([e for e in groups if _has_states(e.group)], context_length=1)
+                return engine, None, placed
+            own = [each for each in groups if _has_states(each.group)]
+            return engine, make(own, context_length=1), placed
         except GearError as error:
             if options.engine == "on" or options.placement != "auto":
                 raise
             say(f"engine auto: batches are gathered by the CPU: {error}")
             return None
 
-    def _place(self, table: Table, local: BoolArray | None) -> PlacedTable:
-        """Place a table; loaders that were given the same table share its copy on the GPU."""
+    def _place(self, build: Callable[[], Table], local: BoolArray | None) -> PlacedTable:
+        """Place the table; loaders of this process that are alike share its copy on the GPU."""
         from gear_offline.tables.device import DeviceMemory
         from gear_offline.tables.placement import Ranks, place_table
 
         options, world = self.options, self.world
-        key = (str(self.device), options.placement, options.hbm_budget)
-        if key not in table.placed:
-            _need_rows(table)
-            weights = self.stream.selection.episode_weight
-            if weights is not None and len(weights) != self.data.episodes.episodes:
-                weights = None  # the sampler draws from the first episodes only
-            if weights is not None and local is not None:
-                weights = weights[local]
-            table.placed[key] = place_table(
-                table,
-                DeviceMemory(self.device),
-                placement=options.placement,  # type: ignore[arg-type]  # not on disk
-                hbm_budget=options.hbm_budget,
-                episode_weight=weights,
-                ranks=Ranks(rank=world.rank, nodes=world.nodes, gather=world.gather),
-                landing=local is not None,
-                before=table.outgrown.pop(key, None),
-            )
-        placed: PlacedTable = table.placed[key]
+        how, key = (str(self.device), options.placement, options.hbm_budget), ""
+        if world.size == 1:
+            key = table_key(self.data, options.table)
+            if (known := PLACED.get((key, *how))) is not None:
+                return known  # type: ignore[no-any-return]
+        table, weights = build(), self.stream.selection.episode_weight
+        if weights is not None and len(weights) != self.data.episodes.episodes:
+            weights = None  # the sampler draws from the first episodes only
+        if weights is not None and local is not None:
+            weights = weights[local]
+        placed = place_table(
+            table,
+            DeviceMemory(self.device),
+            placement=options.placement,  # type: ignore[arg-type]  # not on disk
+            hbm_budget=options.hbm_budget,
+            episode_weight=weights,
+            ranks=Ranks(rank=world.rank, nodes=world.nodes, gather=world.gather),
+            landing=local is not None,
+            before=PLACED.get((table.grown_from, *how)),
+        )
+        if key:
+            PLACED[key, *how] = placed
         return placed
 
 
@@ -367,15 +370,6 @@ def window_bytes(groups: Sequence[ColumnGroup], context_length: int) -> int:
         for group in groups
     )
     return rows + 16 * context_length  # timesteps and mask
-
-
-def _need_rows(table: Table) -> None:
-    if not table.owned_bytes:
-        raise InputError(
-            "LOADER_OPTION",
-            "the rows of the table are in a GPU's memory alone",
-            remedy="build one with build_table and give it to all loaders",
-        )
 
 
 def _has_states(group: ColumnGroup) -> bool:

@@ -44,16 +44,16 @@ PLAN_SEGMENTS = 16384  # of all ranks in a plan: more leave the processor's cach
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class DrawnBlock:
     """The segments of consecutive steps."""
 
     segments: Segments  # (T, B)
     landing: Int64Array | None = None  # (T, B) the landing row of each, -1 for those of the table
     names: Tensor | None = None  # (T, B, 4) both on the GPU, if they are there
 
-    def __getitem__(self, steps: slice) -> Block:
+    def __getitem__(self, steps: slice) -> DrawnBlock:
         parts = (self.segments, self.landing, self.names)
-        return Block(*(part if part is None else part[steps] for part in parts))  # type: ignore[arg-type]
+        return DrawnBlock(*(part if part is None else part[steps] for part in parts))  # type: ignore[arg-type]
 
 
 class LocalSegments:
@@ -64,8 +64,8 @@ class LocalSegments:
     def __init__(self, stream: SegmentStream) -> None:
         self._stream = stream
 
-    def draw(self, first_step: int, steps: int) -> Block:
-        return Block(self._stream.segments(first_step, steps))
+    def draw(self, first_step: int, steps: int) -> DrawnBlock:
+        return DrawnBlock(self._stream.segments(first_step, steps))
 
     def release(self, event: Any = None) -> None:
         """Say that the block drawn last is read, or will be when a CUDA event has come."""
@@ -100,7 +100,7 @@ class Ring:
         return PARTS * self.part_rows
 
 
-Planned = tuple[int, Block, Any]  # number, and its reads if they are to be posted
+Planned = tuple[int, DrawnBlock, Any]  # number, and its reads if they are to be posted
 Coming = tuple[int, Future[list[Planned]]]  # first step, and consecutive blocks from there
 
 
@@ -133,7 +133,7 @@ class Planner:
         slots: Int64Array = self._assigner.assign(homes)[0][0, self._own]
         return slots
 
-    def plan(self, first_step: int, first_rows: Int64Array) -> list[tuple[Block, Reads]]:
+    def plan(self, first_step: int, first_rows: Int64Array) -> list[tuple[DrawnBlock, Reads]]:
         """Return a rank's blocks from a step on, and the reads of all ranks for each.
 
         The rows of a block land from its one of `first_rows` of the ring on.
@@ -174,7 +174,7 @@ class Planner:
             steps=before + real,
             rows=rows,
         )
-        whole, edges = Block(segments, landing), [0, *ends[ranks - 1 :: ranks].tolist()]
+        whole, edges = DrawnBlock(segments, landing), [0, *ends[ranks - 1 :: ranks].tolist()]
         return [
             (whole[n * steps : (n + 1) * steps], reads.take(slice(*edges[n : n + 2])))
             for n in range(len(first_rows))
@@ -230,13 +230,13 @@ class ShardedSegments:
             self._depth, self._blocks = PLANS, max(blocks, 1)
         self._threads = ThreadPoolExecutor(self._depth, thread_name_prefix="gear-exchange")
         self._first = -1  # step of the block that is drawn from
-        self._block: Block | None = None
+        self._block: DrawnBlock | None = None
         self._planned, self._coming = deque[Planned](), deque[Coming]()
         self._numbers, self._drawn = 0, -1
         self._read: list[Any] = [None] * PARTS  # event behind the gather of each part
         self._error: BaseException | None = None  # which ended the exchange
 
-    def draw(self, first_step: int, steps: int) -> Block:
+    def draw(self, first_step: int, steps: int) -> DrawnBlock:
         """Return part of a block; rows of other nodes have landed, or will in the GPU's order."""
         at = first_step - self._first
         if self.in_stream and self._engine is not None:
@@ -269,7 +269,7 @@ class ShardedSegments:
         while self._coming:
             self._coming.popleft()[-1].result()
 
-    def _next(self, first_step: int) -> Block:
+    def _next(self, first_step: int) -> DrawnBlock:
         """Return the block that begins at a step, and prepare those that follow."""
         coming, steps = self._coming, self.ring.steps
         if not self._planned or first_step != self._first + steps:
@@ -317,7 +317,7 @@ class ShardedSegments:
             planned.append((number, block, None))
         return planned
 
-    def _post(self, number: int, block: Block, reads: Any) -> Block:
+    def _post(self, number: int, block: DrawnBlock, reads: Any) -> DrawnBlock:
         """Have the GPU fetch the rows of a block."""
         self._exchange.post(number, reads)
         self._exchange.wait(number)

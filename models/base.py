@@ -12,7 +12,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
+from math import prod
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -24,6 +25,7 @@ from gear_offline.config.sections import ModelSettings, OwnModelSettings
 from gear_offline.core.parts import Kind, digest_of, find_part, is_part, part_name, telling
 from gear_offline.errors import InputError
 from gear_offline.models.eight_bit import MULTIPLE, eight_bit_linear
+from gear_offline.models.encoders import InputColumn
 from gear_offline.models.loss import Padding, TrainingBatch, mean_loss, step_losses
 from gear_offline.models.multitask import ModelTask
 from gear_offline.models.narrow import compute_dtype
@@ -51,17 +53,40 @@ class ModelFacts(BaseModel):
     action_dim: Size  # A, or the number of discrete actions
     discrete: bool = False
     frame_shape: Shape = ()  # of an observation that is one: (h, w) or (h, w, colours)
+    frame_dtype: Literal["uint8", "float32"] = "uint8"
     frame_stack: Annotated[int, Field(ge=1, le=64)] = 1  # frames that make up a state
+    observations: Annotated[tuple[InputColumn, ...], Field(strict=False)] = ()  # of several columns
     context_length: Annotated[int, Field(ge=1, le=65_536)] = 20  # K
     max_timestep: Size = 1000  # every timestep is smaller
     goals: bool = False  # windows have goals, states to reach, in place of returns
     tasks: Annotated[tuple[ModelTask, ...], Field(strict=False)] = ()  # of data of several
 
     @property
-    def state_shape(self) -> tuple[int, ...]:
-        """Shape of a state in a batch."""
-        stack = (self.frame_stack,) if self.frame_stack > 1 else ()
-        return (*stack, *self.frame_shape) if self.frame_shape else (self.state_dim,)
+    def columns(self) -> tuple[InputColumn, ...]:
+        """The columns of observations; a model of one does not know its name."""
+        stack, frames = self.frame_stack, self.frame_dtype
+        if self.observations:
+            return tuple(
+                c.model_copy(update={"stack": stack}) if c.frames else c for c in self.observations
+            )
+        if not self.frame_shape:
+            return (InputColumn(name="", shape=(self.state_dim,)),)
+        return (InputColumn(name="", shape=self.frame_shape, frames=frames, stack=stack),)
+
+    @property
+    def state_width(self) -> int:
+        """Numbers in a state."""
+        return sum(prod(column.state_shape) for column in self.columns)
+
+    def states(self, rows: Tensor) -> Any:
+        """Return rows (..., state_width) as the states of a batch; of several columns a dict."""
+        states, columns = dict[str, Tensor](), self.columns
+        parts = torch.split(rows, [prod(column.state_shape) for column in columns], -1)
+        for column, part in zip(columns, parts, strict=True):
+            shape = column.shape if column.stack == 1 else column.state_shape
+            state = part.reshape(*part.shape[:-1], *shape)
+            states[column.name] = state.to(torch.uint8) if column.frames == "uint8" else state
+        return states if len(columns) > 1 else states[columns[0].name]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +98,7 @@ class PlayedWindow:
     steps as the longest window has, else K always.
     """
 
-    states: Tensor  # (B, K, *S)
+    states: Any  # (B, K, *S), of several columns a dict of them
     actions: Tensor  # (B, K, A) float32, or (B, K) int64
     returns_to_go: Tensor | None  # (B, K, 1) float32, None for models of goals
     goals: Tensor | None  # (B, K, S)
@@ -191,19 +216,20 @@ class SequenceModel(nn.Module):
         """Return the scalar loss of a batch; `valid_steps` as in `mean_loss`."""
         return mean_loss(total_loss(self.losses(batch)), batch.attention_mask, valid_steps)
 
-    def remember(self, states: Tensor) -> Tensor:
+    def remember(self, states: Any) -> Tensor:
         """Return what is remembered of states (B, K, *S) while acting, (B, K, any) floating."""
-        return states.flatten(2).float()
+        if isinstance(states, Mapping):
+            return torch.cat([self.remember(states[c.name]) for c in self.facts.columns], -1)
+        return states.flatten(2).float()  # type: ignore[no-any-return]
 
     @property
     def state_width(self) -> int:
         """The last size of what `remember` gives."""
-        return int(torch.Size(self.facts.state_shape).numel())
+        return self.facts.state_width
 
-    def recalled(self, features: Tensor) -> Tensor:
+    def recalled(self, features: Tensor) -> Any:
         """Return states as `act` takes them, of what was remembered."""
-        states = features.view(*features.shape[:-1], *self.facts.state_shape)
-        return states.to(torch.uint8) if self.facts.frame_shape else states
+        return self.facts.states(features)
 
     @property
     def bounded(self) -> bool:

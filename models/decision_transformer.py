@@ -12,7 +12,7 @@ state elements, A action elements or discrete actions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from math import prod
 from pathlib import Path
@@ -31,11 +31,16 @@ from transformers.models.decision_transformer.modeling_decision_transformer impo
 )
 
 from gear_offline.config.sections import TransformerSettings
-from gear_offline.dataset.schema import channels_last
 from gear_offline.errors import InputError
 from gear_offline.models.base import ModelFacts, PlayedWindow, SequenceModel
 from gear_offline.models.blocks import Block, Keep, dense_mask, drop
-from gear_offline.models.encoders import Encoder, FrameEncoder, resolve_encoder
+from gear_offline.models.encoders import (
+    ColumnEncoder,
+    Encoder,
+    FrameEncoder,
+    InputColumn,
+    resolve_encoder,
+)
 from gear_offline.models.gaussian import INITIAL_TEMPERATURE, Gaussian, gaussian_losses
 from gear_offline.models.loss import Padding, TrainingBatch, step_losses
 from gear_offline.models.multitask import ModelTask, TaskEmbedding, single_task, tasks_of_config
@@ -55,8 +60,9 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
     ``discrete_actions`` (bool): actions are integers and the head gives logits.
     ``context_length`` (int): K of the training windows, for building a policy.
     ``goals`` (bool): asked for states in place of returns.  ``stochastic_policy`` (bool): see
-    `gear_offline.models.gaussian`.  ``frame_encoder``, ``frame_shape``, ``frame_stack``: of
-    frames.  ``tasks``: see `gear_offline.models.multitask`.
+    `gear_offline.models.gaussian`.  ``frame_encoder``, ``frame_shape``, ``frame_dtype``,
+    ``frame_stack``: of frames.  ``observations``: the columns of several.  ``tasks``: see
+    `gear_offline.models.multitask`.
 
     Attributes
     ----------
@@ -65,8 +71,9 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
     discrete
         True if actions are integers.
     frame_encoder
-        Turns frames into the ``config.state_dim`` elements of a state; None for vectors.  The
-        released class has all tensors but the encoder's and takes its features as states.
+        Turns frames, or several columns, into the ``config.state_dim`` elements of a state; None
+        for vectors.  The released class has all tensors but the encoder's and takes its features as
+        states.
     embed_task
         `gear_offline.models.multitask.TaskEmbedding` of several tasks, else None.
     goals
@@ -125,9 +132,12 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
         super().__init__(config)
         for block in self.encoder.h:  # in place: what is drawn for its parameters stays the same
             block.__class__ = Block
-        self.frame_encoder: FrameEncoder | None = None
+        self.frame_encoder: FrameEncoder | ColumnEncoder | None = None
         kind = getattr(config, "frame_encoder", "none")
-        if kind != "none":
+        if getattr(config, "observations", None):
+            columns = InputColumn.of_config(config)
+            self.frame_encoder = ColumnEncoder(columns, features=config.hidden_size)
+        elif kind != "none":
             frames = {"frame_shape": config.frame_shape, "frame_stack": config.frame_stack}
             self.frame_encoder = FrameEncoder(kind, **frames, features=config.state_dim)
         tasks = tasks_of_config(config)
@@ -152,13 +162,15 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
             self.log_temperature = nn.Parameter(torch.tensor(math.log(INITIAL_TEMPERATURE)))
             self.steady = ("log_temperature",)
         self.attention: Attention = "auto"
-        frame_shape = tuple(getattr(config, "frame_shape", None) or ())
+        columns = InputColumn.of_config(config)
+        one: Any = {"frame_shape": columns[0].shape, "frame_dtype": columns[0].frames}
         self.facts = ModelFacts(
-            state_dim=prod(frame_shape) if frame_shape else config.state_dim,
+            state_dim=sum(column.size for column in columns),
             action_dim=config.act_dim,
             discrete=discrete,
-            frame_shape=frame_shape,
-            frame_stack=int(getattr(config, "frame_stack", 1)),
+            frame_stack=max(column.stack for column in columns),
+            observations=columns if len(columns) > 1 else (),
+            **one if columns[0].frames and len(columns) == 1 else {},
             context_length=int(getattr(config, "context_length", 20)),
             max_timestep=config.max_ep_len,
             goals=self.goals,
@@ -178,7 +190,7 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
 
     def forward(
         self,
-        states: Tensor | None = None,
+        states: Tensor | Mapping[str, Tensor] | None = None,
         actions: Tensor | None = None,
         rewards: Tensor | None = None,
         returns_to_go: Tensor | None = None,
@@ -198,7 +210,8 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
         Parameters
         ----------
         states
-            (B, K, S) floating; frames (B, K, *frame) or (B, K, stack, *frame), uint8 or floating.
+            (B, K, S) floating; frames (B, K, *frame) or (B, K, stack, *frame), uint8 or floating;
+            of several columns a mapping of their names to these.
         actions
             (B, K, A) floating; for discrete actions (B, K) integer or (B, K, A) one-hot.
         rewards
@@ -267,13 +280,20 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
     def _wants(self, name: str, given: bool | None) -> bool:
         return bool(getattr(self.config, name) if given is None else given)
 
-    def features(self, states: Tensor) -> Tensor:
+    def features(self, states: Tensor | Mapping[str, Tensor]) -> Tensor:
         """Return the vectors of the states, (B, K, S) floating with S = ``config.state_dim``.
 
-        Floating states are flattened into S; with an encoder frames are uint8, (B, K, *frame) or
-        (B, K, stack, *frame), and floating states are its features.
+        Floating states are flattened into S; with an encoder frames are (B, K, *frame) or
+        (B, K, stack, *frame), and floating states (B, K, S) are its features.
         """
-        if self.frame_encoder is not None and not states.is_floating_point():
+        if isinstance(states, Mapping):
+            if not isinstance(self.frame_encoder, ColumnEncoder):
+                what = f"states are the columns {', '.join(states)}, the model's are one tensor"
+                raise InputError("MODEL", what, "states", "give the tensor of one column")
+            states = cast(Tensor, self.frame_encoder(states))
+        elif self.frame_encoder is not None and (
+            not states.is_floating_point() or states.ndim > 3  # a vector's have three dimensions
+        ):
             return cast(Tensor, self.frame_encoder(states))
         return states.flatten(2).to(self.embed_state.weight.dtype)
 
@@ -294,7 +314,7 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
         inputs = (window.states, window.actions, asked, window.timesteps, window.place)
         return self.predict_last_action(*inputs, window.noise)
 
-    def remember(self, states: Tensor) -> Tensor:
+    def remember(self, states: Any) -> Tensor:
         return self.features(states)
 
     @property
@@ -373,7 +393,7 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
 
     def _embed(
         self,
-        states: Tensor | None,
+        states: Tensor | Mapping[str, Tensor] | None,
         actions: Tensor | None,
         asked: Tensor | None,
         timesteps: Tensor | None,
@@ -497,7 +517,9 @@ def build_model(
     attention: Attention = "auto",
     encoder: Encoder = "auto",
     frame_shape: Sequence[int] = (),
+    frame_dtype: Literal["uint8", "float32"] = "uint8",
     frame_stack: int = 1,
+    observations: Sequence[InputColumn] = (),
     tasks: Sequence[ModelTask] = (),
     goals: bool = False,
     make: Callable[[DecisionTransformerConfig], DecisionTransformer] | None = None,
@@ -507,7 +529,7 @@ def build_model(
     Parameters
     ----------
     state_dim
-        Elements of a state; of one frame.
+        Elements of an observation; of one frame.
     action_dim
         Elements of a continuous action, or the number of discrete actions.
     discrete
@@ -531,10 +553,13 @@ def build_model(
     encoder
         Of frames, see `gear_offline.models.encoders`; ``"auto"`` is ``"cnn"`` for frames.  With
         ``"none"`` their pixels are the elements of a state.
-    frame_shape
-        (h, w) or (h, w, C) of a frame where states are frames.
+    frame_shape, frame_dtype
+        (h, w), (h, w, C) or (C, h, w) of a frame where states are frames, and their type.
     frame_stack
         Frames that make up a state.
+    observations
+        The columns of several that make up a state, in place of these three; `encoder` and
+        `frame_stack` are of all that hold frames.
     tasks
         The widths and scales of each of several tasks; widths above are those of the widest.
     goals
@@ -577,18 +602,19 @@ def build_model(
         raise InputError("MODEL", what, where="model.heads")
     if not 0.0 <= dropout < 1.0:
         raise InputError("MODEL", f"{dropout} is not in [0, 1)", where="model.dropout")
-    kind = resolve_encoder(encoder, frame_shape)
+    framed = [column.shape for column in observations if column.frames]
+    kind = resolve_encoder(encoder, framed[0] if framed else frame_shape)
+    shown = {"encoder": kind, "stack": frame_stack}
+    columns = [c.model_copy(update=shown) if c.frames else c for c in observations]
     if frame_shape and (len(frame_shape) not in (2, 3) or prod(frame_shape) != state_dim):
         what = f"{state_dim} pixels do not make frames of shape {tuple(frame_shape)}"
         remedy = "use frames (height, width) or (height, width, colours)"
         raise InputError("MODEL", what, "model.frame_shape", remedy)
-    if kind != "none" and channels_last(tuple(frame_shape)) != tuple(frame_shape):
-        what = f"frames of shape {tuple(frame_shape)} have their channels first"
-        remedy = "convert the source again, which puts them last; or use model.encoder=none"
-        raise InputError("MODEL", what, "model.encoder", remedy)
+    # The transformer sees an encoder's features in place of the state.
+    width = sum(column.features(hidden_size) for column in columns)
+    width = width or (hidden_size if kind != "none" else state_dim * frame_stack)
     config = DecisionTransformerConfig(
-        # The transformer sees an encoder's features in place of the state.
-        state_dim=hidden_size if kind != "none" else state_dim * frame_stack,
+        state_dim=width,
         act_dim=action_dim,
         hidden_size=hidden_size,
         max_ep_len=max_timestep,
@@ -614,6 +640,10 @@ def build_model(
         config.frame_encoder = kind
         config.frame_shape = list(frame_shape)
         config.frame_stack = frame_stack
+    if frame_dtype != "uint8":
+        config.frame_dtype = frame_dtype
+    if columns:
+        config.observations = [column.model_dump(mode="json") for column in columns]
     if goals:
         config.goals = True
     if tasks:

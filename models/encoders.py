@@ -6,14 +6,19 @@ H features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 
+import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gear_offline.core.text import count_text
+from gear_offline.core.types import Array
+from gear_offline.dataset.schema import channels_last
 from gear_offline.errors import InputError
 from gear_offline.models.narrow import compute_dtype
 
@@ -24,6 +29,110 @@ NATURE_LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 NATURE_SIDE = 36  # the smallest frame that they leave a position of
 PATCH_CHANNELS = 128
 LARGEST_PATCH = 16
+Side = Annotated[int, Field(ge=1, le=1 << 31)]
+
+
+class InputColumn(BaseModel):
+    """A column of observations as a model takes it; part of the model's configuration."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+    name: str
+    shape: Annotated[tuple[Side, ...], Field(min_length=1, max_length=8, strict=False)]  # of a step
+    frames: Literal["uint8", "float32"] | None = None  # their type; None: a vector
+    stack: Annotated[int, Field(ge=1, le=64)] = 1  # frames that make up a state
+    encoder: Literal["none", "cnn", "patch"] = "none"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.frames is None and (self.encoder != "none" or self.stack > 1):
+            raise ValueError(f"{self.name} is a vector, which has no encoder and no stack")
+        return self
+
+    @classmethod
+    def of_config(cls, config: Any) -> tuple[InputColumn, ...]:
+        """Return the columns of a model's configuration; a model of one does not know its name."""
+        if several := getattr(config, "observations", None):
+            return tuple(map(cls.model_validate, several))
+        shape = tuple(getattr(config, "frame_shape", None) or ())
+        facts: dict[str, Any] = {"name": "", "shape": shape or (config.state_dim,)}
+        if shape:
+            facts["frames"] = getattr(config, "frame_dtype", "uint8")
+            facts["encoder"], facts["stack"] = config.frame_encoder, config.frame_stack
+        return (cls(**facts),)
+
+    @property
+    def size(self) -> int:
+        """Numbers in an observation."""
+        return prod(self.shape)
+
+    @property
+    def text(self) -> str:
+        """Name and size: ``camera, 2 frames of 84 x 84``."""
+        text = count_text(self.size, "observation value")
+        if self.frames:
+            text = f"{count_text(self.stack, 'frame')} of {' x '.join(map(str, self.shape))}"
+        return f"{self.name}: {text}" if self.name else text
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Shape of a state: of frames a stack of them."""
+        return (self.stack, *self.shape) if self.frames else self.shape
+
+    def rows(self, values: Any, count: int) -> Array:
+        """Return `count` observations (n, *shape) of an environment, as the data hold them.
+
+        Others are ``MODEL``.  Colours of frames may come first or last.
+        """
+        rows, where = np.asarray(values), self.name and f"observations[{self.name!r}]"
+        if rows.size != count * self.size:
+            what = f"observations of shape {rows.shape} are not those of "
+            what += count_text(count, "environment")
+            remedy = f"give each that acts {self.size} elements: act(observation[None])"
+            raise InputError("MODEL", what, where, remedy)
+        if self.frames and rows.dtype.kind != ("u" if self.frames == "uint8" else "f"):
+            what = f"frames are {rows.dtype}, the model expects {self.frames}"
+            raise InputError("MODEL", what, where)
+        if self.frames and rows.shape[1:] != self.shape and rows.ndim == 4:
+            first, last = channels_last(rows.shape[1:]), channels_last(self.shape)
+            if first == last:
+                rows = np.moveaxis(rows, 1, -1) if self.shape == last else np.moveaxis(rows, -1, 1)
+        return np.ascontiguousarray(rows).reshape(count, *self.shape)
+
+    def features(self, hidden_size: int) -> int:
+        """Return how many elements of the model's state it becomes."""
+        return self.stack * self.size if self.encoder == "none" else hidden_size
+
+
+class ColumnEncoder(nn.Module):
+    """The columns of an observation to one vector, one behind the other.
+
+    Frames come from an encoder each.  A linear map of what stands side by side is the sum of a
+    linear map of each: so a vector needs no encoder, and the state token is the columns' sum.
+    """
+
+    def __init__(self, columns: Sequence[InputColumn], *, features: int) -> None:
+        super().__init__()
+        self.columns = tuple(columns)
+        self.encoders = nn.ModuleList(
+            nn.Identity()
+            if column.encoder == "none"
+            else FrameEncoder(
+                column.encoder,
+                frame_shape=column.shape,
+                frame_stack=column.stack,
+                features=features,
+            )
+            for column in self.columns
+        )
+
+    def forward(self, states: Mapping[str, Tensor]) -> Tensor:
+        """Encode (B, K, *shape) of each column, or (B, K, stack, *frame): (B, K, S) floating."""
+        if missing := [column.name for column in self.columns if column.name not in states]:
+            what = f"no {', '.join(missing)} among {', '.join(states)}"
+            raise InputError("MODEL", what, "states", "give the model's columns by name")
+        pairs = zip(self.columns, self.encoders, strict=True)
+        parts = [encoder(states[column.name]).flatten(2) for column, encoder in pairs]
+        return torch.cat(parts, dim=2)  # of the widest type
 
 
 class FrameEncoder(nn.Module):
@@ -31,12 +140,13 @@ class FrameEncoder(nn.Module):
 
     ``cnn``: the three convolutions of the DQN, which the Decision Transformer paper uses for
     Atari.  ``patch``: one linear map of each square patch and one of its features, with patches of
-    the largest size up to 16 that divides the frame.  Another `kind`, or frames, (h, w) or
-    (h, w, C), that it cannot take, is `InputError` (``MODEL``).
+    the largest size up to 16 that divides the frame.  Another `kind`, or frames, (h, w), (h, w, C)
+    or (C, h, w), that it cannot take, is `InputError` (``MODEL``).
 
-    Pixels are uint8 and count as ``pixel / 255``; the factor is applied to the first layer's
-    weights, which are few.  The frames of a stack are the input channels, so that neighbouring
-    steps share no work: each of the B * K stacks is encoded once.
+    Pixels of uint8 count as ``pixel / 255``; the factor is applied to the first layer's
+    weights, which are few.  Floating pixels count as they are.  The frames of a stack are the
+    input channels, so that neighbouring steps share no work: each of the B * K stacks is encoded
+    once.
     """
 
     def __init__(
@@ -45,7 +155,7 @@ class FrameEncoder(nn.Module):
         super().__init__()
         if kind not in ("cnn", "patch"):
             raise InputError("MODEL", f"no encoder {kind!r}", where="model.encoder")
-        height, width, *colours = frame_shape
+        height, width, *colours = channels_last(tuple(frame_shape))
         make = _nature if kind == "cnn" else _patches
         convolutions, positions = make(frame_stack * prod(colours), height, width)
         self.convolutions = nn.ModuleList(convolutions)
@@ -57,12 +167,15 @@ class FrameEncoder(nn.Module):
         self.frame_shape = tuple(frame_shape)
 
     def forward(self, frames: Tensor) -> Tensor:
-        """Encode uint8 frames, (B, K, *frame) or (B, K, S, *frame): (B, K, H) in (-1, 1)."""
+        """Encode frames, (B, K, *frame) or (B, K, S, *frame): (B, K, H) in (-1, 1)."""
         if frames.dim() == 2 + len(self.frame_shape):
             frames = frames.unsqueeze(2)
         if len(self.frame_shape) == 2:
             frames = frames.unsqueeze(-1)
+        elif channels_last(self.frame_shape) != self.frame_shape:
+            frames = frames.movedim(3, -1)
         batch, steps, _, height, width, _ = frames.shape
+        floating = frames.is_floating_point()
         first, *rest = cast(list[nn.Conv2d], list(self.convolutions))
         # One pass over the pixels casts them to what convolutions compute in, exactly, takes
         # stacks apart and lays channels last.
@@ -70,7 +183,7 @@ class FrameEncoder(nn.Module):
         kind = compute_dtype(self.linear.weight)
         pixels = pixels.to(kind, memory_format=torch.contiguous_format)
         hidden = pixels.reshape(batch * steps, height, width, -1).permute(0, 3, 1, 2)
-        weight = first.weight * PIXEL_SCALE
+        weight = first.weight if floating else first.weight * PIXEL_SCALE
         hidden = F.relu(F.conv2d(hidden, weight, first.bias, first.stride))
         for layer in rest:
             hidden = F.relu(layer(hidden))

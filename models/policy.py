@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ from gear_offline.core.hub import put
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.dataset.rewards import RewardEdit
-from gear_offline.dataset.schema import channels_last
 from gear_offline.errors import InputError, given_path
 from gear_offline.models.base import PlayedWindow, SequenceModel
+from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy_folder import CARD, PLACE, PolicyFacts, PolicyFile, write_policy
-from gear_offline.tables.fields import Window
+from gear_offline.tables.fields import ObservedColumn, Window
+
+Observations = npt.ArrayLike | Mapping[str, npt.ArrayLike]
 
 
 class Policy:
@@ -51,9 +53,10 @@ class Policy:
         other, as in training.
     context_length
         K, at least 1.
-    state_dtype, reward_edits
+    state_dtype, reward_edits, observations
         As of `gear_offline.tables.fields.Scales`, which `GearLoader.window` says: what floating
-        observations are rounded to first, and what was done to the environment's rewards.
+        observations are rounded to first, what was done to the environment's rewards, and the
+        columns that make up an observation.
     device
         A torch device.
     facts
@@ -70,8 +73,8 @@ class Policy:
         whether actions are discrete, and whether they can be drawn.
     goals
         True if it is asked to reach states: the targets below are states then.
-    frame_shape, frame_stack
-        Shape of one frame, empty for vectors, and the frames that make up a state.
+    columns
+        What the model takes, `gear_offline.models.encoders.InputColumn`, by its name.
 
     Notes
     -----
@@ -90,6 +93,7 @@ class Policy:
         gamma: float = 1.0,
         state_dtype: str | None = None,
         reward_edits: Sequence[RewardEdit] = (),
+        observations: Sequence[ObservedColumn] = (),
         device: str | torch.device = "cpu",
         facts: PolicyFacts | None = None,
     ) -> None:
@@ -105,14 +109,19 @@ class Policy:
         self.device = torch.device(device)
         self.context_length, self.returns_scale = context_length, window.returns_scale
         self.facts = facts or PolicyFacts()
-        known = model.facts
+        known, names = model.facts, [c.name for c in window.columns]
+        inputs = known.columns
+        if len(inputs) > 1 and [column.name for column in inputs] != names:
+            what = f"the model's observations are {', '.join(c.name for c in inputs)}"
+            raise InputError("MODEL", f"{what}, the window's {', '.join(names)}")
+        self.columns = dict(zip(names, inputs, strict=True))
         self.max_timestep, self.state_dim = known.max_timestep, known.state_dim
-        self.frame_shape, self.frame_stack = known.frame_shape, known.frame_stack
         self.action_dim, self.discrete, self.goals = known.action_dim, known.discrete, known.goals
         self.stochastic = model.stochastic
-        if window.state_mean is not None and len(window.state_mean) != self.state_dim:
-            what = f"state_mean has {len(window.state_mean)} elements"
-            raise InputError("MODEL", f"{what}, the model expects {self.state_dim} states")
+        for scales, column in zip(window.columns, inputs, strict=True):
+            if scales.state_mean is not None and len(scales.state_mean) != column.size:
+                what = f"state_mean has {len(scales.state_mean)} elements"
+                raise InputError("MODEL", f"{what}, the model expects {column.size} states")
         self._targets: Float64Array = np.zeros((0, self.state_dim) if self.goals else 0)
         self._steps: Int64Array = np.zeros(0, np.int64)
         self._waiting: BoolArray = np.zeros(0, np.bool_)  # for a reward
@@ -121,15 +130,15 @@ class Policy:
         asked = self.state_dim if self.goals else 1
         self._widths = [model.state_width, self._done.shape[1], asked, 1]
         self._memory = torch.zeros((1, context_length, sum(self._widths)), device=self.device)
-        stack = (1, self.frame_stack, *self.frame_shape)  # the newest one last
-        self._frames = torch.zeros(stack, dtype=torch.uint8, device=self.device)
+        self._frames = {  # (E + 1, stack, *frame), the newest one last
+            name: torch.zeros((1, *c.state_shape), dtype=_type(c), device=self.device)
+            for name, c in self.columns.items()
+            if c.frames
+        }
         self._graph: _Graph | None = None
 
     def __repr__(self) -> str:
-        seen = count_text(self.state_dim, "observation value")
-        if self.frame_shape:
-            shape = " x ".join(map(str, self.frame_shape))
-            seen = f"{count_text(self.frame_stack, 'frame')} of {shape}"
+        seen = " and ".join(column.text for column in self.columns.values())
         acts = count_text(self.action_dim, "discrete action" if self.discrete else "action value")
         weights = sum(parameter.numel() for parameter in self.model.parameters())
         size = f"{type(self.model).__name__} of {count_text(weights, 'parameter')}"
@@ -151,8 +160,11 @@ class Policy:
 
     @property
     def statistics(self) -> tuple[Float64Array, Float64Array] | None:
-        """(S,) float64 mean and scale: ``(state - mean) / scale`` is seen; None: raw states."""
-        return self.window.moments
+        """(S,) float64 mean and scale: ``(state - mean) / scale`` is seen; None: raw states.
+
+        Of several columns those of each are `window.columns`.
+        """
+        return self.window.columns[0].moments
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Write a folder that acts by itself, which `gear_offline.load_policy` reads; return it.
@@ -256,7 +268,7 @@ class Policy:
     @torch.inference_mode()
     def act(
         self,
-        observations: npt.ArrayLike,
+        observations: Observations,
         indices: npt.ArrayLike | None = None,
         *,
         generator: np.random.Generator | None = None,
@@ -266,8 +278,9 @@ class Policy:
         Parameters
         ----------
         observations
-            (n, S) raw observations of the current step; (n, *frame) uint8 for models of frames,
+            (n, S) raw observations of the current step; (n, *frame) for models of frames,
             one frame each: stacks are made here, with zeros before an episode's first frame.
+            Of several columns a mapping of their names to these.
         indices
             (n,) different environments that act; None means all E.  Leaving out those that are
             done saves their share of the work.
@@ -288,22 +301,14 @@ class Policy:
         if generator is not None and not self.stochastic:
             raise InputError("MODEL", "the policy draws no actions: it is deterministic")
         chosen = self._chosen(indices)
-        states = np.asarray(observations)
-        if states.size != len(chosen) * self.state_dim:
-            acting = count_text(len(chosen), "environment")
-            what = f"observations of shape {states.shape} are not those of {acting}"
-            remedy = f"give each that acts {self.state_dim} elements: act(observation[None])"
-            raise InputError("MODEL", what, remedy=remedy)
-        if states.ndim == 4 and channels_last(states.shape[1:]) == self.frame_shape:
-            states = np.moveaxis(states, 1, -1) if states.shape[1:] != self.frame_shape else states
-        states = states.reshape(len(chosen), -1)
-        _check_finite(states, "observation")
+        seen = self._seen(observations, len(chosen))
         if self._waiting[chosen].any():
             raise InputError("MODEL", "act was called twice without observe_reward")
         steps, left = self._steps[chosen], self._targets[chosen]
-        asked = self.window.states(left) if self.goals else self.window.returns(left)[:, None]
+        asked = self.window.returns(left)[:, None]
+        if self.goals:
+            asked = self.window.columns[0].states(left)
         numbers = np.concatenate([np.stack([chosen, steps], 1), self._done[chosen], asked], axis=1)
-        seen = self._seen(states)
         if self._graph is not None and generator is None:
             actions = self._graph.replay(numbers, seen)
         else:
@@ -315,22 +320,34 @@ class Policy:
             filled = self.context_length
             if self.model.short_windows:
                 filled = min(int(steps.max()) + 1, self.context_length)
-            now, state = (torch.from_numpy(part).to(self.device) for part in (numbers, seen))
-            actions = np.asarray(self._step(now, state, filled, noise).cpu().numpy())
+            now, *states = (
+                torch.from_numpy(part).to(self.device) for part in (numbers, *seen.values())
+            )
+            named = dict(zip(seen, states, strict=True))
+            actions = np.asarray(self._step(now, named, filled, noise).cpu().numpy())
         self._done[chosen] = actions.reshape(len(chosen), -1)
         self._waiting[chosen] = True
         self._steps[chosen] += 1
         return actions
 
-    def _seen(self, states: Array) -> Array:
-        """Return observations (n, S) as the model takes them, or frames (n, *frame)."""
-        if not self.frame_shape:
-            return self.window.states(states)
-        if states.dtype != np.uint8:
-            raise InputError("MODEL", f"frames are {states.dtype}, the model expects uint8")
-        return np.ascontiguousarray(states).reshape(-1, *self.frame_shape)
+    def _seen(self, observations: Observations, count: int) -> dict[str, Array]:
+        """Return observations as the model takes them: vectors (n, S), or frames (n, *frame)."""
+        if not isinstance(observations, Mapping):
+            observations = dict.fromkeys([*self.columns][:1], observations)
+        if missing := [name for name in self.columns if name not in observations]:
+            what = f"no {', '.join(missing)} among {', '.join(observations)}"
+            remedy = f"give a mapping of {', '.join(self.columns)}"
+            raise InputError("MODEL", what, "observations", remedy)
+        seen = {}
+        for scales, (name, column) in zip(self.window.columns, self.columns.items(), strict=True):
+            rows = column.rows(observations[name], count)
+            _check_finite(rows, "observation")
+            seen[name] = rows if column.frames == "uint8" else scales.states(rows)
+        return seen
 
-    def _step(self, numbers: Tensor, seen: Tensor, filled: int, noise: Tensor | float) -> Tensor:
+    def _step(
+        self, numbers: Tensor, seen: Mapping[str, Tensor], filled: int, noise: Tensor | float
+    ) -> Tensor:
         """Remember the current step and return the actions (n, A) or (n,).
 
         `numbers` (n, 2 + A + asked) float64 are rows of the memory, steps so far, the last action
@@ -338,12 +355,17 @@ class Policy:
         """
         row, step, done, asked = torch.split(numbers, [1, 1, *self._widths[1:3]], dim=1)
         rows, steps = row[:, 0].long(), step[:, 0].long()
-        if self.frame_shape:
-            stacks = self._frames[rows].roll(-1, dims=1)
-            stacks = stacks * (steps > 0).view(-1, *[1] * (stacks.ndim - 1))  # zeros come first
-            stacks[:, -1] = seen
-            self._frames[rows] = stacks
-            seen = self.model.remember(stacks[:, None])[:, 0]
+        shown = {}
+        for name, state in seen.items():
+            if name in self._frames:
+                stacks = self._frames[name][rows].roll(-1, dims=1)
+                # zeros come first
+                stacks = stacks * (steps > 0).view(-1, *[1] * (stacks.ndim - 1))
+                stacks[:, -1] = state
+                self._frames[name][rows] = state = stacks
+            shown[name] = state[:, None]
+        only = shown if len(shown) > 1 else shown[name]
+        features = self.model.remember(only)[:, 0]
         # old values are hidden by the mask; zeros keep NaN out of it
         before = torch.where(step.unsqueeze(2) > 0, self._memory[rows], 0.0)
         is_full = (step >= self.context_length).unsqueeze(2)
@@ -352,7 +374,7 @@ class Policy:
         own = torch.arange(len(rows), device=rows.device)
         first = self._widths[0]
         window[own, (place - 1).clamp(min=0), first : first + done.shape[1]] = done.float()
-        now = (seen, torch.zeros_like(done), asked, step.clamp(max=self.max_timestep - 1))
+        now = (features, torch.zeros_like(done), asked, step.clamp(max=self.max_timestep - 1))
         window[own, place] = torch.cat([part.float() for part in now], dim=1)
         self._memory[rows] = window
         states, actions, asked, timesteps = (
@@ -415,7 +437,8 @@ class Policy:
         def longer(values: Tensor) -> Tensor:
             return torch.cat([values, values.new_zeros((added, *values.shape[1:]))])
 
-        self._memory, self._frames, self._graph = longer(self._memory), longer(self._frames), None
+        self._memory, self._graph = longer(self._memory), None
+        self._frames = {name: longer(frames) for name, frames in self._frames.items()}
         self._targets, self._steps, self._waiting, self._done = (
             np.concatenate([values, np.zeros((added, *values.shape[1:]), values.dtype)])
             for values in (self._targets, self._steps, self._waiting, self._done)
@@ -448,10 +471,10 @@ class _Graph:
         _, done, asked, _ = policy._widths
         self._numbers = torch.zeros((count, 2 + done + asked), dtype=torch.float64, device=device)
         self._numbers[:, 0] = self._nobody = count
-        shape = (count, *(policy.frame_shape or (policy.state_dim,)))
-        self._seen = torch.zeros(shape, device=device)
-        if policy.frame_shape:
-            self._seen = self._seen.byte()
+        self._seen = {
+            name: torch.zeros((count, *column.shape), dtype=_type(column), device=device)
+            for name, column in policy.columns.items()
+        }
         self._graph: Any = torch.cuda.CUDAGraph()
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -466,15 +489,20 @@ class _Graph:
         finally:
             torch.set_float32_matmul_precision(precision)
 
-    def replay(self, numbers: Array, seen: Array) -> Array:
+    def replay(self, numbers: Array, seen: Mapping[str, Array]) -> Array:
         """Do `Policy._step` for some environments; the others' rows are nobody's."""
         count = len(numbers)
         with torch.cuda.stream(self._stream):
             self._numbers[:count].copy_(torch.from_numpy(numbers))
             self._numbers[count:, 0] = self._nobody
-            self._seen[:count].copy_(torch.from_numpy(seen))
+            for name, rows in seen.items():
+                self._seen[name][:count].copy_(torch.from_numpy(rows))
             self._graph.replay()
             return np.asarray(self._actions[:count].cpu().numpy())
+
+
+def _type(column: InputColumn) -> torch.dtype:
+    return torch.uint8 if column.frames == "uint8" else torch.float32
 
 
 def _check_finite(values: Array, name: str) -> None:

@@ -28,6 +28,7 @@ from gear_offline.core.text import LEAST, first_line, printable, told_apart
 from gear_offline.errors import InputError, is_out_of_memory
 from gear_offline.models.base import SequenceModel, remade
 from gear_offline.models.decision_transformer import DecisionTransformer, DecisionTransformerConfig
+from gear_offline.models.encoders import InputColumn
 from gear_offline.models.multitask import ModelTask
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
 from gear_offline.tables.fields import Window
@@ -98,6 +99,7 @@ def write_policy(
         file = file.model_copy(update={"files": files})
         # version 0.1 reads a file without them
         rare = {"environment_options", "goals", "gamma", "state_dtype", "reward_edits"}
+        rare |= {"observations"}
         usual = {key for key in rare if getattr(file, key) == PolicyFile.model_fields[key].default}
         write_file(part / POLICY, file.model_dump_json(indent=1, exclude=usual).encode())
         write_file(part / CARD, _card(file))
@@ -143,13 +145,20 @@ class ModelConfig(BaseModel):
     stochastic_policy: bool = False
     frame_encoder: Literal["none", "cnn", "patch"] = "none"
     frame_shape: Annotated[tuple[Size, ...], Field(min_length=2, max_length=3)] | tuple[()] = ()
+    frame_dtype: Literal["uint8", "float32"] = "uint8"
     frame_stack: Annotated[int, Field(ge=1, le=64)] = 1
+    observations: tuple[InputColumn, ...] | None = None
     tasks: tuple[ModelTask, ...] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.hidden_size % self.n_head:
             raise ValueError("n_head does not divide hidden_size")
+        if self.observations is not None:
+            widths = [column.features(self.hidden_size) for column in self.observations]
+            if sum(widths) != self.state_dim or self.frame_shape or self.goals or self.tasks:
+                raise ValueError("observations are not those of the states")
+            return self
         pixels = self.frame_stack * prod(self.frame_shape)
         is_plain = self.frame_encoder == "none"
         if is_plain and self.frame_shape and pixels != self.state_dim:

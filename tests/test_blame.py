@@ -104,7 +104,7 @@ def test_what_cannot_skip_says_so(data: Path, tmp_path: Path) -> None:
         learning = skipping.replace({"selection.strategy": "prioritized"})
         train_run(learning, out=tmp_path / "run", quiet=True)
     sizes = ModelSizes(state_dim=3, action_dim=1, discrete=False)
-    assert "train.skip" in why_not_stacked(skipping, sizes, learns=False)
+    assert "train.skip" in (why_not_stacked(skipping, sizes, learns=False) or "")
 
 
 STEPS, RARE = 80, (45, 65)

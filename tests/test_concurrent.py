@@ -17,7 +17,7 @@ from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.runs.prepare import prepare_dataset
 from gear_offline.sweep import jobs as sweep_jobs
 from gear_offline.sweep.concurrent import RngStream, train_concurrently
-from gear_offline.sweep.jobs import Job, run_errors
+from gear_offline.sweep.jobs import Work, run_errors
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables import placement
 from gear_offline.training.json_lines import read_records
@@ -70,7 +70,7 @@ def concurrently(
 ) -> dict[str, str | None]:
     """Train together; return the code of the error that each ended with."""
     recipes = {trial.recipe.data_key: trial.recipe for trial in trials}
-    job = Job(
+    work = Work(
         trials=trials,
         folder=folder,
         device=torch.device(trials[0].recipe.train.device),
@@ -82,10 +82,10 @@ def concurrently(
         steps={},
         failures={},
     )
-    train_concurrently(job)
-    errors = {name: error.partition(":")[0] for name, error in job.failures.items()}
+    train_concurrently(work)
+    errors = {name: error.partition(":")[0] for name, error in work.failures.items()}
     complete = [trial for trial in trials if trial.name not in errors]
-    assert all(job.steps[trial.name] == trial.recipe.train.steps for trial in complete)
+    assert all(work.steps[trial.name] == trial.recipe.train.steps for trial in complete)
     return {trial.name: errors.get(trial.name) for trial in trials}
 
 

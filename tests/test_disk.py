@@ -74,7 +74,7 @@ def on_disk(dataset: Dataset, *, more: int = 0, **options: Any) -> GearLoader:
     """Return a loader with as little memory as there can be, and `more` bytes."""
     budget = least_budget(dataset, **options) + more
     loader = GearLoader(dataset, placement="disk", host_budget=budget, **options)
-    assert loader.table.owned_bytes <= budget
+    assert loader.rows.memory.owned_bytes <= budget
     return loader
 
 
@@ -205,14 +205,18 @@ def test_auto_goes_to_disk_where_memory_is_short(
     assert "placement auto: the rows stay on disk, since they take" in line
     assert "are the budget" in line and line.count("\n") == 1
     monkeypatch.setattr(rows_module, "RESERVE_BYTES", 0)
-    needed = large.table.owned_bytes
+    needed, expected = large.rows.memory.owned_bytes, large.batch_at(0)
+    monkeypatch.setattr(rows_module, "available_bytes", lambda: needed - 16384)
+    assert GearLoader(made, **OPTIONS).rows.memory is large.rows.memory, "they are there"
+    del large
+    gc.collect()
     monkeypatch.setattr(rows_module, "available_bytes", lambda: needed + 16384)
     assert isinstance(GearLoader(made, **OPTIONS).rows, MemoryRows)
     monkeypatch.setattr(rows_module, "available_bytes", lambda: needed - 16384)
     assert isinstance(GearLoader(made, placement="host", **OPTIONS).rows, MemoryRows)
     assert not capsys.readouterr().err
     with GearLoader(made, **OPTIONS) as loader:
-        assert same(next(loader), large.batch_at(0))
+        assert same(next(loader), expected)
     assert "are available" in capsys.readouterr().err
 
 

@@ -65,6 +65,7 @@ def test_cnn_is_the_networks_layers_on_scaled_pixels() -> None:
     [
         ("cnn", (36, 40), 1),
         ("cnn", (40, 36, 3), 2),
+        ("cnn", (3, 40, 36), 2),
         ("patch", (84, 84), 4),
         ("patch", (6, 9, 3), 1),
         ("patch", (6, 9, 3), 2),
@@ -85,6 +86,17 @@ def test_every_pixel_of_every_frame_counts(kind: str, frame: tuple[int, ...], st
         after = encoder(changed)
         assert torch.equal(after[0, 0], before[0, 0])
         assert not torch.equal(after[0, 1], before[0, 1])
+
+
+@pytest.mark.parametrize("stack", [1, 2])
+def test_colours_may_come_first_and_pixels_be_floats(stack: int) -> None:
+    torch.manual_seed(1)
+    encoder = FrameEncoder("patch", frame_shape=(24, 18, 3), frame_stack=stack, features=8)
+    other = FrameEncoder("patch", frame_shape=(3, 24, 18), frame_stack=stack, features=8)
+    other.load_state_dict(encoder.state_dict())
+    states = frames(1, 2, *[stack] * (stack > 1), 24, 18, 3)
+    assert torch.equal(other(states.movedim(-1, -3)), encoder(states))
+    torch.testing.assert_close(encoder(states / 255), encoder(states))
 
 
 @pytest.mark.parametrize("kind", ["cnn", "patch"])
@@ -152,7 +164,6 @@ def test_auto_and_what_is_refused() -> None:
     assert plain.frame_encoder is None and "frame_encoder" not in plain.config.to_dict()
     for changes, said in (
         ({"frame_shape": (), "encoder": "cnn", "state_dim": 5}, "needs frames"),
-        ({"frame_shape": (3, 84, 84), "state_dim": 3 * 84 * 84}, "channels first"),
         ({"frame_shape": (20, 84), "state_dim": 20 * 84}, "too small for the cnn"),
         ({"frame_shape": (20, 31), "state_dim": 20 * 31}, "too small for the cnn"),
         ({"frame_shape": (7, 13), "state_dim": 91, "encoder": "patch"}, "no patches"),

@@ -243,3 +243,16 @@ def test_the_notebook_runs_and_is_the_script(
 
 if __name__ == "__main__":  # a rank of two
     make_trainer(open_dataset(sys.argv[1]), Path(sys.argv[2]), dropout=0.0).train()
+
+
+def test_asking_for_the_best_return_of_a_game_of_luck_is_wrong(tmp_path: Path) -> None:
+    """By Bayes' rule: 5 and -15 come of action 0 alone, -6 of action 1, 1 of action 2 mostly."""
+    pays = {5.0: {5.0, -15.0}, -15.0: {5.0, -15.0}, -6.0: {1.0, -6.0}, 1.0: {1.0}}
+    name, source, data = "examples.gambling:Gambling-v0", tmp_path / "luck.hdf5", tmp_path / "luck"
+    go.collect(name, source, steps=2000, quiet=True)
+    go.convert(source, data, quiet=True)
+    options = {"data.path": data, "data.collect": None, "loader.returns_scale": 10.0}
+    options |= {"loader.batch_size": 64, "train.steps": 300, "evaluate.episodes": 0}
+    run = go.train("smoke", options, out=tmp_path / "run", quiet=True)
+    report = go.evaluate(run, environment=name, targets=list(pays), episodes=40, quiet=True)
+    assert {r.target: set(r.returns) for r in report.targets} == pays

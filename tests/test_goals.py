@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 import gear_offline as go
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.dataset.dataset import Dataset
-from gear_offline.distributed.world import World
 from gear_offline.evaluation.maze import WALLS, cell_of, way_to
 from gear_offline.evaluation.play import EvaluationTask, evaluate_tasks
 from gear_offline.loaders.batch import split_steps
@@ -29,6 +28,7 @@ from gear_offline.runs.prepare import resolve
 from tests.gpu_support import same
 from tests.image_support import image_columns
 from tests.kernels_on_cpu import gpu_gather, on_cpu
+from tests.one_process import open_ranks
 from tests.sampling_support import p_value
 from tests.support import hopper_columns, make_dataset, one_error
 from tests.test_resume import interrupted_in
@@ -117,8 +117,7 @@ def test_goals_are_states_of_the_dataset(
     loader = GearLoader(dataset, **options)
     whole = GearLoader(dataset, **options | {"batch_size": 4000, "context_length": 1}).batch_at(0)
     states = {tuple(name): whole.states[i, 0] for i, name in enumerate(whole.segments.tolist())}
-    worlds = (World(rank=rank, nodes=(0, 0)) for rank in range(2))
-    ranks = [GearLoader(dataset, table=loader.table, world=w, **options) for w in worlds]
+    ranks = open_ranks(dataset, (0, 0), "auto", **options)
     for step in range(5):
         batch, drawn = next(loader), loader.goals_at(step)
         assert batch.goals is not None and batch.goals is batch["goals"]
@@ -129,7 +128,9 @@ def test_goals_are_states_of_the_dataset(
     assert batch.model_inputs()["goals"] is batch.goals
     segments, goals = loader.segments_at(3)[None], loader.goals_at(3)[None]
     with on_cpu(kernels):
-        engines = [gpu_gather(loader.table, rank_batch=8, context_length=k) for k in (SPAN, 1)]
+        engines = [
+            gpu_gather(loader.rows.memory, rank_batch=8, context_length=k) for k in (SPAN, 1)
+        ]
         windows = with_goals(engines[0].gather(segments), engines[1].gather(goals))
     same(split_steps(windows, "right")[0], loader.batch_at(3))
 

@@ -54,7 +54,7 @@ def test_replicas_are_captured(
     loader: Any = SimpleNamespace(loss_sampler=facts.get("learner"), engine=engine)
     options: dict[str, Any] = {"sharded": facts.get("sharded", False)}
     found = why_not_captured(recipe, torch.device("cuda"), world, loader, **options)
-    assert found.startswith(reason) and bool(found) == bool(reason)
+    assert (found or "").startswith(reason) and (found is None) == (not reason)
     if reason and graph == "auto":
         insisting = recipe.replace({"train.graph": "on"})
         with one_error("UNAVAILABLE", "graph=on is not possible"):

@@ -14,7 +14,7 @@ from gear_offline.dataset.dataset import open_dataset
 from gear_offline.kernels.relu_linear import relu_linear
 from gear_offline.loaders import static_batch
 from gear_offline.training.learner import Learner
-from gear_offline.training.model import ModelSizes
+from gear_offline.training.model import ModelSizes, data_sizes
 from tests.gpu_support import INDUCTOR, NEEDS_CUPY, ON_GPU, STEPS, losses
 from tests.image_support import image_columns
 from tests.support import make_dataset
@@ -45,9 +45,9 @@ def learner(
     ]
     recipe = load_recipe("paper", [*settings, *overrides])
     dataset = open_dataset(path)
-    states, actions = (dataset.spec[c].shape[:1] for c in ("observations", "actions"))
     torch.manual_seed(0)
     if sizes is None:
+        states, actions = (dataset.spec[c].shape[:1] for c in ("observations", "actions"))
         sizes = ModelSizes(state_dim=states[0], action_dim=actions[0], discrete=False)
     return Learner(recipe, sizes, dataset, torch.device("cuda"))
 
@@ -109,6 +109,29 @@ def test_resuming_goes_on(path: Path, selection: str) -> None:
     np.testing.assert_allclose(losses(second, STEPS - 25), expected, **TOLERANCE)
     if second.loader.loss_sampler is not None:
         assert second.loader.loss_sampler.updates == STEPS
+
+
+@INDUCTOR
+def test_a_camera_beside_a_state_is_trained_on(tmp_path: Path) -> None:
+    lengths = [30, 7, 44, 12]
+    columns = image_columns(sum(lengths), (84, 84, 3))
+    columns["camera"] = columns.pop("observations")
+    columns["state"] = np.random.default_rng(0).normal(size=(sum(lengths), 5)).astype(np.float32)
+    data = make_dataset(tmp_path, lengths, columns=columns)
+    names = ("camera", "state")
+    model = ("model.hidden_size=32", "model.layers=1", "model.action_tanh=false")
+    fixed = (f"loader.observations=[{','.join(names)}]", "loader.frame_stack=2", *model)
+    found = [
+        losses(learner(data.path, *fixed, *options, sizes=data_sizes(data, names)))
+        for options in (
+            ("train.graph=on", *EXACT),
+            ("train.graph=off", *EXACT),
+            ("train.graph=on", "train.compile=on", "train.precision=bf16", "model.dropout=0.0"),
+        )
+    ]
+    np.testing.assert_allclose(found[0][:20], found[1][:20], rtol=1e-2, atol=1e-4)
+    np.testing.assert_allclose(found[2][:20, 0], found[0][:20, 0], rtol=5e-2)
+    assert found[0][-1, 0] < found[0][0, 0]
 
 
 @INDUCTOR

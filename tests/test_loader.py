@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import BatchEncoding, Trainer, TrainingArguments
 
 from gear_offline.dataset.dataset import Dataset
-from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.loaders import rows as module
 from gear_offline.loaders.batch import Batch
@@ -32,6 +31,7 @@ from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.sampling import make_sampler
 from tests.image_support import image_columns
+from tests.one_process import open_ranks
 from tests.sampling_support import CASES, CONTEXT, IDS, facts, keys
 from tests.segment_oracle import expect, oracle_window, same_bits
 from tests.support import Patch, failing_code, hopper_columns, make_dataset, one_error
@@ -296,8 +296,7 @@ def test_a_batch_is_a_mapping_as_those_of_hugging_face(dataset: Dataset, tmp_pat
 def test_accelerate_is_not_given_the_first_ranks_share_alone(dataset: Dataset) -> None:
     """Its dispatcher reads the loader of one rank, and sends the others parts of that."""
     shape: dict[str, Any] = {"batch_size": 4, "context_length": 5, "device": "cpu"}
-    table, state = GearLoader(dataset, **shape).table, GradientState()
-    loader = GearLoader(dataset, **shape, table=table, world=World(nodes=(0, 0)))
+    loader, state = open_ranks(dataset, (0, 0), "auto", **shape)[0], GradientState()
     read = DataLoader(Wrapped(loader), batch_size=None)
     assert len(next(iter(read)).segments) == 2
     dispatcher = type("DataLoaderDispatcher", (), {"end_of_dataloader": False, "remainder": -1})()

@@ -1,5 +1,6 @@
 """The loader on a GPU: the bits of the CPU's batches, for every sampler, tier, side and task."""
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling import (
     CumulativeWeights,
+    PartWeights,
     Sampler,
-    Schedule,
     TaskPart,
     make_sampler,
     mix_tasks,
 )
+from gear_offline.tables.shared import is_known
+from gear_offline.tables.table import TableOptions
 from tests.gpu_support import NEEDS_CUPY, ON_GPU, capture, same, take
 from tests.image_support import image_columns
 from tests.one_process import open_ranks
@@ -54,7 +57,7 @@ def loaders(dataset: Any, tier: str = "auto", **options: Any) -> tuple[GearLoade
     """Return the loader under test, whose rows are in that tier, and one on the CPU."""
     options = {"batch_size": 33, "context_length": 8, "seed": 2**63 + 5, **options}
     cpu = GearLoader(dataset, device="cpu", **options)
-    half = cpu.table.row_bytes * dataset.episodes.steps // 2
+    half = cpu.rows.memory.row_bytes * dataset.episodes.steps // 2
     where: dict[str, Any] = {"hbm_budget": half} if tier == "both" else {"placement": tier}
     return GearLoader(dataset, device="cuda", engine="on", **where, **options), cpu
 
@@ -122,6 +125,21 @@ def test_stacks_of_frames(images: Any, padding: Padding, tier: str, stack: int) 
     same(next(off), cpu.batch_at(0))
 
 
+@SIDES
+@TIERS
+def test_several_columns_of_observations(tmp_path: Path, padding: Padding, tier: str) -> None:
+    steps, generator = sum(LENGTHS), np.random.default_rng(0)
+    columns = image_columns(steps, (36, 40, 3))
+    columns["camera"] = columns.pop("observations")
+    columns["depth"] = generator.random((steps, 3, 24, 20))  # floats of 64 bits are cast
+    columns["state"] = generator.normal(3.0, 2.0, (steps, 4)).astype(np.float32)
+    data = make_dataset(tmp_path, LENGTHS, columns=columns)
+    names: dict[str, Any] = {"observations": ["camera", "state", "depth"], "frame_stack": 2}
+    gpu, cpu = loaders(data, tier, padding=padding, normalize_states=True, **names)
+    assert set(next(cpu.__copy__()).states) == {"camera", "state", "depth"}
+    check(gpu, cpu, blocks=3, captured=5)
+
+
 @pytest.mark.parametrize("tier", ["hbm", "host"])
 @pytest.mark.parametrize("weights", [None, (1.0, 5.0, 0.5)])
 @pytest.mark.parametrize("scheduled", [False, True])
@@ -136,7 +154,7 @@ def test_several_tasks(
             TaskPart(name=task.name, sampler=make_sampler(name, task.dataset), weight=weight)
             for task, name, weight in zip(joint.tasks, names, weights, strict=True)
         ]
-        points = Schedule([0, 9], [[1.0, 0.0, 0.5], [0.2, 1.0, 0.0]])
+        points = PartWeights([0, 9], [[1.0, 0.0, 0.5], [0.2, 1.0, 0.0]])
         selection = mix_tasks(parts, points if scheduled else None)
     gpu, cpu = loaders(joint, tier, selection=selection)
     assert "tasks" in gpu.batch_at(0).model_inputs()
@@ -212,12 +230,17 @@ def test_without_an_engine_batches_are_copied_and_a_static_one_is_refused(datase
     same(next(off), next(gpu))
 
 
-def test_rows_that_the_gpu_holds_are_given_back(dataset: Any) -> None:
-    """The host's table was kept for life."""
-    gpu, cpu = loaders(dataset, "hbm")
-    assert gpu.table.owned_bytes == 0 < cpu.table.owned_bytes
-    both, _ = loaders(dataset, "both")
-    assert both.table.owned_bytes == cpu.table.owned_bytes
+def test_rows_that_the_gpu_holds_are_given_back(tmp_path: Path) -> None:
+    """The host has none of them, and a second loader reads no data and takes no GPU memory."""
+    own = make_dataset(tmp_path, LENGTHS)
+    options: dict[str, Any] = {"batch_size": 33, "context_length": 8, "device": "cuda"}
+    options["placement"] = "hbm"
+    first: Any = GearLoader(own, **options)
+    gc.collect()
+    assert not is_known(own, TableOptions(context_length=8))
+    assert all(len(each.group.rows) == 0 for each in first.rows.memory.groups)
+    second = GearLoader(own, **options, seed=3)
+    assert second.rows.memory is first.rows.memory
 
 
 def test_threads_that_have_not_used_the_gpu_before(dataset: Any) -> None:

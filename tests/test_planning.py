@@ -48,7 +48,7 @@ def test_parameters_and_rows_are_those_of_the_real_model_and_table(
     model = plan(recipe, workload, ONE_GPU)["model"]
     assert model["parameters"] == sum(p.numel() for p in learner.model.parameters())
     assert model["encoder_flops"] == 0.0
-    table = learner.loader.rows.table
+    table = learner.loader.rows.memory
     row = sum(group.width * group.dtype.itemsize for group in table.groups)
     assert workload.row_bytes == row
     assert workload.window_bytes == row * recipe.loader.context_length

@@ -59,7 +59,7 @@ def act(policy: Policy) -> np.ndarray[Any, Any]:
     policy.reset(5.0)
     for _ in range(8):
         seen: Any = generator.normal(size=(1, policy.state_dim))
-        if policy.frame_shape:
+        if policy.columns["observations"].frames:
             seen = generator.integers(0, 256, (1, *FRAME), np.uint8)
         actions.append(policy.act(seen)[0])
         policy.observe_reward([0.5])

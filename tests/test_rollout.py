@@ -13,7 +13,9 @@ from gear_offline.evaluation import rollout
 from gear_offline.evaluation.environments import probe
 from gear_offline.evaluation.rollout import ActingPolicy, Environments, Episodes, play_episodes
 from gear_offline.models.decision_transformer import build_model
+from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy import Policy
+from gear_offline.tables.fields import ObservedColumn
 from tests.evaluation_support import Constant, Remembering
 from tests.gpu_support import ON_GPU
 from tests.model_support import make
@@ -21,6 +23,12 @@ from tests.support import Patch, one_error
 
 FRAMES: dict[str, Any] = {"discrete": True, "action_tanh": False, "state_dim": 36 * 36}
 FRAMES |= {"frame_shape": (36, 36), "frame_stack": 2}
+COLUMNS: dict[str, Any] = {"frame_stack": 2, "encoder": "patch"}
+COLUMNS["observations"] = [
+    InputColumn(name="camera", shape=(3, 24, 18), frames="uint8"),
+    InputColumn(name="depth", shape=(18, 24, 1), frames="float32"),
+    InputColumn(name="state", shape=(4,)),
+]
 
 
 def play(
@@ -131,7 +139,7 @@ def test_what_goes_wrong_in_a_worker_is_raised_here() -> None:
 
 @pytest.mark.parametrize("graph", [True, False])
 @pytest.mark.parametrize(
-    "kind", [{}, {"discrete": True, "action_tanh": False}, {"goals": True}, FRAMES]
+    "kind", [{}, {"discrete": True, "action_tanh": False}, {"goals": True}, FRAMES, COLUMNS]
 )
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 def test_a_policy_on_a_gpu_acts_as_on_the_cpu(
@@ -139,6 +147,7 @@ def test_a_policy_on_a_gpu_acts_as_on_the_cpu(
 ) -> None:
     """Also where some act and others begin anew; on the CPU it is compared with a plain loop."""
     how: dict[str, Any] = {"state_mean": None, "state_std": None, "context_length": 4}
+    how["observations"] = [ObservedColumn(name=c.name) for c in kind.get("observations", ())]
     policies = [Policy(make(**kind), **how, returns_scale=1.0, device=d) for d in ("cpu", device)]
     if graph:
         policies[1].capture(5)
@@ -149,9 +158,13 @@ def test_a_policy_on_a_gpu_acts_as_on_the_cpu(
         asked: Any = generator.normal(size=len(begun))
         if "goals" in kind:
             asked = generator.normal(size=(len(begun), policies[0].state_dim))
-        seen: Any = generator.normal(size=(len(acting), policies[0].state_dim))
-        if policies[0].frame_shape:
-            seen = generator.integers(0, 256, (len(acting), *policies[0].frame_shape), np.uint8)
+        seen: Any = {}
+        for name, column in policies[0].columns.items():
+            shape = (len(acting), *column.shape)
+            seen[name] = generator.normal(size=shape).astype(np.float32)
+            if column.frames == "uint8":
+                seen[name] = generator.integers(0, 256, shape, np.uint8)
+        seen = seen if len(seen) > 1 else seen["observations"]
         actions = []
         for policy in policies:
             policy.reset(begun, asked)

@@ -17,8 +17,8 @@ from gear_offline.errors import InputError
 from gear_offline.sampling import (
     Facts,
     HostFunction,
+    PartWeights,
     Sampler,
-    Schedule,
     Segments,
     TaskPart,
     make_sampler,
@@ -245,7 +245,7 @@ def test_tasks(scheduled: bool) -> None:
         TaskPart(name=str(n), sampler=make(name, more, table), weight=float(n + 1))
         for n, (name, more, table) in enumerate(zip(names, options, lengths, strict=True))
     ]
-    joint = mix_tasks(tasks, Schedule([0], [[1.0, 2.0, 3.0]]) if scheduled else None)
+    joint = mix_tasks(tasks, PartWeights([0], [[1.0, 2.0, 3.0]]) if scheduled else None)
     flat, law = [n for table in lengths for n in table], dict[Key, float]()
     assert joint.index.lengths.tolist() == flat and joint.name == "tasks"
     for n, (name, more, table) in enumerate(zip(names, options, lengths, strict=True)):

@@ -142,7 +142,7 @@ def test_a_captured_step_reads_rows_of_other_nodes(
         for rank in open_ranks(dataset, (0, 1), "shard", **OPTIONS):
             segments: Any = rank.rows.segments
             engine = gpu_gather(
-                rank.table,
+                rank.rows.memory,
                 rank_batch=rank.rank_batch,
                 context_length=rank.context_length,
                 offsets=dataset.episodes.offsets,

@@ -23,7 +23,7 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.progress import Terminal
 from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.sweep import run as sweep_run
-from gear_offline.sweep.jobs import Job
+from gear_offline.sweep.jobs import Work
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.run import run_trials, sweep
@@ -175,20 +175,20 @@ def children() -> set[int]:
 
 
 def test_on_a_gpu_all_trials_share_it(recipe: Recipe, tmp_path: Path, monkeypatch: Patch) -> None:
-    asked: list[Job] = []
+    asked: list[Work] = []
 
-    def together(job: Job) -> None:
-        asked.append(job)
-        for trial in job.trials:
-            job.moved(trial, 20)
-            job.end(trial, GearError("MEMORY", "none") if trial.recipe.seed else None)
+    def together(work: Work) -> None:
+        asked.append(work)
+        for trial in work.trials:
+            work.moved(trial, 20)
+            work.end(trial, GearError("MEMORY", "none") if trial.recipe.seed else None)
 
     monkeypatch.setattr(sweep_run, "train_concurrently", together)
     monkeypatch.setattr(sweep_run, "resolve_device", lambda _: torch.device("cuda"))
     for exact in (False, True, False):
         result = sweep(recipe, seeds=3, out=tmp_path / "s", exact=exact, quiet=True)
     assert [one.status for one in result.trials] == ["open", "failed", "failed"]
-    assert [(job.parallel, job.exact) for job in asked] == [(3, False), (3, True), (3, True)]
+    assert [(work.parallel, work.exact) for work in asked] == [(3, False), (3, True), (3, True)]
     assert asked[0].folder == tmp_path / "s" / "runs"
     assert [trial.name for trial in asked[0].trials] == ["s0", "s1", "s2"]
 

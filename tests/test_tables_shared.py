@@ -1,11 +1,13 @@
 """One table a node, shared by real processes: private, the same pages, and gone with them."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, replace
-from functools import partial
+import weakref
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ import pytest
 import torch
 
 from gear_offline.core.system import available_bytes
-from gear_offline.dataset.dataset import Dataset
+from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.tables.shared import Handle, SharedMemory, SharedTables, share_table
+from gear_offline.tables.shared import Handle, PublishedTables, SharedMemory, share_table
 from gear_offline.tables.table import TableOptions, build_table
 from tests.segment_oracle import same_bits
 from tests.support import failing_code, make_dataset, one_error, run_python
@@ -39,14 +41,14 @@ ATTACH = """
 import json, sys
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.tables import shared
-from gear_offline.tables.shared import SharedTables
 real = shared.build_table
 def attach(*arguments, fill=True, **options):
     assert not fill, "it reads the table again"
     return real(*arguments, fill=fill, **options)
 shared.build_table = attach
-loader = {"context_length": 5, "gamma": 0.5}
-table = SharedTables(json.loads(sys.argv[2])).table(open_dataset(sys.argv[1]), loader)
+shared.attach_tables(sys.argv[2])
+options = shared.TableOptions(context_length=5, gamma=0.5)
+table = shared.get_table(open_dataset(sys.argv[1]), options)
 print(table.groups[0].rows.tobytes().hex())
 """
 
@@ -111,38 +113,44 @@ def test_a_shared_table_has_the_bits_of_a_private_one_in_one_copy(dataset: Datas
 
 
 def test_published_tables_are_attached_by_other_processes(dataset: Dataset) -> None:
-    tables = SharedTables(publish=True)
-    loader = {"context_length": 5, "gamma": 0.5}
-    table = tables.table(dataset, loader | {"batch_size": 9})
-    assert table is not None and tables.table(dataset, loader) is table
-    assert tables.table(dataset, loader | {"gamma": 1.0}) is not table
-    assert len(tables.handles()) == 2
-    other = run_python("-c", ATTACH, dataset.path, json.dumps(tables.handles()))
-    assert other.stdout.strip() == table.groups[0].rows.tobytes().hex(), other.stderr
-    assert asdict(Handle(**next(iter(tables.handles().values()))))["process"] == os.getpid()
+    published, loader = PublishedTables(), {"context_length": 5, "gamma": 0.5}
+    for more in ({"batch_size": 9}, {}, {"gamma": 1.0}, {"placement": "disk"}):
+        published.add(dataset, loader | more)
+    handles = json.loads(published.handles())
+    assert len(handles) == 2 and {h["process"] for h in handles.values()} == {os.getpid()}
+    other = run_python("-c", ATTACH, dataset.path, published.handles())
+    rows = build_table(dataset, TableOptions(**loader)).groups[0].rows  # type: ignore[arg-type]
+    assert other.stdout.strip() == rows.tobytes().hex(), other.stderr
 
 
-def test_loaders_of_one_table_give_the_batches_of_their_own(
+def test_loaders_of_equal_data_and_options_share_their_rows(
     dataset: Dataset, tmp_path: Path
 ) -> None:
+    """As long as one of them is there; a batch is that of a loader alone, whoever came before."""
     options: dict[str, Any] = {"context_length": 3, "device": "cpu", "batch_size": 5}
+    alone = GearLoader(dataset, seed=2, **options)
+    expected = next(alone).model_inputs()
+    del alone
+    gc.collect()
     first = GearLoader(dataset, seed=1, **options)
-    second = GearLoader(dataset, seed=2, table=first.table, **options)
-    assert second.table is first.table
-    alone = next(GearLoader(dataset, seed=2, **options)).model_inputs()
+    second = GearLoader(open_dataset(dataset.path), seed=2, **options)
+    assert second.rows.memory is first.rows.memory is copy(second).rows.memory
     for name, tensor in next(second).model_inputs().items():
-        assert torch.equal(tensor, alone[name])
-    other = make_dataset(tmp_path, [9, 8])
-    for source, span in ((other, 3), (dataset, 4)):
-        wrong = options | {"context_length": span, "table": first.table}
-        assert failing_code(lambda s=source, w=wrong: GearLoader(s, **w)) == "LOADER_OPTION"  # type: ignore[misc]
-    twin = make_dataset(tmp_path / "twin", dataset.episodes.lengths.tolist())  # equal lengths
-    gamma, disk = options | {"gamma": 0.5}, options | {"placement": "disk"}
-    for table, source, wanted in (
-        *((first.table, dataset, gamma), (first.table, twin, options)),
-        (GearLoader(dataset, **disk).table, dataset, options),
-    ):
-        call = partial(GearLoader, source, table=table, **wanted)
-        assert failing_code(call) == "LOADER_OPTION"
-    gone = options | {"table": first.table.without_rows()}  # as where a GPU holds them all
-    assert failing_code(lambda: GearLoader(dataset, **gone)) == "LOADER_OPTION"
+        assert torch.equal(tensor, expected[name])
+    twin = make_dataset(tmp_path / "twin", dataset.episodes.lengths.tolist(), seed=1)
+    extra = GearLoader(dataset, extra_columns=["timeouts"], **options)
+    others = [
+        extra,
+        GearLoader(twin, **options),
+        GearLoader(dataset, **options | {"gamma": 0.5}),
+        GearLoader(dataset, **options | {"context_length": 4}),
+        GearLoader(dataset, **options | {"returns_scale": 3.0}),
+        GearLoader(dataset, **options | {"normalize_states": True}),
+        GearLoader(dataset, **options | {"placement": "disk"}),
+    ]
+    assert len({id(each.rows.memory) for each in (first, *others)}) == 8
+    assert "timeouts" in next(extra)
+    rows = weakref.ref(first.rows.memory)
+    del first, second
+    gc.collect()
+    assert rows() is None

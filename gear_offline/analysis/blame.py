@@ -9,16 +9,15 @@ Shape legend: n batches, B windows of a batch, w windows of all of them, E episo
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from gear_offline.analysis.spikes import Spike, find_spikes, logged_losses
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.text import Document, short, typed
 from gear_offline.core.types import Int64Array
@@ -31,12 +30,8 @@ from gear_offline.runs.run import Run, open_run
 from gear_offline.sampling import Sampler
 from gear_offline.tables.joint import JointDataset, TableData
 from gear_offline.training.checkpoint import list_checkpoints, no_run, read_checkpoint
-from gear_offline.training.json_lines import read_records
 from gear_offline.training.trained import trained_model, typed_model
 
-BEFORE, LEAST = 20, 5  # records before one that it is compared with
-MADS = 6.0  # a spike is so many median absolute deviations above the median of those ...
-FLAT = 0.01  # ... each taken for this share of the median at least
 DATA, PART = 0.5, 0.1  # shares of a rise from which on it is due to the data, or in part
 SHOWN, NAMED = 10, 3  # episodes that are printed, and that are printed with their source
 DRAWS_AT_ONCE = 1 << 20
@@ -44,20 +39,6 @@ HEADINGS = ("episode", "return", "length", "drawn", "usual", "seen", "loss", "ad
 WINDOW = np.dtype(
     [("batch", "i8"), ("episode", "i8"), ("start", "i8"), ("loss", "f8"), ("steps", "i8")]
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spike:
-    """Records of metrics.jsonl, one after the other, whose loss is high."""
-
-    first: int  # batches
-    last: int
-    loss: float  # the highest one
-    usual: float  # median of the records before
-
-    def __str__(self) -> str:
-        times = f"{self.loss / self.usual:.3g} times the usual one" if self.usual else "usually 0"
-        return f"{self.first}..{self.last}: loss {self.loss:.3g}, {times}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,41 +99,6 @@ class Blame(Document):
             skip = str(self.without).replace(" ", "")
             command = f"gear-offline train {typed(self.run)} --checkpoint {self.checkpoint}"
             console.print(f"without these batches: {command} 'train.skip={skip}'")
-
-
-def find_spikes(run: Run | str | os.PathLike[str]) -> list[Spike]:
-    """Return the spikes of a run's logged loss, the highest first.
-
-    A record of metrics.jsonl belongs to a spike if its loss is above ``median + 6 MAD`` of the last
-    20 ordinary records, at least 5.  MAD is their median absolute deviation, or 1 % of the median
-    where that is more.  Records one after another are one spike.
-
-    Raises
-    ------
-    InputError
-        ``RUN_NOT_FOUND``, ``RUN_DAMAGED``.
-    """
-    spikes: list[Spike] = []
-    ordinary = deque[float](maxlen=BEFORE)
-    for first, last, loss in _logged(run if isinstance(run, Run) else open_run(run)):
-        usual = float(np.median(ordinary)) if len(ordinary) >= LEAST else np.inf
-        spread = float(np.median(np.abs(np.array(ordinary) - usual))) if ordinary else 0.0
-        if not loss > usual + MADS * max(spread, FLAT * abs(usual)):
-            ordinary.append(loss)
-        elif spikes and spikes[-1].last + 1 == first:
-            spikes[-1] = replace(spikes[-1], last=last, loss=max(loss, spikes[-1].loss))
-        else:
-            spikes.append(Spike(first=first, last=last, loss=loss, usual=usual))
-    return sorted(spikes, key=lambda spike: spike.usual - spike.loss)
-
-
-def _logged(run: Run, first: int = 0, last: float = np.inf) -> Iterator[tuple[int, int, float]]:
-    """Yield first and last batch, and the loss, of each record with batches from `first` on."""
-    records, batch_of = read_records(run.path / "metrics.jsonl"), run.recipe.train.batch_of
-    for before, now in pairwise([{"step": 0}, *records]):
-        begin, end = batch_of(before["step"]), batch_of(now["step"] - 1)
-        if now.get("loss") is not None and begin <= last and end >= first:
-            yield begin, end, float(now["loss"])
 
 
 def blame(
@@ -233,7 +179,7 @@ def blame(
     spike = next((s for s in find_spikes(opened) if s.first <= last and s.last >= first), None)
     explained = None
     if spike is not None:  # sums over batches: a record may have more of them than are asked for
-        near = _logged(opened, first, last)
+        near = logged_losses(opened, first, last)
         rise = sum((logged - spike.usual) * (end + 1 - begin) for begin, end, logged in near)
         explained = float(np.clip((loss - usual) * len(batches) / max(rise, 1e-30), 0, 1))
     return Blame(

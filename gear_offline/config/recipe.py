@@ -75,11 +75,11 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> Self:
-        if problems := list(self._problems()):
+        if problems := list(self._conflicts()):
             raise ValueError("; ".join(problems))
         return self
 
-    def _problems(self) -> Iterator[str]:
+    def _conflicts(self) -> Iterator[str]:
         model, loader, train = self.model, self.loader, self.train
         yield from model.problems()
         if loader.batch_size % train.accumulate:
@@ -104,6 +104,8 @@ class Recipe(Section):
                 )
         if loader.goals is not None and self.data.tasks:
             yield "loader.goals and data.tasks exclude each other: goals are states of one dataset"
+        if self.data.tasks and loader.observations != ("observations",):
+            yield "data.tasks share the column observations: leave loader.observations out"
         if loader.goals is not None and every is not None:
             yield "loader.goals and data.admit_every exclude each other: goals need fixed data"
         for leaf in OF_TASK if self.data.tasks else ():

@@ -72,6 +72,7 @@ Road = Literal["auto", "nccl", "rdma", "gloo"]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 Range = Annotated[tuple[Count, Count], Field(strict=False)]
+Columns = Annotated[tuple[Text, ...], Field(min_length=1, strict=False), Listed]
 Targets = Annotated[
     Annotated[tuple[float, ...], Field(strict=False)] | None, BeforeValidator(target_list), Listed
 ]
@@ -223,7 +224,7 @@ class DataSettings(Section):
     """Directory of GEAR shards, relative to the current directory, or hub:USER/NAME."""
     source: Place | None = None
     """Source to convert into `path` if that does not exist: a file, d4rl:, minari: or hub:NAME."""
-    columns: Annotated[tuple[Text, ...], Field(min_length=1, strict=False), Listed] | None = None
+    columns: Columns | None = None
     """Columns to convert; null: all."""
     collect: CollectSettings | None = None
     """Data to record and convert into `path` if that does not exist, instead of `source`."""
@@ -311,8 +312,10 @@ class LoaderSettings(Section):
     """Segments in a batch (B)."""
     context_length: Annotated[Whole, Field(ge=1, le=65_536)] = 20
     """Steps in a segment (K)."""
+    observations: Columns = ("observations",)
+    """Columns that make up an observation, frames and vectors: [camera, state]."""
     frame_stack: Annotated[int, Field(ge=1, le=64)] = 1
-    """Frames that make up a state, for data with one image a step."""
+    """Frames of each column of single frames that make up a state."""
     padding: Literal["right", "left"] = "right"
     """Side on which segments shorter than K are filled up."""
     gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
@@ -335,6 +338,14 @@ class LoaderSettings(Section):
     """With several nodes: each holds all, or its shards; auto: its shards where all do not fit."""
     exchange: Road = "auto"
     """Rows of other nodes: from GPU to GPU, by RDMA reads, by gloo; auto: the first that works."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(set(self.observations)) < len(self.observations):
+            raise ValueError(f"observations names a column twice: {', '.join(self.observations)}")
+        if len(self.observations) > 1 and self.goals is not None:
+            raise ValueError("goals are states of one column: name one in observations")
+        return self
 
 
 class ModelSettings(Section):

@@ -143,7 +143,7 @@ class GrowingDataset(Closing):
         step: int,
         *,
         may_admit: Callable[[int, int], bool] = lambda episodes, behind: True,
-        missing: Callable[[Dataset], str] = lambda dataset: "",
+        missing: Callable[[Dataset], str | None] = lambda dataset: None,
         timeout: float = 0.0,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> Dataset:

@@ -131,6 +131,8 @@ class TableSpec:
         remedy = f"columns here: {', '.join(names)}"
         if parts := "+".join(n for n in names if n.startswith(f"{name}/")):
             remedy += f"; to put its parts together, convert with --columns {name}={parts}"
+        if name == "observations":
+            remedy += "; name one or more of them: loader.observations=[COLUMN, ...]"
         raise InputError("COLUMN", f"no column {name!r}", remedy=remedy)
 
 

@@ -374,8 +374,8 @@ def is_atari(environment_id: str) -> bool:
     return environment_id.startswith("ALE/")
 
 
-def unregistered(name: str) -> str:
-    """Return what Gymnasium says of a `name` that it does not know; empty if it does.
+def unregistered(name: str) -> str | None:
+    """Return the words of Gymnasium about a `name` that it does not know.
 
     Of an id that names a module to import nothing is known, nor of Atari without its package.
     """
@@ -388,7 +388,7 @@ def unregistered(name: str) -> str:
         return f"Gymnasium: {first_line(error).rstrip('.')}"
     except ImportError:
         pass
-    return ""
+    return None
 
 
 def versioned_id(name: str) -> str:

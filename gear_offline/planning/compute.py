@@ -121,11 +121,11 @@ def model_size(recipe: Recipe, sizes: ModelSizes) -> tuple[int, float]:
         model = recipe_model(recipe, sizes)
     encoding = 0.0
     if isinstance(encoder := getattr(model, "frame_encoder", None), torch.nn.Module):
-        stack = (recipe.loader.frame_stack,) if recipe.loader.frame_stack > 1 else ()
         encoder.to_empty(device="cpu")
-        frames = torch.zeros(1, 1, *stack, *sizes.frame_shape, dtype=torch.uint8)
+        columns = model.facts.columns
+        states = {c.name: torch.zeros(1, 1, *[c.stack] * (c.stack > 1), *c.shape) for c in columns}
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            encoder(frames)
+            encoder(states if sizes.observations else states[""])
         encoding = float(counter.get_total_flops())
     return sum(p.numel() for p in model.parameters()), encoding
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from rich.table import Table
-from scipy.stats import binom
+from scipy.special import bdtrc
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.text import count_text, size_text
@@ -214,9 +214,11 @@ def crossing_share(shares: Sequence[float], batch: int) -> float:
     A node works on ``batch / D`` segments, and what is drawn beyond that from its shards moves.
     `shares`, (D,), sum 1: how often each node's shards are drawn from.
     """
+    # the mean of what is drawn beyond c: of binomial X, E[X; X > c] is n s P(X' >= c), X' of n - 1
     capacity = batch // len(shares)
-    drawn = np.arange(capacity + 1, batch + 1)
-    return sum(float(binom.pmf(drawn, batch, s) @ (drawn - capacity)) for s in shares) / batch
+    drawn = (batch * s * bdtrc(capacity - 1, batch - 1, s) for s in shares)
+    beyond = (capacity * bdtrc(capacity, batch, s) for s in shares)
+    return float(sum(drawn) - sum(beyond)) / batch
 
 
 def print_plan(document: Mapping[str, Any]) -> None:

@@ -100,6 +100,7 @@ def make_workload(
     if data_bytes is not None:
         text = f"{text}, taken for {data_bytes:,} bytes in memory"
     scale = 1.0 if data_bytes is None else data_bytes / here
+    choices = DISCRETE_ACTIONS if described else None
     # a dataset taken for a larger one has its shards several times, each of about SHARD_BYTES
     times = max(min(int(here * scale // SHARD_BYTES), MOST_SHARDS) // len(shares), 1)
     return Workload(
@@ -111,7 +112,7 @@ def make_workload(
         row_bytes=rows,
         window_bytes=window,
         reads=len(groups),
-        sizes=data_sizes(source, choices=DISCRETE_ACTIONS if described else None),
+        sizes=data_sizes(source, loader.observations, choices=choices),
         longest=int(source.episodes.lengths.max()),
         learns=learns,
     )

@@ -26,7 +26,6 @@ from gear_offline.evaluation.play import (
 )
 from gear_offline.evaluation.video import check_video, write_videos
 from gear_offline.progress import Terminal
-from gear_offline.runs.report import write_report
 from gear_offline.training.records import EvaluationReport
 from gear_offline.training.seeding import torch_threads
 from gear_offline.training.trained import TrainedModel, find_trained
@@ -175,6 +174,8 @@ def _chosen_tasks(
 
 def _keep(report: EvaluationReport, home: Path, shown: Path, quiet: bool) -> None:
     """Write the result and the run's report; what was played is not lost if that fails."""
+    from gear_offline.runs.report import write_report  # matplotlib takes half a second
+
     try:
         place, kept = home / "evaluation.json", None
         if place.is_file():

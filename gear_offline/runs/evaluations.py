@@ -137,7 +137,7 @@ class RunEvaluations(Closing):
         self._queue: dict[int, _Waiting] = {}  # by step, ascending
         self._polled = 0.0
         file = run.path / "evaluations.jsonl"
-        self.recorded = read_lines(file, EvaluationReport)
+        self.recorded = list(read_lines(file, EvaluationReport))
         self._file = AppendedFile(file)
 
     @property

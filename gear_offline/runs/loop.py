@@ -32,7 +32,6 @@ from gear_offline.runs.run import Run
 from gear_offline.runs.trackers import trackings
 from gear_offline.runs.writer import RunWriter
 from gear_offline.tables.joint import TableData
-from gear_offline.tables.shared import SharedTables
 from gear_offline.training.checkpoint import Keep, remove_partial
 from gear_offline.training.gradients import check_micro_batches
 from gear_offline.training.learner import Learner
@@ -55,7 +54,6 @@ class Shared:
     """Objects that the runs of one process share; a run alone has its own."""
 
     stop: StopRequest | None = None
-    tables: SharedTables | None = None
     runs: int = 1  # that share the cores which training leaves to evaluations
 
 
@@ -66,7 +64,6 @@ def train_run(
     resume: bool = False,
     start: Path | None = None,
     quiet: bool = False,
-    tables: SharedTables | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Path:
     """Train a run and return its directory; `gear_offline.runs.train.train` is the public door.
@@ -99,7 +96,6 @@ def train_run(
             world=world,
             start=start,
             callbacks=callbacks,
-            shared=Shared(tables=tables),
             quiet=quiet,
         )
         with beginning as run:
@@ -145,9 +141,7 @@ def begin_run(
         if growing is not None:
             held.enter_context(growing)
         torch.manual_seed(recipe.seed)
-        learner = Learner(
-            recipe, sizes, dataset, device, world=world, tables=shared.tables, growing=growing
-        )
+        learner = Learner(recipe, sizes, dataset, device, world=world, growing=growing)
         held.callback(learner.release)
         own = [*trackings(recipe.train), *callbacks] if world.is_first else ()
         listeners = held.enter_context(Callbacks(run, own))

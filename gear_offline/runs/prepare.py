@@ -47,7 +47,7 @@ from gear_offline.runs.directory import going_on, recipe_before
 from gear_offline.sampling.items import HAVE_PRIORITY, episode_priorities
 from gear_offline.sources import open_source
 from gear_offline.sources.uri import was_read_from
-from gear_offline.tables.fields import STATES, is_image, standard_fields
+from gear_offline.tables.fields import is_image, standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData
 from gear_offline.tables.table import TableOptions, build_table, discounted_returns
 from gear_offline.training.cost import cpu_threads, is_compiled
@@ -266,6 +266,7 @@ def _resolve_tasks(
         action_dim=max(own.action_dim for own in sizes),
         discrete=any(own.discrete for own in sizes),
         frame_shape=sizes[0].frame_shape,
+        frame_dtype=sizes[0].frame_dtype,
         tasks=tuple(tasks),
     )
     options["model"]["max_timestep"] = max(single.model.max_timestep or 0 for single in singles)
@@ -291,14 +292,16 @@ def _model_task(task: Part, sizes: ModelSizes, *, normalized: bool) -> ModelTask
 
 def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Recipe, ModelSizes]:
     goals = recipe.loader.goals is not None
-    if goals and is_image(dataset.spec[STATES]):
+    observed = recipe.loader.observations
+    if goals and is_image(dataset.spec[observed[0]]):
         what, remedy = "goals are vectors, and the data are frames", "use loader.goals=null"
         raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
     if "rewards" not in dataset.spec and not goals and recipe.model.asks_returns:
         what = f"the data have no rewards, and model.kind={recipe.model.kind} is asked for returns"
         remedy = "give it goals (loader.goals={future: 1.0}), or add a column rewards to the source"
         raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
-    sizes, environment = data_sizes(dataset), recipe.evaluate.environment or dataset.environment_id
+    sizes = data_sizes(dataset, observed)
+    environment = recipe.evaluate.environment or dataset.environment_id
     longest, plays = int(dataset.episodes.lengths.max()), recipe.evaluate.episodes > 0
     if plays:
         resolve_device(recipe.evaluate.device, where="evaluate.device")
@@ -344,7 +347,8 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
     if recipe.train.init is not None:
         start = find_trained(recipe.train.init)
         changes["loader.returns_scale"] = start.window.returns_scale
-        changes["loader.normalize_states"] = start.window.state_mean is not None
+        normalized = any(column.state_mean for column in start.window.columns)
+        changes["loader.normalize_states"] = normalized
         if recipe.model.max_timestep is None:
             changes["model.max_timestep"] = start.model.facts.max_timestep
     elif recipe.model.max_timestep is None:
@@ -405,8 +409,9 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
         dataset,
         normalize_states=loader.normalize_states,
         frame_stack=loader.frame_stack,
+        observations=loader.observations,
     )
-    for name in ("observations", "actions", "rewards"):
+    for name in (*loader.observations, "actions", "rewards"):
         if name not in dataset.statistics:
             continue
         values, where = dataset.statistics[name], f"column {name} of {path}"
@@ -440,7 +445,10 @@ def _check_memory(recipe: Recipe, sizes: ModelSizes) -> None:
     # of the blocks and of the timesteps' embedding; a few rows more do not matter
     weights = (12 * layers * size + (model.max_timestep or 0)) * size
     # the columns, and the tokens of each step once; pixels are bytes
-    state = sizes.state_dim // 4 if sizes.frame_shape else sizes.state_dim
+    frames = sizes.frame_dtype == "uint8" and sizes.frame_shape
+    state = sizes.state_dim // 4 if frames else sizes.state_dim
+    for column in sizes.observations:
+        state -= column.size * 3 // 4 if column.frames == "uint8" else 0
     batch = loader.batch_size * loader.context_length * (state + sizes.action_dim + tokens * size)
     needed, available = 4 * max(weights, batch), available_bytes()
     if needed > available:

@@ -55,13 +55,13 @@ def write_report(run: str | os.PathLike[str]) -> Path:
     """Write the plots and ``report.md`` of a run directory and return the report's path."""
     run = Path(run)
     recipe = load_recipe(run / "recipe.yaml") if (run / "recipe.yaml").is_file() else None
-    metrics = read_lines(run / "metrics.jsonl", MetricsRecord)
-    evaluations = read_lines(run / "evaluations.jsonl", EvaluationReport)
-    evaluations = [evaluation for evaluation in evaluations if evaluation.error is None]
+    logged = {line.step: line.loss for line in read_lines(run / "metrics.jsonl", MetricsRecord)}
+    played = read_lines(run / "evaluations.jsonl", EvaluationReport)
+    evaluations = [evaluation for evaluation in played if evaluation.error is None]
     written = read_document(run / "evaluation.json", EvaluationReport)
     known = [r for r in (written, *evaluations) if r is not None]
     final = max(known, key=lambda r: r.step or 0, default=None)  # of equals what was written
-    if recipe is None and not metrics and final is None:
+    if recipe is None and not logged and final is None:
         what, remedy = "nothing here to report on", "give the directory of a run"
         raise InputError("RUN_NOT_FOUND", what, where=str(run), remedy=remedy)
     results: Mapping[str, TaskResult | None] = (final and final.named) or {"": final}
@@ -71,7 +71,7 @@ def write_report(run: str | os.PathLike[str]) -> Path:
     sections = [
         _section(run, final, name, result, datasets[name]) for name, result in results.items()
     ]
-    losses = {record.step: record.loss for record in metrics if record.loss is not None}
+    losses = {step: loss for step, loss in logged.items() if loss is not None}
     curve = "plots/learning_curve.png" if losses else None
     if curve is not None:
         _plot_learning_curve(run / curve, losses, evaluations)
@@ -80,7 +80,7 @@ def write_report(run: str | os.PathLike[str]) -> Path:
         interval=_interval,
         name=run.name,
         recipe=recipe,
-        metrics=metrics,
+        steps=next(reversed(logged), None),
         evaluations=evaluations,
         final=final,
         sections=sections,

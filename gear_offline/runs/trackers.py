@@ -26,8 +26,8 @@ from gear_offline.runs.callbacks import Callback
 from gear_offline.runs.checks import check_trackers
 from gear_offline.runs.directory import RunDirectory
 from gear_offline.runs.run import Run, open_run
-from gear_offline.training.json_lines import AppendedFile, read_records
-from gear_offline.training.records import EvaluationReport, MetricsRecord, read_lines
+from gear_offline.training.json_lines import AppendedFile, iter_records
+from gear_offline.training.records import EvaluationReport, MetricsRecord
 
 __all__ = ["sync"]
 
@@ -165,8 +165,8 @@ class Tracking(Callback):
         """Open the tracker and send what it lacks of the run's files."""
         self._tracker = TRACKERS[self._name](run, self._project)
         for kind, (file, line) in FILES.items():
-            read_lines(run.path / file, line)  # refuses what is no such line
-            for record in read_records(run.path / file):
+            for record in iter_records(run.path / file):
+                line.model_validate(record)  # refuses what is no such line
                 self._show(kind, record["step"], record)
 
     def _show(self, kind: str, step: int, record: Mapping[str, Any]) -> None:

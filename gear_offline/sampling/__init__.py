@@ -8,12 +8,11 @@ Reverb's tables.  docs/reference/strategies.md describes them.
 from gear_offline.kernels.draws import Segments as Segments
 from gear_offline.sampling import strategies as strategies
 from gear_offline.sampling.draws import CumulativeWeights as CumulativeWeights
+from gear_offline.sampling.draws import Facts as Facts
 from gear_offline.sampling.draws import HostFunction as HostFunction
 from gear_offline.sampling.draws import Prioritized as Prioritized
 from gear_offline.sampling.draws import Sampler as Sampler
-from gear_offline.sampling.draws import check_range as check_range
-from gear_offline.sampling.facts import Facts as Facts
-from gear_offline.sampling.mixture import Schedule as Schedule
+from gear_offline.sampling.mixture import PartWeights as PartWeights
 from gear_offline.sampling.mixture import TaskPart as TaskPart
 from gear_offline.sampling.mixture import mix_tasks as mix_tasks
 from gear_offline.sampling.registry import find_strategy as find_strategy

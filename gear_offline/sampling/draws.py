@@ -13,19 +13,25 @@ Shape legend: E episodes, N steps, T steps of one episode, B slots of a batch, n
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
 from gear_offline.config.sections import NotNegative, Positive, PositiveFloat
-from gear_offline.core.types import BoolArray, Float32Array, Float64Array, Int64Array, UInt64Array
+from gear_offline.core.types import (
+    Array,
+    BoolArray,
+    Float32Array,
+    Float64Array,
+    Int64Array,
+    UInt64Array,
+)
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.draws import (
@@ -33,13 +39,14 @@ from gear_offline.kernels.draws import (
     PRIORITIES,
     WEIGHTS,
     GpuDraw,
-    GuidedSearch,
+    KeyedOrder,
     Segments,
+    StepLocator,
     bounded,
-    draws,
+    check_range,
+    places,
+    slot_draws,
 )
-from gear_offline.sampling.facts import Facts
-from gear_offline.sampling.keyed_order import KeyedOrder, places
 from gear_offline.sampling.masses import (
     HostPriorities,
     WeightedChoice,
@@ -52,12 +59,52 @@ if TYPE_CHECKING:
 
     from gear_offline.kernels.priorities import DevicePriorities
 
-# Streams of random numbers of one seed; `keyed_order` has number 3.
-SELECTION_STREAM = 0  # the segment of a slot
-PART_STREAM = 1  # which part of a mixture a slot takes
-ROTATION_STREAM = 2  # which stratum a step begins with
-GOAL_STREAM = 4  # of goals by hindsight
-REMOVER_STREAM = 5  # when an episode's turn comes to be removed
+
+class EpisodeData(Protocol):
+    """A dataset, several for one table, or `Facts`."""
+
+    @property
+    def episodes(self) -> EpisodeIndex: ...
+    @property
+    def returns(self) -> Float64Array | None: ...
+    @property
+    def terminated(self) -> BoolArray | None: ...
+    @property
+    def column(self) -> Callable[[str], Array] | None: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Facts:
+    """The facts of data and windows that a strategy may use; None: not known."""
+
+    episodes: EpisodeIndex
+    returns: Float64Array | None = None  # (E,) undiscounted sum of rewards of each episode
+    terminated: BoolArray | None = None  # (E,) True if the environment ended the episode
+    column: Callable[[str], Array] | None = None  # reads a column by its name, (N, *shape)
+    context_length: int | None = None  # K of the loader
+    kept: BoolArray | None = None  # (E,) what a table of limited size has; None: everything
+
+    def need(self, name: Literal["returns", "terminated", "column", "context_length"]) -> Any:
+        """Return a fact that the strategy needs."""
+        value = getattr(self, name)
+        if value is None:
+            what = f"the strategy needs {name.replace('_', ' ')}"
+            remedy = "pass a dataset, and context_length=K where the strategy depends on it"
+            raise InputError("SELECTION", what, remedy=remedy)
+        return value
+
+    def of_kept(self) -> Facts:
+        """Return the facts of the kept episodes alone."""
+        kept, column = self.kept, self.column
+        assert kept is not None, "the table has everything"
+        rows = np.repeat(kept, self.episodes.lengths)
+        return Facts(
+            episodes=EpisodeIndex(self.episodes.lengths[kept]),
+            returns=None if self.returns is None else self.returns[kept],
+            terminated=None if self.terminated is None else self.terminated[kept],
+            column=None if column is None else lambda name: column(name)[rows],
+            context_length=self.context_length,
+        )
 
 
 class Sampler(ABC):
@@ -444,46 +491,6 @@ def any_start_density(
 ) -> Float64Array:
     """Return the probability of segments that `any_start` returns."""
     return np.asarray(weight[segments.episodes] / index.lengths[segments.episodes])
-
-
-def check_range(seed: int, first_step: int, steps: int, count: int) -> None:
-    """Refuse a seed, steps or slots that are out of range."""
-    numbers = all(hasattr(value, "__index__") for value in (first_step, steps))
-    last = operator.index(first_step) + operator.index(steps) if numbers else 0
-    for what, value, low, high in (
-        ("seed", seed, 0, 1 << 64),
-        ("step", first_step, 0, 1 << 63),
-        ("last step", last, 0, 1 << 63),
-        ("steps", steps, 0, 1 << 32),
-        ("batch size", count, 1, (1 << 32) + 1),
-    ):
-        if not (hasattr(value, "__index__") and low <= operator.index(value) < high):
-            remedy = f"use an integer in [{low}, {high})"
-            raise InputError("SELECTION", f"{what} {value} is out of range", remedy=remedy)
-
-
-def slot_draws(
-    seed: int, first_step: int, steps: int, count: int, *, stream: int = SELECTION_STREAM
-) -> tuple[UInt64Array, UInt64Array]:
-    """Return the two numbers of each slot, both (steps, count) uint64."""
-    check_range(seed, first_step, steps, count)
-    return draws(seed=seed, stream=stream, first_step=first_step, steps=steps, count=count)
-
-
-class StepLocator:
-    """Finds the episode and the start of steps of the table."""
-
-    def __init__(self, index: EpisodeIndex) -> None:
-        self._offsets = index.offsets
-        self.search = GuidedSearch(
-            index.offsets[1:].view(np.uint64),
-            last=index.episodes - 1,
-            bits=index.steps.bit_length(),
-        )
-
-    def __call__(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
-        episodes = self.search.find(rows.view(np.uint64))
-        return episodes, rows - self._offsets[episodes]
 
 
 @dataclass(frozen=True, kw_only=True)

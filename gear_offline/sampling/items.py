@@ -23,14 +23,8 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array, UInt64Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
-from gear_offline.kernels.draws import Segments, bounded
-from gear_offline.sampling.draws import (
-    REMOVER_STREAM,
-    CumulativeWeights,
-    HostFunction,
-    Sampler,
-    slot_draws,
-)
+from gear_offline.kernels.draws import REMOVER_STREAM, Segments, bounded, slot_draws
+from gear_offline.sampling.draws import CumulativeWeights, HostFunction, Sampler
 from gear_offline.sampling.masses import HostPriorities
 
 HAVE_PRIORITY = ("min_heap", "max_heap", "prioritized")  # removers that look at it
@@ -252,13 +246,13 @@ class Items:
         """
         if not self._min_size or self.may_insert(episodes, behind):
             return True
-        return bool(self._lacking(behind))
+        return self._lacking(behind) is not None
 
-    def missing(self) -> str:
-        """Return the episodes that the coming draws wait for, "3 episodes (why)", or nothing."""
-        return self._lacking() if self._min_size else ""
+    def missing(self) -> str | None:
+        """Return the episodes that the coming draws wait for, "3 episodes (why)", if any."""
+        return self._lacking() if self._min_size else None
 
-    def _lacking(self, behind: int = 0) -> str:
+    def _lacking(self, behind: int = 0) -> str | None:
         """Return the missing episodes, as text, when `behind` more have come."""
         drawable, most = self._drawable, self._data.max_times_sampled
         size, inserted = int(drawable.sum()) + behind, self._inserted + behind
@@ -274,7 +268,7 @@ class Items:
             if draws > 0:
                 why = f"max_times_sampled {most}"
                 return f"{count_text(math.ceil(draws / most), 'episode')} ({why})"
-        return ""
+        return None
 
     def state(self, step: int) -> dict[str, Array]:
         """Return the state from which a run resumes at `step`, where draws are counted."""

@@ -20,16 +20,8 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from gear_offline.config.sections import Count
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
-from gear_offline.kernels.draws import Segments
-from gear_offline.sampling.draws import (
-    PART_STREAM,
-    CumulativeWeights,
-    HostFunction,
-    Sampler,
-    slot_draws,
-    spread,
-)
-from gear_offline.sampling.facts import Facts
+from gear_offline.kernels.draws import PART_STREAM, Segments, slot_draws
+from gear_offline.sampling.draws import CumulativeWeights, Facts, HostFunction, Sampler, spread
 from gear_offline.sampling.masses import WHOLE, integer_masses
 from gear_offline.sampling.registry import build_sampler, find_strategy, parse_options, strategy
 
@@ -49,7 +41,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PartWeights:
     """Weights of the parts over steps.
 
     The cumulative masses change linearly between two points, in integers; beyond them they stay.
@@ -106,12 +98,12 @@ def mixture(
     """A mixture of strategies with their options, each with a weight unless there is a schedule."""
     samplers = [build_sampler(part["strategy"], facts, _options_of(part)) for part in parts]
     if schedule is None:
-        return mix(samplers, Schedule([0], [[part["weight"] for part in parts]]))
+        return mix(samplers, PartWeights([0], [[part["weight"] for part in parts]]))
     points: Any = schedule  # as `model_dump` gives them
-    return mix(samplers, Schedule([p["step"] for p in points], [p["weights"] for p in points]))
+    return mix(samplers, PartWeights([p["step"] for p in points], [p["weights"] for p in points]))
 
 
-def mix(parts: Sequence[Sampler], schedule: Schedule) -> Sampler:
+def mix(parts: Sequence[Sampler], schedule: PartWeights) -> Sampler:
     """Return a sampler each slot of which draws a part by weight, then takes that part's segment.
 
     The probability of a segment is the weighted mean of what all parts say of it.
@@ -146,7 +138,7 @@ class _Mixed:
     """A mixture that the host draws."""
 
     parts: tuple[Sampler, ...]
-    schedule: Schedule
+    schedule: PartWeights
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
         first, _ = slot_draws(seed, first_step, steps, count, stream=PART_STREAM)
@@ -181,7 +173,7 @@ class TaskPart:
     weight: float = 1.0  # at least 0; not looked at where there is a schedule
 
 
-def mix_tasks(tasks: Sequence[TaskPart], schedule: Schedule | None = None) -> Sampler:
+def mix_tasks(tasks: Sequence[TaskPart], schedule: PartWeights | None = None) -> Sampler:
     """Return the sampler of a joint table of tasks, in their order; of one task that task's own.
 
     It refuses samplers that do not treat slots and steps alike: slots of other tasks would be
@@ -202,7 +194,7 @@ def mix_tasks(tasks: Sequence[TaskPart], schedule: Schedule | None = None) -> Sa
         spread(own, np.arange(first, end), index)
         for own, (first, end) in zip(samplers, pairwise(firsts), strict=True)
     ]
-    mixed = mix(joint, schedule or Schedule([0], [[task.weight for task in tasks]]))
+    mixed = mix(joint, schedule or PartWeights([0], [[task.weight for task in tasks]]))
     parts = [
         {"task": task.name, "strategy": own.name, "options": own.options}
         | ({"weight": task.weight} if schedule is None else {})

@@ -24,8 +24,7 @@ from gear_offline.core.text import plain
 from gear_offline.core.types import BoolArray
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
-from gear_offline.sampling.draws import CumulativeWeights, Sampler, spread
-from gear_offline.sampling.facts import EpisodeData, Facts
+from gear_offline.sampling.draws import CumulativeWeights, EpisodeData, Facts, Sampler, spread
 
 Drawn = npt.ArrayLike | Sampler  # (E,) weights of the episodes, or any sampler
 Function = TypeVar("Function", bound=Callable[..., Drawn])

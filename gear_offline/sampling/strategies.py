@@ -21,22 +21,26 @@ from gear_offline.config.sections import Positive, PositiveFloat, Text, Whole
 from gear_offline.core.types import Array, Float64Array, Int64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
-from gear_offline.kernels.draws import Segments, bounded
-from gear_offline.sampling.draws import (
+from gear_offline.kernels.draws import (
     ROTATION_STREAM,
+    KeyedOrder,
+    Segments,
+    StepLocator,
+    bounded,
+    check_range,
+    places,
+    slot_draws,
+)
+from gear_offline.sampling.draws import (
     CumulativeWeights,
+    Facts,
     HostFunction,
     KeyedPermutation,
     Prioritized,
     Sampler,
-    StepLocator,
     any_start,
     any_start_density,
-    check_range,
-    slot_draws,
 )
-from gear_offline.sampling.facts import Facts
-from gear_offline.sampling.keyed_order import KeyedOrder, places
 from gear_offline.sampling.masses import WeightedChoice
 from gear_offline.sampling.registry import strategy
 

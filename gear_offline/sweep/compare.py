@@ -18,7 +18,7 @@ from gear_offline.errors import InputError, given_path
 from gear_offline.progress import Printed, Terminal
 from gear_offline.runs.run import Run, open_run
 from gear_offline.sweep.report import plot_curves
-from gear_offline.sweep.results import Table, TrialResult, make_table, read_result
+from gear_offline.sweep.results import SeedTable, TrialResult, make_table, read_result
 from gear_offline.sweep.trials import SweepDirectory, Trial, settings_label, trial_name
 from gear_offline.training.json_lines import last_record
 
@@ -32,7 +32,7 @@ NO_SETTINGS = ("name", "description", "seed", "train.threads")
 class RunComparison(Printed, Document):
     """The results of runs, side by side; prints as a table."""
 
-    table: Table  # a row a setting, over its seeds, the best one first
+    table: SeedTable  # a row a setting, over its seeds, the best one first
     runs: dict[str, str]  # path of each run, and the setting that it is of
     environments: dict[str, tuple[str, ...]]  # names of runs by where they were evaluated
     plot: Path | None  # the picture of the curves, if one was asked for

@@ -24,13 +24,13 @@ from gear_offline.core.system import torch_alone
 from gear_offline.distributed.world import current
 from gear_offline.errors import GearError
 from gear_offline.loaders.from_recipe import recipe_sampler
+from gear_offline.loaders.rows import MemoryRows
 from gear_offline.runs.directory import RunDirectory
 from gear_offline.runs.loop import LiveRun, Shared, TrainingInterrupted, begin_run, run_settings
 from gear_offline.runs.prepare import resolve, settle
 from gear_offline.runs.run import Run
-from gear_offline.sweep.jobs import Job, run_errors
+from gear_offline.sweep.jobs import Work, run_errors
 from gear_offline.sweep.trials import Trial
-from gear_offline.tables.shared import SharedTables
 from gear_offline.training.learner import Learner
 from gear_offline.training.stack import Stack, stack_key, why_not_stacked
 
@@ -41,35 +41,35 @@ PAUSE_SECONDS = 0.002  # of the host when every run waits for something
 MEMORY_SPARE = 1.25  # a further run begins if so many times what one takes is free
 
 
-def train_concurrently(job: Job) -> None:
+def train_concurrently(work: Work) -> None:
     """Train the trials together in this process; raise ``INTERRUPTED`` after Ctrl-C."""
-    alone, shapes = torch_alone("a sweep", quiet=False), _many_shapes(job.trials, job.device)
-    with alone, StopRequest() as stop, current(job.device), shapes:
-        _Scheduler(job, stop).train(deque(_alike(job)))
+    alone, shapes = torch_alone("a sweep", quiet=False), _many_shapes(work.trials, work.device)
+    with alone, StopRequest() as stop, current(work.device), shapes:
+        _Scheduler(work, stop).train(deque(_alike(work)))
 
 
-def _alike(job: Job) -> Iterator[list[Trial]]:
+def _alike(work: Work) -> Iterator[list[Trial]]:
     """Yield the trials that make one stack, in stacks of about the same size."""
-    most = min(job.parallel, MOST_ON_A_GPU)
+    most = min(work.parallel, MOST_ON_A_GPU)
     alike: dict[str, list[Trial]] = {}
-    for trial in job.trials:
+    for trial in work.trials:
         alike.setdefault(stack_key(trial.recipe), []).append(trial)
     for members in alike.values():
         size = 1
-        if not job.exact and len(members) > 1 and _can_stack(members[0].recipe, job):
+        if not work.exact and len(members) > 1 and _can_stack(members[0].recipe, work):
             size = -(-len(members) // -(-len(members) // most))
         for first in range(0, len(members), size):
             yield members[first : first + size]
 
 
-def _can_stack(recipe: Recipe, job: Job) -> bool:
-    dataset = job.datasets[recipe.data_key]
+def _can_stack(recipe: Recipe, work: Work) -> bool:
+    dataset = work.datasets[recipe.data_key]
     try:
         resolved, sizes = resolve(recipe, dataset, quiet=True)
         learns = recipe_sampler(resolved, dataset).loss_sampler is not None
     except GearError:  # its own run tells of what is wrong
         return False
-    return not why_not_stacked(resolved, sizes, learns=learns)
+    return why_not_stacked(resolved, sizes, learns=learns) is None
 
 
 @contextmanager
@@ -88,10 +88,11 @@ def _many_shapes(trials: Sequence[Trial], device: torch.device) -> Iterator[None
 class _Scheduler:
     """Has groups of runs take turns until all trials have ended."""
 
-    def __init__(self, job: Job, stop: StopRequest) -> None:
-        self._job, self._stop = job, stop
-        self._shared = Shared(stop=stop, tables=SharedTables(), runs=job.parallel)
+    def __init__(self, work: Work, stop: StopRequest) -> None:
+        self._work, self._stop = work, stop
+        self._shared = Shared(stop=stop, runs=work.parallel)
         self._groups: list[_Group] = []
+        self._kept = dict[int, Any]()  # tables that all trials read, also those to come
 
     def train(self, waiting: deque[list[Trial]]) -> None:
         """Train the trials that wait, a list a stack; what an interrupted run has done is saved."""
@@ -105,20 +106,20 @@ class _Scheduler:
                     what = f"stopped by {self._stop.signal_name}"
                     raise TrainingInterrupted("INTERRUPTED", what)
                 for member in self._running():
-                    self._job.moved(member.trial, member.run.learner.step)
+                    self._work.moved(member.trial, member.run.learner.step)
                 if not any(launched):
                     time.sleep(PAUSE_SECONDS)
         finally:
             for member in self._running():
                 member.close()
 
-    def _running(self) -> list[_Member]:
+    def _running(self) -> list[_OpenRun]:
         return [member for group in self._groups for member in group.members]
 
     def _has_room(self, runs: int) -> bool:
         """Return true if so many runs more may begin, and the GPU has memory for them."""
-        running, device = len(self._running()), self._job.device
-        if running and running + runs > self._job.parallel:
+        running, device = len(self._running()), self._work.device
+        if running and running + runs > self._work.parallel:
             return False
         if device.type != "cuda" or not running:
             return True
@@ -127,20 +128,23 @@ class _Scheduler:
 
     def _open(self, trials: list[Trial]) -> None:
         """Open the runs of a stack; a kill may have come when some had saved a step, others not."""
-        at_step: dict[int, list[_Member]] = {}
+        at_step: dict[int, list[_OpenRun]] = {}
         for trial in trials:
             if self._stop.signal_name is not None:
                 break
             try:
-                with run_errors(trial.name, self._job.folder / trial.name, self._job.device):
-                    member = _Member.open(trial, self._job, self._shared)
+                with run_errors(trial.name, self._work.folder / trial.name, self._work.device):
+                    member = _OpenRun.open(trial, self._work, self._shared)
             except GearError as error:
-                self._job.end(trial, error)
+                self._work.end(trial, error)
             else:
+                rows = member.run.learner.loader.rows
+                if isinstance(rows, MemoryRows):
+                    self._kept[id(rows.memory)] = rows.memory
                 members = at_step.setdefault(member.run.learner.step, [])
                 members.append(member)
                 if len(members) == 1:
-                    group = _Group(members, self._job, self._stop, self._wait_for_savers)
+                    group = _Group(members, self._work, self._stop, self._wait_for_savers)
                     self._groups.append(group)
 
     def _wait_for_savers(self) -> None:
@@ -151,7 +155,7 @@ class _Scheduler:
 
 
 @dataclass(eq=False)
-class _Member:
+class _OpenRun:
     """A run among others, and what it holds."""
 
     trial: Trial
@@ -160,19 +164,19 @@ class _Member:
     rng: RngStream
 
     @classmethod
-    def open(cls, trial: Trial, job: Job, shared: Shared) -> _Member:
+    def open(cls, trial: Trial, work: Work, shared: Shared) -> _OpenRun:
         """Open the run of a trial, or resume it."""
-        path, rng = job.folder / trial.name, RngStream(job.device)
-        recipe = settle(trial.recipe, path, job.device)
+        path, rng = work.folder / trial.name, RngStream(work.device)
+        recipe = settle(trial.recipe, path, work.device)
         with ExitStack() as held, rng.use(), run_settings(recipe):
             directory = held.enter_context(RunDirectory(path, resume=path.exists()))
-            dataset = job.datasets[recipe.data_key]
+            dataset = work.datasets[recipe.data_key]
             begun = begin_run(
-                Run(path), directory, recipe, dataset, job.device, shared=shared, quiet=True
+                Run(path), directory, recipe, dataset, work.device, shared=shared, quiet=True
             )
             run = held.enter_context(begun)
-            if job.device.type == "cuda":
-                torch.cuda.synchronize(job.device)  # a table may be on its way for others
+            if work.device.type == "cuda":
+                torch.cuda.synchronize(work.device)  # a table may be on its way for others
             return cls(trial, run, held.pop_all(), rng)
 
     def close(self) -> None:
@@ -189,13 +193,13 @@ class _Group:
 
     def __init__(
         self,
-        members: list[_Member],
-        job: Job,
+        members: list[_OpenRun],
+        work: Work,
         stop: StopRequest,
         before_capture: Callable[[], None],
     ) -> None:
         self.members, self._rng = members, members[0].rng
-        self._job, self._stop, self._before_capture = job, stop, before_capture
+        self._work, self._stop, self._before_capture = work, stop, before_capture
         self._recipe = members[0].run.learner.recipe
         self._stack: Stack | None = None
         self._steps = self._train()
@@ -227,7 +231,7 @@ class _Group:
         learners, failures = [m.run.learner for m in self.members], dict[Learner, GearError]()
         if (self._stack or learners[0]).will_capture:
             self._before_capture()
-        elif self._job.device.type == "cuda":
+        elif self._work.device.type == "cuda":
             for learner in learners:
                 learner.window.launch()
         with self._ending(*self.members):
@@ -254,7 +258,7 @@ class _Group:
         if self._stop.signal_name is not None:  # it may have come between: all stop at one step
             yield from self._each(self._catch_up_one)
 
-    def _catch_up_one(self, member: _Member) -> bool:
+    def _catch_up_one(self, member: _OpenRun) -> bool:
         """Log, save, evaluate and stop; return False if an evaluation cannot begin yet."""
         run, step = member.run, member.run.learner.step
         assert run.writer is not None, "a sweep has one rank"
@@ -267,7 +271,7 @@ class _Group:
         run.catch_up()
         return True
 
-    def _finish(self, member: _Member) -> bool:
+    def _finish(self, member: _OpenRun) -> bool:
         """Sum up a run whose steps are done, when its evaluations are there."""
         run = member.run
         assert run.writer is not None, "a sweep has one rank"
@@ -282,7 +286,7 @@ class _Group:
         self._end(member)
         return True
 
-    def _each(self, act: Callable[[_Member], bool]) -> Iterator[bool]:
+    def _each(self, act: Callable[[_OpenRun], bool]) -> Iterator[bool]:
         """Have every run do something; while some answer that they cannot yet, yield False."""
         left = list(self.members)
         while left:
@@ -296,23 +300,23 @@ class _Group:
                 yield False
 
     @contextmanager
-    def _ending(self, *members: _Member) -> Iterator[None]:
+    def _ending(self, *members: _OpenRun) -> Iterator[None]:
         """Have an error end these runs, and no others."""
         try:
-            with run_errors(members[0].trial.name, members[0].run.path, self._job.device):
+            with run_errors(members[0].trial.name, members[0].run.path, self._work.device):
                 yield
         except GearError as error:
             for member in members:
                 self._end(member, error)
 
-    def _end(self, member: _Member, error: GearError | None = None) -> None:
+    def _end(self, member: _OpenRun, error: GearError | None = None) -> None:
         """Go on without a run; its place in a stack stays, what is computed there is not used."""
         self.members.remove(member)
         if self._stack is not None:
             self._stack.leave(member.run.learner)
         member.close()
         if not isinstance(error, TrainingInterrupted):
-            self._job.end(member.trial, error)
+            self._work.end(member.trial, error)
 
 
 class RngStream:

@@ -6,7 +6,6 @@ What ends one of several runs is its own error, so that the others go on.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables.joint import TableData
-from gear_offline.tables.shared import SharedTables
+from gear_offline.tables.shared import PublishedTables, attach_tables
 from gear_offline.workers import LOST, Caller, Pool, WorkerPool
 
 POLL_SECONDS = 0.2
@@ -38,7 +37,7 @@ LOCK_SECONDS = 120  # the lock of a node that has died lasts for 90 on NFS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Work:
     """The trials that a scheduler trains, its means, and its progress."""
 
     trials: Sequence[Trial]  # that are not complete
@@ -68,32 +67,32 @@ class Job:
         self.moved(trial, trial.recipe.train.steps)
 
 
-def train_in_processes(job: Job) -> None:
+def train_in_processes(work: Work) -> None:
     """Train each trial in a worker process."""
-    shared = SharedTables(publish=True)
-    for trial in job.trials:  # a trial whose table does not fit there reads one of its own
+    shared = PublishedTables()
+    for trial in work.trials:  # a trial whose table does not fit there reads one of its own
         with suppress(GearError):
-            dataset = job.datasets[trial.recipe.data_key]
-            shared.table(dataset, loader_options(trial.recipe, dataset))
-    with WorkerPool(job.parallel, threads=job.threads) as pool:
-        train_in_pool(job, pool, json.dumps(shared.handles()))
+            dataset = work.datasets[trial.recipe.data_key]
+            shared.add(dataset, loader_options(trial.recipe, dataset))
+    with WorkerPool(work.parallel, threads=work.threads) as pool:
+        train_in_pool(work, pool, shared.handles())
 
 
-def train_in_pool(job: Job, pool: Pool, handles: str = "{}", patience: float = 0) -> None:
+def train_in_pool(work: Work, pool: Pool, handles: str = "{}", patience: float = 0) -> None:
     """Train each trial as a job of a pool; `patience` is for the locks of lost ones, in seconds.
 
     After Ctrl-C or SIGTERM every trial saves a checkpoint, then ``INTERRUPTED`` is raised.
     """
     context = handles, patience
-    names = dict.fromkeys(name for trial in job.trials for name in trial.recipe.environments)
+    names = dict.fromkeys(name for trial in work.trials for name in trial.recipe.environments)
     known = tuple(filter(None, map(known_of, names)))  # modules that the user has named
-    waiting, running = deque(job.trials), dict[int, Trial]()
+    waiting, running = deque(work.trials), dict[int, Trial]()
     interrupted = False
     with StopRequest() as stop:
         while running or (waiting and not interrupted):
             while waiting and pool.has_room and not interrupted:
                 trial = waiting.popleft()
-                path = job.folder / trial.name
+                path = work.folder / trial.name
                 number = pool.submit(f"{__name__}:train_trial", trial.recipe, path, known, *context)
                 running[number] = trial
             if stop.signal_name is not None and not interrupted:
@@ -107,9 +106,9 @@ def train_in_pool(job: Job, pool: Pool, handles: str = "{}", patience: float = 0
                     error = GearError(LOST, error.what, where=trial.name, remedy=remedy)
                 # one that is interrupted before it trains is ended by the signal
                 if not (interrupted and (is_lost or isinstance(error, TrainingInterrupted))):
-                    job.end(trial, error)
+                    work.end(trial, error)
             for trial in running.values():
-                job.moved(trial, steps_done(job.folder / trial.name))
+                work.moved(trial, steps_done(work.folder / trial.name))
     if interrupted:
         raise TrainingInterrupted("INTERRUPTED", f"stopped by {stop.signal_name}")
 
@@ -123,13 +122,14 @@ def train_trial(
     patience: float,
 ) -> None:
     """Train one trial in a worker."""
-    tables, end = _attached(handles), time.monotonic() + patience
+    end = time.monotonic() + patience
+    _prepare(handles)
     for environment in known:
         environment.learn()
     with run_errors(path.name, path, resolve_device(recipe.train.device)):
         while True:
             try:
-                train_run(recipe, out=path, resume=True, quiet=True, tables=tables)
+                train_run(recipe, out=path, resume=True, quiet=True)
                 return
             except InputError as error:
                 if error.code != "RUN_LOCKED" or time.monotonic() > end:
@@ -138,9 +138,9 @@ def train_trial(
 
 
 @cache
-def _attached(handles: str) -> SharedTables:
-    """Return the tables that all trials of this worker read."""
-    return SharedTables(json.loads(handles))
+def _prepare(handles: str) -> None:
+    """Take over the caller's tables, once a worker."""
+    attach_tables(handles)
 
 
 @contextmanager

@@ -10,15 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from gear_offline import plots
 from gear_offline.core.files import write_file
 from gear_offline.core.text import LEAST, count_text, short
 from gear_offline.progress import Printed, Terminal
-from gear_offline.runs.report import render_page
 from gear_offline.sweep.results import (
     INTERVAL,
     RANKING,
-    Table,
+    SeedTable,
     TrialResult,
     by_label,
     estimate,
@@ -37,7 +35,7 @@ class SweepResult(Printed):
     path: Path  # directory of the sweep
     recipe: str  # its name
     trials: tuple[TrialResult, ...]  # how each stands, in the order asked for
-    table: Table  # a row a setting, the best one first
+    table: SeedTable  # a row a setting, the best one first
     others: int  # trials of the directory that were not asked for last
 
     @property
@@ -76,6 +74,8 @@ class SweepResult(Printed):
 
     def write(self) -> Path:
         """Write ``sweep.md`` and its plots; return its path."""
+        from gear_offline.runs.report import render_page  # matplotlib takes half a second
+
         plot = plot_curves(self.path / "plots" / "learning_curves.png", self.trials, self.table)
         text = render_page(
             Path(__file__).with_name("sweep.md.j2"),
@@ -105,11 +105,13 @@ def read_sweep(path: str | os.PathLike[str]) -> SweepResult:
     )
 
 
-def plot_curves(path: Path, trials: Sequence[TrialResult], table: Table) -> Path | None:
+def plot_curves(path: Path, trials: Sequence[TrialResult], table: SeedTable) -> Path | None:
     """Draw loss and return of the best settings over steps into `path`; None without any.
 
     A curve is the mean over seeds at the steps that all of them have, with its interval.
     """
+    from gear_offline import plots
+
     shown = [row.label for row in table.rows if row.estimates][: len(plots.SERIES)]
     if not shown:
         return None
@@ -147,7 +149,7 @@ def plot_curves(path: Path, trials: Sequence[TrialResult], table: Table) -> Path
     return plots.save_figure(figure, path)
 
 
-def _finding(table: Table) -> str:
+def _finding(table: SeedTable) -> str:
     """Return the best mean and its setting; of few seeds, which rank nothing, the means' range."""
     known = [row.estimates[table.metric] for row in table.rows if table.metric in row.estimates]
     what, means = RANKING[table.metric].capitalize(), sorted(m.mean for m in known)

@@ -6,20 +6,20 @@ over all seeds is known from these, not how far a single run may lie from it.
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from gear_offline.core.files import open_regular
 from gear_offline.core.text import Document, short
+from gear_offline.errors import InputError
 from gear_offline.progress import Terminal, print_table
 from gear_offline.runs.run import Run
 from gear_offline.sweep.trials import Trial
+from gear_offline.training.json_lines import last_record
 from gear_offline.training.records import (
     EvaluationReport,
     MetricsRecord,
@@ -42,7 +42,6 @@ RANKING = {  # with the name of an axis; of several tasks there is no common ret
     "loss": "training loss",
 }
 LEAST_SEEDS = 3  # for an interval: that of two is 9 times as wide as they lie apart
-TAIL_BYTES = 4096  # holds the last line of a run's metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +88,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table(Document):
+class SeedTable(Document):
     """The rows of a sweep, the best first by `metric`: one of `RANKING`, the first there is."""
 
     rows: tuple[Row, ...]
@@ -145,7 +144,7 @@ def read_result(trial: Trial, path: Path, error: str | None = None) -> TrialResu
     )
 
 
-def _curve(records: Sequence[Any], name: str) -> dict[int, float]:
+def _curve(records: Iterable[Any], name: str) -> dict[int, float]:
     values = {record.step: getattr(record, name) for record in records}
     return {step: value for step, value in values.items() if value is not None}
 
@@ -157,15 +156,10 @@ def is_complete(trial: Trial, path: Path) -> bool:
 
 
 def steps_done(path: Path) -> int:
-    """Return the step of the last whole line of a run's metrics, reading no more than its end."""
-    try:
-        with open(open_regular(path / "metrics.jsonl"), "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]  # the last one is torn, or empty
-        return int(json.loads(lines[-1])["step"]) if lines else 0
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0  # for the display only
+    """Return the last logged step of a run, for the display only."""
+    with suppress(InputError):
+        return int((last_record(path / "metrics.jsonl") or {"step": 0})["step"])
+    return 0
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -196,7 +190,7 @@ def at_one_step(
     return step, [(r, r.curves[metric][step]) for r in results if step in r.curves[metric]]
 
 
-def make_table(results: Sequence[TrialResult]) -> Table:
+def make_table(results: Sequence[TrialResult]) -> SeedTable:
     """Return the table of trials; equal settings stay in the order of the trials."""
     rows = []
     for label, members in by_label(results).items():
@@ -231,4 +225,4 @@ def make_table(results: Sequence[TrialResult]) -> Table:
     def rank(row: Row) -> float:
         return sign * row.estimates[metric].mean if metric in row.estimates else np.inf
 
-    return Table(rows=tuple(sorted(rows, key=rank)), metric=metric)
+    return SeedTable(rows=tuple(sorted(rows, key=rank)), metric=metric)

@@ -22,14 +22,13 @@ from gear_offline.distributed import launched
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
 from gear_offline.progress import Progress
-from gear_offline.runs import report
 from gear_offline.runs.checks import check_recipe, check_selection
 from gear_offline.runs.directory import check_resumed
 from gear_offline.runs.evaluations import MOST_WORKERS
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.runs.prepare import prepare_dataset, resolve
 from gear_offline.sweep.concurrent import MOST_ON_A_GPU, train_concurrently
-from gear_offline.sweep.jobs import LOCK_SECONDS, Job, train_in_pool, train_in_processes
+from gear_offline.sweep.jobs import LOCK_SECONDS, Work, train_in_pool, train_in_processes
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.results import is_complete, steps_done
 from gear_offline.sweep.trials import SweepDirectory, SweepFile, Trial, make_trials, parse_options
@@ -180,7 +179,7 @@ def run_trials(
             total = sum(trial.recipe.train.steps for trial in trials)
             name, begun = directory.path.name, sum(steps.values())
             progress = Progress(name, total=total, done=begun, quiet=quiet)
-            job = Job(
+            work = Work(
                 trials=[_with_share(trial, parallel, threads, pool) for trial in left],
                 folder=directory.path / "runs",
                 device=device,
@@ -194,7 +193,7 @@ def run_trials(
             )
             try:
                 with progress:
-                    _train(job, pool)
+                    _train(work, pool)
             except TrainingInterrupted as error:
                 what, remedy = "stopped; what is done is saved", "the same command goes on"
                 raise TrainingInterrupted(error.code, what, str(out), remedy) from error
@@ -235,23 +234,25 @@ def _prepared(
 
 def _concluded(directory: SweepDirectory, file: SweepFile) -> SweepResult:
     """Read what the trials came to; write the table and the reports."""
+    from gear_offline.runs.report import write_report  # matplotlib takes half a second
+
     result = read_sweep(directory.path)
     for trial in result.trials:  # a kill may have come between a run's summary and its report
         if trial.status == "complete" and not (trial.path / "report.md").exists():
-            report.write_report(trial.path)
+            write_report(trial.path)
     file.table = result.table.to_json()
     directory.write(file)
     result.write()
     return result
 
 
-def _train(job: Job, pool: RayPool | None) -> None:
+def _train(work: Work, pool: RayPool | None) -> None:
     if pool is not None:
-        train_in_pool(job, pool, patience=LOCK_SECONDS)
-    elif job.parallel == 1 or job.device.type == "cuda":
-        train_concurrently(job)
+        train_in_pool(work, pool, patience=LOCK_SECONDS)
+    elif work.parallel == 1 or work.device.type == "cuda":
+        train_concurrently(work)
     else:
-        train_in_processes(job)
+        train_in_processes(work)
 
 
 def _with_share(trial: Trial, parallel: int, threads: int | None, pool: RayPool | None) -> Trial:

@@ -8,6 +8,7 @@ Shape legend: n rows, S state elements.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from math import prod
 from typing import Annotated, Any, Literal, Self
@@ -20,12 +21,15 @@ from gear_offline.config.sections import LARGEST_TARGET
 from gear_offline.core.types import Array, Float32Array, Float64Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.rewards import RewardEdit
-from gear_offline.dataset.schema import ColumnSpec
+from gear_offline.dataset.schema import ColumnSpec, channels_last
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import Field
 
 STATES, ACTIONS, REWARDS = "observations", "actions", "rewards"  # columns of a dataset
 EXTRA = "extras/"  # before the name of a further column, so that no name is taken twice
+OBSERVED = "states/"  # before the name of one of several columns that make up a state
+MOST_COLOURS = 4  # of floating frames, which have colours and ...
+LEAST_SIDE = 16  # ... so many pixels on a side: smaller arrays are vectors
 BEYOND_FLOAT32 = 2.0**128 - 2.0**103  # from here on float64 is rounded to infinity
 STD_FLOOR = 1e-6  # added to the deviation, as the paper's code does
 
@@ -33,17 +37,14 @@ STD_FLOOR = 1e-6  # added to the deviation, as the paper's code does
 Moments = Annotated[tuple[Annotated[float, Checked(strict=True)], ...], Checked(strict=False)]
 
 
-class Scales(BaseModel):
-    """The scales of a window's numbers; each task has its own."""
+class StateScales(BaseModel):
+    """The scales of a column of observations."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
-    returns_scale: Annotated[float, Checked(gt=0.0)]  # returns-to-go are divided by it
     state_mean: Moments | None = None  # S numbers each; None: states are not normalised
     state_std: Moments | None = None
     # floating states are rounded to it first, as the data hold them; None: they are as given
     state_dtype: Literal["float16", "float32", "float64"] | None = "float32"
-    # made the data's rewards of the environment's, one after the other
-    reward_edits: Annotated[tuple[RewardEdit, ...], Checked(strict=False)] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -55,14 +56,14 @@ class Scales(BaseModel):
         return self
 
     @classmethod
-    def of(cls, dataset: Dataset, *, normalize_states: bool, **more: Any) -> Self:
-        """Return the scales of a dataset's windows."""
-        states, moments = dataset.spec[STATES], dataset.statistics[STATES]
-        if normalize_states and not is_image(states):
+    def of_column(cls, dataset: Dataset, column: str, *, normalize: bool, **more: Any) -> Self:
+        """Return the scales of a dataset's column."""
+        states, moments = dataset.spec[column], dataset.statistics[column]
+        if normalize and not is_image(states):
             more["state_mean"] = tuple(moments.mean.ravel().tolist())
             more["state_std"] = tuple(moments.std.ravel().tolist())
         more["state_dtype"] = states.dtype.name if states.dtype.kind == "f" else None
-        return cls(reward_edits=dataset.reward_edits or (), **more)
+        return cls(**more)
 
     @cached_property
     def moments(self) -> tuple[Float64Array, Float64Array] | None:
@@ -70,13 +71,6 @@ class Scales(BaseModel):
         if self.state_mean is None or self.state_std is None:
             return None
         return np.array(self.state_mean), np.array(self.state_std) + STD_FLOOR
-
-
-class Window(Scales):
-    """The content of a window, besides the columns themselves."""
-
-    context_length: Annotated[int, Checked(ge=1, le=65_536)]  # K
-    gamma: Annotated[float, Checked(ge=0.0, le=1.0)] = 1.0  # discount of returns-to-go
 
     def states(self, observations: Array) -> Float32Array:
         """Return (n, S) states of an environment's observations; float64, rounded once."""
@@ -86,6 +80,54 @@ class Window(Scales):
             mean, divisor = self.moments
             observations = (observations.astype(np.float64) - mean) / divisor
         return observations.astype(np.float32)
+
+
+class ObservedColumn(StateScales):
+    """One of the columns that make up an observation."""
+
+    name: str
+
+
+class Scales(StateScales):
+    """The scales of a window's numbers; each task has its own."""
+
+    returns_scale: Annotated[float, Checked(gt=0.0)]  # returns-to-go are divided by it
+    # made the data's rewards of the environment's, one after the other
+    reward_edits: Annotated[tuple[RewardEdit, ...], Checked(strict=False)] = ()
+    # in place of the scales above: the columns of an observation unless it is `observations` alone
+    observations: Annotated[tuple[ObservedColumn, ...], Checked(strict=False)] = ()
+
+    @classmethod
+    def of(
+        cls,
+        dataset: Dataset,
+        *,
+        normalize_states: bool,
+        observations: Sequence[str] = (STATES,),
+        **more: Any,
+    ) -> Self:
+        """Return the scales of a dataset's windows."""
+        more["reward_edits"] = dataset.reward_edits or ()
+        if tuple(observations) == (STATES,):
+            return cls.of_column(dataset, STATES, normalize=normalize_states, **more)
+        columns = (
+            ObservedColumn.of_column(dataset, name, normalize=normalize_states, name=name)
+            for name in observations
+        )
+        return cls(observations=tuple(columns), **more)
+
+    @property
+    def columns(self) -> tuple[ObservedColumn, ...]:
+        """The columns of an observation, at least one, in the order of the model's inputs."""
+        own = {name: getattr(self, name) for name in StateScales.model_fields}
+        return self.observations or (ObservedColumn(name=STATES, **own),)
+
+
+class Window(Scales):
+    """The content of a window, besides the columns themselves."""
+
+    context_length: Annotated[int, Checked(ge=1, le=65_536)]  # K
+    gamma: Annotated[float, Checked(ge=0.0, le=1.0)] = 1.0  # discount of returns-to-go
 
     def returns(self, targets: Float64Array) -> Float32Array:
         """Return (n,) returns-to-go of asked returns, in the units of the data's rewards."""
@@ -103,64 +145,71 @@ class Window(Scales):
 
 
 def standard_fields(
-    source: Dataset, *, normalize_states: bool, frame_stack: int = 1
+    source: Dataset,
+    *,
+    normalize_states: bool,
+    frame_stack: int = 1,
+    observations: Sequence[str] = (STATES,),
 ) -> dict[str, Field]:
     """Return the fields that every batch has, by column: dtype, shape and normalisation.
 
     Data without rewards have neither those nor returns-to-go.
 
-    States are float32, except images (uint8 with two or more dimensions a step), which stay uint8.
+    States are float32, except uint8 images, which stay uint8 (`is_image`).  Of several columns of
+    `observations` each is a field, vectors are normalised and images are not.
     Integer and bool actions are discrete and become int64 of their own shape, a single one without
     a dimension; other actions are float32 with one dimension, flattened.  Rewards are float32 of
     shape (1,).  Stacks of more than one frame are for images.
     """
     f32, i64 = np.dtype(np.float32), np.dtype(np.int64)
-    states, actions = source.spec[STATES], source.spec[ACTIONS]
+    states, actions = [source.spec[name] for name in observations], source.spec[ACTIONS]
     rewards = [source.spec[REWARDS]] if REWARDS in source.spec else []
-    for spec in (states, actions, *rewards):
+    for spec in (*states, actions, *rewards):
         if spec.dtype.kind == "c":
             raise _unusable(spec, "complex numbers are not supported here")
     if rewards and prod(rewards[0].shape) != 1:
         raise _unusable(rewards[0], "rewards must be one number a step")
-    image = is_image(states)
-    if frame_stack > 1 and not image:
+    images = [is_image(spec) for spec in states]
+    first = states[0]
+    if frame_stack > 1 and not any(images):
         raise InputError(
             "LOADER_OPTION",
             f"frame_stack={frame_stack} is for images (uint8, two or more dimensions a "
-            f"step), {STATES} are {states.dtype} {states.shape}",
-            where=f"column {STATES}",
+            f"step), {first.name} are {first.dtype} {first.shape}",
+            where=f"column {first.name}",
             remedy="use frame_stack=1, in a recipe loader.frame_stack=1",
         )
-    if normalize_states and image:
+    if normalize_states and all(images):
         raise InputError(
             "LOADER_OPTION",
-            "uint8 images are not normalised by the loader",
-            where=f"column {STATES}",
+            "images are not normalised by the loader",
+            where=f"column {first.name}",
             remedy="use normalize_states=False, in a recipe loader.normalize_states=false: models "
             "scale the pixels",
         )
-    mean = divisor = None
-    if normalize_states:
-        moments, shape = source.statistics[STATES], states.shape or (1,)
-        mean = np.asarray(moments.mean, dtype=np.float64).reshape(shape)
-        divisor = np.asarray(moments.std, dtype=np.float64).reshape(shape) + STD_FLOOR
-    discrete = actions.dtype.kind in "iub"
-    action_shape = () if discrete and actions.shape == (1,) else actions.shape
-    fields = {
-        STATES: Field(
-            name="states",
-            dtype=states.dtype if image else f32,
-            shape=states.shape or (1,),
+    fields = {}
+    for spec, image in zip(states, images, strict=True):
+        mean = divisor = None
+        shape = spec.shape or (1,)
+        if normalize_states and not image:
+            moments = source.statistics[spec.name]
+            mean = np.asarray(moments.mean, dtype=np.float64).reshape(shape)
+            divisor = np.asarray(moments.std, dtype=np.float64).reshape(shape) + STD_FLOOR
+        fields[spec.name] = Field(
+            name="states" if len(states) == 1 else OBSERVED + spec.name,
+            dtype=spec.dtype if spec.dtype == np.uint8 and image else f32,
+            shape=shape,
             mean=mean,
             divisor=divisor,
-            history=frame_stack - 1,
-        ),
-        ACTIONS: Field(
-            name="actions",
-            dtype=i64 if discrete else f32,
-            shape=action_shape if discrete else (prod(action_shape),),
-        ),
-    }
+            history=frame_stack - 1 if image else 0,
+        )
+    discrete = actions.dtype.kind in "iub"
+    action_shape = () if discrete and actions.shape == (1,) else actions.shape
+    fields[ACTIONS] = Field(
+        name="actions",
+        dtype=i64 if discrete else f32,
+        shape=action_shape if discrete else (prod(action_shape),),
+    )
     fields |= {REWARDS: Field(name="rewards", dtype=f32, shape=(1,))} if rewards else {}
     for column, field in fields.items():  # of several tasks each is asked by itself
         is_wide = source.spec[column].dtype == np.float64 and field.dtype == f32
@@ -172,8 +221,15 @@ def standard_fields(
 
 
 def is_image(states: ColumnSpec) -> bool:
-    """Return true if a column holds frames: uint8, two or more dimensions a step."""
-    return states.dtype == np.uint8 and len(states.shape) >= 2
+    """Return true if a column holds frames: uint8, two or more dimensions a step.
+
+    Floating ones have colours, last or first: (h, w, C) or (C, h, w).
+    """
+    if states.dtype == np.uint8:
+        return len(states.shape) >= 2
+    *sides, colours = channels_last(states.shape) or (0,)
+    is_large = len(sides) == 2 and min(sides) >= LEAST_SIDE
+    return states.dtype.kind == "f" and is_large and colours <= MOST_COLOURS
 
 
 def to_float32(values: Array, column: str, first_step: int, *, finite: bool = False) -> Array:

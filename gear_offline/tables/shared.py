@@ -1,10 +1,10 @@
 """One table for the processes of a node, for several runs, or for a dataset that grows.
 
-The owners of the rows: `share_table` the node, `SharedTables` the runs of a sweep, `GrowingTable`
-one learner.  Of a node's processes one fills the memory and the others map it.  It is an anonymous
-file (``memfd_create``) without a name in any file system.  Only processes of the same user can
-reach it (mode 0600), and its size is sealed.  The kernel frees it when the last process that holds
-it is gone, ``kill -9`` included.
+A process has one table of the same data and options (`get_table`), for as long as something holds
+it.  Of a node's processes one fills the memory and the others map it (`share_table`).  It is an
+anonymous file (``memfd_create``) without a name in any file system.  Only processes of the same
+user can reach it (mode 0600), and its size is sealed.  The kernel frees it when the last process
+that holds it is gone, ``kill -9`` included.
 
     rank 0:   table, memory = share_table(dataset, options); handle = memory.handle()
     others:   table, _ = share_table(dataset, options, handle=handle)  # the same pages
@@ -18,9 +18,10 @@ import mmap
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from gear_offline.core.text import size_text
 from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import GearError, UnavailableError
-from gear_offline.tables.joint import TableData, data_digest, data_name
+from gear_offline.tables.joint import TableData, data_digest
 from gear_offline.tables.table import (
     Table,
     TableOptions,
@@ -153,58 +154,80 @@ def share_table(
     return table, memory
 
 
-class SharedTables:
-    """Tables that several runs read, each built once.
+# The tables of this process that something holds, by `table_key`; their copies on GPUs, by that and
+# more; and those of other processes.
+_TABLES: WeakValueDictionary[str, Table] = WeakValueDictionary()
+PLACED: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
+_HANDLES: dict[str, Handle] = {}
 
-    `handles` are those of another process; with `publish`, tables are built in shared memory, so
-    that other processes can take them.
+
+def table_key(source: TableData, options: TableOptions) -> str:
+    """Return the key of a table: its data's digest, and its options."""
+    return json.dumps([data_digest(source), asdict(options)])
+
+
+def is_known(source: TableData, options: TableOptions) -> bool:
+    """Return true if `get_table` has the table without reading the data."""
+    key = table_key(source, options)
+    return key in _TABLES or key in _HANDLES
+
+
+def get_table(source: TableData, options: TableOptions) -> Table:
+    """Return the one table of these data and options of this process; build it if nobody holds it.
+
+    It is attached where another process has given its handle.
     """
+    key = table_key(source, options)
+    if (table := _TABLES.get(key)) is None:
+        if (handle := _HANDLES.get(key)) is not None:
+            table, _ = share_table(source, options, handle=handle)
+        else:
+            table = build_table(source, options)
+        _TABLES[key] = table
+    return table
 
-    def __init__(
-        self, handles: Mapping[str, Mapping[str, int]] | None = None, *, publish: bool = False
-    ) -> None:
-        self._handles, self._publish = dict(handles or {}), publish
-        self._tables: dict[str, Table] = {}
+
+class PublishedTables:
+    """Tables in shared memory that other processes attach, for as long as this lives."""
+
+    def __init__(self) -> None:
         self._memory: dict[str, SharedMemory] = {}
 
-    def table(self, source: TableData, loader: Mapping[str, Any]) -> Table | None:
-        """Return the table of a loader with these options, built once.
-
-        ``None`` where the rows stay on disk, or may have to: then the loader decides.
-        """
+    def add(self, source: TableData, loader: Mapping[str, Any]) -> None:
+        """Build the table of a loader with these options, unless its rows may stay on disk."""
         options = TableOptions.of(loader)
-        name = json.dumps([data_name(source), data_digest(source), asdict(options)])
-        if name not in self._tables:
-            handle = Handle(**self._handles[name]) if name in self._handles else None
-            if handle is None and not fits_in_memory(source, loader, options):
-                return None
-            if handle is not None or self._publish:
-                table, self._memory[name] = share_table(source, options, handle=handle)
-            else:
-                table = build_table(source, options)
-            self._tables[name] = table
-        return self._tables[name]
+        key = table_key(source, options)
+        if key not in self._memory and fits_in_memory(source, loader, options):
+            _, self._memory[key] = share_table(source, options)
 
-    def handles(self) -> dict[str, dict[str, int]]:
-        """Return the handles by which other processes attach the tables, JSON-able."""
-        return {name: asdict(memory.handle()) for name, memory in self._memory.items()}
+    def handles(self) -> str:
+        """Return JSON text for `attach_tables`."""
+        return json.dumps({key: asdict(own.handle()) for key, own in self._memory.items()})
+
+
+def attach_tables(handles: str) -> None:
+    """Let `get_table` attach the tables that another process has published."""
+    _HANDLES.update({key: Handle(**numbers) for key, numbers in json.loads(handles).items()})
 
 
 class GrowingTable:
     """The table of a dataset that grows: at each of its sizes one, over the same memory.
 
     New shards are read behind the rows that are there, where the margin was.  Those stay in place;
-    only when the memory is full they are copied, to `SPARE` times as much.  Copies on
-    GPUs go on to the next table as `Table.outgrown`: `place_table` adds the new episodes to them.
+    only when the memory is full they are copied, to `SPARE` times as much.  A copy on a GPU goes on
+    in that of the next table: `place_table` adds the new episodes to it.
     """
 
     def __init__(self) -> None:
         self._memory: list[Array] = []  # of each group, with rows to spare
         self._shards = 0  # that are in it
-        self._placed: dict[tuple[Any, ...], Any] = {}  # of the last table
+        self._key = ""
 
-    def table(self, dataset: Dataset, loader: Mapping[str, Any]) -> Table | None:
-        """Return the table of a loader with these options; None where rows may stay on disk."""
+    def grow(self, dataset: Dataset, loader: Mapping[str, Any]) -> Table | None:
+        """Make the table of these data, for loaders of these options to get while it is held.
+
+        None where rows may stay on disk.
+        """
         options = TableOptions.of(loader)
         if not fits_in_memory(dataset, loader, options):
             return None
@@ -220,9 +243,10 @@ class GrowingTable:
             self._memory.append(rows)
             return rows[: shape[0]]
 
+        key, grown_from = table_key(dataset, options), self._key
         table = build_table(dataset, options, allocate=allocate, filled_shards=self._shards)
-        table.outgrown.update(self._placed)
-        self._shards, self._placed = len(dataset.manifest.shards), table.placed
+        _TABLES[key] = table = replace(table, grown_from=grown_from)
+        self._key, self._shards = key, len(dataset.manifest.shards)
         return table
 
 

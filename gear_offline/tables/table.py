@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Self
 
@@ -40,7 +40,6 @@ from gear_offline.tables.joint import (
     JointDataset,
     Part,
     TableData,
-    data_digest,
     parts_of,
     shards_of,
 )
@@ -74,6 +73,8 @@ class TableOptions:
         Further columns, kept in their source dtype bit for bit.
     frame_stack
         Frames that make up a state; the column holds single ones.
+    observations
+        Columns that make up a state.
     """
 
     context_length: int
@@ -82,6 +83,7 @@ class TableOptions:
     normalize_states: bool = False
     extra_columns: Sequence[str] = ()
     frame_stack: int = 1
+    observations: tuple[str, ...] = (STATES,)
 
     @classmethod
     def of(cls, loader: Mapping[str, Any]) -> Self:
@@ -106,20 +108,7 @@ class Table:
     episodes: EpisodeIndex  # over the N steps
     groups: tuple[ColumnGroup, ...]  # each field is in exactly one
     margin: int  # rows of zeros in front and behind; windows up to this long can be cut
-    # What `place_table` made of the rows, by device and options; loaders of one table share it.
-    placed: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
-    # The same of this table before it grew, until it is placed itself: its first episodes.
-    outgrown: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
-    made_of: tuple[TableData, TableOptions] | None = None  # None: of windows, as from disk
-
-    def is_of(self, source: TableData, options: TableOptions) -> bool:
-        """Return true if it was made of these data, with these options."""
-        if self.made_of is None:
-            return False
-        data, own = self.made_of
-        own = replace(own, extra_columns=tuple(own.extra_columns))
-        same = own == replace(options, extra_columns=tuple(options.extra_columns))
-        return same and (data is source or data_digest(data) == data_digest(source))
+    grown_from: str = ""  # the key of this table before it grew: its first episodes
 
     @property
     def owned_bytes(self) -> int:
@@ -147,11 +136,6 @@ class Table:
         rows = np.zeros(len(local), np.int64)
         rows[local] = own
         return rows
-
-    def without_rows(self) -> Table:
-        """Return the table without its memory, for rows that a GPU holds."""
-        groups = (replace(g, rows=np.empty((0, g.width), g.dtype)) for g in self.groups)
-        return replace(self, groups=tuple(groups))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +165,9 @@ def plan_groups(
     """Return the column groups of a table, in their order; with `apart` each column is one."""
     joint, normalize_states = isinstance(source, JointDataset), options.normalize_states
     if isinstance(source, JointDataset):
+        if options.observations != (STATES,):
+            what = f"several datasets share the column {STATES}, got {[*options.observations]}"
+            raise InputError("LOADER_OPTION", what, remedy="leave observations out")
         for part in source.tasks:
             standard_fields(part.dataset, normalize_states=normalize_states)
     # Tasks have moments of their own, which their rows are normalised with when they are filled in.
@@ -188,16 +175,17 @@ def plan_groups(
         source,  # type: ignore[arg-type]  # without normalisation no statistics are asked for
         normalize_states=normalize_states and not joint,
         frame_stack=options.frame_stack,
+        observations=options.observations,
     )
     returns = Field(name="returns_to_go", dtype=np.dtype(np.float32), shape=(1,))
     fields = standard | ({None: returns} if REWARDS in standard else {})
     extra_columns = options.extra_columns
-    taken = [STATES, ACTIONS, REWARDS, *extra_columns]
+    taken = [*options.observations, ACTIONS, REWARDS, *extra_columns]
     if len(set(taken)) != len(taken):
         raise InputError(
             "COLUMN",
             f"extra columns {list(extra_columns)} repeat a column or a standard field",
-            remedy="name each further column once; observations, actions, rewards are there anyway",
+            remedy=f"name each further column once; {', '.join(standard)} are there anyway",
         )
     packed = {
         column: f
@@ -290,7 +278,7 @@ def build_table(
         )
         for plan in plans
     )
-    table = Table(episodes=index, groups=groups, margin=margin, made_of=(source, options))
+    table = Table(episodes=index, groups=groups, margin=margin)
     if fill:
         pairs = list(zip(plans, groups, strict=True))
         threads = max(1, threads or min(MAX_THREADS, usable_cores()))
@@ -317,7 +305,7 @@ def whole_pages(nbytes: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class _Job:
+class _ShardRead:
     """A shard to read: its owner, its place in the rows, and the lengths of its episodes."""
 
     part: Part
@@ -326,7 +314,7 @@ class _Job:
     lengths: Int64Array
 
 
-def _jobs(source: TableData, shards: Sequence[int] | None) -> Iterator[_Job]:
+def _jobs(source: TableData, shards: Sequence[int] | None) -> Iterator[_ShardRead]:
     """Yield the chosen shards of a source, in their order."""
     everything, first_step = shards_of(parts_of(source)), 0
     for number in range(len(everything)) if shards is None else shards:
@@ -334,23 +322,27 @@ def _jobs(source: TableData, shards: Sequence[int] | None) -> Iterator[_Job]:
         steps = part.dataset.first_steps[shard : shard + 2]
         low, high = np.searchsorted(part.dataset.episodes.offsets, steps)
         lengths = part.dataset.episodes.lengths[low:high]
-        yield _Job(part, shard, first_step, lengths)
+        yield _ShardRead(part, shard, first_step, lengths)
         first_step += int(lengths.sum())
 
 
 def _fill(
-    jobs: Sequence[_Job],
+    jobs: Sequence[_ShardRead],
     groups: list[tuple[GroupPlan, ColumnGroup]],
     options: TableOptions,
     threads: int,
 ) -> None:
     """Read all shards, by threads of which each writes to rows or groups of its own."""
     fields = {
-        part.name: standard_fields(part.dataset, normalize_states=options.normalize_states)
+        part.name: standard_fields(
+            part.dataset,
+            normalize_states=options.normalize_states,
+            observations=options.observations,
+        )
         for part in {job.part.name: job.part for job in jobs}.values()
     }
 
-    def fill(job: _Job, groups: Sequence[tuple[GroupPlan, ColumnGroup]]) -> None:
+    def fill(job: _ShardRead, groups: Sequence[tuple[GroupPlan, ColumnGroup]]) -> None:
         first = options.margin + job.first_step
         for plan, group in groups:
             rows = group.rows[first : first + int(job.lengths.sum())]
@@ -374,7 +366,11 @@ def _fill(
 
 
 def _fill_final(
-    job: _Job, plan: GroupPlan, rows: Array, fields: Mapping[str, Field], options: TableOptions
+    job: _ShardRead,
+    plan: GroupPlan,
+    rows: Array,
+    fields: Mapping[str, Field],
+    options: TableOptions,
 ) -> None:
     """Read the columns of a group side by side, in chunks."""
     dataset, base = job.part.dataset, int(job.part.dataset.first_steps[job.shard])
@@ -401,7 +397,7 @@ def _fill_final(
             _lay(target, plan.fields[name].offset, summed[begin : begin + chunk])
 
 
-def _copy_column(job: _Job, plan: GroupPlan, rows: Array) -> None:
+def _copy_column(job: _ShardRead, plan: GroupPlan, rows: Array) -> None:
     """Read the column of a group of one, as it is stored."""
     dataset, (column, _) = job.part.dataset, plan.only
     assert column is not None, "returns-to-go are no column"

@@ -37,8 +37,8 @@ CAPTURE_MODE = "thread_local"
 
 def why_not_captured(
     recipe: Recipe, device: torch.device, world: World, loader: GearLoader, *, sharded: bool
-) -> str:
-    """Return the reason not to capture steps as a CUDA graph, or an empty text.
+) -> str | None:
+    """Return the reason not to capture steps as a CUDA graph, if there is one.
 
     If the recipe insists, `UnavailableError` (``UNAVAILABLE``).
     """
@@ -56,7 +56,7 @@ def why_not_captured(
         "the host draws goals (loader.goals)": recipe.loader.goals is not None,
         "the host draws when it has heard of the losses": learns and not draws,
     }
-    reason = next((reason for reason, holds in reasons.items() if holds), "")
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
     if reason and train.graph == "on":
         what, remedy = f"train.graph=on is not possible: {reason}", "use train.graph=auto, or see "
         raise UnavailableError("UNAVAILABLE", what, remedy=remedy + "gear-offline doctor")

@@ -31,7 +31,12 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     A line that is no record with a step, other than a torn last one, and a file that is a link or
     no regular file are ``RUN_DAMAGED``.
     """
-    return [record for record, _ in _records(path)]
+    return list(iter_records(path))
+
+
+def iter_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records as `read_records` does, a line at a time."""
+    return (record for record, _ in _records(path))
 
 
 def last_record(path: Path) -> dict[str, Any] | None:

@@ -30,7 +30,7 @@ from gear_offline.models.base import SequenceModel
 from gear_offline.sampling.items import Items
 from gear_offline.tables.fields import Window
 from gear_offline.tables.joint import TableData
-from gear_offline.tables.shared import GrowingTable, SharedTables
+from gear_offline.tables.shared import GrowingTable
 from gear_offline.training.cost import Meter, is_compiled
 from gear_offline.training.gradients import GradientPass
 from gear_offline.training.graph import CapturedStep, RunPart, start_compilers, why_not_captured
@@ -52,8 +52,8 @@ class Learner:
     so does dropout afterwards.
 
     `recipe` is resolved (`gear_offline.runs.prepare.resolve`).  Each rank of `world` has a learner;
-    they call `advance`, `report` and `tensors` together.  Several runs
-    of one process may share `tables`.  `growing` is where a `dataset` comes from that grows.
+    they call `advance`, `report` and `tensors` together.  `growing` is where a `dataset` comes from
+    that grows.
     """
 
     def __init__(
@@ -64,7 +64,6 @@ class Learner:
         device: torch.device,
         *,
         world: World | None = None,
-        tables: SharedTables | None = None,
         growing: GrowingDataset | None = None,
     ) -> None:
         self.recipe, self.device = recipe, device
@@ -77,11 +76,11 @@ class Learner:
         self.model, self.working, self.parallel = built.model, built.working, built.parallel
         self.precision, self.precision_reason = built.autocast, built.remark
         self.growing, self._table, self._items = growing, GrowingTable(), Items(recipe)
-        self.loader = self._open_loader(dataset, tables=tables)
+        self.loader = self._open_loader(dataset)
         self._batches = iter(self.loader)
         sharded = self.parallel.sharded
         self.graph_reason = why_not_captured(recipe, device, world, self.loader, sharded=sharded)
-        self.is_captured = not self.graph_reason  # else steps are launched one by one
+        self.is_captured = self.graph_reason is None  # else steps are launched one by one
         if is_compiled(recipe.train) and self.is_captured:
             start_compilers()
         self.optimizer = Optimizer(
@@ -103,9 +102,7 @@ class Learner:
         self.step = 0
         self.window = ReportWindow(recipe.train.log_every, device, len(built.names))
 
-    def _open_loader(
-        self, dataset: TableData, *, step: int = 0, tables: SharedTables | None = None
-    ) -> GearLoader:
+    def _open_loader(self, dataset: TableData, *, step: int = 0) -> GearLoader:
         recipe, table = self.recipe, None
         sampler = recipe_sampler(recipe, dataset, items=self._items, step=step)
         if sampler.loss_sampler is not None:
@@ -113,20 +110,19 @@ class Learner:
         if self._start is not None:  # normalised by what it goes on from
             assert isinstance(dataset, Dataset), "a start is of one task"
             dataset = _normalized_by(dataset, self._start)
-        elif tables is not None:
-            table = tables.table(dataset, loader_options(recipe, dataset))
         if self.growing is not None and self.world.size == 1:
             assert isinstance(dataset, Dataset), "data of several tasks do not grow"
-            table = self._table.table(dataset, loader_options(recipe, dataset))
-        return GearLoader.from_recipe(
+            table = self._table.grow(dataset, loader_options(recipe, dataset))
+        loader = GearLoader.from_recipe(
             recipe,
             dataset=dataset,
             selection=sampler,
-            table=table,
             start_step=step,
             device=self.device,
             world=self.world,
         )
+        del table  # the loader has got it
+        return loader
 
     @cached_property
     def _gradients(self) -> GradientPass:
@@ -156,7 +152,7 @@ class Learner:
         step, items, ahead = self.loader.step, self._items, self.recipe.train.steps - self.step
         items.advance(step, coming=min(data.admit_every, ahead))
 
-        def missing(dataset: Dataset) -> str:
+        def missing(dataset: Dataset) -> str | None:
             items.insert(dataset)
             return items.missing()
 
@@ -403,12 +399,15 @@ def _check_learns(recipe: Recipe, strategy: str, model: SequenceModel) -> None:
 
 def _normalized_by(dataset: Dataset, window: Window) -> Dataset:
     """Return the dataset as if the moments of a window were those of its observations."""
-    if window.state_mean is None:
+    if not any(column.state_mean for column in window.columns):
         return dataset
-    own = dataset.statistics["observations"]
-    moments = {"mean": window.state_mean, "std": window.state_std}
-    update = {name: np.array(values).reshape(own.mean.shape) for name, values in moments.items()}
-    statistics = {**dataset.manifest.statistics, "observations": own.model_copy(update=update)}
+    statistics = dict(dataset.manifest.statistics)
+    for column in window.columns:
+        if column.state_mean is not None and column.state_std is not None:
+            own = statistics[column.name]
+            moments = {"mean": column.state_mean, "std": column.state_std}
+            update = {name: np.array(v).reshape(own.mean.shape) for name, v in moments.items()}
+            statistics[column.name] = own.model_copy(update=update)
     return replace(dataset, manifest=dataset.manifest.replaced(statistics=statistics), frozen=True)
 
 

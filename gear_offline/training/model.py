@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from gear_offline.models.base import (
     typed_settings,
 )
 from gear_offline.models.eight_bit import MULTIPLE
+from gear_offline.models.encoders import InputColumn
 from gear_offline.models.multitask import ModelTask
 from gear_offline.tables.fields import STATES, is_image
 from gear_offline.tables.joint import TableData, data_name, parts_of
@@ -44,12 +46,16 @@ class ModelSizes:
     action_dim: int  # numbers in an action, or the number of discrete actions
     discrete: bool
     frame_shape: tuple[int, ...] = ()  # of an observation that is one: (h, w) or (h, w, colours)
+    frame_dtype: Literal["uint8", "float32"] = "uint8"
+    observations: tuple[InputColumn, ...] = ()  # of several columns; those above: of one
     tasks: tuple[ModelTask, ...] = ()  # of a recipe of several
 
 
-def data_sizes(source: TableData, *, choices: int | None = None) -> ModelSizes:
+def data_sizes(
+    source: TableData, observations: Sequence[str] = (STATES,), *, choices: int | None = None
+) -> ModelSizes:
     """Return the sizes that columns show; of discrete actions, by default, those that occur."""
-    states, actions = source.spec[STATES], source.spec["actions"]
+    columns, actions = [source.spec[name] for name in observations], source.spec["actions"]
     discrete, width = actions.dtype.kind in "iub", prod(actions.shape)
     if discrete and choices is None:
         statistics = [part.dataset.statistics["actions"] for part in parts_of(source)]
@@ -60,18 +66,31 @@ def data_sizes(source: TableData, *, choices: int | None = None) -> ModelSizes:
             what += "the numbers of one discrete choice"
             remedy = "store one number from 0 a step, or store continuous actions as float32"
             raise InputError("COLUMN", what, where=data_name(source), remedy=remedy)
-    return ModelSizes(
-        state_dim=prod(states.shape),
-        action_dim=choices if discrete and choices else width,
-        discrete=discrete,
-        frame_shape=states.shape if is_image(states) else (),
-    )
+    inputs = list[InputColumn]()
+    for column in columns:
+        inputs.append(InputColumn(name=column.name, shape=(prod(column.shape),)))
+        if is_image(column):
+            kind: Any = "uint8" if column.dtype == np.uint8 else "float32"
+            inputs[-1] = InputColumn(name=column.name, shape=column.shape, frames=kind)
+    whole = choices if discrete and choices else width
+    return _sizes(inputs, action_dim=whole, discrete=discrete)
 
 
 def sizes_of(model: SequenceModel) -> ModelSizes:
     """Return the sizes of a model of one task."""
-    names = ("state_dim", "action_dim", "discrete", "frame_shape")
-    return ModelSizes(**{name: getattr(model.facts, name) for name in names})
+    facts = {"action_dim": model.facts.action_dim, "discrete": model.facts.discrete}
+    return _sizes(model.facts.columns, **facts)
+
+
+def _sizes(columns: Sequence[InputColumn], **facts: Any) -> ModelSizes:
+    facts["state_dim"] = sum(column.size for column in columns)
+    if len(columns) > 1:
+        plain = {"stack": 1, "encoder": "none"}  # the data do not say these
+        several = tuple(column.model_copy(update=plain) for column in columns)
+        return ModelSizes(observations=several, **facts)
+    if columns[0].frames:
+        facts |= {"frame_shape": columns[0].shape, "frame_dtype": columns[0].frames}
+    return ModelSizes(**facts)
 
 
 @dataclass(frozen=True)
@@ -172,11 +191,10 @@ def try_model(
     """
     name, facts = type(model).__name__, model.facts
     shape = (2, facts.context_length)
-    states = torch.zeros((*shape, *facts.state_shape), device=device)
-    states = states.byte() if facts.frame_shape else states
+    states = facts.states(torch.zeros((*shape, facts.state_width), device=device))
     numbers = torch.zeros(shape, dtype=torch.int64, device=device)
-    actions = numbers if facts.discrete else states.new_zeros((*shape, facts.action_dim)).float()
     one = torch.zeros((*shape, 1), device=device)
+    actions = numbers if facts.discrete else one.repeat(1, 1, facts.action_dim)
     goals = states[:, :1] if facts.goals else None
     bounds = torch.arange(1, len(facts.tasks), device=device) if len(facts.tasks) > 1 else None
     batch = Batch(

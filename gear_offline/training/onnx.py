@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gear_offline.core.files import check_new_file, write_file, writing
 from gear_offline.errors import InputError, given_path, package_needed
 from gear_offline.models.policy import Policy, acted
+from gear_offline.tables.fields import StateScales
 from gear_offline.training.trained import load_policy
 
 __all__ = ["export_policy"]
@@ -56,7 +57,8 @@ def export_policy(
         the file's metadata name ``context_length``:
 
         - ``observations`` (B, L, S) float32 as the environment gives them, float64 where the
-          data were; of frames (B, L, stack, *frame) uint8, zeros before an episode's first frame
+          data were; of frames (B, L, stack, *frame), zeros before an episode's first frame; of
+          several columns each is ``observations/NAME``
         - ``actions`` (B, L, A) float32, or (B, L) int64 for discrete ones; the last has no effect
         - ``returns_to_go`` (B, L) float32, still asked at each step, in units of the rewards; that
           of the next step is (this - reward) / ``gamma`` of the metadata, of rewards as its
@@ -99,8 +101,13 @@ def export_policy(
     length = max(2, policy.context_length)  # a size of 1 would become a constant of the graph
     steps = torch.export.Dim("L", min=1, max=length)
     batch = torch.export.Dim("B", min=1)
-    inputs = ["observations", "actions", graph.asked, "timesteps"]
-    shapes = tuple({0: batch, 1: steps} for _ in inputs)
+    sizes: Any = {0: batch, 1: steps}
+    inputs, seen = ["observations"], sizes
+    if len(policy.columns) > 1:
+        inputs = [f"observations/{name}" for name in policy.columns]
+        seen = dict.fromkeys(policy.columns, sizes)
+    inputs += ["actions", graph.asked, "timesteps"]
+    shapes = (seen, sizes, sizes, sizes)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses packages not needed here
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -135,55 +142,63 @@ class _ActingModel(nn.Module):
         self.model, self.discrete = policy.model, policy.discrete
         self.asked = "goals" if policy.goals else "returns_to_go"
         self._scale, self._last = policy.returns_scale, policy.max_timestep - 1
-        self._first, self._length = _dtype(policy), policy.context_length
-        self._statistics = None
-        if policy.statistics is not None:
-            self._statistics = [torch.from_numpy(values) for values in policy.statistics]
+        self._length = policy.context_length
+        self._types, self._statistics = dict[str, torch.dtype](), dict[str, list[Tensor]]()
+        for column in policy.window.columns:
+            self._types[column.name] = _dtype(column)
+            if column.moments is not None:
+                self._statistics[column.name] = [*map(torch.from_numpy, column.moments)]
 
     def forward(
-        self, observations: Tensor, actions: Tensor, asked: Tensor, timesteps: Tensor
+        self,
+        observations: Tensor | dict[str, Tensor],
+        actions: Tensor,
+        asked: Tensor,
+        timesteps: Tensor,
     ) -> Tensor:
+        first = next(iter(self._types))
         if self.model.facts.goals:
-            asked = self._normalized(asked)
+            asked = self._normalized(first, asked)
         else:
             asked = (asked.double() / self._scale).float()[..., None]
-        features = self.model.remember(self._normalized(observations))
-        timesteps = timesteps.clamp(0, self._last)
+        if isinstance(observations, dict):
+            states: Any = {name: self._normalized(name, o) for name, o in observations.items()}
+        else:
+            states = self._normalized(first, observations)
+        features, timesteps = self.model.remember(states), timesteps.clamp(0, self._last)
         steps = timesteps.shape[1]
         place = torch.full_like(timesteps[:, 0], steps - 1)
         inputs: list[Tensor] = [features, actions, asked, timesteps]
         if not self.model.short_windows:  # they are whole always
-            blank = self._length - steps
-            inputs = [
-                torch.cat([x, x.new_zeros(x.shape[0], blank, *x.shape[2:])], 1) for x in inputs
-            ]
+            blanks = [x.new_zeros(x.shape[0], self._length - steps, *x.shape[2:]) for x in inputs]
+            inputs = [torch.cat(pair, 1) for pair in zip(inputs, blanks, strict=True)]
         features, actions, asked, timesteps = inputs
         return acted(self.model, features, actions, asked, timesteps, place)
 
-    def _normalized(self, states: Tensor) -> Tensor:
+    def _normalized(self, name: str, states: Tensor) -> Tensor:
         if not states.is_floating_point():  # frames
             return states
-        states = states.to(self._first)
-        if self._statistics is not None:
-            mean, scale = self._statistics
+        states = states.to(self._types[name])
+        if name in self._statistics:
+            mean, scale = self._statistics[name]
             states = (states.double() - mean) / scale
         return states.float()
 
 
-def _dtype(policy: Policy) -> torch.dtype:
+def _dtype(column: StateScales) -> torch.dtype:
     """Return the type that observations are rounded to first."""
-    dtype: torch.dtype = getattr(torch, policy.window.state_dtype or "float32")
+    dtype: torch.dtype = getattr(torch, column.state_dtype or "float32")
     return dtype
 
 
-def _example(policy: Policy, length: int) -> tuple[Tensor, ...]:
+def _example(policy: Policy, length: int) -> tuple[Any, ...]:
     """Return inputs of two environments, zeros."""
-    shape, states = (2, length), policy.state_dim
-    kind = torch.float64 if _dtype(policy) == torch.float64 else torch.float32
-    observations = torch.zeros((*shape, states), dtype=kind)
-    if policy.frame_shape:
-        frames = (*shape, policy.frame_stack, *policy.frame_shape)
-        observations = torch.zeros(frames, dtype=torch.uint8)
+    shape, seen = (2, length), dict[str, Tensor]()
+    for scales, column in zip(policy.window.columns, policy.columns.values(), strict=True):
+        kind = torch.float64 if _dtype(scales) == torch.float64 else torch.float32
+        kind = torch.uint8 if column.frames == "uint8" else kind
+        seen[scales.name] = torch.zeros((*shape, *column.state_shape), dtype=kind)
+    observations: Any = seen if len(seen) > 1 else next(iter(seen.values()))
     numbers = torch.zeros(shape, dtype=torch.int64)
     actions = numbers if policy.discrete else torch.zeros((*shape, policy.action_dim))
     asked = torch.zeros_like(observations) if policy.goals else torch.zeros(shape)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from gear_offline.core.types import Float64Array
 from gear_offline.dataset.scores import ReferenceScores
 from gear_offline.errors import InputError
 from gear_offline.progress import Printed, Terminal, print_table
-from gear_offline.training.json_lines import read_records
+from gear_offline.training.json_lines import iter_records
 
 MOST_BYTES = 64 << 20  # of a summary or an evaluation
 BY_REFERENCE, BY_DATA = "reference scores", "returns of its data"
@@ -288,10 +288,11 @@ def score_text(score: float | None) -> str:
 R = TypeVar("R", bound=_Record)
 
 
-def read_lines(path: Path, kind: type[R]) -> list[R]:
-    """Return the records of a JSON-lines file, without a torn last line; [] when missing."""
+def read_lines(path: Path, kind: type[R]) -> Iterator[R]:
+    """Yield the records of a JSON-lines file, without a torn last line; none when missing."""
     try:
-        return [kind.model_validate(line) for line in read_records(path)]
+        for record in iter_records(path):
+            yield kind.model_validate(record)
     except ValidationError as error:
         raise _unlike(path, error) from error
 

@@ -36,8 +36,8 @@ def stack_key(recipe: Recipe) -> str:
     return json.dumps(shared, sort_keys=True)
 
 
-def why_not_stacked(recipe: Recipe, sizes: ModelSizes, *, learns: bool) -> str:
-    """Return the reason not to stack runs of a resolved recipe, as a clause, or an empty text.
+def why_not_stacked(recipe: Recipe, sizes: ModelSizes, *, learns: bool) -> str | None:
+    """Return the reason not to stack runs of a resolved recipe, as a clause, if there is one.
 
     A stack is one pass of plain models.  `learns`: the selection does, from losses.
     """
@@ -55,9 +55,10 @@ def why_not_stacked(recipe: Recipe, sizes: ModelSizes, *, learns: bool) -> str:
         "their selection learns from losses": learns,
         "the model has several tasks": sizes.tasks,
         "actions are discrete": sizes.discrete,
+        "observations are several columns": sizes.observations,
         "frames have an encoder": sizes.frame_shape and getattr(model, "encoder", "") != "none",
     }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 class Stack:

@@ -81,7 +81,7 @@ GEAR_CODE u64 mixed(u64 value) {
     return value ^ value >> 33;
 }
 
-// What lies in a place of an epoch: `KeyedOrder` of gear_offline/sampling/keyed_order.py.
+// What lies in a place of an epoch: `KeyedOrder` of kernels/draws.py.
 GEAR_CODE i64 thing_at(u64 seed, u64 epoch, u64 size, i64 bits, u64 place) {
     Block block = make_block(seed, EPOCH_STREAM, epoch, 0);
     u64 turned = (u64)bounded(block.odd.first, (i64)size), further = block.even.second | 1;
