@@ -180,12 +180,9 @@ class DeviceAdamW:
                 or not laid_out_alike(gradient, parameter)
                 or not laid_out_alike(used, parameter)
             ):
-                raise GearError(
-                    "MODEL",
-                    f"the gradient of parameter {number} of shape {tuple(parameter.shape)} is "
-                    "missing or laid out otherwise",
-                    remedy="use train.graph=off",
-                )
+                what = f"the gradient of parameter {number} of shape {tuple(parameter.shape)} is "
+                what += "missing or laid out otherwise"
+                raise GearError("MODEL", what, remedy="use train.graph=off")
             moments = (self.first[number].data_ptr(), self.second[number].data_ptr())
             places = (gradient.data_ptr(), 0, parameter.data_ptr(), *moments, used.data_ptr())
             for column, address in enumerate(places):

@@ -75,12 +75,9 @@ def _module(source: str, device: int) -> Any:
     with cupy.cuda.Device(device) as chosen:
         capability = int(chosen.compute_capability)
         if capability < LEAST_CAPABILITY:
-            raise UnavailableError(
-                "DEVICE",
-                f"the GPU has compute capability {capability / 10}, the kernels need "
-                f"{LEAST_CAPABILITY / 10}",
-                remedy="use engine='off'",
-            )
+            what = f"the GPU has compute capability {capability / 10}, the kernels need "
+            what += f"{LEAST_CAPABILITY / 10}"
+            raise UnavailableError("DEVICE", what, remedy="use engine='off'")
         module = cupy.RawModule(
             code=(FOLDER / source).read_text(), options=OPTIONS, backend="nvrtc"
         )
@@ -104,12 +101,9 @@ def import_cupy() -> Any:
 
 
 def _broken(what: str) -> UnavailableError:
-    return UnavailableError(
-        "PACKAGE_MISSING",
-        what,
-        remedy="install the CuPy for your CUDA: gear-offline[gpu] for CUDA 13, [gpu-cuda12] for "
-        "CUDA 12; or use engine='off'",
-    )
+    remedy = "install the CuPy for your CUDA: gear-offline[gpu] for CUDA 13, [gpu-cuda12] for "
+    remedy += "CUDA 12; or use engine='off'"
+    return UnavailableError("PACKAGE_MISSING", what, remedy=remedy)
 
 
 _NUMBERS = {"i64": np.int64, "u64": np.uint64, "double": np.float64, "float": np.float32}

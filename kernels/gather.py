@@ -185,11 +185,9 @@ def real_steps(segments: Segments, lengths: Int64Array, span: int) -> Int64Array
     known = episodes.min(initial=0) >= 0 and episodes.max(initial=0) < len(lengths)
     left = lengths[episodes] - starts if known else episodes - episodes
     if left.min(initial=1) < 1 or starts.min(initial=0) < 0:
-        raise InputError(
-            "SELECTION",
-            "a segment begins outside the dataset",
-            remedy=f"use episodes below {len(lengths)} and starts below their lengths",
-        )
+        what = "a segment begins outside the dataset"
+        remedy = f"use episodes below {len(lengths)} and starts below their lengths"
+        raise InputError("SELECTION", what, remedy=remedy)
     real: Int64Array = np.minimum(left, span)
     if segments.lengths is not None:
         real = np.minimum(real, np.maximum(segments.lengths.reshape(-1), 1))

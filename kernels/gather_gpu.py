@@ -21,13 +21,7 @@ from gear_offline.core.types import Int64Array
 from gear_offline.errors import UnavailableError
 from gear_offline.kernels.columns import GroupAddresses
 from gear_offline.kernels.cuda_module import DeviceArrays, Kernel, load, structure
-from gear_offline.kernels.draws import (
-    HOST_DRAWN,
-    PRIORITIES,
-    WEIGHTS,
-    GpuDraw,
-    Segments,
-)
+from gear_offline.kernels.draws import HOST_DRAWN, PRIORITIES, WEIGHTS, GpuDraw, Segments
 from gear_offline.kernels.gather import Padding, Windows, real_steps, torch_dtype
 
 THREADS = 256
@@ -91,11 +85,9 @@ class GpuGather:
         if self._source == SAMPLE:
             self._load(SAMPLE)  # before masses move, which stay where they are
         if len(groups) > MAX_GROUPS:
-            raise UnavailableError(
-                "DEVICE",
-                f"{len(groups)} groups of columns, the GPU engine takes {MAX_GROUPS}",
-                remedy="name fewer extra columns, or use engine='off'",
-            )
+            what = f"{len(groups)} groups of columns, the GPU engine takes {MAX_GROUPS}"
+            remedy = "name fewer extra columns, or use engine='off'"
+            raise UnavailableError("DEVICE", what, remedy=remedy)
         self._arrays = DeviceArrays(device)  # what addresses in the job point to
         self._ticket = torch.zeros(1, dtype=torch.int64, device=device)
         self._job = np.zeros(1, JOB)
@@ -198,11 +190,8 @@ class GpuGather:
             row["pieces"] = -(-span * row_bytes // unit // int(row["piece"]))
             return row
         if group.dtype not in TYPES or final not in (np.dtype(np.float32), np.dtype(np.int64)):
-            raise UnavailableError(
-                "DEVICE",
-                f"{field.name}: no cast from {group.dtype} to {final} on the GPU",
-                remedy="use engine='off'",
-            )
+            what = f"{field.name}: no cast from {group.dtype} to {final} on the GPU"
+            raise UnavailableError("DEVICE", what, remedy="use engine='off'")
         if field.mean is not None and field.divisor is not None:
             row["mean"], row["divisor"] = keep(field.mean), keep(field.divisor)
         row["source"], row["to_int64"] = TYPES[group.dtype], final == np.int64

@@ -157,12 +157,10 @@ def _allocate(sizes: list[int], device: torch.device) -> list[Tensor]:
     try:
         return [torch.zeros(size, dtype=torch.int64, device=device) for size in sizes]
     except torch.OutOfMemoryError as error:
-        raise GearError(
-            "MEMORY",
-            f"the priorities of {sizes[0]:,} steps need {size_text(8 * sum(sizes))} of GPU "
-            f"memory, {size_text(torch.cuda.mem_get_info(device)[0])} are free",
-            remedy="use engine='off', or another strategy",
-        ) from error
+        what = f"the priorities of {sizes[0]:,} steps need {size_text(8 * sum(sizes))} of GPU "
+        what += f"memory, {size_text(torch.cuda.mem_get_info(device)[0])} are free"
+        remedy = "use engine='off', or another strategy"
+        raise GearError("MEMORY", what, remedy=remedy) from error
 
 
 def level_sizes(items: int) -> list[int]:

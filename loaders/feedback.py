@@ -128,9 +128,6 @@ class DeviceFeedback(SegmentFeedback):
 def _learning(loader: GearLoader) -> Prioritized:
     """Return the loader's sampler that learns, or refuse it."""
     if loader.loss_sampler is None:
-        raise InputError(
-            "SELECTION",
-            f"strategy {loader.selection.name!r} does not learn from losses",
-            remedy="use prioritized",
-        )
+        what = f"strategy {loader.selection.name!r} does not learn from losses"
+        raise InputError("SELECTION", what, remedy="use prioritized")
     return loader.loss_sampler

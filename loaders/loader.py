@@ -18,14 +18,7 @@ from torch.utils.data import get_worker_info
 
 from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.config.sections import (
-    GoalSettings,
-    LoaderSettings,
-    Mode,
-    Placement,
-    Road,
-    Sharding,
-)
+from gear_offline.config.sections import GoalSettings, Mode, Placement, Road, Sharding
 from gear_offline.core.closing import Closing
 from gear_offline.core.text import plain
 from gear_offline.core.types import Int64Array
@@ -50,7 +43,7 @@ from gear_offline.loaders.rows import RowOpener, Rows
 from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
 from gear_offline.sampling import Sampler
 from gear_offline.sampling.draws import SegmentStream
-from gear_offline.tables.fields import Window
+from gear_offline.tables.fields import STATES, Window
 from gear_offline.tables.joint import JointDataset, TableData, data_digest, data_name, parts_of
 
 STATE_FORMAT = 1
@@ -58,7 +51,6 @@ IDENTITY = (  # options that the content of batches depends on
     *("batch_size", "context_length", "frame_stack", "padding"),
     *("gamma", "returns_scale", "normalize_states"),
 )
-LATER = ("observations",)  # ... too; states have them where they are not the default
 
 
 class GearLoader(Closing, Iterator[Batch]):
@@ -167,7 +159,7 @@ class GearLoader(Closing, Iterator[Batch]):
         returns_scale: float = 1.0,
         normalize_states: bool = False,
         extra_columns: Sequence[str] = (),
-        observations: Sequence[str] = ("observations",),
+        observations: Sequence[str] = (STATES,),
         frame_stack: int = 1,
         goals: Mapping[str, Any] | GoalSettings | None = None,
         start_step: int = 0,
@@ -204,8 +196,9 @@ class GearLoader(Closing, Iterator[Batch]):
         )
         self._goals: GoalSampler | None = None
         if options.goals is not None:
-            if isinstance(dataset, JointDataset) or GOALS in options.extra_columns:
-                what = "one dataset, whose extra_columns are not called goals"
+            several = isinstance(dataset, JointDataset) or len(options.observations) > 1
+            if several or GOALS in options.extra_columns:
+                what = "one dataset and column of observations; no extra_columns are called goals"
                 raise bad_option("goals", goals, what)
             self._goals = GoalSampler(options.goals, stream, self.context_length)
         opener = RowOpener(dataset, stream, self.world, self.device, options, self._goals)
@@ -319,11 +312,11 @@ class GearLoader(Closing, Iterator[Batch]):
         if get_worker_info() is not None:
             raise _one_process("a GearLoader does not run in worker processes of a DataLoader")
         if self.world.size > 1 and _is_dispatched():
-            raise InputError(
-                "LOADER_OPTION",
-                "accelerate reads the loader of the first rank alone, and that has its share only",
-                remedy="iterate over the loader itself; leave it out of accelerator.prepare(...)",
+            what = (
+                "accelerate reads the loader of the first rank alone, and that has its share only"
             )
+            remedy = "iterate over the loader itself; leave it out of accelerator.prepare(...)"
+            raise InputError("LOADER_OPTION", what, remedy=remedy)
         return self
 
     def __next__(self) -> Batch:
@@ -451,19 +444,14 @@ class GearLoader(Closing, Iterator[Batch]):
 
     def _identity(self) -> dict[str, Any]:
         """Return the options on which, besides the step, the content of batches depends."""
-        updates = {
-            name: plain(getattr(self._options, name))
-            for name in LATER
-            if getattr(self._options, name) != LoaderSettings.model_fields[name].default
-        }
+        updates, observed = dict[str, Any](), list(self._options.observations)
+        if observed != [STATES]:  # as before there were others
+            updates["observations"] = observed
         if self.loss_sampler is not None:  # its own state is loaded first
             updates["selection_updates"] = self.loss_sampler.updates
         return updates | {
             "seed": self.seed,
-            "selection": {
-                "name": self.selection.name,
-                "options": plain(self.selection.options),
-            },
+            "selection": {"name": self.selection.name, "options": plain(self.selection.options)},
             **{name: getattr(self._options, name) for name in IDENTITY},
             "goals": self._options.goals and self._options.goals.model_dump(),
             "dataset": data_digest(self.dataset),
@@ -482,11 +470,9 @@ def _task_bounds(dataset: TableData, device: torch.device) -> Tensor | None:
 
 
 def _one_process(what: str) -> InputError:
-    return InputError(
-        "LOADER_OPTION",
-        f"{what}, where it would give the same batches again: the loader itself is the iterable",
-        remedy="iterate over the loader, with num_workers=0; make one in each process",
-    )
+    what = f"{what}, where it would give the same batches again: the loader itself is the iterable"
+    remedy = "iterate over the loader, with num_workers=0; make one in each process"
+    return InputError("LOADER_OPTION", what, remedy=remedy)
 
 
 def _is_dispatched() -> bool:
@@ -502,21 +488,16 @@ def _check_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> int:
         state = {}
     step = state.get("step")
     if state.get("format") != STATE_FORMAT or type(step) is not int or not 0 <= step < 1 << 63:
-        raise InputError(
-            "LOADER_STATE",
-            f"not a loader state of format {STATE_FORMAT}",
-            remedy="pass what GearLoader.state_dict() returned",
-        )
+        what = f"not a loader state of format {STATE_FORMAT}"
+        raise InputError("LOADER_STATE", what, remedy="pass what GearLoader.state_dict() returned")
     differ = [
         f"{key} is {value!r} here and {state.get(key)!r} in the state"
         for key, value in identity.items()
         if plain(state.get(key)) != value
     ]
     if differ:
-        raise InputError(
-            "LOADER_STATE",
-            f"the state belongs to another stream of batches: {'; '.join(differ)}",
-            remedy="build the loader with the saved options, and load what its loss_sampler had "
-            "learned first; or start without the state",
-        )
+        what = f"the state belongs to another stream of batches: {'; '.join(differ)}"
+        remedy = "build the loader with the saved options, and load what its loss_sampler had "
+        remedy += "learned first; or start without the state"
+        raise InputError("LOADER_STATE", what, remedy=remedy)
     return step

@@ -55,11 +55,8 @@ def bad_option(name: str, value: object, allowed: str) -> InputError:
 
 def no_engine(what: str) -> UnavailableError:
     """Return the error ``DEVICE`` where the GPU does not gather."""
-    return UnavailableError(
-        "DEVICE",
-        what,
-        remedy="use device='cuda' and engine='on', which says what is missing; or engine='auto'",
-    )
+    remedy = "use device='cuda' and engine='on', which says what is missing; or engine='auto'"
+    return UnavailableError("DEVICE", what, remedy=remedy)
 
 
 def find_world(world: World | Literal["auto"] | None, global_batch: int) -> World:
@@ -99,19 +96,15 @@ def choose_sampler(
         what = f"padding={padding!r} is not usable with strategy {name!r}"
         raise InputError("LOADER_OPTION", what, remedy=f"use padding={selection.padding!r}")
     if not np.array_equal(index.lengths, episodes.lengths[: index.episodes]):
-        raise InputError(
-            "LOADER_OPTION",
-            f"strategy {name!r} was made for other episodes ({index.episodes} of {index.steps} "
-            f"steps) than the dataset has ({episodes.episodes} of {episodes.steps})",
-            remedy=f"make it of this dataset: make_sampler({name!r}, dataset, ...)",
-        )
+        what = f"strategy {name!r} was made for other episodes ({index.episodes} of {index.steps} "
+        what += f"steps) than the dataset has ({episodes.episodes} of {episodes.steps})"
+        remedy = f"make it of this dataset: make_sampler({name!r}, dataset, ...)"
+        raise InputError("LOADER_OPTION", what, remedy=remedy)
     if selection.context_length not in (None, context_length):
-        raise InputError(
-            "LOADER_OPTION",
-            f"strategy {name!r} was made for windows of {selection.context_length} steps, "
-            f"context_length={context_length} is not usable with it",
-            remedy=f"make it with context_length={context_length}",
-        )
+        what = f"strategy {name!r} was made for windows of {selection.context_length} steps, "
+        what += f"context_length={context_length} is not usable with it"
+        remedy = f"make it with context_length={context_length}"
+        raise InputError("LOADER_OPTION", what, remedy=remedy)
     return selection
 
 

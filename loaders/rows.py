@@ -29,14 +29,7 @@ from gear_offline.loaders.segments import LocalSegments, Ring, ShardedSegments
 from gear_offline.sampling.draws import SegmentStream
 from gear_offline.tables.fields import EXTRA
 from gear_offline.tables.joint import TableData
-from gear_offline.tables.shared import (
-    PLACED,
-    Handle,
-    get_table,
-    is_known,
-    share_table,
-    table_key,
-)
+from gear_offline.tables.shared import PLACED, Handle, get_table, is_known, share_table, table_key
 from gear_offline.tables.table import Table, build_table, table_bytes
 
 if TYPE_CHECKING:
@@ -198,11 +191,9 @@ class RowOpener:
         engine = self.device.type == "cuda" and options.engine == "on"
         if unfit or engine or self.goals is not None:
             what = f"strategy {sampler.name!r}" if unfit else "engine='on'" if engine else "goals"
-            raise InputError(
-                "LOADER_OPTION",
-                f"rows that stay on disk, {reason}, do not serve {what}",
-                remedy="use placement='host' or more memory, or another option",
-            )
+            what = f"rows that stay on disk, {reason}, do not serve {what}"
+            remedy = "use placement='host' or more memory, or another option"
+            raise InputError("LOADER_OPTION", what, remedy=remedy)
         return reason
 
     def _open_disk(self, reason: str) -> DiskRows:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -41,12 +41,6 @@ class InputColumn(BaseModel):
     frames: Literal["uint8", "float32"] | None = None  # their type; None: a vector
     stack: Annotated[int, Field(ge=1, le=64)] = 1  # frames that make up a state
     encoder: Literal["none", "cnn", "patch"] = "none"
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.frames is None and (self.encoder != "none" or self.stack > 1):
-            raise ValueError(f"{self.name} is a vector, which has no encoder and no stack")
-        return self
 
     @classmethod
     def of_config(cls, config: Any) -> tuple[InputColumn, ...]:
@@ -127,9 +121,6 @@ class ColumnEncoder(nn.Module):
 
     def forward(self, states: Mapping[str, Tensor]) -> Tensor:
         """Encode (B, K, *shape) of each column, or (B, K, stack, *frame): (B, K, S) floating."""
-        if missing := [column.name for column in self.columns if column.name not in states]:
-            what = f"no {', '.join(missing)} among {', '.join(states)}"
-            raise InputError("MODEL", what, "states", "give the model's columns by name")
         pairs = zip(self.columns, self.encoders, strict=True)
         parts = [encoder(states[column.name]).flatten(2) for column, encoder in pairs]
         return torch.cat(parts, dim=2)  # of the widest type

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from gear_offline.core.hub import put
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.dataset.rewards import RewardEdit
+from gear_offline.dataset.schema import match_columns
 from gear_offline.errors import InputError, given_path
 from gear_offline.models.base import PlayedWindow, SequenceModel
 from gear_offline.models.encoders import InputColumn
@@ -160,10 +161,7 @@ class Policy:
 
     @property
     def statistics(self) -> tuple[Float64Array, Float64Array] | None:
-        """(S,) float64 mean and scale: ``(state - mean) / scale`` is seen; None: raw states.
-
-        Of several columns those of each are `window.columns`.
-        """
+        """(S,) float64 mean and scale: ``(state - mean) / scale`` is seen; None: raw states."""
         return self.window.columns[0].moments
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
@@ -280,7 +278,8 @@ class Policy:
         observations
             (n, S) raw observations of the current step; (n, *frame) for models of frames,
             one frame each: stacks are made here, with zeros before an episode's first frame.
-            Of several columns a mapping of their names to these.
+            Of several columns a mapping of their names, or of an environment's for them, to these;
+            as in Gymnasium's Dict spaces it may be nested.
         indices
             (n,) different environments that act; None means all E.  Leaving out those that are
             done saves their share of the work.
@@ -320,11 +319,9 @@ class Policy:
             filled = self.context_length
             if self.model.short_windows:
                 filled = min(int(steps.max()) + 1, self.context_length)
-            now, *states = (
-                torch.from_numpy(part).to(self.device) for part in (numbers, *seen.values())
-            )
-            named = dict(zip(seen, states, strict=True))
-            actions = np.asarray(self._step(now, named, filled, noise).cpu().numpy())
+            now = torch.from_numpy(numbers).to(self.device)
+            states = {name: torch.from_numpy(rows).to(self.device) for name, rows in seen.items()}
+            actions = np.asarray(self._step(now, states, filled, noise).cpu().numpy())
         self._done[chosen] = actions.reshape(len(chosen), -1)
         self._waiting[chosen] = True
         self._steps[chosen] += 1
@@ -332,15 +329,15 @@ class Policy:
 
     def _seen(self, observations: Observations, count: int) -> dict[str, Array]:
         """Return observations as the model takes them: vectors (n, S), or frames (n, *frame)."""
-        if not isinstance(observations, Mapping):
-            observations = dict.fromkeys([*self.columns][:1], observations)
-        if missing := [name for name in self.columns if name not in observations]:
-            what = f"no {', '.join(missing)} among {', '.join(observations)}"
+        given = dict(_leaves(observations)) or {next(iter(self.columns)): observations}
+        names = match_columns(self.columns, given)
+        if missing := [name for name in self.columns if name not in names]:
+            what = f"no {', '.join(missing)} among {', '.join(given)}"
             remedy = f"give a mapping of {', '.join(self.columns)}"
             raise InputError("MODEL", what, "observations", remedy)
         seen = {}
         for scales, (name, column) in zip(self.window.columns, self.columns.items(), strict=True):
-            rows = column.rows(observations[name], count)
+            rows = column.rows(given[names[name]], count)
             _check_finite(rows, "observation")
             seen[name] = rows if column.frames == "uint8" else scales.states(rows)
         return seen
@@ -359,8 +356,7 @@ class Policy:
         for name, state in seen.items():
             if name in self._frames:
                 stacks = self._frames[name][rows].roll(-1, dims=1)
-                # zeros come first
-                stacks = stacks * (steps > 0).view(-1, *[1] * (stacks.ndim - 1))
+                stacks = stacks * (steps > 0).view(-1, *[1] * (stacks.ndim - 1))  # zeros come first
                 stacks[:, -1] = state
                 self._frames[name][rows] = state = stacks
             shown[name] = state[:, None]
@@ -499,6 +495,15 @@ class _Graph:
                 self._seen[name][:count].copy_(torch.from_numpy(rows))
             self._graph.replay()
             return np.asarray(self._actions[:count].cpu().numpy())
+
+
+def _leaves(observations: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the parts of mappings in each other, or of an array of records, by name."""
+    names = getattr(getattr(observations, "dtype", None), "names", None)
+    for name in observations if isinstance(observations, Mapping) else names or ():
+        yield from _leaves(observations[name], f"{path}{name}/")
+    if path and not names and not isinstance(observations, Mapping):
+        yield path.removesuffix("/"), observations
 
 
 def _type(column: InputColumn) -> torch.dtype:

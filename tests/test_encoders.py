@@ -221,7 +221,7 @@ def test_policies_refuse_other_frames(dataset: Dataset) -> None:
         with one_error("MODEL"):
             policy.act(frames)
     check_sizes(probe(ENVIRONMENT), sizes_of(model), whose="the model")
-    with pytest.raises(InputError, match="has frames of 4 and 2 discrete actions"):
+    with pytest.raises(InputError, match=r"has 1 frame of 4 and 2 discrete actions"):
         check_sizes(probe("CartPole-v1"), sizes_of(model), whose="the model")
 
 

@@ -221,6 +221,6 @@ def play_in_worker(
             acting = _Acting(policy)
             plan = episode_plan(acting, (*seed, played), noise)
             episode = player.play(replace(plan, on_step=acting.observe))
-            piece = appender.append([episode.columns(player.facts)])
+            piece = appender.append([episode.columns()])
             played += 1
             caller.send((episode.total, episode.steps, step, piece))

@@ -50,7 +50,7 @@ class Recorded(Document):
     max_return: float
 
     @classmethod
-    def of(cls, episodes: Sequence[_Episode], **facts: Any) -> Self:
+    def of(cls, episodes: Sequence[_RecordedEpisode], **facts: Any) -> Self:
         """Return the report of some episodes."""
         returns = [episode.total for episode in episodes]
         return cls(
@@ -219,7 +219,7 @@ def _check_gate(gate: float | None, reached: float, environment: str) -> None:
         raise GearError("USAGE", f"{what}; no file was written", environment, remedy)
 
 
-class _Episode(NamedTuple):
+class _RecordedEpisode(NamedTuple):
     """An episode in the file."""
 
     reset_seed: int
@@ -237,7 +237,7 @@ class _Maker:
     action_noise: float
     policy: EpisodePolicy | None  # None for replay, whose every episode has another one
     plans: Iterator[EpisodePlan]  # endless, except for replay
-    recorded: list[_Episode] = field(default_factory=list)
+    recorded: list[_RecordedEpisode] = field(default_factory=list)
 
     def report(self) -> MakerReport:
         facts = {name: getattr(self, name) for name in ("name", "algorithm", "action_noise")}
@@ -285,10 +285,10 @@ def _record(
         for episode in crew.play(maker.plans) if done < steps else ():
             rows = min(steps - done, episode.steps) if exact else episode.steps
             # where it is cut its last row bears no flag
-            part = {name: column[:rows] for name, column in episode.columns(crew.facts).items()}
+            part = {name: column[:rows] for name, column in episode.columns().items()}
             writer.write(part)
             total = float(part["rewards"].sum(dtype=np.float64))
-            maker.recorded.append(_Episode(episode.reset_seed, rows, total))
+            maker.recorded.append(_RecordedEpisode(episode.reset_seed, rows, total))
             progress.advance(rows)
             done += rows
             if done >= wanted:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import gymnasium
 import numpy as np
 
 from gear_offline.collect.record import EpisodePolicy
@@ -136,6 +137,9 @@ def train_with_library(
         raise InputError("USAGE", what, "policy", f"use one of {', '.join(sorted(known))}")
     alone = torch_alone(f"training {policy}", quiet=False)
     with alone, make_environment(environment_id, options) as environment:
+        if not isinstance(environment.raw.observation_space, gymnasium.spaces.Box):
+            what = f"{policy} is trained on observations that are one Box"
+            raise InputError("ENVIRONMENT", what, environment_id, "wrap it in FlattenObservation")
         where = {"device": "cpu"} if library == "sb3" else {}
         model = known[name]("MlpPolicy", environment.raw, seed=seed, **where)
         guarded(environment_id, f"learning with {policy}", model.learn, steps)

@@ -77,6 +77,11 @@ class EpisodePlan:
     on_step: Callable[[float, Array], None] | None = None  # told the reward and the action
 
 
+def fields_of(rows: Array) -> dict[str, Array]:
+    """Return the fields of records of observations, by name; what has none is ``""``."""
+    return {name: rows[name] for name in rows.dtype.names} if rows.dtype.names else {"": rows}
+
+
 def episode_plan(policy: EpisodePolicy, path: tuple[int, ...], action_noise: float) -> EpisodePlan:
     """Return the plan of the episode at a `stream`'s path, its seed first."""
     return EpisodePlan(
@@ -104,18 +109,21 @@ class Episode:
         """The undiscounted return."""
         return float(self.rewards.sum())
 
-    def columns(self, facts: EnvironmentFacts) -> dict[str, Array]:
+    def columns(self) -> dict[str, Array]:
         """Return the rows (T, ...) of a file in D4RL's layout, in the dtypes it has there.
 
         Of frames no ``next_observations``, which would double the file; ``terminals`` and
         ``timeouts`` are never both true on a row.
         """
-        seen, last = self.observations, np.arange(self.steps) == self.steps - 1
-        if seen.dtype.kind == "f":
-            seen = seen.astype(np.float32)
+        last = np.arange(self.steps) == self.steps - 1
+        seen = dict[str, Array]()
+        for name, rows in fields_of(self.observations).items():
+            rows = rows.astype(np.float32) if rows.dtype.kind == "f" else rows
+            seen[f"observations/{name}".removesuffix("/")] = rows
+        following = {f"next_{n}": rows[1:] for n, rows in seen.items() if rows.ndim < 3}
         return {
-            "observations": seen[:-1],
-            **({} if facts.frames else {"next_observations": seen[1:]}),
+            **{name: rows[:-1] for name, rows in seen.items()},
+            **following,
             "actions": self.actions,
             "rewards": self.rewards.astype(np.float32),
             "terminals": last & self.terminated,
@@ -158,7 +166,8 @@ class Player(Closing):
             rewards.append(reward)
             if plan.on_step is not None:
                 plan.on_step(rewards[-1], actions[-1])
-        if not np.isfinite(seen[-1]).all():  # it is recorded, too
+        shown = fields_of(seen[-1]).values()
+        if not all(np.isfinite(part).all() for part in shown):  # it is recorded, too
             raise not_finite("a last observation", facts.environment_id)
         return Episode(
             reset_seed=plan.reset_seed,

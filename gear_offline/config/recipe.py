@@ -106,6 +106,8 @@ class Recipe(Section):
             yield "loader.goals and data.tasks exclude each other: goals are states of one dataset"
         if self.data.tasks and loader.observations != ("observations",):
             yield "data.tasks share the column observations: leave loader.observations out"
+        if loader.goals is not None and len(loader.observations) > 1:
+            yield "loader.goals are states of one column: name one in loader.observations"
         if loader.goals is not None and every is not None:
             yield "loader.goals and data.admit_every exclude each other: goals need fixed data"
         for leaf in OF_TASK if self.data.tasks else ():

@@ -339,14 +339,6 @@ class LoaderSettings(Section):
     exchange: Road = "auto"
     """Rows of other nodes: from GPU to GPU, by RDMA reads, by gloo; auto: the first that works."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if len(set(self.observations)) < len(self.observations):
-            raise ValueError(f"observations names a column twice: {', '.join(self.observations)}")
-        if len(self.observations) > 1 and self.goals is not None:
-            raise ValueError("goals are states of one column: name one in observations")
-        return self
-
 
 class ModelSettings(Section):
     """The model and its own options; a base for the options of other models."""

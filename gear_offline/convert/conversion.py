@@ -41,8 +41,8 @@ from gear_offline.dataset.manifest import (
     MAX_BLOCK_BYTES,
     MIN_BLOCK_BYTES,
     Endings,
-    Environment,
     Manifest,
+    RecordedEnvironment,
     SourceFile,
     SourceRecord,
     is_only_dataset,
@@ -203,8 +203,15 @@ def convert(
         if isinstance(source, Source):
             source = frames_turned(with_columns(source, names))
         else:
-            opened = open_source(source, rule=rule, names=names, partial=map is not None)
-            source = stack.enter_context(opened)
+            how: dict[str, Any] = {"rule": rule, "partial": map is not None}
+            opened = stack.enter_context(open_source(source, names=names, **how))
+            facts, there = opened.info.attributes, {column.name for column in opened.spec}
+            parts = [split_names(of) for of in facts.get("columns_from", {}).values()]
+            hidden = {*facts.get("left_out", ()), *chain(*parts)} - there
+            if more := hidden.intersection(columns or ()):  # decoded, or taken apart, as asked for
+                names |= {name: name for name in more}
+                opened = stack.enter_context(open_source(source, names=names, **how))
+            source = opened
         if source.info.format != "gear":  # of which it was said when they were made
             late = late_rows(_names(source)) if shift is None else []
             source.warn(*_looks_wrong(source), *late)
@@ -251,7 +258,7 @@ def convert(
         if environment_options is not None:
             options = json_options(environment_options)
         name = environment or info.environment_id
-        recorded = Environment(id=name, options=dict(options), reference_scores=scores)
+        recorded = RecordedEnvironment(id=name, options=dict(options), reference_scores=scores)
         manifest = _manifest(source, plan, written, files, recorded)
         if map is not None:
             before = whole if kept is None else pick_episodes(whole, np.frombuffer(kept, np.bool_))
@@ -297,6 +304,7 @@ def changed_files(source: str, dataset: Dataset) -> Iterator[str]:
     names = {name for name, _ in sizes}
     kinds = {Path(name).suffix for name in names}
     files = [place] if place.is_file() else sorted(place.rglob("*"))
+    there = {(file.name, file.stat().st_size) for file in files}  # of one name may be several
     for name in sorted(names - {file.name for file in files}) if place.is_dir() else ():
         yield f"{name} is gone"
     for file in files:
@@ -308,7 +316,8 @@ def changed_files(source: str, dataset: Dataset) -> Iterator[str]:
             if is_newer:
                 yield f"{file.name} is new"
         elif (file.name, status.st_size) not in sizes:
-            yield f"{file.name} has {status.st_size:,} bytes now"
+            if any(name == file.name for name, _ in sizes - there):
+                yield f"{file.name} has {status.st_size:,} bytes now"
         elif is_newer and (now := digest_file(InputFile.find(file), Event())) not in recorded:
             yield f"{file.name} has another content now (xxh3-128:{now.digest})"
 
@@ -485,7 +494,7 @@ def _manifest(
     plan: Plan,
     written: Sequence[Written],
     files: list[SourceFile],
-    environment: Environment,
+    environment: RecordedEnvironment,
 ) -> Manifest:
     info, moments = source.info, written[0].moments
     for part in written[1:]:

@@ -105,7 +105,7 @@ class Admission(Model):
     shards: Annotated[list[ShardRecord], Field(min_length=1)]  # by their names in the dataset
 
 
-class Environment(Model):
+class RecordedEnvironment(Model):
     """Gymnasium id, returns of a random and an expert policy; ``None`` when unknown."""
 
     id: str | None
@@ -147,7 +147,7 @@ class Manifest(Model):
     returns: Distribution  # over episodes, as lengths
     lengths: Distribution
     endings: Endings
-    environment: Environment
+    environment: RecordedEnvironment
     source: SourceRecord
     shards: list[ShardRecord]  # in the order of episodes
 

@@ -6,9 +6,10 @@ Shape legend: N steps of a table, E episodes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -23,12 +24,34 @@ _COLUMN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*(/[A-Za-z0-9_][A-Za-z0-9
 MAX_DIMENSIONS = 8
 MAX_STEP_BYTES = 64 << 20  # one step of one column; larger is a damaged or hostile shape
 MOST_CHANNELS = 16  # of a frame
+# what LeRobot's datasets call the observations that its environments call so
+LEROBOT = {"agent_pos": "state", "pixels": "image"}
 
 
 def channels_last(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return a frame's shape with few channels last: (3, 84, 84) is (84, 84, 3)."""
     is_first = len(shape) == 3 and shape[0] <= MOST_CHANNELS and 2 * shape[0] < min(shape[1:])
     return (*shape[1:], shape[0]) if is_first else shape
+
+
+def match_columns(columns: Iterable[str], names: Collection[str]) -> dict[str, str]:
+    """Return the one of `names` that each column is: the same, or with the same last parts.
+
+    ``observation.images.top`` is ``pixels/top``, ``observation.state`` LeRobot's ``agent_pos``.
+    A column that none or several fit, or one that fits another too, is left out.
+    """
+
+    def last(name: str, parts: int = 1) -> list[str]:
+        *path, own = re.split(r"[/.]", name)
+        return [*path, LEROBOT.get(own, own)][-parts:]
+
+    fits = dict[str, list[str]]()
+    for column in columns:
+        same = [name for name in names if last(name) == last(column)]
+        longer = [name for name in same if last(name, 2) == last(column, 2)]
+        fits[column] = [column] if column in names else longer or same
+    taken = [*chain(*fits.values())]
+    return {c: own[0] for c, own in fits.items() if len(own) == 1 == taken.count(own[0])}
 
 
 def is_column_name(name: str) -> bool:

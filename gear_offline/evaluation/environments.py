@@ -7,6 +7,10 @@ a dataset names imports nothing.
 An environment is a stranger's code.  `guarded` calls it: whatever it raises is an ``ENVIRONMENT``
 error.  `Environment` refuses values that Gymnasium's interface does not have.
 
+Of a Dict or Tuple space an observation is a record: an array whose fields are the numeric leaves,
+``pixels/top``, or as ``environment_options={"observation_columns": {LEAF: COLUMN}}`` calls them.
+Discrete values become one-hot vectors.
+
 Atari games (``ALE/...``) get the usual preprocessing (Machado et al. 2018), made of Gymnasium's
 wrappers: single 84 x 84 grey frames.  Loader and policy stack them.
 """
@@ -20,7 +24,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from importlib import import_module
+from operator import getitem
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,7 +76,7 @@ class EnvironmentFacts:
 
     environment_id: str  # with the version that was taken
     observation_shape: tuple[int, ...]
-    observation_dtype: np.dtype[Any]
+    observation_dtype: np.dtype[Any]  # of records it has fields
     choices: int  # discrete actions, or 0 where actions are continuous
     action_shape: tuple[int, ...]  # as the environment takes them
     action_dtype: np.dtype[Any]
@@ -84,13 +90,18 @@ class EnvironmentFacts:
         return self.choices > 0
 
     @property
-    def frames(self) -> bool:
-        """Whether observations are frames: uint8, (h, w) or (h, w, colours)."""
-        return self.observation_dtype == np.uint8 and len(self.observation_shape) in (2, 3)
+    def observations(self) -> dict[str, np.dtype[Any]]:
+        """Type, with the shape, of each field of an observation; of one that has none ``""``."""
+        whole = np.dtype((self.observation_dtype, self.observation_shape))
+        fields: Any = self.observation_dtype.fields or {"": (whole,)}
+        return {name: field[0] for name, field in fields.items()}
 
     @property
     def state_size(self) -> int:
-        """Numbers in one observation."""
+        """Numbers in one observation, which is no record."""
+        if self.observation_dtype.fields:
+            what, remedy = "its observations are a Dict", "wrap it in FlattenObservation"
+            raise InputError("ENVIRONMENT", what, self.environment_id, remedy)
         return math.prod(self.observation_shape)
 
     @property
@@ -141,10 +152,12 @@ def guarded(environment_id: str, what: str, call: Callable[..., T], *words: Any,
 class Environment(Closing):
     """An environment behind a door that looks at each value; `raw` is Gymnasium's own object."""
 
-    def __init__(self, environment_id: str, raw: gymnasium.Env[Any, Any]) -> None:
+    def __init__(
+        self, environment_id: str, raw: gymnasium.Env[Any, Any], columns: Mapping[str, str] = {}
+    ) -> None:
         self.raw, self._id, self._is_open = raw, environment_id, True
-        self.facts = facts = guarded(environment_id, "its spaces", describe, raw, environment_id)
-        self._wanted = f"{facts.observation_dtype} of shape {facts.observation_shape}"
+        self.facts = guarded(environment_id, "its spaces", describe, raw, environment_id, columns)
+        self._leaves = leaves(raw.observation_space, columns)
 
     @property
     def metadata(self) -> Options:
@@ -175,12 +188,28 @@ class Environment(Closing):
 
     def observation(self, name: str, value: Any, *, is_last: bool = False) -> Array:
         """Return a copy of an observation; the last one, which nobody acts on, may be NaN."""
-        facts = self.facts
-        seen = given = self._array(name, value, (facts.observation_shape,), "biuf", self._wanted)
-        if facts.observation_dtype.kind != "f":
-            seen = given.astype(facts.observation_dtype, copy=False)
+        record = np.zeros((), self.facts.observation_dtype)
+        for field, (path, space) in self._leaves.items():
+            try:
+                part = reduce(getitem, path, value)
+            except (KeyError, IndexError, TypeError) as error:
+                raise self.odd(name, value, f"one that has {path}") from error
+            if not path:
+                return self._leaf(name, part, space, is_last=is_last)
+            record[field] = self._leaf(f"{name} [{field}]", part, space, is_last=is_last)
+        return record
+
+    def _leaf(self, name: str, value: Any, space: Any, *, is_last: bool) -> Array:
+        wanted = f"{space.dtype} of shape {space.shape}"
+        seen = given = self._array(name, value, (space.shape,), "biuf", wanted)
+        if space.dtype.kind != "f":
+            seen = given.astype(space.dtype, copy=False)
             if not np.array_equal(seen, given):
-                raise self.odd(name, given, self._wanted)
+                raise self.odd(name, given, wanted)
+        if not isinstance(space, gymnasium.spaces.Box):
+            if not space.contains(seen):
+                raise self.odd(name, given, f"of {space}")
+            return np.asarray(gymnasium.spaces.flatten(space, seen), np.float32)
         if seen.dtype.kind == "f" and not is_last and not np.isfinite(seen).all():
             raise not_finite(name, self._id)
         return seen
@@ -258,10 +287,10 @@ def make_environment(
         check_word(ENVIRONMENTS, environment_id)
         own = getattr(part_module(ENVIRONMENTS, environment_id), name, None)
         made = EnvSpec(id=name, entry_point=own) if callable(own) else name
-    raw = guarded(
-        environment_id, "making it", _make, environment_id, made, {**(options or {}), **more}
-    )
-    return Environment(environment_id, raw)
+    how = {**(options or {}), **more}
+    columns = how.pop("observation_columns", None) or {}
+    raw = guarded(environment_id, "making it", _make, environment_id, made, how)
+    return Environment(environment_id, raw, columns)
 
 
 def _make(
@@ -324,12 +353,43 @@ def say_left_out(options: Options | None, known: Options | None, *, quiet: bool 
         say(f"environment_options take the place of the data's, {text} among them", quiet=quiet)
 
 
-def describe(environment: gymnasium.Env[Any, Any], environment_id: str) -> EnvironmentFacts:
+def leaves(space: Any, columns: Mapping[str, str]) -> dict[str, tuple[tuple[Any, ...], Any]]:
+    """Return the numeric spaces in a space by name, or by that of their column, with their keys."""
+    spaces, found = gymnasium.spaces, dict[str, tuple[Any, Any]]()
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), space)]
+    while waiting:
+        keys, part = waiting.pop(0)
+        if isinstance(part, spaces.Dict | spaces.Tuple):
+            inner = part.spaces.items() if isinstance(part, spaces.Dict) else enumerate(part.spaces)
+            waiting += [((*keys, key), below) for key, below in inner]
+        elif isinstance(part, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) or (
+            isinstance(part, spaces.Box) and part.dtype.kind in "biuf"
+        ):
+            found["/".join(map(str, keys))] = keys, part
+    named = {columns.get(name, name): leaf for name, leaf in found.items()}
+    if columns.keys() - found.keys() or len(named) < len(found):
+        what, remedy = f"observation_columns are {dict(columns)}", f"name {', '.join(found)} once"
+        raise InputError("ENVIRONMENT", what, "environment_options", remedy)
+    return named
+
+
+def _observed(keys: tuple[Any, ...], space: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Return type and shape of an observation of a leaf: of choices a one-hot vector."""
+    if not isinstance(space, gymnasium.spaces.Box):
+        return np.dtype(np.float32), (gymnasium.spaces.flatdim(space),)
+    is_vector = keys and space.dtype.kind == "f" and len(space.shape) < 2
+    return np.dtype(np.float64) if is_vector else space.dtype, space.shape  # as simulators have it
+
+
+def describe(
+    environment: gymnasium.Env[Any, Any], environment_id: str, columns: Mapping[str, str] = {}
+) -> EnvironmentFacts:
     """Return the facts of an environment that has been made; refuse spaces we cannot play in."""
     seen, acted, spec = environment.observation_space, environment.action_space, environment.spec
     problem = ""
-    if not isinstance(seen, gymnasium.spaces.Box) or seen.dtype.kind not in "biuf":
-        problem = f"observations {seen} are not one numeric Box"
+    kinds = [(name, *_observed(*leaf)) for name, leaf in leaves(seen, columns).items()]
+    if not kinds:
+        problem = f"observations {seen} have no numbers"
     elif isinstance(acted, gymnasium.spaces.Discrete):
         if int(acted.start) != 0:  # a model's first choice is 0
             problem = f"actions {acted} do not start at 0"
@@ -338,12 +398,11 @@ def describe(environment: gymnasium.Env[Any, Any], environment_id: str) -> Envir
     if problem:
         remedy = "wrap the environment in one with such spaces"
         raise InputError("ENVIRONMENT", problem, where=environment_id, remedy=remedy)
-    assert isinstance(seen, gymnasium.spaces.Box)
-    none = np.zeros(0)
+    none, observed = np.zeros(0), np.dtype(kinds if kinds[0][0] else kinds[0][1:])
     return EnvironmentFacts(
         environment_id=versioned_id(environment_id),
-        observation_shape=tuple(seen.shape),
-        observation_dtype=np.dtype(seen.dtype),
+        observation_shape=observed.shape,
+        observation_dtype=observed.base,
         choices=int(getattr(acted, "n", 0)),
         action_shape=tuple(acted.shape or ()),
         action_dtype=np.dtype(acted.dtype),

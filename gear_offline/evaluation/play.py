@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,17 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import EvaluateSettings, TaskSettings, target_list
 from gear_offline.core.parts import is_part
 from gear_offline.core.system import versions
-from gear_offline.core.text import count_text
-from gear_offline.dataset.schema import channels_last
+from gear_offline.core.text import count_text, say
+from gear_offline.dataset.schema import channels_last, match_columns
 from gear_offline.dataset.scores import ReferenceScores, known_scores, reference_scores
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import EnvironmentFacts, Known, Options, known_of
 from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_episodes
+from gear_offline.models.encoders import InputColumn
 from gear_offline.models.multitask import ModelTask
 from gear_offline.models.policy import Policy
 from gear_offline.progress import Progress
+from gear_offline.tables.fields import STATES
 from gear_offline.training.model import ModelSizes, sizes_of
 from gear_offline.training.records import EvaluationReport, TargetResult, TaskResult
 from gear_offline.training.seeding import torch_threads
@@ -171,7 +174,8 @@ def _play(
                 raise InputError("USAGE", what, "evaluate.targets", remedy)
         policy = policy_of(task)
         if isinstance(policy, Policy):
-            check_sizes(environments.facts, sizes_of(policy.model), whose="the model")
+            sizes, names = sizes_of(policy.model), [*policy.columns]
+            check_sizes(environments.facts, sizes, names, whose="the model", quiet=quiet)
             policy.capture(len(environments.slots))
         with Progress(f"evaluate {name}", total=total, unit="episodes", quiet=quiet) as progress:
             played = play_episodes(
@@ -234,28 +238,50 @@ def resolve_reference(
 
 
 def check_sizes(
-    environment: EnvironmentFacts, sizes: ModelSizes, *, whose: str, otherwise: str = ""
+    environment: EnvironmentFacts,
+    sizes: ModelSizes,
+    names: Sequence[str] = (STATES,),
+    *,
+    whose: str,
+    otherwise: str = "",
+    quiet: bool = True,
 ) -> None:
-    """Refuse an environment whose observations or actions are not those of data or a model."""
-    played = replace(
-        sizes,
-        state_dim=environment.state_size,
-        action_dim=environment.action_size,
-        discrete=environment.discrete,
-        frame_shape=channels_last(environment.observation_shape) if sizes.frame_shape else (),
-    )
-    if played != sizes:
-        name, remedy = environment.environment_id, "name the environment that the data came from"
-        what = f"{name} has {_sizes_text(played)}, {whose} {_sizes_text(sizes)}"
-        raise InputError("ENVIRONMENT", what, "evaluate.environment", remedy + otherwise)
+    """Refuse an environment whose observations or actions are not those of data or a model.
+
+    `names` are those of the columns; what they are called in the environment, if otherwise, is
+    said.
+    """
+    has, name = environment.observations, environment.environment_id
+    matched = {names[0]: ""} if "" in has else match_columns(names, has)
+    remedy = "name the environment that the data came from" + otherwise
+    if missing := [column for column in names if column not in matched]:
+        shown = (f"{leaf or 'one'} {kind.base} {kind.shape}" for leaf, kind in has.items())
+        what = f"{name} observes {', '.join(shown)}, {whose} need {', '.join(missing)}"
+        if "" not in has:
+            option = f"{{observation_columns: {{NAME: {missing[0]}}}}}"
+            remedy = f"say which it is: evaluate.environment_options={option}"
+        raise InputError("ENVIRONMENT", what, "evaluate.environment", remedy)
+    played, wanted = list[InputColumn](), sizes.columns
+    for column, own in zip(names, wanted, strict=True):
+        kind = has[matched[column]]
+        seen: dict[str, Any] = {"shape": (prod(kind.shape),)}
+        if own.frames:
+            is_same = channels_last(kind.shape) == channels_last(own.shape)
+            frames = "uint8" if kind.base == np.uint8 else "float32"
+            seen = {"shape": own.shape if is_same else kind.shape, "frames": frames}
+        played.append(own.model_copy(update=seen))
+    actions = (environment.action_size, environment.discrete)
+    if (tuple(played), actions) != (wanted, (sizes.action_dim, sizes.discrete)):
+        what = f"{name} has {_sizes_text(played, *actions)}, {whose} "
+        what += _sizes_text(wanted, sizes.action_dim, sizes.discrete)
+        raise InputError("ENVIRONMENT", what, "evaluate.environment", remedy)
+    if told := ", ".join(f"{new} is {old}" for new, old in matched.items() if old not in ("", new)):
+        say(f"observations of {name}: {told}", quiet=quiet)
 
 
-def _sizes_text(sizes: ModelSizes) -> str:
-    seen = count_text(sizes.state_dim, "observation value")
-    if sizes.frame_shape:
-        seen = f"frames of {' x '.join(map(str, sizes.frame_shape))}"
-    acts = count_text(sizes.action_dim, "discrete action" if sizes.discrete else "action value")
-    return f"{seen} and {acts}"
+def _sizes_text(columns: Sequence[InputColumn], actions: int, discrete: bool) -> str:
+    seen = ", ".join(column.text for column in columns)
+    return f"{seen} and {count_text(actions, 'discrete action' if discrete else 'action value')}"
 
 
 def asked_returns(targets: Sequence[float] | float) -> tuple[float, ...]:

@@ -46,7 +46,8 @@ class ActingPolicy(Protocol):
 
     `indices` (m,) are their slots, None: all.  A new episode is asked for the returns `targets`
     (m,), or for the states (m, S) that are its goals.  Actions, (m, A) floating or (m,) integers,
-    are for `observations` (m, S), or frames (m, h, w); then their `rewards` (m,) are told.
+    are for `observations` (m, S), or frames (m, h, w), or records (m,) of what a Dict space has;
+    then their `rewards` (m,) are told.
     """
 
     def reset(self, indices: Int64Array, targets: Float64Array) -> None: ...
@@ -141,8 +142,8 @@ class Environments(Closing):
 
 
 def _record(facts: EnvironmentFacts, goals: bool) -> np.dtype[Any]:
-    # Frames stay bytes; all else is float64, as most simulators give it.
-    seen = facts.observation_dtype if facts.frames else np.dtype(np.float64)
+    # Numbers are float64, as most simulators give them; bytes, choices and records as they are.
+    seen = np.dtype(np.float64) if facts.observation_dtype.kind == "f" else facts.observation_dtype
     action: Any = np.int64 if facts.discrete else (facts.action_dtype, facts.low.size)
     return np.dtype(
         [
@@ -183,12 +184,7 @@ def _work(
 
 
 def step_in_worker(
-    caller: Caller,
-    known: Known,
-    goals: bool,
-    path: str,
-    count: int,
-    own: Int64Array,
+    caller: Caller, known: Known, goals: bool, path: str, count: int, own: Int64Array
 ) -> None:
     """Serve `Environments`: a job that ends with its caller."""
     made = {slot: known.make() for slot in own}

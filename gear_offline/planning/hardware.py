@@ -15,11 +15,11 @@ from gear_offline.errors import InputError, in_home
 HARDWARE = Path(__file__).resolve().parent / "hardware.yaml"
 
 
-class _Part(BaseModel):
+class _Rates(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class Gpu(_Part):
+class Gpu(_Rates):
     memory: PositiveFloat
     matrix_rate: PositiveFloat
     matrix_rate_fp32: PositiveFloat
@@ -30,14 +30,14 @@ class Gpu(_Part):
     host_step: NonNegativeFloat
 
 
-class ReadRates(_Part):
+class ReadRates(_Rates):
     """Random reads from a tier by one GPU: the slower limit holds."""
 
     windows: PositiveFloat
     bytes: PositiveFloat
 
 
-class Gather(_Part):
+class Gather(_Rates):
     hbm: ReadRates
     peer: ReadRates
     host: ReadRates
@@ -45,14 +45,14 @@ class Gather(_Part):
     host_node: PositiveFloat  # of all GPUs of a node together
 
 
-class Transfer(_Part):
+class Transfer(_Rates):
     allreduce: PositiveFloat
     gloo: PositiveFloat
     latency: NonNegativeFloat
     nic_share: Annotated[float, Field(gt=0.0, le=1.0)]
 
 
-class Storage(_Part):
+class Storage(_Rates):
     disk: PositiveFloat
     load: PositiveFloat
     upload: PositiveFloat
@@ -60,7 +60,7 @@ class Storage(_Part):
     host_memory: PositiveFloat
 
 
-class Start(_Part):
+class Start(_Rates):
     process: NonNegativeFloat
     compile: NonNegativeFloat
     compile_deep: NonNegativeFloat
@@ -68,7 +68,7 @@ class Start(_Part):
     group: NonNegativeFloat
 
 
-class Hardware(_Part):
+class Hardware(_Rates):
     """A node's parts, in bytes, seconds and their ratios; hardware.yaml says what each means."""
 
     gpu: Gpu

@@ -33,12 +33,9 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
         _check_environment(settings.environment, "evaluate.environment", where)
     if isinstance(settings.reference, str) and reference_scores(settings.reference) is None:
         guess = nearest(settings.reference, dataset_names())
-        raise InputError(
-            "RECIPE",
-            f"evaluate.reference must be a D4RL name, got {settings.reference!r}",
-            where=where,
-            remedy=f"did you mean {guess!r}?" if guess else "e.g. hopper-medium-v2, or null",
-        )
+        what = f"evaluate.reference must be a D4RL name, got {settings.reference!r}"
+        remedy = f"did you mean {guess!r}?" if guess else "e.g. hopper-medium-v2, or null"
+        raise InputError("RECIPE", what, where=where, remedy=remedy)
 
 
 def check_trackers(names: Iterable[str]) -> None:

@@ -16,13 +16,13 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.closing import Closing
-from gear_offline.core.interruption import Aborted
+from gear_offline.core.interruption import Aborted, StopRequest
 from gear_offline.core.parts import is_elsewhere
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text, finite
@@ -38,15 +38,15 @@ from gear_offline.evaluation.play import (
 )
 from gear_offline.evaluation.rollout import Environments
 from gear_offline.progress import Progress
+from gear_offline.runs.callbacks import Callbacks
 from gear_offline.runs.run import best_of
 from gear_offline.training.checkpoint import Keep, list_checkpoints
 from gear_offline.training.json_lines import AppendedFile
+from gear_offline.training.learner import Learner
 from gear_offline.training.records import EvaluationReport, read_lines
+from gear_offline.training.saving import Saver
 from gear_offline.training.trained import find_trained
 from gear_offline.workers import Caller, WorkerPool
-
-if TYPE_CHECKING:
-    from gear_offline.runs.loop import LiveRun
 
 POLL_SECONDS = 0.05
 SPARE = 2  # evaluations that may wait while all workers play
@@ -118,9 +118,19 @@ class _Waiting:
 class RunEvaluations(Closing):
     """The evaluations of a run, of which the first rank has one."""
 
-    def __init__(self, run: LiveRun, progress: Progress) -> None:
-        self._run, self._progress = run, progress
-        self._recipe, learner = run.learner.recipe, run.learner
+    def __init__(
+        self,
+        learner: Learner,
+        saver: Saver,
+        stop: StopRequest,
+        callbacks: Callbacks,
+        progress: Progress,
+        *,
+        concurrent_runs: int,
+    ) -> None:
+        self._learner, self._saver, self._stop = learner, saver, stop
+        self._callbacks, self._progress, self._path = callbacks, progress, callbacks.run.path
+        self._recipe = learner.recipe
         tasks = tasks_of(self._recipe, learner.model.facts.tasks)
         self._tasks = tasks if self._recipe.plays else ()
         self.plan = plan_evaluations(
@@ -129,14 +139,14 @@ class RunEvaluations(Closing):
             learner.device,
             learner.world,
             parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
-            concurrent_runs=run.concurrent_runs,
+            concurrent_runs=concurrent_runs,
         )
         self._pool = WorkerPool(self.plan.workers, threads=self.plan.threads)
         self._thread = threading.Thread()  # plays on a GPU, where these are kept:
         self._made: dict[str, Environments] = {}
         self._queue: dict[int, _Waiting] = {}  # by step, ascending
         self._polled = 0.0
-        file = run.path / "evaluations.jsonl"
+        file = self._path / "evaluations.jsonl"
         self.recorded = list(read_lines(file, EvaluationReport))
         self._file = AppendedFile(file)
 
@@ -161,7 +171,7 @@ class RunEvaluations(Closing):
 
     def take_up(self) -> None:
         """Play what a killed run left: checkpoints of steps that were due, without a result."""
-        for step, _ in list_checkpoints(self._run.path / "checkpoints"):
+        for step, _ in list_checkpoints(self._path / "checkpoints"):
             if self._recipe.evaluates_at(step):
                 self.evaluate(step)
 
@@ -169,19 +179,19 @@ class RunEvaluations(Closing):
         """Have the checkpoint of `step` played: in the training process now, else when it can."""
         if not self._is_new(step):
             return
-        while self.must_wait(step) and self._run.stop.signal_name is None:
+        while self.must_wait(step) and self._stop.signal_name is None:
             self.wait()
         self._queue[step] = _Waiting()
         if not self.plan.workers:
-            self._run.saver.close()  # the checkpoint is whole now, or given up
-            self._run.saver.check()
+            self._saver.close()  # the checkpoint is whole now, or given up
+            self._saver.check()
             self._drop_given_up()
             if step in self._queue:
                 self._play(step)
 
     def _job(self, step: int) -> tuple[Any, ...]:
         """Return the arguments of `play_job`."""
-        path, plan, known = self._run.saver.path(step), self.plan, known_to(self._tasks)
+        path, plan, known = self._saver.path(step), self.plan, known_to(self._tasks)
         device = str(plan.device)
         return known, path.absolute(), None, self._tasks, device, plan.threads, plan.cores
 
@@ -189,7 +199,7 @@ class RunEvaluations(Closing):
         """Play in this process; Ctrl-C leaves it to a resumed run."""
         waiting, random = self._queue[step], torch.random.fork_rng(devices=[])
         try:
-            with self._progress.paused("evaluating"), self._run.stop.abortable(), random:
+            with self._progress.paused("evaluating"), self._stop.abortable(), random:
                 waiting.played = play_job(Caller(), *self._job(step))
         except Aborted:
             self._progress.say(f"step {step:,}: not evaluated, stopped; --resume does it")
@@ -210,7 +220,7 @@ class RunEvaluations(Closing):
             if waiting.job is not None:
                 waiting.played = ended.get(waiting.job, waiting.played)
                 continue
-            is_saved = self._run.saver.path(step).is_dir()
+            is_saved = self._saver.path(step).is_dir()
             has_room = not self._thread.is_alive() if self.plan.thread else self._pool.has_room
             if waiting.played is None and is_saved and has_room:
                 try:
@@ -230,7 +240,7 @@ class RunEvaluations(Closing):
         device = str(self.plan.device)
         tasks = [task.settled(device) for task in self._tasks]
         with torch.random.fork_rng(devices=[]):
-            trained = find_trained(self._run.saver.path(step))
+            trained = find_trained(self._saver.path(step))
         policies = {task.name: trained.policy(task.name or None, device) for task in tasks}
         for task in tasks:
             if task.name not in self._made:
@@ -261,11 +271,11 @@ class RunEvaluations(Closing):
             del self._queue[step]
             self._record(step, waiting.played, time.monotonic() - waiting.asked)
         if len(self.recorded) > recorded:
-            self._run.saver.prune(self.keep)
+            self._saver.prune(self.keep)
 
     def _drop_given_up(self) -> None:
         """Play no checkpoint that the saver has given up."""
-        given_up, path = self._run.saver.given_up, self._run.path
+        given_up, path = self._saver.given_up, self._path
         while given_up:
             step = given_up.popleft()
             self._queue.pop(step, None)
@@ -276,7 +286,7 @@ class RunEvaluations(Closing):
             self._progress.say(f"step {step:,}: {what}; training goes on")
 
     def _record(self, step: int, played: EvaluationReport | Exception, seconds: float) -> None:
-        now, name = self._run.learner.step, self._run.callbacks.run.name
+        now, name = self._learner.step, self._callbacks.run.name
         if isinstance(played, Exception):
             text = f"{played.code}: {played}" if isinstance(played, GearError) else repr(played)
             played = EvaluationReport(
@@ -290,11 +300,11 @@ class RunEvaluations(Closing):
         late = f" ({seconds:,.0f} s and {now - step:,} steps ago)" if now > step else ""
         self._progress.update(now, last=short)
         self._progress.say(f"step {step:,}{late}: {whole}")
-        self._run.callbacks.tell("on_evaluation", step, finite(record.to_json()))
+        self._callbacks.tell("on_evaluation", step, finite(record.to_json()))
 
     def wait(self) -> None:
         """Sleep a moment and record what has come in; raise what a checkpoint failed with."""
-        self._run.saver.check()
+        self._saver.check()
         time.sleep(POLL_SECONDS)
         self.collect()
 
@@ -302,7 +312,7 @@ class RunEvaluations(Closing):
         """Wait for what is outstanding; Ctrl-C leaves it to a resumed run."""
         if self._queue:
             self._progress.say(f"waiting for {count_text(len(self._queue), 'evaluation')}")
-        while self._queue and self._run.stop.signal_name is None:
+        while self._queue and self._stop.signal_name is None:
             self.wait()
         if self._queue:
             self._end()

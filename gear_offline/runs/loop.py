@@ -189,7 +189,6 @@ class LiveRun(Closing):
         self.learner, self.stop, self.callbacks = learner, stop, callbacks
         self.path, self.is_stopped = callbacks.run.path, False
         self._directory = directory
-        self.concurrent_runs = concurrent_runs
         folder = self.path / "checkpoints"
         self.saver = Saver(learner, folder)
         seconds = restore(learner, folder, partial(say, quiet=quiet))
@@ -197,7 +196,15 @@ class LiveRun(Closing):
         if directory is not None:
             directory.begin(learner.recipe, step=learner.step)
             callbacks.tell("on_begin")
-            self.writer = RunWriter(self, seconds, quiet=quiet)
+            self.writer = RunWriter(
+                learner,
+                self.saver,
+                stop,
+                callbacks,
+                seconds=seconds,
+                concurrent_runs=concurrent_runs,
+                quiet=quiet,
+            )
             self.saver.before = self.writer.sync
 
     @property

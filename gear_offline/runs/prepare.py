@@ -383,7 +383,8 @@ def _probe_environment(
         facts = probe(name, options)  # refuses to import a module that only a file names
         if sizes.discrete and facts.discrete:  # some actions may never occur in the data
             whole = replace(sizes, action_dim=max(sizes.action_dim, facts.action_size))
-        check_sizes(facts, whole, whose="the data", otherwise=", or set evaluate.episodes=0")
+        observed, otherwise = recipe.loader.observations, ", or set evaluate.episodes=0"
+        check_sizes(facts, whole, observed, whose="the data", otherwise=otherwise, quiet=quiet)
     except (InputError, UnavailableError) as error:
         if plays and (asked or facts):
             raise
@@ -445,10 +446,7 @@ def _check_memory(recipe: Recipe, sizes: ModelSizes) -> None:
     # of the blocks and of the timesteps' embedding; a few rows more do not matter
     weights = (12 * layers * size + (model.max_timestep or 0)) * size
     # the columns, and the tokens of each step once; pixels are bytes
-    frames = sizes.frame_dtype == "uint8" and sizes.frame_shape
-    state = sizes.state_dim // 4 if frames else sizes.state_dim
-    for column in sizes.observations:
-        state -= column.size * 3 // 4 if column.frames == "uint8" else 0
+    state = sum(c.size // 4 if c.frames == "uint8" else c.size for c in sizes.columns)
     batch = loader.batch_size * loader.context_length * (state + sizes.action_dim + tokens * size)
     needed, available = 4 * max(weights, batch), available_bytes()
     if needed > available:

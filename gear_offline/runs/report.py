@@ -42,7 +42,7 @@ MOST_NAMED = 4  # targets in a title
 
 
 @dataclass(frozen=True)
-class _Section:
+class _TaskSection:
     """The report's section on one task; in a run of one task `task` is empty."""
 
     task: str
@@ -123,7 +123,7 @@ def _section(
     task: str,
     result: TaskResult | None,
     data: Dataset | None,
-) -> _Section:
+) -> _TaskSection:
     """Draw what a task achieved, beside its data's returns; goals have none."""
     levels, picture = dict[str, float](), None
     if data is not None and data.manifest.returns.count and not (result and result.goals):
@@ -134,7 +134,7 @@ def _section(
         place = f" at step {final.step:,}" if final.step is not None else ""
         name = f"{run.name}{place} in {result.environment}"
         _plot_asked_vs_achieved(run / picture, result, name, levels)
-    return _Section(task, result, levels, picture)
+    return _TaskSection(task, result, levels, picture)
 
 
 def _interval(ends: tuple[float | None, float | None]) -> str:

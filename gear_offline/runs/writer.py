@@ -6,23 +6,24 @@ import json
 import platform
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import write_file
+from gear_offline.core.interruption import StopRequest
 from gear_offline.core.system import versions
 from gear_offline.core.text import count_text, finite, say
 from gear_offline.progress import Progress
+from gear_offline.runs.callbacks import Callbacks
 from gear_offline.runs.evaluations import RunEvaluations
 from gear_offline.runs.run import best_of
 from gear_offline.training.json_lines import AppendedFile
+from gear_offline.training.learner import Learner
 from gear_offline.training.records import read_summary
-
-if TYPE_CHECKING:
-    from gear_offline.runs.loop import LiveRun
+from gear_offline.training.saving import Saver
 
 
 class RunWriter(Closing):
@@ -31,18 +32,29 @@ class RunWriter(Closing):
     The learner stands where the run goes on after `seconds`; the run's directory has begun.
     """
 
-    def __init__(self, run: LiveRun, seconds: float, *, quiet: bool) -> None:
-        self._run, self._path, self._saver = run, run.path, run.saver
-        self._learner = learner = run.learner
-        self._recipe, self._quiet = learner.recipe, quiet
+    def __init__(
+        self,
+        learner: Learner,
+        saver: Saver,
+        stop: StopRequest,
+        callbacks: Callbacks,
+        *,
+        seconds: float,
+        concurrent_runs: int,
+        quiet: bool,
+    ) -> None:
+        self._learner, self._saver, self._callbacks = learner, saver, callbacks
+        self._recipe, self._path, self._quiet = learner.recipe, callbacks.run.path, quiet
         self._first_step, steps = learner.step, self._recipe.train.steps
         self._parameters = sum(parameter.numel() for parameter in learner.model.parameters())
         self._began = time.monotonic() - seconds
         self._stepped_from = self._stepped_to = self._logged = time.perf_counter()
         self._stalled = 0.0
-        self._metrics = AppendedFile(run.path / "metrics.jsonl")
+        self._metrics = AppendedFile(self._path / "metrics.jsonl")
         self.progress = Progress(self._recipe.name, total=steps, done=self._first_step, quiet=quiet)
-        self.evaluations = RunEvaluations(run, self.progress)
+        self.evaluations = RunEvaluations(
+            learner, saver, stop, callbacks, self.progress, concurrent_runs=concurrent_runs
+        )
         self._played_before = len(self.evaluations.recorded)
         self._announce()
         self.progress.__enter__()
@@ -93,7 +105,7 @@ class RunWriter(Closing):
         while self._saver.written:
             step = self._saver.written.popleft()
             if self._saver.path(step).is_dir():
-                self._run.callbacks.tell("on_checkpoint", step, self._saver.path(step))
+                self._callbacks.tell("on_checkpoint", step, self._saver.path(step))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write what the last steps reported."""
@@ -104,7 +116,7 @@ class RunWriter(Closing):
         self._logged, self._stalled = now, stalled
         self._metrics.append({"step": step, **values})
         self.progress.update(step, loss=f"{values['loss']:.4g}")
-        self._run.callbacks.tell("on_log", step, dict(values))
+        self._callbacks.tell("on_log", step, dict(values))
 
     def finish(self) -> None:
         """Wait for evaluations that are under way, which no checkpoint is kept for then."""

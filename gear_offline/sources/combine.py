@@ -233,6 +233,8 @@ def observation_vectors(
     stored = sorted(name for name in columns if name.startswith(prefix))
     vectors = [n for n in stored if columns[n][0].kind == "f" and len(columns[n][1]) <= 1]
     used = vectors or stored
+    if not vectors and any(old.startswith(prefix) for old in names.values()):
+        return {}  # they are chosen one by one
     if not used or (not vectors and len(stored) > 1):
         remedy = f"take one: --columns observations={(*stored, 'NAME')[0]},actions"
         what = f"observations are no vectors: {some_names(stored)}"

@@ -50,7 +50,7 @@ FIELD = re.compile(r"\{(\w+)(?::0?([0-9]{1,2})d?)?\}")
 NAMES = {"actions": "action", "rewards": "next.reward"}
 
 
-class Part(NamedTuple):
+class DataFile(NamedTuple):
     """A parquet file, and its first step of all."""
 
     file: ParquetFile
@@ -58,16 +58,16 @@ class Part(NamedTuple):
 
 
 Place = tuple[InputFile, float]  # a video, and where in it an episode begins, in seconds
-Read = Callable[[Part, int, int], Array]  # steps of a file
+Read = Callable[[DataFile, int, int], Array]  # steps of a file
 
 
 def open_lerobot(path: Path, asked: Asked) -> Source:
     """Open a dataset's folder; reads the episode numbers."""
     path, names = path.absolute(), asked.names
-    reader = _Reader(path)
+    reader = _Folder(path)
     columns, left_out = reader.columns({p for old in names.values() for p in split_names(old)})
 
-    def read(part: Part, name: str, start: int, stop: int) -> Array:
+    def read(part: DataFile, name: str, start: int, stop: int) -> Array:
         return columns[name](part, start, stop)
 
     first = {name: read(reader.parts[0], name, 0, 1) for name in columns}
@@ -99,7 +99,7 @@ def open_lerobot(path: Path, asked: Asked) -> Source:
     )
 
 
-class _Reader:
+class _Folder:
     """Reads rows of columns, of each column one file at a time."""
 
     def __init__(self, path: Path) -> None:
@@ -116,12 +116,12 @@ class _Reader:
         if self.version not in PATHS:
             what = f"a dataset of LeRobot's format {self.info['codebase_version']}"
             raise misfit(what, path, "v2 and v3 are read: convert it with LeRobot")
-        self.parts: list[Part] = []
+        self.parts: list[DataFile] = []
         self.steps = 0
         pattern = self._place("data_path", None)
         files = sorted(path.glob(pattern), key=lambda file: by_number(file.relative_to(path)))
         for file in map(ParquetFile, files):
-            self.parts += [Part(file, self.steps)] if file.rows else []
+            self.parts += [DataFile(file, self.steps)] if file.rows else []
             self.steps += file.rows
         firsts, numbers = runs(
             (first + row, step_rows(values, "episode_index", file.file.path))
@@ -171,7 +171,7 @@ class _Reader:
                 left_out[name] = f"no numbers ({types[name]})"
         return reads, left_out
 
-    def _rows(self, name: str, part: Part, start: int, stop: int) -> Any:
+    def _rows(self, name: str, part: DataFile, start: int, stop: int) -> Any:
         column = self._recent.get(name)
         if column is None or column.file is not part.file:
             if column is not None:
@@ -179,10 +179,10 @@ class _Reader:
             column = self._recent[name] = Column(part.file, name)
         return column.read(start - part.first, stop - part.first)
 
-    def _numbers(self, name: str, part: Part, start: int, stop: int) -> Array:
+    def _numbers(self, name: str, part: DataFile, start: int, stop: int) -> Array:
         return step_rows(self._rows(name, part, start, stop), name, part.file.file.path)
 
-    def _images(self, name: str, part: Part, start: int, stop: int) -> Array:
+    def _images(self, name: str, part: DataFile, start: int, stop: int) -> Array:
         path, frames = part.file.file.path, list[Array]()
         for image in self._rows(name, part, start, stop):
             stored = image.as_py() or {}
@@ -192,7 +192,9 @@ class _Reader:
             frames.append(image_pixels(stored["bytes"], path))
         return self._frames(name, np.stack(frames))
 
-    def _video(self, name: str, places: list[Place], part: Part, start: int, stop: int) -> Array:
+    def _video(
+        self, name: str, places: list[Place], part: DataFile, start: int, stop: int
+    ) -> Array:
         times = self._numbers("timestamp", part, start, stop).reshape(-1).astype(np.float64)
         number = bisect_right(self.bounds, start) - 1
         frames = list[Array]()

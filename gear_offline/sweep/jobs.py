@@ -22,7 +22,7 @@ from gear_offline.core.interruption import StopRequest
 from gear_offline.core.text import first_line, typed
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import GearError, InputError, is_out_of_memory
-from gear_offline.evaluation.environments import Known, known_of
+from gear_offline.evaluation.environments import Known
 from gear_offline.loaders.from_recipe import loader_options
 from gear_offline.progress import Progress
 from gear_offline.runs.loop import TrainingInterrupted, train_run
@@ -46,6 +46,7 @@ class Work:
     parallel: int  # trials at a time
     threads: int | None  # of a trial in a process of its own
     exact: bool  # stack none on a GPU: each run has the bits that it has alone
+    known: tuple[Known, ...] = ()  # what other processes have to learn of environments
     datasets: Mapping[str, TableData]  # by `Recipe.data_key`, opened and checked
     progress: Progress  # of all trials together
     steps: dict[str, int]  # done, by trial, also of complete ones
@@ -84,15 +85,13 @@ def train_in_pool(work: Work, pool: Pool, handles: str = "{}", patience: float =
     After Ctrl-C or SIGTERM every trial saves a checkpoint, then ``INTERRUPTED`` is raised.
     """
     context = handles, patience
-    names = dict.fromkeys(name for trial in work.trials for name in trial.recipe.environments)
-    known = tuple(filter(None, map(known_of, names)))  # modules that the user has named
     waiting, running = deque(work.trials), dict[int, Trial]()
     interrupted = False
     with StopRequest() as stop:
         while running or (waiting and not interrupted):
             while waiting and pool.has_room and not interrupted:
                 trial = waiting.popleft()
-                path = work.folder / trial.name
+                path, known = work.folder / trial.name, work.known
                 number = pool.submit(f"{__name__}:train_trial", trial.recipe, path, known, *context)
                 running[number] = trial
             if stop.signal_name is not None and not interrupted:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ import torch
 
 from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.core.parts import is_elsewhere
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text, plain, say
 from gear_offline.distributed import launched
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
+from gear_offline.evaluation.environments import known_of
 from gear_offline.progress import Progress
 from gear_offline.runs.checks import check_recipe, check_selection
 from gear_offline.runs.directory import check_resumed
@@ -156,6 +159,12 @@ def run_trials(
             most = pool.gpus if pool else MOST_ON_A_GPU
         parallel = min(len(trials), parallel or most)
         datasets, resolved = _prepared(trials, quiet=quiet)
+        played = [recipe.environments for recipe in resolved.values() if recipe.plays]
+        known = [known_of(name) for name in dict.fromkeys(chain(*played))]
+        own = {name for recipe in resolved.values() for name in recipe.part_names}
+        is_bound = None in known or not all(map(is_elsewhere, own))
+        if is_bound and device.type != "cuda" and pool is None:  # only this process has it
+            parallel = 1
         stack.enter_context(directory.hold())
         file = directory.file_for(trials)
         file.exact = file.exact or exact
@@ -186,6 +195,7 @@ def run_trials(
                 parallel=parallel,
                 threads=threads,
                 exact=file.exact,
+                known=tuple(filter(None, known)),
                 datasets=datasets,
                 progress=progress,
                 steps=steps,

@@ -38,11 +38,9 @@ class DeviceMemory:
         try:
             from cupy.cuda import runtime
         except ImportError as error:
-            raise UnavailableError(
-                "PACKAGE_MISSING",
-                f"tables are not placed for GPUs without CuPy ({error})",
-                remedy="pip install 'gear-offline[gpu]', or use device='cpu' or engine='off'",
-            ) from error
+            what = f"tables are not placed for GPUs without CuPy ({error})"
+            remedy = "pip install 'gear-offline[gpu]', or use device='cpu' or engine='off'"
+            raise UnavailableError("PACKAGE_MISSING", what, remedy=remedy) from error
         if device.type == "cuda" and device.index is None:
             import torch
 
@@ -140,11 +138,9 @@ _pins_lock = threading.Lock()
 
 
 def too_large(nbytes: int, budget: int, source: str) -> GearError:
-    return GearError(
-        "MEMORY",
-        f"the table needs {size_text(nbytes)} of GPU memory, {size_text(budget)} are {source}",
-        remedy="use placement='auto' to keep the rest in pinned host memory, or raise hbm_budget",
-    )
+    what = f"the table needs {size_text(nbytes)} of GPU memory, {size_text(budget)} are {source}"
+    remedy = "use placement='auto' to keep the rest in pinned host memory, or raise hbm_budget"
+    return GearError("MEMORY", what, remedy=remedy)
 
 
 def not_pinned(nbytes: int, why: str) -> GearError:
@@ -152,18 +148,14 @@ def not_pinned(nbytes: int, why: str) -> GearError:
     limit = ""
     if soft != resource.RLIM_INFINITY and soft < nbytes:
         limit = f"; the limit of this process is {size_text(soft)}, see `ulimit -l`"
-    return GearError(
-        "MEMORY",
-        f"{size_text(nbytes)} of host memory cannot be page-locked and mapped ({why}{limit})",
-        remedy="free host memory, raise the limit (docker --ulimit memlock=-1), or use "
-        "placement='hbm'",
-    )
+    what = f"{size_text(nbytes)} of host memory cannot be page-locked and mapped ({why}{limit})"
+    remedy = "free host memory, raise the limit (docker --ulimit memlock=-1), or use "
+    remedy += "placement='hbm'"
+    return GearError("MEMORY", what, remedy=remedy)
 
 
 def _not_shared(error: Exception) -> GearError:
-    return GearError(
-        "DEVICE",
-        f"GPUs of this node cannot map each other's memory ({error})",
-        remedy="use loader.placement=hbm or host; peers need NVLink or PCIe peer access, and "
-        "one container for all processes of the node",
-    )
+    what = f"GPUs of this node cannot map each other's memory ({error})"
+    remedy = "use loader.placement=hbm or host; peers need NVLink or PCIe peer access, and "
+    remedy += "one container for all processes of the node"
+    return GearError("DEVICE", what, remedy=remedy)

@@ -97,13 +97,11 @@ def share_out(
             break
     else:
         needed = taken + 2 * batch * slot_bytes
-        raise InputError(
-            "LOADER_OPTION",
-            f"host_budget={budget_bytes} ({size_text(budget_bytes)}) is too small to keep two "
-            f"batches of {batch} windows",
-            remedy=f"give at least {needed} bytes ({size_text(needed)}), or make "
-            "batch_size or context_length smaller",
-        )
+        what = f"host_budget={budget_bytes} ({size_text(budget_bytes)}) is too small to keep two "
+        what += f"batches of {batch} windows"
+        remedy = f"give at least {needed} bytes ({size_text(needed)}), or make "
+        remedy += "batch_size or context_length smaller"
+        raise InputError("LOADER_OPTION", what, remedy=remedy)
     slots = min(slots, max(16 * batch, 2 * -(-steps // rows)))  # beyond, nothing is gained
     return DiskSizes(
         slots=slots,

@@ -172,29 +172,22 @@ def standard_fields(
     images = [is_image(spec) for spec in states]
     first = states[0]
     if frame_stack > 1 and not any(images):
-        raise InputError(
-            "LOADER_OPTION",
-            f"frame_stack={frame_stack} is for images (uint8, two or more dimensions a "
-            f"step), {first.name} are {first.dtype} {first.shape}",
-            where=f"column {first.name}",
-            remedy="use frame_stack=1, in a recipe loader.frame_stack=1",
-        )
+        what = f"frame_stack={frame_stack} is for images (uint8, two or more dimensions a "
+        what += f"step), {first.name} are {first.dtype} {first.shape}"
+        remedy = "use frame_stack=1, in a recipe loader.frame_stack=1"
+        raise InputError("LOADER_OPTION", what, f"column {first.name}", remedy)
     if normalize_states and all(images):
-        raise InputError(
-            "LOADER_OPTION",
-            "images are not normalised by the loader",
-            where=f"column {first.name}",
-            remedy="use normalize_states=False, in a recipe loader.normalize_states=false: models "
-            "scale the pixels",
-        )
+        what = "images are not normalised by the loader"
+        remedy = "use normalize_states=False, in a recipe loader.normalize_states=false: models "
+        remedy += "scale the pixels"
+        raise InputError("LOADER_OPTION", what, f"column {first.name}", remedy)
     fields = {}
     for spec, image in zip(states, images, strict=True):
-        mean = divisor = None
-        shape = spec.shape or (1,)
+        mean, divisor, shape = None, None, spec.shape or (1,)
         if normalize_states and not image:
             moments = source.statistics[spec.name]
-            mean = np.asarray(moments.mean, dtype=np.float64).reshape(shape)
-            divisor = np.asarray(moments.std, dtype=np.float64).reshape(shape) + STD_FLOOR
+            mean = np.asarray(moments.mean, np.float64).reshape(shape)
+            divisor = np.asarray(moments.std, np.float64).reshape(shape) + STD_FLOOR
         fields[spec.name] = Field(
             name="states" if len(states) == 1 else OBSERVED + spec.name,
             dtype=spec.dtype if spec.dtype == np.uint8 and image else f32,
@@ -225,11 +218,10 @@ def is_image(states: ColumnSpec) -> bool:
 
     Floating ones have colours, last or first: (h, w, C) or (C, h, w).
     """
-    if states.dtype == np.uint8:
-        return len(states.shape) >= 2
-    *sides, colours = channels_last(states.shape) or (0,)
-    is_large = len(sides) == 2 and min(sides) >= LEAST_SIDE
-    return states.dtype.kind == "f" and is_large and colours <= MOST_COLOURS
+    if states.dtype.kind != "f" or len(states.shape) != 3:
+        return states.dtype == np.uint8 and len(states.shape) >= 2
+    *sides, colours = channels_last(states.shape)
+    return min(sides) >= LEAST_SIDE and colours <= MOST_COLOURS
 
 
 def to_float32(values: Array, column: str, first_step: int, *, finite: bool = False) -> Array:
@@ -256,9 +248,6 @@ def _too_large(where: str) -> InputError:
 
 
 def _unusable(spec: ColumnSpec, what: str) -> InputError:
-    return InputError(
-        "COLUMN",
-        f"{spec.name} is {spec.dtype} {spec.shape} a step: {what}",
-        where=f"column {spec.name}",
-        remedy="convert the source with columns of the kinds that docs/reference/batch.md lists",
-    )
+    what = f"{spec.name} is {spec.dtype} {spec.shape} a step: {what}"
+    remedy = "convert the source with columns of the kinds that docs/reference/batch.md lists"
+    return InputError("COLUMN", what, f"column {spec.name}", remedy)

@@ -116,18 +116,13 @@ def join_datasets(tasks: Sequence[Part]) -> JointDataset:
         raise InputError("LOADER_OPTION", f"tasks need names of their own, got {names}")
     for task in tasks:
         if not isinstance(task.dataset, Dataset):
-            raise InputError(
-                "LOADER_OPTION",
-                f"task {task.name!r}: a {type(task.dataset).__name__} is not one dataset",
-                remedy="give what gear_offline.open_dataset(PATH) returns; of joint ones the tasks",
-            )
+            what = f"task {task.name!r}: a {type(task.dataset).__name__} is not one dataset"
+            remedy = "give what gear_offline.open_dataset(PATH) returns; of joint ones the tasks"
+            raise InputError("LOADER_OPTION", what, remedy=remedy)
         scale = task.returns_scale
         if not (isinstance(scale, Real) and math.isfinite(scale) and scale > 0):
-            raise InputError(
-                "LOADER_OPTION",
-                f"task {task.name!r}: returns_scale={scale!r} is not usable",
-                remedy="use a positive number",
-            )
+            what = f"task {task.name!r}: returns_scale={scale!r} is not usable"
+            raise InputError("LOADER_OPTION", what, remedy="use a positive number")
         standard_fields(task.dataset, normalize_states=False)  # refuses what fits no batch
     specs = {task.name: task.dataset.spec for task in tasks}
     return JointDataset(

@@ -109,11 +109,9 @@ def place_table(
     """
     ranks = Ranks() if ranks is None else ranks
     if placement == "peer" and min(ranks.nodes.count(node) for node in ranks.nodes) == 1:
-        raise InputError(
-            "LOADER_OPTION",
-            "placement 'peer' needs several GPUs of one node",
-            remedy="start one process a GPU with torchrun, or use 'auto'",
-        )
+        what = "placement 'peer' needs several GPUs of one node"
+        remedy = "start one process a GPU with torchrun, or use 'auto'"
+        raise InputError("LOADER_OPTION", what, remedy=remedy)
     together = placement in ("auto", "peer") and len(ranks.nodes) > 1  # the same on every rank
     if before is not None and (together or before.reads_host):
         before = None

@@ -4,7 +4,7 @@ Selection is a pure function of (seed, step), so the windows of the coming steps
 are read in blocks: those of consecutive steps, which fill most of the memory, in the order of their
 place on the disk.  A window is kept, in a slot of its own, until it was used; the next block takes
 the slots that become free.  At the start, and after a jump, blocks are small, so that the first
-batches come soon, and each is twice as large as the one before it.
+batches come soon, and each is four times as large as the one before it.
 
 Words: a *reference* q is a window of the stream, ``q = step * B + slot of the batch``.  The order
 of q is the order of use.
@@ -28,11 +28,12 @@ from gear_offline.tables.window_reader import Places, WindowReader
 PIECE = 4096  # references drawn in one go
 REFERENCE_BYTES = 128  # of the plan, for each slot, at most
 JOBS = 64  # of a block: each takes slots and reads, while others do
+GROWTH = 4  # of blocks after a start
 
 Needs = Callable[[int, int], tuple[Int64Array, Int64Array, Int64Array]]
 
 
-class Block:
+class DrawnWindows:
     """Consecutive references, in the order of use: first steps, steps, steps in front, (n,)."""
 
     def __init__(self, first: int, low: Int64Array, real: Array, before: Array) -> None:
@@ -47,7 +48,7 @@ class Block:
 class Job:
     """Windows to read."""
 
-    block: Block
+    block: DrawnWindows
     entries: Int64Array  # of the block, in the order of `places`
     places: Places
 
@@ -65,7 +66,7 @@ class ReadPlan:
         assert slots >= taken + batch and taken >= batch, "the caller sizes these"
         self._needs, self._batch, self._slots, self._taken = needs, batch, slots, taken
         self._free, self._free_count = np.arange(slots)[::-1].copy(), slots
-        self._blocks: deque[Block] = deque()
+        self._blocks: deque[DrawnWindows] = deque()
         self._base = self._end = 0  # the next reference that will be used; the end of those known
         self._size, self._drawing = taken, False  # of the next block
 
@@ -97,7 +98,7 @@ class ReadPlan:
         most = min(self._size, self._slots - self._taken)  # so a take may go on in the next block
         return self._end // self._batch, max(most // self._batch, 1)
 
-    def draw(self, first_step: int, steps: int) -> Block:
+    def draw(self, first_step: int, steps: int) -> DrawnWindows:
         """Return the block of these steps.  Changes nothing: may run beside everything else."""
         # In pieces: drawing takes some hundred bytes for each reference in passing.
         size = max(PIECE // self._batch, 1)
@@ -105,13 +106,13 @@ class ReadPlan:
             self._needs(first_step + at, min(size, steps - at)) for at in range(0, steps, size)
         ]
         low, real, before = map(np.concatenate, zip(*parts, strict=True))
-        return Block(first_step * self._batch, low, real, before)
+        return DrawnWindows(first_step * self._batch, low, real, before)
 
-    def extend(self, block: Block) -> None:
+    def extend(self, block: DrawnWindows) -> None:
         """Add a block that `wanted` asked for, unless the plan has moved elsewhere since."""
         if block.first == self._end:
             self._blocks.append(block)
-            self._end, self._size, self._drawing = block.last, 2 * self._size, False
+            self._end, self._size, self._drawing = block.last, GROWTH * self._size, False
 
     def next_job(self) -> Job | None:
         """Return the next job to read, or None if nothing should or can be read."""
@@ -127,7 +128,7 @@ class ReadPlan:
                     return self._job(block, entries)
         return None
 
-    def _job(self, block: Block, entries: Int64Array) -> Job:
+    def _job(self, block: DrawnWindows, entries: Int64Array) -> Job:
         """Give windows their slots."""
         self._free_count -= len(entries)
         slots = self._free[self._free_count : self._free_count + len(entries)].copy()
@@ -240,11 +241,9 @@ class ReadAhead:
         if not self._is_copy():
             self._raise()
         elif ahead:
-            raise GearError(
-                "LOADER_STATE",
-                "this process was forked from the one whose threads read ahead for the loader",
-                remedy="make the loader here, or fork before its first batch is asked for",
-            )
+            what = "this process was forked from the one whose threads read ahead for the loader"
+            remedy = "make the loader here, or fork before its first batch is asked for"
+            raise GearError("LOADER_STATE", what, remedy=remedy)
 
     def _is_copy(self) -> bool:
         """True if a fork left the threads behind, of which one may have held the lock."""

@@ -75,11 +75,9 @@ class SharedMemory:
         try:
             descriptor = os.memfd_create("gear-table", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except (AttributeError, OSError) as error:
-            raise UnavailableError(
-                "SYSTEM",
-                f"no shared memory: memfd_create failed ({error})",
-                remedy="use Linux 3.17 or newer, and a container that allows memfd_create",
-            ) from error
+            what = f"no shared memory: memfd_create failed ({error})"
+            remedy = "use Linux 3.17 or newer, and a container that allows memfd_create"
+            raise UnavailableError("SYSTEM", what, remedy=remedy) from error
         try:
             os.fchmod(descriptor, 0o600)
             os.ftruncate(descriptor, nbytes)
@@ -258,9 +256,7 @@ def fits_in_memory(source: TableData, loader: Mapping[str, Any], options: TableO
 
 
 def _not_attached(handle: Handle, why: str) -> GearError:
-    return GearError(
-        "MEMORY",
-        f"cannot attach to the table of process {handle.process}: {why}",
-        remedy="check that it still runs on this node as the same user and in the same container, "
-        "with the same dataset and options",
-    )
+    what = f"cannot attach to the table of process {handle.process}: {why}"
+    remedy = "check that it still runs on this node as the same user and in the same container, "
+    remedy += "with the same dataset and options"
+    return GearError("MEMORY", what, remedy=remedy)

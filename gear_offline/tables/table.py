@@ -36,13 +36,7 @@ from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup, Field, final_values
 from gear_offline.tables.fields import ACTIONS, EXTRA, REWARDS, STATES, standard_fields, to_float32
-from gear_offline.tables.joint import (
-    JointDataset,
-    Part,
-    TableData,
-    parts_of,
-    shards_of,
-)
+from gear_offline.tables.joint import JointDataset, Part, TableData, parts_of, shards_of
 from gear_offline.tables.returns import sum_returns, whole_episodes
 
 PACKED_BYTES = 1024  # fields up to this many bytes a step are stored as float32
@@ -182,11 +176,9 @@ def plan_groups(
     extra_columns = options.extra_columns
     taken = [*options.observations, ACTIONS, REWARDS, *extra_columns]
     if len(set(taken)) != len(taken):
-        raise InputError(
-            "COLUMN",
-            f"extra columns {list(extra_columns)} repeat a column or a standard field",
-            remedy=f"name each further column once; {', '.join(standard)} are there anyway",
-        )
+        what = f"a column is named twice among {', '.join(taken)}"
+        remedy = f"name each once; of extra columns {', '.join(standard)} are there anyway"
+        raise InputError("COLUMN", what, remedy=remedy)
     packed = {
         column: f
         for column, f in fields.items()
@@ -333,12 +325,9 @@ def _fill(
     threads: int,
 ) -> None:
     """Read all shards, by threads of which each writes to rows or groups of its own."""
+    how: Any = {name: getattr(options, name) for name in ("normalize_states", "observations")}
     fields = {
-        part.name: standard_fields(
-            part.dataset,
-            normalize_states=options.normalize_states,
-            observations=options.observations,
-        )
+        part.name: standard_fields(part.dataset, **how)
         for part in {job.part.name: job.part for job in jobs}.values()
     }
 

@@ -36,19 +36,19 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def iter_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records as `read_records` does, a line at a time."""
-    return (record for record, _ in _records(path))
+    return (parse_record(line, where) for line, where, _ in whole_lines(path))
 
 
 def last_record(path: Path) -> dict[str, Any] | None:
     """Return the last of the records; of a long file its end alone is read."""
     for after in (-TAIL_BYTES, 0):
-        if last := deque(_records(path, after=after), maxlen=1):
-            return last[0][0]
+        if last := deque(whole_lines(path, after=after), maxlen=1):
+            return parse_record(*last[0][:2])
     return None
 
 
-def _records(path: Path, *, after: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each record and the offset of the first byte after its line.
+def whole_lines(path: Path, *, after: int = 0) -> Iterator[tuple[bytes, str, int]]:
+    """Yield each line, its place for messages and the offset of the first byte after it.
 
     From the first line on that begins behind the byte `after`, which counts from the end if it is
     negative.
@@ -62,7 +62,7 @@ def _records(path: Path, *, after: int = 0) -> Iterator[tuple[dict[str, Any], in
                     return
                 offset += len(line)
                 where = f"{path} line {number}" if not after else f"{path}, near its end"
-                yield _record(line, where), offset
+                yield line, where, offset
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:  # a link, a directory, a device
@@ -70,7 +70,8 @@ def _records(path: Path, *, after: int = 0) -> Iterator[tuple[dict[str, Any], in
         raise _damaged(what, str(path), "it") from error
 
 
-def _record(line: bytes, where: str) -> dict[str, Any]:
+def parse_record(line: bytes, where: str) -> dict[str, Any]:
+    """Return a record with a step; refuse another line (``RUN_DAMAGED``)."""
     try:
         record: dict[str, Any] = json.loads(line)
         record["step"] = int(record["step"])
@@ -89,7 +90,8 @@ def truncate_records(folder: Path, *, last_step: int) -> None:
     """Cut a run's records after `last_step` and torn last lines; nothing if a file is damaged."""
     ends = {}
     for path in (folder / name for name in FILES):
-        known = takewhile(lambda entry: entry[0]["step"] <= last_step, _records(path))
+        lines = ((parse_record(line, where), end) for line, where, end in whole_lines(path))
+        known = takewhile(lambda entry: entry[0]["step"] <= last_step, lines)
         ends[path] = max((end for _, end in known), default=0)
     for path, end in ends.items():
         if path.exists():

@@ -50,6 +50,13 @@ class ModelSizes:
     observations: tuple[InputColumn, ...] = ()  # of several columns; those above: of one
     tasks: tuple[ModelTask, ...] = ()  # of a recipe of several
 
+    @property
+    def columns(self) -> tuple[InputColumn, ...]:
+        """The columns of an observation."""
+        kind = self.frame_dtype if self.frame_shape else None
+        shape = self.frame_shape or (self.state_dim,)
+        return self.observations or (InputColumn(name="", shape=shape, frames=kind),)
+
 
 def data_sizes(
     source: TableData, observations: Sequence[str] = (STATES,), *, choices: int | None = None

@@ -142,12 +142,7 @@ class _ActingModel(nn.Module):
         self.model, self.discrete = policy.model, policy.discrete
         self.asked = "goals" if policy.goals else "returns_to_go"
         self._scale, self._last = policy.returns_scale, policy.max_timestep - 1
-        self._length = policy.context_length
-        self._types, self._statistics = dict[str, torch.dtype](), dict[str, list[Tensor]]()
-        for column in policy.window.columns:
-            self._types[column.name] = _dtype(column)
-            if column.moments is not None:
-                self._statistics[column.name] = [*map(torch.from_numpy, column.moments)]
+        self._columns, self._length = policy.window.columns, policy.context_length
 
     def forward(
         self,
@@ -156,17 +151,15 @@ class _ActingModel(nn.Module):
         asked: Tensor,
         timesteps: Tensor,
     ) -> Tensor:
-        first = next(iter(self._types))
+        first = self._columns[0]
         if self.model.facts.goals:
             asked = self._normalized(first, asked)
         else:
             asked = (asked.double() / self._scale).float()[..., None]
-        if isinstance(observations, dict):
-            states: Any = {name: self._normalized(name, o) for name, o in observations.items()}
-        else:
-            states = self._normalized(first, observations)
-        features, timesteps = self.model.remember(states), timesteps.clamp(0, self._last)
-        steps = timesteps.shape[1]
+        named = observations if isinstance(observations, dict) else {first.name: observations}
+        states: Any = {c.name: self._normalized(c, named[c.name]) for c in self._columns}
+        features = self.model.remember(states if len(states) > 1 else states[first.name])
+        timesteps, steps = timesteps.clamp(0, self._last), timesteps.shape[1]
         place = torch.full_like(timesteps[:, 0], steps - 1)
         inputs: list[Tensor] = [features, actions, asked, timesteps]
         if not self.model.short_windows:  # they are whole always
@@ -175,12 +168,14 @@ class _ActingModel(nn.Module):
         features, actions, asked, timesteps = inputs
         return acted(self.model, features, actions, asked, timesteps, place)
 
-    def _normalized(self, name: str, states: Tensor) -> Tensor:
+    def _normalized(self, column: StateScales, states: Tensor) -> Tensor:
         if not states.is_floating_point():  # frames
             return states
-        states = states.to(self._types[name])
-        if name in self._statistics:
-            mean, scale = self._statistics[name]
+        states = states.to(_dtype(column))
+        if column.moments is not None:
+            mean, scale = (
+                torch.tensor(values.tolist(), dtype=torch.float64) for values in column.moments
+            )
             states = (states.double() - mean) / scale
         return states.float()
 

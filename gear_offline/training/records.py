@@ -24,7 +24,7 @@ from gear_offline.core.types import Float64Array
 from gear_offline.dataset.scores import ReferenceScores
 from gear_offline.errors import InputError
 from gear_offline.progress import Printed, Terminal, print_table
-from gear_offline.training.json_lines import iter_records
+from gear_offline.training.json_lines import MOST_STEPS, parse_record, whole_lines
 
 MOST_BYTES = 64 << 20  # of a summary or an evaluation
 BY_REFERENCE, BY_DATA = "reference scores", "returns of its data"
@@ -290,11 +290,16 @@ R = TypeVar("R", bound=_Record)
 
 def read_lines(path: Path, kind: type[R]) -> Iterator[R]:
     """Yield the records of a JSON-lines file, without a torn last line; none when missing."""
-    try:
-        for record in iter_records(path):
-            yield kind.model_validate(record)
-    except ValidationError as error:
-        raise _unlike(path, error) from error
+    for line, where, _ in whole_lines(path):
+        try:
+            record = kind.model_validate_json(line)  # five times as fast as in two steps
+        except ValidationError as error:
+            parse_record(line, where)  # what is no record at all has its own error
+            raise _unlike(path, error) from error
+        step = getattr(record, "step", None)
+        if step is None or not 0 <= step < MOST_STEPS:
+            parse_record(line, where)
+        yield record
 
 
 def read_document(path: Path, kind: type[R]) -> R | None:
