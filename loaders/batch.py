@@ -216,12 +216,20 @@ def join_batches(batches: Sequence[Batch]) -> Batch:
 
 
 def split_steps(
-    windows: Windows, padding: Padding, task_bounds: Tensor | None = None
+    windows: Windows,
+    padding: Padding,
+    task_bounds: Tensor | None = None,
+    goals: Windows | None = None,
 ) -> list[Batch]:
-    """Return the batch of each step of windows (steps, B, K, ...); views, nothing is copied."""
+    """Return the batch of each step of windows (steps, B, K, ...); views, nothing is copied.
+
+    `goals` are windows of one step, of their states.
+    """
     fields: dict[str, Any] = {name: [None] * len(windows.segments) for name in _FIELDS}
     fields |= {name: tensor.unbind(0) for name, tensor in windows.tensors().items()}
     fields |= {name: getattr(windows, name).unbind(0) for name in _NAMED}
+    if goals is not None:
+        fields[EXTRA + GOALS] = goals.tensors()["states"].unbind(0)
     extras = [name for name in fields if name.startswith(EXTRA)]
     observed = [name for name in fields if name.startswith(OBSERVED)]
     for step in range(len(windows.segments)) if observed else ():

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self, cast
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from gear_offline.loaders.options import (
     find_world,
     no_engine,
 )
-from gear_offline.loaders.rows import RowOpener, Rows
+from gear_offline.loaders.rows import MemoryRows, RowOpener, Rows
 from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
 from gear_offline.sampling import Sampler
 from gear_offline.sampling.draws import SegmentStream
@@ -372,10 +372,9 @@ class GearLoader(Closing, Iterator[Batch]):
         engine, learns = self.engine, self.loss_sampler is not None
         if engine is None:
             raise no_engine("the GPU does not gather this loader's batches")
-        if self._goals is not None:
-            raise no_engine("the host draws goals as the batches are asked for")
         if learns and not engine.draws:
             raise no_engine(f"strategy {self.selection.name!r} hears of losses before it draws")
+        goals = self.rows.goals if isinstance(self.rows, MemoryRows) else None
         return StaticBatch(
             engine,
             padding=self.padding,
@@ -385,6 +384,7 @@ class GearLoader(Closing, Iterator[Batch]):
             task_bounds=self._task_bounds,
             windows=windows,
             writer=self._writer(engine),
+            goals=None if goals is None else cast(GpuGather, goals[1]),
             live=live,
         )
 
@@ -401,7 +401,9 @@ class GearLoader(Closing, Iterator[Batch]):
     def _writer(self, engine: GpuGather) -> SegmentWriter | None:
         """Return the writer that draws on the host; None where the GPU draws."""
         rows = self.rows
-        return None if engine.draws else SegmentWriter(rows.segments, rows.block_steps, self.world)
+        if engine.draws:
+            return None
+        return SegmentWriter(rows.segments, rows.block_steps, self.world, self._goals)
 
     def model_inputs(self) -> Iterator[dict[str, Tensor]]:
         """Iterate, from the same position, over dictionaries for a Hugging Face ``Trainer``."""

@@ -5,6 +5,7 @@ Shape legend: B segments, K steps of a window.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from gear_offline.loaders.batch import Batch, split_steps
 
 if TYPE_CHECKING:
     from gear_offline.distributed.world import World
+    from gear_offline.loaders.goals import GoalSampler
     from gear_offline.loaders.segments import LocalSegments, ShardedSegments
 
 AHEAD_BYTES = 8 << 20  # of a batch from host memory: smaller ones are there in no time
@@ -38,6 +40,8 @@ class StaticBatch:
         Memory of the batch, of the layout of `GpuGather.allocate`; by default memory of its own.
     writer
         Draws the segments on the host, of an engine that does not.
+    goals
+        Gathers the states of the goals that `writer` draws too.
     live
         The engine may change: `adopt`.
 
@@ -60,21 +64,24 @@ class StaticBatch:
         task_bounds: Tensor | None = None,
         windows: Windows | None = None,
         writer: SegmentWriter | None = None,
+        goals: GpuGather | None = None,
         live: bool = False,
     ) -> None:
         self._writer, ring = writer, 0 if writer is None else writer.ring
         fill = StaticFill(engine, chances=learns, windows=windows, ring=ring, live=live)
+        fills = [fill, *([] if goals is None else [StaticFill(goals, ring=ring, live=live)])]
         batch_bytes = sum(buffer.nbytes for buffer in fill.windows.buffers)
         self.ahead = ahead and engine.reads_host and batch_bytes >= AHEAD_BYTES
-        self._windows = fill.windows
-        if self.ahead:
-            if windows is None:
-                self._windows = fill.windows.map(torch.empty_like)
-            else:  # what travels needs memory of its own
-                fill = StaticFill(engine, ring=ring, live=live)
-            fill.limit_blocks(AHEAD_BLOCKS)
-        self._fill = fill
-        (self.batch,) = split_steps(self._windows.map(lambda t: t[None]), padding, task_bounds)
+        self._windows = [each.windows for each in fills]
+        if self.ahead:  # what travels needs memory of its own
+            self._windows = [each.map(torch.empty_like) for each in self._windows]
+            if windows is not None:
+                self._windows[0], fills[0] = windows, StaticFill(engine, ring=ring, live=live)
+            for each in fills:
+                each.limit_blocks(AHEAD_BLOCKS)
+        self._fills = fills
+        whole, *more = (each.map(lambda t: t[None]) for each in self._windows)
+        (self.batch,) = split_steps(whole, padding, task_bounds, *more)
         self._stream: Any = None
         if self.ahead:
             device = self.batch.device
@@ -88,27 +95,32 @@ class StaticBatch:
     @property
     def chances(self) -> Tensor | None:
         """(B,) float64, of each segment; None unless the sampler learns."""
-        return self._fill.chances
+        return self._fills[0].chances
 
     @property
     def counter(self) -> Tensor:
         """(1,) int64 on the GPU, the step that the next `begin` takes."""
-        return self._fill.counter
+        return self._fills[0].counter
 
     def set_step(self, step: int) -> None:
         """Make `step` the next one, in the order of torch's current stream."""
-        self._fill.set_step(step)
+        for fill in self._fills:
+            fill.set_step(step)
         self._coming = step
         if self.ahead:
             self.prepare()
-            self._fill.enqueue()
+            self._fill()
+
+    def _fill(self) -> None:
+        for fill in self._fills:
+            fill.enqueue()
 
     def adopt(self, engine: GpuGather, writer: SegmentWriter | None, *, step: int) -> bool:
         """Go on at `step` with the rows of another engine; what is captured stays as it is.
 
         Waits for the GPU.  False, and nothing is changed, where a capture must be made anew.
         """
-        if not self._fill.adopt(engine):
+        if not self._fills[0].adopt(engine):
             return False
         self._writer = writer
         self.set_step(step)
@@ -117,7 +129,7 @@ class StaticBatch:
     def prepare(self) -> None:
         """Write the next step's segments if the host draws; once before each `begin` or replay."""
         if self._writer is not None:
-            self._writer.write(self._fill, self._coming)
+            self._writer.write(self._fills, self._coming)
         self._coming += 1
 
     def begin(self, *, timed: bool = False) -> None:
@@ -126,15 +138,16 @@ class StaticBatch:
         Runs on torch's current stream.  Captured in a CUDA graph, each replay takes one step more.
         """
         if not self.ahead:
-            self._fill.enqueue()
+            self._fill()
             return
         self._mark(0, timed)
-        for own, fetched in zip(_tensors(self._windows), _tensors(self._fill.windows), strict=True):
-            own.copy_(fetched)
+        for windows, fill in zip(self._windows, self._fills, strict=True):
+            for own, fetched in zip(_tensors(windows), _tensors(fill.windows), strict=True):
+                own.copy_(fetched)
         self._mark(1, timed)
         self._stream.wait_stream(torch.cuda.current_stream(self.batch.device))
         with torch.cuda.stream(self._stream):
-            self._fill.enqueue()
+            self._fill()
 
     def end(self, *, timed: bool = False) -> None:
         """Make torch's current stream wait for what travels ahead."""
@@ -168,19 +181,24 @@ class SegmentWriter:
     """
 
     def __init__(
-        self, segments: LocalSegments | ShardedSegments, block_steps: int, world: World
+        self,
+        segments: LocalSegments | ShardedSegments,
+        block_steps: int,
+        world: World,
+        goals: GoalSampler | None = None,
     ) -> None:
         self._segments, self._block_steps, self._world = segments, block_steps, world
+        self._goals = goals
         self.ring = 2 * block_steps
         self._first = self._end = -1
         self._before: Any = None
 
-    def write(self, fill: StaticFill, step: int) -> None:
-        """Return when the segments of `step` are written."""
+    def write(self, fills: Sequence[StaticFill], step: int) -> None:
+        """Return when the segments of `step` are written; goals to the second fill."""
         if self._first <= step < self._end:
             return
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(fill.counter.device))
+        event.record(torch.cuda.current_stream(fills[0].counter.device))
         if step != self._end:
             self._world.wait_for_gpu(event)  # the entries of any step may be written
         elif self._before is not None:
@@ -188,7 +206,9 @@ class SegmentWriter:
         self._before = event
         self._segments.release(event)
         block = self._segments.draw(step, self._block_steps)
-        fill.write(step, block.segments, block.landing)
+        fills[0].write(step, block.segments, block.landing)
+        if self._goals is not None:
+            fills[1].write(step, self._goals.draw(step, block.segments))
         self._first, self._end = step, step + self._block_steps
 
 

@@ -260,6 +260,12 @@ def test_ways_of_a_step_learn_alike(path: Path, plain: Any, options: tuple[str, 
     np.testing.assert_allclose(found[:, 1], plain[:, 1], rtol=1e-1, atol=1e-2)
 
 
+def test_captured_steps_with_goals_learn_the_same(path: Path) -> None:
+    ways = ("train.graph=off", "train.graph=on")
+    plain, captured = (wide(path, "loader.goals.future=1", "train.precision=fp32", w) for w in ways)
+    np.testing.assert_allclose(captured, plain, rtol=1e-3, atol=1e-5)
+
+
 @INDUCTOR
 def test_a_deep_model_compiled_in_parts_learns_the_same(path: Path) -> None:
     plain = wide(path, "train.precision=fp32", "train.graph=off", model=DEEP)

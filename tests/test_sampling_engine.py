@@ -96,6 +96,43 @@ def test_a_rank_fills_its_slots_of_the_global_batch(kernels: Any, table: Table, 
         assert bits(engine.draw_and_gather(40, 2)) == bits(gather.gather(drawn[:, 3:6]))
 
 
+class Writer:
+    """Draws segments and the goals of each, one step ahead of the fill."""
+
+    ring = 2
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def drawn(self, step: int) -> Any:
+        return tuple(self.sampler.sample(seed, step, 1, BATCH) for seed in (1, 2))
+
+    def write(self, fills: Any, step: int) -> None:
+        for fill, segments in zip(fills, self.drawn(step), strict=True):
+            fill.write(step, segments)
+
+
+def test_a_static_batch_holds_goals(kernels: Any, table: Table) -> None:
+    """States of other steps come into the batch by a second fill."""
+    writer: Any = Writer(make("uniform_steps", {}))
+    windows, states = (cpu_gather(table, context_length=span) for span in (SPAN, 1))
+    with on_cpu(kernels):
+        engine, goals = (
+            gpu_gather(table, context_length=span, rank_batch=BATCH) for span in (SPAN, 1)
+        )
+        batches = StaticBatch(engine, padding="right", step=3, writer=writer, goals=goals)
+        for step in range(3, 9):
+            batches.prepare()
+            batches.begin()
+            batches.end()
+            segments, reached = (each[0] for each in writer.drawn(step))
+            expected = windows.gather(segments[None]).tensors()["states"][0]
+            assert torch.equal(batches.batch.states, expected)
+            expected = states.gather(reached[None]).tensors()["states"][0]
+            assert batches.batch.goals is not None
+            assert torch.equal(batches.batch.goals, expected)
+
+
 def learning(table: Table, sampler: Any, *, ahead: bool) -> tuple[StaticBatch, DeviceFeedback]:
     loader = cast(GearLoader, SimpleNamespace(selection=sampler, loss_sampler=sampler))
     engine = engine_of(table, sampler)
@@ -112,7 +149,7 @@ def test_feedback_without_the_host(kernels: Any, table: Table) -> None:
         for step in range(40):
             batches.begin()
             drawn = reference.sample(9, step, 1, BATCH)[0]
-            assert bits(batches._fill.windows) == bits(gather.gather(drawn))
+            assert bits(batches._fills[0].windows) == bits(gather.gather(drawn))
             expected = reference.importance(drawn.probability, step=step).astype(np.float32)
             np.testing.assert_array_max_ulp(feedback.importance().numpy(), expected, maxulp=1)
             losses = batches.batch.rewards[:, 0, 0].abs() * 10

@@ -274,6 +274,8 @@ def check_sizes(
     if (tuple(played), actions) != (wanted, (sizes.action_dim, sizes.discrete)):
         what = f"{name} has {_sizes_text(played, *actions)}, {whose} "
         what += _sizes_text(wanted, sizes.action_dim, sizes.discrete)
+        if any(one.size == 1 < other.size for one, other in zip(wanted, played, strict=True)):
+            remedy = "make one-hot vectors of numbers of choices (convert --map), or " + remedy
         raise InputError("ENVIRONMENT", what, "evaluate.environment", remedy)
     if told := ", ".join(f"{new} is {old}" for new, old in matched.items() if old not in ("", new)):
         say(f"observations of {name}: {told}", quiet=quiet)

@@ -53,7 +53,6 @@ def why_not_captured(
         "a batch is computed in micro-batches (train.accumulate)": train.accumulate > 1,
         "blocks are computed twice (train.recompute)": train.recompute,
         "batches are not made by the GPU (loader.engine)": engine is None,
-        "the host draws goals (loader.goals)": recipe.loader.goals is not None,
         "the host draws when it has heard of the losses": learns and not draws,
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
