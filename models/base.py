@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
@@ -24,11 +24,9 @@ from gear_offline.config.problems import nearest, problem_text
 from gear_offline.config.sections import ModelSettings, OwnModelSettings
 from gear_offline.core.parts import Kind, digest_of, find_part, is_part, part_name, telling
 from gear_offline.errors import InputError
-from gear_offline.models.eight_bit import MULTIPLE, eight_bit_linear
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.loss import Padding, TrainingBatch, mean_loss, step_losses
 from gear_offline.models.multitask import ModelTask
-from gear_offline.models.narrow import compute_dtype
 
 Size = Annotated[int, Field(ge=1, le=1 << 31)]
 Shape = Annotated[tuple[Size, ...], Field(strict=False, min_length=2, max_length=3)] | tuple[()]
@@ -264,14 +262,9 @@ class SequenceModel(nn.Module):
         """Freeze parameters that no loss reaches, and return the others."""
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
-    def use_eight_bits(self) -> None:
-        """Have the linear maps of the blocks multiply in 8 bits while training."""
-        for block in blocks_of(self):
-            for layer in block.modules():
-                if isinstance(layer, nn.Linear) and not any(
-                    s % MULTIPLE for s in layer.weight.shape
-                ):
-                    layer.forward = partial(_map_narrowly, layer)  # type: ignore[method-assign]
+    def use_eight_bits(self) -> str | None:
+        """Have blocks multiply in 8 bits while training, or return why they do not."""
+        return f"{type(self).__name__} has no such blocks"
 
     def config_text(self) -> str:
         """Return the facts and options that the model is made again from, JSON."""
@@ -313,13 +306,6 @@ def _recomputed(block: nn.Module, forward: Any) -> Any:
         return forward(*arguments, **options)
 
     return call
-
-
-def _map_narrowly(layer: nn.Linear, rows: Tensor) -> Tensor:
-    if not layer.training or rows.numel() // rows.shape[-1] % MULTIPLE:
-        return nn.functional.linear(rows, layer.weight, layer.bias)
-    bias = layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias
-    return eight_bit_linear(rows, layer.weight.t(), bias, compute_dtype(rows))
 
 
 def make_model(kind: str, facts: ModelFacts, settings: Any) -> SequenceModel:

@@ -81,7 +81,10 @@ class Recipe(Section):
 
     def _conflicts(self) -> Iterator[str]:
         model, loader, train = self.model, self.loader, self.train
-        yield from model.problems()
+        if isinstance(model, TransformerSettings) and model.hidden_size % model.heads:
+            near = -(-model.hidden_size // model.heads) * model.heads
+            what = f"model.hidden_size must be a multiple of model.heads ({model.heads})"
+            yield f"{what}, got {model.hidden_size}: try {near}"
         if loader.batch_size % train.accumulate:
             what = f"train.accumulate must divide loader.batch_size ({loader.batch_size})"
             yield f"{what}, got {train.accumulate}"
@@ -92,7 +95,8 @@ class Recipe(Section):
             remedy = "raise it to the longest episode, or null for that of the data"
             yield f"model.max_timestep must be {need}, got {model.max_timestep}: {remedy}"
         if self.data.tasks and (train.init is not None or not model.takes_tasks):
-            yield f"train.init and {model.one_task} are for one task, data.tasks for several"
+            single = "policy=gaussian" if model.is_stochastic else f"kind={model.kind}"
+            yield f"train.init and model.{single} are for one task, data.tasks for several"
         every, limiter = self.data.admit_every, self.data.limiter
         if every is not None and limiter and limiter.samples_per_insert:
             low, high = limiter.allowed(0)

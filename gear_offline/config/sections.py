@@ -8,8 +8,7 @@ is checked in `gear_offline.config.recipe`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -344,75 +343,23 @@ class ModelSettings(Section):
     """The model and its own options; a base for the options of other models."""
 
     kind: Part = "decision_transformer"
-    """decision_transformer, decoupled, mlp, FILE.py:Name; other options are that model's own."""
+    """decision_transformer, decoupled, mlp, or FILE.py:Name; further options are its own."""
     max_timestep: Positive | None = None
     """Longest episode the model can place; null: the longest of the data and the environment."""
+
+    asks_returns: ClassVar[Any] = False  # it cannot do without returns-to-go
+    is_stochastic: ClassVar[Any] = False  # its actions can be drawn
+    takes_tasks: ClassVar[Any] = False  # it can be trained on data of several tasks
+    # blocks, their width, tokens of a step: what memory and FLOPs follow from; 0: unknown
+    shape: ClassVar[Any] = (0, 0, 0)
 
     def __str__(self) -> str:
         return self.kind
 
-    @property
-    def takes_tasks(self) -> bool:
-        """True if it can be trained on data of several tasks."""
-        return False
 
-    @property
-    def one_task(self) -> str:
-        """The option that keeps it from that."""
-        return f"model.kind={self.kind}"
-
-    @property
-    def is_stochastic(self) -> bool:
-        """True if its actions can be drawn."""
-        return False
-
-    @property
-    def asks_returns(self) -> bool:
-        """True if it cannot do without returns-to-go."""
-        return False
-
-    @property
-    def bounds_actions(self) -> bool:
-        """True if continuous actions are squashed into [-1, 1]."""
-        return False
-
-    def problems(self) -> Iterator[str]:
-        """Yield what does not fit together."""
-        yield from ()
-
-    def settled(self, *, discrete: bool, bounded: bool) -> dict[str, Any]:
-        """Return the options that the data decide: of their actions."""
-        return {}
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Blocks, their width, tokens of a step: what memory and FLOPs follow from; 0: unknown."""
-        return 0, 0, 0
-
-
-class SquashedSettings(ModelSettings):
-    """What the models of this package share."""
-
-    dropout: Fraction = 0.1
-    """Probability of dropout, in residuals, embeddings and attention."""
-    action_tanh: bool | Literal["auto"] = True
-    """Squash predicted actions into [-1, 1]; auto: where the data lie in it."""
-
-    @property
-    def bounds_actions(self) -> bool:
-        return bool(self.action_tanh)
-
-    def settled(self, *, discrete: bool, bounded: bool) -> dict[str, Any]:
-        if discrete:  # logits are not bounded
-            return {"action_tanh": False}
-        return {"action_tanh": bounded} if self.action_tanh == "auto" else {}
-
-
-class TransformerSettings(SquashedSettings):
+class TransformerSettings(ModelSettings):
     """Size and shape of the Decision Transformer."""
 
-    max_timestep: Positive | None = 1000
-    """Longest episode the model can place; null: the longest of the data and the environment."""
     hidden_size: Positive = 128
     """Width of the embeddings; a multiple of `heads`."""
     layers: Annotated[Whole, Field(ge=1, le=10_000)] = 3
@@ -421,6 +368,12 @@ class TransformerSettings(SquashedSettings):
     """Attention heads of a block."""
     activation: Literal["relu", "gelu", "silu", "tanh", "gelu_new"] = "relu"
     """Activation of the feed-forward part."""
+    dropout: Fraction = 0.1
+    """Probability of dropout, in residuals, embeddings and attention."""
+    max_timestep: Positive | None = 1000
+    """Longest episode the model can place; null: the longest of the data and the environment."""
+    action_tanh: bool | Literal["auto"] = True
+    """Squash predicted actions into [-1, 1]; auto: where the data lie in it."""
     policy: Literal["deterministic", "gaussian"] = "deterministic"
     """gaussian: a stochastic one that explores, as of the Online Decision Transformer."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
@@ -428,34 +381,13 @@ class TransformerSettings(SquashedSettings):
     encoder: Literal["auto", "none", "cnn", "patch"] = "auto"
     """Of frames: the DQN's convolutions, or linear maps of patches; auto: cnn for frames."""
 
+    asks_returns: ClassVar[Any] = True
+    is_stochastic = property(lambda self: self.policy == "gaussian")
+    takes_tasks = property(lambda self: not self.is_stochastic)
+    shape = property(lambda self: (self.layers, self.hidden_size, 3))
+
     def __str__(self) -> str:
         return f"{self.hidden_size} wide, {count_text(self.layers, 'layer')}"
-
-    @property
-    def is_stochastic(self) -> bool:
-        return self.policy == "gaussian"
-
-    @property
-    def takes_tasks(self) -> bool:
-        return not self.is_stochastic
-
-    @property
-    def one_task(self) -> str:
-        return "model.policy=gaussian"
-
-    @property
-    def asks_returns(self) -> bool:
-        return True
-
-    def problems(self) -> Iterator[str]:
-        if self.hidden_size % self.heads:
-            near = -(-self.hidden_size // self.heads) * self.heads
-            what = f"model.hidden_size must be a multiple of model.heads ({self.heads})"
-            yield f"{what}, got {self.hidden_size}: try {near}"
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.layers, self.hidden_size, 3
 
 
 class OwnModelSettings(ModelSettings):

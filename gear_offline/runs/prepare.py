@@ -270,9 +270,8 @@ def _resolve_tasks(
         tasks=tuple(tasks),
     )
     options["model"]["max_timestep"] = max(single.model.max_timestep or 0 for single in singles)
-    bounded = all(single.model.bounds_actions for single in singles)
-    if "action_tanh" in options["model"]:
-        options["model"]["action_tanh"] = bounded and not joint.discrete
+    bounded = all(single.model.action_tanh for single in singles)
+    options["model"]["action_tanh"] = bounded and not joint.discrete
     return Recipe.parse(options), joint
 
 
@@ -353,12 +352,12 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
             changes["model.max_timestep"] = start.model.facts.max_timestep
     elif recipe.model.max_timestep is None:
         changes["model.max_timestep"] = max(longest, recipe.loader.context_length)
-    actions = dataset.statistics["actions"]
-    bounded = (
-        start.model.bounded if recipe.train.init else not beyond_tanh(actions.min, actions.max)
-    )
-    settled = recipe.model.settled(discrete=sizes.discrete, bounded=bounded)
-    changes |= {f"model.{name}": value for name, value in settled.items()}
+    tanh, actions = getattr(recipe.model, "action_tanh", False), dataset.statistics["actions"]
+    if tanh and sizes.discrete:
+        changes["model.action_tanh"] = False  # logits are not bounded
+    elif tanh == "auto":
+        fits = not beyond_tanh(actions.min, actions.max)
+        changes["model.action_tanh"] = start.model.bounded if recipe.train.init else fits
     resolved = recipe.replace(changes)
     _check(resolved, dataset, sizes)
     return resolved, sizes
@@ -434,7 +433,11 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
         remedy = f"set model.max_timestep={longest}, or null to take it from the data"
         raise InputError("MODEL", f"{what}{rows:,}", where=path, remedy=remedy)
     actions = dataset.statistics["actions"]
-    if model.bounds_actions and not sizes.discrete and beyond_tanh(actions.min, actions.max):
+    if (
+        getattr(model, "action_tanh", False)
+        and not sizes.discrete
+        and beyond_tanh(actions.min, actions.max)
+    ):
         what = f"actions reach {actions.min.min():g} .. {actions.max.max():g}, but "
         what += "model.action_tanh bounds what the model can predict to -1 .. 1"
         raise InputError("MODEL", what, where=path, remedy="set model.action_tanh=false")

@@ -178,8 +178,7 @@ def make_training_model(
         reason += "; bfloat16 gradients would add up micro-batches coarsely"
     if recipe.train.precision == "fp8":
         obstacle = eight_bit_obstacle(recipe, device, world)
-        if obstacle is None:
-            working.model.use_eight_bits()
+        obstacle = obstacle or working.model.use_eight_bits()
         reason += (
             "; blocks multiply in 8 bits" if obstacle is None else f"; not in 8 bits: {obstacle}"
         )
