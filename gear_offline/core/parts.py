@@ -55,15 +55,6 @@ class Kind:
         """The parts of other packages."""
         return entry_points(group=f"gear_offline.{self.group}")
 
-    def names(self) -> list[str]:
-        """Return the names that need no file."""
-        return sorted({*self.own, *(entry.name for entry in self.installed)})
-
-    def typed(self, name: str) -> str:
-        """Return how one names a part."""
-        other = f" with train and sweep, else {self.argument} {name}" if self.argument else ""
-        return f"{self.option}={name}{other}"
-
 
 _admitted: dict[str, str] = {}  # name -> digest: what this process may import
 _refused: dict[str, str] = {}  # name -> the reason, of those that a run names
@@ -90,15 +81,14 @@ def part_name(part: Any) -> Any:
         return f"{os.path.abspath(in_home(place))}:{name}" if is_file else part
     if not callable(part) or not hasattr(part, "__qualname__"):
         return part
-    module = sys.modules.get(part.__module__)
     place, name = part.__module__, part.__qualname__
-    file = getattr(module, "__file__", None)
-    if file and place.startswith((FOLDERS, "__main__", "__mp_main__")):
+    file = getattr(sys.modules.get(place), "__file__", None)
+    is_main = place in ("__main__", "__mp_main__")
+    if file and (is_main or place.startswith(FOLDERS)):
         place = os.path.abspath(file)
-    whole = f"{place}:{name}"
-    if place == "__main__" or "<locals>" in name or part.__module__ == "__main__":
-        _live[whole] = part
-    return whole
+    if is_main or "<locals>" in name:
+        _live[f"{place}:{name}"] = part
+    return f"{place}:{name}"
 
 
 def is_elsewhere(name: str) -> bool:
@@ -111,23 +101,16 @@ def file_of(place: str) -> Path | None:
     if place.endswith(".py"):
         return Path(place)
     path: Any = None
-    spec: ModuleSpec | None = None
-    if place in sys.modules:
-        spec = getattr(sys.modules[place], "__spec__", None)
-    else:
-        whole = ""
-        with suppress(Exception):
-            for part in place.split("."):
-                whole = f"{whole}.{part}".lstrip(".")
-                spec = PathFinder.find_spec(whole, path)
-                path = spec.submodule_search_locations if spec is not None else None
-    return None if spec is None or not spec.has_location else Path(str(spec.origin))
+    spec: Any = getattr(sys.modules.get(place), "__spec__", None)
+    with suppress(Exception):
+        for end in range(0 if spec else place.count(".") + 1):  # of each package on the way
+            spec = PathFinder.find_spec(".".join(place.split(".")[: end + 1]), path)
+            path = spec and spec.submodule_search_locations
+    return Path(spec.origin) if spec is not None and spec.has_location else None
 
 
 def digest_of(name: str) -> str:
     """Return the digest of the file that a part stands in; empty where there is no file to read."""
-    if name in _live and name.startswith("__main__:"):
-        return ""
     file = file_of(name.rpartition(":")[0])
     with suppress(OSError):
         return "" if file is None else f"xxh3-128:{xxhash.xxh3_128_hexdigest(file.read_bytes())}"
@@ -138,17 +121,11 @@ def admit(names: Iterable[str]) -> dict[str, str]:
     """Take the owner's word for names that were typed; return their digests."""
     digests = {name: digest_of(name) for name in names if is_part(name)}
     new = set(digests.items()) - _words
-    _words.update(new)
-    _admitted.update(digests)
-    for name in digests:
-        _refused.pop(name, None)
-    file = _home()
+    learn(digests)
     with suppress(OSError):
-        known = file.read_text("utf-8").splitlines() if file.is_file() else []
-        lines = [line for pair in sorted(new) if (line := json.dumps(pair)) not in known]
-        if lines:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("a", encoding="utf-8") as opened:
+        if lines := [line for pair in sorted(new) if (line := json.dumps(pair)) not in _kept()]:
+            _home().parent.mkdir(parents=True, exist_ok=True)
+            with _home().open("a", encoding="utf-8") as opened:
                 opened.write("".join(f"{line}\n" for line in lines))
     return digests
 
@@ -158,37 +135,29 @@ def trust(digests: Mapping[str, str | None]) -> None:
 
     None: the run does not say that they were.
     """
-    if not digests:
-        return
-    known = set[str]()
-    with suppress(OSError):
-        known = set(_home().read_text("utf-8").splitlines())
+    known = _kept() if digests else set()
     for name, digest in digests.items():
-        place, file = name.rpartition(":")[0], file_of(name.rpartition(":")[0])
-        now, reason = digest_of(name), ""
-        if digest is None:
-            reason = _unnamed(name)
-        elif place.endswith(".py") and not Path(place).is_file():
-            reason = f"{place} is not there any more"
-        elif now != digest:
-            reason = f"{file} has changed since the run began with it"
-        elif (name, digest) not in _words and json.dumps([name, digest]) not in known:
-            reason = _unnamed(name)
-        if reason:
-            _refused[name] = reason
-            _admitted.pop(name, None)
-        else:
-            _refused.pop(name, None)
+        _admitted.pop(name, None)
+        _refused.pop(name, None)
+        file, now = file_of(name.rpartition(":")[0]), digest_of(name)
+        is_told = (name, digest) in _words or json.dumps([name, digest]) in known
+        if is_told and digest == now:
             _admitted[name] = now
-
-
-def _unnamed(name: str) -> str:
-    return f"{name!r} would import a module that only a run, a dataset or a policy names"
+        elif is_told:
+            how = "has changed since the run began with it" if now else "is not there any more"
+            _refused[name] = f"{file} {how}"
 
 
 def _home() -> Path:
     folder = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(folder, "gear-offline", "parts.jsonl")
+
+
+def _kept() -> set[str]:
+    """Return the lines of the words that this user has given before."""
+    with suppress(OSError):
+        return set(_home().read_text("utf-8").splitlines())
+    return set()
 
 
 def admitted() -> dict[str, str]:
@@ -200,11 +169,13 @@ def learn(digests: Mapping[str, str]) -> None:
     """Take over the caller's word."""
     _words.update(digests.items())
     _admitted.update(digests)
+    for name in digests:
+        _refused.pop(name, None)
 
 
 def has_word(name: str) -> bool:
     """Return true if a name may be imported here."""
-    return name in _admitted and name not in _refused
+    return name in _admitted
 
 
 def has_module(module: str) -> bool:
@@ -226,24 +197,22 @@ def find_part(kind: Kind, name: object) -> Any:
         if entry.name == name:
             with telling(kind, f"loading {entry.value}", name):
                 return entry.load()
-    near = difflib.get_close_matches(name, kind.names(), n=1, cutoff=0.6)
+    known = sorted({*kind.own, *(entry.name for entry in kind.installed)})
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     remedy = f"did you mean {near[0]!r}? " if near else ""
-    remedy += f"there are {', '.join(kind.names())}; one of your own: {kind.option}=FILE.py:Name"
+    remedy += f"there are {', '.join(known)}; one of your own: {kind.option}=FILE.py:Name"
     raise InputError(kind.code, f"no {kind.noun} {name!r}", kind.option, remedy)
 
 
 def check_word(kind: Kind, name: str) -> None:
     """Refuse to import what only a run, a dataset or a policy folder names."""
-    what = _refused.get(name)
-    if what is None and name not in _admitted:
-        what = _unnamed(name)
-    place = name.rpartition(":")[0]
-    is_file = place.endswith(".py") and name not in _live and Path(place).is_file()
-    if what is None and is_file and digest_of(name) != _admitted[name]:
-        what = f"{place} has changed meanwhile"
-    if what is not None:
-        remedy = f"if you trust it, name it yourself: {kind.typed(name)}"
-        raise InputError(kind.code, what, kind.option, remedy)
+    if name not in _admitted:
+        what = f"{name!r} would import a module that only a run, a dataset or a policy names"
+        typed = f"{kind.option}={name}"
+        if kind.argument:
+            typed += f" with train and sweep, else {kind.argument} {name}"
+        remedy = f"if you trust it, name it yourself: {typed}"
+        raise InputError(kind.code, _refused.get(name, what), kind.option, remedy)
 
 
 def _attribute(kind: Kind, name: str) -> Any:
@@ -271,7 +240,10 @@ def part_module(kind: Kind, name: str) -> ModuleType:
     except OSError as error:
         what = f"{place} cannot be read: {error.strerror or error}"
         raise InputError(kind.code, what, kind.option, "give the file's path") from error
-    digest = xxhash.xxh3_128_hexdigest(content)
+    digest = f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}"
+    if _admitted[name] != digest:
+        remedy = f"if you trust it, name it again: {kind.option}={name}"
+        raise InputError(kind.code, f"{place} has changed meanwhile", kind.option, remedy)
     known, module = _modules.get(place, ("", ModuleType("")))
     if known != digest:
         with telling(kind, f"importing {place}", name):
