@@ -39,6 +39,8 @@ MODELS = Kind(
     code="MODEL",
     own={
         "decision_transformer": "gear_offline.models.decision_transformer:DecisionTransformer",
+        "decoupled": "gear_offline.models.decoupled:Decoupled",
+        "mlp": "gear_offline.models.mlp:MLP",
     },
 )
 

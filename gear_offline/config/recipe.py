@@ -150,7 +150,8 @@ class Recipe(Section):
         named = list(_strategies(self.selection.model_dump()))
         for task in (self.data.tasks or {}).values():
             named += _strategies(task.selection.model_dump() if task.selection else {})
-        names = (self.model.kind, *named, *self.environments)
+        listed = (*self.train.trackers, *self.train.callbacks)
+        names = (self.model.kind, *named, *self.environments, *listed)
         return tuple(dict.fromkeys(filter(is_part, names)))
 
     @property

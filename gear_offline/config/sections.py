@@ -75,9 +75,7 @@ Columns = Annotated[tuple[Text, ...], Field(min_length=1, strict=False), Listed]
 Targets = Annotated[
     Annotated[tuple[float, ...], Field(strict=False)] | None, BeforeValidator(target_list), Listed
 ]
-Trackers = Annotated[
-    tuple[Literal["tensorboard", "trackio", "wandb"], ...], Field(strict=False), Listed
-]
+Parts = Annotated[tuple[Part, ...], Field(strict=False), Listed]
 Pair = Annotated[tuple[float, float], Field(strict=False), Listed]
 EnvironmentOptions = dict[str, JsonValue]
 
@@ -390,13 +388,55 @@ class TransformerSettings(ModelSettings):
         return f"{self.hidden_size} wide, {count_text(self.layers, 'layer')}"
 
 
+class DecoupledSettings(TransformerSettings):
+    """The Decision Transformer's, for two tokens a step."""
+
+    kind: Part = "decoupled"
+    """As of the Decision Transformer."""
+    max_timestep: Positive | None = None
+    """As of the Decision Transformer."""
+    action_tanh: bool | Literal["auto"] = "auto"
+    """As of the Decision Transformer."""
+
+    takes_tasks: ClassVar[Any] = False
+    shape = property(lambda self: (self.layers, self.hidden_size, 2))
+
+
+class MLPSettings(ModelSettings):
+    """Size and condition of a multilayer perceptron."""
+
+    kind: Part = "mlp"
+    """As of the Decision Transformer."""
+    condition: Literal["nothing", "returns", "goals"] = "nothing"
+    """Cloning of what the data do (BC), or also of returns-to-go (RvS) or goals (GCBC)."""
+    history: Positive = 1
+    """Steps whose states it sees, at most loader.context_length."""
+    hidden_size: Positive = 256
+    """Width of the layers."""
+    layers: Annotated[Whole, Field(ge=1, le=1000)] = 2
+    """Hidden layers."""
+    activation: Literal["relu", "gelu", "silu", "tanh"] = "relu"
+    """Activation between the layers."""
+    dropout: Fraction = 0.1
+    """Probability of dropout behind each layer."""
+    action_tanh: bool | Literal["auto"] = "auto"
+    """Squash predicted actions into [-1, 1]; auto: where the data lie in it."""
+
+    asks_returns = property(lambda self: self.condition == "returns")
+    shape = property(lambda self: (self.layers, self.hidden_size, 1))
+
+
 class OwnModelSettings(ModelSettings):
     """The options of a model that comes from elsewhere, which checks them itself."""
 
     model_config = ConfigDict(extra="allow")
 
 
-MODELS: dict[str, type[ModelSettings]] = {"decision_transformer": TransformerSettings}
+MODELS: dict[str, type[ModelSettings]] = {
+    "decision_transformer": TransformerSettings,
+    "decoupled": DecoupledSettings,
+    "mlp": MLPSettings,
+}
 
 
 def _model_tag(value: Any) -> str:
@@ -411,6 +451,8 @@ if TYPE_CHECKING:
 else:
     Model = Annotated[
         Annotated[TransformerSettings, Tag("decision_transformer")]
+        | Annotated[DecoupledSettings, Tag("decoupled")]
+        | Annotated[MLPSettings, Tag("mlp")]
         | Annotated[OwnModelSettings, Tag(OWN_MODEL)],
         Discriminator(_model_tag),
     ]
@@ -479,8 +521,10 @@ class TrainSettings(Section):
     """Steps between two evaluations; null: at the end only."""
     deterministic: bool = False
     """Only kernels that give the same bits each time: resumed runs end in the same weights."""
-    trackers: Trackers = ("tensorboard",)
-    """Trackers that show metrics and evaluations too: tensorboard, trackio, wandb."""
+    trackers: Parts = ("tensorboard",)
+    """Trackers that show metrics and evaluations too: tensorboard, trackio, wandb, FILE.py:Name."""
+    callbacks: Parts = ()
+    """Classes derived from gear_offline.Callback, FILE.py:Name: told of each event of the run."""
     project: Name = "gear-offline"
     """Project that trackio and wandb show the run in."""
 

@@ -9,11 +9,19 @@ from gear_offline.collect.policies import quality_parts
 from gear_offline.config.problems import nearest
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, OwnModelSettings
-from gear_offline.core.parts import has_word, part_module
+from gear_offline.core.parts import Kind, find_part, has_word, part_module
 from gear_offline.dataset.scores import dataset_names, reference_scores
 from gear_offline.errors import InputError, UnavailableError, check_environment_id
 from gear_offline.evaluation.environments import ENVIRONMENTS, unregistered
 from gear_offline.sampling import parse_options
+
+_HOME = "gear_offline.runs.trackers"
+NAMED_TRACKERS = {
+    "tensorboard": f"{_HOME}:TensorBoard",
+    "trackio": f"{_HOME}:Trackio",
+    "wandb": f"{_HOME}:WandB",
+}
+TRACKERS = Kind(noun="tracker", group="trackers", option="train.trackers", own=NAMED_TRACKERS)
 
 
 def check_recipe(recipe: Recipe, *, where: str = "") -> None:
@@ -41,7 +49,9 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
 def check_trackers(names: Iterable[str]) -> None:
     """Refuse trackers whose package is not here (``PACKAGE_MISSING``)."""
     for name in names:
-        if find_spec(name) is None:
+        if name not in NAMED_TRACKERS:
+            find_part(TRACKERS, name)
+        elif find_spec(name) is None:
             what, remedy = f"{name} is not installed", "pip install 'gear-offline[trackers]'"
             raise UnavailableError("PACKAGE_MISSING", what, "train.trackers", remedy)
 

@@ -25,17 +25,18 @@ from gear_offline.evaluation.play import (
     tasks_of,
 )
 from gear_offline.evaluation.video import check_video, write_videos
+from gear_offline.models.policy import Policy
 from gear_offline.progress import Terminal
 from gear_offline.training.records import EvaluationReport
 from gear_offline.training.seeding import torch_threads
-from gear_offline.training.trained import TrainedModel, find_trained
+from gear_offline.training.trained import TrainedModel, find_trained, live
 from gear_offline.workers import RayPool
 
 EPISODES = 10  # where the recipe has 0, which means none while training
 
 
 def evaluate(
-    run: str | os.PathLike[str],
+    run: str | os.PathLike[str] | Policy,
     *,
     targets: Sequence[float] | float | None = None,
     episodes: int | None = None,
@@ -59,7 +60,7 @@ def evaluate(
     ----------
     run
         Run directory, one checkpoint of it, or a policy folder, which stays as it is; one of the
-        Hugging Face Hub: ``hub:USER/NAME``.
+        Hugging Face Hub: ``hub:USER/NAME``; or a policy, whose result is written to `out` alone.
     targets, episodes, seed
         Default: the recipe's; 10 episodes if the recipe has 0, which means none while training.
     environment
@@ -94,8 +95,14 @@ def evaluate(
         Before anything is played: ``RUN_NOT_FOUND``, ``USAGE``, ``ENVIRONMENT``; ``OUTPUT_EXISTS``
         and ``OUTPUT_WRITE`` for `out` and `video`, ``PACKAGE_MISSING`` for `video`.
     """
-    run = given_path(run, "RUN_NOT_FOUND", where="run")
-    trained = find_trained(run, checkpoint, partial(say, quiet=quiet), model=model)
+    if isinstance(run, Policy):
+        trained, device, run = live(run), str(run.device), Path("policy")
+        if checkpoint is not None or ray is not None or model is not None:
+            what, remedy = "a policy has no checkpoint, and stays here", "give its run or folder"
+            raise InputError("USAGE", what, "run", remedy)
+    else:
+        run = given_path(run, "RUN_NOT_FOUND", where="run")
+        trained = find_trained(run, checkpoint, partial(say, quiet=quiet), model=model)
     environment = part_name(environment)
     admit([environment])
     how = None if environment_options is None else json_options(environment_options)

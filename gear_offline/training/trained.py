@@ -177,13 +177,24 @@ def find_trained(
         what, remedy = f"{path} is one policy", "leave the choice of a checkpoint out"
         raise InputError("USAGE", what, where="checkpoint", remedy=remedy)
     made, file = read_policy(path, kind)
-    loader = file.model_dump(include={"context_length", "returns_scale", "gamma", "goals"})
-    evaluate = file.model_dump(include={"environment", "environment_options", "reference"})
-    evaluate["targets"] = list(file.targets) or None
+    return _by_itself(made, file, file, str(path))
+
+
+def live(policy: Policy) -> TrainedModel:
+    """Return the model of a policy of this process."""
+    return _by_itself(policy.model, policy.window, policy.facts, "policy")
+
+
+def _by_itself(made: SequenceModel, window: Window, facts: PolicyFacts, path: str) -> TrainedModel:
+    """Return a model without a run."""
+    loader = window.model_dump(include={"context_length", "returns_scale", "gamma"})
+    loader["goals"] = facts.model_dump()["goals"] or ({"future": 1.0} if made.facts.goals else None)
+    evaluate = facts.model_dump(include={"environment", "environment_options", "reference"})
+    evaluate["targets"] = list(facts.targets) or None
     options = {"name": "policy", "loader": loader, "evaluate": evaluate}
     recipe = Recipe.parse(options, where=str(path))
     trust({name: digest_of(name) for name in recipe.part_names})  # as they were typed here before
-    return TrainedModel(made, recipe, file, file)
+    return TrainedModel(made, recipe, window, facts)
 
 
 def _achieved(trained: TrainedModel, task: str | None) -> tuple[Achieved, ...]:
