@@ -134,3 +134,124 @@ def test_a_changed_file_is_told_with_what_to_type(own: Path, monkeypatch: Patch)
     kind = str(caught.value).partition("model.kind=")[2].partition(" ")[0]
     again = go.train("run", {"train.steps": 11, "model.kind": kind}, resume=True, quiet=True)
     assert again.steps == 11 and go.load_policy(run.path, device="cpu").facts.step == 11
+
+
+OURS = {
+    "bc": {"model.kind": "mlp", "model.history": 3, "selection.strategy": "top_percent"},
+    "rvs": {"model.kind": "mlp", "model.condition": "returns"},
+    "decoupled": {"model.kind": "decoupled", "model.layers": 2, "model.hidden_size": 16},
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_models_of_the_package_train_play_save_and_export(own: Path, name: str) -> None:
+    recipe = {**options(), **OURS[name]}
+    recipe |= {"selection.strategy": OURS[name].get("selection.strategy", "uniform_steps")}
+    del recipe["selection.half_life"]
+    run = go.train("smoke", recipe, out="run", quiet=True)
+    assert run.best is not None and run.recipe.model.kind == OURS[name]["model.kind"]
+    folder = run.policy(device="cpu").save("policy")
+    policy, other = go.load_policy(folder, device="cpu"), run.policy(device="cpu")
+    report = go.evaluate(policy, environment="env.py:Reach", episodes=2, seed=3, quiet=True)
+    again = go.evaluate(run, episodes=2, seed=3, out="again.json", quiet=True)
+    assert report.targets[0].returns == pytest.approx(again.targets[0].returns, rel=1e-4)
+    go.export_policy(policy, "policy.onnx")
+    session = pytest.importorskip("onnxruntime").InferenceSession("policy.onnx")
+    named = {entry.name for entry in session.get_inputs()}
+    other.reset(5.0)
+    seen, done = list[Any](), list[Any]()
+    for step in range(CONTEXT + 1):
+        seen.append(np.random.default_rng(step).normal(size=3).astype(np.float32))
+        action = other.act(seen[-1][None])[0]
+        before = np.stack([*done, np.zeros(1, np.float32)])[-CONTEXT:]
+        count = len(before)
+        inputs: dict[str, Any] = {"observations": np.stack(seen[-CONTEXT:])[None]}
+        inputs |= {"actions": before[None], "timesteps": np.arange(step + 1)[None, -count:]}
+        inputs["returns_to_go"] = np.full((1, count), 5.0, np.float32)
+        found = session.run(None, {key: value for key, value in inputs.items() if key in named})[0]
+        np.testing.assert_allclose(found[0], action, rtol=1e-4, atol=1e-5)
+        done.append(action)
+        other.observe_reward([0.0])
+
+
+def test_a_class_of_this_process_is_trained_and_found_again(own: Path, monkeypatch: Patch) -> None:
+    class Here(go.SequenceModel):
+        def __init__(self, facts: Any, settings: Any) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList([torch.nn.Linear(3, 3)])
+            self.out = torch.nn.Linear(3, facts.action_dim)
+
+        def predict(self, batch: Any) -> torch.Tensor:
+            return self.out(self.blocks[0](batch.states))
+
+    recipe = options(train__recompute=True, evaluate__background="on")
+    del recipe["model.kind"]
+    run = go.train("smoke", recipe, model=Here, out="run", quiet=True)
+    assert run.best is not None
+    another_process(monkeypatch)
+    assert go.load_policy("run", device="cpu", model=Here).action_dim == 1
+
+
+def test_callbacks_trackers_and_maps_are_parts(own: Path) -> None:
+    text = """
+import gear_offline as go
+
+class Stop(go.Callback):
+    def on_log(self, run, step, values):
+        return step >= 6
+
+class Lines:
+    told = {}
+    def __init__(self, run, project):
+        self.file = open(run.path / "lines.txt", "a")
+    def send(self, step, values):
+        print(step, *values, file=self.file)
+    def close(self):
+        self.file.close()
+
+def doubled(episode):
+    return {"rewards": episode["rewards"] * 2}
+"""
+    (own / "more.py").write_text(text)
+    named = {"train__callbacks": ["more.py:Stop"], "train__trackers": ["more.py:Lines"]}
+    run = train("run", evaluate__episodes=0, **named)
+    assert run.steps == 6
+    lines = (run.path / "lines.txt").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["3", "6"] and "train/dynamics" in lines[0]
+    dataset = go.open_dataset("dataset")
+    twice = go.convert("dataset", "twice", map="more.py:doubled", quiet=True)
+    assert twice.returns.mean == pytest.approx(2 * dataset.manifest.returns.mean)
+    with one_error("USAGE", "more.py has no 'doubly', did you mean 'doubled'"):
+        go.convert("dataset", "thrice", map="more.py:doubly", quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (("return {\n", "return [\n"), "SyntaxError"),
+        (("nn.Linear(seen, settings.width)", "nn.Linear(seen, 7)"), "trying its losses raised"),
+        (("class Net(go.SequenceModel)", "class Net(nn.Module)"), "no subclass"),
+        (("torch.tanh(self.action(self.hidden(batch)))", "batch.states"), r"act\(\) gave"),
+        (
+            ("self.state(hidden), following)", "self.state(hidden), following).mean()"),
+            r"losses\(\)",
+        ),
+    ],
+)
+def test_what_a_model_does_wrong_is_told_before_training(
+    own: Path, change: tuple[str, str], told: str
+) -> None:
+    (own / "net.py").write_text(NET.replace(*change))
+    with one_error("MODEL", told):
+        train("run", evaluate__episodes=0)
+
+
+def test_options_of_a_model_are_refused_with_the_nearest_name(own: Path) -> None:
+    with one_error("RECIPE", "unknown option 'model.widht', did you mean 'model.width'"):
+        train("run", model__widht=3)
+    with one_error("RECIPE", "model.width: Input should be a whole number"):
+        train("run", model__width="wide")
+    with one_error("RECIPE", "model.hidden_sizes.*did you mean 'model.hidden_size'"):
+        go.load_recipe("smoke", {"model.kind": "mlp", "model.hidden_sizes": 3})
+    with one_error("MODEL", "no model 'mpl'.*did you mean 'mlp'"):
+        train("run", model__kind="mpl")
