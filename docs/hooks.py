@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import typer
 from mkdocs.structure.files import File, Files
@@ -125,11 +125,21 @@ def accepted(model: Any, name: str) -> str:
         if "enum" in each or "const" in each:
             words += [f"`{value}`" for value in each.get("enum", [each.get("const")])]
             continue
-        signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-        ends = [f"{sign} {each[key]:g}" for key, sign in signs.items() if key in each]
-        ends = [end for end in ends if len(end) < 12]
-        words.append(" ".join([TYPES.get(each.get("type"), "section"), ", ".join(ends)]).strip())
+        kind = TYPES.get(each.get("type"), "section")
+        is_number = kind in ("whole number", "number")
+        words.append(" ".join([kind, *(ends(model.model_fields[name]) if is_number else [])]))
     return ", ".join(dict.fromkeys(words))
+
+
+def ends(field: Any) -> list[str]:
+    """Return the range of an option's numbers: ``>= 1``."""
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    inner = [getattr(part, "__metadata__", ()) for part in get_args(field.annotation)]
+    facts = [*field.metadata, *(fact for part in inner for fact in part)]
+    facts += [each for fact in facts for each in getattr(fact, "metadata", ())]
+    found = {k: getattr(fact, k) for fact in facts for k in signs if hasattr(fact, k)}
+    texts = [f"{sign} {found[k]:g}" for k, sign in signs.items() if abs(found.get(k, 1e9)) < 1e9]
+    return [", ".join(texts)] if texts else []
 
 
 TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true, false"}

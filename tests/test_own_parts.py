@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import gear_offline as go
+from gear_offline.cli.main import main
 from gear_offline.core import parts
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.training.json_lines import read_records
 from tests.own_parts import BESIDE, ENVIRONMENT, NET, STRATEGY
-from tests.support import Patch, make_dataset, one_error
+from tests.support import ROOT, Patch, make_dataset, one_error
+from tests.test_docs import blocks
 from tests.test_resume import interrupted_in
 from tests.training_support import learnt
 
@@ -255,3 +257,24 @@ def test_options_of_a_model_are_refused_with_the_nearest_name(own: Path) -> None
         go.load_recipe("smoke", {"model.kind": "mlp", "model.hidden_sizes": 3})
     with one_error("MODEL", "no model 'mpl'.*did you mean 'mlp'"):
         train("run", model__kind="mpl")
+
+
+def test_the_model_of_the_page_goes_through_every_command(own: Path) -> None:
+    page = (ROOT / "docs" / "how-to" / "own-model.md").read_text()
+    (own / "convformer.py").write_text(blocks(page, "python")[0])
+    words = [
+        f"{key}={value}" for key, value in options().items() if key[:5] not in ("selec", "model")
+    ]
+    words += ["model.kind=convformer.py:ConvFormer", "model.layers=1", "model.width=8"]
+    for line in (
+        ["train", "smoke", *words, "--out", "run"],
+        ["train", "run", "--resume", "train.steps=11"],
+        ["evaluate", "run", "--episodes", "1"],
+        ["sweep", "smoke", *words, "--seeds", "2", "--parallel", "1", "--out", "sweep"],
+        ["export-policy", "run", "policy"],
+        ["export-policy", "run", "policy.onnx"],
+        ["blame", "run", "2..4"],
+        ["plan", "smoke", *words],
+    ):
+        assert main(line) == 0, line
+    assert {"action", "state"} <= read_records(own / "run" / "metrics.jsonl")[0].keys()
