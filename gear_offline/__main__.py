@@ -1,4 +1,4 @@
-"""Where the command line begins: what takes long to load is loaded where Ctrl-C is caught."""
+"""The entry of the command line, which loads slow modules where Ctrl-C is caught."""
 
 from __future__ import annotations
 

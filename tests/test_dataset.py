@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import tracemalloc
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -133,6 +134,15 @@ def test_a_dataset_can_be_sent_to_another_process(dataset: Dataset) -> None:
 # --- compatibility --------------------------------------------------------------------------
 
 FIXTURE = Path(__file__).parent / "fixtures" / "v1"
+
+
+def test_opening_takes_memory_for_what_is_there(dataset: Dataset) -> None:
+    """It made room for the largest manifest that there can be."""
+    tracemalloc.start()
+    open_dataset(dataset.path, verify=False)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 10 << 20
 
 
 def test_docs_format_is_enough_to_read_the_fixture() -> None:

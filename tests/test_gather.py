@@ -169,7 +169,9 @@ def test_every_field_of_every_segment_equals_the_oracle(
 
 
 def frames_table(lengths: list[int], frame: tuple[int, ...], span: int, stack: int) -> Any:
-    columns = image_columns(sum(lengths), frame)
+    columns: Any = image_columns(sum(lengths), frame)
+    if len(frame) == 3 and frame[0] > 9:  # floats of 64 bits are cast, stacks too
+        columns["observations"] = columns["observations"] / 7
     table = build_table(
         MemoryTable(columns, lengths), TableOptions(context_length=span, frame_stack=stack)
     )
@@ -181,7 +183,7 @@ def frames_table(lengths: list[int], frame: tuple[int, ...], span: int, stack: i
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     span=st.integers(1, 11),
     stack=st.integers(2, 6),
-    frame=st.sampled_from([(4, 4), (3, 5), (2, 3, 3), (40, 31)]),
+    frame=st.sampled_from([(4, 4), (3, 5), (2, 3, 3), (40, 31), (16, 17, 2)]),
     padding=PADDINGS,
 )
 def test_stacks_of_frames_hold_the_frames_before_each_step(
@@ -191,15 +193,14 @@ def test_stacks_of_frames_hold_the_frames_before_each_step(
     windows = cut(table, all_segments(lengths), None, span, padding)
     states = windows.tensors()["states"].numpy()
     assert states.shape[1:] == (span, stack, *frame)
-    buffer = next(b for b in windows.buffers if b.dtype == torch.uint8)
-    assert buffer.shape[1] == span + stack - 1, "each frame once"
+    assert span + stack - 1 in [buffer.shape[1] for buffer in windows.buffers], "each frame once"
     offsets = np.concatenate([[0], np.cumsum(lengths)]).tolist()
     for i, (episode, start) in enumerate(windows.segments.tolist()):
         own = frames[offsets[episode] : offsets[episode + 1]]
         real = min(span, lengths[episode] - start)
         first = 0 if padding == "right" else span - real
         for k in range(real):
-            expected = np.zeros((stack, *frame), np.uint8)
+            expected = np.zeros((stack, *frame), states.dtype)
             for place in range(max(stack - 1 - start - k, 0), stack):
                 expected[place] = own[start + k - (stack - 1) + place]
             assert np.array_equal(states[i, first + k], expected)

@@ -385,6 +385,17 @@ def robomimic(folder: Path) -> Any:
     return folder / "demos.hdf5", names, space, {"eef": "obs/robot0_eef_pos"}
 
 
+def flat(folder: Path) -> Any:
+    rng, ends = np.random.default_rng(0), np.arange(24) % 8 == 7
+    rows = {"camera": rng.integers(0, 256, (24, 3, 24, 36), np.uint8), "terminals": ends}
+    rows |= {"state": rng.normal(size=(24, 3)), "rewards": rng.normal(size=24)}
+    np.savez(folder / "flat.npz", actions=rng.uniform(-1, 1, (24, 2)).astype("f4"), **rows)
+    with one_error("COLUMN", "--columns A,B,actions"):
+        go.convert(folder / "flat.npz", folder / "nothing", quiet=True)
+    space = spaces.Dict({"camera": CAMERA, "state": WIDE})  # colours last
+    return folder / "flat.npz", ["camera", "state"], space, {}
+
+
 def minari_set(folder: Path) -> Any:
     minari = pytest.importorskip("minari")
     from minari.data_collector.episode_buffer import EpisodeBuffer
@@ -407,7 +418,7 @@ def minari_set(folder: Path) -> Any:
 
 
 @pytest.mark.filterwarnings(r"ignore::UserWarning:minari\..*")
-@pytest.mark.parametrize("write", [lerobot, robomimic, minari_set])
+@pytest.mark.parametrize("write", [lerobot, robomimic, minari_set, flat])
 def test_sets_with_cameras_train_as_they_are(
     write: Callable[[Path], Any], tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:

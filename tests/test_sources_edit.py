@@ -224,7 +224,7 @@ def test_a_function_makes_the_columns_that_a_file_lacks(tmp_path: Path) -> None:
 
 def test_groups_are_renamed_and_arrays_of_the_user_stay(tmp_path: Path) -> None:
     episode: Columns = {"obs": {"a": np.ones((3, 2)), "b": np.zeros(3)}, "actions": np.ones((3, 1))}
-    with pytest.warns(UserWarning, match="training needs"):
+    with pytest.warns(UserWarning, match="training takes"):
         source = from_episodes([episode | {"rewards": [1.0, 2.0, 3.0], "terminated": True}])
     convert(source, tmp_path / "d", rename={"obs": "observations"}, quiet=True)
     names = [c.name for c in open_dataset(tmp_path / "d").spec]

@@ -63,7 +63,7 @@ class Appender:
         """Append `episodes`, as `gear_offline.from_episodes` takes them, as one piece.
 
         They are there, whole and written to the disk, when this returns.  Columns that the dataset
-        does not have are left out; numbers take its dtypes where none is changed by that; how an
+        does not have are left out.  Numbers take its dtypes where none is changed by that.  How an
         episode ended may be said by flags of other names.
 
         Returns

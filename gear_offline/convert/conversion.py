@@ -1,6 +1,6 @@
 """Convert a source to a dataset: bounded memory, all or nothing, the same bytes each time.
 
-The same source and options give the same bytes, for any number of workers: shards are planned
+The same source and options give the same bytes, for any number of workers.  Shards are planned
 from episode lengths alone, each is a function of its own rows, and parts are merged in order.
 """
 
@@ -203,7 +203,9 @@ def convert(
         if isinstance(source, Source):
             source = frames_turned(with_columns(source, names))
         else:
-            how: dict[str, Any] = {"rule": rule, "partial": map is not None}
+            # other columns may be named in place of observations
+            others = columns is not None and REQUIRED[0] not in {n.split("/")[0] for n in columns}
+            how: dict[str, Any] = {"rule": rule, "partial": map is not None or others}
             opened = stack.enter_context(open_source(source, names=names, **how))
             facts, there = opened.info.attributes, {column.name for column in opened.spec}
             parts = [split_names(of) for of in facts.get("columns_from", {}).values()]

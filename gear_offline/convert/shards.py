@@ -87,8 +87,8 @@ def write_shards(
 ) -> list[Written]:
     """Write shards one after the other.
 
-    While a piece is counted and stored, the next one is read, and while a shard is made durable,
-    the next one is written: two pieces are in memory, whatever the size of source or shard.
+    While a piece is counted and stored, the next one is read.  While a shard is made durable, the
+    next one is written.  Two pieces are in memory, whatever the size of source or shard.
     """
     written, durable = list[Written](), list[Future[None]]()
     with ThreadPoolExecutor(max_workers=1) as syncing:
@@ -257,8 +257,8 @@ def write_shard(caller: Caller, opening: Opening, number: int, plan: Plan) -> Wr
 
 @lru_cache(maxsize=1)
 def _opened(opening: Opening) -> Source:
-    names, partial = dict(opening.names), opening.map is not None
-    source = open_source(opening.uri, rule=opening.rule, names=names, partial=partial)
+    names = dict(opening.names)  # that nothing is missing was checked
+    source = open_source(opening.uri, rule=opening.rule, names=names, partial=True)
     function = find_function(opening.map)[0] if opening.map else None
     kept = None if opening.kept is None else np.frombuffer(opening.kept, np.bool_)
     return edit_source(shift_source(source, dict(opening.shift)), function, kept)

@@ -56,7 +56,7 @@ def read_regular(path: Path, *, most: int) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise ValueError(f"{size} bytes long, more than {most}")
-        return file.read(most + 1)
+        return file.read(size + 1)  # of a larger number Python makes room at once
 
 
 def read_at(handle: int, buffer: memoryview, offset: int) -> int:

@@ -42,7 +42,7 @@ IDLE, STEP, RESET = range(3)  # what a slot is to do
 
 
 class ActingPolicy(Protocol):
-    """What a rollout asks of a policy: it acts for several environments at once.
+    """A policy that acts for several environments at once.
 
     `indices` (m,) are their slots, None: all.  A new episode is asked for the returns `targets`
     (m,), or for the states (m, S) that are its goals.  Actions, (m, A) floating or (m,) integers,
@@ -59,7 +59,7 @@ class ActingPolicy(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Episodes:
-    """What came of a list of episodes, in the order of that list."""
+    """The results of a list of episodes, in the order of that list."""
 
     returns: Float64Array  # (n,) undiscounted sums of the rewards; of goals: reached, 0 or 1
     lengths: Int64Array  # (n,) steps

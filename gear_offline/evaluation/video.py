@@ -155,7 +155,7 @@ def _drawing(environment_id: str, options: Options) -> Environment:
 
 
 def _frame(environment: Environment) -> npt.NDArray[np.uint8]:
-    """Return what an environment shows, (h, w, 3)."""
+    """Render a frame of an environment, (h, w, 3)."""
     try:
         frame = np.asarray(environment.call("render"))
         if frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8:

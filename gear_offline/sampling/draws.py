@@ -112,44 +112,20 @@ class Sampler(ABC):
 
     Row ``i`` of what `sample` returns is that of ``sample(seed, first_step + i, 1, count)``.  Every
     start lies inside its episode.  `probability` is exact, so that importance weights can be
-    computed from it.
-
-    Attributes
-    ----------
-    name, options
-        Of the strategy.  With the data they build the same sampler again; JSON-able.
-    index
-        The table's episodes, which the numbers in segments refer to.
-    padding
-        The side on which windows are padded where that is a part of the strategy, else None.
-    context_length
-        K, of samplers that depend on it.
-    cuts_windows
-        True if segments have `lengths`.
-    episode_weight
-        (E,) the probability of each episode, where known: likely ones go into GPU memory.
-    episode_order
-        (E,) the order in which episodes are drawn that are removed once they were; None: by chance.
-    alike
-        True if slots and steps are drawn alike and `density` is known: it can be mixed with others.
-    ahead
-        True if steps may be drawn before they come.
-    loss_sampler
-        The sampler that learns from losses, this one or a part of it.
-    gpu
-        The GPU's way to draw the same segments; None: the host draws ahead of use.
+    computed from it.  Episodes in segments are numbers in `index`, that of the table.
     """
 
-    name = ""
-    options: Mapping[str, Any] = {}
-    padding: Literal["left", "right"] | None = None
-    context_length: int | None = None
-    cuts_windows = False
-    episode_weight: Float64Array | None = None
+    name = ""  # of the strategy; with its options and the data it builds the same sampler again
+    options: Mapping[str, Any] = {}  # JSON-able
+    padding: Literal["left", "right"] | None = None  # side of windows that is part of the strategy
+    context_length: int | None = None  # K, of samplers that depend on it
+    cuts_windows = False  # segments have `lengths`
+    episode_weight: Float64Array | None = None  # (E,) probability of each episode, where known
+    # (E,) the order in which episodes are drawn that are removed once they were; None: by chance
     episode_order: Int64Array | None = None
-    alike = False
-    ahead = True
-    loss_sampler: Prioritized | None = None
+    alike = False  # slots and steps are alike and `density` is known: it can be mixed with others
+    ahead = True  # steps may be drawn before they come
+    loss_sampler: Prioritized | None = None  # what learns from losses, this one or a part of it
 
     def __init__(self, index: EpisodeIndex) -> None:
         self.index = index
@@ -177,6 +153,7 @@ class Sampler(ABC):
 
     @property
     def gpu(self) -> GpuDraw | None:
+        """The GPU's way to draw the same segments; None: the host draws ahead of use."""
         return None
 
     @cached_property
@@ -470,6 +447,7 @@ def spread(sampler: Sampler, members: Int64Array, index: EpisodeIndex) -> Sample
             density=whole.density if sampler.alike else None,
             episode_weight=None if weight is None else widen(weight),
             episode_order=order,
+            ahead=sampler.ahead,
         )
     return larger.called(sampler)
 

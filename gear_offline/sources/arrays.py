@@ -89,7 +89,8 @@ def from_episodes(
     named = ((f"episode {n}", row_kinds(columns)) for n, columns in enumerate(read))
     kinds, _ = common_columns(named, remedy=SAME)
     if not any(n.split("/")[0] == OBSERVATIONS for n in kinds):
-        note = f"no column is named {OBSERVATIONS}, which training needs: {', '.join(kinds)}"
+        note = f"no column is named {OBSERVATIONS}, which training takes unless "
+        note += f"loader.observations names others: {', '.join(kinds)}"
         notes.append(note + _renames(kinds))
         warnings.warn(notes[-1], stacklevel=2)
     facts = dict(attributes or {})

@@ -193,7 +193,7 @@ def split_episodes(
 def judge_ends(
     flags: Mapping[str, Any], lengths: Int64Array, rule: str | None, *, where: str
 ) -> tuple[BoolArray, list[str]]:
-    """Tell which episodes of a format that stores them apart terminated; and what is not known.
+    """Find the terminated episodes of a format that stores them apart, and what is not known.
 
     Of `flags`, columns as of `split_episodes`, the values at the last steps count.
     """

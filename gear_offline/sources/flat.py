@@ -129,7 +129,8 @@ def find_columns(
             why += [f": it is renamed to {new}" for new in taken]
             what = f"no dataset {names.get(column, column)!r}{''.join(why)}"
             remedy = f"needed: {', '.join(required)}; found: {some_names(arrays)}; other "
-            remedy += f"names: --rename NAME={column}; other layouts: docs/how-to/convert.md"
+            remedy += f"names: --rename NAME={column}; several: --columns A,B,actions; "
+            remedy += "other layouts: docs/how-to/convert.md"
             raise InputError("COLUMN", what, where, remedy)
         chosen += [name for name in leaves if name not in chosen]
     chosen = chosen or [*rows][:1]

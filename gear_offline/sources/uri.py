@@ -146,7 +146,7 @@ def _open(path: Path, asked: Asked) -> Source:
 
 
 def _judge(source: Source, asked: Asked) -> None:
-    """Tell how stored episodes ended, by a rule or the flags of the user or the format."""
+    """Judge how stored episodes ended, by a rule or the flags of the user or the format."""
     parts = [part.partition("=") for part in (asked.rule or "").split("|")]
     if asked.rule and not any(
         n in (MEANING if is_valued else CONVENTIONS) for n, is_valued, _ in parts

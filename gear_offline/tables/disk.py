@@ -23,7 +23,7 @@ from gear_offline.core.types import Array, Int64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup
-from gear_offline.kernels.draws import Segments
+from gear_offline.kernels.draws import GUIDE_BITS, Segments
 from gear_offline.kernels.gather import CpuGather, Padding, Windows, real_steps
 from gear_offline.sampling.draws import SegmentStream
 from gear_offline.tables.joint import TableData, parts_of, shards_of
@@ -38,7 +38,8 @@ RESIDENT_SHARE = 32  # a column that takes at most the budget over this is kept 
 OUTPUT_SHARE = 128  # a block of batches takes at most the budget over this, or one batch
 OUTPUT_BLOCKS = 4  # the one handed out, the next, and two that may be in use
 TAKEN_SHARE, MOST_TAKEN = 16, 16384  # of the slots, and windows, that are handed out at a time
-INDEX_BYTES = 284  # an episode: offset, length, return, ends, and the guide of a sampler
+INDEX_BYTES = 64  # an episode: offset, length, return, ends, address, and two of a sampler
+GUIDE_BYTES = 128  # an episode, at most: of a sampler, which has at most 2^GUIDE_BITS entries
 CONVERSION_FACTOR = 8  # bytes in passing for each byte of float32 that is cast or normalised
 
 
@@ -72,7 +73,8 @@ def share_out(
         for nbytes, field, plan in zip(window, fields, plans, strict=True)
     )
     guide = min(int(dataset.episodes.lengths.max()) + 2 * options.context_length, 1 << 21)
-    fixed_bytes = INDEX_BYTES * dataset.episodes.episodes + 8 * guide
+    episodes = dataset.episodes.episodes
+    fixed_bytes = INDEX_BYTES * episodes + min(GUIDE_BYTES * episodes, 8 << GUIDE_BITS) + 8 * guide
     slot_bytes = rows * sum(row_bytes) + REFERENCE_BYTES + 8
     kept = [(steps + 2 * rows) * nbytes for nbytes in row_bytes]
     in_no_file = [None in plan.fields for plan in plans]
