@@ -169,7 +169,7 @@ class SequenceModel(nn.Module):
     Settings: ClassVar[Any] = ModelSettings
     facts: ModelFacts
     settings: Any
-    blocks: Sequence[nn.Module]
+    blocks: Any  # modules
     part: tuple[str, str] = ("", "")  # its name, and the digest of its file
     steady: tuple[str, ...] = ()
     short_windows: bool = False

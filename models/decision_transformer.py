@@ -329,7 +329,7 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
         return bool(self.config.action_tanh) and not self.discrete
 
     @property
-    def blocks(self) -> Sequence[nn.Module]:  # type: ignore[override]
+    def blocks(self) -> Sequence[nn.Module]:
         return cast(Sequence[nn.Module], self.encoder.h)
 
     def measures(self) -> dict[str, float]:

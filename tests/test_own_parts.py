@@ -138,7 +138,7 @@ def test_a_changed_file_is_told_with_what_to_type(own: Path, monkeypatch: Patch)
     assert again.steps == 11 and go.load_policy(run.path, device="cpu").facts.step == 11
 
 
-OURS = {
+OURS: dict[str, dict[str, Any]] = {
     "bc": {"model.kind": "mlp", "model.history": 3, "selection.strategy": "top_percent"},
     "rvs": {"model.kind": "mlp", "model.condition": "returns"},
     "decoupled": {"model.kind": "decoupled", "model.layers": 2, "model.hidden_size": 16},
@@ -184,7 +184,8 @@ def test_a_class_of_this_process_is_trained_and_found_again(own: Path, monkeypat
             self.out = torch.nn.Linear(3, facts.action_dim)
 
         def predict(self, batch: Any) -> torch.Tensor:
-            return self.out(self.blocks[0](batch.states))
+            made: torch.Tensor = self.out(self.blocks[0](batch.states))
+            return made
 
     recipe = options(train__recompute=True, evaluate__background="on")
     del recipe["model.kind"]
