@@ -109,7 +109,6 @@ def test_a_short_run_has_a_short_warm_up() -> None:
         ("model.xyz=2", "unknown option 'model.xyz', `recipes validate` prints all there are"),
         ("train.steps=many", 'train.steps: Input should be a whole number, got "many"'),
         ("train.skip=3", "a list, as in [1, 2]"),
-        ("train.trackers=tensorboard,trackoi", "train.trackers.1: Input should be 'tensorboard',"),
         ("evaluate.targets=[3600, 1800, 3600]", "evaluate.targets: names a return twice"),
         (
             "train.precision=bf61",

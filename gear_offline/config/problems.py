@@ -53,10 +53,9 @@ def dotted_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield every option of `model` as a dotted path, in the order of definition."""
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
-        if section is None:
-            yield prefix + name
-        else:
-            yield from dotted_fields(section, f"{prefix}{name}.")
+        sections = MODELS.values() if name == "model" else [section] if section else []
+        inner = [own for part in sections for own in dotted_fields(part, f"{prefix}{name}.")]
+        yield from dict.fromkeys(inner) if section else [prefix + name]
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
@@ -86,7 +85,9 @@ def option_text(model: type[BaseModel], problem: Any) -> str:
     if problem["type"] == "extra_forbidden":
         while isinstance(got, dict) and len(got) == 1:  # trian: {steps: 5}, as trian.steps=5
             path, got = [*path, *map(str, got)], next(iter(got.values()))
-        guess = guess_option(model, path)
+        kind = MODELS.get(str(problem["loc"][1])) if path[0] == "model" else None
+        own = nearest(path[-1], list(kind.model_fields)) if kind and len(path) == 2 else None
+        guess = f"model.{own}" if own else guess_option(model, path)
         hint = f"did you mean {guess!r}?" if guess else "`recipes validate` prints all there are"
         return f"unknown option {'.'.join(path)!r}, {hint}"
     return problem_text(problem)
