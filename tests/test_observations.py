@@ -458,11 +458,11 @@ def test_environments_that_lack_a_column_or_have_another(data: Path) -> None:
     for space, said in (
         (spaces.Dict(top=top, wrist=wrist, state=state), ""),
         (spaces.Dict(a=spaces.Dict(top=top), b=spaces.Dict(wrist=wrist), state=state), ""),
-        (spaces.Dict(top=top, wrist=wrist), "need state"),
+        (spaces.Dict(top=top, wrist=wrist), "none is state of the data"),
         (spaces.Dict(top=wrist, wrist=wrist, state=state), "top: 1 frame of 3 x 40 x 36"),
         (spaces.Dict(top=top, wrist=wrist, state=WIDE), "state: 3 observation values"),
-        (spaces.Dict(top=top, wrist=wrist, a=state, b=state), "need state"),
-        (state, "need wrist, state"),
+        (spaces.Dict(top=top, wrist=wrist, a=state, b=state), "none is state of the data"),
+        (state, "none is wrist, state of the data"),
     ):
         facts = probe(register("GearTest/Other-v0", space))
         if said:

@@ -119,7 +119,7 @@ class Episode:
         seen = dict[str, Array]()
         for name, rows in fields_of(self.observations).items():
             rows = rows.astype(np.float32) if rows.dtype.kind == "f" else rows
-            seen[f"observations/{name}".removesuffix("/")] = rows
+            seen[f"observations/{name.removeprefix('observations/')}".removesuffix("/")] = rows
         following = {f"next_{n}": rows[1:] for n, rows in seen.items() if rows.ndim < 3}
         return {
             **{name: rows[:-1] for name, rows in seen.items()},

@@ -256,10 +256,10 @@ def check_sizes(
     remedy = "name the environment that the data came from" + otherwise
     if missing := [column for column in names if column not in matched]:
         shown = (f"{leaf or 'one'} {kind.base} {kind.shape}" for leaf, kind in has.items())
-        what = f"{name} observes {', '.join(shown)}, {whose} need {', '.join(missing)}"
+        what = f"{name} observes {', '.join(shown)}: none is {', '.join(missing)} of {whose}"
         if "" not in has:
             option = f"{{observation_columns: {{NAME: {missing[0]}}}}}"
-            remedy = f"say which it is: evaluate.environment_options={option}"
+            remedy = f"say which it is, in environment_options: {option}"
         raise InputError("ENVIRONMENT", what, "evaluate.environment", remedy)
     played, wanted = list[InputColumn](), sizes.columns
     for column, own in zip(names, wanted, strict=True):
