@@ -244,7 +244,7 @@ def judge_ours(path: Path, options: argparse.Namespace, seed: int) -> dict[str, 
     """Judge one of our runs; in a process of its own."""
     torch.set_num_threads(1)
     folder = sweep_path(options) / "runs" / f"{path.name}-s{seed}"
-    model = load_policy(folder, device="cpu").model
+    model: Any = load_policy(folder, device="cpu").model
     summary = json.loads((folder / "summary.json").read_text())
     judged = judge(model, open_dataset(path, verify=False), options)
     return {"seed": seed, "seconds": summary["seconds"], **judged}

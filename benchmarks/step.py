@@ -28,8 +28,9 @@ from gear_offline.core.text import say, size_text
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import World, open_world, rank_device
 from gear_offline.loaders.batch import Batch
+from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.progress import Progress
-from gear_offline.training.cost import FORMULA, peak_tflops
+from gear_offline.training.cost import peak_tflops
 from gear_offline.training.graph import capture
 from gear_offline.training.learner import Learner
 from gear_offline.training.model import data_sizes
@@ -91,7 +92,12 @@ def run(*, quick: bool = False) -> dict[str, Any]:
                 progress.advance()
         world.gather(None)
     peak = peak_tflops(device, half=True)
-    return {"gpus": world.size, "formula": FORMULA, "peak_tflops": peak, "results": results}
+    return {
+        "gpus": world.size,
+        "formula": DecisionTransformer.formula,
+        "peak_tflops": peak,
+        "results": results,
+    }
 
 
 def make_recipe(base: str, changes: tuple[str, ...], *, path: str, ranks: int) -> Recipe:
@@ -133,7 +139,7 @@ def measure(
     finally:
         learner.release()
         learner.close()
-    tflops = learner.meter.flops / seconds / 1e12
+    tflops = (learner.meter.flops or 0.0) / seconds / 1e12
     peak, batch = learner.meter.peak, recipe.loader.batch_size
     return {
         "name": name,

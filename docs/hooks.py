@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import typer
 from mkdocs.structure.files import File, Files
@@ -11,6 +11,7 @@ from mkdocs.structure.files import File, Files
 import gear_offline
 from gear_offline.cli.main import app
 from gear_offline.config.recipe import Recipe
+from gear_offline.config.sections import OwnModelSettings
 
 
 def on_files(files: Files, *, config: Any) -> Files:
@@ -93,21 +94,56 @@ def recipe_page() -> str:
         rows, inner = [], []
         for name, field in model.model_fields.items():
             parts = [field.annotation, *getattr(field.annotation, "__args__", ())]
-            section = next((part for part in parts if hasattr(part, "model_fields")), None)
-            if section is not None:
-                inner.append((section, f"{title}.{name}".lstrip(".")))
+            parts = [getattr(part, "__origin__", part) for part in parts]
+            sections = [part for part in parts if hasattr(part, "model_fields")]
+            if sections:
+                kinds = sections if name == "model" else sections[:1]
+                for section in (kind for kind in kinds if kind is not OwnModelSettings):
+                    of = f", kind {section().kind}" if name == "model" else ""
+                    inner.append((section, f"{title}.{name}{of}".lstrip(".")))
                 continue
             default = "required" if field.is_required() else f"`{json.dumps(field.get_default())}`"
-            rows.append(f"| `{name}` | {default} | {field.description or ''} |")
+            values = accepted(model, name)
+            rows.append(f"| `{name}` | {values} | {default} | {field.description or ''} |")
         if rows:
             lines.extend([f"## {title}" if title else "## The recipe itself", ""])
-            lines.extend(["| option | default | meaning |", "|---|---|---|", *rows, ""])
+            lines.extend(
+                ["| option | values | default | meaning |", "|---|---|---|---|", *rows, ""]
+            )
         for section, path in inner:
             add(section, path)
 
     add(Recipe, "")
     return "\n".join(lines)
 
+
+def accepted(model: Any, name: str) -> str:
+    """Return the values that an option takes: its type, its choices, its range."""
+    schema = model.model_json_schema()["properties"][name]
+    words = []
+    for each in schema.get("anyOf", [schema]):
+        if "enum" in each or "const" in each:
+            words += [f"`{value}`" for value in each.get("enum", [each.get("const")])]
+            continue
+        kind = TYPES.get(each.get("type"), "section")
+        is_number = kind in ("whole number", "number")
+        words.append(" ".join([kind, *(ends(model.model_fields[name]) if is_number else [])]))
+    return ", ".join(dict.fromkeys(words))
+
+
+def ends(field: Any) -> list[str]:
+    """Return the range of an option's numbers: ``>= 1``."""
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    inner = [getattr(part, "__metadata__", ()) for part in get_args(field.annotation)]
+    facts = [*field.metadata, *(fact for part in inner for fact in part)]
+    facts += [each for fact in facts for each in getattr(fact, "metadata", ())]
+    found = {k: getattr(fact, k) for fact in facts for k in signs if hasattr(fact, k)}
+    texts = [f"{sign} {found[k]:g}" for k, sign in signs.items() if abs(found.get(k, 1e9)) < 1e9]
+    return [", ".join(texts)] if texts else []
+
+
+TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true, false"}
+TYPES |= {"array": "list", "object": "mapping", "null": "null"}
 
 GROUPS = {  # of public names: the rooms that they come from, in this order
     "Data": ("convert", "dataset", "analysis.audit", "export", "sources", "collect"),

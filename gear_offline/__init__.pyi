@@ -7,6 +7,7 @@ from gear_offline.analysis.strategies import compare_strategies as compare_strat
 from gear_offline.collect.act import act as act
 from gear_offline.collect.collection import collect as collect
 from gear_offline.config.recipe import load_recipe as load_recipe
+from gear_offline.config.sections import ModelSettings as ModelSettings
 from gear_offline.convert.append import Appender as Appender
 from gear_offline.convert.conversion import convert as convert
 from gear_offline.dataset.dataset import Dataset as Dataset
@@ -23,8 +24,10 @@ from gear_offline.errors import UnavailableError as UnavailableError
 from gear_offline.export import export_hdf5 as export_hdf5
 from gear_offline.loaders.batch import Batch as Batch
 from gear_offline.loaders.loader import GearLoader as GearLoader
+from gear_offline.models.base import SequenceModel as SequenceModel
 from gear_offline.models.decision_transformer import DecisionTransformer as DecisionTransformer
 from gear_offline.models.decision_transformer import build_model as build_model
+from gear_offline.models.policy import Policy as Policy
 from gear_offline.runs.callbacks import Callback as Callback
 from gear_offline.runs.evaluate import evaluate as evaluate
 from gear_offline.runs.run import Run as Run

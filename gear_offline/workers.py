@@ -31,6 +31,7 @@ from typing import Any
 
 from gear_offline import __version__
 from gear_offline.core.closing import Closing
+from gear_offline.core.parts import admitted, learn
 from gear_offline.core.text import first_line
 from gear_offline.errors import GearError, UnavailableError
 
@@ -102,7 +103,7 @@ class Worker(Closing):
         """Begin a job: ``module:function``, called with a `Caller` and `arguments`."""
         assert not self.busy, "one job at a time"
         self.busy = True
-        self.send((function, arguments))
+        self.send((function, arguments, admitted()))
 
     def send(self, message: Any) -> None:
         """Send to the running job, which takes it with `Caller.receive`."""
@@ -335,7 +336,7 @@ class RayPool(Pool):
                 token = Path(stack.enter_context(new).name)
             looks = [
                 self._remote(
-                    (f"{__name__}:look_at", (token,)),
+                    (f"{__name__}:look_at", (token,), {}),
                     num_cpus=0,
                     scheduling_strategy=self._on_node(node["NodeID"], soft=False),
                 )
@@ -350,12 +351,12 @@ class RayPool(Pool):
                     remedy = "work in a folder that all nodes share, with one gear-offline"
                     raise UnavailableError("SYSTEM", what, remedy=remedy)
 
-    def _remote(self, job: tuple[str, tuple[Any, ...]], **options: Any) -> Any:
+    def _remote(self, job: tuple[Any, ...], **options: Any) -> Any:
         task = self._ray.remote(max_retries=RETRIES, **options)(_do_in_ray)
         return task.remote(os.getcwd(), pickle.dumps(job))
 
     def _begin(self, function: str, arguments: tuple[Any, ...]) -> Any:
-        return self._remote((function, arguments), **self._options)
+        return self._remote((function, arguments, admitted()), **self._options)
 
     def _ended(self, seconds: float | None) -> Iterator[tuple[Any, Any]]:
         ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=seconds)
@@ -416,7 +417,8 @@ def _serve(connection: Connection[Any, Any]) -> None:
 def _answer(caller: Caller, request: bytes) -> bytes:
     """Do a job; return True, for its end, and its value or its `GearError`."""
     try:
-        name, arguments = pickle.loads(request)  # from our own caller only
+        name, arguments, words = pickle.loads(request)  # from our own caller only
+        learn(words)
         module, _, function = name.partition(":")
         return pickle.dumps((True, getattr(import_module(module), function)(caller, *arguments)))
     except GearError as error:

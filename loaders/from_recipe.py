@@ -10,8 +10,9 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import SelectionSettings
 from gear_offline.core.hub import is_there
 from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.sampling import PartWeights, Sampler, TaskPart, make_sampler, mix_tasks
+from gear_offline.sampling import PartWeights, Sampler, TaskPart, mix_tasks
 from gear_offline.sampling.items import Items
+from gear_offline.sampling.registry import sampler_for
 from gear_offline.tables.fields import standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData, join_datasets
 
@@ -63,15 +64,15 @@ def recipe_sampler(
     if not isinstance(dataset, JointDataset):
         chosen, items = settings or recipe.selection, items or Items(recipe)
         kept = items.insert(dataset)
-        sampler = make_sampler(
-            chosen.strategy, dataset, context_length=span, kept=kept, **chosen.options
+        sampler = sampler_for(
+            chosen.strategy, dataset, chosen.options, context_length=span, kept=kept
         )
         return items.counted(sampler, step)
     parts = []
     for task in dataset.tasks:
         own = (recipe.data.tasks or {})[task.name]
         chosen = settings or own.selection or recipe.selection
-        sampler = make_sampler(chosen.strategy, task.dataset, context_length=span, **chosen.options)
+        sampler = sampler_for(chosen.strategy, task.dataset, chosen.options, context_length=span)
         parts.append(TaskPart(name=task.name, sampler=sampler, weight=own.weight))
     points = recipe.data.schedule or ()
     weights = [[point.weights[part.name] for part in parts] for point in points]

@@ -121,16 +121,16 @@ def causal_mask(tokens: int, *, device: torch.device) -> Tensor:
     return torch.ones((1, 1, tokens, tokens), dtype=torch.bool, device=device).tril()
 
 
-def dense_mask(attention_mask: Tensor) -> Tensor:
+def dense_mask(attention_mask: Tensor, tokens: int = 3) -> Tensor:
     """Return a causal mask, (B, 1, 3K, 3K) bool, that also hides padded steps at any place.
 
     `attention_mask`, (B, K), is non-zero where a step is real.  A padded query may look at itself,
     so that no row is empty and nothing becomes NaN; its predictions have no meaning.
     """
-    valid = (attention_mask != 0).repeat_interleave(3, dim=1)
-    tokens = valid.shape[1]
-    own = torch.eye(tokens, dtype=torch.bool, device=valid.device)
-    return (causal_mask(tokens, device=valid.device) & valid[:, None, None, :]) | own
+    valid = (attention_mask != 0).repeat_interleave(tokens, dim=1)
+    count = valid.shape[1]
+    own = torch.eye(count, dtype=torch.bool, device=valid.device)
+    return (causal_mask(count, device=valid.device) & valid[:, None, None, :]) | own
 
 
 class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]

@@ -12,7 +12,8 @@ state elements, A action elements or discrete actions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
@@ -29,7 +30,9 @@ from transformers.models.decision_transformer.modeling_decision_transformer impo
     DecisionTransformerOutput as DecisionTransformerOutput,
 )
 
+from gear_offline.config.sections import TransformerSettings
 from gear_offline.errors import InputError
+from gear_offline.models.base import ModelFacts, PlayedWindow, SequenceModel
 from gear_offline.models.blocks import Block, Keep, dense_mask, drop
 from gear_offline.models.encoders import (
     ColumnEncoder,
@@ -39,8 +42,8 @@ from gear_offline.models.encoders import (
     resolve_encoder,
 )
 from gear_offline.models.gaussian import INITIAL_TEMPERATURE, Gaussian, gaussian_losses
-from gear_offline.models.loss import Padding, TrainingBatch, mean_loss, step_losses
-from gear_offline.models.multitask import ModelTask, TaskEmbedding, tasks_of_config
+from gear_offline.models.loss import Padding, TrainingBatch, step_losses
+from gear_offline.models.multitask import ModelTask, TaskEmbedding, single_task, tasks_of_config
 from gear_offline.models.narrow import LOADED, half_type, joint_maps, narrow_linear
 
 Attention = Literal["auto", "sdpa", "eager"]
@@ -50,7 +53,7 @@ UNUSED = ("predict_state.", "predict_return.", "encoder.wte.")  # no gradient fr
 TANH_TOLERANCE = 1e-6  # float32 rounding of actions that were clipped to [-1, 1]
 
 
-class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-call]
+class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ignore[no-untyped-call]
     """Decision Transformer with the released class's weights, inputs and outputs.
 
     Some keys of the configuration are ours; the released class carries them along unread.
@@ -107,7 +110,11 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         model: Self = super().from_pretrained(path, *arguments, **options)
         return model
 
+    Settings = TransformerSettings
     supports_gradient_checkpointing = True
+    short_windows = True
+    compiled = ("_embed",)
+    formula = "72 L h^2 n + 36 L h K n FLOP a step of n = 3 B K tokens"
     _no_split_modules = ["Block"]  # noqa: RUF012 - the name and type that transformers expects
 
     if TYPE_CHECKING:  # transformers' own takes a device for the model
@@ -133,7 +140,8 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         elif kind != "none":
             frames = {"frame_shape": config.frame_shape, "frame_stack": config.frame_stack}
             self.frame_encoder = FrameEncoder(kind, **frames, features=config.state_dim)
-        widths = [task.action_dim for task in tasks_of_config(config)]
+        tasks = tasks_of_config(config)
+        widths = [task.action_dim for task in tasks]
         self.embed_task: TaskEmbedding | None = None
         if len(widths) > 1:
             self.embed_task = TaskEmbedding(widths, config.act_dim, config.hidden_size)
@@ -152,7 +160,33 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             nn.init.normal_(self.predict_log_std.weight, std=config.initializer_range)
             nn.init.zeros_(self.predict_log_std.bias)
             self.log_temperature = nn.Parameter(torch.tensor(math.log(INITIAL_TEMPERATURE)))
+            self.steady = ("log_temperature",)
         self.attention: Attention = "auto"
+        columns = InputColumn.of_config(config)
+        one: Any = {"frame_shape": columns[0].shape, "frame_dtype": columns[0].frames}
+        self.facts = ModelFacts(
+            state_dim=sum(column.size for column in columns),
+            action_dim=config.act_dim,
+            discrete=discrete,
+            frame_stack=max(column.stack for column in columns),
+            observations=columns if len(columns) > 1 else (),
+            **one if columns[0].frames and len(columns) == 1 else {},
+            context_length=int(getattr(config, "context_length", 20)),
+            max_timestep=config.max_ep_len,
+            goals=self.goals,
+            tasks=tasks,
+        )
+
+    @classmethod
+    def build(cls, facts: ModelFacts, settings: TransformerSettings) -> Self:
+        """Return the model of a recipe."""
+        model = build_model(
+            **{name: getattr(facts, name) for name in ModelFacts.model_fields},
+            **settings.model_dump(exclude={"kind", "max_timestep"}),
+            make=cls,
+        )
+        model.settings = settings
+        return cast(Self, model)
 
     def forward(
         self,
@@ -263,21 +297,69 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             return cast(Tensor, self.frame_encoder(states))
         return states.flatten(2).to(self.embed_state.weight.dtype)
 
-    def loss(self, batch: TrainingBatch, *, valid_steps: Tensor | float | None = None) -> Tensor:
-        """Return the scalar loss of a batch.
-
-        `valid_steps` is as in `gear_offline.models.loss.mean_loss`.  Under
-        DistributedDataParallel call the wrapper with ``only_actions=True`` and `step_losses`
-        instead, for gradients are only exchanged when its forward ran.
-        """
+    def losses(self, batch: TrainingBatch) -> dict[str, Tensor]:
+        """Return the loss of the actions, (B, K) float32."""
         actions = batch.actions
         if self.discrete and (actions.is_floating_point() or actions.ndim != 2):
             what = f"actions are {actions.dtype} {tuple(actions.shape)}, the model's are discrete"
             remedy = "give integers (B, K), or build the model with discrete=False"
             raise InputError("MODEL", what, where="actions", remedy=remedy)
         output = self(**batch.model_inputs(), padding=batch.padding, only_actions=True)
-        losses = self.step_losses(output.action_preds, batch)
-        return mean_loss(losses, batch.attention_mask, valid_steps)
+        return {"action": self.step_losses(output.action_preds, batch)}
+
+    def act(self, window: PlayedWindow) -> Tensor:
+        """Return an action, or logits, for each window."""
+        asked = window.goals if self.goals else window.returns_to_go
+        assert asked is not None, "the policy gives what its model asks for"
+        inputs = (window.states, window.actions, asked, window.timesteps, window.place)
+        return self.predict_last_action(*inputs, window.noise)
+
+    def remember(self, states: Any) -> Tensor:
+        return self.features(states)
+
+    @property
+    def state_width(self) -> int:
+        return int(self.config.state_dim)
+
+    def recalled(self, features: Tensor) -> Tensor:
+        return features
+
+    @property
+    def bounded(self) -> bool:
+        return bool(self.config.action_tanh) and not self.discrete
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return cast(Sequence[nn.Module], self.encoder.h)
+
+    def measures(self) -> dict[str, float]:
+        temperature = self.log_temperature.detach().exp() if self.stochastic else None
+        return {} if temperature is None else {"temperature": float(temperature)}
+
+    def configure(self, settings: Any) -> None:
+        self.attention = getattr(settings, "attention", "auto")
+
+    def of_task(self, name: str) -> DecisionTransformer:
+        return single_task(self, name)
+
+    def recompute(self) -> None:
+        self.encoder.gradient_checkpointing = True
+
+    def learning(self) -> list[nn.Parameter]:
+        return trainable_parameters(self)
+
+    def use_eight_bits(self) -> None:
+        for block in self.blocks:
+            block.eight_bits = True  # type: ignore[assignment]
+
+    def config_text(self) -> str:
+        """Return the released class's configuration; of a subclass as of any other model."""
+        if type(self) is not DecisionTransformer and hasattr(self, "settings"):
+            return SequenceModel.config_text(self)
+        config = deepcopy(self.config)
+        config.architectures = ["DecisionTransformerModel"]  # the released class reads it too
+        # with the defaults: transformers 5.17 warns of them where it is to leave them out
+        return str(config.to_json_string(use_diff=False))
 
     def step_losses(self, predictions: Tensor, batch: TrainingBatch) -> Tensor:
         """Return (B, K) float32, the loss of each step of predictions of ``only_actions=True``."""
@@ -440,6 +522,7 @@ def build_model(
     observations: Sequence[InputColumn] = (),
     tasks: Sequence[ModelTask] = (),
     goals: bool = False,
+    make: Callable[[DecisionTransformerConfig], DecisionTransformer] | None = None,
 ) -> DecisionTransformer:
     """Build a Decision Transformer; the defaults are the paper's locomotion model.
 
@@ -481,6 +564,8 @@ def build_model(
         The widths and scales of each of several tasks; widths above are those of the widest.
     goals
         The model is asked to reach states, and not for returns.
+    make
+        A subclass to make in place of `DecisionTransformer`.
 
     Raises
     ------
@@ -563,7 +648,7 @@ def build_model(
         config.goals = True
     if tasks:
         config.tasks = [task.model_dump(mode="json", exclude_defaults=True) for task in tasks]
-    model = DecisionTransformer(config)
+    model = (make or DecisionTransformer)(config)
     model.attention = attention
     return model
 

@@ -25,6 +25,7 @@ from gear_offline.errors import InputError
 from gear_offline.tables.fields import Scales
 
 if TYPE_CHECKING:
+    from gear_offline.models.base import SequenceModel
     from gear_offline.models.decision_transformer import (
         DecisionTransformer,
         DecisionTransformerConfig,
@@ -92,9 +93,9 @@ class TaskEmbedding(nn.Module):
         return elements < self.action_dims[tasks][:, None]
 
 
-def find_task(model: DecisionTransformer, name: str | None) -> tuple[int, ModelTask]:
+def find_task(model: SequenceModel, name: str | None) -> tuple[int, ModelTask]:
     """Return number and facts of a model's task, None: the only one; `InputError` (``RECIPE``)."""
-    tasks = tasks_of_config(model.config)
+    tasks = model.facts.tasks
     names = [task.name for task in tasks]
     if name is None and len(tasks) == 1:
         return 0, tasks[0]
@@ -122,6 +123,9 @@ def single_task(model: DecisionTransformer, name: str) -> DecisionTransformer:
     alone = copy(model)
     alone._modules = model._modules.copy()
     alone.config = config
+    update: dict[str, object] = {"action_dim": task.action_dim, "tasks": ()}
+    update["state_dim"] = model.facts.state_dim if frames else task.state_dim
+    alone.facts = model.facts.model_copy(update=update)
     alone.embed_task = None
     alone.embed_state = _cut(model.embed_state, inputs=config.state_dim)
     alone.embed_action = _cut(model.embed_action, inputs=config.act_dim)

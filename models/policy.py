@@ -26,7 +26,7 @@ from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.dataset.rewards import RewardEdit
 from gear_offline.dataset.schema import match_columns
 from gear_offline.errors import InputError, given_path
-from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.models.base import PlayedWindow, SequenceModel
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy_folder import CARD, PLACE, PolicyFacts, PolicyFile, write_policy
 from gear_offline.tables.fields import ObservedColumn, Window
@@ -35,7 +35,7 @@ Observations = npt.ArrayLike | Mapping[str, npt.ArrayLike]
 
 
 class Policy:
-    """A Decision Transformer that acts in E environments, each with its own return or goal.
+    """A model that acts in E environments, each with its own return or goal.
 
     Every environment remembers its last K steps in a window that is padded on the right, so one
     batched forward serves environments that are at different steps.  The target of the next
@@ -85,7 +85,7 @@ class Policy:
 
     def __init__(
         self,
-        model: DecisionTransformer,
+        model: SequenceModel,
         *,
         state_mean: npt.ArrayLike | None,
         state_std: npt.ArrayLike | None,
@@ -106,20 +106,19 @@ class Policy:
             self.window = window = Window(**options)
         except ValidationError as error:
             raise InputError("MODEL", problem_text(error.errors()[0])) from error
-        self.model = model.to(torch.device(device)).eval()  # type: ignore[no-untyped-call]
+        self.model = model.to(torch.device(device)).eval()
         self.device = torch.device(device)
         self.context_length, self.returns_scale = context_length, window.returns_scale
         self.facts = facts or PolicyFacts()
-        self.max_timestep = int(model.config.max_ep_len)
-        inputs, names = InputColumn.of_config(model.config), [c.name for c in window.columns]
+        known, names = model.facts, [c.name for c in window.columns]
+        inputs = known.columns
         if len(inputs) > 1 and [column.name for column in inputs] != names:
             what = f"the model's observations are {', '.join(c.name for c in inputs)}"
             raise InputError("MODEL", f"{what}, the window's {', '.join(names)}")
         self.columns = dict(zip(names, inputs, strict=True))
-        self.state_dim = sum(column.size for column in inputs)
-        self.action_dim = int(model.config.act_dim)
-        self.discrete, self.stochastic = model.discrete, model.stochastic
-        self.goals = model.goals
+        self.max_timestep, self.state_dim = known.max_timestep, known.state_dim
+        self.action_dim, self.discrete, self.goals = known.action_dim, known.discrete, known.goals
+        self.stochastic = model.stochastic
         for scales, column in zip(window.columns, inputs, strict=True):
             if scales.state_mean is not None and len(scales.state_mean) != column.size:
                 what = f"state_mean has {len(scales.state_mean)} elements"
@@ -129,8 +128,8 @@ class Policy:
         self._waiting: BoolArray = np.zeros(0, np.bool_)  # for a reward
         self._done: Float64Array = np.zeros((0, 1 if self.discrete else self.action_dim))
         # (E + 1, K, width) state, what was done, what is asked, timestep; the last row is nobody's
-        asked = model.embed_return.in_features
-        self._widths = [int(model.config.state_dim), self._done.shape[1], asked, 1]
+        asked = self.state_dim if self.goals else 1
+        self._widths = [model.state_width, self._done.shape[1], asked, 1]
         self._memory = torch.zeros((1, context_length, sum(self._widths)), device=self.device)
         self._frames = {  # (E + 1, stack, *frame), the newest one last
             name: torch.zeros((1, *c.state_shape), dtype=_type(c), device=self.device)
@@ -140,10 +139,10 @@ class Policy:
         self._graph: _Graph | None = None
 
     def __repr__(self) -> str:
-        config = self.model.config
         seen = " and ".join(column.text for column in self.columns.values())
         acts = count_text(self.action_dim, "discrete action" if self.discrete else "action value")
-        size = f"{config.hidden_size} wide, {count_text(config.n_layer, 'layer')}"
+        weights = sum(parameter.numel() for parameter in self.model.parameters())
+        size = f"{type(self.model).__name__} of {count_text(weights, 'parameter')}"
         playing = f"{count_text(self.environments, 'environment')}, on {self.device}"
         return f"Policy({seen} to {acts}, {size}, K {self.context_length}, {playing})"
 
@@ -173,12 +172,11 @@ class Policy:
         `overwrite` only (``OUTPUT_EXISTS``, ``OUTPUT_WRITE``).
         """
         folder = given_path(folder, "OUTPUT_WRITE", where="folder")
-        bounded = bool(self.model.config.action_tanh) and not self.discrete
         file = PolicyFile(
             **{name: getattr(self.facts, name) for name in PolicyFacts.model_fields},
             **{name: getattr(self.window, name) for name in Window.model_fields},
             actions="discrete" if self.discrete else "continuous",
-            action_bounds=(-1.0, 1.0) if bounded else None,
+            action_bounds=(-1.0, 1.0) if self.model.bounded else None,
         )
         write_policy(folder, self.model, file, overwrite=overwrite)
         return folder
@@ -318,7 +316,9 @@ class Policy:
                 drawn = generator.standard_normal((len(chosen), self.action_dim), np.float32)
                 noise = torch.from_numpy(drawn).to(self.device)
             # Early in the episodes windows are short: leave out what nobody has filled yet.
-            filled = min(int(steps.max()) + 1, self.context_length)
+            filled = self.context_length
+            if self.model.short_windows:
+                filled = min(int(steps.max()) + 1, self.context_length)
             now = torch.from_numpy(numbers).to(self.device)
             states = {name: torch.from_numpy(rows).to(self.device) for name, rows in seen.items()}
             actions = np.asarray(self._step(now, states, filled, noise).cpu().numpy())
@@ -361,7 +361,7 @@ class Policy:
                 self._frames[name][rows] = state = stacks
             shown[name] = state[:, None]
         only = shown if len(shown) > 1 else shown[name]
-        features = self.model.features(only)[:, 0]
+        features = self.model.remember(only)[:, 0]
         # old values are hidden by the mask; zeros keep NaN out of it
         before = torch.where(step.unsqueeze(2) > 0, self._memory[rows], 0.0)
         is_full = (step >= self.context_length).unsqueeze(2)
@@ -379,10 +379,7 @@ class Policy:
         if self.discrete:
             actions = actions[..., 0].long()
         timesteps = timesteps[..., 0].long()
-        action: Tensor = self.model.predict_last_action(
-            states, actions, asked, timesteps, place, noise
-        )
-        return action.argmax(-1) if self.discrete else action.float()
+        return acted(self.model, states, actions, asked, timesteps, place, noise)
 
     def observe_reward(
         self,
@@ -442,6 +439,24 @@ class Policy:
             np.concatenate([values, np.zeros((added, *values.shape[1:]), values.dtype)])
             for values in (self._targets, self._steps, self._waiting, self._done)
         )
+
+
+def acted(
+    model: SequenceModel,
+    features: Tensor,
+    actions: Tensor,
+    asked: Tensor,
+    timesteps: Tensor,
+    place: Tensor,
+    noise: Tensor | float = 0.0,
+) -> Tensor:
+    """Return the actions (n, A) float32, or (n,) int64, of windows of remembered steps."""
+    returns, goals = (None, asked) if model.facts.goals else (asked, None)
+    states = model.recalled(features)
+    action = model.act(PlayedWindow(states, actions, returns, goals, timesteps, place, noise))
+    if not model.facts.discrete:
+        return action.float()
+    return action.argmax(-1) if action.is_floating_point() else action.long()
 
 
 class _Graph:

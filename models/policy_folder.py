@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-import copy
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -23,8 +23,10 @@ from torch import Tensor
 from gear_offline.config.sections import EnvironmentOptions, GoalSettings
 from gear_offline.core.files import new_directory, read_regular, write_file
 from gear_offline.core.hub import card
+from gear_offline.core.parts import is_part, trust
 from gear_offline.core.text import LEAST, first_line, printable, told_apart
 from gear_offline.errors import InputError, is_out_of_memory
+from gear_offline.models.base import SequenceModel, remade
 from gear_offline.models.decision_transformer import DecisionTransformer, DecisionTransformerConfig
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.multitask import ModelTask
@@ -83,13 +85,16 @@ class PolicyFile(PolicyFacts, Window):
 
 
 def write_policy(
-    folder: Path, model: DecisionTransformer, file: PolicyFile, *, overwrite: bool = False
+    folder: Path, model: SequenceModel, file: PolicyFile, *, overwrite: bool = False
 ) -> None:
     """Write a policy folder, whole or not at all; with `overwrite` in place of another one."""
     weights = {name: w.detach().cpu().contiguous() for name, w in model.state_dict().items()}
+    config = model.config_text().encode()
+    if type(model) is not DecisionTransformer:
+        _check_readable(model, config, weights)
     replaceable = _is_only_policy if overwrite else lambda path: False
     with new_directory(folder, replaceable=replaceable) as part:
-        write_file(part / CONFIG, config_text(model).encode())
+        write_file(part / CONFIG, config)
         files = {CONFIG: file_facts(part / CONFIG), MODEL: write_tensors(part / MODEL, weights)}
         file = file.model_copy(update={"files": files})
         # version 0.1 reads a file without them
@@ -169,45 +174,71 @@ class ModelConfig(BaseModel):
         return DecisionTransformer(DecisionTransformerConfig(**keys))
 
 
-def read_policy(folder: Path) -> tuple[DecisionTransformer, PolicyFile]:
-    """Return the model of a policy folder, on the CPU, and the rest; ``RUN_DAMAGED``."""
+def _check_readable(model: SequenceModel, config: bytes, weights: Mapping[str, Tensor]) -> None:
+    """Refuse to write what nobody could read."""
+    try:
+        assemble(config, weights, model.part[0] or None)
+    except Exception as error:  # whatever a model's own code raises
+        what = f"load_policy could not read it: {first_line(error)}"
+        remedy = "derive the class from gear_offline.SequenceModel; make it by model.kind, or as "
+        remedy += "Model(facts, settings)"
+        raise InputError("MODEL", what, type(model).__name__, remedy) from error
+
+
+def read_policy(folder: Path, kind: str | None = None) -> tuple[SequenceModel, PolicyFile]:
+    """Return the model of a policy folder, on the CPU, and the rest; ``RUN_DAMAGED``.
+
+    `kind` is the owner's word for a model that is not of this package.
+    """
     try:
         file = PolicyFile.model_validate_json(read_regular(folder / POLICY, most=MAX_POLICY_BYTES))
         for name in (CONFIG, MODEL):
             if file_facts(folder / name) != file.files.get(name):
                 raise ValueError(f"{name} does not match its digest")
         config = read_regular(folder / CONFIG, most=MAX_POLICY_BYTES)
-        return assemble(config, load_tensors((folder / MODEL).read_bytes())), file
+        return assemble(config, load_tensors((folder / MODEL).read_bytes()), kind), file
     except Exception as error:  # a library's own checks raise what they like
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or is_parts(error):
             raise
         what, remedy = f"the policy is damaged: {first_line(error)}", "get or save it again"
         raise InputError("RUN_DAMAGED", what, str(folder), remedy) from error
 
 
-def assemble(config: bytes, weights: Mapping[str, Tensor]) -> DecisionTransformer:
-    """Return the model of a configuration, JSON, and weights; any exception if they do not fit."""
-    keys = ModelConfig.model_validate_json(config)
-    if keys.n_layer > len(weights):
-        raise ValueError(f"n_layer is {keys.n_layer}")
-    # Without memory: what a configuration asks for may be more than the machine has.  And without
-    # drawing weights from torch's generator: a training in another thread draws from it.
-    with torch.device("meta"):
-        model = keys.build()
+def is_parts(error: Exception) -> bool:
+    """Return true for an error of a part, which says what to do about it."""
+    return isinstance(error, InputError) and error.code == "MODEL" and error.where == "model.kind"
+
+
+def assemble(
+    config: bytes, weights: Mapping[str, Tensor], kind: str | None = None
+) -> SequenceModel:
+    """Return the model of a configuration, JSON, and weights; any exception if they do not fit.
+
+    `kind` is the owner's word for a part: another file or name than the configuration says.
+    """
+    document = json.loads(config)
+    model: SequenceModel
+    if "facts" in document:
+        named = document["kind"]
+        if kind is None and is_part(named):
+            trust({named: document["digest"]})
+        # a stranger's class may not be made without memory
+        with torch.random.fork_rng([]) if is_part(kind or named) else torch.device("meta"):
+            model = remade(document, kind or named)
+    else:
+        keys = ModelConfig.model_validate_json(config)
+        if keys.n_layer > len(weights):
+            raise ValueError(f"n_layer is {keys.n_layer}")
+        # Without memory: what a configuration asks for may be more than the machine has.  And
+        # without drawing from torch's generator: a training in another thread draws from it.
+        with torch.device("meta"):
+            model = keys.build()
     wanted = model.state_dict()
     if {name: w.shape for name, w in wanted.items()} != {n: w.shape for n, w in weights.items()}:
         raise ValueError("the weights do not fit the configuration")
     own = {name: weights[name].to(like.dtype) for name, like in wanted.items()}
-    model.load_state_dict(own, assign=True)
+    model.load_state_dict(own, assign=not is_part(model.part[0]))
     return model
-
-
-def config_text(model: DecisionTransformer) -> str:
-    """Return the model's whole configuration, JSON."""
-    config = copy.deepcopy(model.config)
-    config.architectures = ["DecisionTransformerModel"]  # the released class reads it too
-    # with the defaults: transformers 5.17 warns of them where it is to leave them out
-    return str(config.to_json_string(use_diff=False))
 
 
 def _card(file: PolicyFile) -> bytes:

@@ -11,7 +11,6 @@ from torch import Tensor
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.distributed.world import World
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
-from gear_offline.models.policy_folder import config_text
 from gear_offline.tables.fields import Window
 from gear_offline.training.checkpoint import Normalisation, SavedState, write_checkpoint
 from gear_offline.training.learner import Learner
@@ -41,7 +40,7 @@ def save_checkpoint(
     """Write a checkpoint into the folder of a run's checkpoints."""
     state = saved_state(step) if state is None else state
     weights, partial = model.state_dict(), folder / f".partial-{step}"
-    return write_checkpoint(partial, state, config_text(model), weights, training_tensors(step))
+    return write_checkpoint(partial, state, model.config_text(), weights, training_tensors(step))
 
 
 class StandIn(SimpleNamespace):

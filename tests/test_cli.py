@@ -38,7 +38,7 @@ SURFACE = {
     "convert": "source out shard-size workers ray columns discrete rename map where rule ends "
     "shift environment environment-options reference allow-nonfinite overwrite quiet",
     "export": "dataset out columns overwrite quiet",
-    "push": "what name task private",
+    "push": "what name task private model",
     "inspect": "dataset verify full json quiet",
     "audit": "dataset against json quiet",
     "collect": "environment out environment-options policy quality steps exact action-noise seed "
@@ -49,15 +49,15 @@ SURFACE = {
     "recipes validate": "recipe key=value",
     "train": "recipe key=value out resume checkpoint quiet",
     "sync": "run tracker project",
-    "export-policy": "run out task overwrite",
+    "export-policy": "run out task overwrite model",
     "evaluate": "run targets episodes environment environment-options checkpoint seed device out "
-    "video ray json quiet",
+    "video ray model json quiet",
     "sweep": "recipe key=value seeds out parallel exact ray json quiet",
-    "blame": "run first..last device json quiet",
+    "blame": "run first..last device model json quiet",
     "strategies": "recipe key=value strategies train seeds parallel exact ray out json quiet",
     "plan": "recipe key=value nodes gpus nic-gbps hardware host-memory disk-rate data columns json",
     "doctor": "json",
-    "act": "run environment environment-options actors episodes target action-noise seed "
+    "act": "run environment environment-options actors episodes target action-noise seed model "
     "json quiet",
     "runs ls": "folder json",
     "runs show": "run json",

@@ -16,7 +16,6 @@ from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.environments import (
     describe,
-    import_module_of,
     is_atari,
     known_of,
     make_environment,
@@ -60,7 +59,7 @@ def test_what_cannot_be_made_is_one_clear_error(monkeypatch: Patch) -> None:
         "1": (11,),
         "2": (2,),
     }
-    assert failing_code(lambda: import_module_of("no_module_of_mine:A-v0")) == "ENVIRONMENT"
+    assert failing_code(lambda: make_environment("no_module_of_mine:A-v0")) == "ENVIRONMENT"
     environment = gymnasium.make("CartPole-v1")
     facts = describe(environment, "CartPole-v1")
     assert (facts.state_size, facts.action_size, facts.discrete) == (4, 2, True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from gear_offline.config.recipe import load_recipe
 from gear_offline.distributed.world import World
 from gear_offline.loaders.batch import Batch
+from gear_offline.models.base import Losses
 from gear_offline.models.decision_transformer import DecisionTransformer, trainable_parameters
 from gear_offline.runs.loop import train_run
 from gear_offline.training.checkpoint import list_checkpoints
@@ -40,7 +41,7 @@ def make_batch(padded: int = 0) -> Batch:
 
 def gradients(model: DecisionTransformer, batch: Batch, **options: Any) -> list[Tensor]:
     model.zero_grad(set_to_none=True)
-    loss = GradientPass(model, World(), **options)(batch)
+    loss = GradientPass(Losses(model), World(), **options)(batch)
     assert not loss.requires_grad
     return [loss, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
@@ -120,13 +121,13 @@ def test_a_device_without_8_bit_products_trains_without_and_says_so(recipe: Path
         learner.precision_reason.startswith("float32")
         and "not in 8 bits" in learner.precision_reason
     )
-    assert not any(block.eight_bits for block in learner.working.encoder.h)
+    assert not any(block.eight_bits for block in learner.working.model.encoder.h)
 
 
 def test_bfloat16_weights_do_not_add_up_micro_batches(recipe: Path) -> None:
     options = ["train.precision=bf16", "train.weights=bf16", "train.accumulate=2"]
     some = make_learner(load_recipe(recipe, options))
-    assert some.working is some.model and "coarsely" in some.precision_reason
+    assert some.working.model is some.model and "coarsely" in some.precision_reason
 
 
 def test_strategies_that_learn_from_losses_need_whole_batches(recipe: Path) -> None:

@@ -25,7 +25,6 @@ from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
-from gear_offline.models.policy_folder import config_text
 from tests.model_support import TOLERANCE, make, released_model
 from tests.support import ArraySource, hopper_columns, iter_episodes, make_dataset
 
@@ -123,13 +122,14 @@ def test_policy_shows_the_model_what_training_showed(kind: str, tmp_path: Path) 
     folder = Policy(model, **dict(loader.window)).save(tmp_path / "policy")
     policy, seen = go.load_policy(folder, device="cpu"), list[Any]()
     assert policy.window == loader.window
-    act = policy.model.predict_last_action
+    made: Any = policy.model
+    act = made.predict_last_action
 
     def spy(*inputs: Any) -> Any:
         seen.append([tensor.clone() for tensor in inputs[:5]])
         return act(*inputs)
 
-    policy.model.predict_last_action = spy
+    made.predict_last_action = spy
     names = {tuple(name): row for row, name in enumerate(batch.segments.tolist())}
     for episode, rows in enumerate(iter_episodes(source)):
         start = int(dataset.episodes.offsets[episode])
@@ -211,7 +211,7 @@ def test_building_and_saving_a_model_prints_no_warning(caplog: pytest.LogCapture
     5.17 builds the default configuration, too, to leave defaults out of the text.
     """
     model = make_model()
-    config_text(model)
+    model.config_text()
     loaded = DecisionTransformerConfig.from_dict(json.loads(model.config.to_json_string()))
     for config in (model.config, loaded):  # None would be left out, and become 50256 when loaded
         assert (config.bos_token_id, config.eos_token_id) == (0, 0)

@@ -128,7 +128,7 @@ def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> go.Run:
 class Seeing(torch.nn.Module):
     """Notes the states that a policy shows its model."""
 
-    def __init__(self, model: DecisionTransformer) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model, self.seen = model, list[Any]()
 
@@ -137,9 +137,9 @@ class Seeing(torch.nn.Module):
             return super().__getattr__(name)
         return getattr(self.model, name)
 
-    def features(self, states: Any) -> torch.Tensor:
+    def remember(self, states: Any) -> Any:
         self.seen.append({name: rows.clone() for name, rows in states.items()})
-        return self.model.features(states)
+        return self.model.remember(states)
 
 
 def seen_by(policy: Policy, batches: go.GearLoader) -> None:

@@ -3,11 +3,8 @@
 import json
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -373,56 +370,3 @@ def test_weights_of_ones_own_are_one_an_episode(weights: Any) -> None:
     strategy("own")(lambda facts: weights)
     with one_error("SELECTION", "6 weights are needed"):
         make("own", {}, LENGTHS)
-
-
-OWN = """
-from gear_offline.sampling import strategy
-
-@strategy("mine")
-def mine(facts, power: float = 1.0):
-    return facts.episodes.lengths**power
-
-if __name__ == "__main__":
-    raise SystemExit("a worker must not start the program again")
-"""
-
-
-@pytest.fixture
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, kind in list(registry._STRATEGIES.items()):
-        if not kind.draw.__module__.startswith("gear_offline."):  # another test's
-            monkeypatch.delitem(registry._STRATEGIES, name)
-    yield
-    registry._STRATEGIES.pop("mine", None)
-    sys.modules.pop("sampler_of_mine", None)
-
-
-@pytest.mark.usefixtures("forgotten")
-@pytest.mark.parametrize("way", ["module", "file", "nowhere"])
-def test_strategies_of_ones_own_are_known_in_other_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    assert registry.own_strategies() == []
-    file = tmp_path / "sampler_of_mine.py"
-    file.write_text(OWN)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    if way == "module":
-        __import__("sampler_of_mine")
-    else:
-        main = ModuleType("__main__")
-        if way != "nowhere":
-            main.__file__ = str(file)
-        monkeypatch.setitem(sys.modules, "__main__", main)
-        exec(OWN.split("if __name__")[0], main.__dict__)
-    origins = registry.own_strategies()
-    expected = {"file": [str(file)], "nowhere": []}
-    assert origins == expected.get(way, ["sampler_of_mine"])
-    registry._STRATEGIES.pop("mine")
-    sys.modules.pop("sampler_of_mine", None)
-    registry.register_own(origins)
-    if way != "nowhere":
-        sampler = make_sampler("mine", facts([1, 3]), power=2.0)
-        assert sampler.episode_weight is not None and sampler.name == "mine"
-        np.testing.assert_allclose(sampler.episode_weight, [0.1, 0.9])
-        with pytest.raises(ValueError, match="already registered"):
-            strategy("mine")(lambda facts: [1, 2])

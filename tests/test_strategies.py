@@ -283,22 +283,25 @@ def test_the_command(dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main(["strategies", "paper", *words, "--train", "--seeds", "0"]) == 2
 
 
-def test_the_file_in_the_documents_starts_commands(
-    dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+def test_the_file_in_the_documents_is_a_strategy(
+    dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = blocks((ROOT / "docs" / "how-to" / "own-strategy.md").read_text(), "python")
-    parts = [block for block in page if "@strategy" in block or "__main__" in block]
-    recipe = tmp_path / "mine.yaml"
+    file, recipe = tmp_path / "fading.py", tmp_path / "mine.yaml"
+    file.write_text(page[0])
     recipe.write_text(recipe_of(dataset).to_yaml())
-    words = ["strategies", str(recipe), "--strategies", "fading:half_life=2", "--json", "-q"]
-    monkeypatch.setattr("sys.argv", ["fading.py", *words, "--out", str(tmp_path / "out")])
-    code = compile("import sys\n" + "\n".join(parts), "fading.py", "exec", dont_inherit=True)
+    words = [
+        "strategies",
+        str(recipe),
+        "--strategies",
+        f"{file}:fading:half_life=2",
+        "--json",
+        "-q",
+    ]
     try:
-        with pytest.raises(SystemExit) as caught:
-            exec(code, {"__name__": "__main__"})
+        assert cli.main([*words, "--out", str(tmp_path / "out")]) == 0
     finally:
         _STRATEGIES.pop("fading", None)
-    assert len(parts) == 2 and caught.value.code == 0
     assert json.loads(capsys.readouterr().out)["strategies"][1]["options"] == {"half_life": 2}
 
 

@@ -239,5 +239,5 @@ def test_what_a_tracker_needs_is_told_before_training(
         with pytest.raises(go.UnavailableError, match=r"gear-offline\[trackers\]"):
             call()
     assert not (tmp_path / "run").exists()
-    with pytest.raises(go.InputError, match="'tensorboard', 'trackio' or 'wandb'"):
+    with pytest.raises(go.InputError, match=r"no tracker 'trackoi'.*did you mean 'trackio'"):
         go.sync(whole, "trackoi")

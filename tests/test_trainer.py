@@ -136,16 +136,16 @@ def test_a_strategy_that_learns_hears_of_every_batch(data: Path, tmp_path: Path)
 def test_a_loss_that_is_not_finite_stops_the_run(
     data: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    loss = DecisionTransformer.loss
+    losses = DecisionTransformer.losses
     calls = 0
 
-    def sometimes(self: DecisionTransformer, batch: Any, **options: Any) -> torch.Tensor:
+    def sometimes(self: DecisionTransformer, batch: Any) -> dict[str, torch.Tensor]:
         nonlocal calls
         calls += 1
-        value = loss(self, batch, **options)
-        return value * float("nan") if calls == 8 else value
+        value = losses(self, batch)["action"]
+        return {"action": value * float("nan") if calls == 8 else value}
 
-    monkeypatch.setattr(DecisionTransformer, "loss", sometimes)
+    monkeypatch.setattr(DecisionTransformer, "losses", sometimes)
     run = tmp_path / "run"
     with one_error("LOSS_NONFINITE", "the loss of step 8 is nan"):
         train_run(tiny_recipe(data), out=run, quiet=True)

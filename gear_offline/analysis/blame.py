@@ -23,14 +23,14 @@ from gear_offline.core.text import Document, short, typed
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.models.base import SequenceModel, total_loss
 from gear_offline.models.loss import segment_losses
 from gear_offline.progress import Progress, Terminal, print_table
 from gear_offline.runs.run import Run, open_run
 from gear_offline.sampling import Sampler
 from gear_offline.tables.joint import JointDataset, TableData
 from gear_offline.training.checkpoint import list_checkpoints, no_run, read_checkpoint
-from gear_offline.training.trained import trained_model
+from gear_offline.training.trained import trained_model, typed_model
 
 DATA, PART = 0.5, 0.1  # shares of a rise from which on it is due to the data, or in part
 SHOWN, NAMED = 10, 3  # episodes that are printed, and that are printed with their source
@@ -108,6 +108,7 @@ def blame(
     *,
     device: str = "auto",
     quiet: bool = True,
+    model: Any = None,
 ) -> Blame:
     """Find the data in a range of a run's batches, and whether they explain a spike of its loss.
 
@@ -125,6 +126,8 @@ def blame(
         ``"auto"`` (CUDA if there is one), or a torch device.
     quiet
         Show no progress.
+    model
+        As of `gear_offline.load_policy`.
 
     Raises
     ------
@@ -165,7 +168,8 @@ def blame(
             raise _unknown(opened, f"what {loader.selection.name} drew depends on losses")
         loader.load_state_dict(checkpoint.state.loader)  # refuses other data
         numbers = np.concatenate([ordinary, batches]).tolist()
-        windows = _windows(loader, trained_model(checkpoint).model, numbers, opened.name, quiet)
+        trained = trained_model(checkpoint, typed_model(model)).model
+        windows = _windows(loader, trained, numbers, opened.name, quiet)
     is_blamed = (windows["batch"] >= first) & (windows["batch"] <= last)
     blamed, others = windows[is_blamed], windows[~is_blamed]
     loss, usual = (float(np.average(w["loss"], weights=w["steps"])) for w in (blamed, others))
@@ -208,17 +212,16 @@ def _taken(recipe: Recipe, first: int, end: int) -> Int64Array:
 
 @torch.inference_mode()
 def _windows(
-    loader: GearLoader, model: DecisionTransformer, batches: Sequence[int], name: str, quiet: bool
+    loader: GearLoader, model: SequenceModel, batches: Sequence[int], name: str, quiet: bool
 ) -> npt.NDArray[Any]:
     """Return (w,) the windows of some batches, with their losses under the weights of a model."""
-    model.train(False).to(loader.device)  # type: ignore[arg-type, unused-ignore]
+    model.train(False).to(loader.device)
     parts, total = [], len(batches)
     with Progress(f"blame {name}", total=total, unit="batches", quiet=quiet) as progress:
         for number in batches:
             batch = loader.batch_at(number)
-            output = model(**batch.model_inputs(), padding=batch.padding, only_actions=True)
             mask = batch.attention_mask
-            losses = segment_losses(model.step_losses(output.action_preds, batch), mask)
+            losses = segment_losses(total_loss(model.losses(batch)).float(), mask)
             part = np.empty(len(batch.segments), WINDOW)
             part["batch"], part["loss"] = number, losses.double().cpu().numpy()
             part["episode"], part["start"] = batch.segments.cpu().numpy().T

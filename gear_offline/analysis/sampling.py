@@ -18,6 +18,7 @@ import numpy as np
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.strict_yaml import read_yaml
+from gear_offline.core.parts import admit, part_name
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Float64Array, Int64Array
 from gear_offline.errors import InputError, in_home
@@ -97,6 +98,8 @@ def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[
             what = f"{str(item)[:60]!r} is neither a name nor a mapping with a strategy"
             raise _unusable(what, "write it like {'strategy': 'top_k', 'k': 50}")
         label = options.pop("label", None)
+        name = part_name(name)
+        admit([name] if strategies else [])  # the first is the recipe's own
         parse_options(name, options)
         key = name, str(sorted(options.items()))
         if key not in strategies or label:  # the recipe's own one may be given a label, too

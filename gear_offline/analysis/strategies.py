@@ -23,7 +23,6 @@ from gear_offline.core.files import check_folder
 from gear_offline.core.system import machine
 from gear_offline.core.text import count_text, say, short
 from gear_offline.errors import GearError, InputError, given_path
-from gear_offline.evaluation.environments import import_module_of
 from gear_offline.loaders.from_recipe import recipe_sampler
 from gear_offline.progress import Progress
 from gear_offline.runs.loop import TrainingInterrupted
@@ -86,8 +85,6 @@ def compare_strategies(
         what = "strategies are compared by their returns, but evaluate.episodes is 0"
         raise InputError("USAGE", what, remedy="leave out --train to see what strategies draw")
     check_folder(folder, output=folder)  # before anything is drawn
-    for name in whole.environments:
-        import_module_of(name)
     dataset = prepare_dataset(whole, quiet=quiet)
     comparison = _drawn(whole, candidates, dataset, quiet=quiet)
     if train:
@@ -159,7 +156,7 @@ def _trials(recipe: Recipe, candidates: Sequence[Candidate], seeds: Sequence[int
         if candidate is not candidates[0]:
             for task in recipe.data.tasks or ():
                 settings[f"data.tasks.{task}.selection"] = None
-        whole = recipe.replace({**settings, "seed": seed})
+        whole = load_recipe(recipe, {**settings, "seed": seed})
         name, label = trial_name(candidate.label, seed), candidate.label
         trials.append(Trial(name=name, label=label, recipe=whole, settings=settings))
     return trials

@@ -26,6 +26,7 @@ from gear_offline.cli.values import (
     Exact,
     How,
     Json,
+    Model,
     Names,
     Numbers,
     Overrides,
@@ -210,6 +211,7 @@ def push(
     name: str = Argument(help="hub:USER/NAME, or hub:USER/NAME@BRANCH."),
     task: str | None = Option(None, help="The task to act in, of a run of several."),
     private: bool = Option(False, "--private", help="If it is made: for you alone."),
+    model: Model = None,
 ) -> None:
     """Put a dataset or a policy on the Hugging Face Hub."""
     from gear_offline.dataset.manifest import is_dataset
@@ -218,7 +220,7 @@ def push(
     if is_dataset(what):
         pushed = go.open_dataset(what, verify=False)
     else:
-        pushed = go.load_policy(what, task, device="cpu")
+        pushed = go.load_policy(what, task, device="cpu", model=model)
     show(pushed.push_to_hub(name, private=private))
 
 
@@ -311,6 +313,7 @@ def evaluate(
     out: Path | None = Option(None, help="File for the result; default evaluation.json there."),
     video: Path | None = Option(None, help="Also show first episodes: a new .gif or .mp4 file."),
     ray: Ray = None,
+    model: Model = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -339,6 +342,7 @@ def act(
         None, min=0, help="In half ranges of the action; default 0.1, 0 if stochastic."
     ),
     seed: int | None = Option(None, help="Of resets and noise; default another each time."),
+    model: Model = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -376,12 +380,13 @@ def export_policy(
     out: Path = Argument(help="Folder to make, or NAME.onnx."),
     task: str | None = Option(None, help="The task to act in, of a run of several."),
     overwrite: Overwrite = False,
+    model: Model = None,
 ) -> None:
     """Write a policy as a folder that acts without its run, or as an ONNX file, without torch."""
     from gear_offline.training.checkpoint import check_trained
 
     check_trained(run, None)  # before torch is loaded
-    show(go.export_policy(run, out, task, overwrite=overwrite))
+    show(go.export_policy(run, out, task, overwrite=overwrite, model=model))
 
 
 @command("Compare", "sweep smoke --seeds 3", "sweep smoke optimizer.learning_rate=1e-4,3e-4")
@@ -452,6 +457,7 @@ def blame(
         None, parser=parse_range, metavar="FIRST..LAST", help="Batches; without: find spikes."
     ),
     device: str = Option("auto", help="auto, cpu or cuda."),
+    model: Model = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -461,7 +467,7 @@ def blame(
         texts = [str(spike) for spike in spikes[:20]] or ["the logged loss has no spike"]
         show([asdict(spike) for spike in spikes], as_json, lambda: print("\n".join(texts)))
         return
-    page = go.blame(run, *batches, device=device, quiet=quiet or as_json)
+    page = go.blame(run, *batches, device=device, model=model, quiet=quiet or as_json)
     show(page.to_json(), as_json, page.print)
 
 

@@ -139,6 +139,10 @@ Ray = Annotated[
     Option(metavar="ADDRESS", help="Work on a Ray cluster: auto, or HOST:PORT of its head."),
 ]
 Environment = partial(Option, None, "--environment", "--env")
+Model = Annotated[
+    str | None,
+    Option(metavar="FILE.py:NAME", help="A model of one's own whose file is new here or changed."),
+]
 How = partial(
     Option,
     None,

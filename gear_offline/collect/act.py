@@ -13,12 +13,12 @@ import numpy as np
 
 from gear_offline.collect.record import Player, episode_plan
 from gear_offline.convert.append import Appender
+from gear_offline.core.parts import admit, part_name, trust
 from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
 from gear_offline.errors import InputError, given_path, json_options
 from gear_offline.evaluation.environments import (
     Known,
-    import_modules,
     known_of,
     probe,
     say_left_out,
@@ -32,7 +32,7 @@ from gear_offline.training.checkpoint import (
     no_run,
     while_removed,
 )
-from gear_offline.training.trained import find_trained
+from gear_offline.training.trained import find_trained, typed_model
 from gear_offline.workers import Caller, WorkerPool
 
 WAIT_SECONDS = 600.0  # for a run and its first checkpoint
@@ -64,6 +64,7 @@ def act(
     action_noise: float | None = None,
     seed: int | None = None,
     quiet: bool = False,
+    model: Any = None,
 ) -> ActReport:
     """Play a run's newest policy with exploration, and append the episodes to the run's dataset.
 
@@ -89,6 +90,8 @@ def act(
         Of resets and noise; default another one each time.
     quiet
         Say nothing.
+    model
+        As of `gear_offline.load_policy`.
 
     Raises
     ------
@@ -104,6 +107,9 @@ def act(
         raise InputError("USAGE", what, remedy="give at least one actor and episode, no negatives")
     _wait_for_checkpoint(path, quiet=quiet)
     recipe = while_removed(lambda: chosen_checkpoint(path)).recipe
+    trust(recipe.trusted)
+    environment = part_name(environment)
+    admit([environment])
     if recipe.data.admit_every is None or recipe.data.path is None:
         what, remedy = "the run's data do not grow", "train it with data.admit_every=1000"
         raise InputError("USAGE", what, str(path), remedy)
@@ -111,7 +117,6 @@ def act(
     if name is None or (target is None and targets is None):
         what = "the run names no environment to play in, or no return to ask for"
         raise InputError("ENVIRONMENT", what, str(path), "give --environment and --target")
-    import_modules([environment] if environment else [], [name], run=path)
     how = json_options(environment_options)
     if name == recipe.evaluate.environment:
         known_options = recipe.evaluate.environment_options or {}
@@ -125,9 +130,10 @@ def act(
     if target is None:
         target = float(max(targets or ()))
     if action_noise is None:
-        action_noise = 0.0 if recipe.model.policy == "gaussian" else 0.1
+        action_noise = 0.0 if recipe.model.is_stochastic else 0.1
     base = time.time_ns() if seed is None else seed
-    shared = path, Path(recipe.data.path), known, target, action_noise, time.time()
+    typed = typed_model(model)
+    shared = path, Path(recipe.data.path), known, typed, target, action_noise, time.time()
     jobs = [
         (*shared, (base, number), episodes and (episodes + actors - 1 - number) // actors)
         for number in range(min(actors, episodes or actors))
@@ -192,6 +198,7 @@ def play_in_worker(
     run: Path,
     data: Path,
     known: Known,
+    model: str | None,
     target: float,
     noise: float,
     began: float,
@@ -208,7 +215,7 @@ def play_in_worker(
                 return
             newest = list_checkpoints(run / "checkpoints")[-1:]
             if policy is None or (newest and newest[0][0] > step):
-                trained = find_trained(run)
+                trained = find_trained(run, model=model)
                 policy, step = trained.policy(), trained.facts.step or 0
             policy.reset(target)
             acting = _Acting(policy)

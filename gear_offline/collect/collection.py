@@ -23,11 +23,12 @@ from gear_offline.collect.policies import (
     train_with_library,
 )
 from gear_offline.collect.record import RECORD, Crew, EpisodePlan, EpisodePolicy, episode_plan
+from gear_offline.core.parts import admit, part_name
 from gear_offline.core.system import usable_cores, versions
 from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
 from gear_offline.errors import GearError, InputError, given_path, json_options
-from gear_offline.evaluation.environments import import_module_of, is_atari, say_version
+from gear_offline.evaluation.environments import is_atari, say_version
 from gear_offline.export import Hdf5Writer, new_hdf5
 from gear_offline.progress import Progress
 
@@ -148,6 +149,7 @@ def collect(
     asked = {"policy": policy, "quality": quality, "steps": steps, "seed": seed}
     text = json.dumps(asked | {"train_steps": train_steps, "action_noise": action_noise})
     out, parts = given_path(out, "OUTPUT_WRITE", where="out"), quality_parts(policy, quality)
+    admit([environment := part_name(environment)])
     for name, number, least in (
         ("steps", steps, 1),
         ("processes", processes, 1),
@@ -164,7 +166,6 @@ def collect(
     if of_library or (processes is None and policy != "ars" and steps < PARALLEL_STEPS):
         processes = 1  # a library's model stays in the process that trained it
     with new_hdf5(out, overwrite=overwrite) as writer:
-        import_module_of(environment)
         how, several = json_options(environment_options), min(usable_cores(), MAX_PROCESSES)
         with Crew(environment, how, processes=processes or several) as crew:
             say_version(environment, quiet=quiet)

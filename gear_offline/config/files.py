@@ -10,12 +10,16 @@ from typing import Any
 
 from gear_offline.config.problems import nearest
 from gear_offline.config.strict_yaml import parse_yaml, read_yaml
-from gear_offline.core.files import check_new_file, write_file, writing
+from gear_offline.core.files import LOCK, check_new_file, write_file, writing
+from gear_offline.core.parts import is_part, part_name
 from gear_offline.core.text import plain, typed
 from gear_offline.errors import InputError, given_path, in_home
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 MAX_BASES = 8
+
+OWN_OPTIONS = {"selection": "strategy", "model": "kind"}  # sections of options of one's own
+KINDS = [f"{section}.{name}" for section, name in OWN_OPTIONS.items()]
 
 Overrides = str | Sequence[str] | Mapping[str, Any]
 
@@ -50,15 +54,20 @@ def apply_overrides(options: dict[str, Any], overrides: Overrides) -> dict[str, 
     """Return nested `options` with dotted ones set: ``{"a.b": 1}``, or ``"a.b=1"``, one or many."""
     pairs, before = list(_pairs(overrides)), (options.get("evaluate") or {}).get("environment")
     changed = {"evaluate.environment": before} | dict(pairs)
-    if changed["evaluate.environment"] != before:  # these belong to another environment
+    if _bare(changed["evaluate.environment"]) != _bare(before):  # these belong to the one before
         dependent = ("evaluate.reference", "evaluate.environment_options")
         pairs[:0] = [(key, None) for key in dependent if key not in changed]
-    # another strategy drops the options of the one before, so it comes first
-    for key, value in sorted(pairs, key=lambda pair: pair[0] != "selection.strategy"):
+    # another strategy or model drops the options of the one before, so it comes first
+    for key, value in sorted(pairs, key=lambda pair: pair[0] not in KINDS):
         for part in reversed(key.split(".")):
             value = {part: value}
         options = _merge(options, value)
     return options
+
+
+def with_value(overrides: Overrides, option: str, value: Any) -> Overrides:
+    """Return overrides and one more, unless its value is None; it may be a class."""
+    return overrides if value is None else {**dict(_pairs(overrides)), option: value}
 
 
 def find_recipe(name_or_path: str | os.PathLike[str], *, relative_to: Path | None = None) -> Path:
@@ -87,6 +96,12 @@ def find_recipe(name_or_path: str | os.PathLike[str], *, relative_to: Path | Non
     raise InputError("RECIPE", what, str(relative_to or ""), remedy)
 
 
+def is_of_run(path: Path) -> bool:
+    """Return true for the recipe that a run has written, of which nobody has typed a word."""
+    beside = ("metrics.jsonl", "checkpoints", LOCK)
+    return path.name == "recipe.yaml" and any((path.parent / name).exists() for name in beside)
+
+
 def with_bases(path: Path, depth: int = 0) -> dict[str, Any]:
     """Return the options in a recipe file, laid over those of its base."""
     content = _read(path)
@@ -109,7 +124,18 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         remedy = "`gear-offline recipes cp paper` gives one to start from"
         raise InputError("RECIPE", "a recipe is `key: value` lines", str(path), remedy)
-    return content
+    return {key: _beside(value, path.absolute().parent) for key, value in content.items()}
+
+
+def _beside(value: Any, folder: Path) -> Any:
+    """Return options with the whole path of each FILE.py:Name that lies beside the recipe."""
+    if isinstance(value, dict):
+        return {key: _beside(item, folder) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_beside(item, folder) for item in value]
+    place = value.rpartition(":")[0] if is_part(value) else ""
+    is_there = place.endswith(".py") and (folder / place).is_file()
+    return f"{folder}{os.sep}{value}" if is_there and not os.path.isabs(place) else value
 
 
 def _pairs(overrides: Overrides) -> Iterator[tuple[str, Any]]:
@@ -132,10 +158,17 @@ def _merge(below: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     for key, value in top.items():
         under: Any = merged.get(key)
         sections = isinstance(under, dict) and isinstance(value, dict)
-        if sections and key == "selection" and "strategy" in value:  # each has its own options
-            sections = value["strategy"] == under.get("strategy")
+        if sections and (kind := OWN_OPTIONS.get(key)) in value:  # each has its own options
+            default = "decision_transformer" if key == "model" else None
+            sections = _bare(value[kind]) == _bare(under.get(kind, default))
         merged[key] = _merge(under, value) if sections else value
     return merged
+
+
+def _bare(name: Any) -> Any:
+    """Return a part's name without its file, which may move."""
+    name = part_name(name)
+    return name.rpartition(":")[2] if is_part(name) else name
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:

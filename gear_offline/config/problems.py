@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from gear_offline.config.sections import DataSettings, TaskSettings
+from gear_offline.config.sections import MODELS, OWN_MODEL, DataSettings, TaskSettings
 from gear_offline.errors import InputError
 
 # What people write who come from other programs, where it is not near the name here.
@@ -31,6 +31,7 @@ ALIASES = {
     }.items()
     for alias in aliases.split()
 }
+TAGS = {*MODELS, OWN_MODEL}  # pydantic's names of kinds of models, on the way to an option
 _WORDS = {
     "Extra inputs are not permitted": "no such option",
     "Unexpected keyword argument": "no such option",
@@ -52,15 +53,14 @@ def dotted_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield every option of `model` as a dotted path, in the order of definition."""
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
-        if section is None:
-            yield prefix + name
-        else:
-            yield from dotted_fields(section, f"{prefix}{name}.")
+        sections = MODELS.values() if name == "model" else [section] if section else []
+        inner = [own for part in sections for own in dotted_fields(part, f"{prefix}{name}.")]
+        yield from dict.fromkeys(inner) if section else [prefix + name]
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """Return the section that an option is (``X`` or ``X | None``), if it is one."""
-    candidates = (annotation, *get_args(annotation))
+    candidates = [annotation, *(getattr(c, "__origin__", c) for c in get_args(annotation))]
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
 
 
@@ -81,14 +81,22 @@ def guess_option(model: type[BaseModel], path: Sequence[str]) -> str | None:
 
 def option_text(model: type[BaseModel], problem: Any) -> str:
     """Word pydantic's problem with an option, with a guess where the name is unknown."""
-    path, got = [str(part) for part in problem["loc"]], problem["input"]
+    path, got = _place(problem), problem["input"]
     if problem["type"] == "extra_forbidden":
         while isinstance(got, dict) and len(got) == 1:  # trian: {steps: 5}, as trian.steps=5
             path, got = [*path, *map(str, got)], next(iter(got.values()))
-        guess = guess_option(model, path)
+        kind = MODELS.get(str(problem["loc"][1])) if path[0] == "model" else None
+        own = nearest(path[-1], list(kind.model_fields)) if kind and len(path) == 2 else None
+        guess = f"model.{own}" if own else guess_option(model, path)
         hint = f"did you mean {guess!r}?" if guess else "`recipes validate` prints all there are"
         return f"unknown option {'.'.join(path)!r}, {hint}"
     return problem_text(problem)
+
+
+def _place(problem: Any) -> list[str]:
+    """Return the names on the way to an option, without the kind of its model."""
+    path = [str(part) for part in problem["loc"]]
+    return path[:1] + path[2:] if path[:1] == ["model"] and path[1:2] and path[1] in TAGS else path
 
 
 def problem_text(problem: Any) -> str:
@@ -100,7 +108,7 @@ def problem_text(problem: Any) -> str:
         message = message.replace(term, plain)
     if problem["type"] not in ("value_error", "missing"):  # these two say what they got
         message += f", got {json.dumps(problem['input'], default=repr, ensure_ascii=False)[:60]}"
-    path = ".".join(map(str, problem["loc"]))
+    path = ".".join(_place(problem))
     if path == "selection":
         message += "; write selection.strategy=top_percent selection.percent=10"
     return f"{path}: {message}" if path else message

@@ -14,22 +14,29 @@ from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 
-from gear_offline.config.files import Overrides, apply_overrides, find_recipe, with_bases
+from gear_offline.config.files import (
+    Overrides,
+    apply_overrides,
+    find_recipe,
+    is_of_run,
+    with_bases,
+)
 from gear_offline.config.problems import option_text
 from gear_offline.config.sections import (
     DataSettings,
     EvaluateSettings,
     LoaderSettings,
-    ModelSettings,
+    Model,
     Name,
     OptimizerSettings,
     Section,
     Seed,
     SelectionSettings,
     TrainSettings,
+    TransformerSettings,
 )
 from gear_offline.config.strict_yaml import dump_yaml
-from gear_offline.core.text import count_text
+from gear_offline.core.parts import admit, is_part, part_name, trust
 from gear_offline.errors import InputError
 
 # options of an evaluation that each of several tasks has for itself
@@ -45,10 +52,12 @@ class Recipe(Section):
     """One line for `recipes ls`."""
     seed: Seed = 0
     """Seed of the model's weights, of dropout and of the selection."""
+    parts: dict[str, str] = {}  # noqa: RUF012 - pydantic copies it
+    """Digests of the files of its models, strategies and others, FILE.py:Name; kept with a run."""
     data: DataSettings = DataSettings()
     loader: LoaderSettings = LoaderSettings()
     selection: SelectionSettings = SelectionSettings()
-    model: ModelSettings = ModelSettings()
+    model: Model = TransformerSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     train: TrainSettings = TrainSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
@@ -58,8 +67,8 @@ class Recipe(Section):
         data = f"tasks {', '.join(tasks)}" if tasks else self.data.path or "no data"
         return (
             f"Recipe({self.name!r}: {data}, {self.train.steps:,} steps of {loader.batch_size} x "
-            f"{loader.context_length}, {self.selection.strategy}, {model.hidden_size} wide, "
-            f"{count_text(model.layers, 'layer')}, seed {self.seed}, on {self.train.device})"
+            f"{loader.context_length}, {self.selection.strategy}, {model}, seed {self.seed}, "
+            f"on {self.train.device})"
         )
 
     __str__ = __repr__  # all options: `to_yaml`
@@ -72,7 +81,7 @@ class Recipe(Section):
 
     def _conflicts(self) -> Iterator[str]:
         model, loader, train = self.model, self.loader, self.train
-        if model.hidden_size % model.heads:
+        if isinstance(model, TransformerSettings) and model.hidden_size % model.heads:
             near = -(-model.hidden_size // model.heads) * model.heads
             what = f"model.hidden_size must be a multiple of model.heads ({model.heads})"
             yield f"{what}, got {model.hidden_size}: try {near}"
@@ -85,8 +94,9 @@ class Recipe(Section):
             need = f"at least loader.context_length ({loader.context_length})"
             remedy = "raise it to the longest episode, or null for that of the data"
             yield f"model.max_timestep must be {need}, got {model.max_timestep}: {remedy}"
-        if self.data.tasks and (train.init is not None or model.policy == "gaussian"):
-            yield "train.init and model.policy=gaussian are for one task, data.tasks for several"
+        if self.data.tasks and (train.init is not None or not model.takes_tasks):
+            single = "policy=gaussian" if model.is_stochastic else f"kind={model.kind}"
+            yield f"train.init and model.{single} are for one task, data.tasks for several"
         every, limiter = self.data.admit_every, self.data.limiter
         if every is not None and limiter and limiter.samples_per_insert:
             low, high = limiter.allowed(0)
@@ -133,6 +143,21 @@ class Recipe(Section):
         names = [self.evaluate.environment, *(task.environment for task in tasks)]
         names += [maker.environment for maker in makers if maker is not None]
         return tuple(dict.fromkeys(filter(None, names)))
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The parts that it names from elsewhere, each once."""
+        named = list(_strategies(self.selection.model_dump()))
+        for task in (self.data.tasks or {}).values():
+            named += _strategies(task.selection.model_dump() if task.selection else {})
+        listed = (*self.train.trackers, *self.train.callbacks)
+        names = (self.model.kind, *named, *self.environments, *listed)
+        return tuple(dict.fromkeys(filter(is_part, names)))
+
+    @property
+    def trusted(self) -> dict[str, str | None]:
+        """Those, with the digests that somebody's word was for; None: nobody's."""
+        return {name: self.parts.get(name) for name in self.part_names}
 
     @property
     def plays(self) -> bool:
@@ -209,9 +234,43 @@ def load_recipe(recipe: Recipe | str | os.PathLike[str], overrides: Overrides = 
         ...
     gear_offline.errors.InputError: [RECIPE] unknown option 'train.stepz', did you mean ...
     """
+    of_run = False
     if isinstance(recipe, Recipe):
-        return recipe.replace(overrides) if overrides else recipe
-    name = recipe if isinstance(recipe, str) else Path(recipe)
-    path = find_recipe(name)
+        whole = recipe.replace(overrides) if overrides else recipe
+    else:
+        name = recipe if isinstance(recipe, str) else Path(recipe)
+        path = find_recipe(name)
+        whole, of_run = read_recipe(path, overrides, where=str(name)), is_of_run(path)
+    names, known = whole.part_names, whole.parts
+    if not names and not known:
+        return whole
+    typed = {part_name(value) for value in _leaves(apply_overrides({}, overrides))}
+    words = [name for name in names if name in typed or not (of_run or name in known)]
+    trust({name: digest for name, digest in whole.trusted.items() if name not in words})
+    digests = {name: known[name] for name in names if name in known} | admit(words)
+    return whole.model_copy(update={"parts": digests})
+
+
+def read_recipe(path: Path, overrides: Overrides = (), *, where: str = "") -> Recipe:
+    """Read a recipe file; nobody's word is taken for the parts that it names."""
     options = {"name": path.stem, "description": ""} | with_bases(path)
-    return Recipe.parse(apply_overrides(options, overrides), where=str(name))
+    return Recipe.parse(apply_overrides(options, overrides), where=where or str(path))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (Mapping, list, tuple)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(part)
+    elif isinstance(value, (str, os.PathLike)) or callable(value):
+        yield value
+
+
+def _strategies(options: Any) -> Iterator[str]:
+    """Yield the strategies in a selection, those of its parts too."""
+    if isinstance(options, Mapping):
+        if isinstance(options.get("strategy"), str):
+            yield part_name(options["strategy"])
+        options = list(options.values())
+    if isinstance(options, (list, tuple)):
+        for option in options:
+            yield from _strategies(option)

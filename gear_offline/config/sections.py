@@ -8,11 +8,22 @@ is checked in `gear_offline.config.recipe`.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    model_validator,
+)
 
 from gear_offline.config.strict_yaml import byte_count, parse_yaml, whole_number
+from gear_offline.core.parts import part_name
+from gear_offline.core.text import count_text
 from gear_offline.errors import InputError, in_home
 
 LARGEST_TARGET = 1e18  # squares of returns-to-go stay finite in float32
@@ -49,6 +60,7 @@ Count = Annotated[Whole, Field(ge=0, lt=1 << 62)]
 Seed = Annotated[Whole, Field(ge=0, lt=1 << 63)]
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
 Place = Annotated[Text, BeforeValidator(user_path)]  # a path, hub:, d4rl: ...
+Part = Annotated[Text, BeforeValidator(part_name)]  # a name, FILE.py:Name, package.module:Name
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -63,9 +75,7 @@ Columns = Annotated[tuple[Text, ...], Field(min_length=1, strict=False), Listed]
 Targets = Annotated[
     Annotated[tuple[float, ...], Field(strict=False)] | None, BeforeValidator(target_list), Listed
 ]
-Trackers = Annotated[
-    tuple[Literal["tensorboard", "trackio", "wandb"], ...], Field(strict=False), Listed
-]
+Parts = Annotated[tuple[Part, ...], Field(strict=False), Listed]
 Pair = Annotated[tuple[float, float], Field(strict=False), Listed]
 EnvironmentOptions = dict[str, JsonValue]
 
@@ -90,8 +100,8 @@ class Section(BaseModel):
 class CollectSettings(Section):
     """Data made on the spot when `data.path` does not exist yet."""
 
-    environment: Text
-    """Gymnasium id, e.g. Pendulum-v1."""
+    environment: Part
+    """Gymnasium id, e.g. Pendulum-v1, or FILE.py:Name."""
     environment_options: EnvironmentOptions = {}
     """Its arguments, as evaluate.environment_options."""
     policy: Text = "random"
@@ -115,8 +125,8 @@ class SelectionSettings(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    strategy: Text = "uniform_steps"
-    """Name of a selection strategy, whose own options stand next to it."""
+    strategy: Part = "uniform_steps"
+    """Name of a selection strategy, whose own options stand next to it, or FILE.py:Name."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -141,7 +151,7 @@ class TaskSettings(Section):
     """Its returns-to-go are divided by this; null: loader.returns_scale."""
     selection: SelectionSettings | None = None
     """Selection of its segments; null: as the recipe's selection."""
-    environment: Text | None = None
+    environment: Part | None = None
     """As evaluate.environment, of this task."""
     environment_options: EnvironmentOptions | None = None
     """As evaluate.environment_options, of this task."""
@@ -328,6 +338,24 @@ class LoaderSettings(Section):
 
 
 class ModelSettings(Section):
+    """The model and its own options; a base for the options of other models."""
+
+    kind: Part = "decision_transformer"
+    """decision_transformer, decoupled, mlp, or FILE.py:Name; further options are its own."""
+    max_timestep: Positive | None = None
+    """Longest episode the model can place; null: the longest of the data and the environment."""
+
+    asks_returns: ClassVar[Any] = False  # it cannot do without returns-to-go
+    is_stochastic: ClassVar[Any] = False  # its actions can be drawn
+    takes_tasks: ClassVar[Any] = False  # it can be trained on data of several tasks
+    # blocks, their width, tokens of a step: what memory and FLOPs follow from; 0: unknown
+    shape: ClassVar[Any] = (0, 0, 0)
+
+    def __str__(self) -> str:
+        return self.kind
+
+
+class TransformerSettings(ModelSettings):
     """Size and shape of the Decision Transformer."""
 
     hidden_size: Positive = 128
@@ -350,6 +378,84 @@ class ModelSettings(Section):
     """Attention implementation."""
     encoder: Literal["auto", "none", "cnn", "patch"] = "auto"
     """Of frames: the DQN's convolutions, or linear maps of patches; auto: cnn for frames."""
+
+    asks_returns: ClassVar[Any] = True
+    is_stochastic = property(lambda self: self.policy == "gaussian")
+    takes_tasks = property(lambda self: not self.is_stochastic)
+    shape = property(lambda self: (self.layers, self.hidden_size, 3))
+
+    def __str__(self) -> str:
+        return f"{self.hidden_size} wide, {count_text(self.layers, 'layer')}"
+
+
+class DecoupledSettings(TransformerSettings):
+    """The Decision Transformer's, for two tokens a step."""
+
+    kind: Part = "decoupled"
+    """As of the Decision Transformer."""
+    max_timestep: Positive | None = None
+    """As of the Decision Transformer."""
+    action_tanh: bool | Literal["auto"] = "auto"
+    """As of the Decision Transformer."""
+
+    takes_tasks: ClassVar[Any] = False
+    shape = property(lambda self: (self.layers, self.hidden_size, 2))
+
+
+class MLPSettings(ModelSettings):
+    """Size and condition of a multilayer perceptron."""
+
+    kind: Part = "mlp"
+    """As of the Decision Transformer."""
+    condition: Literal["nothing", "returns", "goals"] = "nothing"
+    """Cloning of what the data do (BC), or also of returns-to-go (RvS) or goals (GCBC)."""
+    history: Positive = 1
+    """Steps whose states it sees, at most loader.context_length."""
+    hidden_size: Positive = 256
+    """Width of the layers."""
+    layers: Annotated[Whole, Field(ge=1, le=1000)] = 2
+    """Hidden layers."""
+    activation: Literal["relu", "gelu", "silu", "tanh"] = "relu"
+    """Activation between the layers."""
+    dropout: Fraction = 0.1
+    """Probability of dropout behind each layer."""
+    action_tanh: bool | Literal["auto"] = "auto"
+    """Squash predicted actions into [-1, 1]; auto: where the data lie in it."""
+
+    asks_returns = property(lambda self: self.condition == "returns")
+    shape = property(lambda self: (self.layers, self.hidden_size, 1))
+
+
+class OwnModelSettings(ModelSettings):
+    """The options of a model that comes from elsewhere, which checks them itself."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+MODELS: dict[str, type[ModelSettings]] = {
+    "decision_transformer": TransformerSettings,
+    "decoupled": DecoupledSettings,
+    "mlp": MLPSettings,
+}
+
+
+def _model_tag(value: Any) -> str:
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    kind = "decision_transformer" if kind is None else kind
+    return kind if kind in MODELS else OWN_MODEL
+
+
+OWN_MODEL = "own"
+if TYPE_CHECKING:
+    Model = Any  # each kind has options of its own
+else:
+    Model = Annotated[
+        Annotated[TransformerSettings, Tag("decision_transformer")]
+        | Annotated[DecoupledSettings, Tag("decoupled")]
+        | Annotated[MLPSettings, Tag("mlp")]
+        | Annotated[OwnModelSettings, Tag(OWN_MODEL)],
+        Discriminator(_model_tag),
+    ]
 
 
 class OptimizerSettings(Section):
@@ -415,8 +521,10 @@ class TrainSettings(Section):
     """Steps between two evaluations; null: at the end only."""
     deterministic: bool = False
     """Only kernels that give the same bits each time: resumed runs end in the same weights."""
-    trackers: Trackers = ("tensorboard",)
-    """Trackers that show metrics and evaluations too: tensorboard, trackio, wandb."""
+    trackers: Parts = ("tensorboard",)
+    """Trackers that show metrics and evaluations too: tensorboard, trackio, wandb, FILE.py:Name."""
+    callbacks: Parts = ()
+    """Classes derived from gear_offline.Callback, FILE.py:Name: told of each event of the run."""
     project: Name = "gear-offline"
     """Project that trackio and wandb show the run in."""
 
@@ -440,8 +548,8 @@ class TrainSettings(Section):
 class EvaluateSettings(Section):
     """Rollouts of the policy that was learnt."""
 
-    environment: Text | None = None
-    """Gymnasium id; null: the one that the dataset names, no evaluation if it names none."""
+    environment: Part | None = None
+    """Gymnasium id, or FILE.py:Name; null: the one that the dataset names, if it names one."""
     environment_options: EnvironmentOptions | None = None
     """Arguments of gymnasium.make, such as {g: 1.0, max_episode_steps: 40}; null: the data's."""
     reference: Text | Pair | None = None

@@ -1,8 +1,8 @@
 """Gymnasium environments: their names, making them, what a policy has to know of them.
 
-An id ``module:Name-v0`` imports a module, which runs its code.  `make_environment` never does: the
-owner's word does (`import_module_of`), at the door where an id was given by hand; an id that only
-a run or a dataset names does not.
+An id ``module:Name-v0`` imports a module, ``FILE.py:Name`` a file, which has an environment's class
+or registers one.  That takes the owner's word (`gear_offline.core.parts`): an id that only a run or
+a dataset names imports nothing.
 
 An environment is a stranger's code.  `guarded` calls it: whatever it raises is an ``ENVIRONMENT``
 error.  `Environment` refuses values that Gymnasium's interface does not have.
@@ -19,19 +19,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
-import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
-from importlib import __file__ as imported_by
 from importlib import import_module
 from operator import getitem
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 import gymnasium
@@ -39,6 +35,15 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 
 from gear_offline.core.closing import Closing
+from gear_offline.core.parts import (
+    Kind,
+    check_word,
+    has_module,
+    has_word,
+    is_elsewhere,
+    own_lines,
+    part_module,
+)
 from gear_offline.core.text import first_line, say
 from gear_offline.core.types import Array
 from gear_offline.errors import GearError, InputError, UnavailableError
@@ -47,10 +52,14 @@ FALLBACK_MAX_STEPS = 10_000  # of an episode where no time limit is registered
 FRAME_SKIP = 4  # emulator frames a step; the last two are merged by their maximum
 SCREEN_SIZE = 84
 FRAMES_PER_EPISODE = 108_000  # half an hour of play, ALE's own limit
-LINES_SHOWN = 3  # of a user's files, where an environment raises
-LIBRARIES = (
-    "<frozen",
-    *(f"{Path(p).parent}/" for p in (gymnasium.__file__, imported_by, __file__)),
+LIBRARIES = (f"{Path(gymnasium.__file__).parent}/",)
+ENVIRONMENTS = Kind(
+    noun="environment",
+    group="environments",
+    option="evaluate.environment",
+    argument="--environment",
+    code="ENVIRONMENT",
+    own={},
 )
 RESET, STEP = "(observation, info)", "(observation, reward, terminated, truncated, info)"
 
@@ -130,13 +139,7 @@ def guarded(environment_id: str, what: str, call: Callable[..., T], *words: Any,
     except GearError:
         raise
     except (Exception, SystemExit) as error:
-        cause: BaseException | None = error
-        lines: list[str] = []
-        while cause is not None and not lines:  # `gymnasium.make` raises another from it
-            frames = reversed(traceback.extract_tb(cause.__traceback__))
-            own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-            lines = [f"{line.filename}:{line.lineno} in {line.name}" for line in own[:LINES_SHOWN]]
-            cause = cause.__cause__
+        lines = own_lines(error, LIBRARIES)
         what = f"{what} raised {type(error).__name__}: {first_line(error)}"
         what += f", at {', from '.join(lines)}" if lines else ""
         remedy = "mend it there"
@@ -280,18 +283,21 @@ def make_environment(
 ) -> Environment:
     """Make one Gymnasium environment, with one clear error when that is not possible."""
     module, colon, name = environment_id.rpartition(":")
-    if colon and module not in sys.modules:
-        what = f"{environment_id!r} would import a module that only a run or a dataset names"
-        remedy = f"if you trust it, name it yourself: environment {environment_id}"
-        raise InputError("ENVIRONMENT", what, remedy=remedy)
+    made: Any = name
+    if colon and (has_word(environment_id) or module not in sys.modules):
+        check_word(ENVIRONMENTS, environment_id)
+        own = getattr(part_module(ENVIRONMENTS, environment_id), name, None)
+        made = EnvSpec(id=name, entry_point=own) if callable(own) else name
     how = {**(options or {}), **more}
     columns = how.pop("observation_columns", None) or {}
-    raw = guarded(environment_id, "making it", _make, environment_id, name, how)
+    raw = guarded(environment_id, "making it", _make, environment_id, made, how)
     return Environment(environment_id, raw, columns)
 
 
-def _make(environment_id: str, name: str, options: dict[str, Any]) -> gymnasium.Env[Any, Any]:
-    make = _make_atari if is_atari(name) else gymnasium.make
+def _make(
+    environment_id: str, name: str | EnvSpec, options: dict[str, Any]
+) -> gymnasium.Env[Any, Any]:
+    make: Any = _make_atari if isinstance(name, str) and is_atari(name) else gymnasium.make
     try:
         with warnings.catch_warnings(), _quiet_simulator():
             # v4 is asked for on purpose where it is closer to D4RL's environments than v5
@@ -300,19 +306,19 @@ def _make(environment_id: str, name: str, options: dict[str, Any]) -> gymnasium.
             warnings.filterwarnings("ignore", message=".*Using the latest versioned environment.*")
             # the checker repeats for every step what the first episode already proves
             wrappers = options.pop("additional_wrappers", None) or ()
-            made = make(name, **{"disable_env_checker": True, **options})
+            made: gymnasium.Env[Any, Any] = make(name, **{"disable_env_checker": True, **options})
             for wrapper in wrappers:
                 made = _wrapped(made, environment_id, **wrapper)
             return made
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         what = f"the simulator of {environment_id} is not usable: {first_line(error)}"
-        extra = "atari" if is_atari(name) else "mujoco"
+        extra = "atari" if is_atari(environment_id) else "mujoco"
         remedy = f"install it, e.g. pip install 'gear-offline[{extra}]'"
         raise UnavailableError("ENVIRONMENT", what, remedy=remedy) from error
     except gymnasium.error.Error as error:
         what = f"no environment {environment_id!r}: {first_line(error)}"
         remedy = "use a registered Gymnasium id such as Hopper-v5; one of your own with its "
-        remedy += "module: my_module:Name-v0"
+        remedy += "file or module: FILE.py:Name, my_module:Name-v0"
         raise InputError("ENVIRONMENT", what, remedy=remedy) from error
 
 
@@ -329,7 +335,8 @@ def _wrapped(
     home = (
         gymnasium.wrappers if module.startswith("gymnasium.wrappers") else sys.modules.get(module)
     )
-    made: Any = getattr(home, own, None) if home in (gymnasium.wrappers, *_named_by_hand) else None
+    is_known = home is gymnasium.wrappers or has_module(module)
+    made: Any = getattr(home, own, None) if is_known else None
     is_wrapper = isinstance(made, type) and issubclass(made, gymnasium.Wrapper)
     if kwargs is None or not is_wrapper or own.startswith("Record"):  # these write files
         what = f"its wrapper {name} ({entry_point}) cannot be made anew"
@@ -339,52 +346,12 @@ def _wrapped(
     return wrapped
 
 
-_named_by_hand: set[ModuleType] = set()  # modules that the user's word has imported
-
-
-def import_module_of(environment_id: str) -> None:
-    """Import the module that an id given by the user names, if it names one."""
-    module, colon, _ = environment_id.rpartition(":")
-    if colon:
-        guarded(environment_id, f"importing {module}", _import, module, environment_id)
-
-
 def say_left_out(options: Options | None, known: Options | None, *, quiet: bool = False) -> None:
     """Name the `known` options of an environment that other, given ones leave out."""
     left = {key: value for key, value in (known or {}).items() if options and key not in options}
     if left:
         text = ", ".join(f"{key}={value}" for key, value in left.items())
         say(f"environment_options take the place of the data's, {text} among them", quiet=quiet)
-
-
-def import_modules(typed: Iterable[str], others: Iterable[str] = (), *, run: Path) -> None:
-    """Import the modules of ids that the user has typed for a `run`, now or before.
-
-    `others` are those that the run names.  What was typed is kept in the user's home: what lies in
-    a run may be a stranger's word.
-    """
-    home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    file, ids = home / "gear-offline" / "environments.jsonl", [one for one in typed if ":" in one]
-    with suppress(OSError):
-        known = file.read_text("utf-8").splitlines() if file.is_file() else []
-        lines = {name: json.dumps([str(run.resolve()), name]) for name in (*ids, *others)}
-        new = [lines[name] for name in dict.fromkeys(ids) if lines[name] not in known]
-        ids += [name for name in others if lines[name] in known]
-        if new:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("a", encoding="utf-8") as opened:
-                opened.write("\n".join(new) + "\n")
-    for name in ids:
-        import_module_of(name)
-
-
-def _import(module: str, environment_id: str) -> None:
-    try:
-        _named_by_hand.add(import_module(module))
-    except ImportError as error:
-        what = f"the module of {environment_id} cannot be imported: {first_line(error)}"
-        remedy = f"put the folder of module {module!r} on PYTHONPATH, e.g. PYTHONPATH=."
-        raise UnavailableError("ENVIRONMENT", what, remedy=remedy) from error
 
 
 def leaves(space: Any, columns: Mapping[str, str]) -> dict[str, tuple[tuple[Any, ...], Any]]:
@@ -511,13 +478,13 @@ class Known:
 
     environment_id: str
     options: str = "{}"  # JSON
-    module: str = ""
+    module: str = ""  # that somebody has imported, though nobody has typed it
     spec: str = ""
 
     def learn(self) -> None:
         """Make it known here."""
         if self.module:
-            import_module_of(self.environment_id)
+            import_module(self.module)
         if self.spec:
             spec = EnvSpec.from_json(self.spec)
             gymnasium.registry.setdefault(spec.id, spec)
@@ -530,7 +497,11 @@ class Known:
 
 def known_of(environment_id: str, options: Options | None = None) -> Known | None:
     """Return what another process needs to make an environment; None: it cannot."""
+    if not is_elsewhere(environment_id):
+        return None
     module, _, name = environment_id.rpartition(":")
+    if has_word(environment_id):  # as other processes hear, too
+        return Known(environment_id, json.dumps(options or {}))
     spec, how = gymnasium.registry.get(name), json.dumps(options or {})
     if module or spec is None or is_atari(name):  # the error of making it is the same everywhere
         return Known(environment_id, how, module)

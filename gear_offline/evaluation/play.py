@@ -19,6 +19,7 @@ import numpy as np
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import EvaluateSettings, TaskSettings, target_list
+from gear_offline.core.parts import is_part
 from gear_offline.core.system import versions
 from gear_offline.core.text import count_text, say
 from gear_offline.dataset.schema import channels_last, match_columns
@@ -313,12 +314,13 @@ def play_job(
     device: str,
     threads: int | None,
     cores: int | None = 1,
+    model: str | None = None,
 ) -> EvaluationReport:
     """Read a model as `find_trained` does and play it: a job, with `threads` of torch."""
     for known in environments:
         known.learn()
     with torch_threads(threads):
-        return play_tasks(find_trained(run, checkpoint), tasks, device, cores=cores)
+        return play_tasks(find_trained(run, checkpoint, model=model), tasks, device, cores=cores)
 
 
 def play_sets(
@@ -337,7 +339,8 @@ def play_sets(
     step = trained.facts.step if (run / "checkpoints").is_dir() else None  # a newer one may come
     threads = trained.recipe.train.threads
     parts = [part for task in tasks for part in sets_of(task.settled(device))]
-    jobs = [(known_to([part]), run, step, [part], device, threads) for part in parts]
+    kind = trained.model.part[0] if is_part(trained.model.part[0]) else None
+    jobs = [(known_to([part]), run, step, [part], device, threads, 1, kind) for part in parts]
     total = sum(part.episodes * len(part.targets) for part in parts)
     reports: list[EvaluationReport] = []
     with Progress("evaluate", total=total, unit="episodes", quiet=quiet) as progress:

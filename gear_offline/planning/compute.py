@@ -16,8 +16,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from gear_offline.config.recipe import Recipe
+from gear_offline.config.sections import TransformerSettings
 from gear_offline.kernels.short_attention import HEAD_SIZES, MOST_TOKENS
-from gear_offline.models.encoders import InputColumn
 from gear_offline.planning.hardware import Cluster
 from gear_offline.training.cost import (
     CONTEXT_BYTES,
@@ -25,7 +25,7 @@ from gear_offline.training.cost import (
     has_half_gradients,
     is_compiled,
     memory_bytes,
-    step_flops,
+    recipe_flops,
 )
 from gear_offline.training.gradients import BLOCKWISE_FROM
 from gear_offline.training.model import ModelSizes, recipe_model
@@ -70,17 +70,18 @@ def step_cost(
     captured &= train.accumulate == 1 and not train.recompute and recipe.loader.engine != "off"
     captured &= not sharded and not (learns and ranks > 1)  # ranks tell each other losses
     fixed, layer, traffic = _kernels(recipe, compiled=compiled, half=half)
-    tokens, unit = 3.0 * segments * context, model.layers * model.hidden_size
-    flops = step_flops(
-        layers=model.layers, width=model.hidden_size, context=context, segments=segments
-    )
+    layers, width, of_step = model.shape
+    tokens, unit = float(of_step * segments * context), layers * width
     parameters, encoding = model_size(recipe, sizes)
+    flops = recipe_flops(recipe, segments)
+    if flops is None:  # nothing is known of it: each weight once a step of a window
+        flops = 6.0 * parameters * segments * context
     encoding *= 3.0 * segments * context  # forward, and twice as much backward
     narrow = has_half_gradients(recipe, half=half)
     casts = half and not narrow  # autocast keeps a bfloat16 copy of the weights
     products = flops / (gpu.matrix_rate if half else gpu.matrix_rate_fp32)
     moving = tokens * unit * traffic * (1 if half else 1.5) / gpu.memory_rate
-    launched = (fixed + model.layers * layer) * train.accumulate
+    launched = (fixed + layers * layer) * train.accumulate
     busy = products + moving + encoding / gpu.convolution_rate + launched * gpu.kernel
     busy += parameters / (ranks if sharded else 1) * OPTIMIZER_BYTES / gpu.memory_rate
     busy += parameters * CAST_BYTES * casts * train.accumulate / gpu.memory_rate
@@ -96,7 +97,7 @@ def step_cost(
         needed = memory(shards=ranks) if reshard else gathered
         weights = (2 if reshard else 1) * (2 if half else 4)
         travelling = (travelling + weights) / 2  # an all-reduce sends everything twice
-    compiling = start.compile_deep if model.layers >= BLOCKWISE_FROM else start.compile
+    compiling = start.compile_deep if layers >= BLOCKWISE_FROM else start.compile
     beginning = compiling if compiled else start.graph if captured else 0.0
     return StepCost(
         parameters=parameters,
@@ -119,9 +120,9 @@ def model_size(recipe: Recipe, sizes: ModelSizes) -> tuple[int, float]:
     with torch.device("meta"):  # no weights are made
         model = recipe_model(recipe, sizes)
     encoding = 0.0
-    if model.frame_encoder is not None:
-        encoder = model.frame_encoder.to_empty(device="cpu")
-        columns = InputColumn.of_config(model.config)
+    if isinstance(encoder := getattr(model, "frame_encoder", None), torch.nn.Module):
+        encoder.to_empty(device="cpu")
+        columns = model.facts.columns
         states = {c.name: torch.zeros(1, 1, *[c.stack] * (c.stack > 1), *c.shape) for c in columns}
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             encoder(states if sizes.observations else states[""])
@@ -133,5 +134,10 @@ def _kernels(recipe: Recipe, *, compiled: bool, half: bool) -> tuple[int, int, f
     if not compiled:
         return PLAIN
     model, loader = recipe.model, recipe.loader
-    short = half and 3 * loader.context_length <= MOST_TOKENS and loader.padding == "right"
-    return FUSED if short and model.hidden_size // model.heads in HEAD_SIZES else COMPILED
+    short = (
+        half and model.shape[2] * loader.context_length <= MOST_TOKENS and loader.padding == "right"
+    )
+    is_fast = (
+        isinstance(model, TransformerSettings) and model.hidden_size // model.heads in HEAD_SIZES
+    )
+    return FUSED if short and is_fast else COMPILED

@@ -7,11 +7,15 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from gear_offline.config.recipe import Recipe
+from gear_offline.core.parts import Kind, find_part, telling
 from gear_offline.core.text import first_line, say
 from gear_offline.errors import GearError, InputError
 from gear_offline.runs.run import Run
 
 __all__ = ["Callback"]
+
+CALLBACKS = Kind(noun="callback", group="callbacks", option="train.callbacks", own={})
 
 
 class Callback:
@@ -63,6 +67,16 @@ def check_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
         remedy = "give a list of objects whose class derives from gear_offline.Callback"
         raise InputError("USAGE", f"{wrong[0]!r} is no callback", "callbacks", remedy)
     return tuple(listed)
+
+
+def recipe_callbacks(recipe: Recipe) -> tuple[Callback, ...]:
+    """Return new callbacks of the classes that a recipe names."""
+    made = []
+    for name in recipe.train.callbacks:
+        found = find_part(CALLBACKS, name)
+        with telling(CALLBACKS, "making it", name):
+            made.append(found() if isinstance(found, type) else found)
+    return check_callbacks(made)
 
 
 class Callbacks(AbstractContextManager["Callbacks"]):

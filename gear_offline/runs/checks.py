@@ -8,17 +8,30 @@ from importlib.util import find_spec
 from gear_offline.collect.policies import quality_parts
 from gear_offline.config.problems import nearest
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.sections import CollectSettings
+from gear_offline.config.sections import CollectSettings, OwnModelSettings
+from gear_offline.core.parts import Kind, find_part, has_word, part_module
 from gear_offline.dataset.scores import dataset_names, reference_scores
 from gear_offline.errors import InputError, UnavailableError, check_environment_id
-from gear_offline.evaluation.environments import unregistered
+from gear_offline.evaluation.environments import ENVIRONMENTS, unregistered
 from gear_offline.sampling import parse_options
+
+_HOME = "gear_offline.runs.trackers"
+NAMED_TRACKERS = {
+    "tensorboard": f"{_HOME}:TensorBoard",
+    "trackio": f"{_HOME}:Trackio",
+    "wandb": f"{_HOME}:WandB",
+}
+TRACKERS = Kind(noun="tracker", group="trackers", option="train.trackers", own=NAMED_TRACKERS)
 
 
 def check_recipe(recipe: Recipe, *, where: str = "") -> None:
     """Refuse names that nothing answers to (``RECIPE``, ``SELECTION``, ``ENVIRONMENT``)."""
     for name in recipe.data.tasks or {}:
         check_recipe(recipe.of_task(name), where=f"{where}: task {name}" if where else name)
+    if isinstance(recipe.model, OwnModelSettings):
+        from gear_offline.models.base import typed_settings  # loads torch
+
+        typed_settings(recipe.model)
     check_selection(recipe, where)
     check_trackers(recipe.train.trackers)
     if recipe.data.collect is not None:
@@ -36,7 +49,9 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
 def check_trackers(names: Iterable[str]) -> None:
     """Refuse trackers whose package is not here (``PACKAGE_MISSING``)."""
     for name in names:
-        if find_spec(name) is None:
+        if name not in NAMED_TRACKERS:
+            find_part(TRACKERS, name)
+        elif find_spec(name) is None:
             what, remedy = f"{name} is not installed", "pip install 'gear-offline[trackers]'"
             raise UnavailableError("PACKAGE_MISSING", what, "train.trackers", remedy)
 
@@ -61,6 +76,9 @@ def _check_collect(settings: CollectSettings, where: str) -> None:
 
 def _check_environment(name: str, key: str, where: str) -> None:
     place = f"{where}: {key}" if where else key
+    if has_word(name):
+        part_module(ENVIRONMENTS, name)
+        return
     check_environment_id(name, where=place)
     if problem := unregistered(name):
         remedy = "use a registered id, or module:Name-v0 with the module that registers it"

@@ -17,6 +17,7 @@ from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import LOCK, HeldDirectory, unusable, write_file
 from gear_offline.core.hub import is_there
+from gear_offline.core.parts import is_part
 from gear_offline.errors import InputError, given_path
 from gear_offline.training.checkpoint import (
     SavedState,
@@ -99,7 +100,7 @@ RESUMABLE = (
     *(f"loader.{n}" for n in ("sharding", "exchange")),
     *(f"train.{n}" for n in ("steps", "device", "graph", "parallel", "reshard", "accumulate")),
     *(f"train.{n}" for n in ("recompute", "threads", "timeout", "checkpoint_every")),
-    *(f"train.{n}" for n in ("keep_checkpoints", "trackers", "project")),
+    *(f"train.{n}" for n in ("keep_checkpoints", "trackers", "callbacks", "project")),
     *(f"evaluate.{n}" for n in ("background", "device", "workers")),
 )
 
@@ -168,7 +169,7 @@ def _differences(
     past = before.train.batch_of(step - 1) if step else -1
     for options, recipe in ((old, before), (new, now)):  # what is skipped later is free
         options["train.skip"] = [list(span) for span in recipe.train.skip if span[0] <= past]
-    free = set(RESUMABLE)
+    free = {*RESUMABLE, *(key for key in {*old, *new} if key.startswith("parts."))}
     if now.optimizer.schedule != "constant":
         free.remove("train.steps")  # the learning rates of the steps done depend on it
     if is_there(now.data.path or ""):  # the loader's state has the digest of its data
@@ -177,8 +178,13 @@ def _differences(
         free |= {key for key in {*old, *new} if new.get(key) is None} | {"model.action_tanh"}
     free |= {key for key in {*old, *new} if ORIGIN.fullmatch(key) or old.get(key) == "auto"}
     for key in sorted({*old, *new} - free):
-        if old.get(key) != new.get(key):
+        if _bare(old.get(key)) != _bare(new.get(key)):
             yield key, old.get(key), new.get(key)
+
+
+def _bare(value: Any) -> Any:
+    """Return a part's name without its file, which may have moved."""
+    return value.rpartition(":")[2] if is_part(value) else value
 
 
 class RunDirectory(HeldDirectory):

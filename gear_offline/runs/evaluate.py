@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from gear_offline.core.files import check_new_file, write_error
+from gear_offline.core.parts import admit, part_name
 from gear_offline.core.text import say
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import GearError, InputError, given_path, json_options
-from gear_offline.evaluation.environments import import_modules, say_left_out, say_version
+from gear_offline.evaluation.environments import say_left_out, say_version
 from gear_offline.evaluation.play import (
     EvaluationTask,
     asked_returns,
@@ -24,18 +25,18 @@ from gear_offline.evaluation.play import (
     tasks_of,
 )
 from gear_offline.evaluation.video import check_video, write_videos
-from gear_offline.models.multitask import tasks_of_config
+from gear_offline.models.policy import Policy
 from gear_offline.progress import Terminal
 from gear_offline.training.records import EvaluationReport
 from gear_offline.training.seeding import torch_threads
-from gear_offline.training.trained import TrainedModel, find_trained
+from gear_offline.training.trained import TrainedModel, find_trained, live
 from gear_offline.workers import RayPool
 
 EPISODES = 10  # where the recipe has 0, which means none while training
 
 
 def evaluate(
-    run: str | os.PathLike[str],
+    run: str | os.PathLike[str] | Policy,
     *,
     targets: Sequence[float] | float | None = None,
     episodes: int | None = None,
@@ -48,6 +49,7 @@ def evaluate(
     video: str | os.PathLike[str] | None = None,
     ray: str | None = None,
     quiet: bool = False,
+    model: Any = None,
 ) -> EvaluationReport:
     """Evaluate a run; write ``evaluation.json``, the report and its plots into the run directory.
 
@@ -58,7 +60,7 @@ def evaluate(
     ----------
     run
         Run directory, one checkpoint of it, or a policy folder, which stays as it is; one of the
-        Hugging Face Hub: ``hub:USER/NAME``.
+        Hugging Face Hub: ``hub:USER/NAME``; or a policy, whose result is written to `out` alone.
     targets, episodes, seed
         Default: the recipe's; 10 episodes if the recipe has 0, which means none while training.
     environment
@@ -84,6 +86,8 @@ def evaluate(
         bits may differ from those of one machine, where others act together.
     quiet
         No progress, no messages.
+    model
+        As of `gear_offline.load_policy`.
 
     Raises
     ------
@@ -91,10 +95,16 @@ def evaluate(
         Before anything is played: ``RUN_NOT_FOUND``, ``USAGE``, ``ENVIRONMENT``; ``OUTPUT_EXISTS``
         and ``OUTPUT_WRITE`` for `out` and `video`, ``PACKAGE_MISSING`` for `video`.
     """
-    run = given_path(run, "RUN_NOT_FOUND", where="run")
-    trained = find_trained(run, checkpoint, partial(say, quiet=quiet))
-    typed = [] if environment is None else [environment]
-    import_modules(typed, trained.recipe.environments, run=trained.run or run)
+    if isinstance(run, Policy):
+        trained, device, run = live(run), str(run.device), Path("policy")
+        if checkpoint is not None or ray is not None or model is not None:
+            what, remedy = "a policy has no checkpoint, and stays here", "give its run or folder"
+            raise InputError("USAGE", what, "run", remedy)
+    else:
+        run = given_path(run, "RUN_NOT_FOUND", where="run")
+        trained = find_trained(run, checkpoint, partial(say, quiet=quiet), model=model)
+    environment = part_name(environment)
+    admit([environment])
     how = None if environment_options is None else json_options(environment_options)
     tasks = _chosen_tasks(trained, environment, how, targets)
     if environment in (None, trained.recipe.evaluate.environment):
@@ -146,7 +156,7 @@ def _chosen_tasks(
     recipe = trained.recipe
     if not recipe.data.tasks and environment not in (None, recipe.evaluate.environment):
         recipe = recipe.replace({"evaluate.environment": environment})
-    known = tasks_of(recipe, tasks_of_config(trained.model.config))
+    known = tasks_of(recipe, trained.model.facts.tasks)
     tasks = [task for task in known if environment in (None, task.name, task.environment)]
     places = ", ".join(f"{task.name} ({task.environment})" for task in known)
     if not tasks:

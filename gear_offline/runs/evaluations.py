@@ -23,6 +23,7 @@ import torch
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.closing import Closing
 from gear_offline.core.interruption import Aborted, StopRequest
+from gear_offline.core.parts import is_elsewhere
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text, finite
 from gear_offline.distributed.world import World
@@ -36,7 +37,6 @@ from gear_offline.evaluation.play import (
     tasks_of,
 )
 from gear_offline.evaluation.rollout import Environments
-from gear_offline.models.multitask import tasks_of_config
 from gear_offline.progress import Progress
 from gear_offline.runs.callbacks import Callbacks
 from gear_offline.runs.run import best_of
@@ -93,6 +93,7 @@ def plan_evaluations(
         too_large = on_gpu and parameters > most
         wanted = spare > 0 and not at_the_end and not too_large
     can = all(known_of(task.environment, task.environment_options) for task in tasks)
+    can &= is_elsewhere(recipe.model.kind)
     if not (wanted and can and tasks):
         cores = None if concurrent_runs == 1 else 1
         threads = torch.get_num_threads()
@@ -130,7 +131,7 @@ class RunEvaluations(Closing):
         self._learner, self._saver, self._stop = learner, saver, stop
         self._callbacks, self._progress, self._path = callbacks, progress, callbacks.run.path
         self._recipe = learner.recipe
-        tasks = tasks_of(self._recipe, tasks_of_config(learner.model.config))
+        tasks = tasks_of(self._recipe, learner.model.facts.tasks)
         self._tasks = tasks if self._recipe.plays else ()
         self.plan = plan_evaluations(
             self._recipe,

@@ -25,7 +25,7 @@ from gear_offline.core.system import torch_alone
 from gear_offline.core.text import say, typed
 from gear_offline.distributed.world import World, current, open_world, rank_device, resolve_device
 from gear_offline.errors import GearError
-from gear_offline.runs.callbacks import Callback, Callbacks
+from gear_offline.runs.callbacks import Callback, Callbacks, recipe_callbacks
 from gear_offline.runs.directory import RunDirectory, check_resumed, default_run_path
 from gear_offline.runs.prepare import open_growing, prepare_dataset, resolve, settle
 from gear_offline.runs.run import Run
@@ -143,8 +143,8 @@ def begin_run(
         torch.manual_seed(recipe.seed)
         learner = Learner(recipe, sizes, dataset, device, world=world, growing=growing)
         held.callback(learner.release)
-        own = [*trackings(recipe.train), *callbacks] if world.is_first else ()
-        listeners = held.enter_context(Callbacks(run, own))
+        own = (*trackings(recipe.train), *recipe_callbacks(recipe), *callbacks)
+        listeners = held.enter_context(Callbacks(run, own if world.is_first else ()))
         try:
             if start is not None:
                 world.lead(lambda: directory and directory.branch(start))

@@ -40,6 +40,7 @@ from gear_offline.evaluation.environments import (
 )
 from gear_offline.evaluation.play import check_sizes
 from gear_offline.loaders.from_recipe import loader_options, open_data, open_one, recipe_sampler
+from gear_offline.models.base import settings_dump, typed_settings
 from gear_offline.models.decision_transformer import beyond_tanh
 from gear_offline.models.multitask import ModelTask
 from gear_offline.runs.directory import going_on, recipe_before
@@ -230,6 +231,9 @@ def resolve(
 
     Doing it again to the result changes nothing.
     """
+    settings = typed_settings(recipe.model)
+    if recipe.model is not settings:  # with the defaults of the model's own options
+        recipe = recipe.replace({"model": settings_dump(settings) | recipe.model.model_dump()})
     if isinstance(dataset, JointDataset):
         resolved, sizes = _resolve_tasks(recipe, dataset, quiet=quiet)
     else:
@@ -291,8 +295,8 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
     if goals and is_image(dataset.spec[observed[0]]):
         what, remedy = "goals are vectors, and the data are frames", "use loader.goals=null"
         raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
-    if "rewards" not in dataset.spec and not goals:
-        what = "the data have no rewards, and the Decision Transformer is asked for returns"
+    if "rewards" not in dataset.spec and not goals and recipe.model.asks_returns:
+        what = f"the data have no rewards, and model.kind={recipe.model.kind} is asked for returns"
         remedy = "give it goals (loader.goals={future: 1.0}), or add a column rewards to the source"
         raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
     sizes = data_sizes(dataset, observed)
@@ -345,16 +349,15 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         normalized = any(column.state_mean for column in start.window.columns)
         changes["loader.normalize_states"] = normalized
         if recipe.model.max_timestep is None:
-            changes["model.max_timestep"] = int(start.model.config.max_ep_len)
+            changes["model.max_timestep"] = start.model.facts.max_timestep
     elif recipe.model.max_timestep is None:
         changes["model.max_timestep"] = max(longest, recipe.loader.context_length)
-    if sizes.discrete:
+    tanh, actions = getattr(recipe.model, "action_tanh", False), dataset.statistics["actions"]
+    if tanh and sizes.discrete:
         changes["model.action_tanh"] = False  # logits are not bounded
-    elif recipe.model.action_tanh == "auto":
-        actions = dataset.statistics["actions"]
+    elif tanh == "auto":
         fits = not beyond_tanh(actions.min, actions.max)
-        fits = bool(start.model.config.action_tanh) if recipe.train.init else fits
-        changes["model.action_tanh"] = fits
+        changes["model.action_tanh"] = start.model.bounded if recipe.train.init else fits
     resolved = recipe.replace(changes)
     _check(resolved, dataset, sizes)
     return resolved, sizes
@@ -430,7 +433,11 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
         remedy = f"set model.max_timestep={longest}, or null to take it from the data"
         raise InputError("MODEL", f"{what}{rows:,}", where=path, remedy=remedy)
     actions = dataset.statistics["actions"]
-    if model.action_tanh and not sizes.discrete and beyond_tanh(actions.min, actions.max):
+    if (
+        getattr(model, "action_tanh", False)
+        and not sizes.discrete
+        and beyond_tanh(actions.min, actions.max)
+    ):
         what = f"actions reach {actions.min.min():g} .. {actions.max.max():g}, but "
         what += "model.action_tanh bounds what the model can predict to -1 .. 1"
         raise InputError("MODEL", what, where=path, remedy="set model.action_tanh=false")
@@ -438,12 +445,12 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
 
 def _check_memory(recipe: Recipe, sizes: ModelSizes) -> None:
     """Refuse what cannot fit: the kernel would kill the process instead, or pages would swap."""
-    model, loader, size = recipe.model, recipe.loader, recipe.model.hidden_size
+    model, loader, (layers, size, tokens) = recipe.model, recipe.loader, recipe.model.shape
     # of the blocks and of the timesteps' embedding; a few rows more do not matter
-    weights = (12 * model.layers * size + (model.max_timestep or 0)) * size
-    # the columns, and the three tokens of each step once; pixels are bytes
+    weights = (12 * layers * size + (model.max_timestep or 0)) * size
+    # the columns, and the tokens of each step once; pixels are bytes
     state = sum(c.size // 4 if c.frames == "uint8" else c.size for c in sizes.columns)
-    batch = loader.batch_size * loader.context_length * (state + sizes.action_dim + 3 * size)
+    batch = loader.batch_size * loader.context_length * (state + sizes.action_dim + tokens * size)
     needed, available = 4 * max(weights, batch), available_bytes()
     if needed > available:
         options = "model.hidden_size, model.layers or model.max_timestep"

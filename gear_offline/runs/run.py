@@ -15,7 +15,8 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.config.recipe import Recipe, read_recipe
+from gear_offline.core.parts import trust
 from gear_offline.errors import InputError, given_path
 from gear_offline.progress import Printed, Terminal, print_table
 from gear_offline.training.checkpoint import list_checkpoints, no_run
@@ -46,6 +47,7 @@ class EvaluateOptions(TypedDict, total=False):
     video: str | os.PathLike[str] | None
     ray: str | None
     quiet: bool
+    model: Any
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,7 +75,9 @@ class Run(os.PathLike[str]):
     @property
     def recipe(self) -> Recipe:
         """Its recipe, with the values that come from the data filled in."""
-        return load_recipe(self.path / "recipe.yaml")
+        recipe = read_recipe(self.path / "recipe.yaml")
+        trust(recipe.trusted)
+        return recipe
 
     @property
     def steps(self) -> int:

@@ -21,9 +21,10 @@ from typing import Any, Protocol
 
 from gear_offline.config.sections import TrainSettings
 from gear_offline.core.files import write_file
+from gear_offline.core.parts import find_part
 from gear_offline.core.text import exact, first_line, say, typed
 from gear_offline.runs.callbacks import Callback
-from gear_offline.runs.checks import check_trackers
+from gear_offline.runs.checks import TRACKERS, check_trackers
 from gear_offline.runs.directory import RunDirectory
 from gear_offline.runs.run import Run, open_run
 from gear_offline.training.json_lines import AppendedFile, iter_records
@@ -38,7 +39,9 @@ FILES: dict[str, tuple[str, Any]] = {  # kind of a value: its file, and what is 
 
 
 class Tracker(Protocol):
-    """A display of a run's values: a class in `TRACKERS`, made with the run and a project.
+    """A display of a run's values: a class that ``train.trackers`` names.
+
+    It is made with the run and a project.
 
     It goes on with a run that it has, and shows the recipe.  `told` is the last step that it holds
     of each kind when it is opened: only later ones are sent, each once, in the order of a kind.
@@ -150,10 +153,6 @@ class WandB:
         self._run.finish()
 
 
-TRACKERS: dict[str, Callable[[Run, str], Tracker]]
-TRACKERS = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": WandB}
-
-
 class Tracking(Callback):
     """Tells a tracker what happens; one that fails is given up, and training goes on."""
 
@@ -163,7 +162,7 @@ class Tracking(Callback):
 
     def open(self, run: Run) -> None:
         """Open the tracker and send what it lacks of the run's files."""
-        self._tracker = TRACKERS[self._name](run, self._project)
+        self._tracker = find_part(TRACKERS, self._name)(run, self._project)
         for kind, (file, line) in FILES.items():
             for record in iter_records(run.path / file):
                 line.model_validate(record)  # refuses what is no such line

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Never
 
-from gear_offline.config.files import Overrides, apply_overrides, flat
+from gear_offline.config.files import Overrides, with_value
 from gear_offline.config.problems import guess_option, no_data
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.hub import is_there
@@ -17,6 +17,7 @@ from gear_offline.distributed import is_first_process
 from gear_offline.errors import InputError
 
 if TYPE_CHECKING:
+    from gear_offline.models.base import SequenceModel
     from gear_offline.runs.callbacks import Callback
     from gear_offline.runs.run import Run
 
@@ -32,6 +33,7 @@ def train(
     checkpoint: str | int | None = None,
     quiet: bool = False,
     callbacks: Sequence[Callback] = (),
+    model: type[SequenceModel] | str | None = None,
     **unknown: Never,
 ) -> Run:
     """Train, evaluate and write a run directory.
@@ -58,6 +60,8 @@ def train(
     callbacks
         Objects derived from `gear_offline.Callback`: told of metrics, evaluations and checkpoints,
         on the first rank; they may end the run.
+    model
+        In place of ``model.kind``: a class derived from `gear_offline.SequenceModel`, or its name.
 
     Returns
     -------
@@ -93,10 +97,9 @@ def train(
         remedy = f"options of a recipe go into a dict: go.train({str(recipe)!r}, "
         remedy += f"{{{option!r}: ...}})"
         raise InputError("USAGE", f"train() has no argument {name!r}", remedy=remedy)
-    whole = load_recipe(recipe, overrides)
+    whole = load_recipe(recipe, with_value(overrides, "model.kind", model))
     quiet = quiet or not is_first_process()
     from gear_offline.core.text import say
-    from gear_offline.evaluation.environments import import_modules
     from gear_offline.runs.callbacks import check_callbacks
     from gear_offline.runs.checks import check_recipe
     from gear_offline.runs.directory import check_place, going_on, recipe_before, run_and_start
@@ -109,11 +112,6 @@ def train(
     warmup = min(optimizer.warmup(steps), steps)
     text = f"{steps:,} steps" + (f", the first {warmup:,} of them warm-up" if warmup else "")
     say(f"{whole.name}: {text}; seed {whole.seed}", quiet=quiet)
-    names, others = whole.environments, tuple[str, ...]()
-    if resume or start:  # a run's own recipe imports no module, what is or was typed does
-        typed = flat(apply_overrides({}, overrides))
-        others, names = names, tuple(str(typed[k]) for k in typed if k.endswith("environment"))
-    import_modules(names, others, run=path)
     if is_first_process():
         check_recipe(whole, where=f"recipe {whole.name}")
         data = whole.data

@@ -8,21 +8,18 @@ Shape legend: E episodes, N steps.
 
 from __future__ import annotations
 
-import importlib
-import runpy
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from inspect import signature
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from gear_offline.config.problems import nearest, problem_text
+from gear_offline.config.problems import problem_text
 from gear_offline.config.strict_yaml import parse_yaml
+from gear_offline.core.parts import Kind, admit, find_part, part_name, telling
 from gear_offline.core.text import plain
 from gear_offline.core.types import BoolArray
 from gear_offline.dataset.schema import EpisodeIndex
@@ -47,6 +44,13 @@ class Strategy:
 
 
 _STRATEGIES: dict[str, Strategy] = {}
+STRATEGIES = Kind(
+    noun="selection strategy",
+    group="strategies",
+    option="selection.strategy",
+    code="SELECTION",
+    own=_STRATEGIES,
+)
 
 
 def strategy(
@@ -63,21 +67,13 @@ def strategy(
     """
 
     def add(draw: Function) -> Function:
-        if name in _STRATEGIES:
+        before = _STRATEGIES.get(name)
+        if before is not None and _place(before.draw) != _place(draw):
             raise ValueError(f"strategy {name!r} is already registered")
-        _, *parameters = signature(draw, eval_str=True).parameters.values()
-        fields: dict[str, Any] = {
-            each.name: (
-                Any if each.annotation is each.empty else each.annotation,
-                ... if each.default is each.empty else each.default,
-            )
-            for each in parameters
-        }
-        config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
         _STRATEGIES[name] = Strategy(
             name=name,
             draw=draw,
-            options=create_model(name, __config__=config, **fields),
+            options=_options(name, draw),
             check=check,
             padding=padding,
             alike=alike,
@@ -88,6 +84,25 @@ def strategy(
     return add
 
 
+def _place(draw: Callable[..., Drawn]) -> tuple[Any, str]:
+    """Return the file of a function, which may be read again, and its name there."""
+    return getattr(getattr(draw, "__code__", None), "co_filename", draw), draw.__qualname__
+
+
+def _options(name: str, draw: Callable[..., Drawn]) -> type[BaseModel]:
+    """Return what checks the further parameters of a strategy."""
+    _, *parameters = signature(draw, eval_str=True).parameters.values()
+    fields: dict[str, Any] = {
+        each.name: (
+            Any if each.annotation is each.empty else each.annotation,
+            ... if each.default is each.empty else each.default,
+        )
+        for each in parameters
+    }
+    config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    return create_model(name, __config__=config, **fields)
+
+
 def strategy_names() -> tuple[str, ...]:
     """Return the registered names, sorted."""
     return tuple(sorted(_STRATEGIES))
@@ -95,13 +110,20 @@ def strategy_names() -> tuple[str, ...]:
 
 def find_strategy(name: object) -> Strategy:
     """Return the strategy of a name."""
-    if isinstance(name, str) and name in _STRATEGIES:
-        return _STRATEGIES[name]
-    near = nearest(str(name), list(_STRATEGIES), cutoff=0.6)
-    hint = f"did you mean {near!r}? " if near else ""
-    remedy = f"{hint}strategies: {', '.join(strategy_names())}; one of your own is known where "
-    remedy += "its file starts the command: docs/how-to/own-strategy.md"
-    raise InputError("SELECTION", f"no selection strategy {name!r}", remedy=remedy)
+    found, whole = find_part(STRATEGIES, part_name(name)), str(part_name(name))
+    if isinstance(found, Strategy):
+        return found
+    if not callable(found):
+        remedy = "write a function of facts and options: docs/how-to/own-strategy.md"
+        raise InputError("SELECTION", f"{name} is no function", "selection.strategy", remedy)
+    for known in _STRATEGIES.values():  # it may be registered, with facts of its own
+        if known.draw is found:
+            return replace(known, name=whole)
+    nothing: Any = lambda options: None  # noqa: E731
+    with telling(STRATEGIES, "its signature", whole):
+        options = _options(found.__name__, found)
+    facts: Any = {"padding": None, "alike": True, "knows_kept": False, "check": nothing}
+    return Strategy(name=whole, draw=found, options=options, **facts)
 
 
 def parse_options(name: object, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,6 +149,8 @@ def parse_options(name: object, options: Mapping[str, Any]) -> dict[str, Any]:
 def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
     """Return the name and the options of ``"return_weighted:rule=rank:temperature=2"``."""
     name, *options = text.strip().split(":")
+    if options and "=" not in options[0]:  # FILE.py:Name, package.module:Name
+        name, options = f"{name}:{options[0]}", options[1:]
     pairs = [option.split("=", 1) for option in options if "=" in option]
     values = {key.strip(): value for key, value in pairs}
     if not name or len(values) < len(options):
@@ -174,6 +198,19 @@ def make_sampler(
     >>> segments.episodes.tolist(), segments.probability.round(3).tolist()
     ([[0, 0, 0]], [[0.143, 0.143, 0.143]])
     """
+    admit([name := part_name(name)])
+    return sampler_for(name, data, options, context_length=context_length, kept=kept)
+
+
+def sampler_for(
+    name: object,
+    data: EpisodeData | EpisodeIndex,
+    options: Mapping[str, Any],
+    *,
+    context_length: int | None = None,
+    kept: BoolArray | None = None,
+) -> Sampler:
+    """Build a sampler as `make_sampler` does, of a name that a recipe or its run says."""
     if isinstance(data, EpisodeIndex):
         data = Facts(episodes=data)
     facts = Facts(
@@ -194,29 +231,14 @@ def build_sampler(name: object, facts: Facts, options: Mapping[str, Any]) -> Sam
     known, checked = find_strategy(name), parse_options(name, options)
     kept = None if known.knows_kept else facts.kept
     own = facts if kept is None else facts.of_kept()
-    drawn = known.draw(own, **checked)
+    if known.draw.__module__.startswith("gear_offline."):
+        drawn = known.draw(own, **checked)
+    else:
+        with telling(STRATEGIES, "drawing", known.name):
+            drawn = known.draw(own, **checked)
     sampler = drawn if isinstance(drawn, Sampler) else CumulativeWeights(own.episodes, drawn)
     if kept is not None:
         sampler = spread(sampler, np.flatnonzero(kept), facts.episodes)
     sampler.name, sampler.options = known.name, checked
     sampler.padding = sampler.padding or known.padding
     return sampler
-
-
-def own_strategies() -> list[str]:
-    """Return modules, or paths of main files, outside the package that register strategies."""
-    modules = {known.draw.__module__ for known in _STRATEGIES.values()}
-    origins = {name for name in modules if not name.startswith("gear_offline.")} - {"__main__"}
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    if "__main__" in modules and main is not None:
-        origins.add(str(Path(main).resolve()))
-    return sorted(origins)
-
-
-def register_own(origins: Sequence[str]) -> None:
-    """Register what `own_strategies` returned in the process that started this one."""
-    for origin in origins:
-        if Path(origin).is_absolute():
-            runpy.run_path(origin, run_name="__mp_main__")  # as multiprocessing names it
-        else:
-            importlib.import_module(origin)

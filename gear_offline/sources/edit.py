@@ -11,21 +11,20 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial, reduce
-from importlib import import_module
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from runpy import run_path
 from typing import Any
 
 import numpy as np
 
 from gear_offline.config.problems import nearest
+from gear_offline.core.parts import Kind, admit, find_part, part_name
 from gear_offline.core.text import count_text, first_line
 from gear_offline.core.types import Array, BoolArray, Float64Array
 from gear_offline.dataset.schema import fold_episodes
 from gear_offline.dataset.shard import digest
-from gear_offline.errors import InputError, in_home
+from gear_offline.errors import InputError
 from gear_offline.sources.arrays import SAME, Columns, as_rows
 from gear_offline.sources.base import Piece, Source
 from gear_offline.sources.columns import common_columns, kinds_of, row_kinds, some_names
@@ -44,6 +43,8 @@ _OPERATIONS |= {ast.Lt: np.less, ast.LtE: np.less_equal, ast.Gt: np.greater}
 _OPERATIONS |= {ast.GtE: np.greater_equal, ast.Add: np.add, ast.Sub: np.subtract}
 _OPERATIONS |= {ast.Mult: np.multiply, ast.Div: np.divide, ast.FloorDiv: np.floor_divide}
 _OPERATIONS |= {ast.Mod: np.mod, ast.USub: np.negative}
+
+MAPS = Kind(noun="function", group="maps", option="map", code="USAGE", own={})
 
 EpisodeFunction = Callable[[Columns], Mapping[str, Any]]
 
@@ -95,20 +96,13 @@ def find_function(map: str | EpisodeFunction) -> tuple[EpisodeFunction, str]:
 
     The origin has the digest of the file in which it stands.
     """
-    remedy = "give FILE.py:function, module:function or, in Python, a function of an episode"
-    function: Any = map
-    what, origin = f"a {type(map).__name__} is no function", ""
+    function, origin = map, ""
     if isinstance(map, str):
-        place, _, name = in_home(map).rpartition(":")
-        try:
-            names = run_path(place) if place.endswith(".py") else vars(import_module(place))
-        except Exception as error:  # whatever a user's module raises
-            what = f"it cannot be imported: {type(error).__name__}: {first_line(error)}"
-            raise InputError("USAGE", what, f"map {map}", remedy) from error
-        function, near, origin = names.get(name), nearest(name, list(names)), Path(map).name
-        what = f"{place} has no such function" + (f", did you mean {near}?" if near else "")
+        admit([name := part_name(map)])
+        function, origin = find_part(MAPS, name), Path(map).name
     if not callable(function):
-        raise InputError("USAGE", what, f"map {map}", remedy)
+        remedy = "give FILE.py:function, module:function or, in Python, a function of an episode"
+        raise InputError("USAGE", f"a {type(map).__name__} is no function", f"map {map}", remedy)
     kind = getattr(function, "__qualname__", type(function).__name__)
     origin = origin or f"{function.__module__}:{kind}"
     with suppress(OSError, TypeError):  # typed at a prompt, or not written in Python

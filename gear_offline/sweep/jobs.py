@@ -26,7 +26,6 @@ from gear_offline.evaluation.environments import Known
 from gear_offline.loaders.from_recipe import loader_options
 from gear_offline.progress import Progress
 from gear_offline.runs.loop import TrainingInterrupted, train_run
-from gear_offline.sampling.registry import own_strategies, register_own
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables.joint import TableData
@@ -85,7 +84,7 @@ def train_in_pool(work: Work, pool: Pool, handles: str = "{}", patience: float =
 
     After Ctrl-C or SIGTERM every trial saves a checkpoint, then ``INTERRUPTED`` is raised.
     """
-    context = handles, tuple(own_strategies()), patience
+    context = handles, patience
     waiting, running = deque(work.trials), dict[int, Trial]()
     interrupted = False
     with StopRequest() as stop:
@@ -119,12 +118,11 @@ def train_trial(
     path: Path,
     known: tuple[Known, ...],
     handles: str,
-    strategies: tuple[str, ...],
     patience: float,
 ) -> None:
     """Train one trial in a worker."""
     end = time.monotonic() + patience
-    _prepare(handles, strategies)
+    _prepare(handles)
     for environment in known:
         environment.learn()
     with run_errors(path.name, path, resolve_device(recipe.train.device)):
@@ -139,9 +137,8 @@ def train_trial(
 
 
 @cache
-def _prepare(handles: str, strategies: tuple[str, ...]) -> None:
-    """Take over the caller's tables and strategies, once a worker."""
-    register_own(strategies)
+def _prepare(handles: str) -> None:
+    """Take over the caller's tables, once a worker."""
     attach_tables(handles)
 
 

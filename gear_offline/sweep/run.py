@@ -17,12 +17,13 @@ import torch
 
 from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.core.parts import is_elsewhere
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text, plain, say
 from gear_offline.distributed import launched
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
-from gear_offline.evaluation.environments import import_modules, known_of
+from gear_offline.evaluation.environments import known_of
 from gear_offline.progress import Progress
 from gear_offline.runs.checks import check_recipe, check_selection
 from gear_offline.runs.directory import check_resumed
@@ -147,8 +148,6 @@ def run_trials(
         what, remedy = "a sweep runs in one process", "start it without torchrun"
         raise InputError("USAGE", what, remedy=remedy)
     _check_trials(trials, parallel)
-    for trial in trials:
-        import_modules(trial.recipe.environments, run=SweepDirectory(out).run_path(trial))
     with ExitStack() as stack:
         pool = None if ray is None else stack.enter_context(RayPool(ray))
         asked, directory = trials[0].recipe.train.device, SweepDirectory(out)
@@ -162,7 +161,9 @@ def run_trials(
         datasets, resolved = _prepared(trials, quiet=quiet)
         played = [recipe.environments for recipe in resolved.values() if recipe.plays]
         known = [known_of(name) for name in dict.fromkeys(chain(*played))]
-        if None in known and device.type != "cuda" and pool is None:  # only this process has it
+        own = {name for recipe in resolved.values() for name in recipe.part_names}
+        is_bound = None in known or not all(map(is_elsewhere, own))
+        if is_bound and device.type != "cuda" and pool is None:  # only this process has it
             parallel = 1
         stack.enter_context(directory.hold())
         file = directory.file_for(trials)

@@ -6,14 +6,14 @@ Shape legend: L blocks, h hidden size, K steps of a window, n = 3 B K tokens of 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import TrainSettings
 from gear_offline.core.system import usable_cores
-
-FORMULA = "72 L h^2 n + 36 L h K n FLOP a step of n = 3 B K tokens"
+from gear_offline.models.base import SequenceModel
 
 # Dense bfloat16 products, TFLOP/s, from NVIDIA's datasheets (halved where those count sparsity),
 # by how the chip names itself; the first name that fits is taken.
@@ -47,16 +47,24 @@ CONTEXT_BYTES = 3 << 29  # CUDA itself, libraries, workspaces
 USABLE = 0.9  # of free memory: allocators lose some in between
 
 
-def step_flops(*, layers: int, width: int, context: int, segments: int) -> float:
-    """Return the FLOPs of the blocks of one step, forward and backward.
+def step_flops(*, layers: int, width: int, context: int, segments: int, tokens: int = 3) -> float:
+    """Return the FLOPs of the blocks of one step, forward and backward, of so many `tokens` a step.
 
     Matrix products count 6 for each of a block's 12 h^2 weights and token, attention 12 L h (3K)
     a token, as if nothing was masked.  Embeddings, heads and encoders are left out, and so is
     what is computed twice to save memory.  All tokens count in every block, also those that the
     last one leaves out.
     """
-    tokens = 3.0 * segments * context
-    return layers * width * tokens * (72.0 * width + 36.0 * context)
+    rows = float(tokens) * segments * context
+    return layers * width * rows * (72.0 * width + 12.0 * tokens * context)
+
+
+def recipe_flops(recipe: Recipe, segments: int) -> float | None:
+    """Return the FLOPs of a step of so many windows, as far as the model's options tell them."""
+    layers, width, tokens = recipe.model.shape
+    shape: Any = {"layers": layers, "width": width, "tokens": tokens}
+    context = recipe.loader.context_length
+    return step_flops(**shape, context=context, segments=segments) if layers else None
 
 
 def is_compiled(train: TrainSettings) -> bool:
@@ -71,9 +79,7 @@ def cpu_threads(recipe: Recipe) -> int:
     More than 8 gain a quarter on 16 cores, and beside two busy ones cost 60 times as much; a small
     step gains nothing by a second one.
     """
-    model, loader = recipe.model, recipe.loader
-    sizes = {"layers": model.layers, "width": model.hidden_size}
-    flops = step_flops(**sizes, context=loader.context_length, segments=loader.batch_size)
+    flops = recipe_flops(recipe, recipe.loader.batch_size) or 0.0
     if os.environ.get("OMP_NUM_THREADS"):
         return torch.get_num_threads()
     most = 1 if flops < ONE_THREAD_FLOPS else MOST_THREADS
@@ -109,13 +115,13 @@ def memory_bytes(
         state += parameters * (2 if half else 4)
     elif shards == 1 and half and not narrow:
         state += parameters * CAST_BYTES
-    layers, width = recipe.model.layers, recipe.model.hidden_size
+    layers, width, tokens = recipe.model.shape
     block = (KEPT_COMPILED if is_compiled(train) else KEPT_EAGER) * (1 if half else 2)
     each = layers * block
     if train.recompute:  # the blocks' inputs, and one block in full
         each = layers * (2 if narrow else 4) + block
-    tokens = 3 * segments * recipe.loader.context_length / train.accumulate
-    return state + int(tokens * width * each)
+    rows = tokens * segments * recipe.loader.context_length / train.accumulate
+    return state + int(rows * width * each)
 
 
 def peak_tflops(device: torch.device, *, half: bool) -> float | None:
@@ -137,13 +143,18 @@ def named_peak(name: str) -> float | None:
 class Meter:
     """The rate at which a rank with `segments` of each batch computes the model's FLOPs."""
 
-    def __init__(self, recipe: Recipe, segments: int, device: torch.device, *, half: bool) -> None:
-        self.flops = step_flops(
-            layers=recipe.model.layers,
-            width=recipe.model.hidden_size,
-            context=recipe.loader.context_length,
-            segments=segments,
-        )
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: SequenceModel,
+        segments: int,
+        device: torch.device,
+        *,
+        half: bool,
+    ) -> None:
+        own = model.flops(segments)
+        self.flops = recipe_flops(recipe, segments) if own is None else own
+        self._formula = model.formula
         self.peak = peak_tflops(device, half=half)
         self._steps, self._seconds = 0, 0.0
 
@@ -151,25 +162,30 @@ class Meter:
         """Count `steps` that took `seconds`; return what to log of them."""
         self._steps += steps
         self._seconds += seconds
-        tflops = self._rate(steps, seconds)
+        if (tflops := self._rate(steps, seconds)) is None:
+            return {}
         return {"tflops": tflops} | ({} if self.peak is None else {"mfu": tflops / self.peak})
 
     def summary(self) -> dict[str, float | str | None]:
         """Return the rate over all steps counted, for one rank."""
         tflops = self._rate(self._steps, self._seconds)
-        mfu = None if self.peak is None else tflops / self.peak
-        return {"tflops": tflops, "mfu": mfu, "peak_tflops": self.peak, "formula": FORMULA}
+        mfu = None if self.peak is None or tflops is None else tflops / self.peak
+        return {"tflops": tflops, "mfu": mfu, "peak_tflops": self.peak, "formula": self._formula}
 
     def text(self) -> str:
         """Return the rate over all steps counted in words."""
         tflops = self._rate(self._steps, self._seconds)
+        if tflops is None:
+            return "- FLOP/s"
         if tflops < 0.1:
             return f"{1000 * tflops:,.3g} GFLOP/s"
         text = f"{tflops:,.3g} TFLOP/s" if tflops < 100 else f"{tflops:,.0f} TFLOP/s"
         if self.peak is None:
             return text
         share = f"{tflops / self.peak:.1%} of the {self.peak:,.0f} of the chip's datasheet"
-        return f"{text}, {share} (MFU) ({FORMULA})"
+        return f"{text}, {share} (MFU) ({self._formula or 'as the model says'})"
 
-    def _rate(self, steps: int, seconds: float) -> float:
+    def _rate(self, steps: int, seconds: float) -> float | None:
+        if self.flops is None:
+            return None
         return steps * self.flops / seconds / 1e12 if seconds else 0.0

@@ -19,7 +19,7 @@ from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import SegmentFeedback
-from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.models.base import Losses, SequenceModel, blocks_of, total_loss
 from gear_offline.models.loss import mean_loss, segment_losses
 from gear_offline.training.parallel import ALONE, Parallel
 
@@ -30,6 +30,8 @@ COMPILE: dict[str, Any] = {"combo_kernels": True}
 
 class GradientPass:
     """The loss of a rank's batch, and its backward pass, which averages over the ranks.
+
+    `parts` are those of several losses after a pass, (P,) in their order; else None.
 
     A sharded `model` is sharded already.  With `compiled` the whole forward and loss of a small
     model is compiled, each block of a deep one.  With `feedback` segments are weighted, and the
@@ -42,7 +44,7 @@ class GradientPass:
 
     def __init__(
         self,
-        model: DecisionTransformer,
+        losses: Losses,
         world: World,
         *,
         parallel: Parallel = ALONE,
@@ -52,32 +54,37 @@ class GradientPass:
         precision: torch.dtype | None = None,
         fixed_buckets: bool = False,
     ) -> None:
-        self._model, self._world, self._parallel = model, world, parallel
+        self._losses, self._world, self._parallel = losses, world, parallel
+        self.parts: Tensor | None = None
+        model = losses.model
         self.feedback, self._accumulate = feedback, accumulate
         self._device = next(model.parameters()).device
         # FSDP casts by itself, and its weights are no longer float32 inside.
         self._precision = None if parallel.sharded else precision
-        whole = compiled and not (parallel.sharded or len(model.encoder.h) >= BLOCKWISE_FROM)
+        whole = compiled and not (parallel.sharded or len(blocks_of(model)) >= BLOCKWISE_FROM)
         if compiled and not whole:
             compile_parts(model, sharded=parallel.sharded)
-        self._wrapped: nn.Module = model
+        self._wrapped: nn.Module = losses
         if parallel.kind == "ddp":
             with world.guard("building the model"):
                 self._wrapped = DistributedDataParallel(
-                    model,
+                    losses,
                     device_ids=[self._device] if self._device.type == "cuda" else None,
                     gradient_as_bucket_view=True,
                     find_unused_parameters=fixed_buckets,  # only so are groups never made anew
                 )
         self._forward: Callable[..., Any] = self._wrapped
-        if whole:
+        self._loss: Callable[..., tuple[Tensor, Tensor | None]] = self._rank_loss
+        if whole and parallel.kind == "alone" and feedback is None:
+            self._loss = torch.compile(self._rank_loss, dynamic=False, options=COMPILE)
+        elif whole:
             self._forward = torch.compile(self._wrapped, dynamic=False)
-        self._loss: Callable[..., Tensor] = self._rank_loss
-        if parallel.kind == "alone" and feedback is None:
-            self._loss = model.loss
-            if whole:
-                self._loss = torch.compile(model.loss, dynamic=False, options=COMPILE)
         self._without_warnings = parallel.sharded or fixed_buckets
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The model's tensors that passes change besides gradients."""
+        return list(self._losses.buffers())
 
     def __call__(
         self,
@@ -98,16 +105,19 @@ class GradientPass:
             steps = (batch.attention_mask != 0).sum().float()
             self._world.sum_into(steps)
             valid = steps.clamp(min=1) / self._world.size
-        losses = []
+        losses, parts = [], []
         with _without_warnings() if self._without_warnings else nullcontext():
             for number, part in enumerate(micro_batches(batch, self._accumulate), start=1):
                 with self._exchange(last=number == self._accumulate):
                     kind = self._precision
                     with torch.autocast(self._device.type, dtype=kind, enabled=kind is not None):
-                        loss = self._loss(part, valid_steps=valid)
+                        loss, several = self._loss(part, valid_steps=valid)
                     factor = None if weight is None else weight()
                     loss.backward(factor)  # type: ignore[no-untyped-call]
                 losses.append(loss.detach() if factor is None else loss.detach() * factor)
+                if several is not None:
+                    parts.append(several if factor is None else several * factor)
+        self.parts = functools.reduce(torch.add, parts) if parts else None
         return functools.reduce(torch.add, losses)
 
     def _exchange(self, *, last: bool) -> AbstractContextManager[None]:
@@ -116,20 +126,26 @@ class GradientPass:
         Shards' weights that stay between the passes also stay from one micro-batch to the next.
         """
         if self._parallel.sharded and not self._parallel.reshard and self._accumulate > 1:
-            sharded: Any = self._model
+            sharded: Any = self._losses
             sharded.set_reshard_after_backward(last)
         if last or not isinstance(self._wrapped, DistributedDataParallel):
             return nullcontext()
         silent: AbstractContextManager[None] = self._wrapped.no_sync()
         return silent
 
-    def _rank_loss(self, batch: Batch, *, valid_steps: Tensor | float | None) -> Tensor:
-        output = self._forward(**batch.model_inputs(), padding=batch.padding, only_actions=True)
-        losses, mask = self._model.step_losses(output.action_preds, batch), batch.attention_mask
+    def _rank_loss(
+        self, batch: Batch, *, valid_steps: Tensor | float | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the loss and, of several, what each of them is."""
+        named, mask, parts = self._forward(batch), batch.attention_mask, None
+        losses = total_loss(named)
+        if len(named) > 1:
+            each = (mean_loss(part.detach(), mask, valid_steps) for part in named.values())
+            parts = torch.stack([part.float() for part in each])
         if self.feedback is None:
-            return mean_loss(losses, mask, valid_steps)
-        each = segment_losses(losses, mask)
-        return self.feedback.loss(each, batch, valid_steps=valid_steps)
+            return mean_loss(losses, mask, valid_steps), parts
+        loss = self.feedback.loss(segment_losses(losses, mask), batch, valid_steps=valid_steps)
+        return loss, parts
 
 
 def micro_batches(batch: Batch, count: int) -> Iterator[Batch]:
@@ -147,19 +163,18 @@ def check_micro_batches(share: int, accumulate: int, *, whose: str = "a rank's")
         raise InputError("LOADER_OPTION", what, "train.accumulate", remedy)
 
 
-def compile_parts(model: DecisionTransformer, *, sharded: bool = False) -> None:
-    """Compile each block's forward and the embeddings'; blocks are alike, so one or two do.
+def compile_parts(model: SequenceModel, *, sharded: bool = False) -> None:
+    """Compile each block's forward, and what `compiled` names; blocks are alike: one or two do.
 
-    Hooks on the blocks (FSDP's) and recomputing stay outside, and so do parameters' names.  The
-    embeddings of a sharded model belong to what is collected around all blocks: they stay eager.
-    So does a model that acts, whose shapes change.
+    Hooks on the blocks (FSDP's) and recomputing stay outside, and so do parameters' names.  What
+    else a sharded model has is collected around all blocks: it stays eager.  So does a model that
+    acts, whose shapes change.
     """
-    parts: list[Any] = list(model.encoder.h)
+    parts: list[Any] = list(blocks_of(model))
     for block in parts:
         block.forward = _in_training(block, block.forward)
-    if not sharded:
-        whole: Any = model
-        whole._embed = _in_training(model, model._embed)
+    for name in () if sharded else model.compiled:
+        setattr(model, name, _in_training(model, getattr(model, name)))
 
 
 def _in_training(module: nn.Module, eager: Callable[..., Any]) -> Callable[..., Any]:

@@ -90,6 +90,7 @@ class RunPart:
     ) -> None:
         assert optimizer.on_device is not None, "made with captured=True"
         self.optimizer, self.batches, self._window = optimizer, batches, window.rows
+        self._parts = window.parts
         self._adamw = optimizer.on_device
         device = window.rows.device
         self._row = torch.full((1,), window.filled, dtype=torch.int64, device=device)
@@ -101,10 +102,12 @@ class RunPart:
         """Return the update, which clips, steps the optimiser, notes loss and norm, and counts."""
         return Update(self._adamw, loss, self._index, self._row, self._window)
 
-    def finish(self, loss: Tensor) -> None:
-        """Do what `update` returns by itself."""
+    def finish(self, loss: Tensor, parts: Tensor | None = None) -> None:
+        """Do what `update` returns by itself; note the `parts` of several losses."""
+        if parts is not None:
+            self._parts.index_copy_(0, self._row, parts[None])
         self._adamw.enqueue(loss, index=self._index, row=self._row, window=self._window)
-        self.optimizer.update_temperature()
+        self.optimizer.update_steady()
 
     def finish_capture(self) -> None:
         """Make a captured update ready for replays, whose first batch is the next one again."""
@@ -142,11 +145,15 @@ class CapturedStep:
     ) -> None:
         self.part, self._gradients = part, gradients
         self._ranks: RankGradients | None = None
+        self._size = world.size
         if world.size > 1:
             divisor = float(part.batches.batch.attention_mask.numel())
             self._ranks = RankGradients(part.optimizer.working, world=world, divisor=divisor)
+        buffers = [(buffer, buffer.clone()) for buffer in gradients.buffers]
         with contextlib.nullcontext() if feedback is None else feedback.paused():
             warm_up(self._rehearse, part.batches.batch.device)
+        for buffer, before in buffers:
+            buffer.copy_(before)
         part.optimizer.zero_gradients()
         if self._ranks is not None:
             torch.cuda.synchronize()
@@ -166,7 +173,7 @@ class CapturedStep:
 
     def _run(self) -> None:
         self.part.batches.begin(timed=True)
-        self.part.finish(self._pass())
+        self.part.finish(self._pass(), self._gradients.parts)
         self.part.batches.end(timed=True)
 
     def _rehearse(self) -> None:
@@ -179,7 +186,10 @@ class CapturedStep:
         batch = self.part.batches.batch
         if self._ranks is None:
             return self._gradients(batch)
-        return self._ranks.exchange(self._gradients, batch)
+        loss = self._ranks.exchange(self._gradients, batch)
+        if self._gradients.parts is not None:
+            self._gradients.parts = self._gradients.parts * self._size
+        return loss
 
 
 def warm_up(run: Callable[[], None], device: torch.device) -> None:

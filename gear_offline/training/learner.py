@@ -26,6 +26,7 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
 from gear_offline.loaders.from_recipe import loader_options, recipe_sampler
 from gear_offline.loaders.loader import GearLoader
+from gear_offline.models.base import SequenceModel
 from gear_offline.sampling.items import Items
 from gear_offline.tables.fields import Window
 from gear_offline.tables.joint import TableData
@@ -40,6 +41,7 @@ from gear_offline.training.seeding import random_states, restore_random
 from gear_offline.training.trained import find_trained
 from gear_offline.training.window import ReportWindow
 
+MEASURED = ("step", "loss", "gradient_norm", "learning_rate")  # names that losses may have too
 SEED_STRIDE = 0x9E3779B97F4A7C15  # between the seeds of two ranks
 
 
@@ -69,7 +71,8 @@ class Learner:
         start = None if recipe.train.init is None else find_trained(recipe.train.init)
         self._start = None if start is None else start.window
         weights = None if start is None else start.model.state_dict()
-        built = make_training_model(recipe, sizes, device, world, weights)
+        rewards = "rewards" in dataset.spec
+        built = make_training_model(recipe, sizes, device, world, weights, rewards=rewards)
         self.model, self.working, self.parallel = built.model, built.working, built.parallel
         self.precision, self.precision_reason = built.autocast, built.remark
         self.growing, self._table, self._items = growing, GrowingTable(), Items(recipe)
@@ -86,21 +89,24 @@ class Learner:
             steps=recipe.train.steps,
             captured=self.is_captured,
             device=device,
-            working=None if self.working is self.model else self.working,
+            working=None if self.working.model is self.model else self.working.model,
+            steady=self.model.steady,
         )
         self._part: RunPart | None = None  # of a captured step, made by the first one or `join`
         self._captured: CapturedStep | None = None  # unless others launch it
         if world.rank:  # each rank but the first one draws dropout from a stream of its own
             torch.manual_seed((recipe.seed + world.rank * SEED_STRIDE) % (1 << 63))
-        self.meter = Meter(recipe, self.loader.rank_batch, device, half=built.half)
+        segments, half = self.loader.rank_batch, built.half
+        self.meter = Meter(recipe, self.model, segments, device, half=half)
+        self.loss_names = built.names
         self.step = 0
-        self.window = ReportWindow(recipe.train.log_every, device)
+        self.window = ReportWindow(recipe.train.log_every, device, len(built.names))
 
     def _open_loader(self, dataset: TableData, *, step: int = 0) -> GearLoader:
         recipe, table = self.recipe, None
         sampler = recipe_sampler(recipe, dataset, items=self._items, step=step)
         if sampler.loss_sampler is not None:
-            _check_learns(recipe, sampler.name)
+            _check_learns(recipe, sampler.name, self.model)
         if self._start is not None:  # normalised by what it goes on from
             assert isinstance(dataset, Dataset), "a start is of one task"
             dataset = _normalized_by(dataset, self._start)
@@ -205,7 +211,10 @@ class Learner:
         if not self.is_captured:
             batch = self.take()
             with self.world.guard("training"):
-                self.apply(self._gradients(batch))
+                loss = self._gradients(batch)
+                if self._gradients.parts is not None:
+                    self.window.parts[self.window.filled] = self._gradients.parts
+                self.apply(loss)
             return
         self.window.start()
         self._pass_skipped()
@@ -301,15 +310,16 @@ class Learner:
         self.check()
         window = self.window
         window.start()
-        loss, norm = (float(value) for value in window.of_all(self.world).cpu().double().mean(0))
+        loss, norm, *parts = window.of_all(self.world).cpu().double().mean(0).tolist()
         window.stop()
         steps, busy = window.timed, window.busy_seconds
         if self._part is not None and steps:
             window.wait_seconds = steps * self._part.wait_seconds()
         rate = self.optimizer.rate(self.step - 1)
         values = {"loss": loss, "gradient_norm": norm, "learning_rate": rate}
-        if self.model.stochastic:
-            values["temperature"] = float(self.model.log_temperature.detach().exp())
+        for name, value in zip(self.loss_names, parts, strict=True):
+            values[f"{name}_part" if name in MEASURED else name] = value
+        values |= self.model.measures()
         if steps:  # fewer than the window has when the run was resumed in it
             values |= {
                 "step_seconds": busy / steps,
@@ -372,13 +382,13 @@ class Learner:
             self._captured.close()
 
 
-def _check_learns(recipe: Recipe, strategy: str) -> None:
+def _check_learns(recipe: Recipe, strategy: str, model: SequenceModel) -> None:
     """Refuse what a selection that learns from losses cannot be trained with."""
     if recipe.train.accumulate > 1:
         what = "a strategy that learns from losses needs them of the whole batch at once"
         remedy = "use train.accumulate=1, or another strategy"
         raise InputError("LOADER_OPTION", what, "train.accumulate", remedy)
-    if recipe.model.policy == "gaussian":
+    if model.stochastic:
         what = f"{strategy} weighs segments by losses, a likelihood's may be negative"
         remedy = "use another selection.strategy, or model.policy=deterministic"
         raise InputError("SELECTION", what, "model.policy", remedy)

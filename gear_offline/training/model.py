@@ -13,12 +13,21 @@ import torch
 from torch import Tensor
 
 from gear_offline.config.recipe import Recipe
+from gear_offline.core.parts import telling
+from gear_offline.core.text import count_text
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
-from gear_offline.models.decision_transformer import (
-    DecisionTransformer,
-    build_model,
-    trainable_parameters,
+from gear_offline.loaders.batch import Batch
+from gear_offline.loaders.goals import GOALS
+from gear_offline.models.base import (
+    MODELS,
+    Losses,
+    ModelFacts,
+    PlayedWindow,
+    SequenceModel,
+    make_model,
+    total_loss,
+    typed_settings,
 )
 from gear_offline.models.eight_bit import MULTIPLE
 from gear_offline.models.encoders import InputColumn
@@ -74,10 +83,10 @@ def data_sizes(
     return _sizes(inputs, action_dim=whole, discrete=discrete)
 
 
-def sizes_of(model: DecisionTransformer) -> ModelSizes:
+def sizes_of(model: SequenceModel) -> ModelSizes:
     """Return the sizes of a model of one task."""
-    facts = {"action_dim": model.config.act_dim, "discrete": bool(model.discrete)}
-    return _sizes(InputColumn.of_config(model.config), **facts)
+    facts = {"action_dim": model.facts.action_dim, "discrete": model.facts.discrete}
+    return _sizes(model.facts.columns, **facts)
 
 
 def _sizes(columns: Sequence[InputColumn], **facts: Any) -> ModelSizes:
@@ -95,23 +104,25 @@ def _sizes(columns: Sequence[InputColumn], **facts: Any) -> ModelSizes:
 class TrainingModel:
     """A model ready to be trained."""
 
-    model: DecisionTransformer  # the parameters, float32, of which a rank may have shards
-    working: DecisionTransformer  # what steps compute with: the model, or a bfloat16 copy
+    model: SequenceModel  # the parameters, float32, of which a rank may have shards
+    working: Losses  # what steps compute with: of the model, or of a bfloat16 copy
+    names: tuple[str, ...]  # of its losses, if they are several
     half: bool  # products are in bfloat16
     autocast: torch.dtype | None  # type that is left for autocast
     remark: str  # on the types, as a clause to print
     parallel: Parallel  # how the ranks share the model
 
 
-def recipe_model(recipe: Recipe, sizes: ModelSizes) -> DecisionTransformer:
+def recipe_model(recipe: Recipe, sizes: ModelSizes) -> SequenceModel:
     """Build the model of a recipe, on torch's default device."""
-    return build_model(
+    facts = ModelFacts(
         **vars(sizes),
         context_length=recipe.loader.context_length,
         frame_stack=recipe.loader.frame_stack,
+        max_timestep=recipe.model.max_timestep or 1,
         goals=recipe.loader.goals is not None,
-        **recipe.model.model_dump(),
     )
+    return make_model(recipe.model.kind, facts, typed_settings(recipe.model))
 
 
 def make_training_model(
@@ -120,10 +131,12 @@ def make_training_model(
     device: torch.device,
     world: World,
     start: Mapping[str, Tensor] | None = None,
+    rewards: bool = True,
 ) -> TrainingModel:
     """Build the model of a recipe on `device`; the ranks call this together.
 
-    Weights are drawn from torch's random numbers, or are those of `start`.
+    Weights are drawn from torch's random numbers, or are those of `start`.  `rewards`: windows have
+    them, and returns-to-go.
     """
     precision, reason = resolve_precision(recipe.train.precision, device)
     half = precision is not None
@@ -134,43 +147,113 @@ def make_training_model(
         except KeyError as error:
             what, remedy = str(error.args[0]), "give the recipe the model.* options of that run"
             raise InputError("MODEL", what, "train.init", remedy) from error
-    learning = trainable_parameters(model)  # freezes what the loss never reaches
-    model.encoder.gradient_checkpointing = recipe.train.recompute
+    names, frozen = tuple[str, ...](), 0
+    if not type(model).__module__.startswith("gear_offline."):
+        names, frozen = try_model(model.to(device), device, precision, rewards=rewards)
+    learning = model.learning()  # freezes what the loss never reaches
+    if recipe.train.recompute:
+        model.recompute()
     parameters = sum(parameter.numel() for parameter in learning)
     parallel = choose_parallel(recipe, parameters, world, device, half=half)
     narrow = has_half_gradients(recipe, half=half)
+    if narrow and any(buffer.is_floating_point() for buffer in model.buffers()):
+        narrow, reason = False, f"{reason}; its buffers need float32 weights"
+    working = Losses(model)
     if parallel.sharded:
-        shard_model(model, device, world, precision, parallel, half_gradients=narrow)
+        shard_model(working, device, world, precision, parallel, half_gradients=narrow)
     else:
-        model.to(device)  # type: ignore[arg-type, unused-ignore]
+        model.to(device)
     model.train()
-    working: Any = model
     autocast = precision
     if parallel.sharded and half:  # FSDP casts weights as it collects them
         sums = "bfloat16" if narrow else "float32"
         reason = f"bfloat16 products of float32 shards, {sums} sums of gradients"
     elif narrow:
-        working, autocast = copy.deepcopy(model), None
+        working, autocast = copy.deepcopy(working), None
         working.to(precision)
+        for module, copied in zip(model.modules(), working.model.modules(), strict=True):
+            copied._buffers = module._buffers  # one state of both
         reason = "bfloat16 weights, float32 updates"
     elif half and recipe.train.weights == "bf16":
         reason += "; bfloat16 gradients would add up micro-batches coarsely"
     if recipe.train.precision == "fp8":
         obstacle = eight_bit_obstacle(recipe, device, world)
-        for block in working.encoder.h:
-            block.eight_bits = obstacle is None
+        obstacle = obstacle or working.model.use_eight_bits()
         reason += (
             "; blocks multiply in 8 bits" if obstacle is None else f"; not in 8 bits: {obstacle}"
         )
-    return TrainingModel(model, working, half, autocast, reason, parallel)
+    if frozen:
+        reason += f"; {count_text(frozen, 'parameter')} that no loss reaches stay as they are"
+    return TrainingModel(model, working, names, half, autocast, reason, parallel)
+
+
+def try_model(
+    model: SequenceModel, device: torch.device, precision: torch.dtype | None, *, rewards: bool
+) -> tuple[tuple[str, ...], int]:
+    """Try a stranger's model on two windows of zeros, and undo what that leaves behind.
+
+    Returns the names of its losses, if they are several, and how many tensors no loss reaches; they
+    are frozen.  What it gives in another form than it must is ``MODEL``, and so is what it raises.
+    """
+    name, facts = type(model).__name__, model.facts
+    shape = (2, facts.context_length)
+    states = facts.states(torch.zeros((*shape, facts.state_width), device=device))
+    numbers = torch.zeros(shape, dtype=torch.int64, device=device)
+    one = torch.zeros((*shape, 1), device=device)
+    actions = numbers if facts.discrete else one.repeat(1, 1, facts.action_dim)
+    goals = states[:, :1] if facts.goals else None
+    bounds = torch.arange(1, len(facts.tasks), device=device) if len(facts.tasks) > 1 else None
+    batch = Batch(
+        states=states,
+        actions=actions,
+        rewards=one if rewards else None,  # type: ignore[arg-type]
+        returns_to_go=one if rewards else None,  # type: ignore[arg-type]
+        timesteps=torch.arange(shape[1], device=device).expand(shape),
+        attention_mask=numbers + 1,
+        segments=torch.zeros((2, 2), dtype=torch.int64, device=device),
+        extras={} if goals is None else {GOALS: goals},
+        task_bounds=bounds,
+    )
+    window = PlayedWindow(states, actions, one, goals, batch.timesteps, numbers[:, 0])
+    kept = [buffer.clone() for buffer in model.buffers()]
+    devices = [device] if device.type == "cuda" else []
+    half = torch.autocast(device.type, dtype=precision, enabled=precision is not None)
+    with torch.random.fork_rng(devices), telling(MODELS, "trying its losses", name):
+        with half:
+            losses = model.train().losses(batch)
+        values: Any = list(losses.values()) if isinstance(losses, dict) else [losses]
+        wrong = [x for x in values if not isinstance(x, Tensor) or x.shape != shape]
+        if wrong or not values or not isinstance(losses, dict):
+            found = [tuple(getattr(x, "shape", ())) or type(x).__name__ for x in wrong or values]
+            what = (
+                f"losses() gave {type(losses).__name__} of {found}, not a dict of tensors (B, K), "
+            )
+            remedy = 'return {"action": ((predicted - batch.actions) ** 2).mean(-1)}'
+            raise InputError("MODEL", f"{what}here {shape}", name, remedy)
+        total: Any = total_loss(losses).sum()
+        total.backward()
+    with torch.random.fork_rng(devices), telling(MODELS, "trying act()", name), torch.no_grad():
+        chosen = model.eval().act(window)
+        wanted: Any = (2,) if not chosen.is_floating_point() else (2, facts.action_dim)
+        if chosen.shape != wanted or (not chosen.is_floating_point() and not facts.discrete):
+            what = f"act() gave {chosen.dtype} of shape {tuple(chosen.shape)}, not {wanted}"
+            raise InputError("MODEL", what, name, "return one action for each window")
+    frozen = [p for p in model.parameters() if p.requires_grad and p.grad is None]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    model.zero_grad(set_to_none=True)
+    for buffer, before in zip(model.buffers(), kept, strict=True):
+        buffer.copy_(before)
+    return tuple(losses) if len(losses) > 1 else (), len(frozen)
 
 
 def eight_bit_obstacle(recipe: Recipe, device: torch.device, world: World) -> str | None:
     """Return the obstacle to products in 8 bits in the recipe's blocks, as a clause, or None."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return "only GPUs from Hopper (H100) on scale them by rows"
-    if recipe.model.hidden_size % MULTIPLE:
-        return f"model.hidden_size is {recipe.model.hidden_size}, no multiple of {MULTIPLE}"
+    width = recipe.model.shape[1]
+    if width % MULTIPLE:
+        return f"model.hidden_size is {width}, no multiple of {MULTIPLE}"
     share = recipe.loader.batch_size // world.size // recipe.train.accumulate
     steps = share * recipe.loader.context_length
     if steps % MULTIPLE:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gear_offline.core.files import check_new_file, write_file, writing
 from gear_offline.errors import InputError, given_path, package_needed
-from gear_offline.models.policy import Policy
+from gear_offline.models.policy import Policy, acted
 from gear_offline.tables.fields import StateScales
 from gear_offline.training.trained import load_policy
 
@@ -32,6 +32,7 @@ def export_policy(
     task: str | None = None,
     *,
     overwrite: bool = False,
+    model: Any = None,
 ) -> Path:
     """Write the policy of a run as one file, or as a folder, that acts by itself.
 
@@ -46,6 +47,8 @@ def export_policy(
         a folder to make, as `gear_offline.models.policy.Policy.save` does.
     overwrite
         Replace a file or a policy folder that is there.
+    model
+        As of `gear_offline.load_policy`.
 
     Returns
     -------
@@ -86,7 +89,7 @@ def export_policy(
         remedy = f"write {target.with_suffix('.onnx')}, or a folder: {target.with_suffix('')}"
         raise InputError("OUTPUT_WRITE", what, str(target), remedy)
     if not isinstance(policy, Policy):
-        policy = load_policy(policy, task, device="cpu")
+        policy = load_policy(policy, task, device="cpu", model=model)
     if target.suffix == ".onnx":
         check_new_file(target, overwrite=overwrite)
     if target.suffix != ".onnx":
@@ -119,15 +122,15 @@ def export_policy(
             verbose=False,
         )
     assert program is not None, "torch exports by its own program"
-    model = program.model_proto
-    if model.ByteSize() >= LARGEST:
-        what = f"{model.ByteSize() / 2**30:.1f} GiB are more than one ONNX file holds (2 GiB)"
+    proto = program.model_proto
+    if proto.ByteSize() >= LARGEST:
+        what = f"{proto.ByteSize() / 2**30:.1f} GiB are more than one ONNX file holds (2 GiB)"
         raise InputError("MODEL", what, str(target), "export a smaller model")
     facts = {"context_length": policy.context_length, "max_timestep": policy.max_timestep}
     facts |= policy.window.model_dump(mode="json", include={"gamma", "reward_edits"})
-    onnx.helper.set_model_props(model, {name: str(value) for name, value in facts.items()})
+    onnx.helper.set_model_props(proto, {name: str(value) for name, value in facts.items()})
     with writing(target):
-        write_file(target, model.SerializeToString())
+        write_file(target, proto.SerializeToString())
     return target
 
 
@@ -139,7 +142,7 @@ class _ActingModel(nn.Module):
         self.model, self.discrete = policy.model, policy.discrete
         self.asked = "goals" if policy.goals else "returns_to_go"
         self._scale, self._last = policy.returns_scale, policy.max_timestep - 1
-        self._columns = policy.window.columns
+        self._columns, self._length = policy.window.columns, policy.context_length
 
     def forward(
         self,
@@ -149,21 +152,21 @@ class _ActingModel(nn.Module):
         timesteps: Tensor,
     ) -> Tensor:
         first = self._columns[0]
-        if self.model.goals:
+        if self.model.facts.goals:
             asked = self._normalized(first, asked)
         else:
             asked = (asked.double() / self._scale).float()[..., None]
         named = observations if isinstance(observations, dict) else {first.name: observations}
-        states = {c.name: self._normalized(c, named[c.name]) for c in self._columns}
-        action: Tensor = self.model(
-            states=states if len(states) > 1 else states[first.name],
-            actions=actions,
-            timesteps=timesteps.clamp(0, self._last),
-            padding="right",
-            only_actions=not self.model.stochastic,  # then not the means
-            **{self.asked: asked},
-        ).action_preds[:, -1]
-        return action.argmax(-1) if self.discrete else action
+        states: Any = {c.name: self._normalized(c, named[c.name]) for c in self._columns}
+        features = self.model.remember(states if len(states) > 1 else states[first.name])
+        timesteps, steps = timesteps.clamp(0, self._last), timesteps.shape[1]
+        place = torch.full_like(timesteps[:, 0], steps - 1)
+        inputs: list[Tensor] = [features, actions, asked, timesteps]
+        if not self.model.short_windows:  # they are whole always
+            blanks = [x.new_zeros(x.shape[0], self._length - steps, *x.shape[2:]) for x in inputs]
+            inputs = [torch.cat(pair, 1) for pair in zip(inputs, blanks, strict=True)]
+        features, actions, asked, timesteps = inputs
+        return acted(self.model, features, actions, asked, timesteps, place)
 
     def _normalized(self, column: StateScales, states: Tensor) -> Tensor:
         if not states.is_floating_point():  # frames

@@ -14,7 +14,6 @@ from gear_offline.kernels.adamw import DeviceAdamW, Schedule
 from gear_offline.training.parallel import take_over, whole
 
 STATE = "optimizer/"  # before the names of the state's tensors
-TEMPERATURE = "log_temperature"  # of a stochastic policy: neither decayed nor clipped
 
 
 class SteadyAdam:
@@ -52,7 +51,8 @@ class Optimizer:
     With `captured` everything stays on the GPU, for steps that are captured.  `working` is a
     bfloat16 copy of the model that forward and backward passes run on: gradients are taken from
     its parameters, and updates go to both.  `on_device` updates on the GPU without the host;
-    where it is None, steps end with `clip` and `update`.
+    where it is None, steps end with `clip` and `update`.  Parameters named in `steady` have
+    a constant rate, and are neither decayed nor clipped.
 
     Attributes
     ----------
@@ -69,14 +69,15 @@ class Optimizer:
         captured: bool = False,
         device: torch.device | None = None,
         working: nn.Module | None = None,
+        steady: Sequence[str] = (),
     ) -> None:
-        named = _trainable(model)
-        own = named if working is None else _trainable(working)
+        named = _trainable(model, steady)
+        own = named if working is None else _trainable(working, steady)
         self._names, self._all, self.working = list(named), [*named.values()], [*own.values()]
-        count = len(named) - (TEMPERATURE in named)
+        count = len(named) - len(steady)
         self._parameters = self._all[:count]
         self._copies = None if working is None else self.working[:count]
-        self._temperature = SteadyAdam(self._all[count:], self.working[count:])
+        self._steady = SteadyAdam(self._all[count:], self.working[count:])
         self._limit = math.inf if settings.clip_norm is None else settings.clip_norm
         self._schedule = Schedule(
             settings.learning_rate, settings.warmup(steps), steps, settings.schedule
@@ -103,7 +104,7 @@ class Optimizer:
             )
             states = [_zeros(parameter) for parameter in self._parameters]
             self._adamw.state.update(zip(self._parameters, states, strict=True))
-        self._states = [*states, *self._temperature.states]
+        self._states = [*states, *self._steady.states]
 
     def clip(self) -> Tensor:
         """Clip the gradients to ``clip_norm``; return the norm before, a scalar."""
@@ -120,18 +121,18 @@ class Optimizer:
         assert self.on_device is not None, "else steps end with clip and update"
         places = [torch.full((1,), place, device=window.device) for place in (step, row)]
         self.on_device.enqueue(loss, index=places[0], row=places[1], window=window)
-        self.update_temperature()
+        self.update_steady()
 
-    def update_temperature(self) -> None:
-        """Take a stochastic policy's temperature a step on, by its gradient."""
-        self._temperature.update()
+    def update_steady(self) -> None:
+        """Take the parameters of a constant rate a step on."""
+        self._steady.update()
 
     def update(self, step: int) -> None:
         """Apply the gradients of step `step`, counted from 0."""
         for group in self._adamw.param_groups:
             group["lr"] = self.rate(step)
         self._adamw.step()
-        self.update_temperature()
+        self.update_steady()
         self.refresh()
 
     @torch.no_grad()
@@ -163,10 +164,10 @@ class Optimizer:
         take_over(self.state(), {n: t for n, t in tensors.items() if n.startswith(STATE)})
 
 
-def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a model's trainable parameters by name, the temperature last."""
+def _trainable(model: nn.Module, steady: Sequence[str]) -> dict[str, nn.Parameter]:
+    """Return a model's trainable parameters by name, those of a constant rate last."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return dict(sorted(named, key=lambda one: one[0] == TEMPERATURE))
+    return dict(sorted(named, key=lambda entry: entry[0] in steady))
 
 
 def _zeros(parameter: nn.Parameter) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.core.text import size_text
 from gear_offline.distributed.world import World, peers
 from gear_offline.errors import InputError
-from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.models.base import Losses, blocks_of
 from gear_offline.training.cost import CONTEXT_BYTES, USABLE, memory_bytes
 
 Kind = Literal["alone", "ddp", "fsdp"]
@@ -49,7 +49,12 @@ ALONE = Parallel("alone")
 
 
 def choose_parallel(
-    recipe: Recipe, parameters: int, world: World, device: torch.device, *, half: bool
+    recipe: Recipe,
+    parameters: int,
+    world: World,
+    device: torch.device,
+    *,
+    half: bool,
 ) -> Parallel:
     """Choose replicas or shards for so many parameters: as the recipe says, or as fits.
 
@@ -73,7 +78,7 @@ def choose_parallel(
         if needed <= USABLE * free:
             return Parallel("ddp", f"DDP: {size_text(needed)} a rank fit in {size_text(free)} free")
         reason = f"FSDP: replicas need {size_text(needed)} a rank, {size_text(free)} are free"
-    if recipe.model.policy == "gaussian":
+    if recipe.model.is_stochastic:
         what = "a stochastic policy is trained as replicas, not as shards of it"
         remedy = "use train.parallel=ddp, and a smaller model if that does not fit"
         raise InputError("MODEL", what, "train.parallel", remedy)
@@ -88,7 +93,7 @@ def choose_parallel(
 
 
 def shard_model(
-    model: DecisionTransformer,
+    losses: Losses,
     device: torch.device,
     world: World,
     precision: torch.dtype | None,
@@ -97,6 +102,8 @@ def shard_model(
     half_gradients: bool,
 ) -> None:
     """Shard a model, on any device, over the ranks, block by block, in place.
+
+    What is around the blocks is collected when its `losses` are called.
 
     Its products are in `precision`, weights are updated in float32.  Gradients are added up over
     the ranks in float32, with `half_gradients` in `precision`, as those of replicas.
@@ -107,10 +114,10 @@ def shard_model(
             options["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=precision, reduce_dtype=precision if half_gradients else torch.float32
             )
-        for block in model.encoder.h:
+        for block in blocks_of(losses.model):
             fully_shard(block, reshard_after_forward=parallel.reshard, **options)
-        fully_shard(model, **options)  # what is around the blocks is kept in any case
-        model.to(device)  # type: ignore[arg-type, unused-ignore]  # what no group manages
+        fully_shard(losses, **options)  # what is around the blocks is kept in any case
+        losses.to(device)  # what no group manages
 
 
 def whole(tensor: Tensor) -> Tensor:

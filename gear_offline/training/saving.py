@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from gear_offline.errors import NO_SPACE, GearError
-from gear_offline.models.policy_folder import config_text
 from gear_offline.training.checkpoint import (
     MODEL_PREFIX,
     SHARDED,
@@ -104,7 +103,7 @@ class Saver:
             tensors = self._tensors()
             if tensors:
                 copies = _snapshot(tensors, learner.device)
-                state, config = _state(learner, seconds), config_text(learner.model)
+                state, config = _state(learner, seconds), learner.model.config_text()
                 self._begin(partial(self._write, self._folder / name, copies, state, config, keep))
         self.stalled_seconds += time.perf_counter() - began
 

@@ -41,21 +41,22 @@ def why_not_stacked(recipe: Recipe, sizes: ModelSizes, *, learns: bool) -> str |
 
     A stack is one pass of plain models.  `learns`: the selection does, from losses.
     """
-    train, loader = recipe.train, recipe.loader
+    train, loader, model = recipe.train, recipe.loader, recipe.model
     reasons = {
+        "the model is no Decision Transformer": model.kind != "decision_transformer",
         "batches are computed in micro-batches (train.accumulate)": train.accumulate > 1,
         "blocks are computed twice (train.recompute)": train.recompute,
         "batches are left out (train.skip)": train.skip,
         "steps run on a bfloat16 copy of the weights (train.weights)": train.weights != "fp32",
         "products are in 8 bits (train.precision)": train.precision == "fp8",
         "windows are padded on the left (loader.padding)": loader.padding != "right",
-        "the policy is stochastic (model.policy)": recipe.model.policy == "gaussian",
+        "the policy is stochastic (model.policy)": model.is_stochastic,
         "the host draws goals (loader.goals)": loader.goals is not None,
         "their selection learns from losses": learns,
         "the model has several tasks": sizes.tasks,
         "actions are discrete": sizes.discrete,
         "observations are several columns": sizes.observations,
-        "frames have an encoder": sizes.frame_shape and recipe.model.encoder != "none",
+        "frames have an encoder": sizes.frame_shape and getattr(model, "encoder", "") != "none",
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -71,7 +72,7 @@ class Stack:
         self.learners = list(learners)
         self._batches: dict[Learner, Batch] = {}  # of one that has left, its last
         self._left: set[Learner] = set()
-        models = [learner.model for learner in learners]
+        models: list[Any] = [learner.model for learner in learners]
         self._models = StackedModels(models, precision=first.precision)
         self._losses: Callable[[TrainingBatch], Tensor] = self._models.losses
         self._ones = torch.ones(len(self.learners), device=first.device)

@@ -7,15 +7,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.hub import PREFIX, fetch, is_hub
+from gear_offline.core.parts import admit, digest_of, part_name, trust
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
-from gear_offline.models.decision_transformer import DecisionTransformer
-from gear_offline.models.multitask import find_task, single_task, tasks_of_config
+from gear_offline.models.base import SequenceModel
+from gear_offline.models.multitask import find_task
 from gear_offline.models.policy import Policy
 from gear_offline.models.policy_folder import (
     CONFIG,
@@ -24,6 +26,7 @@ from gear_offline.models.policy_folder import (
     Achieved,
     PolicyFacts,
     assemble,
+    is_parts,
     read_policy,
 )
 from gear_offline.tables.fields import Scales, Window
@@ -42,7 +45,7 @@ __all__ = ["TrainedModel", "load_policy"]
 class TrainedModel:
     """A model and what its windows held: what it takes to act."""
 
-    model: DecisionTransformer
+    model: SequenceModel
     recipe: Recipe
     window: Window
     facts: PolicyFacts = field(default_factory=PolicyFacts)  # what the recipe does not say of it
@@ -51,9 +54,9 @@ class TrainedModel:
     def policy(self, task: str | None = None, device: torch.device | str = "cpu") -> Policy:
         """Return the policy of the task, or of the only one; the model is moved to `device`."""
         model, recipe, window = self.model, self.recipe, self.window
-        if task is not None or tasks_of_config(model.config):
+        if task is not None or model.facts.tasks:
             _, entry = find_task(model, task)
-            model, own = single_task(model, entry.name), set(Scales.model_fields)
+            model, own = model.of_task(entry.name), set(Scales.model_fields)
             window = window.model_copy(update={name: getattr(entry, name) for name in own})
             if entry.name in (recipe.data.tasks or {}):
                 recipe = recipe.of_task(entry.name)
@@ -81,6 +84,7 @@ def load_policy(
     checkpoint: str | int | None = None,
     revision: str | None = None,
     device: str = "auto",
+    model: Any = None,
 ) -> Policy:
     """Load the policy of a run, which takes raw observations and asked returns.
 
@@ -99,6 +103,9 @@ def load_policy(
         On the Hub: a branch, a tag or a commit.
     device
         ``"auto"`` (CUDA if there is one), or a torch device: ``"cpu"``, ``"cuda:1"``.
+    model
+        Its class, or ``FILE.py:Name``, of a model of one's own that was trained elsewhere, or whose
+        file has moved or changed since.
 
     Returns
     -------
@@ -134,35 +141,60 @@ def load_policy(
     """
     where = resolve_device(device)
     name = run_or_folder if revision is None else f"{os.fspath(run_or_folder)}@{revision}"
-    trained = find_trained(name, checkpoint)
+    trained = find_trained(name, checkpoint, model=model)
     policy = trained.policy(task, where)
     policy.facts = policy.facts.model_copy(update={"achieved": _achieved(trained, task)})
     return policy
+
+
+def typed_model(model: Any) -> str | None:
+    """Take the owner's word for a model, if it is given; return its name."""
+    kind: str | None = part_name(model)
+    admit([kind] if kind else [])
+    return kind
 
 
 def find_trained(
     given: str | os.PathLike[str],
     checkpoint: str | int | None = None,
     say: Callable[[str], None] = lambda message: None,
+    *,
+    model: Any = None,
 ) -> TrainedModel:
-    """Return the model of a run, a checkpoint or a policy folder, here or on the Hub."""
+    """Return the model of a run, a checkpoint or a policy folder, here or on the Hub.
+
+    `model` is the owner's word for one that is not of this package.
+    """
+    kind = typed_model(model)
     path = given_path(given, "RUN_NOT_FOUND", where="run")
     is_bare = isinstance(given, str) and len(path.parts) == 2  # a Path is one of this machine
     if is_hub(path) or (is_bare and not path.exists() and not path.parent.is_dir()):
         name = f"{PREFIX}{str(path).removeprefix(PREFIX)}"
         path = fetch(name, "model", "RUN_NOT_FOUND", only=(POLICY, CONFIG, MODEL))
     if not (path / POLICY).is_file():
-        return while_removed(lambda: trained_model(chosen_checkpoint(path, checkpoint, say)))
+        return while_removed(lambda: trained_model(chosen_checkpoint(path, checkpoint, say), kind))
     if checkpoint is not None:
         what, remedy = f"{path} is one policy", "leave the choice of a checkpoint out"
         raise InputError("USAGE", what, where="checkpoint", remedy=remedy)
-    model, file = read_policy(path)
-    loader = file.model_dump(include={"context_length", "returns_scale", "gamma", "goals"})
-    evaluate = file.model_dump(include={"environment", "environment_options", "reference"})
-    evaluate["targets"] = list(file.targets) or None
+    made, file = read_policy(path, kind)
+    return _by_itself(made, file, file, str(path))
+
+
+def live(policy: Policy) -> TrainedModel:
+    """Return the model of a policy of this process."""
+    return _by_itself(policy.model, policy.window, policy.facts, "policy")
+
+
+def _by_itself(made: SequenceModel, window: Window, facts: PolicyFacts, path: str) -> TrainedModel:
+    """Return a model without a run."""
+    loader = window.model_dump(include={"context_length", "returns_scale", "gamma"})
+    loader["goals"] = facts.model_dump()["goals"] or ({"future": 1.0} if made.facts.goals else None)
+    evaluate = facts.model_dump(include={"environment", "environment_options", "reference"})
+    evaluate["targets"] = list(facts.targets) or None
     options = {"name": "policy", "loader": loader, "evaluate": evaluate}
     recipe = Recipe.parse(options, where=str(path))
-    return TrainedModel(model, recipe, file, file)
+    trust({name: digest_of(name) for name in recipe.part_names})  # as they were typed here before
+    return TrainedModel(made, recipe, window, facts)
 
 
 def _achieved(trained: TrainedModel, task: str | None) -> tuple[Achieved, ...]:
@@ -179,14 +211,17 @@ def _achieved(trained: TrainedModel, task: str | None) -> tuple[Achieved, ...]:
     return tuple(Achieved(**target.model_dump(include=keys)) for target in targets)
 
 
-def trained_model(checkpoint: Checkpoint) -> TrainedModel:
+def trained_model(checkpoint: Checkpoint, kind: str | None = None) -> TrainedModel:
     """Return the model of a checkpoint, on the CPU; what does not fit together is damaged."""
     weights = checkpoint.weights()
+    trust(checkpoint.recipe.trusted)
     try:
-        model = assemble(checkpoint.config, weights)
+        model = assemble(checkpoint.config, weights, kind)
     except Exception as error:  # a library's own checks raise what they like
+        if is_parts(error):
+            raise
         raise run_damaged(checkpoint.path, "the weights do not fit the configuration") from error
-    model.attention = checkpoint.recipe.model.attention
+    model.configure(checkpoint.recipe.model)
     run = checkpoint.path  # a checkpoint that was copied out of its run
     if run.parent.name == "checkpoints":
         run = run.parent.parent

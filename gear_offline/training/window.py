@@ -17,8 +17,9 @@ from gear_offline.errors import GearError
 class ReportWindow:
     """The steps since the last report: loss and gradient norm of each, and their time."""
 
-    def __init__(self, most: int, device: torch.device) -> None:
+    def __init__(self, most: int, device: torch.device, parts: int = 0) -> None:
         self.rows = torch.zeros(most, 2, device=device)  # the first `filled` are in use
+        self.parts = torch.zeros(most, parts, device=device)  # of several losses, each
         self.filled = 0
         self.timed = 0  # of these, done by this process: fewer where a run was resumed
         self.busy_seconds = self._began = 0.0
@@ -69,15 +70,15 @@ class ReportWindow:
         raise GearError("LOSS_NONFINITE", what, name, remedy)
 
     def of_all(self, world: World) -> Tensor:
-        """Return (n, 2), losses and norms of the global batches: a rank's loss is its part."""
-        rows = self.rows[: self.filled].clone()
+        """Return (n, 2 + P), losses, norms and parts of the global batches; a rank has its part."""
+        rows = torch.cat([self.rows[: self.filled], self.parts[: self.filled]], dim=1)
         world.sum_into(rows)
         return rows / world.size
 
     def load(self, rows: Tensor) -> None:
         """Go on behind the steps of another process."""
         self.filled = len(rows)
-        self.rows[: self.filled] = rows
+        self.rows[: self.filled], self.parts[: self.filled] = rows[:, :2], rows[:, 2:]
 
     @property
     def wait_share(self) -> float:

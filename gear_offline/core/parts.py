@@ -1,0 +1,335 @@
+"""Parts that users bring: models, strategies, environments, trackers, callbacks, edits of episodes.
+
+A part is named ``FILE.py:Name``, ``package.module:Name``, or by an entry point of an installed
+package.  Loading one runs its code, so the owner's word comes first: a name that is typed, in a
+command, in Python or in a recipe of one's own, is `admit`\\ ted.  The word is kept in the user's
+home, with the digest of the file; a run keeps name and digest.  `trust` admits the names of a run
+whose files are the same.  `find_part` imports what is admitted, and nothing else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.abc import SourceLoader
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import EntryPoints, entry_points
+from importlib.util import module_from_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import xxhash
+
+from gear_offline.core.text import first_line
+from gear_offline.errors import GearError, InputError, in_home
+
+LINES_SHOWN = 3  # of a user's files, where a part raises
+PACKAGE = Path(__file__).parents[1]  # gear_offline itself
+LOADERS = ("<frozen", f"{Path(import_module.__code__.co_filename).parent}/")
+PACKAGES = str(Path(xxhash.__file__).parents[1])  # what is installed
+FOLDERS = "gear_offline_parts_"  # before the names of packages that stand for folders of files
+NOT_BESIDE = (FOLDERS, "__main__")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of parts: where its names are given, and what an error of one is."""
+
+    noun: str
+    group: str  # of entry points, behind gear_offline.
+    option: str  # of a recipe
+    argument: str = ""  # of `gear-offline evaluate` and others that read a run
+    code: str = "RECIPE"
+    own: Mapping[str, Any]  # the package's by name; a text is loaded as a part is
+
+    @property
+    def installed(self) -> EntryPoints:
+        """The parts of other packages."""
+        return entry_points(group=f"gear_offline.{self.group}")
+
+
+_admitted: dict[str, str] = {}  # name -> digest: what this process may import
+_refused: dict[str, str] = {}  # name -> the reason, of those that a run names
+_words: set[tuple[str, str]] = set()  # names and digests that were typed here, or by the caller
+_live: dict[str, Any] = {}  # objects of this process that no other one can import
+_modules: dict[str, tuple[str, ModuleType]] = {}  # file -> digest, module
+
+
+def is_part(name: object) -> bool:
+    """Return true for a name with something to import."""
+    return isinstance(name, str) and ":" in name
+
+
+def part_name(part: Any) -> Any:
+    """Return the name of a part that is given itself: a class or a function; texts as they are.
+
+    Files are named by their whole path.
+    """
+    if isinstance(part, os.PathLike):
+        part = os.fspath(part)
+    if isinstance(part, str):
+        place, colon, name = part.rpartition(":")
+        is_file = colon and place.endswith(".py")
+        return f"{os.path.abspath(in_home(place))}:{name}" if is_file else part
+    if not callable(part) or not hasattr(part, "__qualname__"):
+        return part
+    place, name = part.__module__, part.__qualname__
+    file = getattr(sys.modules.get(place), "__file__", None)
+    is_main = place in ("__main__", "__mp_main__")
+    if file and (is_main or place.startswith(FOLDERS)):
+        place = os.path.abspath(file)
+    if is_main or "<locals>" in name:
+        _live[f"{place}:{name}"] = part
+    return f"{place}:{name}"
+
+
+def is_elsewhere(name: str) -> bool:
+    """Return true if other processes can import a part, too."""
+    return name not in _live
+
+
+def file_of(place: str) -> Path | None:
+    """Return the file of ``FILE.py`` or of a module, which is not imported; None: unknown."""
+    if place.endswith(".py"):
+        return Path(place)
+    path: Any = None
+    spec: Any = getattr(sys.modules.get(place), "__spec__", None)
+    with suppress(Exception):
+        for end in range(0 if spec else place.count(".") + 1):  # of each package on the way
+            spec = PathFinder.find_spec(".".join(place.split(".")[: end + 1]), path)
+            path = spec and spec.submodule_search_locations
+    return Path(spec.origin) if spec is not None and spec.has_location else None
+
+
+def digest_of(name: str) -> str:
+    """Return the digest of the file that a part stands in; empty where there is no file to read."""
+    file = file_of(name.rpartition(":")[0])
+    with suppress(OSError):
+        return "" if file is None else f"xxh3-128:{xxhash.xxh3_128_hexdigest(file.read_bytes())}"
+    return ""
+
+
+def admit(names: Iterable[str]) -> dict[str, str]:
+    """Take the owner's word for names that were typed; return their digests."""
+    digests = {name: digest_of(name) for name in names if is_part(name)}
+    new = set(digests.items()) - _words
+    learn(digests)
+    with suppress(OSError):
+        if lines := [line for pair in sorted(new) if (line := json.dumps(pair)) not in _kept()]:
+            _home().parent.mkdir(parents=True, exist_ok=True)
+            with _home().open("a", encoding="utf-8") as opened:
+                opened.write("".join(f"{line}\n" for line in lines))
+    return digests
+
+
+def trust(digests: Mapping[str, str | None]) -> None:
+    """Admit the names of a run whose files are still the ones that were typed for it.
+
+    None: the run does not say that they were.
+    """
+    known = _kept() if digests else set()
+    for name, digest in digests.items():
+        _admitted.pop(name, None)
+        _refused.pop(name, None)
+        file, now = file_of(name.rpartition(":")[0]), digest_of(name)
+        is_told = (name, digest) in _words or json.dumps([name, digest]) in known
+        if is_told and digest == now:
+            _admitted[name] = now
+        elif is_told:
+            how = "has changed since the run began with it" if now else "is not there any more"
+            _refused[name] = f"{file} {how}"
+
+
+def _home() -> Path:
+    folder = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(folder, "gear-offline", "parts.jsonl")
+
+
+def _kept() -> set[str]:
+    """Return the lines of the words that this user has given before."""
+    with suppress(OSError):
+        return set(_home().read_text("utf-8").splitlines())
+    return set()
+
+
+def admitted() -> dict[str, str]:
+    """Return the names and digests that another process of the same work may import."""
+    return {name: digest for name, digest in _admitted.items() if name not in _live}
+
+
+def learn(digests: Mapping[str, str]) -> None:
+    """Take over the caller's word."""
+    _words.update(digests.items())
+    _admitted.update(digests)
+    for name in digests:
+        _refused.pop(name, None)
+
+
+def has_word(name: str) -> bool:
+    """Return true if a name may be imported here."""
+    return name in _admitted
+
+
+def has_module(module: str) -> bool:
+    """Return true if a part of a module may be imported."""
+    return any(name.rpartition(":")[0] == module for name in _admitted)
+
+
+def find_part(kind: Kind, name: object) -> Any:
+    """Return a part by its name: the package's own, an entry point's, or one that is admitted."""
+    if not isinstance(name, str):
+        raise InputError(kind.code, f"{name!r} names no {kind.noun}", kind.option)
+    if name in kind.own:
+        own = kind.own[name]
+        return _attribute(kind, own) if isinstance(own, str) else own
+    if is_part(name):
+        check_word(kind, name)
+        return _live[name] if name in _live else _attribute(kind, name)
+    for entry in kind.installed:
+        if entry.name == name:
+            with telling(kind, f"loading {entry.value}", name):
+                return entry.load()
+    known = sorted({*kind.own, *(entry.name for entry in kind.installed)})
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    remedy = f"did you mean {near[0]!r}? " if near else ""
+    remedy += f"there are {', '.join(known)}; one of your own: {kind.option}=FILE.py:Name"
+    raise InputError(kind.code, f"no {kind.noun} {name!r}", kind.option, remedy)
+
+
+def check_word(kind: Kind, name: str) -> None:
+    """Refuse to import what only a run, a dataset or a policy folder names."""
+    if name not in _admitted:
+        what = f"{name!r} would import a module that only a run, a dataset or a policy names"
+        typed = f"{kind.option}={name}"
+        if kind.argument:
+            typed += f" with train and sweep, else {kind.argument} {name}"
+        remedy = f"if you trust it, name it yourself: {typed}"
+        raise InputError(kind.code, _refused.get(name, what), kind.option, remedy)
+
+
+def _attribute(kind: Kind, name: str) -> Any:
+    place, _, path = name.rpartition(":")
+    module = part_module(kind, name)
+    found: Any = module
+    for part in path.split("."):
+        if not hasattr(found, part):
+            near = difflib.get_close_matches(part, list(vars(module)), n=1)
+            what = f"{place} has no {part!r}" + (f", did you mean {near[0]!r}?" if near else "")
+            remedy = f"write {kind.option}=FILE.py:Name or package.module:Name"
+            raise InputError(kind.code, what, kind.option, remedy)
+        found = getattr(found, part)
+    return found
+
+
+def part_module(kind: Kind, name: str) -> ModuleType:
+    """Import the module or the file of a part."""
+    place = name.rpartition(":")[0]
+    if not place.endswith(".py"):
+        with telling(kind, f"importing {place}", name):
+            return import_module(place)
+    try:
+        content = Path(place).read_bytes()
+    except OSError as error:
+        what = f"{place} cannot be read: {error.strerror or error}"
+        raise InputError(kind.code, what, kind.option, "give the file's path") from error
+    digest = f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}"
+    if _admitted[name] != digest:
+        remedy = f"if you trust it, name it again: {kind.option}={name}"
+        raise InputError(kind.code, f"{place} has changed meanwhile", kind.option, remedy)
+    known, module = _modules.get(place, ("", ModuleType("")))
+    if known != digest:
+        with telling(kind, f"importing {place}", name):
+            module = _execute(Path(place), content)
+        _modules[place] = digest, module
+    return module
+
+
+class _Content(SourceLoader):
+    """Runs the content whose digest was taken, and writes nothing beside the file."""
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        self._path, self._content = str(path), content
+
+    def get_filename(self, fullname: str) -> str:
+        return self._path
+
+    def get_data(self, path: Any) -> bytes:
+        return self._content
+
+
+def _execute(path: Path, content: bytes) -> ModuleType:
+    """Run a file as a module of a package that stands for its folder."""
+    folder = str(path.parent)
+    package = f"{FOLDERS}{xxhash.xxh3_64_hexdigest(folder.encode())}"
+    if package not in sys.modules:
+        sys.modules[package] = ModuleType(package)
+        sys.modules[package].__path__ = [folder]
+    loader = _Content(path, content)
+    module = module_from_spec(ModuleSpec(f"{package}.{path.stem}", loader, origin=str(path)))
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    try:
+        with _beside(folder):
+            loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module.__name__]
+        raise
+    return module
+
+
+@contextmanager
+def _beside(folder: str) -> Iterator[None]:
+    """Let a file import those beside it, by names that files of other folders may have as well."""
+    packages = [m for name, m in list(sys.modules.items()) if name.startswith(FOLDERS)]
+    folders = {f"{p.__path__[0]}/" for p in packages if hasattr(p, "__path__")}
+    others = tuple(folders - {f"{folder}/"})
+    for name, module in list(sys.modules.items()):
+        top, file = name.partition(".")[0], str(getattr(module, "__file__", None) or "")
+        is_here = any(Path(folder, place).exists() for place in (top, f"{top}.py"))
+        if others and file.startswith(others) and is_here and not name.startswith(NOT_BESIDE):
+            del sys.modules[name]
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        if folder not in sys.path:  # what is imported later, when the part works
+            sys.path.append(folder)
+
+
+@contextmanager
+def telling(kind: Kind, what: str, name: str) -> Iterator[None]:
+    """Tell what a part raises with the lines of its own files."""
+    try:
+        yield
+    except GearError:
+        raise
+    except (Exception, SystemExit) as error:
+        told = f"{what} raised {type(error).__name__}: {first_line(error)}"
+        lines = own_lines(error)
+        told += f", at {', from '.join(lines)}" if lines else ""
+        remedy = "mend it there" if lines else "put the folder of a module on PYTHONPATH, or name "
+        remedy += "" if lines else f"a file: {kind.option}=FILE.py:Name"
+        raise InputError(kind.code, told, name, remedy) from error
+
+
+def own_lines(error: BaseException, libraries: tuple[str, ...] = ()) -> list[str]:
+    """Return the newest lines of a traceback that are neither of ours nor of libraries."""
+    cause: BaseException | None = error
+    ours = (*LOADERS, f"{PACKAGE}/", *(f"{PACKAGE.parent}/{n}/" for n in ("models", "loaders")))
+    lines: list[str] = []
+    while cause is not None and not lines:
+        frames = reversed(traceback.extract_tb(cause.__traceback__))
+        own = [f for f in frames if not f.filename.startswith((*ours, *libraries))]
+        own = [f for f in own if not f.filename.startswith(PACKAGES)] or own
+        lines = [f"{line.filename}:{line.lineno} in {line.name}" for line in own[:LINES_SHOWN]]
+        cause = cause.__cause__
+    return lines

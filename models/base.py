@@ -1,0 +1,371 @@
+"""The interface of models: all that training, evaluation, policy folders and exports know of one.
+
+A model is a class derived from `SequenceModel`, named by ``model.kind``.  The least it has is
+`predict`; a loss of its own is `losses`, another way to act is `act`.
+
+Shape legend: B windows, K steps, S state elements, A action elements or discrete actions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import prod
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gear_offline.config.problems import nearest, problem_text
+from gear_offline.config.sections import ModelSettings, OwnModelSettings
+from gear_offline.core.parts import Kind, digest_of, find_part, is_part, part_name, telling
+from gear_offline.errors import InputError
+from gear_offline.models.encoders import InputColumn
+from gear_offline.models.loss import Padding, TrainingBatch, mean_loss, step_losses
+from gear_offline.models.multitask import ModelTask
+
+Size = Annotated[int, Field(ge=1, le=1 << 31)]
+Shape = Annotated[tuple[Size, ...], Field(strict=False, min_length=2, max_length=3)] | tuple[()]
+
+MODELS = Kind(
+    noun="model",
+    group="models",
+    option="model.kind",
+    argument="--model",
+    code="MODEL",
+    own={
+        "decision_transformer": "gear_offline.models.decision_transformer:DecisionTransformer",
+        "decoupled": "gear_offline.models.decoupled:Decoupled",
+        "mlp": "gear_offline.models.mlp:MLP",
+    },
+)
+
+
+class ModelFacts(BaseModel):
+    """The sizes of the data and windows that a model is made for."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", protected_namespaces=())
+    state_dim: Size  # S, numbers in an observation
+    action_dim: Size  # A, or the number of discrete actions
+    discrete: bool = False
+    frame_shape: Shape = ()  # of an observation that is one: (h, w) or (h, w, colours)
+    frame_dtype: Literal["uint8", "float32"] = "uint8"
+    frame_stack: Annotated[int, Field(ge=1, le=64)] = 1  # frames that make up a state
+    observations: Annotated[tuple[InputColumn, ...], Field(strict=False)] = ()  # of several columns
+    context_length: Annotated[int, Field(ge=1, le=65_536)] = 20  # K
+    max_timestep: Size = 1000  # every timestep is smaller
+    goals: bool = False  # windows have goals, states to reach, in place of returns
+    tasks: Annotated[tuple[ModelTask, ...], Field(strict=False)] = ()  # of data of several
+
+    @property
+    def columns(self) -> tuple[InputColumn, ...]:
+        """The columns of observations; a model of one does not know its name."""
+        stack, frames = self.frame_stack, self.frame_dtype
+        if self.observations:
+            return tuple(
+                c.model_copy(update={"stack": stack}) if c.frames else c for c in self.observations
+            )
+        if not self.frame_shape:
+            return (InputColumn(name="", shape=(self.state_dim,)),)
+        return (InputColumn(name="", shape=self.frame_shape, frames=frames, stack=stack),)
+
+    @property
+    def state_width(self) -> int:
+        """Numbers in a state."""
+        return sum(prod(column.state_shape) for column in self.columns)
+
+    def states(self, rows: Tensor) -> Any:
+        """Return rows (..., state_width) as the states of a batch; of several columns a dict."""
+        states, columns = dict[str, Tensor](), self.columns
+        parts = torch.split(rows, [prod(column.state_shape) for column in columns], -1)
+        for column, part in zip(columns, parts, strict=True):
+            shape = column.shape if column.stack == 1 else column.state_shape
+            state = part.reshape(*part.shape[:-1], *shape)
+            states[column.name] = state.to(torch.uint8) if column.frames == "uint8" else state
+        return states if len(columns) > 1 else states[columns[0].name]
+
+
+@dataclass(frozen=True, eq=False)
+class PlayedWindow:
+    """The steps so far of B environments that act: what `act` sees.
+
+    Fields are named as in `gear_offline.Batch`.  Real steps come first; the newest is at `place`,
+    whose action, which is not chosen yet, is 0.  Of models with `short_windows` there are as many
+    steps as the longest window has, else K always.
+    """
+
+    states: Any  # (B, K, *S), of several columns a dict of them
+    actions: Tensor  # (B, K, A) float32, or (B, K) int64
+    returns_to_go: Tensor | None  # (B, K, 1) float32, None for models of goals
+    goals: Tensor | None  # (B, K, S)
+    timesteps: Tensor  # (B, K) int64
+    place: Tensor  # (B,) int64
+    noise: Tensor | float = 0.0  # (B, A) standard normal: draw the actions; 0.0: their means
+    padding: Padding = "right"
+    tasks: Tensor | None = None
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """(B, K) int64, 1 on real steps."""
+        steps = torch.arange(self.timesteps.shape[1], device=self.place.device)
+        return (steps <= self.place[:, None]).long()
+
+    def last(self, values: Tensor) -> Tensor:
+        """Return those of the newest step, (B, ...), of values (B, K, ...)."""
+        place = self.place.view(-1, *[1] * (values.ndim - 1))
+        return values.gather(1, place.expand(-1, 1, *values.shape[2:]))[:, 0]
+
+
+class SequenceModel(nn.Module):
+    """A model of windows of an episode: a torch module with losses that acts.
+
+    It is made as ``Model(facts, settings)``.  Options of its own are a `Settings` class, of which
+    a recipe gives the values as ``model.NAME``.
+
+    Attributes
+    ----------
+    facts
+        `ModelFacts`: sizes of states, actions and windows.
+    settings
+        The options, an instance of `Settings`.
+    Settings
+        A subclass of `ModelSettings`, or another class that pydantic checks.
+    steady
+        Names of parameters that Adam updates at a constant rate, neither clipped nor decayed.
+    short_windows
+        True if `act` takes windows of fewer than K steps.
+    stochastic
+        True if `act` draws actions by the window's noise.
+    bounded
+        True if continuous actions are within [-1, 1].
+    compiled
+        Names of methods that are compiled besides the blocks of a deep model.
+    formula
+        The meaning of `flops` in words.
+    blocks
+        Its layers in order, where there are such: compiled, sharded, recomputed one by one.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import gear_offline as go
+    >>> class Linear(go.SequenceModel):
+    ...     def __init__(self, facts, settings):
+    ...         super().__init__()
+    ...         self.map = torch.nn.Linear(facts.state_dim, facts.action_dim)
+    ...
+    ...     def predict(self, batch):
+    ...         return self.map(batch.states)
+    >>> options = {"data.path": "tiny", "train.steps": 4, "evaluate.episodes": 0}
+    >>> run = go.train("smoke", options, model=Linear, out="runs/linear", quiet=True)
+    >>> run.recipe.model.kind.rpartition(":")[2]
+    'Linear'
+    """
+
+    Settings: ClassVar[Any] = ModelSettings
+    facts: ModelFacts
+    settings: Any
+    blocks: Any  # modules
+    part: tuple[str, str] = ("", "")  # its name, and the digest of its file
+    steady: tuple[str, ...] = ()
+    short_windows: bool = False
+    stochastic: bool = False
+    compiled: tuple[str, ...] = ()
+    formula: str = ""
+
+    if TYPE_CHECKING:  # modules and buffers of one's own
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(self, facts: ModelFacts | None = None, settings: Any = None) -> None:
+        super().__init__()
+        if facts is not None:
+            self.facts, self.settings = facts, settings
+
+    @classmethod
+    def build(cls, facts: ModelFacts, settings: Any) -> Self:
+        """Return a model of these facts and settings, on torch's default device."""
+        model = cls(facts, settings)
+        model.facts, model.settings = facts, settings
+        return model
+
+    def predict(self, batch: Any) -> Tensor:
+        """Return the actions of each step of a batch or window: (B, K, A), logits of discrete ones.
+
+        The action of a step is predicted from the steps before it, and its own state.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has neither `predict` nor `losses`")
+
+    def losses(self, batch: Any) -> dict[str, Tensor]:
+        """Return the losses of each step by name, (B, K) each; their sum is trained."""
+        return {"action": step_losses(self.predict(batch), batch.actions)}
+
+    def act(self, window: PlayedWindow) -> Tensor:
+        """Return an action for each window: (B, A) floating, logits of discrete ones, or (B,)."""
+        return window.last(self.predict(window))
+
+    def forward(self, batch: Any) -> Any:
+        """Return the losses."""
+        return self.losses(batch)
+
+    def loss(self, batch: TrainingBatch, *, valid_steps: Tensor | float | None = None) -> Tensor:
+        """Return the scalar loss of a batch; `valid_steps` as in `mean_loss`."""
+        return mean_loss(total_loss(self.losses(batch)), batch.attention_mask, valid_steps)
+
+    def remember(self, states: Any) -> Tensor:
+        """Return what is remembered of states (B, K, *S) while acting, (B, K, any) floating."""
+        if isinstance(states, Mapping):
+            return torch.cat([self.remember(states[c.name]) for c in self.facts.columns], -1)
+        return states.flatten(2).float()  # type: ignore[no-any-return]
+
+    @property
+    def state_width(self) -> int:
+        """The last size of what `remember` gives."""
+        return self.facts.state_width
+
+    def recalled(self, features: Tensor) -> Any:
+        """Return states as `act` takes them, of what was remembered."""
+        return self.facts.states(features)
+
+    @property
+    def bounded(self) -> bool:
+        return False
+
+    def flops(self, segments: int) -> float | None:
+        """Return the FLOPs of a training step of so many windows; None: not known."""
+        return None
+
+    def measures(self) -> dict[str, float]:
+        """Return further numbers to log."""
+        return {}
+
+    def configure(self, settings: Any) -> None:
+        """Take over options that no weights depend on."""
+
+    def of_task(self, name: str) -> SequenceModel:
+        """Return the model of one of several tasks."""
+        what = f"{type(self).__name__} cannot be taken apart by tasks"
+        raise InputError("MODEL", what, "data.tasks", "write its method of_task(name)")
+
+    def recompute(self) -> None:
+        """Compute blocks again in the backward pass instead of keeping what is in them."""
+        if not blocks_of(self):
+            what = f"{type(self).__name__} names no blocks"
+            remedy = "give it a property `blocks`, or use train.recompute=false"
+            raise InputError("MODEL", what, "train.recompute", remedy)
+        for block in blocks_of(self):
+            block.forward = _recomputed(block, block.forward)
+
+    def learning(self) -> list[nn.Parameter]:
+        """Freeze parameters that no loss reaches, and return the others."""
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    def use_eight_bits(self) -> str | None:
+        """Have blocks multiply in 8 bits while training, or return why they do not."""
+        return f"{type(self).__name__} has no such blocks"
+
+    def config_text(self) -> str:
+        """Return the facts and options that the model is made again from, JSON."""
+        if not hasattr(self, "facts"):
+            what = f"{type(self).__name__} does not say what it was made of"
+            raise InputError("MODEL", what, "facts", "call super().__init__(facts, settings)")
+        name, digest = self.part
+        name = name or part_name(type(self))
+        document: dict[str, Any] = {"kind": name, "digest": digest or digest_of(name)}
+        document["facts"] = self.facts.model_dump(mode="json")
+        return json.dumps(document | {"settings": settings_dump(self.settings)}, indent=1)
+
+
+class Losses(nn.Module):
+    """A model whose forward pass is its losses: what DDP and FSDP wrap."""
+
+    def __init__(self, model: SequenceModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any) -> dict[str, Tensor]:
+        return self.model.losses(batch)
+
+
+def blocks_of(model: SequenceModel) -> Sequence[nn.Module]:
+    """Return the layers that a model names; none if it does not."""
+    return getattr(model, "blocks", ())
+
+
+def total_loss(losses: Mapping[str, Tensor]) -> Tensor:
+    """Return the sum of losses, (B, K)."""
+    return reduce(torch.add, losses.values())
+
+
+def _recomputed(block: nn.Module, forward: Any) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
+        if block.training and torch.is_grad_enabled():
+            return checkpoint(forward, *arguments, use_reentrant=False, **options)
+        return forward(*arguments, **options)
+
+    return call
+
+
+def make_model(kind: str, facts: ModelFacts, settings: Any) -> SequenceModel:
+    """Return a new model, on torch's default device."""
+    made = model_class(kind)
+    if not is_part(kind):
+        model = made.build(facts, settings)
+    else:
+        with telling(MODELS, f"making {made.__name__}", kind):
+            model = made.build(facts, settings)
+    own = {*model._modules, *model._parameters, *model._buffers}
+    if taken := sorted(own & {name for name in vars(SequenceModel) if name[0] != "_"}):
+        what, remedy = f"{made.__name__}.{taken[0]} is a method that all models have", "rename it"
+        raise InputError("MODEL", what, kind, remedy)
+    model.part = kind, digest_of(kind) if is_part(kind) else ""
+    return model
+
+
+def model_class(kind: str) -> type[SequenceModel]:
+    """Return the class that ``model.kind`` names."""
+    found = find_part(MODELS, kind)
+    if not (isinstance(found, type) and issubclass(found, SequenceModel)):
+        what = f"{kind} is no subclass of gear_offline.SequenceModel"
+        remedy = "derive it from that class, which is a torch.nn.Module"
+        raise InputError("MODEL", what, "model.kind", remedy)
+    return found
+
+
+def typed_settings(settings: ModelSettings) -> Any:
+    """Return the options of a recipe as the model's own class checks them; ``RECIPE``."""
+    if not isinstance(settings, OwnModelSettings):
+        return settings
+    wanted = model_class(settings.kind).Settings
+    given = settings.model_dump(mode="json")
+    known = list(getattr(wanted, "model_fields", None) or wanted.__dataclass_fields__)
+    common = {name: given.pop(name) for name in ModelSettings.model_fields}
+    for name in given:
+        if name not in known:
+            near = nearest(name, known)
+            hint = f"did you mean 'model.{near}'?" if near else f"{settings.kind} has "
+            hint += "" if near else ", ".join(f"model.{n}" for n in known)
+            raise InputError("RECIPE", f"unknown option 'model.{name}', {hint}", "model")
+    given |= {name: value for name, value in common.items() if name in known}
+    try:
+        return TypeAdapter(wanted).validate_json(json.dumps(given))
+    except ValidationError as error:
+        problems = (problem_text({**p, "loc": ("model", *p["loc"])}) for p in error.errors())
+        raise InputError("RECIPE", "; ".join(problems), settings.kind) from error
+
+
+def settings_dump(settings: Any) -> dict[str, Any]:
+    """Return options as a recipe gives them."""
+    return cast(dict[str, Any], TypeAdapter(type(settings)).dump_python(settings, mode="json"))
+
+
+def remade(document: Mapping[str, Any], kind: str) -> SequenceModel:
+    """Return the model of a `SequenceModel.config_text`, of the part `kind`, with new weights."""
+    facts = ModelFacts.model_validate_json(json.dumps(document["facts"]))
+    wanted = model_class(kind).Settings
+    settings = TypeAdapter(wanted).validate_json(json.dumps(document["settings"]))
+    return make_model(kind, facts, settings)

@@ -1,0 +1,281 @@
+"""Models, strategies and environments of somebody else's files, through every door."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gear_offline as go
+from gear_offline.cli.main import main
+from gear_offline.core import parts
+from gear_offline.runs.loop import TrainingInterrupted
+from gear_offline.training.json_lines import read_records
+from tests.own_parts import BESIDE, ENVIRONMENT, NET, STRATEGY
+from tests.support import ROOT, Patch, make_dataset, one_error
+from tests.test_docs import blocks
+from tests.test_resume import interrupted_in
+from tests.training_support import learnt
+
+LENGTHS, STEPS, CONTEXT = [9, 4, 12, 7], 9, 5
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: Patch) -> Iterator[Path]:
+    """Work in a folder that has the files of others, in a home of its own."""
+    files = {"net.py": NET, "beside.py": BESIDE, "draw.py": STRATEGY, "env.py": ENVIRONMENT}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    make_dataset(tmp_path, LENGTHS, state_dim=3, action_dim=1, environment_id=None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    another_process(monkeypatch)
+    yield tmp_path
+
+
+def another_process(monkeypatch: Patch, home: Path | None = None) -> None:
+    """Forget what this process has been told, as another one has not been."""
+    for name in ("_admitted", "_refused", "_words", "_live", "_modules"):
+        monkeypatch.setattr(parts, name, type(getattr(parts, name))())
+    if home is not None:
+        monkeypatch.setenv("XDG_STATE_HOME", str(home))
+
+
+def options(**more: Any) -> dict[str, Any]:
+    return {
+        "data.path": "dataset",
+        "model.kind": "net.py:Net",
+        "selection.strategy": "draw.py:fading",
+        "selection.half_life": 2.0,
+        "evaluate.environment": "env.py:Reach",
+        "evaluate.episodes": 1,
+        "evaluate.background": "off",
+        "train.steps": STEPS,
+        "train.log_every": 3,
+        "train.device": "cpu",
+        **{name.replace("__", "."): value for name, value in more.items()},
+    }
+
+
+def train(out: str, **more: Any) -> go.Run:
+    return go.train("smoke", options(**more), out=out, quiet=True)
+
+
+def test_a_run_of_other_peoples_parts_is_interrupted_and_goes_on(
+    own: Path, monkeypatch: Patch
+) -> None:
+    whole = train("whole")
+    records = read_records(whole.path / "metrics.jsonl")
+    for record in records:  # what is trained is their sum
+        assert record["loss"] == pytest.approx(record["imitation"] + record["dynamics"], rel=1e-5)
+    with interrupted_in(5), pytest.raises(TrainingInterrupted):
+        train("cut")
+    another_process(monkeypatch)
+    cut = go.train("cut", resume=True, quiet=True)
+    assert learnt(cut.path) == learnt(whole.path)
+    assert cut.recipe.model.sizes == [8, 8], "with the model's own defaults"
+    named = {Path(name).name for name in cut.recipe.parts}
+    assert named == {"net.py:Net", "draw.py:fading", "env.py:Reach"}
+    report = go.evaluate(cut.path, episodes=2, quiet=True)
+    assert report.targets[0].lengths == (9, 9)
+
+
+def test_a_policy_acts_as_its_model_predicts(own: Path, monkeypatch: Patch) -> None:
+    run = train("run", evaluate__episodes=0)
+    folder = run.policy(device="cpu").save("policy")
+    policy = go.load_policy(folder, device="cpu")
+    go.export_policy(folder, "policy.onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    session = runtime.InferenceSession("policy.onnx")
+    policy.reset(7.0)
+    seen, done = list[Any](), list[Any]()
+    model: Any = run.policy(device="cpu").model
+    for step in range(CONTEXT + 2):
+        seen.append(np.random.default_rng(step).normal(size=3).astype(np.float32))
+        action = policy.act(seen[-1][None])[0]
+        states = policy.window.states(np.stack(seen[-CONTEXT:]))
+        before = np.stack([*done, np.zeros(1, np.float32)])[-CONTEXT:]
+        blank = CONTEXT - len(states)  # the oracle: the window by hand, padded on the right
+        window = go.SequenceModel()
+        window.states = torch.from_numpy(np.pad(states, ((0, blank), (0, 0))))[None]
+        window.actions = torch.from_numpy(np.pad(before, ((0, blank), (0, 0))))[None]
+        with torch.no_grad():
+            expected = model.predict(window)[0, len(states) - 1].numpy()
+        np.testing.assert_allclose(action, expected, rtol=1e-5, atol=1e-6)
+        inputs = {"observations": np.stack(seen[-CONTEXT:])[None], "actions": before[None]}
+        inputs["returns_to_go"] = np.full((1, len(states)), 7.0, np.float32)
+        inputs["timesteps"] = np.arange(len(states))[None]
+        known = {entry.name for entry in session.get_inputs()}
+        found = session.run(None, {name: v for name, v in inputs.items() if name in known})[0]
+        np.testing.assert_allclose(found[0], expected, rtol=1e-4, atol=1e-5)
+        done.append(action)
+        policy.observe_reward([1.0])
+
+
+def test_nobodys_word_imports_nothing(own: Path, monkeypatch: Patch) -> None:
+    run = train("run", evaluate__episodes=0)
+    folder = run.policy(device="cpu").save("policy")
+    another_process(monkeypatch, own / "elsewhere")
+    for place in (run.path, folder):
+        with one_error("MODEL", "that only a run.*--model .*net.py:Net"):
+            go.load_policy(place, device="cpu")
+    with one_error("MODEL", "that only a run"):
+        go.train("run", {"train.steps": STEPS + 1}, resume=True, quiet=True)
+    assert go.load_policy(folder, device="cpu", model="net.py:Net").action_dim == 1
+    assert go.load_policy(run.path, device="cpu").action_dim == 1, "a word is given once"
+
+
+def test_a_changed_file_is_told_with_what_to_type(own: Path, monkeypatch: Patch) -> None:
+    run = train("run", evaluate__episodes=0)
+    another_process(monkeypatch)
+    (own / "net.py").write_text(NET + "\n# mended\n")
+    with one_error("MODEL", "net.py has changed since.*model.kind=.*net.py:Net") as caught:
+        go.train("run", {"train.steps": 11}, resume=True, quiet=True)
+    kind = str(caught.value).partition("model.kind=")[2].partition(" ")[0]
+    again = go.train("run", {"train.steps": 11, "model.kind": kind}, resume=True, quiet=True)
+    assert again.steps == 11 and go.load_policy(run.path, device="cpu").facts.step == 11
+
+
+OURS: dict[str, dict[str, Any]] = {
+    "bc": {"model.kind": "mlp", "model.history": 3, "selection.strategy": "top_percent"},
+    "rvs": {"model.kind": "mlp", "model.condition": "returns"},
+    "decoupled": {"model.kind": "decoupled", "model.layers": 2, "model.hidden_size": 16},
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_models_of_the_package_train_play_save_and_export(own: Path, name: str) -> None:
+    recipe = {**options(), **OURS[name]}
+    recipe |= {"selection.strategy": OURS[name].get("selection.strategy", "uniform_steps")}
+    del recipe["selection.half_life"]
+    run = go.train("smoke", recipe, out="run", quiet=True)
+    assert run.best is not None and run.recipe.model.kind == OURS[name]["model.kind"]
+    folder = run.policy(device="cpu").save("policy")
+    policy, other = go.load_policy(folder, device="cpu"), run.policy(device="cpu")
+    report = go.evaluate(policy, environment="env.py:Reach", episodes=2, seed=3, quiet=True)
+    again = go.evaluate(run, episodes=2, seed=3, out="again.json", quiet=True)
+    assert report.targets[0].returns == pytest.approx(again.targets[0].returns, rel=1e-4)
+    go.export_policy(policy, "policy.onnx")
+    session = pytest.importorskip("onnxruntime").InferenceSession("policy.onnx")
+    named = {entry.name for entry in session.get_inputs()}
+    other.reset(5.0)
+    seen, done = list[Any](), list[Any]()
+    for step in range(CONTEXT + 1):
+        seen.append(np.random.default_rng(step).normal(size=3).astype(np.float32))
+        action = other.act(seen[-1][None])[0]
+        before = np.stack([*done, np.zeros(1, np.float32)])[-CONTEXT:]
+        count = len(before)
+        inputs: dict[str, Any] = {"observations": np.stack(seen[-CONTEXT:])[None]}
+        inputs |= {"actions": before[None], "timesteps": np.arange(step + 1)[None, -count:]}
+        inputs["returns_to_go"] = np.full((1, count), 5.0, np.float32)
+        found = session.run(None, {key: value for key, value in inputs.items() if key in named})[0]
+        np.testing.assert_allclose(found[0], action, rtol=1e-4, atol=1e-5)
+        done.append(action)
+        other.observe_reward([0.0])
+
+
+def test_a_class_of_this_process_is_trained_and_found_again(own: Path, monkeypatch: Patch) -> None:
+    class Here(go.SequenceModel):
+        def __init__(self, facts: Any, settings: Any) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList([torch.nn.Linear(3, 3)])
+            self.out = torch.nn.Linear(3, facts.action_dim)
+
+        def predict(self, batch: Any) -> torch.Tensor:
+            made: torch.Tensor = self.out(self.blocks[0](batch.states))
+            return made
+
+    recipe = options(train__recompute=True, evaluate__background="on")
+    del recipe["model.kind"]
+    run = go.train("smoke", recipe, model=Here, out="run", quiet=True)
+    assert run.best is not None
+    another_process(monkeypatch)
+    assert go.load_policy("run", device="cpu", model=Here).action_dim == 1
+
+
+def test_callbacks_trackers_and_maps_are_parts(own: Path) -> None:
+    text = """
+import gear_offline as go
+
+class Stop(go.Callback):
+    def on_log(self, run, step, values):
+        return step >= 6
+
+class Lines:
+    told = {}
+    def __init__(self, run, project):
+        self.file = open(run.path / "lines.txt", "a")
+    def send(self, step, values):
+        print(step, *values, file=self.file)
+    def close(self):
+        self.file.close()
+
+def doubled(episode):
+    return {"rewards": episode["rewards"] * 2}
+"""
+    (own / "more.py").write_text(text)
+    named = {"train__callbacks": ["more.py:Stop"], "train__trackers": ["more.py:Lines"]}
+    run = train("run", evaluate__episodes=0, **named)
+    assert run.steps == 6
+    lines = (run.path / "lines.txt").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["3", "6"] and "train/dynamics" in lines[0]
+    dataset = go.open_dataset("dataset")
+    twice = go.convert("dataset", "twice", map="more.py:doubled", quiet=True)
+    assert twice.returns.mean == pytest.approx(2 * dataset.manifest.returns.mean)
+    with one_error("USAGE", "more.py has no 'doubly', did you mean 'doubled'"):
+        go.convert("dataset", "thrice", map="more.py:doubly", quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (("return {\n", "return [\n"), "SyntaxError"),
+        (("nn.Linear(seen, settings.width)", "nn.Linear(seen, 7)"), "trying its losses raised"),
+        (("class Net(go.SequenceModel)", "class Net(nn.Module)"), "no subclass"),
+        (("torch.tanh(self.action(self.hidden(batch)))", "batch.states"), r"act\(\) gave"),
+        (
+            ("self.state(hidden), following)", "self.state(hidden), following).mean()"),
+            r"losses\(\)",
+        ),
+    ],
+)
+def test_what_a_model_does_wrong_is_told_before_training(
+    own: Path, change: tuple[str, str], told: str
+) -> None:
+    (own / "net.py").write_text(NET.replace(*change))
+    with one_error("MODEL", told):
+        train("run", evaluate__episodes=0)
+
+
+def test_options_of_a_model_are_refused_with_the_nearest_name(own: Path) -> None:
+    with one_error("RECIPE", "unknown option 'model.widht', did you mean 'model.width'"):
+        train("run", model__widht=3)
+    with one_error("RECIPE", "model.width: Input should be a whole number"):
+        train("run", model__width="wide")
+    with one_error("RECIPE", "model.hidden_sizes.*did you mean 'model.hidden_size'"):
+        go.load_recipe("smoke", {"model.kind": "mlp", "model.hidden_sizes": 3})
+    with one_error("MODEL", "no model 'mpl'.*did you mean 'mlp'"):
+        train("run", model__kind="mpl")
+
+
+def test_the_model_of_the_page_goes_through_every_command(own: Path) -> None:
+    page = (ROOT / "docs" / "how-to" / "own-model.md").read_text()
+    (own / "convformer.py").write_text(blocks(page, "python")[0])
+    words = [
+        f"{key}={value}" for key, value in options().items() if key[:5] not in ("selec", "model")
+    ]
+    words += ["model.kind=convformer.py:ConvFormer", "model.layers=1", "model.width=8"]
+    for line in (
+        ["train", "smoke", *words, "--out", "run"],
+        ["train", "run", "--resume", "train.steps=11"],
+        ["evaluate", "run", "--episodes", "1"],
+        ["sweep", "smoke", *words, "--seeds", "2", "--parallel", "1", "--out", "sweep"],
+        ["export-policy", "run", "policy"],
+        ["export-policy", "run", "policy.onnx"],
+        ["blame", "run", "2..4"],
+        ["plan", "smoke", *words],
+    ):
+        assert main(line) == 0, line
+    assert {"action", "state"} <= read_records(own / "run" / "metrics.jsonl")[0].keys()
