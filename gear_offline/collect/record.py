@@ -22,6 +22,7 @@ from gear_offline.core.closing import Closing
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import (
+    FALLBACK_MAX_STEPS,
     Environment,
     EnvironmentFacts,
     Known,
@@ -144,10 +145,6 @@ class Player(Closing):
                 "give its action_space finite bounds in a wrapper",
             )
             raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
-        if not facts.step_limit:
-            what = "it has no step limit, so an episode might never end"
-            remedy = "register it with max_episode_steps"
-            raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
 
     def play(self, plan: EpisodePlan) -> Episode:
         facts, generator = self.facts, stream(*plan.noise_path)
@@ -156,6 +153,10 @@ class Player(Closing):
         infos: dict[str, list[Array]] = {} if self._data is None else {"qpos": [], "qvel": []}
         terminated = truncated = False
         while not (terminated or truncated):
+            if not facts.step_limit and len(actions) == FALLBACK_MAX_STEPS:
+                what = f"an episode has not ended within {FALLBACK_MAX_STEPS:,} steps"
+                remedy = "end it in step(), or wrap or register it with max_episode_steps"
+                raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
             chosen = finite_actions(plan.policy.act(seen[-1], generator))
             # What is stored is what was applied: the environment gets the value after the cast.
             actions.append(noisy(facts, chosen, plan.action_noise, generator))

@@ -48,6 +48,7 @@ from gear_offline.core.text import first_line, say
 from gear_offline.core.types import Array
 from gear_offline.errors import GearError, InputError, UnavailableError
 
+FALLBACK_MAX_STEPS = 10_000  # of an episode where no time limit is registered
 FRAME_SKIP = 4  # emulator frames a step; the last two are merged by their maximum
 SCREEN_SIZE = 84
 FRAMES_PER_EPISODE = 108_000  # half an hour of play, ALE's own limit

@@ -25,6 +25,7 @@ from gear_offline.core.closing import Closing
 from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.evaluation.environments import (
+    FALLBACK_MAX_STEPS,
     Environment,
     EnvironmentFacts,
     Known,
@@ -35,7 +36,6 @@ from gear_offline.evaluation.environments import (
 )
 from gear_offline.workers import Caller, Worker
 
-FALLBACK_MAX_STEPS = 10_000  # for environments that are registered without a time limit
 STEPS_FOR_WORKERS = 20_000  # fewer take no longer than workers take to start
 SLOTS_OF_A_WORKER = 4  # a message takes as long as a fifth of a step
 IDLE, STEP, RESET = range(3)  # what a slot is to do

@@ -154,10 +154,10 @@ class RunWriter(Closing):
             end = f"stopped by a callback at step {learner.step:,}," if stopped else "complete"
             text = f"{self._recipe.name}: {end} after {self.seconds:,.0f} s"
             if steps:
-                text += (
-                    f", {learner.meter.text()} while stepping; {learner.window.wait_share:.1%} of "
-                    f"the steps' time waited for batches, {summary['save_wait_share']:.1%} for "
-                    "checkpoints"
+                rate = learner.meter.text()
+                text += (f", {rate} while stepping" if rate else "") + (
+                    f"; {learner.window.wait_share:.1%} of the steps' time waited for batches, "
+                    f"{summary['save_wait_share']:.1%} for checkpoints"
                 )
         report = self._path / "report.md"
         if is_new or not report.exists():

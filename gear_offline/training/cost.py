@@ -173,10 +173,10 @@ class Meter:
         return {"tflops": tflops, "mfu": mfu, "peak_tflops": self.peak, "formula": self._formula}
 
     def text(self) -> str:
-        """Return the rate over all steps counted in words."""
+        """Return the rate over all steps counted in words; empty where it is not known."""
         tflops = self._rate(self._steps, self._seconds)
         if tflops is None:
-            return "- FLOP/s"
+            return ""
         if tflops < 0.1:
             return f"{1000 * tflops:,.3g} GFLOP/s"
         text = f"{tflops:,.3g} TFLOP/s" if tflops < 100 else f"{tflops:,.0f} TFLOP/s"
