@@ -287,11 +287,11 @@ def test_the_model_of_the_page_goes_through_every_command(own: Path) -> None:
 
 
 def test_a_perceptron_sees_bytes_of_frames_as_shares() -> None:
-    columns = [
-        {"name": "camera", "shape": (2, 2), "frames": "uint8"},
-        {"name": "at", "shape": (3,)},
-    ]
-    facts = ModelFacts(state_dim=7, action_dim=2, observations=[InputColumn(**c) for c in columns])
+    columns = (
+        InputColumn(name="camera", shape=(2, 2), frames="uint8"),
+        InputColumn(name="at", shape=(3,)),
+    )
+    facts = ModelFacts(state_dim=7, action_dim=2, observations=columns)
     model = MLP(facts, MLPSettings(action_tanh=False)).eval()
     camera, at = torch.randint(0, 256, (2, 4, 2, 2), dtype=torch.uint8), torch.randn(2, 4, 3)
     batch = SimpleNamespace(states={"camera": camera, "at": at}, attention_mask=torch.ones(2, 4))
