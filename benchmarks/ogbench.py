@@ -37,8 +37,8 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gear-
 COMMON: dict[str, Any] = {
     "loader.goals": {"future": 1.0},
     "loader.batch_size": 1024,
-    "model.max_timestep": None,
     "model.dropout": 0.0,
+    "model.action_tanh": False,
     "optimizer.learning_rate": 3e-4,
     "optimizer.weight_decay": 0.0,
     "optimizer.clip_norm": None,
@@ -48,8 +48,19 @@ COMMON: dict[str, Any] = {
     "train.evaluate_every": None,
     "evaluate.episodes": EPISODES,
 }
+TRANSFORMER: dict[str, Any] = {"model.max_timestep": None}
 MODELS: dict[str, dict[str, Any]] = {
-    f"dt, K = {span}": {"loader.context_length": span} for span in (1, 5, 20)
+    "gcbc": {
+        "model.kind": "mlp",
+        "model.condition": "goals",
+        "model.layers": 3,
+        "model.hidden_size": 512,
+        "model.activation": "gelu",
+        "loader.context_length": 1,
+        "loader.normalize_states": False,
+    },
+    **{f"dt, K = {span}": TRANSFORMER | {"loader.context_length": span} for span in (1, 5, 20)},
+    "decoupled, K = 20": TRANSFORMER | {"model.kind": "decoupled"},
 }
 
 

@@ -10,6 +10,7 @@ Shape legend: B windows, K steps, H steps of history, S state elements, A action
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -49,18 +50,23 @@ class MLP(SequenceModel):
 
     def predict(self, batch: Any) -> Tensor:
         """Return the actions of each step, (B, K, A), logits of discrete ones."""
-        states, history = self.remember(batch.states), self.settings.history
-        if self.facts.frame_shape and self.facts.frame_dtype == "uint8":
-            states = states / 255.0
+        states, history = self._flat(batch.states), self.settings.history
         real = (batch.attention_mask != 0).unsqueeze(-1)
         states = nn.functional.pad(states.where(real, 0.0), (0, 0, history - 1, 0))
         parts = [states.unfold(1, history, 1).flatten(2)]  # (B, K, S H)
         if self.settings.condition == "returns":
             parts.append(batch.returns_to_go)
         elif self.settings.condition == "goals":
-            parts.append(self.remember(batch.goals).expand(-1, states.shape[1] - history + 1, -1))
+            parts.append(self._flat(batch.goals).expand(-1, states.shape[1] - history + 1, -1))
         action: Tensor = self.layers(torch.cat(parts, -1))
         return torch.tanh(action) if self.bounded else action
+
+    def _flat(self, states: Any) -> Tensor:
+        """Return states (B, K, *S) as (B, K, S), bytes of frames in [0, 1]."""
+        if isinstance(states, Mapping):
+            return torch.cat([self._flat(states[c.name]) for c in self.facts.columns], -1)
+        flat: Tensor = states.flatten(2).float()
+        return flat if states.is_floating_point() else flat / 255.0
 
     @property
     def bounded(self) -> bool:

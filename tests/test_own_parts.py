@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,11 @@ import torch
 
 import gear_offline as go
 from gear_offline.cli.main import main
+from gear_offline.config.sections import MLPSettings
 from gear_offline.core import parts
+from gear_offline.models.base import ModelFacts
+from gear_offline.models.encoders import InputColumn
+from gear_offline.models.mlp import MLP
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.training.json_lines import read_records
 from tests.own_parts import BESIDE, ENVIRONMENT, NET, STRATEGY
@@ -279,3 +284,16 @@ def test_the_model_of_the_page_goes_through_every_command(own: Path) -> None:
     ):
         assert main(line) == 0, line
     assert {"action", "state"} <= read_records(own / "run" / "metrics.jsonl")[0].keys()
+
+
+def test_a_perceptron_sees_bytes_of_frames_as_shares() -> None:
+    columns = (
+        InputColumn(name="camera", shape=(2, 2), frames="uint8"),
+        InputColumn(name="at", shape=(3,)),
+    )
+    facts = ModelFacts(state_dim=7, action_dim=2, observations=columns)
+    model = MLP(facts, MLPSettings(action_tanh=False)).eval()
+    camera, at = torch.randint(0, 256, (2, 4, 2, 2), dtype=torch.uint8), torch.randn(2, 4, 3)
+    batch = SimpleNamespace(states={"camera": camera, "at": at}, attention_mask=torch.ones(2, 4))
+    expected = model.layers(torch.cat([camera.flatten(2) / 255.0, at], -1))
+    torch.testing.assert_close(model.predict(batch), expected)
