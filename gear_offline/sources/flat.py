@@ -129,8 +129,8 @@ def find_columns(
             why += [f": it is renamed to {new}" for new in taken]
             what = f"no dataset {names.get(column, column)!r}{''.join(why)}"
             remedy = f"needed: {', '.join(required)}; found: {some_names(arrays)}; other "
-            remedy += f"names: --rename NAME={column}; several: docs/how-to/cameras.md; "
-            remedy += "other layouts: docs/how-to/convert.md"
+            remedy += f"names: --rename NAME={column}; several: name them by "
+            remedy += "--columns, docs/how-to/cameras.md; other layouts: docs/how-to/convert.md"
             raise InputError("COLUMN", what, where, remedy)
         chosen += [name for name in leaves if name not in chosen]
     chosen = chosen or [*rows][:1]
