@@ -68,6 +68,12 @@ def is_part(name: object) -> bool:
     return isinstance(name, str) and ":" in name
 
 
+def bare_name(name: Any) -> Any:
+    """Return a part's name without its file, which may move; all else as it is."""
+    name = part_name(name)
+    return name.rpartition(":")[2] if is_part(name) else name
+
+
 def part_name(part: Any) -> Any:
     """Return the name of a part that is given itself: a class or a function; texts as they are.
 

@@ -17,7 +17,7 @@ from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import LOCK, HeldDirectory, unusable, write_file
 from gear_offline.core.hub import is_there
-from gear_offline.core.parts import is_part
+from gear_offline.core.parts import bare_name
 from gear_offline.errors import InputError, given_path
 from gear_offline.training.checkpoint import (
     SavedState,
@@ -178,13 +178,8 @@ def _differences(
         free |= {key for key in {*old, *new} if new.get(key) is None} | {"model.action_tanh"}
     free |= {key for key in {*old, *new} if ORIGIN.fullmatch(key) or old.get(key) == "auto"}
     for key in sorted({*old, *new} - free):
-        if _bare(old.get(key)) != _bare(new.get(key)):
+        if bare_name(old.get(key)) != bare_name(new.get(key)):
             yield key, old.get(key), new.get(key)
-
-
-def _bare(value: Any) -> Any:
-    """Return a part's name without its file, which may have moved."""
-    return value.rpartition(":")[2] if is_part(value) else value
 
 
 class RunDirectory(HeldDirectory):
