@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from gear_offline.config.problems import nearest, problem_text
@@ -45,8 +46,8 @@ MODELS = Kind(
 )
 
 
-class ModelFacts(BaseModel):
-    """The sizes of the data and windows that a model is made for."""
+class ModelSizes(BaseModel):
+    """Sizes of states and actions that a model needs; of several tasks the widest."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", protected_namespaces=())
     state_dim: Size  # S, numbers in an observation
@@ -56,14 +57,11 @@ class ModelFacts(BaseModel):
     frame_dtype: Literal["uint8", "float32"] = "uint8"
     frame_stack: Annotated[int, Field(ge=1, le=64)] = 1  # frames that make up a state
     observations: Annotated[tuple[InputColumn, ...], Field(strict=False)] = ()  # of several columns
-    context_length: Annotated[int, Field(ge=1, le=65_536)] = 20  # K
-    max_timestep: Size = 1000  # every timestep is smaller
-    goals: bool = False  # windows have goals, states to reach, in place of returns
     tasks: Annotated[tuple[ModelTask, ...], Field(strict=False)] = ()  # of data of several
 
     @property
     def columns(self) -> tuple[InputColumn, ...]:
-        """The columns of observations; a model of one does not know its name."""
+        """The columns of an observation; of a single one no name is known."""
         stack, frames = self.frame_stack, self.frame_dtype
         if self.observations:
             return tuple(
@@ -72,6 +70,14 @@ class ModelFacts(BaseModel):
         if not self.frame_shape:
             return (InputColumn(name="", shape=(self.state_dim,)),)
         return (InputColumn(name="", shape=self.frame_shape, frames=frames, stack=stack),)
+
+
+class ModelFacts(ModelSizes):
+    """The sizes of the data and windows that a model is made for."""
+
+    context_length: Annotated[int, Field(ge=1, le=65_536)] = 20  # K
+    max_timestep: Size = 1000  # every timestep is smaller
+    goals: bool = False  # windows have goals, states to reach, in place of returns
 
     @property
     def state_width(self) -> int:
@@ -313,11 +319,14 @@ def _recomputed(block: nn.Module, forward: Any) -> Any:
 def make_model(kind: str, facts: ModelFacts, settings: Any) -> SequenceModel:
     """Return a new model, on torch's default device."""
     made = model_class(kind)
-    if not is_part(kind):
+    if kind in MODELS.own:
         model = made.build(facts, settings)
     else:
         with telling(MODELS, f"making {made.__name__}", kind):
             model = made.build(facts, settings)
+    if any(map(is_lazy, model.parameters())):
+        what = f"{made.__name__} has lazy modules, whose sizes no file of weights can tell"
+        raise InputError("MODEL", what, kind, "give them sizes, as facts.state_dim")
     own = {*model._modules, *model._parameters, *model._buffers}
     if taken := sorted(own & {name for name in vars(SequenceModel) if name[0] != "_"}):
         what, remedy = f"{made.__name__}.{taken[0]} is a method that all models have", "rename it"

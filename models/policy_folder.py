@@ -26,7 +26,7 @@ from gear_offline.core.hub import card
 from gear_offline.core.parts import is_part, trust
 from gear_offline.core.text import LEAST, first_line, printable, told_apart
 from gear_offline.errors import InputError, is_out_of_memory
-from gear_offline.models.base import SequenceModel, remade
+from gear_offline.models.base import MODELS, SequenceModel, remade
 from gear_offline.models.decision_transformer import DecisionTransformer, DecisionTransformerConfig
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.multitask import ModelTask
@@ -222,11 +222,11 @@ def assemble(
         named = document["kind"]
         if kind is None and is_part(named):
             trust({named: document["digest"]})
-        # a stranger's class may not be made without memory
-        with torch.random.fork_rng([]) if is_part(kind or named) else torch.device("meta"):
+        is_own = (kind or named) in MODELS.own  # another's may not be made without memory
+        with torch.device("meta") if is_own else torch.random.fork_rng([]):
             model = remade(document, kind or named)
     else:
-        keys = ModelConfig.model_validate_json(config)
+        keys, is_own = ModelConfig.model_validate_json(config), True
         if keys.n_layer > len(weights):
             raise ValueError(f"n_layer is {keys.n_layer}")
         # Without memory: what a configuration asks for may be more than the machine has.  And
@@ -237,7 +237,7 @@ def assemble(
     if {name: w.shape for name, w in wanted.items()} != {n: w.shape for n, w in weights.items()}:
         raise ValueError("the weights do not fit the configuration")
     own = {name: weights[name].to(like.dtype) for name, like in wanted.items()}
-    model.load_state_dict(own, assign=not is_part(model.part[0]))
+    model.load_state_dict(own, assign=is_own)
     return model
 
 

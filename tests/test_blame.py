@@ -12,10 +12,10 @@ import pytest
 
 import gear_offline as go
 from gear_offline.cli.main import main
+from gear_offline.models.base import ModelSizes
 from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.learner import Learner
-from gear_offline.training.model import ModelSizes
 from gear_offline.training.stack import why_not_stacked
 from tests.support import Patch, hopper_columns, one_error
 from tests.test_resume import interrupted_in

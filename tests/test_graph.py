@@ -24,9 +24,9 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.distributed.world import World, open_world, rank_device
 from gear_offline.loaders.batch import Batch
+from gear_offline.models.base import ModelSizes
 from gear_offline.training.graph import LINE, RankGradients, why_not_captured
 from gear_offline.training.learner import Learner
-from gear_offline.training.model import ModelSizes
 from tests.gpu_support import ON_TWO_GPUS
 from tests.ranks_support import launch
 from tests.support import Captured, Patch, make_dataset, one_error

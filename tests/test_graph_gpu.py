@@ -13,8 +13,9 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.kernels.relu_linear import relu_linear
 from gear_offline.loaders import static_batch
+from gear_offline.models.base import ModelSizes
 from gear_offline.training.learner import Learner
-from gear_offline.training.model import ModelSizes, data_sizes
+from gear_offline.training.model import data_sizes
 from tests.gpu_support import INDUCTOR, NEEDS_CUPY, ON_GPU, STEPS, losses
 from tests.image_support import image_columns
 from tests.support import make_dataset

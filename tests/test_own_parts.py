@@ -1,6 +1,8 @@
 """Models, strategies and environments of somebody else's files, through every door."""
 
+import sys
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -239,6 +241,7 @@ def doubled(episode):
         (("return {\n", "return [\n"), "SyntaxError"),
         (("nn.Linear(seen, settings.width)", "nn.Linear(seen, 7)"), "trying its losses raised"),
         (("class Net(go.SequenceModel)", "class Net(nn.Module)"), "no subclass"),
+        (("nn.Linear(3, 3)", "nn.LazyLinear(3)"), "lazy modules"),
         (("torch.tanh(self.action(self.hidden(batch)))", "batch.states"), r"act\(\) gave"),
         (
             ("self.state(hidden), following)", "self.state(hidden), following).mean()"),
@@ -284,6 +287,35 @@ def test_the_model_of_the_page_goes_through_every_command(own: Path) -> None:
     ):
         assert main(line) == 0, line
     assert {"action", "state"} <= read_records(own / "run" / "metrics.jsonl")[0].keys()
+
+
+def test_parts_of_an_installed_package_have_names(own: Path, monkeypatch: Patch) -> None:
+    """By entry points; buffers that are in no file of weights are there when they are loaded."""
+    (own / "theirs.py").write_text(
+        NET.replace("torch.tanh(self.action", "self.share * (self.action")
+    )
+    monkeypatch.syspath_prepend(own)
+    groups = {"models": ("theirs", "theirs:Net"), "strategies": ("fades", "draw:fading")}
+    entries = EntryPoints(EntryPoint(*e, f"gear_offline.{group}") for group, e in groups.items())
+    monkeypatch.setattr(parts, "entry_points", lambda group: entries.select(group=group))
+    run = train("run", model__kind="theirs", selection__strategy="fades")
+    assert run.steps == STEPS and run.recipe.parts.keys() == {f"{own / 'env.py'}:Reach"}
+    seen, acted = np.ones((1, 3), np.float32), []
+    for place in (run.path, run.policy(device="cpu").save("policy")):
+        policy = go.load_policy(place, device="cpu")
+        policy.reset(7.0)
+        acted.append(policy.act(seen))
+    np.testing.assert_array_equal(acted[0], acted[1])
+    (own / "theirs.py").write_text("raise ValueError('moved')")
+    monkeypatch.delitem(sys.modules, "theirs")
+    with one_error("MODEL", "loading theirs:Net raised ValueError: moved, at .*theirs.py:1"):
+        train("other", model__kind="theirs")
+
+
+def test_options_may_be_called_as_methods_of_pydantic(own: Path) -> None:
+    (own / "draw.py").write_text(STRATEGY.replace("half_life", "copy").replace("):", ", json=1):"))
+    sampler = go.make_sampler("draw.py:fading", go.open_dataset("dataset"), copy=2.0)
+    assert sampler.options == {"copy": 2.0, "json": 1}
 
 
 def test_a_perceptron_sees_bytes_of_frames_as_shares() -> None:

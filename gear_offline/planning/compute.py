@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import TransformerSettings
 from gear_offline.kernels.short_attention import HEAD_SIZES, MOST_TOKENS
+from gear_offline.models.base import ModelSizes
 from gear_offline.planning.hardware import Cluster
 from gear_offline.training.cost import (
     CONTEXT_BYTES,
@@ -28,7 +29,7 @@ from gear_offline.training.cost import (
     recipe_flops,
 )
 from gear_offline.training.gradients import BLOCKWISE_FROM
-from gear_offline.training.model import ModelSizes, recipe_model
+from gear_offline.training.model import recipe_model
 
 # Kernels outside the blocks, and of one block forward and backward; bytes that everything but
 # matrix products moves, for each token, layer and unit of width.

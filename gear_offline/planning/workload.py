@@ -23,10 +23,11 @@ from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.distributed.sharding import shard_weights
 from gear_offline.errors import InputError
 from gear_offline.loaders.from_recipe import open_data, recipe_sampler
+from gear_offline.models.base import ModelSizes
 from gear_offline.runs.checks import check_selection
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.table import TableOptions, plan_groups
-from gear_offline.training.model import ModelSizes, data_sizes
+from gear_offline.training.model import data_sizes
 
 MOST_SHARDS = 1 << 20  # that are planned one by one
 EPISODES, LENGTH = 4096, 1000  # of data that are described rather than there

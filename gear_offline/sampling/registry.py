@@ -8,6 +8,7 @@ Shape legend: E episodes, N steps.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -37,10 +38,10 @@ class Strategy:
     name: str
     draw: Callable[..., Drawn]
     options: type[BaseModel]  # checks them
-    check: Callable[[dict[str, Any]], None]  # of the options together
-    padding: Literal["left", "right"] | None  # the side of windows that is a part of it
-    alike: bool  # slots and steps are alike, so that a mixture can hold it
-    knows_kept: bool  # it leaves out itself what is not in `Facts.kept`
+    check: Callable[[dict[str, Any]], None] = lambda options: None  # of the options together
+    padding: Literal["left", "right"] | None = None  # the side of windows that is a part of it
+    alike: bool = True  # slots and steps are alike, so that a mixture can hold it
+    knows_kept: bool = False  # it leaves out itself what is not in `Facts.kept`
 
 
 _STRATEGIES: dict[str, Strategy] = {}
@@ -99,8 +100,10 @@ def _options(name: str, draw: Callable[..., Drawn]) -> type[BaseModel]:
         )
         for each in parameters
     }
-    config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-    return create_model(name, __config__=config, **fields)
+    config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    with warnings.catch_warnings():  # of options that are called as methods of pydantic: copy, json
+        warnings.simplefilter("ignore", UserWarning)
+        return create_model(name, __config__=config, **fields)
 
 
 def strategy_names() -> tuple[str, ...]:
@@ -119,11 +122,8 @@ def find_strategy(name: object) -> Strategy:
     for known in _STRATEGIES.values():  # it may be registered, with facts of its own
         if known.draw is found:
             return replace(known, name=whole)
-    nothing: Any = lambda options: None  # noqa: E731
     with telling(STRATEGIES, "its signature", whole):
-        options = _options(found.__name__, found)
-    facts: Any = {"padding": None, "alike": True, "knows_kept": False, "check": nothing}
-    return Strategy(name=whole, draw=found, options=options, **facts)
+        return Strategy(name=whole, draw=found, options=_options(found.__name__, found))
 
 
 def parse_options(name: object, options: Mapping[str, Any]) -> dict[str, Any]:

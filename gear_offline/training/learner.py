@@ -26,7 +26,7 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
 from gear_offline.loaders.from_recipe import loader_options, recipe_sampler
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.models.base import SequenceModel
+from gear_offline.models.base import ModelSizes, SequenceModel
 from gear_offline.sampling.items import Items
 from gear_offline.tables.fields import Window
 from gear_offline.tables.joint import TableData
@@ -34,7 +34,7 @@ from gear_offline.tables.shared import GrowingTable
 from gear_offline.training.cost import Meter, is_compiled
 from gear_offline.training.gradients import GradientPass
 from gear_offline.training.graph import CapturedStep, RunPart, start_compilers, why_not_captured
-from gear_offline.training.model import ModelSizes, make_training_model
+from gear_offline.training.model import make_training_model
 from gear_offline.training.optimizer import Optimizer
 from gear_offline.training.parallel import take_over
 from gear_offline.training.seeding import random_states, restore_random

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from gear_offline.models.base import (
     MODELS,
     Losses,
     ModelFacts,
+    ModelSizes,
     PlayedWindow,
     SequenceModel,
     make_model,
@@ -31,31 +32,10 @@ from gear_offline.models.base import (
 )
 from gear_offline.models.eight_bit import MULTIPLE
 from gear_offline.models.encoders import InputColumn
-from gear_offline.models.multitask import ModelTask
 from gear_offline.tables.fields import STATES, is_image
 from gear_offline.tables.joint import TableData, data_name, parts_of
 from gear_offline.training.cost import has_half_gradients
 from gear_offline.training.parallel import Parallel, choose_parallel, shard_model, take_over
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSizes:
-    """Sizes of states and actions that the model needs; of several tasks the widest."""
-
-    state_dim: int  # numbers in an observation
-    action_dim: int  # numbers in an action, or the number of discrete actions
-    discrete: bool
-    frame_shape: tuple[int, ...] = ()  # of an observation that is one: (h, w) or (h, w, colours)
-    frame_dtype: Literal["uint8", "float32"] = "uint8"
-    observations: tuple[InputColumn, ...] = ()  # of several columns; those above: of one
-    tasks: tuple[ModelTask, ...] = ()  # of a recipe of several
-
-    @property
-    def columns(self) -> tuple[InputColumn, ...]:
-        """The columns of an observation."""
-        kind = self.frame_dtype if self.frame_shape else None
-        shape = self.frame_shape or (self.state_dim,)
-        return self.observations or (InputColumn(name="", shape=shape, frames=kind),)
 
 
 def data_sizes(
@@ -116,9 +96,8 @@ class TrainingModel:
 def recipe_model(recipe: Recipe, sizes: ModelSizes) -> SequenceModel:
     """Build the model of a recipe, on torch's default device."""
     facts = ModelFacts(
-        **vars(sizes),
+        **vars(sizes) | {"frame_stack": recipe.loader.frame_stack},
         context_length=recipe.loader.context_length,
-        frame_stack=recipe.loader.frame_stack,
         max_timestep=recipe.model.max_timestep or 1,
         goals=recipe.loader.goals is not None,
     )
@@ -148,7 +127,7 @@ def make_training_model(
             what, remedy = str(error.args[0]), "give the recipe the model.* options of that run"
             raise InputError("MODEL", what, "train.init", remedy) from error
     names, frozen = tuple[str, ...](), 0
-    if not type(model).__module__.startswith("gear_offline."):
+    if recipe.model.kind not in MODELS.own:
         names, frozen = try_model(model.to(device), device, precision, rewards=rewards)
     learning = model.learning()  # freezes what the loss never reaches
     if recipe.train.recompute:

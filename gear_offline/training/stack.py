@@ -20,13 +20,13 @@ from gear_offline.errors import GearError
 from gear_offline.kernels.adamw import Update, enqueue_together
 from gear_offline.loaders.batch import Batch, join_batches
 from gear_offline.loaders.static_batch import side_by_side
+from gear_offline.models.base import ModelSizes
 from gear_offline.models.loss import TrainingBatch
 from gear_offline.models.stacked import StackedModels
 from gear_offline.training.cost import is_compiled
 from gear_offline.training.gradients import COMPILE
 from gear_offline.training.graph import capture, warm_up
 from gear_offline.training.learner import Learner
-from gear_offline.training.model import ModelSizes
 
 
 def stack_key(recipe: Recipe) -> str:
