@@ -311,8 +311,11 @@ def test_data_without_rewards(
     assert main(["inspect", str(tmp_path / "d")]) == 0
     shown = capsys.readouterr().out
     assert "none: there are no rewards" in shown and "NaN" not in shown
-    with one_error("COLUMN", "the data have no rewards"):
-        go.train("smoke", {"data.path": str(tmp_path / "d"), "evaluate.episodes": 0}, quiet=True)
+    options = {"data.path": str(tmp_path / "d"), "evaluate.episodes": 0, "train.steps": 2}
+    with one_error("COLUMN", "the data have no rewards.*model.kind=mlp"):
+        go.train("smoke", options, quiet=True)
+    cloned = go.train("smoke", options | {"model.kind": "mlp"}, out=tmp_path / "run", quiet=True)
+    assert cloned.steps == 2 and cloned.recipe.evaluate.targets == (0.0,)
     named = converted(path, tmp_path / "e", rename={"score": "rewards"})
     assert named.returns.tolist() == [STEPS["rewards"][n == EPISODE].sum() for n in range(4)]
 

@@ -40,7 +40,7 @@ from gear_offline.evaluation.environments import (
 )
 from gear_offline.evaluation.play import check_sizes
 from gear_offline.loaders.from_recipe import loader_options, open_data, open_one, recipe_sampler
-from gear_offline.models.base import settings_dump, typed_settings
+from gear_offline.models.base import ModelSizes, settings_dump, typed_settings
 from gear_offline.models.decision_transformer import beyond_tanh
 from gear_offline.models.multitask import ModelTask
 from gear_offline.runs.directory import going_on, recipe_before
@@ -51,7 +51,7 @@ from gear_offline.tables.fields import is_image, standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData
 from gear_offline.tables.table import TableOptions, build_table, discounted_returns
 from gear_offline.training.cost import cpu_threads, is_compiled
-from gear_offline.training.model import ModelSizes, data_sizes, resolve_precision
+from gear_offline.training.model import data_sizes, resolve_precision
 from gear_offline.training.trained import find_trained
 
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -297,7 +297,9 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
     if "rewards" not in dataset.spec and not goals and recipe.model.asks_returns:
         what = f"the data have no rewards, and model.kind={recipe.model.kind} is asked for returns"
-        remedy = "give it goals (loader.goals={future: 1.0}), or add a column rewards to the source"
+        remedy = "clone the actions (model.kind=mlp), or add a column rewards to the source"
+        if len(observed) == 1 and not is_image(dataset.spec[observed[0]]):
+            remedy = f"give it goals (loader.goals={{future: 1.0}}), {remedy}"
         raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
     sizes = data_sizes(dataset, observed)
     environment = recipe.evaluate.environment or dataset.environment_id
@@ -328,6 +330,8 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
             what, remedy = "it has no tasks with goals (task_infos)", "use evaluate.episodes=0"
             raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
         changes["evaluate.targets"] = list(range(1, facts.tasks + 1)) if plays and facts else None
+    elif recipe.evaluate.targets is None and "rewards" not in dataset.spec:
+        changes["evaluate.targets"] = [0.0]  # the model does without returns: one play of it
     elif recipe.evaluate.targets is None:
         if recipe.loader.gamma < 1.0:  # as training shows them
             returns = distribution(discounted_returns(dataset, recipe.loader.gamma))
@@ -381,7 +385,9 @@ def _probe_environment(
     try:
         facts = probe(name, options)  # refuses to import a module that only a file names
         if sizes.discrete and facts.discrete:  # some actions may never occur in the data
-            whole = replace(sizes, action_dim=max(sizes.action_dim, facts.action_size))
+            whole = sizes.model_copy(
+                update={"action_dim": max(sizes.action_dim, facts.action_size)}
+            )
         observed, otherwise = recipe.loader.observations, ", or set evaluate.episodes=0"
         check_sizes(facts, whole, observed, whose="the data", otherwise=otherwise, quiet=quiet)
     except (InputError, UnavailableError) as error:
