@@ -100,6 +100,7 @@ class Ring:
         return PARTS * self.part_rows
 
 
+Draw = Callable[[int, int], Segments]  # from the first step and steps on: of all ranks, (T, N)
 Planned = tuple[int, DrawnBlock, Any]  # number, and its reads if they are to be posted
 Coming = tuple[int, Future[list[Planned]]]  # first step, and consecutive blocks from there
 
@@ -108,14 +109,21 @@ class Planner:
     """Draws and assigns blocks of steps: the same for all ranks, whatever was planned before."""
 
     def __init__(
-        self, stream: SegmentStream, world: World, ring: Ring, *, first_row: int, whole: bool
+        self,
+        stream: SegmentStream,
+        world: World,
+        ring: Ring,
+        *,
+        first_row: int,
+        whole: bool,
+        draw: Draw | None = None,
     ) -> None:
-        """The ring begins at `first_row` of what the gather reads.
+        """The ring begins at `first_row` of what the gather reads.  `draw` is that of the stream.
 
         `whole`: it copies whole windows, what is no row of the episode included.
         """
         self._stream, self._ring, self._rank, self._whole = stream, ring, world.rank, whole
-        self._first_row = first_row
+        self._first_row, self._draw = first_row, draw or stream.draw
         self._assigner = Assigner(world.nodes, stream.global_batch)
         self._own = self._assigner.places[world.rank]
         # Of each place the rank, and which of its segments.
@@ -140,19 +148,22 @@ class Planner:
         """
         share, options, steps = self._ring.share, self._ring.options, self._ring.steps
         span, history, margin = options.context_length, options.table.history, options.table.margin
-        drawn = self._stream.draw(first_step, steps * len(first_rows))
+        drawn = self._draw(first_step, steps * len(first_rows))
         homes = share.nodes[drawn.episodes]
         slots, moves = self._assigner.assign(homes)
+        slots += np.arange(len(homes))[:, None] * homes.shape[1]  # of all steps
         # All ranks' segments that are held elsewhere, (M,): who reads which from whom.
-        step, place = np.nonzero(moves)
-        moved = (step, slots[step, place])
-        home, readers, block = homes[moved], self._reader[place], step // steps
-        owners = self._members[home, moved[1] % self._counts[home]]
+        at = np.flatnonzero(moves)
+        step, place = np.divmod(at, homes.shape[1])
+        slot = slots.reshape(-1)[at]
+        home, readers, block = homes.reshape(-1)[slot], self._reader[place], step // steps
+        owners = self._members[home, slot % homes.shape[1] % self._counts[home]]
         order = np.lexsort((owners, readers, block))
-        step, place, readers, owners, block = (
-            each[order] for each in (step, place, readers, owners, block)
+        step, place, slot, readers, owners, block = (
+            each[order] for each in (step, place, slot, readers, owners, block)
         )
-        far = drawn[step, slots[step, place]]
+        every = drawn.flat()
+        far = every[slot]
         # Each lands in a window of its own, those of a reader one behind the other.
         ranks = len(self._assigner.places)
         counts = np.bincount(block * ranks + readers, minlength=ranks * len(first_rows))
@@ -165,7 +176,7 @@ class Planner:
         own = np.flatnonzero(readers == self._rank)
         landing = np.full((len(homes), self._ring.rank_batch), -1)
         landing[step[own], self._turn[place[own]]] = (rows + before)[own] + self._first_row
-        segments = drawn[np.arange(len(homes))[:, None], slots[:, self._own]]
+        segments = every[slots[:, self._own]]
         reads = Reads(
             readers=readers,
             owners=owners,
@@ -223,7 +234,12 @@ class ShardedSegments:
         self._stream: Any = None  # the one that blocks land on
         first_row = 0 if self.in_stream else begin
         whole = not self.in_stream
-        self._planner = Planner(stream, world, ring, first_row=first_row, whole=whole)
+        draw, way = None, stream.selection.gpu
+        if self.in_stream and engine is not None and self._ahead and way is not None:
+            from gear_offline.kernels.gather_gpu import GpuDraws
+
+            draw = GpuDraws(engine, way, seed=stream.seed, global_batch=stream.global_batch)
+        self._planner = Planner(stream, world, ring, first_row=first_row, whole=whole, draw=draw)
         self._depth, self._blocks = 1, 1  # plans ahead, and blocks of each
         if self.in_stream and self._ahead:
             blocks = PLAN_SEGMENTS // (ring.steps * stream.global_batch)
