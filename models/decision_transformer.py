@@ -32,7 +32,7 @@ from transformers.models.decision_transformer.modeling_decision_transformer impo
 
 from gear_offline.config.sections import TransformerSettings
 from gear_offline.errors import InputError
-from gear_offline.models.base import ModelFacts, PlayedWindow, SequenceModel
+from gear_offline.models.base import ModelFacts, ModelTask, PlayedWindow, SequenceModel
 from gear_offline.models.blocks import Block, Keep, dense_mask, drop
 from gear_offline.models.encoders import (
     ColumnEncoder,
@@ -43,7 +43,7 @@ from gear_offline.models.encoders import (
 )
 from gear_offline.models.gaussian import INITIAL_TEMPERATURE, Gaussian, gaussian_losses
 from gear_offline.models.loss import Padding, TrainingBatch, step_losses
-from gear_offline.models.multitask import ModelTask, TaskEmbedding, single_task, tasks_of_config
+from gear_offline.models.multitask import TaskEmbedding, single_task, tasks_of_config
 from gear_offline.models.narrow import LOADED, half_type, joint_maps, narrow_linear
 
 Attention = Literal["auto", "sdpa", "eager"]
