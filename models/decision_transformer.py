@@ -340,7 +340,8 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
         self.attention = getattr(settings, "attention", "auto")
 
     def of_task(self, name: str) -> DecisionTransformer:
-        return single_task(self, name)
+        alone: DecisionTransformer = single_task(self, name)
+        return alone
 
     def recompute(self) -> None:
         self.encoder.gradient_checkpointing = True
