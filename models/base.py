@@ -17,7 +17,7 @@ from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
@@ -37,7 +37,7 @@ from gear_offline.errors import GearError, InputError, is_out_of_memory
 from gear_offline.models.eight_bit import MULTIPLE, EightBitLinear
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.loss import Padding, TrainingBatch, mean_loss, step_losses
-from gear_offline.models.multitask import ModelTask
+from gear_offline.tables.fields import Scales
 
 Size = Annotated[int, Field(ge=1, le=1 << 31)]
 Shape = Annotated[tuple[Size, ...], Field(strict=False, min_length=2, max_length=3)] | tuple[()]
@@ -55,6 +55,22 @@ MODELS = Kind(
         "mlp": "gear_offline.models.mlp:MLP",
     },
 )
+
+
+class ModelTask(Scales):
+    """A task of a model, named as in the recipe; part of the model's configuration."""
+
+    name: str
+    state_dim: Annotated[int, Field(ge=1)]
+    action_dim: Annotated[int, Field(ge=1)]  # or how many discrete actions it has
+    return_worst: float = 0.0  # of the episodes it was learnt from
+    return_best: float = 0.0
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.state_mean is not None and len(self.state_mean) != self.state_dim:
+            raise ValueError("state_mean and state_std are not of its states")
+        return self
 
 
 class ModelSizes(BaseModel):

@@ -27,9 +27,8 @@ from gear_offline.dataset.scores import ReferenceScores, known_scores, reference
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import EnvironmentFacts, Known, Options, known_of
 from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_episodes
-from gear_offline.models.base import ModelSizes
+from gear_offline.models.base import ModelSizes, ModelTask
 from gear_offline.models.encoders import InputColumn
-from gear_offline.models.multitask import ModelTask
 from gear_offline.models.policy import Policy
 from gear_offline.progress import Progress
 from gear_offline.tables.fields import STATES
