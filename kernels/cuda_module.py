@@ -68,8 +68,11 @@ def capturing(graph: Any, stream: Any) -> Iterator[None]:
             except Exception as error:
                 first = error
                 raise
-    except Exception as error:
-        raise first or error
+    except Exception:
+        if first is None:
+            raise
+    if first is not None:
+        raise first
 
 
 def load(source: str, names: Sequence[str], *, device: int) -> dict[str, Kernel]:

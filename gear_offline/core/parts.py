@@ -33,9 +33,8 @@ from gear_offline.errors import GearError, InputError, in_home
 
 LINES_SHOWN = 3  # of a user's files, where a part raises
 PACKAGE = Path(__file__).parents[1]  # gear_offline itself
-LOADERS = ("<frozen", f"{Path(import_module.__code__.co_filename).parent}/")
 PACKAGES = str(Path(xxhash.__file__).parents[1])  # what is installed
-TORCH = f"{PACKAGES}/torch/"
+LOADERS = ("<frozen", f"{Path(import_module.__code__.co_filename).parent}/", f"{PACKAGES}/torch/")
 FOLDERS = "gear_offline_parts_"  # before the names of packages that stand for folders of files
 NOT_BESIDE = (FOLDERS, "__main__")
 
@@ -339,7 +338,7 @@ def part_error(
 def own_lines(error: BaseException, libraries: tuple[str, ...] = ()) -> list[str]:
     """Return the newest lines of a traceback that are neither of ours nor of libraries."""
     cause: BaseException | None = error
-    ours = (*LOADERS, TORCH, f"{PACKAGE}/", *(f"{PACKAGE.parent}/{n}/" for n in ("models", "loaders")))
+    ours = (*LOADERS, *(f"{PACKAGE.parent}/{n}/" for n in (PACKAGE.name, "models", "loaders")))
     lines: list[str] = []
     while cause is not None and not lines:
         frames = reversed(traceback.extract_tb(cause.__traceback__))

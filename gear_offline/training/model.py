@@ -211,8 +211,8 @@ def try_model(
             raise InputError("MODEL", f"{what}here {shape}", name, remedy)
         total: Any = total_loss(losses).sum()
         if not total.requires_grad:
-            what, remedy = "no loss reaches a parameter that learns", "give it one, such as nn.Linear"
-            raise InputError("MODEL", what, name, remedy)
+            what = "no loss reaches a parameter that learns"
+            raise InputError("MODEL", what, name, "give it one, such as nn.Linear")
         total.backward()
     with torch.random.fork_rng(devices), telling(MODELS, "trying act()", name), torch.no_grad():
         chosen = model.eval().act(window)
