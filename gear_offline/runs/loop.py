@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.closing import Closing
-from gear_offline.core.files import write_error
+from gear_offline.core.files import Closing, write_error
 from gear_offline.core.interruption import StopRequest
 from gear_offline.core.system import torch_alone
 from gear_offline.core.text import say, typed
