@@ -37,8 +37,6 @@ from gear_offline.training.learner import Learner
 from gear_offline.training.saving import Saver, restore
 from gear_offline.training.seeding import deterministic, torch_threads
 
-__all__ = ["TrainingInterrupted", "train_run"]
-
 STOP_EVERY = 10  # steps between two questions to all ranks whether to stop
 
 
