@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +25,7 @@ from gear_offline.distributed.world import World, current, open_world, rank_devi
 from gear_offline.errors import GearError
 from gear_offline.runs.callbacks import Callback, Callbacks, recipe_callbacks
 from gear_offline.runs.directory import RunDirectory, check_resumed, default_run_path
+from gear_offline.runs.evaluations import Shared
 from gear_offline.runs.prepare import open_growing, prepare_dataset, resolve, settle
 from gear_offline.runs.run import Run
 from gear_offline.runs.trackers import trackings
@@ -44,14 +44,6 @@ class TrainingInterrupted(GearError):
     """Ctrl-C or SIGTERM stopped the work; what was done is saved (exit code 130)."""
 
     exit_code = 130  # 128 + SIGINT, as shells count
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shared:
-    """Objects that the runs of one process share; a run alone has its own."""
-
-    stop: StopRequest | None = None
-    runs: int = 1  # that share the cores which training leaves to evaluations
 
 
 def train_run(
@@ -130,7 +122,7 @@ def begin_run(
 
     The first rank holds the `directory` and has the callbacks.
     """
-    world, shared = world or World(), shared or Shared()
+    world = world or World()
     recipe, sizes = resolve(recipe, dataset, quiet=quiet)  # it says everything in numbers
     world.lead(lambda: check_resumed(run.path, recipe, start))
     with ExitStack() as held:
@@ -145,8 +137,8 @@ def begin_run(
         try:
             if start is not None:
                 world.lead(lambda: directory and directory.branch(start))
-            stop = shared.stop or held.enter_context(StopRequest())
-            with LiveRun(directory, learner, stop, listeners, shared.runs, quiet=quiet) as live:
+            shared = shared or Shared(stop=held.enter_context(StopRequest()))
+            with LiveRun(directory, learner, shared, listeners, quiet=quiet) as live:
                 yield live
         except OSError as error:  # of the run's own files: the data's errors have codes
             if directory is not None:
@@ -177,13 +169,12 @@ class LiveRun(Closing):
         self,
         directory: RunDirectory | None,
         learner: Learner,
-        stop: StopRequest,
+        shared: Shared,
         callbacks: Callbacks,
-        concurrent_runs: int,
         *,
         quiet: bool,
     ) -> None:
-        self.learner, self.stop, self.callbacks = learner, stop, callbacks
+        self.learner, self.stop, self.callbacks = learner, shared.stop, callbacks
         self.path, self.is_stopped = callbacks.run.path, False
         self._directory = directory
         folder = self.path / "checkpoints"
@@ -194,13 +185,7 @@ class LiveRun(Closing):
             directory.begin(learner.recipe, step=learner.step)
             callbacks.tell("on_begin")
             self.writer = RunWriter(
-                learner,
-                self.saver,
-                stop,
-                callbacks,
-                seconds=seconds,
-                concurrent_runs=concurrent_runs,
-                quiet=quiet,
+                learner, self.saver, shared, callbacks, seconds=seconds, quiet=quiet
             )
             self.saver.before = self.writer.sync
 

@@ -26,7 +26,8 @@ from gear_offline.errors import GearError
 from gear_offline.loaders.options import recipe_sampler
 from gear_offline.loaders.rows import MemoryRows
 from gear_offline.runs.directory import RunDirectory
-from gear_offline.runs.loop import LiveRun, Shared, TrainingInterrupted, begin_run, run_settings
+from gear_offline.runs.evaluations import Player, Shared
+from gear_offline.runs.loop import LiveRun, TrainingInterrupted, begin_run, run_settings
 from gear_offline.runs.prepare import resolve, settle
 from gear_offline.runs.run import Run
 from gear_offline.sweep.jobs import Work, run_errors
@@ -90,7 +91,8 @@ class _Scheduler:
 
     def __init__(self, work: Work, stop: StopRequest) -> None:
         self._work, self._stop = work, stop
-        self._shared = Shared(stop=stop, runs=work.parallel)
+        self._player = Player()
+        self._shared = Shared(stop=stop, runs=work.parallel, player=self._player)
         self._groups: list[_Group] = []
         self._kept = dict[int, Any]()  # tables that all trials read, also those to come
 
@@ -112,14 +114,19 @@ class _Scheduler:
         finally:
             for member in self._running():
                 member.close()
+            self._player.close()
 
     def _running(self) -> list[_OpenRun]:
         return [member for group in self._groups for member in group.members]
 
     def _has_room(self, runs: int) -> bool:
-        """Return true if so many runs more may begin, and the GPU has memory for them."""
-        running, device = len(self._running()), self._work.device
-        if running and running + runs > self._work.parallel:
+        """Return true if so many runs more may begin, and the GPU has memory for them.
+
+        Meanwhile up to as many may wait for their last evaluations.
+        """
+        members, device, most = self._running(), self._work.device, self._work.parallel
+        running, training = len(members), sum(not member.run.is_complete for member in members)
+        if (training and training + runs > most) or (running and running + runs > 2 * most):
             return False
         if device.type != "cuda" or not running:
             return True

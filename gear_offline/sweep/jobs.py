@@ -151,16 +151,17 @@ def run_errors(name: str, path: Path, device: torch.device) -> Iterator[None]:
     """
     try:
         yield
-    except GearError:
-        raise
     except OSError as error:
         raise write_error(error, str(path)) from error
     except Exception as error:
         first = first_line(error)
-        if _is_lost(device):
+        is_told = isinstance(error, GearError)
+        if getattr(error, "code", "MODEL") == "MODEL" and _is_lost(device):
             what = f"the GPU does nothing more for this process after {type(error).__name__}"
             remedy = "the same command goes on from the newest checkpoints"
             raise GearError("DEVICE", f"{what}: {first}", name, remedy) from error
+        if is_told:
+            raise
         if is_out_of_memory(error):
             remedy = "fewer runs at a time (sweep --parallel), or a smaller model or batch"
             raise GearError("MEMORY", f"out of memory: {first}", name, remedy) from error

@@ -26,7 +26,7 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.options import loader_options, recipe_sampler
-from gear_offline.models.base import ModelSizes, SequenceModel
+from gear_offline.models.base import ModelSizes, SequenceModel, telling_model
 from gear_offline.sampling.items import Items
 from gear_offline.tables.fields import Window
 from gear_offline.tables.joint import TableData
@@ -208,6 +208,16 @@ class Learner:
         touches the weights.  A GPU is not waited for at each step: the next `report` or `check`
         raises it.  A collective that fails, whoever calls it, is ``RANK_LOST``.
         """
+        what, remedy = f"step {self.step + 1:,} of training", ""
+        if self.will_capture:
+            what, remedy = "capturing a step as a CUDA graph", "use train.graph=off"
+        try:
+            self._advance()
+        except Exception:
+            with telling_model(self.model, what, remedy):
+                raise
+
+    def _advance(self) -> None:
         if not self.is_captured:
             batch = self.take()
             with self.world.guard("training"):
