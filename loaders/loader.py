@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info
 from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.sections import GoalSettings, Mode, Placement, Road, Sharding
-from gear_offline.core.closing import Closing
+from gear_offline.core.files import Closing
 from gear_offline.core.text import plain
 from gear_offline.core.types import Int64Array
 from gear_offline.dataset.dataset import Dataset, open_dataset
@@ -29,7 +29,6 @@ from gear_offline.kernels.draws import Segments, check_range
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.kernels.gather_gpu import GpuGather
 from gear_offline.loaders.batch import Batch, split_steps
-from gear_offline.loaders.from_recipe import loader_options, open_data, recipe_sampler
 from gear_offline.loaders.goals import GOALS, GoalSampler
 from gear_offline.loaders.options import (
     LoaderOptions,
@@ -37,7 +36,10 @@ from gear_offline.loaders.options import (
     check_options,
     choose_sampler,
     find_world,
+    loader_options,
     no_engine,
+    open_data,
+    recipe_sampler,
 )
 from gear_offline.loaders.rows import MemoryRows, RowOpener, Rows
 from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch

@@ -18,7 +18,7 @@ import numpy as np
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import EvaluateSettings, TaskSettings, target_list
-from gear_offline.core.closing import Closing
+from gear_offline.core.files import Closing
 from gear_offline.core.parts import is_part
 from gear_offline.core.system import available_bytes, versions
 from gear_offline.core.text import count_text, say

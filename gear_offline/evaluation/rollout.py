@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from gear_offline.core.closing import Closing
+from gear_offline.core.files import Closing
 from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.evaluation.environments import (

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.closing import Closing
+from gear_offline.core.files import Closing
 from gear_offline.core.interruption import Aborted, StopRequest
 from gear_offline.core.parts import is_elsewhere
 from gear_offline.core.system import usable_cores

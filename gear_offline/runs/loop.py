@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.closing import Closing
-from gear_offline.core.files import write_error
+from gear_offline.core.files import Closing, write_error
 from gear_offline.core.interruption import StopRequest
 from gear_offline.core.system import torch_alone
 from gear_offline.core.text import say, typed
@@ -37,8 +36,6 @@ from gear_offline.training.gradients import check_micro_batches
 from gear_offline.training.learner import Learner
 from gear_offline.training.saving import Saver, restore
 from gear_offline.training.seeding import deterministic, torch_threads
-
-__all__ = ["TrainingInterrupted", "train_run"]
 
 STOP_EVERY = 10  # steps between two questions to all ranks whether to stop
 

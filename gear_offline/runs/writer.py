@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_offline.core.closing import Closing
-from gear_offline.core.files import write_file
+from gear_offline.core.files import Closing, write_file
 from gear_offline.core.system import versions
 from gear_offline.core.text import count_text, finite, say
 from gear_offline.progress import Progress

@@ -23,7 +23,7 @@ from gear_offline.core.interruption import StopRequest
 from gear_offline.core.system import torch_alone
 from gear_offline.distributed.world import current
 from gear_offline.errors import GearError
-from gear_offline.loaders.from_recipe import recipe_sampler
+from gear_offline.loaders.options import recipe_sampler
 from gear_offline.loaders.rows import MemoryRows
 from gear_offline.runs.directory import RunDirectory
 from gear_offline.runs.evaluations import Player, Shared

@@ -24,8 +24,8 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.gather import Windows
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
-from gear_offline.loaders.from_recipe import loader_options, recipe_sampler
 from gear_offline.loaders.loader import GearLoader
+from gear_offline.loaders.options import loader_options, recipe_sampler
 from gear_offline.models.base import ModelSizes, SequenceModel, telling_model
 from gear_offline.sampling.items import Items
 from gear_offline.tables.fields import Window
