@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,28 @@ class Kernel:
         finally:
             if before and before != self._context:
                 driver.ctxSetCurrent(before)
+
+
+@contextmanager
+def capturing(graph: Any, stream: Any) -> Iterator[None]:
+    """Capture what is launched as a CUDA graph; raise what fails first.
+
+    Ending a capture fails as well then, and would hide it.  Other threads may ask for events
+    meanwhile: NCCL's watchdog does all the time.
+    """
+    first: Exception | None = None
+    try:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            try:
+                yield
+            except Exception as error:
+                first = error
+                raise
+    except Exception:
+        if first is None:
+            raise
+    if first is not None:
+        raise first
 
 
 def load(source: str, names: Sequence[str], *, device: int) -> dict[str, Kernel]:

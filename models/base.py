@@ -9,29 +9,40 @@ Shape legend: B windows, K steps, S state elements, A action elements or discret
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from gear_offline.config.problems import nearest, problem_text
 from gear_offline.config.sections import ModelSettings, OwnModelSettings
-from gear_offline.core.parts import Kind, digest_of, find_part, is_part, part_name, telling
-from gear_offline.errors import InputError
+from gear_offline.core.parts import (
+    Kind,
+    digest_of,
+    find_part,
+    is_part,
+    part_error,
+    part_name,
+    telling,
+)
+from gear_offline.errors import GearError, InputError, is_out_of_memory
+from gear_offline.models.eight_bit import MULTIPLE, EightBitLinear
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.loss import Padding, TrainingBatch, mean_loss, step_losses
-from gear_offline.models.multitask import ModelTask
+from gear_offline.tables.fields import Scales
 
 Size = Annotated[int, Field(ge=1, le=1 << 31)]
 Shape = Annotated[tuple[Size, ...], Field(strict=False, min_length=2, max_length=3)] | tuple[()]
 
+COMPILERS = ("torch._dynamo", "torch._inductor")  # where errors of torch.compile are
 MODELS = Kind(
     noun="model",
     group="models",
@@ -44,6 +55,22 @@ MODELS = Kind(
         "mlp": "gear_offline.models.mlp:MLP",
     },
 )
+
+
+class ModelTask(Scales):
+    """A task of a model, named as in the recipe; part of the model's configuration."""
+
+    name: str
+    state_dim: Annotated[int, Field(ge=1)]
+    action_dim: Annotated[int, Field(ge=1)]  # or how many discrete actions it has
+    return_worst: float = 0.0  # of the episodes it was learnt from
+    return_best: float = 0.0
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.state_mean is not None and len(self.state_mean) != self.state_dim:
+            raise ValueError("state_mean and state_std are not of its states")
+        return self
 
 
 class ModelSizes(BaseModel):
@@ -271,8 +298,14 @@ class SequenceModel(nn.Module):
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def use_eight_bits(self) -> str | None:
-        """Have blocks multiply in 8 bits while training, or return why they do not."""
-        return f"{type(self).__name__} has no such blocks"
+        """Have linear maps of blocks multiply in 8 bits while training, or return why not."""
+        inner = [layer for block in blocks_of(self) for layer in block.modules()]
+        maps: Any = [layer for layer in inner if type(layer) is nn.Linear]
+        maps = [layer for layer in maps if not any(size % MULTIPLE for size in layer.weight.shape)]
+        for layer in maps:
+            layer.__class__ = EightBitLinear
+        what = f"no `blocks` of {type(self).__name__} have an nn.Linear of multiples of {MULTIPLE}"
+        return None if maps else what
 
     def config_text(self) -> str:
         """Return the facts and options that the model is made again from, JSON."""
@@ -314,6 +347,22 @@ def _recomputed(block: nn.Module, forward: Any) -> Any:
         return forward(*arguments, **options)
 
     return call
+
+
+@contextmanager
+def telling_model(model: SequenceModel, what: str, remedy: str = "") -> Iterator[None]:
+    """Tell what a model of somebody else raises, and what compiling any does."""
+    try:
+        yield
+    except (GearError, OSError):
+        raise
+    except Exception as error:
+        is_own = type(model).__module__.startswith("gear_offline.")
+        if type(error).__module__.startswith(COMPILERS):
+            what, remedy = "compiling it", "use train.compile=off"
+        elif is_own or is_out_of_memory(error):
+            raise
+        raise part_error(MODELS, what, type(model).__name__, error, remedy) from error
 
 
 def make_model(kind: str, facts: ModelFacts, settings: Any) -> SequenceModel:

@@ -32,7 +32,7 @@ from transformers.models.decision_transformer.modeling_decision_transformer impo
 
 from gear_offline.config.sections import TransformerSettings
 from gear_offline.errors import InputError
-from gear_offline.models.base import ModelFacts, PlayedWindow, SequenceModel
+from gear_offline.models.base import ModelFacts, ModelTask, PlayedWindow, SequenceModel
 from gear_offline.models.blocks import Block, Keep, dense_mask, drop
 from gear_offline.models.encoders import (
     ColumnEncoder,
@@ -43,7 +43,7 @@ from gear_offline.models.encoders import (
 )
 from gear_offline.models.gaussian import INITIAL_TEMPERATURE, Gaussian, gaussian_losses
 from gear_offline.models.loss import Padding, TrainingBatch, step_losses
-from gear_offline.models.multitask import ModelTask, TaskEmbedding, single_task, tasks_of_config
+from gear_offline.models.multitask import TaskEmbedding, single_task, tasks_of_config
 from gear_offline.models.narrow import LOADED, half_type, joint_maps, narrow_linear
 
 Attention = Literal["auto", "sdpa", "eager"]
@@ -340,7 +340,8 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
         self.attention = getattr(settings, "attention", "auto")
 
     def of_task(self, name: str) -> DecisionTransformer:
-        return single_task(self, name)
+        alone: DecisionTransformer = single_task(self, name)
+        return alone
 
     def recompute(self) -> None:
         self.encoder.gradient_checkpointing = True

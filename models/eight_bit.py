@@ -14,7 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from gear_offline.models.narrow import compute_dtype
 
 EIGHT_BITS = torch.float8_e4m3fn
 LARGEST = 448.0  # of its numbers
@@ -44,6 +46,16 @@ def eight_bit_linear(rows: Tensor, weight: Tensor, bias: Tensor, kind: torch.dty
     function: Any = _EightBitLinear.apply
     product: Tensor = function(rows.flatten(0, -2), weight, bias, kind)
     return product.view(*rows.shape[:-1], -1)
+
+
+class EightBitLinear(nn.Linear):
+    """A linear map that multiplies in 8 bits while training, where the rows allow it."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if not self.training or rows.shape[:-1].numel() % MULTIPLE:
+            return super().forward(rows)
+        bias = self.weight.new_zeros(self.out_features) if self.bias is None else self.bias
+        return eight_bit_linear(rows, self.weight.t(), bias, compute_dtype(rows))
 
 
 class _EightBitLinear(torch.autograd.Function):

@@ -14,40 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy, deepcopy
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
+from transformers import DecisionTransformerConfig
 
 from gear_offline.core.text import first_line
 from gear_offline.errors import InputError
-from gear_offline.tables.fields import Scales
-
-if TYPE_CHECKING:
-    from gear_offline.models.base import SequenceModel
-    from gear_offline.models.decision_transformer import (
-        DecisionTransformer,
-        DecisionTransformerConfig,
-    )
+from gear_offline.models.base import ModelTask, SequenceModel
 
 TASK_STD = 0.02  # of the initial embeddings, as the released class's own
-
-
-class ModelTask(Scales):
-    """A task of a model, named as in the recipe; part of the model's configuration."""
-
-    name: str
-    state_dim: Annotated[int, Field(ge=1)]
-    action_dim: Annotated[int, Field(ge=1)]  # or how many discrete actions it has
-    return_worst: float = 0.0  # of the episodes it was learnt from
-    return_best: float = 0.0
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.state_mean is not None and len(self.state_mean) != self.state_dim:
-            raise ValueError("state_mean and state_std are not of its states")
-        return self
 
 
 def tasks_of_config(config: DecisionTransformerConfig) -> tuple[ModelTask, ...]:
@@ -108,7 +85,7 @@ def find_task(model: SequenceModel, name: str | None) -> tuple[int, ModelTask]:
 
 
 @torch.no_grad()
-def single_task(model: DecisionTransformer, name: str) -> DecisionTransformer:
+def single_task(model: SequenceModel, name: str) -> Any:
     """Return the model of one task alone: its own widths, no tasks, the released class's weights.
 
     Blocks and what else all tasks share are the same tensors as the model's, not copies; the
@@ -120,7 +97,7 @@ def single_task(model: DecisionTransformer, name: str) -> DecisionTransformer:
     frames = bool(getattr(config, "frame_shape", ()))
     config.state_dim = config.state_dim if frames else task.state_dim
     config.act_dim = task.action_dim
-    alone = copy(model)
+    alone: Any = copy(model)
     alone._modules = model._modules.copy()
     alone.config = config
     update: dict[str, object] = {"action_dim": task.action_dim, "tasks": ()}

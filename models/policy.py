@@ -23,10 +23,11 @@ from gear_offline.config.problems import problem_text
 from gear_offline.core.hub import put
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
-from gear_offline.dataset.rewards import RewardEdit
 from gear_offline.dataset.schema import match_columns
+from gear_offline.dataset.scores import RewardEdit
 from gear_offline.errors import InputError, given_path
-from gear_offline.models.base import PlayedWindow, SequenceModel
+from gear_offline.kernels.cuda_module import capturing
+from gear_offline.models.base import PlayedWindow, SequenceModel, telling_model
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy_folder import CARD, PLACE, PolicyFacts, PolicyFile, write_policy
 from gear_offline.tables.fields import ObservedColumn, Window
@@ -261,7 +262,10 @@ class Policy:
         """
         if self.device.type == "cuda" and self._graph is None:
             self._grow(max(0, environments - self.environments))
-            self._graph = _Graph(self)
+            remedy = "act without waiting for the GPU, as .item() does, or play on the CPU: "
+            remedy += "evaluate.device=cpu, evaluate --device cpu"
+            with telling_model(self.model, "capturing act() as a CUDA graph", remedy):
+                self._graph = _Graph(self)
 
     @torch.inference_mode()
     def act(
@@ -321,7 +325,8 @@ class Policy:
                 filled = min(int(steps.max()) + 1, self.context_length)
             now = torch.from_numpy(numbers).to(self.device)
             states = {name: torch.from_numpy(rows).to(self.device) for name, rows in seen.items()}
-            actions = np.asarray(self._step(now, states, filled, noise).cpu().numpy())
+            with telling_model(self.model, "act()"):
+                actions = np.asarray(self._step(now, states, filled, noise).cpu().numpy())
         self._done[chosen] = actions.reshape(len(chosen), -1)
         self._waiting[chosen] = True
         self._steps[chosen] += 1
@@ -474,13 +479,13 @@ class _Graph:
         self._graph: Any = torch.cuda.CUDAGraph()
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        precision, mode = torch.get_float32_matmul_precision(), "thread_local"  # others go on
+        precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")
         try:
             with torch.cuda.stream(self._stream):
                 for _ in range(2):  # libraries choose their algorithms and allocate
                     policy._step(self._numbers, self._seen, length, 0.0)
-                with torch.cuda.graph(self._graph, None, self._stream, mode):
+                with capturing(self._graph, self._stream):
                     self._actions = policy._step(self._numbers, self._seen, length, 0.0)
         finally:
             torch.set_float32_matmul_precision(precision)

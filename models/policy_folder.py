@@ -26,10 +26,9 @@ from gear_offline.core.hub import card
 from gear_offline.core.parts import is_part, trust
 from gear_offline.core.text import LEAST, first_line, printable, told_apart
 from gear_offline.errors import InputError, is_out_of_memory
-from gear_offline.models.base import MODELS, SequenceModel, remade
+from gear_offline.models.base import MODELS, ModelTask, SequenceModel, remade
 from gear_offline.models.decision_transformer import DecisionTransformer, DecisionTransformerConfig
 from gear_offline.models.encoders import InputColumn
-from gear_offline.models.multitask import ModelTask
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
 from gear_offline.tables.fields import Window
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+import gear_offline as go
 from gear_offline.models.eight_bit import eight_bit_linear, quantize
 from tests.gpu_support import ON_GPU
 
@@ -73,3 +74,39 @@ def test_rows_of_zeros_and_infinite_gradients() -> None:
     result = eight_bit_linear(rows, weight, bias, torch.float32)
     above = torch.full_like(above, torch.inf)
     assert not torch.autograd.grad(result, weight, above)[0].isfinite().any()
+
+
+class Maps(go.SequenceModel):
+    """Blocks of somebody else: one that fits, one without a bias, one of odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 16)
+        layers = nn.Linear(32, 16), nn.Linear(32, 16, bias=False), nn.Linear(31, 16)
+        self.blocks = nn.ModuleList([nn.Sequential(layer) for layer in layers])
+
+
+def test_linear_maps_of_other_peoples_blocks_multiply_in_8_bits_while_training() -> None:
+    torch.manual_seed(0)
+    model, rows = Maps(), sample(2, 32, 32, 16)[0]
+    layers = [block[0] for block in model.blocks]
+    before = [layer(rows[:, : layer.in_features]) for layer in layers]
+    assert model.use_eight_bits() is None
+    for number, layer in enumerate(layers):
+        inputs = rows[:, : layer.in_features]
+        weight = layer.weight.detach().double().numpy()
+        bias = 0.0 if layer.bias is None else layer.bias.detach().double().numpy()
+        expected = rounded(inputs.double().numpy()) @ rounded(weight).T + bias
+        result = layer(inputs.view(2, 16, -1)).flatten(0, 1)
+        is_plain = layer.in_features == 31
+        assert torch.equal(result, before[number]) == is_plain
+        if not is_plain:
+            size = np.abs(expected).max(-1, keepdims=True)
+            assert (np.abs(result.detach().double().numpy() - expected) < size * 1e-5).all()
+            result.sum().backward()
+            assert layer.weight.grad.abs().sum() > 0
+        assert torch.equal(layer(inputs[:5]), before[number][:5]), "no multiple of 16"
+        assert torch.equal(layer.eval()(inputs), before[number])
+    assert type(model.head) is nn.Linear
+    model.blocks = model.blocks[2:]
+    assert "multiples of 16" in str(model.use_eight_bits())

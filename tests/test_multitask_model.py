@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from transformers import DecisionTransformerModel
 
 from gear_offline.loaders.batch import Batch
+from gear_offline.models.base import ModelTask
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
-from gear_offline.models.multitask import ModelTask, single_task, tasks_of_config
+from gear_offline.models.multitask import single_task, tasks_of_config
 from tests.model_support import assert_same_state
 from tests.support import failing_code
 

@@ -6,6 +6,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,11 +16,13 @@ import gear_offline as go
 from gear_offline.cli.main import main
 from gear_offline.config.sections import MLPSettings
 from gear_offline.core import parts
+from gear_offline.kernels.cuda_module import capturing
 from gear_offline.models.base import ModelFacts
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.mlp import MLP
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.training.json_lines import read_records
+from gear_offline.training.learner import Learner
 from tests.own_parts import BESIDE, ENVIRONMENT, NET, STRATEGY
 from tests.support import ROOT, Patch, make_dataset, one_error
 from tests.test_docs import blocks
@@ -255,6 +258,63 @@ def test_what_a_model_does_wrong_is_told_before_training(
     (own / "net.py").write_text(NET.replace(*change))
     with one_error("MODEL", told):
         train("run", evaluate__episodes=0)
+
+
+RAISES = """
+    def checked(self, batch, states):
+        if batch.states.any():
+            raise KeyError("not while capturing")
+        return states
+
+    def hidden("""
+
+
+def test_what_a_model_raises_later_is_told_with_its_line(own: Path, monkeypatch: Patch) -> None:
+    """On data that are not zeros: in a step, in play, in an export, while a graph is captured."""
+    run = train("run", evaluate__episodes=0)
+    text = NET.replace("    def hidden(", RAISES[1:]).replace(
+        "[batch.states,", "[self.checked(batch, batch.states),"
+    )
+    (own / "net.py").write_text(text)
+    line = r"raised KeyError: 'not while capturing', at .*net.py:\d+ in checked"
+    with one_error("MODEL", f"step 1 of training {line}"):
+        train("late", evaluate__episodes=0)
+    with one_error("MODEL", rf"act\(\) {line}"):
+        go.evaluate(run.path, model="net.py:Net", episodes=1, quiet=True)
+    pytest.importorskip("onnxscript")
+    with one_error("MODEL", r"export of act\(\) raised .*, at .*net.py:\d+ in checked"):
+        go.export_policy(run.path, "policy.onnx", model="net.py:Net")
+
+    class Graph:
+        """Ending a capture in which something failed fails as well, as torch's does."""
+
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def captures(learner: Learner) -> None:
+        with capturing(None, None):
+            learner.working(learner.take())
+
+    monkeypatch.setattr(torch.cuda, "graph", Graph)
+    monkeypatch.setattr(Learner, "_advance", captures)
+    monkeypatch.setattr(Learner, "will_capture", True)
+    with one_error("MODEL", f"capturing a step as a CUDA graph {line}.*use train.graph=off"):
+        train("captured", evaluate__episodes=0)
+
+
+def test_what_cannot_be_compiled_is_told_with_what_to_type(own: Path, monkeypatch: Patch) -> None:
+    failing = Mock(side_effect=torch._dynamo.exc.InternalTorchDynamoError("no C compiler\nsee"))
+    monkeypatch.setattr(Learner, "_advance", failing)
+    for kind in ("net.py:Net", "decision_transformer"):
+        changes = {} if kind.endswith("Net") else {"selection.strategy": "uniform_steps"}
+        recipe = {**options(), "model.kind": kind, "evaluate.episodes": 0, **changes}
+        recipe.pop("selection.half_life")
+        with one_error("MODEL", "compiling it raised .*no C compiler.*; use train.compile=off"):
+            go.train("smoke", recipe, out=kind[:3], quiet=True)
 
 
 def test_options_of_a_model_are_refused_with_the_nearest_name(own: Path) -> None:

@@ -33,8 +33,8 @@ from gear_offline.errors import GearError, InputError, in_home
 
 LINES_SHOWN = 3  # of a user's files, where a part raises
 PACKAGE = Path(__file__).parents[1]  # gear_offline itself
-LOADERS = ("<frozen", f"{Path(import_module.__code__.co_filename).parent}/")
 PACKAGES = str(Path(xxhash.__file__).parents[1])  # what is installed
+LOADERS = ("<frozen", f"{Path(import_module.__code__.co_filename).parent}/", f"{PACKAGES}/torch/")
 FOLDERS = "gear_offline_parts_"  # before the names of packages that stand for folders of files
 NOT_BESIDE = (FOLDERS, "__main__")
 
@@ -319,18 +319,26 @@ def telling(kind: Kind, what: str, name: str) -> Iterator[None]:
     except GearError:
         raise
     except (Exception, SystemExit) as error:
-        told = f"{what} raised {type(error).__name__}: {first_line(error)}"
-        lines = own_lines(error)
-        told += f", at {', from '.join(lines)}" if lines else ""
-        remedy = "mend it there" if lines else "put the folder of a module on PYTHONPATH, or name "
-        remedy += "" if lines else f"a file: {kind.option}=FILE.py:Name"
-        raise InputError(kind.code, told, name, remedy) from error
+        raise part_error(kind, what, name, error) from error
+
+
+def part_error(
+    kind: Kind, what: str, name: str, error: BaseException, remedy: str = ""
+) -> InputError:
+    """Return the error of what a part raises, with the lines of its own files."""
+    told = f"{what} raised {type(error).__name__}: {first_line(error)}"
+    lines = own_lines(error)
+    told += f", at {', from '.join(lines)}" if lines else ""
+    if not remedy and not lines and isinstance(error, ImportError):
+        remedy = "put the folder of a module on PYTHONPATH, or name a file: "
+        remedy += f"{kind.option}=FILE.py:Name"
+    return InputError(kind.code, told, name, remedy or ("mend it there" if lines else "mend it"))
 
 
 def own_lines(error: BaseException, libraries: tuple[str, ...] = ()) -> list[str]:
     """Return the newest lines of a traceback that are neither of ours nor of libraries."""
     cause: BaseException | None = error
-    ours = (*LOADERS, f"{PACKAGE}/", *(f"{PACKAGE.parent}/{n}/" for n in ("models", "loaders")))
+    ours = (*LOADERS, *(f"{PACKAGE.parent}/{n}/" for n in (PACKAGE.name, "models", "loaders")))
     lines: list[str] = []
     while cause is not None and not lines:
         frames = reversed(traceback.extract_tb(cause.__traceback__))

@@ -34,7 +34,7 @@ import gymnasium
 import numpy as np
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 
-from gear_offline.core.closing import Closing
+from gear_offline.core.files import Closing
 from gear_offline.core.parts import (
     Kind,
     check_word,

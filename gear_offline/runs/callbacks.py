@@ -13,8 +13,6 @@ from gear_offline.core.text import first_line, say
 from gear_offline.errors import GearError, InputError
 from gear_offline.runs.run import Run
 
-__all__ = ["Callback"]
-
 CALLBACKS = Kind(noun="callback", group="callbacks", option="train.callbacks", own={})
 
 

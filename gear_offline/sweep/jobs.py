@@ -23,7 +23,7 @@ from gear_offline.core.text import first_line, typed
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import GearError, InputError, is_out_of_memory
 from gear_offline.evaluation.environments import Known
-from gear_offline.loaders.from_recipe import loader_options
+from gear_offline.loaders.options import loader_options
 from gear_offline.progress import Progress
 from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.sweep.results import steps_done
@@ -151,16 +151,17 @@ def run_errors(name: str, path: Path, device: torch.device) -> Iterator[None]:
     """
     try:
         yield
-    except GearError:
-        raise
     except OSError as error:
         raise write_error(error, str(path)) from error
     except Exception as error:
         first = first_line(error)
-        if _is_lost(device):
+        is_told = isinstance(error, GearError)
+        if getattr(error, "code", "MODEL") == "MODEL" and _is_lost(device):
             what = f"the GPU does nothing more for this process after {type(error).__name__}"
             remedy = "the same command goes on from the newest checkpoints"
             raise GearError("DEVICE", f"{what}: {first}", name, remedy) from error
+        if is_told:
+            raise
         if is_out_of_memory(error):
             remedy = "fewer runs at a time (sweep --parallel), or a smaller model or batch"
             raise GearError("MEMORY", f"out of memory: {first}", name, remedy) from error

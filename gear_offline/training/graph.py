@@ -20,6 +20,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.distributed.world import World
 from gear_offline.errors import UnavailableError
 from gear_offline.kernels.adamw import Update
+from gear_offline.kernels.cuda_module import capturing
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import DeviceFeedback
 from gear_offline.loaders.loader import GearLoader
@@ -31,8 +32,6 @@ from gear_offline.training.window import ReportWindow
 WARM_UPS = 3  # passes before capturing: libraries choose their algorithms and allocate
 TIMED_FILLS = 50
 LINE = 64  # elements: gradients begin at cache lines, for wide loads, in 16 bits too
-# Other threads may ask for events meanwhile: NCCL's watchdog does all the time.
-CAPTURE_MODE = "thread_local"
 
 
 def why_not_captured(
@@ -216,7 +215,7 @@ def capture(run: Callable[[], None]) -> Any:
     # it gradients that belong to the stream of the warm-up.
     gc.collect()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=_own_stream(), capture_error_mode=CAPTURE_MODE):
+    with capturing(graph, _own_stream()):
         run()
     return graph
 

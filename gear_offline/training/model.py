@@ -210,6 +210,9 @@ def try_model(
             remedy = 'return {"action": ((predicted - batch.actions) ** 2).mean(-1)}'
             raise InputError("MODEL", f"{what}here {shape}", name, remedy)
         total: Any = total_loss(losses).sum()
+        if not total.requires_grad:
+            what = "no loss reaches a parameter that learns"
+            raise InputError("MODEL", what, name, "give it one, such as nn.Linear")
         total.backward()
     with torch.random.fork_rng(devices), telling(MODELS, "trying act()", name), torch.no_grad():
         chosen = model.eval().act(window)

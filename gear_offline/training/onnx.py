@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,10 @@ from torch import Tensor, nn
 
 from gear_offline.core.files import check_new_file, write_file, writing
 from gear_offline.errors import InputError, given_path, package_needed
+from gear_offline.models.base import telling_model
 from gear_offline.models.policy import Policy, acted
 from gear_offline.tables.fields import StateScales
 from gear_offline.training.trained import load_policy
-
-__all__ = ["export_policy"]
 
 OPSET = 20
 LARGEST = (2 << 30) - 4096  # bytes of a protobuf message, less what is added
@@ -109,19 +110,24 @@ def export_policy(
     inputs += ["actions", graph.asked, "timesteps"]
     shapes = (seen, sizes, sizes, sizes)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses packages not needed here
-    with warnings.catch_warnings():
+    unread = redirect_stderr(StringIO())  # whole graphs, where it fails
+    with telling_model(policy.model, "export of act()"), warnings.catch_warnings(), unread:
         warnings.simplefilter("ignore")
-        program = torch.onnx.export(
-            graph,
-            _example(policy, length),
-            input_names=inputs,
-            output_names=["action"],
-            dynamic_shapes=shapes,
-            opset_version=OPSET,
-            dynamo=True,
-            verbose=False,
-        )
-    assert program is not None, "torch exports by its own program"
+        try:
+            program = torch.onnx.export(
+                graph,
+                _example(policy, length),
+                input_names=inputs,
+                output_names=["action"],
+                dynamic_shapes=shapes,
+                opset_version=OPSET,
+                dynamo=True,
+                verbose=False,
+            )
+        except torch.onnx.OnnxExporterError as error:
+            program, failure = None, error.__cause__ or error  # what the model did
+        if program is None:
+            raise failure
     proto = program.model_proto
     if proto.ByteSize() >= LARGEST:
         what = f"{proto.ByteSize() / 2**30:.1f} GiB are more than one ONNX file holds (2 GiB)"

@@ -38,8 +38,6 @@ from gear_offline.training.checkpoint import (
 )
 from gear_offline.training.records import EvaluationReport, read_document, read_lines
 
-__all__ = ["TrainedModel", "load_policy"]
-
 
 @dataclass(frozen=True)
 class TrainedModel:
