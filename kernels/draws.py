@@ -95,7 +95,7 @@ class Segments:
         return self._map(lambda values: values.reshape(-1))
 
     def _map(self, change: Callable[[Any], Any]) -> Segments:
-        parts = {k: v if v is None else change(v) for k, v in vars(self).items()}
+        parts: dict[str, Any] = {k: v if v is None else change(v) for k, v in vars(self).items()}
         return Segments(**parts)
 
 
