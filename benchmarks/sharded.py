@@ -114,7 +114,7 @@ def _rate(
         world.gather(None)
         rates.append(1 / timed(loader.__next__, count))
     slowest: float = min(world.gather(statistics.median(rates)))
-    nbytes = batch * window_bytes(loader.rows.memory.groups, CONTEXT)
+    nbytes = batch * window_bytes(loader.rows.gather.groups, CONTEXT)
     loader.close()
     return {"batches_per_second": slowest, "gb_per_second": slowest * nbytes / 1e9}
 
