@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, Literal, NoReturn, Self, cast
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -285,6 +285,13 @@ class GearLoader(Closing, Iterator[Batch]):
         return self.rows.gather if isinstance(self.rows.gather, GpuGather) else None
 
     @property
+    def engines(self) -> tuple[GpuGather, ...]:
+        """What gathers on the GPU: windows and, where there are any, goals."""
+        goals = self.rows.goals if isinstance(self.rows, MemoryRows) else None
+        gathers = (self.engine, goals and goals[1])
+        return tuple(gather for gather in gathers if isinstance(gather, GpuGather))
+
+    @property
     def window(self) -> Window:
         """The options by which a policy makes such windows of an environment's steps.
 
@@ -358,7 +365,7 @@ class GearLoader(Closing, Iterator[Batch]):
         return self.rows.segments.slots_at(step)
 
     def static_batch(
-        self, *, ahead: bool = False, windows: Windows | None = None, live: bool = False
+        self, *, ahead: bool = False, windows: Sequence[Windows] = (), live: bool = False
     ) -> StaticBatch:
         """Return a batch in GPU memory that is filled in place, for CUDA graphs.
 
@@ -376,7 +383,6 @@ class GearLoader(Closing, Iterator[Batch]):
             raise no_engine("the GPU does not gather this loader's batches")
         if learns and not engine.draws:
             raise no_engine(f"strategy {self.selection.name!r} hears of losses before it draws")
-        goals = self.rows.goals if isinstance(self.rows, MemoryRows) else None
         return StaticBatch(
             engine,
             padding=self.padding,
@@ -386,7 +392,7 @@ class GearLoader(Closing, Iterator[Batch]):
             task_bounds=self._task_bounds,
             windows=windows,
             writer=self._writer(engine),
-            goals=None if goals is None else cast(GpuGather, goals[1]),
+            goals=self.engines[1] if len(self.engines) > 1 else None,
             live=live,
         )
 

@@ -44,6 +44,7 @@ CUDA = (
     *("train.steps=60", "train.log_every=7"),
 )
 pytestmark = pytest.mark.usefixtures("no_reports")
+GOALS = "loader.goals.future=1"
 EXACT = ("train.precision=bf16", "train.deterministic=true")
 
 
@@ -183,16 +184,32 @@ def test_exact_runs_have_the_bits_of_runs_alone(
     ("changes", "tolerance"),
     [
         ((), 1e-4),
+        ((GOALS,), 1e-4),
         gpu(values=(1e-4,)),
+        gpu(GOALS, values=(1e-4,)),
         gpu("train.graph=off", values=(1e-4,)),
         gpu("train.precision=bf16", "train.compile=on", values=(2e-2,)),
     ],
 )
 def test_stacked_runs_are_those_that_are_alone(
-    data: Path, tmp_path: Path, changes: tuple[str, ...], tolerance: float
+    data: Path, tmp_path: Path, monkeypatch: Patch, changes: tuple[str, ...], tolerance: float
 ) -> None:
-    trials = trials_of(data, *changes, "model.dropout=0")
+    """Each with batches of its own strategy: drawn by weights, in an order, by the host."""
+    selections = ("uniform_steps", "return_weighted", "shuffled_epochs", "stratified_return")
+    same = trials_of(data, *changes, "model.dropout=0")
+    trials = [
+        trial_of(trial.name, trial.recipe.replace({"selection.strategy": strategy}))
+        for trial, strategy in zip(same, selections, strict=True)
+    ]
+    stacked, build = list[int](), Stack.__init__
+
+    def counted(self: Stack, learners: Sequence[Learner]) -> None:
+        stacked.append(len(learners))
+        build(self, learners)
+
+    monkeypatch.setattr(Stack, "__init__", counted)
     assert set(concurrently(trials, tmp_path / "all").values()) == {None}
+    assert stacked == [4]
     for trial in trials:
         alone = train_run(trial.recipe, out=tmp_path / trial.name, quiet=True)
         assert_alike(tmp_path / "all" / trial.name, alone, tolerance)

@@ -37,7 +37,7 @@ from gear_offline.training.stack import Stack, stack_key, why_not_stacked
 
 CHUNK = 8  # steps of a stack that are launched in one turn
 DEEP = 4  # turns of a stack on their way, at most
-MOST_ON_A_GPU = 16  # by default, and in a stack: more runs need memory and are hardly faster
+MOST_ON_A_GPU = 16  # by default: more runs need memory and are hardly faster
 PAUSE_SECONDS = 0.002  # of the host when every run waits for something
 MEMORY_SPARE = 1.25  # a further run begins if so many times what one takes is free
 
@@ -51,14 +51,15 @@ def train_concurrently(work: Work) -> None:
 
 def _alike(work: Work) -> Iterator[list[Trial]]:
     """Yield the trials that make one stack, in stacks of about the same size."""
-    most = min(work.parallel, MOST_ON_A_GPU)
-    alike: dict[str, list[Trial]] = {}
+    alike, able = dict[str, list[Trial]](), dict[str, bool]()
     for trial in work.trials:
-        alike.setdefault(stack_key(trial.recipe), []).append(trial)
+        key = stack_key(trial.recipe)
+        known = f"{key} {trial.recipe.selection!r}"
+        if known not in able:
+            able[known] = work.parallel > 1 and not work.exact and _can_stack(trial.recipe, work)
+        alike.setdefault(key if able[known] else trial.name, []).append(trial)
     for members in alike.values():
-        size = 1
-        if not work.exact and len(members) > 1 and _can_stack(members[0].recipe, work):
-            size = -(-len(members) // -(-len(members) // most))
+        size = -(-len(members) // -(-len(members) // work.parallel))
         for first in range(0, len(members), size):
             yield members[first : first + size]
 
