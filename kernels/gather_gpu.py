@@ -243,34 +243,6 @@ class GpuGather:
             self.kernels[f"{source}_{kernel}"].launch(blocks, THREADS, job)
 
 
-class GpuDraws:
-    """Draws the segments of global batches on a GPU for the host, which waits for them.
-
-    For threads beside the one that gathers by `engine`: on a stream of its own.
-    """
-
-    def __init__(self, engine: GpuGather, draw: GpuDraw, *, seed: int, global_batch: int) -> None:
-        self._gather = GpuGather(
-            (),
-            np.append(0, np.cumsum(engine.lengths)),
-            device=engine.device,
-            context_length=1,
-            rank_batch=global_batch,
-            draw=draw,
-            seed=seed,
-        )
-        on_gpu = engine.device.type == "cuda"
-        self._stream: Any = torch.cuda.Stream(engine.device) if on_gpu else None  # type: ignore[no-untyped-call]
-
-    def __call__(self, first_step: int, steps: int) -> Segments:
-        """Return the segments of consecutive steps, (steps, global_batch), of no probability."""
-        with torch.cuda.stream(self._stream):
-            drawn = self._gather.draw_and_gather(first_step, steps).segments.movedim(-1, 0)
-            episodes, starts = drawn.contiguous().cpu().numpy()
-        none = np.broadcast_to(np.zeros(()), starts.shape)
-        return Segments(episodes=episodes, starts=starts, probability=none)
-
-
 class StaticFill:
     """One step's windows in memory that stays, filled for the step that a counter on the GPU says.
 

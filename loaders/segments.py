@@ -100,7 +100,6 @@ class Ring:
         return PARTS * self.part_rows
 
 
-Draw = Callable[[int, int], Segments]  # from the first step and steps on: of all ranks, (T, N)
 Planned = tuple[int, DrawnBlock, Any]  # number, and its reads if they are to be posted
 Coming = tuple[int, Future[list[Planned]]]  # first step, and consecutive blocks from there
 
@@ -109,21 +108,14 @@ class Planner:
     """Draws and assigns blocks of steps: the same for all ranks, whatever was planned before."""
 
     def __init__(
-        self,
-        stream: SegmentStream,
-        world: World,
-        ring: Ring,
-        *,
-        first_row: int,
-        whole: bool,
-        draw: Draw | None = None,
+        self, stream: SegmentStream, world: World, ring: Ring, *, first_row: int, whole: bool
     ) -> None:
-        """The ring begins at `first_row` of what the gather reads.  `draw` is that of the stream.
+        """The ring begins at `first_row` of what the gather reads.
 
         `whole`: it copies whole windows, what is no row of the episode included.
         """
         self._stream, self._ring, self._rank, self._whole = stream, ring, world.rank, whole
-        self._first_row, self._draw = first_row, draw or stream.draw
+        self._first_row = first_row
         self._assigner = Assigner(world.nodes, stream.global_batch)
         self._own = self._assigner.places[world.rank]
         # Of each place the rank, and which of its segments.
@@ -148,7 +140,7 @@ class Planner:
         """
         share, options, steps = self._ring.share, self._ring.options, self._ring.steps
         span, history, margin = options.context_length, options.table.history, options.table.margin
-        drawn = self._draw(first_step, steps * len(first_rows))
+        drawn = self._stream.draw(first_step, steps * len(first_rows))
         homes = share.nodes[drawn.episodes]
         slots, moves = self._assigner.assign(homes)
         slots += np.arange(len(homes))[:, None] * homes.shape[1]  # of all steps
@@ -234,12 +226,7 @@ class ShardedSegments:
         self._stream: Any = None  # the one that blocks land on
         first_row = 0 if self.in_stream else begin
         whole = not self.in_stream
-        draw, way = None, stream.selection.gpu
-        if self.in_stream and engine is not None and self._ahead and way is not None:
-            from gear_offline.kernels.gather_gpu import GpuDraws
-
-            draw = GpuDraws(engine, way, seed=stream.seed, global_batch=stream.global_batch)
-        self._planner = Planner(stream, world, ring, first_row=first_row, whole=whole, draw=draw)
+        self._planner = Planner(stream, world, ring, first_row=first_row, whole=whole)
         self._depth, self._blocks = 1, 1  # plans ahead, and blocks of each
         if self.in_stream and self._ahead:
             blocks = PLAN_SEGMENTS // (ring.steps * stream.global_batch)

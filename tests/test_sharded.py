@@ -15,7 +15,6 @@ from gear_offline.dataset.dataset import Dataset
 from gear_offline.distributed.sharding import Assigner, share_shards
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
-from gear_offline.kernels.gather_gpu import GpuDraws
 from gear_offline.loaders import rows
 from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
@@ -165,23 +164,6 @@ def test_a_captured_step_reads_rows_of_other_nodes(
                     slots = torch.from_numpy(rank.slots_at(step))
                     assert torch.equal(batch.batch.segments, expected.segments[slots])
                     assert torch.equal(batch.batch.states, expected.states[slots])
-
-
-@pytest.mark.parametrize("selection", ["uniform_steps", "shuffled_epochs", "return_weighted"])
-def test_a_gpu_draws_ahead_what_the_host_draws(
-    dataset: Dataset, kernels: Any, selection: str
-) -> None:
-    """Whole global batches, on which all ranks agree."""
-    alone = GearLoader(dataset, **OPTIONS, selection=selection)
-    way = alone.selection.gpu
-    assert way is not None
-    with on_cpu(kernels):
-        table, offsets = alone.rows.memory, dataset.episodes.offsets
-        engine = gpu_gather(table, rank_batch=3, context_length=6, offsets=offsets)
-        drawn = GpuDraws(engine, way, seed=alone.seed, global_batch=BATCH)(7, 40)
-    for step in range(40):
-        expected = alone.batch_at(7 + step).segments.numpy()
-        assert (np.stack([drawn.episodes[step], drawn.starts[step]], 1) == expected).all()
 
 
 def test_a_broken_exchange_is_closed_and_says_nothing_more(
