@@ -48,7 +48,7 @@ FOREIGN = "the environment is not the one that D4RL measured, so the score is in
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationTask:
-    """What to play."""
+    """A task to play."""
 
     environment: str  # Gymnasium id
     environment_options: Options = field(default_factory=dict)  # it is made with
@@ -87,7 +87,7 @@ Evaluation = tuple[Callable[[EvaluationTask], ActingPolicy], Sequence[Evaluation
 
 
 def tasks_of(recipe: Recipe, model_tasks: Sequence[ModelTask] = ()) -> tuple[EvaluationTask, ...]:
-    """Return what a resolved recipe evaluates in; none where no environment is known.
+    """Return the evaluations of a resolved recipe; none where no environment is known.
 
     `model_tasks` says what the model of several knows of each: returns of its data.
     """
@@ -162,17 +162,17 @@ class Stage(Closing):
 
     def environments(self, task: EvaluationTask, policies: int) -> Environments:
         """Return environments for so many policies at least, each with the slots of a task."""
-        made = self._made.get(task.kind)
-        if made is None or len(made.slots) < task.slots * policies:
+        kept = self._made.get(task.kind)
+        if kept is None or len(kept.slots) < task.slots * policies:
             self.drop(task)
             episodes, slots = task.episodes * len(task.targets) * policies, task.slots * policies
             how: dict[str, Any] = {"goals": task.goals, "options": task.environment_options}
             how |= {"episodes": episodes, "cores": self._cores}
-            self._made[task.kind] = made = Environments(task.environment, slots, **how)
+            self._made[task.kind] = kept = Environments(task.environment, slots, **how)
         if self.is_closed:  # meanwhile
             self.drop(task)
             raise GearError("INTERRUPTED", "the environments are closed")
-        return made
+        return kept
 
     def drop(self, task: EvaluationTask) -> None:
         """Close the environments of a task."""
@@ -288,11 +288,11 @@ def _play(parts: Sequence[_Part], stage: Stage, quiet: bool) -> None:
     task, total = parts[0].task, sum(part.task.episodes * len(part.task.targets) for part in parts)
     title = f"evaluate {task.environment}"
     try:
-        made = stage.environments(task, len(parts))
+        place = stage.environments(task, len(parts))
         with Progress(title, total=total, unit="episodes", quiet=quiet) as progress:
             how: dict[str, Any] = {"quiet": quiet, "on_episode": progress.advance}
-            playing = [part.turns(made, number, **how) for number, part in enumerate(parts)]
-            for part, played in zip(parts, play_together(made, playing), strict=True):
+            playing = [part.turns(place, number, **how) for number, part in enumerate(parts)]
+            for part, played in zip(parts, play_together(place, playing), strict=True):
                 part.played = played
     except Exception as error:
         stage.drop(task)
@@ -394,8 +394,8 @@ def _sizes_text(columns: Sequence[InputColumn], actions: int, discrete: bool) ->
 def asked_returns(targets: Sequence[float] | float) -> tuple[float, ...]:
     """Return `targets` as numbers below 1e18 in size, at least one, all different."""
     try:
-        given = [] if isinstance(targets, str) else np.atleast_1d(np.asarray(targets))
-        return tuple(target_list([float(target) for target in given]))
+        values = [] if isinstance(targets, str) else np.atleast_1d(np.asarray(targets))
+        return tuple(target_list([float(target) for target in values]))
     except (TypeError, ValueError) as error:
         what, remedy = f"target returns {targets!r}: {error}", "write them like 3600,1800"
         raise InputError("USAGE", what, where="evaluate.targets", remedy=remedy) from error
@@ -405,7 +405,7 @@ def asked_returns(targets: Sequence[float] | float) -> tuple[float, ...]:
 
 
 def known_to(tasks: Sequence[EvaluationTask]) -> list[Known]:
-    """Return what another process has to learn before it can play `tasks`."""
+    """Describe the environments of `tasks` for another process, which learns them first."""
     known = ((task, known_of(task.environment, task.environment_options)) for task in tasks)
     return [made or Known(task.environment) for task, made in known]
 

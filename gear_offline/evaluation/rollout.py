@@ -189,12 +189,12 @@ def step_in_worker(
     caller: Caller, known: Known, goals: bool, path: str, count: int, own: Int64Array
 ) -> None:
     """Serve `Environments`: a job that ends with its caller."""
-    made = {slot: known.make() for slot in own}
-    record = _record(next(iter(made.values())).facts, goals)
+    environments = {slot: known.make() for slot in own}
+    record = _record(next(iter(environments.values())).facts, goals)
     slots = np.memmap(path, record, "r+", shape=(count,)).view(np.ndarray)
     while True:
         caller.receive()
-        _work(made, slots, own)
+        _work(environments, slots, own)
         caller.send(None)
 
 

@@ -174,8 +174,8 @@ def find_trained(
     if checkpoint is not None:
         what, remedy = f"{path} is one policy", "leave the choice of a checkpoint out"
         raise InputError("USAGE", what, where="checkpoint", remedy=remedy)
-    made, file = read_policy(path, kind)
-    return _by_itself(made, file, file, str(path))
+    loaded, file = read_policy(path, kind)
+    return _by_itself(loaded, file, file, str(path))
 
 
 def live(policy: Policy) -> TrainedModel:
