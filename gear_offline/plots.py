@@ -58,15 +58,14 @@ def label(text: str) -> str:
     return f" {shown(text)}"
 
 
-def dress(axes: Axes, *, x: str = "", y: str = "", grid: str = "y") -> None:
+def dress(axes: Axes, *, x: str = "", y: str = "") -> None:
     """Name the axes and remove what carries no information."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     axes.tick_params(colors=GREY, labelcolor=INK, labelsize=9, length=3)
     axes.set_xlabel(x, color=INK)
     axes.set_ylabel(y, color=INK)
-    if grid:
-        axes.grid(axis=grid, color=FAINT, linewidth=0.7)  # type: ignore[arg-type]
+    axes.grid(axis="y", color=FAINT, linewidth=0.7)
     axes.set_axisbelow(True)
 
 

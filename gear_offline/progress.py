@@ -19,7 +19,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from gear_offline.core.closing import Closing
+from gear_offline.core.files import Closing
 from gear_offline.core.text import count_text, printable, say, short, size_text
 
 PLAIN_SECONDS = 10.0  # between two plain lines

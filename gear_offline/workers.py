@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from gear_offline import __version__
-from gear_offline.core.closing import Closing
+from gear_offline.core.files import Closing
 from gear_offline.core.parts import admitted, learn
 from gear_offline.core.text import first_line
 from gear_offline.errors import GearError, UnavailableError

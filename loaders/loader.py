@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, Literal, NoReturn, Self, cast
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info
 from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.sections import GoalSettings, Mode, Placement, Road, Sharding
-from gear_offline.core.closing import Closing
+from gear_offline.core.files import Closing
 from gear_offline.core.text import plain
 from gear_offline.core.types import Int64Array
 from gear_offline.dataset.dataset import Dataset, open_dataset
@@ -29,7 +29,6 @@ from gear_offline.kernels.draws import Segments, check_range
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.kernels.gather_gpu import GpuGather
 from gear_offline.loaders.batch import Batch, split_steps
-from gear_offline.loaders.from_recipe import loader_options, open_data, recipe_sampler
 from gear_offline.loaders.goals import GOALS, GoalSampler
 from gear_offline.loaders.options import (
     LoaderOptions,
@@ -37,7 +36,10 @@ from gear_offline.loaders.options import (
     check_options,
     choose_sampler,
     find_world,
+    loader_options,
     no_engine,
+    open_data,
+    recipe_sampler,
 )
 from gear_offline.loaders.rows import MemoryRows, RowOpener, Rows
 from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
@@ -283,6 +285,13 @@ class GearLoader(Closing, Iterator[Batch]):
         return self.rows.gather if isinstance(self.rows.gather, GpuGather) else None
 
     @property
+    def engines(self) -> tuple[GpuGather, ...]:
+        """What gathers on the GPU: windows and, where there are any, goals."""
+        goals = self.rows.goals if isinstance(self.rows, MemoryRows) else None
+        gathers = (self.engine, goals and goals[1])
+        return tuple(gather for gather in gathers if isinstance(gather, GpuGather))
+
+    @property
     def window(self) -> Window:
         """The options by which a policy makes such windows of an environment's steps.
 
@@ -356,7 +365,7 @@ class GearLoader(Closing, Iterator[Batch]):
         return self.rows.segments.slots_at(step)
 
     def static_batch(
-        self, *, ahead: bool = False, windows: Windows | None = None, live: bool = False
+        self, *, ahead: bool = False, windows: Sequence[Windows] = (), live: bool = False
     ) -> StaticBatch:
         """Return a batch in GPU memory that is filled in place, for CUDA graphs.
 
@@ -374,7 +383,6 @@ class GearLoader(Closing, Iterator[Batch]):
             raise no_engine("the GPU does not gather this loader's batches")
         if learns and not engine.draws:
             raise no_engine(f"strategy {self.selection.name!r} hears of losses before it draws")
-        goals = self.rows.goals if isinstance(self.rows, MemoryRows) else None
         return StaticBatch(
             engine,
             padding=self.padding,
@@ -384,7 +392,7 @@ class GearLoader(Closing, Iterator[Batch]):
             task_bounds=self._task_bounds,
             windows=windows,
             writer=self._writer(engine),
-            goals=None if goals is None else cast(GpuGather, goals[1]),
+            goals=self.engines[1] if len(self.engines) > 1 else None,
             live=live,
         )
 

@@ -37,7 +37,8 @@ class StaticBatch:
         their own, and `begin` copies them within GPU memory; where that pays: never for a sampler
         that learns from losses (`learns`), whose batches have probabilities.
     windows
-        Memory of the batch, of the layout of `GpuGather.allocate`; by default memory of its own.
+        Memory of the batch, and of its goals, of the layout of `GpuGather.allocate`; by default
+        memory of its own.
     writer
         Draws the segments on the host, of an engine that does not.
     goals
@@ -62,21 +63,26 @@ class StaticBatch:
         ahead: bool = False,
         learns: bool = False,
         task_bounds: Tensor | None = None,
-        windows: Windows | None = None,
+        windows: Sequence[Windows] = (),
         writer: SegmentWriter | None = None,
         goals: GpuGather | None = None,
         live: bool = False,
     ) -> None:
         self._writer, ring = writer, 0 if writer is None else writer.ring
-        fill = StaticFill(engine, chances=learns, windows=windows, ring=ring, live=live)
-        fills = [fill, *([] if goals is None else [StaticFill(goals, ring=ring, live=live)])]
-        batch_bytes = sum(buffer.nbytes for buffer in fill.windows.buffers)
+        engines = [engine] if goals is None else [engine, goals]
+        own: Any = windows or [None] * len(engines)
+        fills = [
+            StaticFill(each, chances=learns, windows=place, ring=ring, live=live)
+            for each, place in zip(engines, own, strict=True)
+        ]
+        batch_bytes = sum(buffer.nbytes for buffer in fills[0].windows.buffers)
         self.ahead = ahead and engine.reads_host and batch_bytes >= AHEAD_BYTES
         self._windows = [each.windows for each in fills]
         if self.ahead:  # what travels needs memory of its own
-            self._windows = [each.map(torch.empty_like) for each in self._windows]
-            if windows is not None:
-                self._windows[0], fills[0] = windows, StaticFill(engine, ring=ring, live=live)
+            if windows:
+                fills = [StaticFill(each, ring=ring, live=live) for each in engines]
+            else:
+                self._windows = [each.map(torch.empty_like) for each in self._windows]
             for each in fills:
                 each.limit_blocks(AHEAD_BLOCKS)
         self._fills = fills
@@ -212,12 +218,21 @@ class SegmentWriter:
         self._first, self._end = step, step + self._block_steps
 
 
-def side_by_side(engine: GpuGather, count: int, padding: Padding) -> tuple[list[Windows], Batch]:
-    """Return windows for `count` batches that lie one after another, and all as one batch."""
-    size = engine.rank_batch
-    whole = engine.allocate((count * size,))
-    parts = [whole.map(lambda t, n=n: t[n * size : (n + 1) * size]) for n in range(count)]  # type: ignore[misc]
-    (batch,) = split_steps(whole.map(lambda t: t[None]), padding)
+def side_by_side(
+    engines: Sequence[GpuGather], count: int, padding: Padding
+) -> tuple[list[list[Windows]], Batch]:
+    """Return windows for `count` batches that lie one after another, and all as one batch.
+
+    `engines` gather the windows of a batch and, if there are any, its goals.
+    """
+    size = engines[0].rank_batch
+    wholes = [engine.allocate((count * size,)) for engine in engines]
+    parts = [
+        [whole.map(lambda t, n=n: t[n * size : (n + 1) * size]) for whole in wholes]  # type: ignore[misc]
+        for n in range(count)
+    ]
+    first, *goals = (whole.map(lambda t: t[None]) for whole in wholes)
+    (batch,) = split_steps(first, padding, None, *goals)
     return parts, batch
 
 

@@ -93,7 +93,7 @@ class InputColumn(BaseModel):
         return np.ascontiguousarray(rows).reshape(count, *self.shape)
 
     def features(self, hidden_size: int) -> int:
-        """Return how many elements of the model's state it becomes."""
+        """Return the number of elements that it becomes in the model's state."""
         return self.stack * self.size if self.encoder == "none" else hidden_size
 
 

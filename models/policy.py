@@ -23,8 +23,8 @@ from gear_offline.config.problems import problem_text
 from gear_offline.core.hub import put
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
-from gear_offline.dataset.rewards import RewardEdit
 from gear_offline.dataset.schema import match_columns
+from gear_offline.dataset.scores import RewardEdit
 from gear_offline.errors import InputError, given_path
 from gear_offline.kernels.cuda_module import capturing
 from gear_offline.models.base import PlayedWindow, SequenceModel, telling_model

@@ -28,7 +28,7 @@ from gear_offline.models.decision_transformer import (
 from gear_offline.models.loss import TrainingBatch, segment_losses, step_losses
 from gear_offline.models.narrow import LOADED, joint_maps
 
-INPUTS = ("returns_to_go", "states", "actions", "timesteps", "attention_mask")
+INPUTS = ("states", "actions", "timesteps", "attention_mask")
 EMBED_EPSILON = 1e-5  # of the released class, whatever its configuration says of the other norms
 
 
@@ -66,7 +66,7 @@ class StackedModels(nn.Module):
         self._dropout = float(first.encoder.drop.p)
         self._epsilon = float(first.config.layer_norm_epsilon)
         self._activation = first.encoder.h[0].mlp.act
-        self._tanh = bool(first.config.action_tanh)
+        self._tanh, self._goals = bool(first.config.action_tanh), bool(first.goals)
         self._rows = int(first.config.max_ep_len)
         self._kind = torch.float32 if precision is None else precision
         self._keys: dict[str, str] = {}
@@ -92,12 +92,15 @@ class StackedModels(nn.Module):
         if fields["timesteps"].device.type == "cpu" and not torch.compiler.is_compiling():
             check_timesteps(fields["timesteps"], self._rows)
         inputs = (fields[name].unflatten(0, (self.count, -1)) for name in INPUTS)  # type: ignore[no-untyped-call]
-        returns, states, actions, steps, mask = inputs
+        states, actions, steps, mask = inputs
+        asked: Any = fields["goals" if self._goals else "returns_to_go"]
+        asked = asked.unflatten(0, (self.count, -1))
+        asked = asked.flatten(3).expand(*steps.shape, -1)  # a goal is that of all steps
         seeds = None  # (layers, N), what the attention kernel draws its dropout from
         if self._dropout > 0.0 and steps.is_cuda:
             drawn = (self.layers, self.count)
             seeds = torch.randint(0, 2**62, drawn, device=steps.device, dtype=torch.int64)
-        hidden, plain = self._embed(returns, states, actions, steps)
+        hidden, plain = self._embed(asked, states, actions, steps)
         windows, tokens = steps.shape[1], 3 * steps.shape[2]
         for layer in range(self.layers):
             hidden, plain = self._block(layer, hidden, plain, windows, tokens, seeds)
@@ -124,11 +127,14 @@ class StackedModels(nn.Module):
                 parameter.grad = None
 
     def _embed(
-        self, returns: Tensor, states: Tensor, actions: Tensor, steps: Tensor
+        self, asked: Tensor, states: Tensor, actions: Tensor, steps: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Interleave (return, state, action) of each step: (N, R, H), and that normalised."""
+        """Interleave (return or goal, state, action) of each step: (N, R, H), and normalise that.
+
+        Returns both.
+        """
         steps = steps.flatten(1)
-        inputs = (returns.flatten(1, 2), states.flatten(1, 2).flatten(2), actions.flatten(1, 2))
+        inputs = (asked.flatten(1, 2), states.flatten(1, 2).flatten(2), actions.flatten(1, 2))
         names = ("embed_return", "embed_state", "embed_action")
         maps = [(self._get(f"{name}.weight"), self._get(f"{name}.bias")) for name in names]
         tokens = joint_maps(inputs, maps, self._kind).flatten(1, 2)

@@ -50,6 +50,16 @@ class Blind(Counted):
         return np.full(2, np.nan), reward, ended, cut, facts
 
 
+class Fragile(Counted):
+    """Pays the actions' sum; breaks where the first one is large."""
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        if action[0] > 0.5:
+            raise RuntimeError("broken")
+        seen, _, ended, cut, facts = super().step(action)
+        return seen, float(action.sum()), ended, cut, facts
+
+
 class Square(Counted):
     """Actions of two by two; pays their sum."""
 
@@ -87,7 +97,7 @@ class Given(gymnasium.Env[Any, Any]):
         self.give("close", None)
 
 
-for made in (Counted, Endless, Broken, Blind, Square):
+for made in (Counted, Endless, Broken, Blind, Fragile, Square):
     entry = f"tests.evaluation_support:{made.__name__}"
     gymnasium.register(id=f"GearTest/{made.__name__}-v0", entry_point=entry)
 gymnasium.register("GearTest/Given-v0", f"{__name__}:Given", max_episode_steps=3)

@@ -19,8 +19,8 @@ import torch
 
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
-from gear_offline.evaluation import play
 from gear_offline.evaluation.play import tasks_of
+from gear_offline.models.policy import Policy
 from gear_offline.runs import evaluations
 from gear_offline.runs.evaluations import EvaluationPlan, RunEvaluations, plan_evaluations
 from gear_offline.runs.loop import TrainingInterrupted, train_run
@@ -169,9 +169,9 @@ FULL = OSError(11, "Resource temporarily unavailable")
 @pytest.mark.parametrize(
     ("mode", "place", "error", "recorded"),
     [
-        ("on", (play, "evaluate_tasks"), NAN, "NaN"),
-        ("off", (play, "evaluate_tasks"), NAN, "NaN"),
-        ("off", (play, "evaluate_tasks"), ZeroDivisionError(), ""),
+        ("on", (Policy, "act"), NAN, "NaN"),
+        ("off", (Policy, "act"), NAN, "NaN"),
+        ("off", (Policy, "act"), ZeroDivisionError(), ""),
         ("on", (subprocess, "Popen"), FULL, "cannot be started"),
         ("on", None, None, "WORKER_LOST"),
     ],

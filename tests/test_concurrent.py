@@ -12,7 +12,11 @@ import torch
 from safetensors.torch import load
 
 from gear_offline.config.recipe import Recipe
+from gear_offline.errors import GearError
+from gear_offline.evaluation.play import evaluate_together
 from gear_offline.progress import Progress
+from gear_offline.runs import evaluations
+from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.runs.prepare import prepare_dataset
 from gear_offline.sweep import jobs as sweep_jobs
@@ -22,7 +26,9 @@ from gear_offline.sweep.trials import Trial
 from gear_offline.tables import placement
 from gear_offline.training.json_lines import read_records
 from gear_offline.training.learner import Learner
+from gear_offline.training.records import EvaluationReport, read_lines
 from gear_offline.training.stack import Stack
+from gear_offline.training.trained import find_trained
 from tests.gpu_support import INDUCTOR, NEEDS_CUPY, ON_GPU
 from tests.support import Patch, one_error
 from tests.training_support import learnt, tiny_data, tiny_recipe
@@ -38,6 +44,7 @@ CUDA = (
     *("train.steps=60", "train.log_every=7"),
 )
 pytestmark = pytest.mark.usefixtures("no_reports")
+GOALS = "loader.goals.future=1"
 EXACT = ("train.precision=bf16", "train.deterministic=true")
 
 
@@ -177,20 +184,71 @@ def test_exact_runs_have_the_bits_of_runs_alone(
     ("changes", "tolerance"),
     [
         ((), 1e-4),
+        ((GOALS,), 1e-4),
         gpu(values=(1e-4,)),
+        gpu(GOALS, values=(1e-4,)),
         gpu("train.graph=off", values=(1e-4,)),
         gpu("train.precision=bf16", "train.compile=on", values=(2e-2,)),
     ],
 )
 def test_stacked_runs_are_those_that_are_alone(
-    data: Path, tmp_path: Path, changes: tuple[str, ...], tolerance: float
+    data: Path, tmp_path: Path, monkeypatch: Patch, changes: tuple[str, ...], tolerance: float
 ) -> None:
-    trials = trials_of(data, *changes, "model.dropout=0")
+    """Each with batches of its own strategy: drawn by weights, in an order, by the host."""
+    selections = ("uniform_steps", "return_weighted", "shuffled_epochs", "stratified_return")
+    same = trials_of(data, *changes, "model.dropout=0")
+    trials = [
+        trial_of(trial.name, trial.recipe.replace({"selection.strategy": strategy}))
+        for trial, strategy in zip(same, selections, strict=True)
+    ]
+    stacked, build = list[int](), Stack.__init__
+
+    def counted(self: Stack, learners: Sequence[Learner]) -> None:
+        stacked.append(len(learners))
+        build(self, learners)
+
+    monkeypatch.setattr(Stack, "__init__", counted)
     assert set(concurrently(trials, tmp_path / "all").values()) == {None}
+    assert stacked == [4]
     for trial in trials:
         alone = train_run(trial.recipe, out=tmp_path / trial.name, quiet=True)
         assert_alike(tmp_path / "all" / trial.name, alone, tolerance)
     assert len({learnt(tmp_path / "all" / trial.name)["model"] for trial in trials}) == 4
+
+
+def test_stacked_runs_are_played_together_as_each_alone(
+    data: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """One whose checkpoint cannot be read fails alone; Ctrl-C leaves all to the next call."""
+    trials = trials_of(data, "evaluate.episodes=3", "evaluate.seed=5", "train.evaluate_every=10")
+    count = list[int]()
+
+    def counted(played: Sequence[Any], *words: Any) -> Any:
+        count.append(len(played))
+        if len(count) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate_together(played, *words)
+
+    def damaged(path: Path) -> Any:
+        if (path.parts[-3], path.name) == ("t1", "step-00000010"):
+            raise one_damaged
+        return find_trained(path)
+
+    one_damaged = GearError("RUN_DAMAGED", "it is damaged")
+    monkeypatch.setattr(evaluations, "evaluate_together", counted)
+    monkeypatch.setattr(evaluations, "find_trained", damaged)
+    with pytest.raises(TrainingInterrupted):
+        concurrently(trials, tmp_path)
+    assert set(concurrently(trials, tmp_path).values()) == {None}
+    assert count == [3, 4, 4]
+    for trial in trials:
+        file = tmp_path / trial.name / "evaluations.jsonl"
+        records = list(read_lines(file, EvaluationReport))
+        assert [record.step for record in records] == [10, 20]
+        failed = [record.step for record in records if record.error]
+        assert failed == ([10] if trial.name == "t1" else [])
+        alone = evaluate(tmp_path / trial.name, quiet=True)
+        assert records[-1].to_json()["targets"] == alone.to_json()["targets"]
 
 
 def test_runs_that_stand_at_other_steps_are_stacked_apart(data: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,29 @@ from gear_offline.dataset.scores import (
     reference_scores,
 )
 from gear_offline.errors import InputError
-from gear_offline.evaluation.play import EvaluationTask, evaluate_tasks
+from gear_offline.evaluation import play
+from gear_offline.evaluation.play import (
+    EvaluationTask,
+    Stage,
+    evaluate_tasks,
+    evaluate_together,
+)
+from gear_offline.evaluation.rollout import ActingPolicy
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.training.checkpoint import chosen_checkpoint, find_checkpoint
 from gear_offline.training.records import EvaluationReport, read_document, share_interval
 from tests.checkpoint_support import write_run
-from tests.evaluation_support import Constant
+from tests.evaluation_support import Constant, Remembering
 from tests.support import Captured, Patch, failing_code, one_error
+
+
+def always(policy: ActingPolicy) -> Callable[[EvaluationTask], ActingPolicy]:
+    return lambda _: policy
 
 
 def evaluated(action: Any, environment: str, *targets: float, **options: Any) -> EvaluationReport:
     task = EvaluationTask(environment=environment, targets=targets, **options)
-    return evaluate_tasks(lambda _: Constant(action), [task])
+    return evaluate_tasks(always(Constant(action)), [task])
 
 
 def test_targets_share_start_states_and_results_repeat() -> None:
@@ -46,6 +58,29 @@ def test_targets_share_start_states_and_results_repeat() -> None:
     assert len(set(first[0])) == 3
     assert run(11) == first
     assert run(12)[0] == [*first[0][1:], run(13)[0][1]]  # seed + episode
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_policies_that_play_together_get_what_each_gets_alone(
+    cores: int, monkeypatch: Patch
+) -> None:
+    """In two portions; one policy fails, and the environments of another one do."""
+    monkeypatch.setattr(play, "MOST_ENVIRONMENTS", 20)
+    one, asked = "GearTest/Fragile-v0", {"targets": (5.0, -5.0), "episodes": 3, "environments": 2}
+    weights = np.random.default_rng(3).normal(size=(4, 4, 3)) * [0, 0.1, 0.1]
+    policies: list[Any] = [Remembering(own) for own in weights]
+    policies += [Constant(np.array([0.9, 0, 0])), Constant(np.full(3, np.nan))]
+    tasks = [EvaluationTask(environment=one, seed=n, **asked) for n in range(len(policies))]  # type: ignore[arg-type]
+    with Stage(cores) as stage:
+        for _ in range(2):  # the environments are there the second time
+            played = evaluate_together(
+                [(always(p), [t]) for p, t in zip(policies, tasks, strict=True)], stage
+            )
+            for policy, task, report in zip(policies[:4], tasks, played, strict=False):
+                assert not isinstance(report, Exception)
+                alone = evaluate_tasks(always(policy), [task])
+                assert report.to_json()["targets"] == alone.to_json()["targets"]
+            assert "broken" in str(played[4]) and "NaN" in str(played[5])
 
 
 def test_report_numbers_and_json() -> None:

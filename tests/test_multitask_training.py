@@ -15,7 +15,7 @@ import torch
 from gear_offline.analysis.strategies import compare_strategies
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.errors import GearError
-from gear_offline.loaders.from_recipe import recipe_sampler
+from gear_offline.loaders.options import recipe_sampler
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.planning.workload import make_workload
 from gear_offline.runs.evaluate import evaluate

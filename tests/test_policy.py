@@ -19,7 +19,7 @@ from transformers import DecisionTransformerModel
 import gear_offline as go
 from gear_offline import export_policy
 from gear_offline.cli.main import main
-from gear_offline.dataset.rewards import RewardEdit
+from gear_offline.dataset.scores import RewardEdit
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy

@@ -72,7 +72,9 @@ def interrupted_in(step: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("place", ["training.trained.assemble", "evaluation.play.play_tasks"])
+@pytest.mark.parametrize(
+    "place", ["training.trained.assemble", "runs.evaluations.evaluate_together"]
+)
 def test_ctrl_c_ends_an_evaluation_which_the_resumed_run_repeats(
     whole: Path,
     data: Path,

@@ -45,7 +45,7 @@ def make_batch(seed: int, size: int) -> Batch:
         attention_mask=(torch.arange(STEPS) < real).long(),
         segments=torch.zeros(size, 2, dtype=torch.int64),
         padding="right",
-        extras={},
+        extras={"goals": torch.randn(size, 1, STATES, generator=generator)},
     )
 
 
@@ -57,11 +57,13 @@ def make_batch(seed: int, size: int) -> Batch:
     heads=st.sampled_from([1, 2]),
     activation=st.sampled_from(["relu", "gelu_new"]),
     tanh=st.booleans(),
+    goals=st.booleans(),
 )
 def test_losses_and_gradients_are_those_of_each_alone(
-    count: int, size: int, layers: int, heads: int, activation: str, tanh: bool
+    count: int, size: int, layers: int, heads: int, activation: str, tanh: bool, goals: bool
 ) -> None:
     options = {"layers": layers, "heads": heads, "activation": activation, "action_tanh": tanh}
+    options["goals"] = goals
     models = [make_model(seed, **options) for seed in range(count)]
     alone = [make_model(seed, **options) for seed in range(count)]
     batches = [make_batch(seed, size) for seed in range(count)]

@@ -23,7 +23,7 @@ from gear_offline.core.files import check_folder
 from gear_offline.core.system import machine
 from gear_offline.core.text import count_text, say, short
 from gear_offline.errors import GearError, InputError, given_path
-from gear_offline.loaders.from_recipe import recipe_sampler
+from gear_offline.loaders.options import recipe_sampler
 from gear_offline.progress import Progress
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.runs.prepare import prepare_dataset

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from gear_offline.core.closing import Closing
+from gear_offline.core.files import Closing
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import (

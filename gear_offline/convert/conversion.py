@@ -47,9 +47,8 @@ from gear_offline.dataset.manifest import (
     SourceRecord,
     is_only_dataset,
 )
-from gear_offline.dataset.rewards import RewardEdit, find_edit
 from gear_offline.dataset.schema import ColumnSpec, TableSpec
-from gear_offline.dataset.scores import known_scores, reference_scores
+from gear_offline.dataset.scores import RewardEdit, find_edit, known_scores, reference_scores
 from gear_offline.dataset.shard import RESERVED_NAMES, digest
 from gear_offline.dataset.statistics import distribution
 from gear_offline.errors import InputError, check_environment_id, given_path, json_options

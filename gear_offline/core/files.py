@@ -14,13 +14,14 @@ import secrets
 import shutil
 import stat
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from io import FileIO
 from pathlib import Path
+from typing import Self
 
-from gear_offline.core.closing import Closing
 from gear_offline.core.text import say
 from gear_offline.errors import NO_SPACE, GearError, InputError
 
@@ -38,6 +39,20 @@ REMEDIES = {  # what to do about an error of the system; where it says nothing o
 CHECK = "check that the place exists and that you may write there"
 TURN_SECONDS = 0.2  # between two looks whether it is one's turn
 FileIdentity = tuple[int, ...]
+
+
+class Closing(ABC):
+    """A context manager that closes itself at the end, after an error too."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what is held; may be called again."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close()
 
 
 def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> int:

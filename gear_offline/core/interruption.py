@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
-from gear_offline.core.closing import Closing
+from gear_offline.core.files import Closing
 
 
 class Aborted(BaseException):

@@ -28,9 +28,8 @@ from gear_offline.dataset.manifest import (
     ShardRecord,
     read_admissions,
 )
-from gear_offline.dataset.rewards import RewardEdit
 from gear_offline.dataset.schema import EpisodeIndex, TableSpec, chosen_episodes
-from gear_offline.dataset.scores import ReferenceScores
+from gear_offline.dataset.scores import ReferenceScores, RewardEdit
 from gear_offline.dataset.shard import (
     DIGEST_CHARS,
     EPISODE_COLUMNS,

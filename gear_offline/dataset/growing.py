@@ -25,8 +25,8 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from gear_offline.core.closing import Closing
 from gear_offline.core.files import (
+    Closing,
     open_regular,
     remove_leftovers,
     sync_directory,

@@ -1,8 +1,10 @@
-"""D4RL's reference scores and the normalised score.
+"""The scales of rewards: D4RL's reference scores, and edits of a dataset's rewards.
 
 For each of D4RL's 147 datasets the table holds the return of a random policy (minimum) and of an
 expert (maximum), and the path of its file on D4RL's server.  The returns are those of
 ``d4rl/infos.py`` (https://github.com/Farama-Foundation/D4RL).
+
+Shape legend: n steps.
 """
 
 from __future__ import annotations
@@ -10,14 +12,20 @@ from __future__ import annotations
 import csv
 import functools
 import re
+from collections.abc import Iterable, Iterator
 from importlib import resources
 from pathlib import PurePosixPath
+from typing import Annotated
 
-from pydantic import FiniteFloat
+import numpy as np
+from pydantic import Field, FiniteFloat
 
+from gear_offline.core.types import Float64Array
 from gear_offline.dataset.statistics import Model
 from gear_offline.errors import InputError
 
+Number = Annotated[float, Field(allow_inf_nan=False)]
+TOLERANCE = 1e-6  # of the largest reward: float32 rounding
 _ENGINE_NOTE = "D4RL's simulator was another (mujoco-py, v2), so the score is indicative only"
 _WALKER_NOTE = f"{_ENGINE_NOTE}; Walker2d-v5 moreover changed a foot's friction (1.9, not 0.9)"
 _GYMNASIUM_FAMILIES = {
@@ -143,3 +151,56 @@ def known_scores(name: str) -> ReferenceScores:
         what = f"no reference scores under the name {name!r}"
         raise InputError("USAGE", what, remedy="use a D4RL dataset name such as hopper-medium-v2")
     return scores
+
+
+# edits: what lies between the rewards of a dataset and those of its environment ---------------
+
+
+class RewardEdit(Model):
+    """A reward of the data is ``clip(scale * r + shift, low, high)`` of the environment's r.
+
+    It need not hold at an episode's last step, after which nothing is asked.
+    """
+
+    scale: Number = 1.0
+    shift: Number = 0.0
+    low: Number | None = None
+    high: Number | None = None
+
+    def apply(self, rewards: Float64Array) -> Float64Array:
+        """Edit (n,) rewards of the environment."""
+        edited = self.scale * rewards + self.shift
+        is_clipped = self.low is not None or self.high is not None
+        return np.clip(edited, self.low, self.high) if is_clipped else edited
+
+    def explains(self, before: Float64Array, after: Float64Array) -> bool:
+        """Compare (n,) rewards `after` with the edited ones `before`."""
+        most = float(np.abs(after).max(initial=1e-30))
+        return bool(np.allclose(self.apply(before), after, rtol=0.0, atol=TOLERANCE * most))
+
+
+def candidates(before: Float64Array, after: Float64Array) -> Iterator[RewardEdit]:
+    """Yield the edits that may have made (n,) rewards `after` of those `before`."""
+    low, high = (float(end(after)) for end in (np.min, np.max)) if after.size else (0.0, 0.0)
+    lines = [(1.0, 0.0)]
+    for rows in (slice(None), (after > low) & (after < high)):
+        x, y = before[rows], after[rows]
+        if x.size:
+            first, last = x.argmin(), x.argmax()
+            run = x[last] - x[first]
+            scale = float(f"{(y[last] - y[first]) / run if run else 0.0:.6g}")
+            lines.append((scale, float(f"{y[last] - scale * x[last]:.6g}")))
+    for ends in ({}, {"low": low, "high": high}):
+        yield from (RewardEdit(scale=scale, shift=shift, **ends) for scale, shift in lines)
+
+
+def find_edit(blocks: Iterable[tuple[Float64Array, Float64Array]]) -> RewardEdit | None:
+    """Find the edit of the second rewards of each block; None where no step tells it.
+
+    It is guessed from the first block, and has to hold in all.
+    """
+    possible: list[RewardEdit] | None = None
+    for before, after in blocks:
+        guesses = candidates(before, after) if possible is None else possible
+        possible = [edit for edit in guesses if edit.explains(before, after)]
+    return next(iter(possible or []), None)

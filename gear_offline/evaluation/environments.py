@@ -34,7 +34,7 @@ import gymnasium
 import numpy as np
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 
-from gear_offline.core.closing import Closing
+from gear_offline.core.files import Closing
 from gear_offline.core.parts import (
     Kind,
     check_word,
@@ -73,7 +73,7 @@ gymnasium.register(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EnvironmentFacts:
-    """What a policy and a recorder need to know of an environment."""
+    """The facts of an environment that policies and recorders work by."""
 
     environment_id: str  # with the version that was taken
     observation_shape: tuple[int, ...]
@@ -124,7 +124,7 @@ class EnvironmentFacts:
 
 
 def finite_actions(actions: Array) -> Array:
-    """Return what a policy chose, if it can be acted on; ``MODEL``."""
+    """Return the actions of a policy; refuse NaN and infinities (``MODEL``)."""
     if np.isfinite(actions).all():
         return actions
     what = "the policy returned an action that is NaN or infinite"
@@ -162,7 +162,7 @@ class Environment(Closing):
 
     @property
     def metadata(self) -> Options:
-        """What it says of drawing."""
+        """Its facts about drawing: render modes, frames a second."""
         return guarded(self._id, "its metadata", lambda: dict(self.raw.metadata or {}))
 
     def call(self, name: str, *words: Any, **how: Any) -> Any:
@@ -202,14 +202,14 @@ class Environment(Closing):
 
     def _leaf(self, name: str, value: Any, space: Any, *, is_last: bool) -> Array:
         wanted = f"{space.dtype} of shape {space.shape}"
-        seen = given = self._array(name, value, (space.shape,), "biuf", wanted)
+        seen = raw = self._array(name, value, (space.shape,), "biuf", wanted)
         if space.dtype.kind != "f":
-            seen = given.astype(space.dtype, copy=False)
-            if not np.array_equal(seen, given):
-                raise self.odd(name, given, wanted)
+            seen = raw.astype(space.dtype, copy=False)
+            if not np.array_equal(seen, raw):
+                raise self.odd(name, raw, wanted)
         if not isinstance(space, gymnasium.spaces.Box):
             if not space.contains(seen):
-                raise self.odd(name, given, f"of {space}")
+                raise self.odd(name, raw, f"of {space}")
             return np.asarray(gymnasium.spaces.flatten(space, seen), np.float32)
         if seen.dtype.kind == "f" and not is_last and not np.isfinite(seen).all():
             raise not_finite(name, self._id)
@@ -283,14 +283,14 @@ def make_environment(
 ) -> Environment:
     """Make one Gymnasium environment, with one clear error when that is not possible."""
     module, colon, name = environment_id.rpartition(":")
-    made: Any = name
+    spec: Any = name
     if colon and (has_word(environment_id) or module not in sys.modules):
         check_word(ENVIRONMENTS, environment_id)
         own = getattr(part_module(ENVIRONMENTS, environment_id), name, None)
-        made = EnvSpec(id=name, entry_point=own) if callable(own) else name
+        spec = EnvSpec(id=name, entry_point=own) if callable(own) else name
     how = {**(options or {}), **more}
     columns = how.pop("observation_columns", None) or {}
-    raw = guarded(environment_id, "making it", _make, environment_id, made, how)
+    raw = guarded(environment_id, "making it", _make, environment_id, spec, how)
     return Environment(environment_id, raw, columns)
 
 
@@ -306,10 +306,10 @@ def _make(
             warnings.filterwarnings("ignore", message=".*Using the latest versioned environment.*")
             # the checker repeats for every step what the first episode already proves
             wrappers = options.pop("additional_wrappers", None) or ()
-            made: gymnasium.Env[Any, Any] = make(name, **{"disable_env_checker": True, **options})
+            raw: gymnasium.Env[Any, Any] = make(name, **{"disable_env_checker": True, **options})
             for wrapper in wrappers:
-                made = _wrapped(made, environment_id, **wrapper)
-            return made
+                raw = _wrapped(raw, environment_id, **wrapper)
+            return raw
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         what = f"the simulator of {environment_id} is not usable: {first_line(error)}"
         extra = "atari" if is_atari(environment_id) else "mujoco"
@@ -336,13 +336,13 @@ def _wrapped(
         gymnasium.wrappers if module.startswith("gymnasium.wrappers") else sys.modules.get(module)
     )
     is_known = home is gymnasium.wrappers or has_module(module)
-    made: Any = getattr(home, own, None) if is_known else None
-    is_wrapper = isinstance(made, type) and issubclass(made, gymnasium.Wrapper)
+    kind: Any = getattr(home, own, None) if is_known else None
+    is_wrapper = isinstance(kind, type) and issubclass(kind, gymnasium.Wrapper)
     if kwargs is None or not is_wrapper or own.startswith("Record"):  # these write files
         what = f"its wrapper {name} ({entry_point}) cannot be made anew"
         remedy = "name an environment that has it, or none of what the data say: "
         raise InputError("ENVIRONMENT", what, environment_id, f"{remedy}environment_options={{}}")
-    wrapped: gymnasium.Env[Any, Any] = made(environment, **kwargs)
+    wrapped: gymnasium.Env[Any, Any] = kind(environment, **kwargs)
     return wrapped
 
 
@@ -356,7 +356,7 @@ def say_left_out(options: Options | None, known: Options | None, *, quiet: bool 
 
 def leaves(space: Any, columns: Mapping[str, str]) -> dict[str, tuple[tuple[Any, ...], Any]]:
     """Return the numeric spaces in a space by name, or by that of their column, with their keys."""
-    spaces, found = gymnasium.spaces, dict[str, tuple[Any, Any]]()
+    spaces, kinds = gymnasium.spaces, dict[str, tuple[Any, Any]]()
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), space)]
     while waiting:
         keys, part = waiting.pop(0)
@@ -366,10 +366,10 @@ def leaves(space: Any, columns: Mapping[str, str]) -> dict[str, tuple[tuple[Any,
         elif isinstance(part, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) or (
             isinstance(part, spaces.Box) and part.dtype.kind in "biuf"
         ):
-            found["/".join(map(str, keys))] = keys, part
-    named = {columns.get(name, name): leaf for name, leaf in found.items()}
-    if columns.keys() - found.keys() or len(named) < len(found):
-        what, remedy = f"observation_columns are {dict(columns)}", f"name {', '.join(found)} once"
+            kinds["/".join(map(str, keys))] = keys, part
+    named = {columns.get(name, name): leaf for name, leaf in kinds.items()}
+    if columns.keys() - kinds.keys() or len(named) < len(kinds):
+        what, remedy = f"observation_columns are {dict(columns)}", f"name {', '.join(kinds)} once"
         raise InputError("ENVIRONMENT", what, "environment_options", remedy)
     return named
 
@@ -430,7 +430,7 @@ def simulator_data(environment: Environment) -> Any:
 
 
 def is_atari(environment_id: str) -> bool:
-    """Return whether an id names a game of the Arcade Learning Environment."""
+    """Return true for the id of a game of the Arcade Learning Environment."""
     return environment_id.startswith("ALE/")
 
 
@@ -463,7 +463,7 @@ def versioned_id(name: str) -> str:
 
 
 def say_version(name: str, *, quiet: bool) -> None:
-    """Say which version is taken of an environment that is named without one."""
+    """Say the version that is taken of an environment named without one."""
     if (taken := versioned_id(name)) != name:
         shown = taken.rpartition(":")[2]
         say(f"{name} names no version: the newest one here is taken, {shown}", quiet=quiet)
@@ -474,7 +474,7 @@ def say_version(name: str, *, quiet: bool) -> None:
 
 @dataclass(frozen=True)
 class Known:
-    """What makes an environment in another process: a module or a spec, which it must learn."""
+    """An environment for another process: id, options, and a module or spec that it must learn."""
 
     environment_id: str
     options: str = "{}"  # JSON
@@ -496,7 +496,7 @@ class Known:
 
 
 def known_of(environment_id: str, options: Options | None = None) -> Known | None:
-    """Return what another process needs to make an environment; None: it cannot."""
+    """Describe an environment for another process; None if only this one can make it."""
     if not is_elsewhere(environment_id):
         return None
     module, _, name = environment_id.rpartition(":")

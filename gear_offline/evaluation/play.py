@@ -7,8 +7,7 @@ target, so that a difference between two targets is not a difference of start st
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
@@ -19,14 +18,15 @@ import numpy as np
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import EvaluateSettings, TaskSettings, target_list
+from gear_offline.core.files import Closing
 from gear_offline.core.parts import is_part
-from gear_offline.core.system import versions
+from gear_offline.core.system import available_bytes, versions
 from gear_offline.core.text import count_text, say
 from gear_offline.dataset.schema import channels_last, match_columns
 from gear_offline.dataset.scores import ReferenceScores, known_scores, reference_scores
-from gear_offline.errors import InputError
+from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import EnvironmentFacts, Known, Options, known_of
-from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_episodes
+from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_together, turns
 from gear_offline.models.base import ModelSizes, ModelTask
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy import Policy
@@ -41,12 +41,14 @@ from gear_offline.workers import Caller, RayPool
 Reference = str | ReferenceScores | tuple[float, float]
 CPU_ENVIRONMENTS = 20  # more make no product of matrices faster
 GPU_ENVIRONMENTS = 256  # an action for all takes hardly longer than one
+MOST_ENVIRONMENTS = 1024  # at once, of all policies that play together
+ENVIRONMENT_BYTES = 16 << 20  # of memory, at most, that one takes
 FOREIGN = "the environment is not the one that D4RL measured, so the score is indicative only"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationTask:
-    """What to play."""
+    """A task to play."""
 
     environment: str  # Gymnasium id
     environment_options: Options = field(default_factory=dict)  # it is made with
@@ -61,12 +63,15 @@ class EvaluationTask:
     data_returns: tuple[float, float] | None = None
     goals: bool = False  # targets are numbers of tasks, and returns say if their goals are reached
 
-    def make(self, cores: int | None) -> Environments:
-        """Make the environments of a settled task, which step on up to so many cores."""
-        slots = min(self.environments, self.episodes) * len(self.targets)
-        how: dict[str, Any] = {"goals": self.goals, "options": self.environment_options}
-        episodes = self.episodes * len(self.targets)
-        return Environments(self.environment, slots, episodes=episodes, cores=cores, **how)
+    @property
+    def slots(self) -> int:
+        """Environments that a settled task takes at once."""
+        return min(self.environments, self.episodes) * len(self.targets)
+
+    @property
+    def kind(self) -> str:
+        """The same for settled tasks that can be played side by side."""
+        return repr((self.environment, self.environment_options, self.goals, self.slots))
 
     def settled(self, device: str = "cpu") -> EvaluationTask:
         """Return it with a number of environments; refuse to play nothing, ``USAGE``."""
@@ -78,8 +83,11 @@ class EvaluationTask:
         return replace(self, environments=self.environments or suiting)
 
 
+Evaluation = tuple[Callable[[EvaluationTask], ActingPolicy], Sequence[EvaluationTask]]
+
+
 def tasks_of(recipe: Recipe, model_tasks: Sequence[ModelTask] = ()) -> tuple[EvaluationTask, ...]:
-    """Return what a resolved recipe evaluates in; none where no environment is known.
+    """Return the evaluations of a resolved recipe; none where no environment is known.
 
     `model_tasks` says what the model of several knows of each: returns of its data.
     """
@@ -128,74 +136,171 @@ def evaluate_tasks(
     tasks: Sequence[EvaluationTask],
     *,
     cores: int | None = None,
-    made: Mapping[str, Environments] | None = None,
     quiet: bool = True,
 ) -> EvaluationReport:
-    """Play tasks one after the other; `policy_of` gives the batched policy of each.
+    """Play tasks; `policy_of` gives the batched policy of each.
 
     It is given up to ``environments * len(targets)`` slots.  Environments step on up to so many
-    `cores`, by default on all; the results do not depend on it.  `made` are those of tasks whose
-    policies are captured, too.
+    `cores`, by default on all; the results do not depend on it.
     """
-    tasks = [task.settled() for task in tasks]
-    scores = [resolve_reference(task.environment, task.reference) for task in tasks]
-    began, results = time.perf_counter(), {}
-    for task, reference in zip(tasks, scores, strict=True):
-        worst, best = task.data_returns or (None, None)
+    with Stage(cores, keep=False) as stage:
+        report = evaluate_together([(policy_of, tasks)], stage, quiet=quiet)[0]
+    if isinstance(report, Exception):
+        raise report
+    return report
+
+
+class Stage(Closing):
+    """The environments of evaluations, which stay for those to come if `keep`; a context manager.
+
+    They step on up to so many `cores`, by default on all that pay off.
+    """
+
+    def __init__(self, cores: int | None = None, *, keep: bool = True) -> None:
+        self._cores, self.keep, self.is_closed = cores, keep, False
+        self._made: dict[str, Environments] = {}
+
+    def environments(self, task: EvaluationTask, policies: int) -> Environments:
+        """Return environments for so many policies at least, each with the slots of a task."""
+        kept = self._made.get(task.kind)
+        if kept is None or len(kept.slots) < task.slots * policies:
+            self.drop(task)
+            episodes, slots = task.episodes * len(task.targets) * policies, task.slots * policies
+            how: dict[str, Any] = {"goals": task.goals, "options": task.environment_options}
+            how |= {"episodes": episodes, "cores": self._cores}
+            self._made[task.kind] = kept = Environments(task.environment, slots, **how)
+        if self.is_closed:  # meanwhile
+            self.drop(task)
+            raise GearError("INTERRUPTED", "the environments are closed")
+        return kept
+
+    def drop(self, task: EvaluationTask) -> None:
+        """Close the environments of a task."""
+        if (made := self._made.pop(task.kind, None)) is not None:
+            made.close()
+
+    def close(self) -> None:
+        """Close all; whoever plays in them hears of it."""
+        self.is_closed = True
+        while self._made:
+            self._made.popitem()[1].close()
+
+
+def evaluate_together(
+    evaluations: Sequence[Evaluation], stage: Stage, *, quiet: bool = True
+) -> list[EvaluationReport | Exception]:
+    """Play the tasks of several policies, those in equal environments side by side.
+
+    Each evaluation is what `evaluate_tasks` takes, and gives the report that it gives, or its
+    error.
+    """
+    began, alike = time.perf_counter(), dict[str, list[_Part]]()
+    parts = [[_Part.of(policy_of, task) for task in tasks] for policy_of, tasks in evaluations]
+    for part in chain.from_iterable(parts):
+        alike.setdefault(part.task.kind, []).append(part)
+    for same in alike.values():
+        room = min(MOST_ENVIRONMENTS, available_bytes() // ENVIRONMENT_BYTES)
+        portions = -(-len(same) // max(1, room // same[0].task.slots))
+        for number in range(portions):
+            _play(same[number::portions], stage, quiet)
+        if not stage.keep:
+            stage.drop(same[0].task)
+    known = versions("gear-offline", "gymnasium", "mujoco", "torch", "numpy")
+    reports: list[EvaluationReport | Exception] = []
+    for own in parts:
+        try:
+            results = {part.task.name: part.result() for part in own}
+            reports.append(_report(results, versions=known, seconds=time.perf_counter() - began))
+        except Exception as error:
+            reports.append(error)
+    return reports
+
+
+@dataclass
+class _Part:
+    """One task of one policy."""
+
+    policy_of: Callable[[EvaluationTask], ActingPolicy]
+    task: EvaluationTask
+    asked: TaskResult
+    played: Sequence[TargetResult] | Exception = ()
+
+    @classmethod
+    def of(cls, policy_of: Callable[[EvaluationTask], ActingPolicy], task: EvaluationTask) -> _Part:
+        task, (worst, best) = task.settled(), task.data_returns or (None, None)
         asked = TaskResult(
             environment=task.environment,
             environment_options=dict(task.environment_options),
-            reference=reference,
+            reference=resolve_reference(task.environment, task.reference),
             data_worst=worst,
             data_best=best,
             seed=task.seed,
             environments=task.environments,
             goals=task.goals,
         )
-        place = nullcontext(made[task.name]) if made else task.make(cores)
-        results[task.name] = asked.with_targets(_play(policy_of, task, place, quiet))
-    known = versions("gear-offline", "gymnasium", "mujoco", "torch", "numpy")
-    return _report(results, versions=known, seconds=time.perf_counter() - began)
+        return cls(policy_of, task, asked)
 
+    def result(self) -> TaskResult:
+        if isinstance(self.played, Exception):
+            raise self.played
+        return self.asked.with_targets(self.played)
 
-def _play(
-    policy_of: Callable[[EvaluationTask], ActingPolicy],
-    task: EvaluationTask,
-    place: AbstractContextManager[Environments],
-    quiet: bool,
-) -> list[TargetResult]:
-    """Play the episodes of all targets, those of one episode number side by side."""
-    name, count = task.environment, len(task.targets)
-    total = task.episodes * count
-    with place as environments:
+    def turns(
+        self, environments: Environments, number: int, quiet: bool, **options: Any
+    ) -> Generator[None, None, list[TargetResult]]:
+        """Play the episodes of all targets, those of one episode number side by side."""
+        task, count = self.task, len(self.task.targets)
         if task.goals and (tasks := environments.facts.tasks):
             for target in set(task.targets) - set(range(1, tasks + 1)):
-                what, remedy = f"{name} has no task {target:g}", f"give numbers from 1 to {tasks}"
+                what = f"{task.environment} has no task {target:g}"
+                remedy = f"give numbers from 1 to {tasks}"
                 raise InputError("USAGE", what, "evaluate.targets", remedy)
-        policy = policy_of(task)
+        policy = self.policy_of(task)
         if isinstance(policy, Policy):
             sizes, names = sizes_of(policy.model), [*policy.columns]
             check_sizes(environments.facts, sizes, names, whose="the model", quiet=quiet)
-            policy.capture(len(environments.slots))
-        with Progress(f"evaluate {name}", total=total, unit="episodes", quiet=quiet) as progress:
-            played = play_episodes(
-                policy,
-                environments,
-                seeds=[task.seed + e for e in range(task.episodes) for _ in range(count)],
-                targets=task.targets * task.episodes,
-                keep_actions=count,
-                on_episode=progress.advance,
-            )
-    return [
-        TargetResult(
-            target=target,
-            returns=tuple(played.returns[index::count].tolist()),
-            lengths=tuple(played.lengths[index::count].tolist()),
-            terminated=tuple(played.terminated[index::count].tolist()),
-            actions=played.actions[index],
+            policy.capture(task.slots)
+        # each policy's slots are spread over all, and so over the workers
+        stride = len(environments.slots) // task.slots
+        played = yield from turns(
+            policy,
+            environments,
+            environments.slots[number::stride][: task.slots],
+            seeds=[task.seed + e for e in range(task.episodes) for _ in range(count)],
+            targets=task.targets * task.episodes,
+            keep_actions=count,
+            **options,
         )
-        for index, target in enumerate(task.targets)
-    ]
+        return [
+            TargetResult(
+                target=target,
+                returns=tuple(played.returns[index::count].tolist()),
+                lengths=tuple(played.lengths[index::count].tolist()),
+                terminated=tuple(played.terminated[index::count].tolist()),
+                actions=played.actions[index],
+            )
+            for index, target in enumerate(task.targets)
+        ]
+
+
+def _play(parts: Sequence[_Part], stage: Stage, quiet: bool) -> None:
+    """Play parts of one kind; where their environments fail, each alone."""
+    task, total = parts[0].task, sum(part.task.episodes * len(part.task.targets) for part in parts)
+    title = f"evaluate {task.environment}"
+    try:
+        place = stage.environments(task, len(parts))
+        with Progress(title, total=total, unit="episodes", quiet=quiet) as progress:
+            how: dict[str, Any] = {"quiet": quiet, "on_episode": progress.advance}
+            playing = [part.turns(place, number, **how) for number, part in enumerate(parts)]
+            for part, played in zip(parts, play_together(place, playing), strict=True):
+                part.played = played
+    except Exception as error:
+        stage.drop(task)
+        for part in parts:
+            if len(parts) == 1 or stage.is_closed:
+                part.played = error
+            else:
+                _play([part], stage, quiet)
 
 
 def _report(results: Mapping[str, TaskResult], *, seconds: float, **facts: Any) -> EvaluationReport:
@@ -289,8 +394,8 @@ def _sizes_text(columns: Sequence[InputColumn], actions: int, discrete: bool) ->
 def asked_returns(targets: Sequence[float] | float) -> tuple[float, ...]:
     """Return `targets` as numbers below 1e18 in size, at least one, all different."""
     try:
-        given = [] if isinstance(targets, str) else np.atleast_1d(np.asarray(targets))
-        return tuple(target_list([float(target) for target in given]))
+        values = [] if isinstance(targets, str) else np.atleast_1d(np.asarray(targets))
+        return tuple(target_list([float(target) for target in values]))
     except (TypeError, ValueError) as error:
         what, remedy = f"target returns {targets!r}: {error}", "write them like 3600,1800"
         raise InputError("USAGE", what, where="evaluate.targets", remedy=remedy) from error
@@ -300,7 +405,7 @@ def asked_returns(targets: Sequence[float] | float) -> tuple[float, ...]:
 
 
 def known_to(tasks: Sequence[EvaluationTask]) -> list[Known]:
-    """Return what another process has to learn before it can play `tasks`."""
+    """Describe the environments of `tasks` for another process, which learns them first."""
     known = ((task, known_of(task.environment, task.environment_options)) for task in tasks)
     return [made or Known(task.environment) for task, made in known]
 

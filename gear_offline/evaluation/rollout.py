@@ -1,4 +1,4 @@
-"""Play a fixed list of episodes with one batched policy.
+"""Play fixed lists of episodes, each with one batched policy.
 
 The list is fixed before the first step: each entry has its own seed and target return, and every
 entry is played to its end exactly once.  So short episodes cannot crowd out long ones, which is
@@ -6,7 +6,8 @@ what happens when a vector environment resets itself and the first N finished ep
 
 Environments step in worker processes, or here where there is little to do; the policy acts in this
 one, for all that play.  What goes to and fro lies in memory that all share.  Which slot plays which
-episode, and who acts together, does not depend on the workers, so neither do the returns.
+episode, and who acts together, does not depend on the workers, so neither do the returns.  Nor do
+they depend on other policies that play at the same time, each in slots of its own.
 
 Shape legend: E environments (slots), m of them that act, n episodes, S state size, A action size.
 """
@@ -14,14 +15,14 @@ Shape legend: E environments (slots), m of them that act, n episodes, S state si
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from gear_offline.core.closing import Closing
+from gear_offline.core.files import Closing
 from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.evaluation.environments import (
@@ -39,6 +40,7 @@ from gear_offline.workers import Caller, Worker
 STEPS_FOR_WORKERS = 20_000  # fewer take no longer than workers take to start
 SLOTS_OF_A_WORKER = 4  # a message takes as long as a fifth of a step
 IDLE, STEP, RESET = range(3)  # what a slot is to do
+Played = TypeVar("Played")
 
 
 class ActingPolicy(Protocol):
@@ -187,33 +189,65 @@ def step_in_worker(
     caller: Caller, known: Known, goals: bool, path: str, count: int, own: Int64Array
 ) -> None:
     """Serve `Environments`: a job that ends with its caller."""
-    made = {slot: known.make() for slot in own}
-    record = _record(next(iter(made.values())).facts, goals)
+    environments = {slot: known.make() for slot in own}
+    record = _record(next(iter(environments.values())).facts, goals)
     slots = np.memmap(path, record, "r+", shape=(count,)).view(np.ndarray)
     while True:
         caller.receive()
-        _work(made, slots, own)
+        _work(environments, slots, own)
         caller.send(None)
 
 
-def play_episodes(
+def play_episodes(policy: ActingPolicy, environments: Environments, **options: Any) -> Episodes:
+    """Play the episodes of one policy, as `turns` does with `options`, to their ends."""
+    played = play_together(environments, [turns(policy, environments, **options)])[0]
+    if isinstance(played, Exception):
+        raise played
+    return played
+
+
+def play_together(
+    environments: Environments, players: Sequence[Generator[None, None, Played]]
+) -> list[Played | Exception]:
+    """Step environments until all `players` are through; return what each returns, or its error.
+
+    An error of the environments is raised: it may be of any.
+    """
+    results = dict[int, Played | Exception]()
+    while len(results) < len(players):
+        for number, player in enumerate(players):
+            if number not in results:
+                try:
+                    next(player)
+                except StopIteration as end:
+                    results[number] = end.value
+                except Exception as error:
+                    results[number] = error
+        if len(results) < len(players):
+            environments.step()
+    return [results[number] for number in range(len(players))]
+
+
+def turns(
     policy: ActingPolicy,
     environments: Environments,
+    slots: Array | None = None,
     *,
     seeds: Sequence[int],
     targets: Sequence[float],
     keep_actions: int = 0,
     on_episode: Callable[[int], None] = lambda count: None,
-) -> Episodes:
+) -> Generator[None, None, Episodes]:
     """Play episode i with ``seeds[i]`` and ``targets[i]``, for every i, to its end.
 
-    Where the environments have goals, targets are numbers of tasks.  Episodes are cut after the
-    environment's own limit, or 10,000 steps.  Of the first `keep_actions` episodes the actions are
-    kept.  `on_episode` is told how many episodes have ended, whenever some have.
+    Yields whenever its `slots`, by default all, are to do what is in them.  Where the environments
+    have goals, targets are numbers of tasks.  Episodes are cut after the environment's own limit,
+    or 10,000 steps.  Of the first `keep_actions` episodes the actions are kept.  `on_episode` is
+    told how many episodes have ended, whenever some have.
     """
     from gear_offline.models.policy import Policy  # loads torch, which workers do without
 
-    facts, slots = environments.facts, environments.slots
+    facts, slots = environments.facts, environments.slots if slots is None else slots
     limit = facts.step_limit or FALLBACK_MAX_STEPS
     returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), np.int64)
     terminated = np.zeros(len(seeds), np.bool_)
@@ -224,10 +258,10 @@ def play_episodes(
     playing = np.full(slots.size, -1, np.int64)  # slot -> episode; -1: none
     waiting = iter(range(len(seeds)))
     while True:
-        begun = np.flatnonzero(slots["todo"] == RESET)
+        begun, stepped = (np.flatnonzero(slots["todo"] == done) for done in (RESET, STEP))
+        slots["todo"] = IDLE  # also if the policy fails
         if begun.size:
             policy.reset(begun, slots["goal"][begun] if goals else asked[playing[begun]])
-        stepped = np.flatnonzero(slots["todo"] == STEP)
         if stepped.size:
             result, episodes = slots[stepped], playing[stepped]
             if isinstance(policy, Policy):  # data have what was done, within the bounds
@@ -243,7 +277,6 @@ def play_episodes(
             if over.any():
                 playing[stepped[over]] = -1
                 on_episode(int(over.sum()))
-        slots["todo"] = IDLE
         active = np.flatnonzero(playing >= 0)
         if active.size:
             chosen = finite_actions(policy.act(slots["observation"][active], active))
@@ -258,6 +291,6 @@ def play_episodes(
                 slots["task"][slot] = targets[episode]
         if not slots["todo"].any():
             break
-        environments.step()
+        yield
     actions = tuple(np.array(episode) for episode in kept)
     return Episodes(returns=returns, lengths=lengths, terminated=terminated, actions=actions)

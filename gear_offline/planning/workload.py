@@ -22,7 +22,7 @@ from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.distributed.sharding import shard_weights
 from gear_offline.errors import InputError
-from gear_offline.loaders.from_recipe import open_data, recipe_sampler
+from gear_offline.loaders.options import open_data, recipe_sampler
 from gear_offline.models.base import ModelSizes
 from gear_offline.runs.checks import check_selection
 from gear_offline.tables.joint import TableData

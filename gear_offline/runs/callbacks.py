@@ -13,8 +13,6 @@ from gear_offline.core.text import first_line, say
 from gear_offline.errors import GearError, InputError
 from gear_offline.runs.run import Run
 
-__all__ = ["Callback"]
-
 CALLBACKS = Kind(noun="callback", group="callbacks", option="train.callbacks", own={})
 
 
@@ -71,12 +69,12 @@ def check_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
 
 def recipe_callbacks(recipe: Recipe) -> tuple[Callback, ...]:
     """Return new callbacks of the classes that a recipe names."""
-    made = []
+    listeners = []
     for name in recipe.train.callbacks:
-        found = find_part(CALLBACKS, name)
+        part = find_part(CALLBACKS, name)
         with telling(CALLBACKS, "making it", name):
-            made.append(found() if isinstance(found, type) else found)
-    return check_callbacks(made)
+            listeners.append(part() if isinstance(part, type) else part)
+    return check_callbacks(listeners)
 
 
 class Callbacks(AbstractContextManager["Callbacks"]):

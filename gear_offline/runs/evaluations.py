@@ -1,27 +1,29 @@
 """The evaluations of a run while it trains: their players, their queue, their records.
 
 A worker process plays each one that is due from beginning to end; on a GPU a thread of the training
-process does, or that process, which waits.  With the same device and number of threads the returns
-are the same.  Two processes would get a GPU by turns of milliseconds; two streams of one process
-share it.  The weights are those of a checkpoint, which stays until its result is there; a run
-that was killed meanwhile finds it again and plays it.  Results are recorded in the order of steps.
-When more are outstanding than allowed, the next one waits for room: leaving evaluations out would
-make the result of a run depend on its machine's speed.  One that fails is recorded as failed,
-training goes on.
+process does, or that process, which waits.  There runs that share the process are played together.
+With the same device and number of threads the returns are the same.  Two processes would get a GPU
+by turns of milliseconds; two streams of one process share it.  The weights are those of a
+checkpoint, which stays until its result is there; a run that was killed meanwhile finds it again
+and plays it.  Results are recorded in the order of steps.  When more are outstanding than allowed,
+the next one waits for room: leaving evaluations out would make the result of a run depend on its
+machine's speed.  One that fails is recorded as failed, training goes on.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.closing import Closing
+from gear_offline.core.files import Closing
 from gear_offline.core.interruption import Aborted, StopRequest
 from gear_offline.core.parts import is_elsewhere
 from gear_offline.core.system import usable_cores
@@ -30,13 +32,14 @@ from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import known_of
 from gear_offline.evaluation.play import (
+    Evaluation,
     EvaluationTask,
-    evaluate_tasks,
+    Stage,
+    evaluate_together,
     known_to,
     play_job,
     tasks_of,
 )
-from gear_offline.evaluation.rollout import Environments
 from gear_offline.progress import Progress
 from gear_offline.runs.callbacks import Callbacks
 from gear_offline.runs.run import best_of
@@ -45,6 +48,7 @@ from gear_offline.training.json_lines import AppendedFile
 from gear_offline.training.learner import Learner
 from gear_offline.training.records import EvaluationReport, read_lines
 from gear_offline.training.saving import Saver
+from gear_offline.training.seeding import torch_threads
 from gear_offline.training.trained import find_trained
 from gear_offline.workers import Caller, WorkerPool
 
@@ -85,24 +89,24 @@ def plan_evaluations(
         where = device
     ranks = world.nodes.count(world.nodes[world.rank])
     spare = usable_cores() - ranks * (1 if on_gpu else torch.get_num_threads())
-    spare //= concurrent_runs
     wanted = settings.background == "on"
     if settings.background == "auto":
         at_the_end = train.evaluate_every is None or train.evaluate_every >= train.steps
+        at_the_end &= concurrent_runs == 1 or where.type == "cpu"  # else others train meanwhile
         most = CPU_PARAMETERS if where.type == "cpu" else GPU_PARAMETERS
         too_large = on_gpu and parameters > most
         wanted = spare > 0 and not at_the_end and not too_large
     can = all(known_of(task.environment, task.environment_options) for task in tasks)
     can &= is_elsewhere(recipe.model.kind)
     if not (wanted and can and tasks):
-        cores = None if concurrent_runs == 1 else 1
         threads = torch.get_num_threads()
-        return EvaluationPlan(workers=0, threads=threads, device=where, cores=cores)
-    threads = max(1, min(MOST_THREADS, spare // 2)) if on_gpu else train.threads or 1
-    workers = max(1, min(MOST_WORKERS, spare // (2 * threads)))
+        return EvaluationPlan(workers=0, threads=threads, device=where, cores=None)
     if where.type == "cuda":
         cores = max(2, spare - 1)
         return EvaluationPlan(workers=1, threads=1, device=where, cores=cores, thread=True)
+    spare //= concurrent_runs
+    threads = max(1, min(MOST_THREADS, spare // 2)) if on_gpu else train.threads or 1
+    workers = max(1, min(MOST_WORKERS, spare // (2 * threads)))
     return EvaluationPlan(workers=settings.workers or workers, threads=threads, device=where)
 
 
@@ -115,6 +119,71 @@ class _Waiting:
     played: EvaluationReport | Exception | None = None
 
 
+class Player(Closing):
+    """Plays evaluations in this process: the oldest of each of its `runs`, all together."""
+
+    def __init__(self) -> None:
+        self.runs: list[RunEvaluations] = []
+        self._thread = ThreadPoolExecutor(1)  # plays on a GPU; workers end with who started them
+        self._playing: Future[None] | None = None  # there
+        self._stage: Stage | None = None
+
+    def play(self, stop: StopRequest) -> None:
+        """Play what waits when all of it is saved; Ctrl-C leaves it to resumed runs.
+
+        This thread captures graphs, when it launches no steps: capturing resets random numbers of
+        the GPU that steps under way would read.
+        """
+        if self._playing is not None and not self._playing.done():
+            return
+        waiting = [(run, *oldest) for run in self.runs if (oldest := run.oldest()) is not None]
+        if not waiting:
+            return
+        plan, ready = waiting[0][0].plan, list[tuple[_Waiting, Evaluation]]()
+        waiting = [asked for asked in waiting if asked[0].plan == plan]
+        if not all(run.is_saved(step) for run, step, _ in waiting):
+            return
+        with ExitStack() as held:
+            held.enter_context(torch.random.fork_rng(devices=[]))
+            held.enter_context(torch_threads(plan.threads))
+            if not plan.thread:
+                held.enter_context(suppress(Aborted))
+                held.enter_context(stop.abortable())
+            for run, step, asked in waiting:
+                try:
+                    ready.append((asked, run.evaluation(step)))
+                except Exception as error:
+                    asked.played = error
+            if not plan.thread:
+                self._play(plan, ready)
+        if plan.thread:
+            self._playing = self._thread.submit(self._play, plan, ready)
+
+    def _play(self, plan: EvaluationPlan, ready: Sequence[tuple[_Waiting, Evaluation]]) -> None:
+        try:
+            self._stage = self._stage or Stage(plan.cores, keep=plan.thread)
+            played = evaluate_together([evaluation for _, evaluation in ready], self._stage)
+        except Exception as error:
+            played = [error] * len(ready)
+        for (asked, _), report in zip(ready, played, strict=True):
+            asked.played = report
+
+    def close(self) -> None:
+        """End what is played, and its environments."""
+        if self._stage is not None:
+            self._stage.close()  # whoever plays there hears of it
+        self._thread.shutdown()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """Objects that the runs of one process share; a run alone has its own."""
+
+    stop: StopRequest
+    runs: int = 1  # that share the cores which training leaves to evaluations
+    player: Player | None = None
+
+
 class RunEvaluations(Closing):
     """The evaluations of a run, of which the first rank has one."""
 
@@ -122,13 +191,11 @@ class RunEvaluations(Closing):
         self,
         learner: Learner,
         saver: Saver,
-        stop: StopRequest,
+        shared: Shared,
         callbacks: Callbacks,
         progress: Progress,
-        *,
-        concurrent_runs: int,
     ) -> None:
-        self._learner, self._saver, self._stop = learner, saver, stop
+        self._learner, self._saver, self._stop = learner, saver, shared.stop
         self._callbacks, self._progress, self._path = callbacks, progress, callbacks.run.path
         self._recipe = learner.recipe
         tasks = tasks_of(self._recipe, learner.model.facts.tasks)
@@ -139,11 +206,11 @@ class RunEvaluations(Closing):
             learner.device,
             learner.world,
             parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
-            concurrent_runs=concurrent_runs,
+            concurrent_runs=shared.runs,
         )
         self._pool = WorkerPool(self.plan.workers, threads=self.plan.threads)
-        self._thread = threading.Thread()  # plays on a GPU, where these are kept:
-        self._made: dict[str, Environments] = {}
+        self._player, self._is_alone = shared.player or Player(), shared.player is None
+        self._player.runs.append(self)
         self._queue: dict[int, _Waiting] = {}  # by step, ascending
         self._polled = 0.0
         file = self._path / "evaluations.jsonl"
@@ -182,31 +249,34 @@ class RunEvaluations(Closing):
         while self.must_wait(step) and self._stop.signal_name is None:
             self.wait()
         self._queue[step] = _Waiting()
-        if not self.plan.workers:
+        if not self.plan.workers and self._is_alone:
             self._saver.close()  # the checkpoint is whole now, or given up
             self._saver.check()
-            self._drop_given_up()
-            if step in self._queue:
-                self._play(step)
+            with self._progress.paused("evaluating"):
+                self._player.play(self._stop)
+            if self._queue and self._queue[step].played is None:
+                self._progress.say(f"step {step:,}: not evaluated, stopped; --resume does it")
+            self._record_played()
 
-    def _job(self, step: int) -> tuple[Any, ...]:
-        """Return the arguments of `play_job`."""
-        path, plan, known = self._saver.path(step), self.plan, known_to(self._tasks)
-        device = str(plan.device)
-        return known, path.absolute(), None, self._tasks, device, plan.threads, plan.cores
+    def oldest(self) -> tuple[int, _Waiting] | None:
+        """Return the step and the evaluation that is to be played next in this process."""
+        self._drop_given_up()
+        queue = {} if self.plan.workers and not self.plan.thread else self._queue
+        return next((asked for asked in queue.items() if asked[1].played is None), None)
 
-    def _play(self, step: int) -> None:
-        """Play in this process; Ctrl-C leaves it to a resumed run."""
-        waiting, random = self._queue[step], torch.random.fork_rng(devices=[])
-        try:
-            with self._progress.paused("evaluating"), self._stop.abortable(), random:
-                waiting.played = play_job(Caller(), *self._job(step))
-        except Aborted:
-            self._progress.say(f"step {step:,}: not evaluated, stopped; --resume does it")
-            return
-        except Exception as error:
-            waiting.played = error
-        self._record_played()
+    def is_saved(self, step: int) -> bool:
+        """Return true if the checkpoint of `step` is whole."""
+        return self._saver.path(step).is_dir()
+
+    def evaluation(self, step: int) -> Evaluation:
+        """Return the policies of a checkpoint, captured, and their tasks."""
+        device = str(self.plan.device)
+        tasks = [task.settled(device) for task in self._tasks]
+        trained = find_trained(self._saver.path(step))
+        policies = {task.name: trained.policy(task.name or None, device) for task in tasks}
+        for task in tasks:
+            policies[task.name].capture(task.slots)
+        return (lambda task: policies[task.name]), tasks
 
     def collect(self) -> None:
         """Record what has come in, and begin what can be; cheap enough for every step."""
@@ -215,52 +285,20 @@ class RunEvaluations(Closing):
         if not self._queue or now - self._polled < POLL_SECONDS:
             return
         self._polled = now
-        ended = dict(self._pool.wait(0))
+        if self.oldest() is not None:
+            self._player.play(self._stop)
+        ended, plan, known = dict(self._pool.wait(0)), self.plan, known_to(self._tasks)
         for step, waiting in self._queue.items():
             if waiting.job is not None:
                 waiting.played = ended.get(waiting.job, waiting.played)
-                continue
-            is_saved = self._saver.path(step).is_dir()
-            has_room = not self._thread.is_alive() if self.plan.thread else self._pool.has_room
-            if waiting.played is None and is_saved and has_room:
+            elif plan.workers and not plan.thread and self.is_saved(step) and self._pool.has_room:
+                job = known, self._saver.path(step).absolute(), None, self._tasks, str(plan.device)
                 try:
-                    if self.plan.thread:
-                        self._play_beside(step, waiting)
-                    else:
-                        waiting.job = self._pool.submit(f"{__name__}:play_nicely", *self._job(step))
+                    play = f"{__name__}:play_nicely"
+                    waiting.job = self._pool.submit(play, *job, plan.threads, plan.cores)
                 except Exception as error:
                     waiting.played = error
         self._record_played()
-
-    def _play_beside(self, step: int, waiting: _Waiting) -> None:
-        """Play in a thread; this one captures graphs, when it launches no steps.
-
-        Capturing resets random numbers of the GPU that steps under way would read.
-        """
-        device = str(self.plan.device)
-        tasks = [task.settled(device) for task in self._tasks]
-        with torch.random.fork_rng(devices=[]):
-            trained = find_trained(self._saver.path(step))
-        policies = {task.name: trained.policy(task.name or None, device) for task in tasks}
-        for task in tasks:
-            if task.name not in self._made:
-                self._made[task.name] = task.make(self.plan.cores)
-            policies[task.name].capture(len(self._made[task.name].slots))
-
-        def play() -> None:
-            try:
-                report = evaluate_tasks(lambda task: policies[task.name], tasks, made=self._made)
-                waiting.played = report.model_copy(update={"device": device})
-            except Exception as error:
-                self._close_made()
-                waiting.played = error
-
-        self._thread = threading.Thread(target=play, daemon=True)
-        self._thread.start()
-
-    def _close_made(self) -> None:
-        while self._made:
-            self._made.popitem()[1].close()
 
     def _record_played(self) -> None:
         """Record the results that are there, in the order of steps."""
@@ -292,6 +330,8 @@ class RunEvaluations(Closing):
             played = EvaluationReport(
                 error=text, mean_return=None, normalized_score=None, targets=()
             )
+        else:
+            played = played.model_copy(update={"device": str(self.plan.device)})
         stale = {"staleness_steps": now - step, "staleness_seconds": round(seconds, 3)}
         record = played.model_copy(update={"run": name, "step": step, **stale})
         self.recorded.append(record)
@@ -328,9 +368,9 @@ class RunEvaluations(Closing):
 
     def _end(self) -> None:
         self._pool.close()
-        self._close_made()  # whoever plays there hears of it
-        if self._thread.is_alive():
-            self._thread.join()
+        self._player.runs = [run for run in self._player.runs if run is not self]
+        if self._is_alone:
+            self._player.close()
 
 
 def play_nicely(caller: Caller, *job: Any) -> EvaluationReport:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -18,8 +17,7 @@ from typing import NamedTuple
 import torch
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.closing import Closing
-from gear_offline.core.files import write_error
+from gear_offline.core.files import Closing, write_error
 from gear_offline.core.interruption import StopRequest
 from gear_offline.core.system import torch_alone
 from gear_offline.core.text import say, typed
@@ -27,6 +25,7 @@ from gear_offline.distributed.world import World, current, open_world, rank_devi
 from gear_offline.errors import GearError
 from gear_offline.runs.callbacks import Callback, Callbacks, recipe_callbacks
 from gear_offline.runs.directory import RunDirectory, check_resumed, default_run_path
+from gear_offline.runs.evaluations import Shared
 from gear_offline.runs.prepare import open_growing, prepare_dataset, resolve, settle
 from gear_offline.runs.run import Run
 from gear_offline.runs.trackers import trackings
@@ -38,8 +37,6 @@ from gear_offline.training.learner import Learner
 from gear_offline.training.saving import Saver, restore
 from gear_offline.training.seeding import deterministic, torch_threads
 
-__all__ = ["TrainingInterrupted", "train_run"]
-
 STOP_EVERY = 10  # steps between two questions to all ranks whether to stop
 
 
@@ -47,14 +44,6 @@ class TrainingInterrupted(GearError):
     """Ctrl-C or SIGTERM stopped the work; what was done is saved (exit code 130)."""
 
     exit_code = 130  # 128 + SIGINT, as shells count
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shared:
-    """Objects that the runs of one process share; a run alone has its own."""
-
-    stop: StopRequest | None = None
-    runs: int = 1  # that share the cores which training leaves to evaluations
 
 
 def train_run(
@@ -133,7 +122,7 @@ def begin_run(
 
     The first rank holds the `directory` and has the callbacks.
     """
-    world, shared = world or World(), shared or Shared()
+    world = world or World()
     recipe, sizes = resolve(recipe, dataset, quiet=quiet)  # it says everything in numbers
     world.lead(lambda: check_resumed(run.path, recipe, start))
     with ExitStack() as held:
@@ -148,8 +137,8 @@ def begin_run(
         try:
             if start is not None:
                 world.lead(lambda: directory and directory.branch(start))
-            stop = shared.stop or held.enter_context(StopRequest())
-            with LiveRun(directory, learner, stop, listeners, shared.runs, quiet=quiet) as live:
+            shared = shared or Shared(stop=held.enter_context(StopRequest()))
+            with LiveRun(directory, learner, shared, listeners, quiet=quiet) as live:
                 yield live
         except OSError as error:  # of the run's own files: the data's errors have codes
             if directory is not None:
@@ -180,13 +169,12 @@ class LiveRun(Closing):
         self,
         directory: RunDirectory | None,
         learner: Learner,
-        stop: StopRequest,
+        shared: Shared,
         callbacks: Callbacks,
-        concurrent_runs: int,
         *,
         quiet: bool,
     ) -> None:
-        self.learner, self.stop, self.callbacks = learner, stop, callbacks
+        self.learner, self.stop, self.callbacks = learner, shared.stop, callbacks
         self.path, self.is_stopped = callbacks.run.path, False
         self._directory = directory
         folder = self.path / "checkpoints"
@@ -197,13 +185,7 @@ class LiveRun(Closing):
             directory.begin(learner.recipe, step=learner.step)
             callbacks.tell("on_begin")
             self.writer = RunWriter(
-                learner,
-                self.saver,
-                stop,
-                callbacks,
-                seconds=seconds,
-                concurrent_runs=concurrent_runs,
-                quiet=quiet,
+                learner, self.saver, shared, callbacks, seconds=seconds, quiet=quiet
             )
             self.saver.before = self.writer.sync
 

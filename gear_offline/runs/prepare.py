@@ -39,7 +39,7 @@ from gear_offline.evaluation.environments import (
     say_version,
 )
 from gear_offline.evaluation.play import check_sizes
-from gear_offline.loaders.from_recipe import loader_options, open_data, open_one, recipe_sampler
+from gear_offline.loaders.options import loader_options, open_data, open_one, recipe_sampler
 from gear_offline.models.base import ModelSizes, ModelTask, settings_dump, typed_settings
 from gear_offline.models.decision_transformer import beyond_tanh
 from gear_offline.runs.directory import going_on, recipe_before

@@ -26,8 +26,6 @@ from gear_offline.training.records import EvaluationReport, read_lines, score_te
 if TYPE_CHECKING:  # it loads torch
     from gear_offline.models.policy import Policy
 
-__all__ = ["Run", "RunList", "list_runs", "open_run"]
-
 DEPTH = 4  # folders below the one that was named: sweeps lie in runs/, their runs two below
 WRITTEN = ("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "summary.json")
 AGES = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))

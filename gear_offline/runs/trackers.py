@@ -30,8 +30,6 @@ from gear_offline.runs.run import Run, open_run
 from gear_offline.training.json_lines import AppendedFile, iter_records
 from gear_offline.training.records import EvaluationReport, MetricsRecord
 
-__all__ = ["sync"]
-
 FILES: dict[str, tuple[str, Any]] = {  # kind of a value: its file, and what is a line of it
     "train": ("metrics.jsonl", MetricsRecord),
     "evaluate": ("evaluations.jsonl", EvaluationReport),

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from gear_offline.runs.callbacks import Callback
     from gear_offline.runs.run import Run
 
-__all__ = ["train"]
-
 
 def train(
     recipe: Recipe | str | os.PathLike[str],

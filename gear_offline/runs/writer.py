@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_offline.core.closing import Closing
-from gear_offline.core.files import write_file
-from gear_offline.core.interruption import StopRequest
+from gear_offline.core.files import Closing, write_file
 from gear_offline.core.system import versions
 from gear_offline.core.text import count_text, finite, say
 from gear_offline.progress import Progress
 from gear_offline.runs.callbacks import Callbacks
-from gear_offline.runs.evaluations import RunEvaluations
+from gear_offline.runs.evaluations import RunEvaluations, Shared
 from gear_offline.runs.run import best_of
 from gear_offline.training.json_lines import AppendedFile
 from gear_offline.training.learner import Learner
@@ -36,11 +34,10 @@ class RunWriter(Closing):
         self,
         learner: Learner,
         saver: Saver,
-        stop: StopRequest,
+        shared: Shared,
         callbacks: Callbacks,
         *,
         seconds: float,
-        concurrent_runs: int,
         quiet: bool,
     ) -> None:
         self._learner, self._saver, self._callbacks = learner, saver, callbacks
@@ -52,9 +49,7 @@ class RunWriter(Closing):
         self._stalled = 0.0
         self._metrics = AppendedFile(self._path / "metrics.jsonl")
         self.progress = Progress(self._recipe.name, total=steps, done=self._first_step, quiet=quiet)
-        self.evaluations = RunEvaluations(
-            learner, saver, stop, callbacks, self.progress, concurrent_runs=concurrent_runs
-        )
+        self.evaluations = RunEvaluations(learner, saver, shared, callbacks, self.progress)
         self._played_before = len(self.evaluations.recorded)
         self._announce()
         self.progress.__enter__()

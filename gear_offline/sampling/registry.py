@@ -91,7 +91,7 @@ def _place(draw: Callable[..., Drawn]) -> tuple[Any, str]:
 
 
 def _options(name: str, draw: Callable[..., Drawn]) -> type[BaseModel]:
-    """Return what checks the further parameters of a strategy."""
+    """Return the pydantic model of the further parameters of a strategy."""
     _, *parameters = signature(draw, eval_str=True).parameters.values()
     fields: dict[str, Any] = {
         each.name: (
@@ -113,17 +113,17 @@ def strategy_names() -> tuple[str, ...]:
 
 def find_strategy(name: object) -> Strategy:
     """Return the strategy of a name."""
-    found, whole = find_part(STRATEGIES, part_name(name)), str(part_name(name))
-    if isinstance(found, Strategy):
-        return found
-    if not callable(found):
+    part, whole = find_part(STRATEGIES, part_name(name)), str(part_name(name))
+    if isinstance(part, Strategy):
+        return part
+    if not callable(part):
         remedy = "write a function of facts and options: docs/how-to/own-strategy.md"
         raise InputError("SELECTION", f"{name} is no function", "selection.strategy", remedy)
     for known in _STRATEGIES.values():  # it may be registered, with facts of its own
-        if known.draw is found:
+        if known.draw is part:
             return replace(known, name=whole)
     with telling(STRATEGIES, "its signature", whole):
-        return Strategy(name=whole, draw=found, options=_options(found.__name__, found))
+        return Strategy(name=whole, draw=part, options=_options(part.__name__, part))
 
 
 def parse_options(name: object, options: Mapping[str, Any]) -> dict[str, Any]:

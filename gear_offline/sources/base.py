@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.core.closing import Closing
+from gear_offline.core.files import Closing
 from gear_offline.core.text import texts
 from gear_offline.core.types import Array, BoolArray
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec

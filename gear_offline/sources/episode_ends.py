@@ -160,10 +160,10 @@ def split_episodes(
                 remedy = f"give --ends {mark}; in Python rule={mark!r}"
             raise InputError("COLUMN", "no column tells where episodes end", where, remedy)
     parsed = Rule.parse(rule, table, where)
-    told = {*flags} - {mark[2] for mark in parsed.marks}
-    if not parsed.ends and told & {*TERMINAL_FLAGS}:
-        text, unknown = default_rule(told, true)
-        implied = Rule.parse(text, told, where)
+    flagged = {*flags} - {mark[2] for mark in parsed.marks}
+    if not parsed.ends and flagged & {*TERMINAL_FLAGS}:
+        text, unknown = default_rule(flagged, true)
+        implied = Rule.parse(text, flagged, where)
         parsed = parsed._replace(terminals=implied.terminals, cuts=implied.cuts)
         note = unknown if parsed.marks and implied.terminals[0] in UNIONS else ""
     marked = (_last_rows(mark, table[mark[2]], rows, where) for mark in parsed.marks)
@@ -186,7 +186,7 @@ def split_episodes(
     if asked and not parsed.terminals and CUTS not in asked:
         notes.append(NO_TERMINATION)
     if parsed.marks:
-        notes += _inside({name: true(name) for name in told}, last)
+        notes += _inside({name: true(name) for name in flagged}, last)
     return asked or rule, lengths, terminated, tail, notes
 
 

@@ -86,8 +86,8 @@ def flat_source(
         if mark[2] in left_out and mark[2] not in table:
             what = f"{mark[2]} is {left_out[mark[2]]}, and {mark[0]} asks for numbers"
             raise InputError("COLUMN", what, where, "store it as whole numbers")
-    rule, lengths, ended, tail, told = split_episodes(rule, table, flags, piece.steps, where=where)
-    facts = {**facts, "unfinished_tail_steps": tail, "warnings": [*notes, *told]}
+    rule, lengths, ended, tail, hints = split_episodes(rule, table, flags, piece.steps, where=where)
+    facts = {**facts, "unfinished_tail_steps": tail, "warnings": [*notes, *hints]}
     kinds, origin = row_kinds(columns), SourceInfo(rule=rule, attributes=facts, **info)
     return Source(
         [piece], kinds, lengths=lengths, terminated=ended, preferred=preferred, info=origin

@@ -24,8 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from h5py import h5d, h5g, h5l, h5o, h5s, h5t
 
-from gear_offline.core.closing import Closing
-from gear_offline.core.files import read_at
+from gear_offline.core.files import Closing, read_at
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError
 from gear_offline.sources.base import READ_BYTES

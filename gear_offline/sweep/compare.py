@@ -22,8 +22,6 @@ from gear_offline.sweep.results import SeedTable, TrialResult, make_table, read_
 from gear_offline.sweep.trials import SweepDirectory, Trial, settings_label, trial_name
 from gear_offline.training.json_lines import last_record
 
-__all__ = ["RunComparison", "compare_runs"]
-
 LONGEST_LABEL = 80  # characters; beyond that the directory's name tells more
 NO_SETTINGS = ("name", "description", "seed", "train.threads")
 

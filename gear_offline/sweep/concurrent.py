@@ -23,10 +23,11 @@ from gear_offline.core.interruption import StopRequest
 from gear_offline.core.system import torch_alone
 from gear_offline.distributed.world import current
 from gear_offline.errors import GearError
-from gear_offline.loaders.from_recipe import recipe_sampler
+from gear_offline.loaders.options import recipe_sampler
 from gear_offline.loaders.rows import MemoryRows
 from gear_offline.runs.directory import RunDirectory
-from gear_offline.runs.loop import LiveRun, Shared, TrainingInterrupted, begin_run, run_settings
+from gear_offline.runs.evaluations import Player, Shared
+from gear_offline.runs.loop import LiveRun, TrainingInterrupted, begin_run, run_settings
 from gear_offline.runs.prepare import resolve, settle
 from gear_offline.runs.run import Run
 from gear_offline.sweep.jobs import Work, run_errors
@@ -36,7 +37,7 @@ from gear_offline.training.stack import Stack, stack_key, why_not_stacked
 
 CHUNK = 8  # steps of a stack that are launched in one turn
 DEEP = 4  # turns of a stack on their way, at most
-MOST_ON_A_GPU = 16  # by default, and in a stack: more runs need memory and are hardly faster
+MOST_ON_A_GPU = 16  # by default: more runs need memory and are hardly faster
 PAUSE_SECONDS = 0.002  # of the host when every run waits for something
 MEMORY_SPARE = 1.25  # a further run begins if so many times what one takes is free
 
@@ -50,14 +51,15 @@ def train_concurrently(work: Work) -> None:
 
 def _alike(work: Work) -> Iterator[list[Trial]]:
     """Yield the trials that make one stack, in stacks of about the same size."""
-    most = min(work.parallel, MOST_ON_A_GPU)
-    alike: dict[str, list[Trial]] = {}
+    alike, able = dict[str, list[Trial]](), dict[str, bool]()
     for trial in work.trials:
-        alike.setdefault(stack_key(trial.recipe), []).append(trial)
+        key = stack_key(trial.recipe)
+        known = f"{key} {trial.recipe.selection!r}"
+        if known not in able:
+            able[known] = work.parallel > 1 and not work.exact and _can_stack(trial.recipe, work)
+        alike.setdefault(key if able[known] else trial.name, []).append(trial)
     for members in alike.values():
-        size = 1
-        if not work.exact and len(members) > 1 and _can_stack(members[0].recipe, work):
-            size = -(-len(members) // -(-len(members) // most))
+        size = -(-len(members) // -(-len(members) // work.parallel))
         for first in range(0, len(members), size):
             yield members[first : first + size]
 
@@ -90,7 +92,8 @@ class _Scheduler:
 
     def __init__(self, work: Work, stop: StopRequest) -> None:
         self._work, self._stop = work, stop
-        self._shared = Shared(stop=stop, runs=work.parallel)
+        self._player = Player()
+        self._shared = Shared(stop=stop, runs=work.parallel, player=self._player)
         self._groups: list[_Group] = []
         self._kept = dict[int, Any]()  # tables that all trials read, also those to come
 
@@ -112,14 +115,19 @@ class _Scheduler:
         finally:
             for member in self._running():
                 member.close()
+            self._player.close()
 
     def _running(self) -> list[_OpenRun]:
         return [member for group in self._groups for member in group.members]
 
     def _has_room(self, runs: int) -> bool:
-        """Return true if so many runs more may begin, and the GPU has memory for them."""
-        running, device = len(self._running()), self._work.device
-        if running and running + runs > self._work.parallel:
+        """Return true if so many runs more may begin, and the GPU has memory for them.
+
+        Meanwhile up to as many may wait for their last evaluations.
+        """
+        members, device, most = self._running(), self._work.device, self._work.parallel
+        running, training = len(members), sum(not member.run.is_complete for member in members)
+        if (training and training + runs > most) or (running and running + runs > 2 * most):
             return False
         if device.type != "cuda" or not running:
             return True

@@ -23,7 +23,7 @@ from gear_offline.core.text import first_line, typed
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import GearError, InputError, is_out_of_memory
 from gear_offline.evaluation.environments import Known
-from gear_offline.loaders.from_recipe import loader_options
+from gear_offline.loaders.options import loader_options
 from gear_offline.progress import Progress
 from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.sweep.results import steps_done

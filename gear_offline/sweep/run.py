@@ -72,7 +72,8 @@ def sweep(
     out
         Directory of the sweep; by default ``runs/NAME-sweep``.
     parallel
-        Trials at a time; by default 16 on a GPU, one a core on a CPU, with Ray one a GPU or core.
+        Trials at a time, on a GPU also in a stack; by default 16 on a GPU, one a core on a CPU,
+        with Ray one a GPU or core.
     exact
         On a GPU, do not stack trials of the same shape: each gives the bits of a run alone.
     ray

@@ -20,8 +20,8 @@ from pydantic import Field as Checked
 from gear_offline.config.sections import LARGEST_TARGET
 from gear_offline.core.types import Array, Float32Array, Float64Array
 from gear_offline.dataset.dataset import Dataset
-from gear_offline.dataset.rewards import RewardEdit
 from gear_offline.dataset.schema import ColumnSpec, channels_last
+from gear_offline.dataset.scores import RewardEdit
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import Field
 

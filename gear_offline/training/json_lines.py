@@ -15,8 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from gear_offline.core.closing import Closing
-from gear_offline.core.files import open_regular
+from gear_offline.core.files import Closing, open_regular
 from gear_offline.core.text import finite
 from gear_offline.errors import NO_SPACE, InputError
 

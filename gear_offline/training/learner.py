@@ -6,7 +6,7 @@ state, so that a learner that takes them over goes on bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -24,8 +24,8 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.gather import Windows
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
-from gear_offline.loaders.from_recipe import loader_options, recipe_sampler
 from gear_offline.loaders.loader import GearLoader
+from gear_offline.loaders.options import loader_options, recipe_sampler
 from gear_offline.models.base import ModelSizes, SequenceModel, telling_model
 from gear_offline.sampling.items import Items
 from gear_offline.tables.fields import Window
@@ -267,7 +267,7 @@ class Learner:
                 self._part.batches.set_step(self.loader.step)
 
     def _capture(self) -> None:
-        part, learns = self.join(None), self.loader.loss_sampler is not None
+        part, learns = self.join(), self.loader.loss_sampler is not None
         feedback = DeviceFeedback(self.loader, part.batches) if learns else None
         compiled, precision = is_compiled(self.recipe.train), self.precision
         alone = GradientPass(
@@ -281,7 +281,7 @@ class Learner:
         self.step += 1
         self.window.count()
 
-    def join(self, windows: Windows | None) -> RunPart:
+    def join(self, windows: Sequence[Windows] = ()) -> RunPart:
         """Return this learner's part of a captured step, whose batches lie in `windows` if given.
 
         Of a step that is captured together with others' steps and launched there: `count_replay`

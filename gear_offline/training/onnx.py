@@ -23,8 +23,6 @@ from gear_offline.models.policy import Policy, acted
 from gear_offline.tables.fields import StateScales
 from gear_offline.training.trained import load_policy
 
-__all__ = ["export_policy"]
-
 OPSET = 20
 LARGEST = (2 << 30) - 4096  # bytes of a protobuf message, less what is added
 

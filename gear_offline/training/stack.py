@@ -30,8 +30,8 @@ from gear_offline.training.learner import Learner
 
 
 def stack_key(recipe: Recipe) -> str:
-    """Return the options that stacked runs share: all but seed and optimiser."""
-    own = ("name", "description", "seed", "optimizer")
+    """Return the options that stacked runs share: all but seed, selection and optimiser."""
+    own = ("name", "description", "seed", "selection", "optimizer")
     shared = {key: value for key, value in recipe.to_dict().items() if key not in own}
     return json.dumps(shared, sort_keys=True)
 
@@ -51,7 +51,6 @@ def why_not_stacked(recipe: Recipe, sizes: ModelSizes, *, learns: bool) -> str |
         "products are in 8 bits (train.precision)": train.precision == "fp8",
         "windows are padded on the left (loader.padding)": loader.padding != "right",
         "the policy is stochastic (model.policy)": model.is_stochastic,
-        "the host draws goals (loader.goals)": loader.goals is not None,
         "their selection learns from losses": learns,
         "the model has several tasks": sizes.tasks,
         "actions are discrete": sizes.discrete,
@@ -80,7 +79,7 @@ class Stack:
             self._losses = torch.compile(self._models.losses, dynamic=False, options=COMPILE)
         if first.device.type == "cuda":  # each was made on a stream of its own
             torch.cuda.synchronize(first.device)
-        self._is_captured = first.is_captured
+        self._is_captured = all(learner.is_captured for learner in learners)
         self._captured: CapturedStack | None = None
 
     @property
@@ -142,14 +141,13 @@ class CapturedStack:
     ) -> None:
         self._gradients, self._device = gradients, learners[0].device
         loader = learners[0].loader
-        assert loader.engine is not None, "steps that are captured have one"
-        places, self._batch = side_by_side(loader.engine, len(learners), loader.padding)
+        places, self._batch = side_by_side(loader.engines, len(learners), loader.padding)
         self._parts = [learner.join(place) for learner, place in zip(learners, places, strict=True)]
         self._streams: list[Any] = [
             torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             for _ in learners
         ]
-        self._is_early = not self._parts[0].batches.ahead
+        self._is_early = not any(part.batches.ahead for part in self._parts)
         self._make_early()
         warm_up(self._rehearse, self._device)
         self._graph = capture(self._run)

@@ -38,8 +38,6 @@ from gear_offline.training.checkpoint import (
 )
 from gear_offline.training.records import EvaluationReport, read_document, read_lines
 
-__all__ = ["TrainedModel", "load_policy"]
-
 
 @dataclass(frozen=True)
 class TrainedModel:
@@ -176,8 +174,8 @@ def find_trained(
     if checkpoint is not None:
         what, remedy = f"{path} is one policy", "leave the choice of a checkpoint out"
         raise InputError("USAGE", what, where="checkpoint", remedy=remedy)
-    made, file = read_policy(path, kind)
-    return _by_itself(made, file, file, str(path))
+    loaded, file = read_policy(path, kind)
+    return _by_itself(loaded, file, file, str(path))
 
 
 def live(policy: Policy) -> TrainedModel:
