@@ -88,7 +88,14 @@ class Segments:
 
     def __getitem__(self, item: Any) -> Segments:
         """Return a selection of the segments, as NumPy indexes arrays."""
-        parts: dict[str, Any] = {k: v if v is None else v[item] for k, v in vars(self).items()}
+        return self._map(lambda values: values[item])
+
+    def flat(self) -> Segments:
+        """Return the segments in one row."""
+        return self._map(lambda values: values.reshape(-1))
+
+    def _map(self, change: Callable[[Any], Any]) -> Segments:
+        parts: dict[str, Any] = {k: v if v is None else change(v) for k, v in vars(self).items()}
         return Segments(**parts)
 
 
