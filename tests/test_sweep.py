@@ -99,6 +99,28 @@ def test_a_trial_that_fails_ends_alone_and_is_tried_again(recipe: Recipe, tmp_pa
     assert result.is_complete and result.table.rows[0].failed == ()
 
 
+def test_reports_of_runs_that_share_a_process_are_written_at_the_end(
+    recipe: Recipe, tmp_path: Path, monkeypatch: Patch, capfd: Captured
+) -> None:
+    """One that cannot be written is said, and the next call tries it again."""
+    out, written = tmp_path / "sweep", list[str]()
+
+    def write(run: Path) -> None:
+        assert all((out / "runs" / name / "summary.json").exists() for name in ("s0", "s1"))
+        written.append(run.name)
+        if len(written) == 1:
+            raise OSError("no fonts")
+        (run / "report.md").touch()
+
+    monkeypatch.setattr("gear_offline.runs.report.write_report", write)
+    for _ in range(2):
+        assert sweep(recipe, seeds=2, out=out, parallel=1).is_complete
+    assert written == ["s0", "s1", "s0"]
+    assert "s0: there is no report: no fonts" in capfd.readouterr().err
+    sweep(recipe.replace({"train.steps": 22}), seeds=2, out=out, parallel=1, quiet=True)
+    assert written[3:] == ["s0", "s1"], "of the new end"
+
+
 @pytest.mark.usefixtures("untrained")
 def test_directories_that_are_not_this_sweeps(recipe: Recipe, tmp_path: Path) -> None:
     def begin(name: str) -> SweepResult:

@@ -43,6 +43,7 @@ class RunWriter(Closing):
         self._learner, self._saver, self._callbacks = learner, saver, callbacks
         self._recipe, self._path, self._quiet = learner.recipe, callbacks.run.path, quiet
         self._first_step, steps = learner.step, self._recipe.train.steps
+        self._reports = shared.player is None  # else those of all runs are written at the end
         self._parameters = sum(parameter.numel() for parameter in learner.model.parameters())
         self._began = time.monotonic() - seconds
         self._stepped_from = self._stepped_to = self._logged = time.perf_counter()
@@ -155,7 +156,10 @@ class RunWriter(Closing):
                     f"{summary['save_wait_share']:.1%} for checkpoints"
                 )
         report = self._path / "report.md"
-        if is_new or not report.exists():
+        if not self._reports:
+            if is_new:
+                report.unlink(missing_ok=True)
+        elif is_new or not report.exists():
             try:
                 write_report(self._path)
             except Exception as error:  # the run is complete, whatever becomes of its report

@@ -26,7 +26,7 @@ from gear_offline.errors import GearError
 from gear_offline.loaders.options import recipe_sampler
 from gear_offline.loaders.rows import MemoryRows
 from gear_offline.runs.directory import RunDirectory
-from gear_offline.runs.evaluations import Player, Shared
+from gear_offline.runs.evaluations import Evaluator, Shared
 from gear_offline.runs.loop import LiveRun, TrainingInterrupted, begin_run, run_settings
 from gear_offline.runs.prepare import resolve, settle
 from gear_offline.runs.run import Run
@@ -92,7 +92,7 @@ class _Scheduler:
 
     def __init__(self, work: Work, stop: StopRequest) -> None:
         self._work, self._stop = work, stop
-        self._player = Player()
+        self._player = Evaluator()
         self._shared = Shared(stop=stop, runs=work.parallel, player=self._player)
         self._groups: list[_Group] = []
         self._kept = dict[int, Any]()  # tables that all trials read, also those to come

@@ -7,8 +7,9 @@ numbers and steps; but for dropout and rounding where trials are stacked on a GP
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.parts import is_elsewhere
 from gear_offline.core.system import usable_cores
-from gear_offline.core.text import count_text, plain, say
+from gear_offline.core.text import count_text, first_line, plain, say
 from gear_offline.distributed import launched
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
@@ -36,10 +37,11 @@ from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.results import is_complete, steps_done
 from gear_offline.sweep.trials import SweepDirectory, SweepFile, Trial, make_trials, parse_options
 from gear_offline.tables.joint import TableData
-from gear_offline.workers import RayPool
+from gear_offline.workers import Caller, RayPool, WorkerPool
 
 # of the driver for streams; its default of 8 makes further ones wait for each other
 QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+JOBS_OF_A_WORKER = 4  # reports, at least: a process takes longer to start than one
 
 
 def sweep(
@@ -210,7 +212,7 @@ def run_trials(
                 raise TrainingInterrupted(error.code, what, str(out), remedy) from error
             finally:
                 directory.write(file)  # what has failed
-        return _concluded(directory, file)
+        return _concluded(directory, file, quiet=quiet)
 
 
 def _check_trials(trials: Sequence[Trial], parallel: int | None) -> None:
@@ -243,18 +245,38 @@ def _prepared(
     return datasets, resolved
 
 
-def _concluded(directory: SweepDirectory, file: SweepFile) -> SweepResult:
+def _concluded(directory: SweepDirectory, file: SweepFile, *, quiet: bool) -> SweepResult:
     """Read what the trials came to; write the table and the reports."""
-    from gear_offline.runs.report import write_report  # matplotlib takes half a second
-
     result = read_sweep(directory.path)
-    for trial in result.trials:  # a kill may have come between a run's summary and its report
-        if trial.status == "complete" and not (trial.path / "report.md").exists():
-            write_report(trial.path)
+    complete = [trial.path for trial in result.trials if trial.status == "complete"]
+    jobs = [path for path in complete if not (path / "report.md").exists()]
+    processes = min(len(jobs) // JOBS_OF_A_WORKER, usable_cores())
+    with ExitStack() as stack:
+        errors: Iterable[str | None] = map(partial(report_of, Caller()), jobs)
+        if processes > 1:
+            pool = stack.enter_context(WorkerPool(processes))
+            errors = pool.run(f"{__name__}:report_of", [[path] for path in jobs])
+        progress = Progress("reports", total=len(jobs), unit="runs", quiet=quiet or not jobs)
+        stack.enter_context(progress)
+        for error in errors:
+            if error:
+                progress.say(error)
+            progress.advance()
     file.table = result.table.to_json()
     directory.write(file)
     result.write()
     return result
+
+
+def report_of(caller: Caller, run: Path) -> str | None:
+    """Write the report of a run, a job; return what went wrong."""
+    from gear_offline.runs.report import write_report  # matplotlib takes half a second
+
+    try:
+        write_report(run)
+    except Exception as error:
+        return f"{run}: there is no report: {first_line(error)}"
+    return None
 
 
 def _train(work: Work, pool: RayPool | None) -> None:
