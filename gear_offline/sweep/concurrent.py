@@ -32,6 +32,7 @@ from gear_offline.runs.prepare import resolve, settle
 from gear_offline.runs.run import Run
 from gear_offline.sweep.jobs import Work, run_errors
 from gear_offline.sweep.trials import Trial
+from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.stack import Stack, stack_key, why_not_stacked
 
@@ -50,14 +51,16 @@ def train_concurrently(work: Work) -> None:
 
 
 def _alike(work: Work) -> Iterator[list[Trial]]:
-    """Yield the trials that make one stack, in stacks of about the same size."""
+    """Yield the trials that make one stack, those of one step, in stacks of about one size."""
     alike, able = dict[str, list[Trial]](), dict[str, bool]()
     for trial in work.trials:
         key = stack_key(trial.recipe)
         known = f"{key} {trial.recipe.selection!r}"
         if known not in able:
             able[known] = work.parallel > 1 and not work.exact and _can_stack(trial.recipe, work)
-        alike.setdefault(key if able[known] else trial.name, []).append(trial)
+        saved = list_checkpoints(work.folder / trial.name / "checkpoints")
+        key = f"{key} {saved[-1][0] if saved else 0}" if able[known] else trial.name
+        alike.setdefault(key, []).append(trial)
     for members in alike.values():
         size = -(-len(members) // -(-len(members) // work.parallel))
         for first in range(0, len(members), size):
@@ -224,7 +227,7 @@ class _Group:
 
     def _train(self) -> Iterator[bool]:
         """Train the runs to their ends: yield True after each step, False where they wait."""
-        if len(self.members) > 1:
+        if len(self.members) > 1 and not all(member.run.is_complete for member in self.members):
             with self._ending(*self.members):
                 self._stack = Stack([member.run.learner for member in self.members])
         yield from self._catch_up()  # killed runs may have left something to do
