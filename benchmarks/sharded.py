@@ -24,7 +24,7 @@ from gear_offline.dataset.dataset import open_dataset
 from gear_offline.distributed.world import World, open_world
 from gear_offline.errors import UnavailableError
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.loaders.rows import window_bytes
+from gear_offline.loaders.rows import MemoryRows, window_bytes
 
 # batch size, numbers of a state and steps of the data; None: Hopper's
 WINDOWS = {
@@ -106,6 +106,7 @@ def _rate(
         world=world,
         sharding=sharding,
     )
+    assert isinstance(loader.rows, MemoryRows)
     count, turns, rates = 2 * loader.rows.block_steps, 2 if quick else 5, list[float]()
     seconds = max(world.gather(timed(loader.__next__, count)))
     seconds = max(world.gather(timed(loader.__next__, count)))
@@ -114,7 +115,7 @@ def _rate(
         world.gather(None)
         rates.append(1 / timed(loader.__next__, count))
     slowest: float = min(world.gather(statistics.median(rates)))
-    nbytes = batch * window_bytes(loader.rows.memory.groups, CONTEXT)
+    nbytes = batch * window_bytes(loader.rows.gather.groups, CONTEXT)
     loader.close()
     return {"batches_per_second": slowest, "gb_per_second": slowest * nbytes / 1e9}
 

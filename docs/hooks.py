@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
-from typing import Any, get_args
+from importlib import import_module
+from itertools import pairwise
+from typing import Any, get_args, get_origin
 
 import typer
 from mkdocs.structure.files import File, Files
@@ -53,6 +57,12 @@ def on_post_page(output: str, **_: Any) -> str:
     return output.replace(stand_in, SEARCH_FROM_FILES)
 
 
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> None:
+    """Have the search show how something is done before where it is listed."""
+    kind = "own" if "/own-" in page.url else page.url.partition("/")[0]
+    page.meta["search"] = {"boost": {"own": 4, "how-to": 2, "tutorials": 2}.get(kind, 0.5)}
+
+
 def commands_page() -> str:
     """Return the help of every command."""
     lines = ["# Commands", ""]
@@ -90,21 +100,23 @@ def recipe_page() -> str:
         "",
     ]
 
+    described = {OwnModelSettings}
+
     def add(model: Any, title: str) -> None:
         rows, inner = [], []
+        described.add(model)
+        schema = model.model_json_schema()
         for name, field in model.model_fields.items():
-            parts = [field.annotation, *getattr(field.annotation, "__args__", ())]
-            parts = [getattr(part, "__origin__", part) for part in parts]
-            sections = [part for part in parts if hasattr(part, "model_fields")]
-            if sections:
-                kinds = sections if name == "model" else sections[:1]
-                for section in (kind for kind in kinds if kind is not OwnModelSettings):
-                    of = f", kind {section().kind}" if name == "model" else ""
-                    inner.append((section, f"{title}.{name}{of}".lstrip(".")))
+            path = f"{title}.{name}".lstrip(".")
+            sections, place = sections_in(field.annotation)
+            for section in (kind for kind in sections if kind not in described):
+                of = f", kind {section().kind}" if name == "model" else ""
+                inner.append((section, f"{path}{place}{of}"))
+            if sections and not place:
                 continue
             default = "required" if field.is_required() else f"`{json.dumps(field.get_default())}`"
-            values = accepted(model, name)
-            rows.append(f"| `{name}` | {values} | {default} | {field.description or ''} |")
+            values, meaning = accepted(schema["properties"][name]), field.description or ""
+            rows.append(f"| `{name}` | {values} | {default} | {' '.join(meaning.split())} |")
         if rows:
             lines.extend([f"## {title}" if title else "## The recipe itself", ""])
             lines.extend(
@@ -117,31 +129,38 @@ def recipe_page() -> str:
     return "\n".join(lines)
 
 
-def accepted(model: Any, name: str) -> str:
-    """Return the values that an option takes: its type, its choices, its range."""
-    schema = model.model_json_schema()["properties"][name]
+def sections_in(annotation: Any) -> tuple[list[Any], str]:
+    """Return the sections in an annotation, and where they are: of a mapping by name, in a list."""
+    if isinstance(annotation, type) and hasattr(annotation, "model_fields"):
+        return [annotation], ""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    inner = [sections_in(part) for part in parts]
+    place = {dict: ".NAME", tuple: "[]", list: "[]"}.get(origin, "")
+    return [s for found, _ in inner for s in found], place + "".join(under for _, under in inner)
+
+
+def accepted(schema: Any) -> str:
+    """Return the values that a JSON schema takes: types, choices, ranges."""
     words = []
-    for each in schema.get("anyOf", [schema]):
+    for each in schema.get("anyOf", schema.get("oneOf", [schema])):
         if "enum" in each or "const" in each:
             words += [f"`{value}`" for value in each.get("enum", [each.get("const")])]
             continue
-        kind = TYPES.get(each.get("type"), "section")
-        is_number = kind in ("whole number", "number")
-        words.append(" ".join([kind, *(ends(model.model_fields[name]) if is_number else [])]))
-    return ", ".join(dict.fromkeys(words))
+        kind = TYPES.get(each.get("type"), "sections")
+        if "cuda" in each.get("pattern", ""):
+            kind = "`auto`; `cpu`; `cuda`; `cuda:N`"
+        if kind == "list":
+            items = each.get("prefixItems", [each.get("items", {})])
+            count = f"{len(items)} x " if "prefixItems" in each else "list of "
+            kind = count + accepted(items[0])
+        ends = [(sign, each[key]) for key, sign in SIGNS.items() if key in each]
+        kind += " " + ", ".join(f"{sign} {end:g}" for sign, end in ends if abs(end) < 1e9)
+        words.append(kind.strip())
+    return "; ".join(dict.fromkeys(words))
 
 
-def ends(field: Any) -> list[str]:
-    """Return the range of an option's numbers: ``>= 1``."""
-    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    inner = [getattr(part, "__metadata__", ()) for part in get_args(field.annotation)]
-    facts = [*field.metadata, *(fact for part in inner for fact in part)]
-    facts += [each for fact in facts for each in getattr(fact, "metadata", ())]
-    found = {k: getattr(fact, k) for fact in facts for k in signs if hasattr(fact, k)}
-    texts = [f"{sign} {found[k]:g}" for k, sign in signs.items() if abs(found.get(k, 1e9)) < 1e9]
-    return [", ".join(texts)] if texts else []
-
-
+SIGNS = {"minimum": ">=", "ge": ">=", "exclusiveMinimum": ">", "gt": ">"}
+SIGNS |= {"maximum": "<=", "le": "<=", "exclusiveMaximum": "<", "lt": "<"}
 TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true, false"}
 TYPES |= {"array": "list", "object": "mapping", "null": "null"}
 
@@ -152,6 +171,20 @@ GROUPS = {  # of public names: the rooms that they come from, in this order
     "Errors": ("errors",),
 }
 
+OTHERS = {  # what public names return and take
+    "Data": ("dataset.manifest:Manifest", "analysis.audit:Audit", "sources.base:Source"),
+    "Batches": (
+        *("sampling.draws:Sampler", "sampling.draws:CumulativeWeights"),
+        *("sampling.draws:HostFunction", "sampling.draws:Facts", "sampling.registry:strategy"),
+        "kernels.draws:Segments",
+    ),
+    "Training": (
+        *("config.recipe:Recipe", "models.base:ModelFacts", "models.base:PlayedWindow"),
+        *("training.records:EvaluationReport", "training.records:TaskResult"),
+        *("training.records:TargetResult", "sweep.report:SweepResult", "analysis.blame:Blame"),
+    ),
+}
+
 
 def python_page() -> str:
     """Return directives for the docstrings of all public names."""
@@ -159,7 +192,8 @@ def python_page() -> str:
         "# Python",
         "",
         "Everything users need is in `import gear_offline as go`, which loads neither torch nor",
-        "CuPy until a name needs it.",
+        "CuPy until a name needs it. A group ends with what its names return and take, with the",
+        "modules that have it.",
         "",
     ]
     left = {name: getattr(gear_offline, name) for name in gear_offline.__all__}
@@ -170,5 +204,33 @@ def python_page() -> str:
             homes = {name: thing.__module__ for name, thing in left.items()}
             for name in [n for n in left if homes[n].startswith(f"gear_offline.{room}")]:
                 lines += [f"::: {homes[name]}.{left.pop(name).__qualname__}", ""]
+        for place in OTHERS.get(title, ()):
+            module, _, name = f"gear_offline.{place}".partition(":")
+            lines += [f"::: {module}.{name}", "", f"In `{module}`.", ""]
+            lines += [*fields(getattr(import_module(module), name)), ""]
     assert not left, f"in no group: {sorted(left)}"
     return "\n".join(lines)
+
+
+def fields(thing: Any) -> list[str]:
+    """Return a table of the fields of a class that only comments describe."""
+    text = inspect.getsource(thing)
+    (tree,), source, rows = ast.parse(text).body, text.splitlines(), []
+    for line, after in pairwise([*getattr(tree, "body", ()), None]):
+        is_field = isinstance(line, ast.AnnAssign) and "ClassVar" not in ast.unparse(line)
+        if not is_field or getattr(line.target, "id", "_")[0] == "_" or is_text(after):
+            continue
+        kind: Any = line.annotation
+        while ast.unparse(kind).startswith("Annotated["):
+            kind = kind.slice.elts[0]
+        above = source[line.lineno - 2].strip()
+        comment = source[line.end_lineno - 1].partition("  # ")[2]
+        meaning = comment or (above[2:] if above.startswith("# ") else "")
+        kind = ast.unparse(kind).replace("|", "\\|")
+        rows.append(f"| `{line.target.id}` | `{kind}` | {meaning} |")
+    return ["| field | type | meaning |", "|---|---|---|", *rows] if rows else []
+
+
+def is_text(node: Any) -> bool:
+    """Return true for the docstring of a field."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

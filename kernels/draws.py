@@ -88,7 +88,14 @@ class Segments:
 
     def __getitem__(self, item: Any) -> Segments:
         """Return a selection of the segments, as NumPy indexes arrays."""
-        parts: dict[str, Any] = {k: v if v is None else v[item] for k, v in vars(self).items()}
+        return self._map(lambda values: values[item])
+
+    def flat(self) -> Segments:
+        """Return the segments in one row."""
+        return self._map(lambda values: values.reshape(-1))
+
+    def _map(self, change: Callable[[Any], Any]) -> Segments:
+        parts: dict[str, Any] = {k: v if v is None else change(v) for k, v in vars(self).items()}
         return Segments(**parts)
 
 
@@ -220,12 +227,12 @@ def places(
 class KeyedOrder:
     """Orders of ``[0, size)``, one an epoch: a function from places to things, without memory.
 
-    A Feistel network over the smallest power of two that holds `size`, walked along its cycle until
-    it lands below `size` (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002),
-    then rotated by a random amount.  The rotation makes each thing exactly as likely as any other
-    in every place.  The network makes the order; its round function is MurmurHash3's 64-bit
-    finaliser.  An epoch has one block of numbers: its first key, the odd difference from each
-    round's key to the next, and the rotation.  `size` is in ``[1, 2**63)``.
+    A Feistel network over the smallest power of two that holds `size` is walked along its cycle
+    until it lands below `size`, then the place is rotated by a random amount (Black and Rogaway,
+    "Ciphers with arbitrary finite domains", CT-RSA 2002).  The rotation makes each thing exactly
+    as likely as any other in every place.  The network makes the order; its round function is
+    MurmurHash3's 64-bit finaliser.  An epoch has one block of numbers: its first key, the odd
+    difference from each round's key to the next, and the rotation.  `size` is in ``[1, 2**63)``.
     """
 
     def __init__(self, size: int) -> None:

@@ -143,16 +143,19 @@ class Planner:
         drawn = self._stream.draw(first_step, steps * len(first_rows))
         homes = share.nodes[drawn.episodes]
         slots, moves = self._assigner.assign(homes)
+        slots += np.arange(len(homes))[:, None] * homes.shape[1]  # of all steps
         # All ranks' segments that are held elsewhere, (M,): who reads which from whom.
-        step, place = np.nonzero(moves)
-        moved = (step, slots[step, place])
-        home, readers, block = homes[moved], self._reader[place], step // steps
-        owners = self._members[home, moved[1] % self._counts[home]]
+        at = np.flatnonzero(moves)
+        step, place = np.divmod(at, homes.shape[1])
+        slot = slots.reshape(-1)[at]
+        home, readers, block = homes.reshape(-1)[slot], self._reader[place], step // steps
+        owners = self._members[home, slot % homes.shape[1] % self._counts[home]]
         order = np.lexsort((owners, readers, block))
-        step, place, readers, owners, block = (
-            each[order] for each in (step, place, readers, owners, block)
+        step, place, slot, readers, owners, block = (
+            each[order] for each in (step, place, slot, readers, owners, block)
         )
-        far = drawn[step, slots[step, place]]
+        every = drawn.flat()
+        far = every[slot]
         # Each lands in a window of its own, those of a reader one behind the other.
         ranks = len(self._assigner.places)
         counts = np.bincount(block * ranks + readers, minlength=ranks * len(first_rows))
@@ -165,7 +168,7 @@ class Planner:
         own = np.flatnonzero(readers == self._rank)
         landing = np.full((len(homes), self._ring.rank_batch), -1)
         landing[step[own], self._turn[place[own]]] = (rows + before)[own] + self._first_row
-        segments = drawn[np.arange(len(homes))[:, None], slots[:, self._own]]
+        segments = every[slots[:, self._own]]
         reads = Reads(
             readers=readers,
             owners=owners,

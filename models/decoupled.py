@@ -1,7 +1,7 @@
 """A Decision Transformer without return tokens: two tokens a step, one condition for the window.
 
-Only the newest return-to-go, or goal, matters for an action; so the blocks read states and actions
-alone, a third fewer tokens, and the condition scales and shifts what the last norm gives, as
+Only the newest return-to-go, or goal, matters for an action.  So the blocks read states and actions
+alone, a third fewer tokens.  The condition scales and shifts what the last norm gives, as
 adaptive layer norms do.  After "decoupled" transformers of 2026 (arXiv:2601.15953, 2605.06104).
 
 Shape legend: B windows, K steps, H hidden size, A action elements.

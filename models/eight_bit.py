@@ -43,7 +43,7 @@ def eight_bit_linear(rows: Tensor, weight: Tensor, bias: Tensor, kind: torch.dty
     Tensor
         (..., O), dtype `kind`.
     """
-    function: Any = _EightBitLinear.apply
+    function: Any = _EightBitProduct.apply
     product: Tensor = function(rows.flatten(0, -2), weight, bias, kind)
     return product.view(*rows.shape[:-1], -1)
 
@@ -58,7 +58,7 @@ class EightBitLinear(nn.Linear):
         return eight_bit_linear(rows, self.weight.t(), bias, compute_dtype(rows))
 
 
-class _EightBitLinear(torch.autograd.Function):
+class _EightBitProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor, kind: torch.dtype) -> Tensor:
         narrow, scale = quantize(rows)

@@ -101,7 +101,7 @@ class ColumnEncoder(nn.Module):
     """The columns of an observation to one vector, one behind the other.
 
     Frames come from an encoder each.  A linear map of what stands side by side is the sum of a
-    linear map of each: so a vector needs no encoder, and the state token is the columns' sum.
+    linear map of each.  So a vector needs no encoder, and the state token is the columns' sum.
     """
 
     def __init__(self, columns: Sequence[InputColumn], *, features: int) -> None:

@@ -167,6 +167,7 @@ def test_models_of_the_package_train_play_save_and_export(own: Path, name: str) 
     report = go.evaluate(policy, environment="env.py:Reach", episodes=2, seed=3, quiet=True)
     again = go.evaluate(run, episodes=2, seed=3, out="again.json", quiet=True)
     assert report.targets[0].returns == pytest.approx(again.targets[0].returns, rel=1e-4)
+    assert len(again.targets) == (1 if name == "bc" else 2), "what asks for nothing plays once"
     go.export_policy(policy, "policy.onnx")
     session = pytest.importorskip("onnxruntime").InferenceSession("policy.onnx")
     named = {entry.name for entry in session.get_inputs()}
@@ -326,6 +327,21 @@ def test_options_of_a_model_are_refused_with_the_nearest_name(own: Path) -> None
         go.load_recipe("smoke", {"model.kind": "mlp", "model.hidden_sizes": 3})
     with one_error("MODEL", "no model 'mpl'.*did you mean 'mlp'"):
         train("run", model__kind="mpl")
+
+
+def test_a_file_of_other_content_is_another_part(own: Path) -> None:
+    run = train("run", model__width=4, evaluate__episodes=0, train__steps=3)
+    for folder, text in {"moved": NET, "other": f"{NET}\n"}.items():
+        (own / folder).mkdir()
+        (own / folder / "net.py").write_text(text)
+    moved = run.recipe.replace({"model.kind": "moved/net.py:Net"})
+    assert moved.model.width == 4
+    other = run.recipe.replace({"model.kind": "other/net.py:Net"})
+    assert not hasattr(other.model, "width"), "it has options of its own"
+    with one_error("RUN_MISMATCH", "model.kind was .*net.py:Net' when .* is .*other"):
+        go.train("run", ["model.kind=other/net.py:Net"], resume=True, quiet=True)
+    (own / "net.py").unlink()
+    assert run.recipe.replace({"model.kind": "other/net.py:Net"}).model.width == 4, "it moved"
 
 
 def test_the_model_of_the_page_goes_through_every_command(own: Path) -> None:

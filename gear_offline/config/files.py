@@ -11,7 +11,7 @@ from typing import Any
 from gear_offline.config.problems import nearest
 from gear_offline.config.strict_yaml import parse_yaml, read_yaml
 from gear_offline.core.files import LOCK, check_new_file, write_file, writing
-from gear_offline.core.parts import bare_name, is_part
+from gear_offline.core.parts import is_part, is_same
 from gear_offline.core.text import plain, typed
 from gear_offline.errors import InputError, given_path, in_home
 
@@ -54,9 +54,7 @@ def apply_overrides(options: dict[str, Any], overrides: Overrides) -> dict[str, 
     """Return nested `options` with dotted ones set: ``{"a.b": 1}``, or ``"a.b=1"``, one or many."""
     pairs, before = list(_pairs(overrides)), (options.get("evaluate") or {}).get("environment")
     changed = {"evaluate.environment": before} | dict(pairs)
-    if bare_name(changed["evaluate.environment"]) != bare_name(
-        before
-    ):  # these belong to the one before
+    if not is_same(changed["evaluate.environment"], before):  # these belong to the one before
         dependent = ("evaluate.reference", "evaluate.environment_options")
         pairs[:0] = [(key, None) for key in dependent if key not in changed]
     # another strategy or model drops the options of the one before, so it comes first
@@ -162,7 +160,7 @@ def _merge(below: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
         sections = isinstance(under, dict) and isinstance(value, dict)
         if sections and (kind := OWN_OPTIONS.get(key)) in value:  # each has its own options
             default = "decision_transformer" if key == "model" else None
-            sections = bare_name(value[kind]) == bare_name(under.get(kind, default))
+            sections = is_same(value[kind], under.get(kind, default))
         merged[key] = _merge(under, value) if sections else value
     return merged
 

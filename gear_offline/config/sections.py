@@ -429,6 +429,7 @@ class MLPSettings(ModelSettings):
 class OwnModelSettings(ModelSettings):
     """The options of a model that comes from elsewhere, which checks them itself."""
 
+    asks_returns: ClassVar[Any] = None  # unknown
     model_config = ConfigDict(extra="allow")
 
 

@@ -68,10 +68,13 @@ def is_part(name: object) -> bool:
     return isinstance(name, str) and ":" in name
 
 
-def bare_name(name: Any) -> Any:
-    """Return a part's name without its file, which may move; all else as it is."""
-    name = part_name(name)
-    return name.rpartition(":")[2] if is_part(name) else name
+def is_same(name: Any, other: Any) -> bool:
+    """Return true for two names of one part, whose file may have moved; or for what is equal."""
+    names = part_name(name), part_name(other)
+    parts = [one for one in names if is_part(one)]
+    bare = [one.rpartition(":")[2] if is_part(one) else one for one in names]
+    digests = {digest_of(one) for one in parts} - {""}  # of what is there
+    return names[0] == names[1] or bool(parts and bare[0] == bare[1] and len(digests) < 2)
 
 
 def part_name(part: Any) -> Any:

@@ -21,6 +21,7 @@ from gear_offline.config.sections import Sharding
 from gear_offline.core.system import RESERVE_BYTES, available_bytes
 from gear_offline.core.text import say, size_text
 from gear_offline.core.types import BoolArray, Float64Array, Int64Array
+from gear_offline.distributed.reads import ranges
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.sampling import Sampler
@@ -139,6 +140,8 @@ class Assigner:
         share = global_batch // len(nodes)
         self._room = ranks * share  # (D,) segments of a node
         self._first = np.cumsum(self._room) - self._room
+        self._node = np.repeat(np.arange(len(ranks)), self._room)  # (N,) of each place
+        self._turn = np.arange(global_batch) - self._first[self._node]
         # Places of a node lie side by side.
         turn = np.concatenate([np.arange(count) for count in ranks])
         places = self._first[np.asarray(nodes)[by_node], None] + turn[:, None]
@@ -154,14 +157,13 @@ class Assigner:
         (steps, count), nodes = homes.shape, len(self._room)
         step = np.arange(steps)[:, None]
         keys = (homes + nodes * step).reshape(-1)  # a step's node
-        counts = np.bincount(keys, minlength=nodes * steps)
-        narrow = np.uint16 if len(counts) <= NARROW else np.int64
+        counts = np.bincount(keys, minlength=nodes * steps).reshape(steps, nodes)
+        narrow = np.uint16 if counts.size <= NARROW else np.int64
         order = np.argsort(keys.astype(narrow), kind="stable")
-        place = np.arange(order.size) - np.repeat(np.cumsum(counts) - counts, counts)
-        stays = place < np.repeat(np.tile(self._room, steps), counts)
-        place += np.repeat((self._first + count * step).reshape(-1), counts)
-        slots = np.full(order.size, -1)
-        slots[place[stays]] = order[stays]
-        moves = slots < 0
-        slots[moves] = order[~stays]  # as many in every step
-        return slots.reshape(homes.shape) - count * step, moves.reshape(homes.shape)
+        # Each node's segments lie side by side there: the first ones take its places.
+        begins = (np.cumsum(counts) - counts.reshape(-1)).reshape(steps, nodes)
+        at = (begins - self._first).take(self._node, axis=1) + np.arange(count)
+        moves = counts.take(self._node, axis=1) <= self._turn
+        over = np.maximum(counts - self._room, 0)
+        at[moves] = ranges((begins + self._room).reshape(-1), over.reshape(-1))  # as many in a step
+        return order[at] - count * step, moves

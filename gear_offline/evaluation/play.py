@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -194,8 +194,8 @@ def evaluate_together(
     Each evaluation is what `evaluate_tasks` takes, and gives the report that it gives, or its
     error.
     """
-    began, alike = time.perf_counter(), dict[str, list[_Part]]()
-    parts = [[_Part.of(policy_of, task) for task in tasks] for policy_of, tasks in evaluations]
+    began, alike = time.perf_counter(), dict[str, list[_TaskPlay]]()
+    parts = [[_TaskPlay.of(policy_of, task) for task in tasks] for policy_of, tasks in evaluations]
     for part in chain.from_iterable(parts):
         alike.setdefault(part.task.kind, []).append(part)
     for same in alike.values():
@@ -217,7 +217,7 @@ def evaluate_together(
 
 
 @dataclass
-class _Part:
+class _TaskPlay:
     """One task of one policy."""
 
     policy_of: Callable[[EvaluationTask], ActingPolicy]
@@ -226,7 +226,7 @@ class _Part:
     played: Sequence[TargetResult] | Exception = ()
 
     @classmethod
-    def of(cls, policy_of: Callable[[EvaluationTask], ActingPolicy], task: EvaluationTask) -> _Part:
+    def of(cls, policy_of: Callable[[EvaluationTask], ActingPolicy], task: EvaluationTask) -> Self:
         task, (worst, best) = task.settled(), task.data_returns or (None, None)
         asked = TaskResult(
             environment=task.environment,
@@ -283,7 +283,7 @@ class _Part:
         ]
 
 
-def _play(parts: Sequence[_Part], stage: Stage, quiet: bool) -> None:
+def _play(parts: Sequence[_TaskPlay], stage: Stage, quiet: bool) -> None:
     """Play parts of one kind; where their environments fail, each alone."""
     task, total = parts[0].task, sum(part.task.episodes * len(part.task.targets) for part in parts)
     title = f"evaluate {task.environment}"

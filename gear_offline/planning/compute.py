@@ -1,7 +1,7 @@
 """The cost of a training step on a GPU: floating-point work, memory traffic, kernels, bytes kept.
 
-A step's time is the sum of three: its matrix products at the rate that they reach inside such a
-step, the traffic of the rest, and a least time for each kernel.  The constants were measured
+A step's time is the sum of three.  Its matrix products run at the rate that they reach inside such
+a step.  The rest moves memory, and each kernel takes a least time.  The constants were measured
 (`python -m benchmarks step`), as those of hardware.yaml.
 
 Shape legend: b segments of a GPU, K steps, n = 3 b K tokens, h width, L layers.

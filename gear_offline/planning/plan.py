@@ -6,7 +6,7 @@ Shape legend: D nodes, G GPUs a node, S shards, n segments of a global batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from rich.table import Table
 from scipy.special import bdtrc
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.text import short, size_text
+from gear_offline.core.text import count_text, size_text
 from gear_offline.distributed.sharding import share_shards
 from gear_offline.errors import InputError
 from gear_offline.loaders.static_batch import AHEAD_BYTES
@@ -222,11 +222,44 @@ def crossing_share(shares: Sequence[float], batch: int) -> float:
 
 
 def print_plan(document: Mapping[str, Any]) -> None:
-    """Print what `plan` predicts, a line a part of the document; zeros are left out."""
+    """Print what `plan` predicts, a line a part; zeros are left out."""
+    cluster, data, model = document["cluster"], document["data"], document["model"]
+    batch, placement, step = document["batch"], document["placement"], document["step"]
+    run, flops = document["run"], model["flops"] + model["encoder_flops"]
+    tiers = [
+        f"{count_text(count, 'shard')} ({size_text(int(placement['bytes_of_a_node'][tier]))}, "
+        f"{placement['read_shares'][tier]:.2%} of the reads) in {tier}"
+        for tier, count in placement["shards_of_a_node"].items()
+        if count
+    ]
+    sent = {"between nodes": "network_bytes", "of a node's gradients": "gradient_bytes_of_a_node"}
+    rows = {
+        "cluster": f"{count_text(cluster['nodes'], 'node')} of "
+        f"{count_text(cluster['gpus_per_node'], 'GPU')} and "
+        f"{size_text(int(cluster['host_memory_bytes']))}; a node's network "
+        f"{cluster['network_gigabits_per_node']:,.0f} Gbit/s, its storage "
+        f"{size_text(int(cluster['disk_bytes_per_second']))}/s",
+        "data": f"{data['source']}: {data['episodes']:,.0f} episodes, {data['steps']:,.0f} steps, "
+        f"{size_text(int(data['memory_bytes']))} in memory; a step {size_text(data['row_bytes'])}, "
+        f"a window {size_text(data['window_bytes'])}",
+        "batch": f"{batch['global']:,} windows, {batch['of_a_gpu']:,} of a GPU",
+        "model": f"{model['parameters']:,} parameters, {flops:,.3g} "
+        f"operations a step ({model['tflops_per_second']:.3g} TFLOP/s)"
+        + "".join(f", {w}" for w in ("compiled", "captured", "sharded") if model[w]),
+        "data on a node": f"{placement['sharding']}: {', '.join(tiers)}",
+        "memory of a GPU": size_text(int(placement["gpu_bytes"])),
+        "a step": f"{_time(step['seconds'])}, {step['segments_per_second']:,.0f} windows/s",
+        "in it": _times(step),
+        "sent in a step": ", ".join(
+            f"{size_text(int(step[key]))} {text}" for text, key in sent.items() if step[key]
+        ),
+        "start": f"{_time(document['start']['seconds'])}: {_times(document['start'])}",
+        "run": f"{run['steps']:,} steps in {_time(run['seconds'])}, {run['passes']:,.3g} passes",
+    }
     table = Table("what", "predicted", title=document["recipe"], box=None, pad_edge=False)
-    for part, facts in document.items():
-        if isinstance(facts, Mapping):
-            table.add_row(part, ", ".join(_texts(facts)))
+    for name, text in rows.items():
+        if text:
+            table.add_row(name, text)
     console = Terminal()
     console.print(table)
     console.print(
@@ -235,20 +268,11 @@ def print_plan(document: Mapping[str, Any]) -> None:
     )
 
 
-def _texts(facts: Mapping[str, Any]) -> Iterator[str]:
-    """Yield names and values, each with the unit that its name tells."""
-    for key, value in facts.items():
-        name = key.removesuffix("_seconds").removesuffix("_bytes").replace("_", " ")
-        if isinstance(value, Mapping):
-            yield from _texts({f"{key} in {tier}": part for tier, part in value.items()})
-        elif isinstance(value, str):
-            yield f"{name} {value}"
-        elif value is True:
-            yield name
-        elif value and "seconds" in key:
-            yield f"{name} {_time(value)}"
-        elif value:
-            yield f"{name} {size_text(int(value)) if 'bytes' in key else short(value)}"
+def _times(parts: Mapping[str, float]) -> str:
+    """Return the parts of a time, those that are not zero."""
+    named = ((name.removesuffix("_seconds"), value) for name, value in parts.items())
+    known = [f"{n.replace('_', ' ')} {_time(v)}" for n, v in named if f"{n}_seconds" in parts and v]
+    return ", ".join(known)
 
 
 def _time(seconds: float) -> str:

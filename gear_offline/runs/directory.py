@@ -17,7 +17,7 @@ from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import LOCK, HeldDirectory, unusable, write_file
 from gear_offline.core.hub import is_there
-from gear_offline.core.parts import bare_name
+from gear_offline.core.parts import is_same
 from gear_offline.errors import InputError, given_path
 from gear_offline.training.checkpoint import (
     SavedState,
@@ -178,7 +178,7 @@ def _differences(
         free |= {key for key in {*old, *new} if new.get(key) is None} | {"model.action_tanh"}
     free |= {key for key in {*old, *new} if ORIGIN.fullmatch(key) or old.get(key) == "auto"}
     for key in sorted({*old, *new} - free):
-        if bare_name(old.get(key)) != bare_name(new.get(key)):
+        if not is_same(old.get(key), new.get(key)):
             yield key, old.get(key), new.get(key)
 
 

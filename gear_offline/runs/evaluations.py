@@ -119,7 +119,7 @@ class _Waiting:
     played: EvaluationReport | Exception | None = None
 
 
-class Player(Closing):
+class Evaluator(Closing):
     """Plays evaluations in this process: the oldest of each of its `runs`, all together."""
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class Shared:
 
     stop: StopRequest
     runs: int = 1  # that share the cores which training leaves to evaluations
-    player: Player | None = None
+    player: Evaluator | None = None
 
 
 class RunEvaluations(Closing):
@@ -209,7 +209,7 @@ class RunEvaluations(Closing):
             concurrent_runs=shared.runs,
         )
         self._pool = WorkerPool(self.plan.workers, threads=self.plan.threads)
-        self._player, self._is_alone = shared.player or Player(), shared.player is None
+        self._player, self._is_alone = shared.player or Evaluator(), shared.player is None
         self._player.runs.append(self)
         self._queue: dict[int, _Waiting] = {}  # by step, ascending
         self._polled = 0.0

@@ -335,6 +335,7 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         if recipe.loader.gamma < 1.0:  # as training shows them
             returns = distribution(discounted_returns(dataset, recipe.loader.gamma))
         alike = isclose(returns.max, returns.mean, rel_tol=1e-9)  # of one and the same return
+        alike = alike or recipe.model.asks_returns is False
         changes["evaluate.targets"] = [returns.max] if alike else [returns.max, returns.mean]
     if dataset.reward_edits is None and not goals and facts is not None:
         what = "the data's rewards were edited, and how does not follow from those of single steps"

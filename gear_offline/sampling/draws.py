@@ -1,8 +1,8 @@
 """Samplers: the four ways to draw segments, each a function of (seed, step) without hidden state.
 
-An episode by its weight (`CumulativeWeights`), a new order of all starts each epoch
-(`KeyedPermutation`), a start by a mass that follows its losses (`Prioritized`), or any function of
-the host (`HostFunction`).  A GPU draws the first three, too.  Whoever asks, whenever and on any
+`CumulativeWeights` draws an episode by its weight.  `KeyedPermutation` has a new order of all
+starts each epoch.  `Prioritized` draws a start by a mass that follows its losses.  `HostFunction`
+is any function of the host.  A GPU draws the first three, too.  Whoever asks, whenever and on any
 device, gets the same segments, and resuming is setting the step number.
 
 Weights become integer masses once.  From then on everything is integer arithmetic, so that every

@@ -97,8 +97,8 @@ class Asked(NamedTuple):
 class Source(Closing):
     """Columns over episodes, read by row range; made by a reader from pieces in their order.
 
-    `terminated` are episodes that the environment ended at their last step, `truncated` those that
-    were cut, by a time limit or the end of the file; none is both: termination wins.
+    `terminated` are episodes that the environment ended at their last step.  `truncated` are those
+    that were cut, by a time limit or the end of the file.  None is both: termination wins.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from gear_offline.errors import GearError
 from gear_offline.loaders.options import recipe_sampler
 from gear_offline.loaders.rows import MemoryRows
 from gear_offline.runs.directory import RunDirectory
-from gear_offline.runs.evaluations import Player, Shared
+from gear_offline.runs.evaluations import Evaluator, Shared
 from gear_offline.runs.loop import (
     LiveRun,
     RunGroup,
@@ -100,7 +100,7 @@ class _Scheduler:
 
     def __init__(self, work: Work, stop: StopRequest) -> None:
         self._work, self._stop = work, stop
-        self._player = Player()
+        self._player = Evaluator()
         self._shared = Shared(stop=stop, runs=work.parallel, player=self._player)
         self._groups: list[_Group] = []
         self._kept = dict[int, Any]()  # tables that all trials read, also those to come
@@ -243,14 +243,14 @@ class _Group(RunGroup):
             yield False
         for run in self.runs:
             run.learner.window.landed()
-        yield from self.each(self._saved if self._stop.signal_name else LiveRun.catch_up)
+        yield from self.each(self._stop_run if self._stop.signal_name else LiveRun.catch_up)
         if self._stop.signal_name is not None:  # it may have come between: all stop at one step
-            yield from self.each(LiveRun.catch_up)
+            yield from self.each(self._stop_run)
 
-    def _saved(self, run: LiveRun) -> Iterator[bool]:
+    def _stop_run(self, run: LiveRun) -> Iterator[bool]:
         if not run.learner.step:
             raise TrainingInterrupted("INTERRUPTED", "there is nothing to save yet")
-        return run.catch_up()
+        yield from run.catch_up()
 
     def finish(self, run: LiveRun) -> Iterator[bool]:
         yield from run.finish()

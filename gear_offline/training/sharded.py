@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from gear_offline.core.files import write_error
+from gear_offline.core.files import writing
 from gear_offline.distributed.world import World, peers
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import InputError
 from gear_offline.models.tensor_file import FileFacts, write_tensors
 
 
@@ -66,22 +66,14 @@ class ShardWriter:
         """Write this rank's pieces; return size and digest of the files of all ranks, by name."""
         name = f"shard-{self._world.rank + 1:05d}-model-00001-of-00001.safetensors"
         places = {key: self._places[key] for key in pieces}
-        facts, error = None, None
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            metadata = ("DCP_SHARDING_INFO", json.dumps(places, sort_keys=True))
-            facts = write_tensors(folder / name, pieces, metadata)
-        except OSError as caught:
-            error = write_error(caught, str(folder))
-        answer = [name, facts and facts.model_dump(), error and error.what]
-        answers = self._world.gather(answer)
-        if error is not None:
-            raise error
-        for rank, (_, _, failure) in enumerate(answers):
-            if failure is not None:
-                what = f"rank {rank} could not save its shard: {failure}"
-                raise GearError("RANK_FAILED", what, str(folder), "see its own message")
-        return {name: FileFacts(**facts) for name, facts, _ in answers}
+        metadata = ("DCP_SHARDING_INFO", json.dumps(places, sort_keys=True))
+
+        def write() -> tuple[str, dict[str, Any]]:
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                return name, write_tensors(folder / name, pieces, metadata).model_dump()
+
+        return {name: FileFacts(**facts) for name, facts in self._world.together(write)}
 
 
 def _check_all_see(world: World, folder: Path) -> None:
