@@ -24,7 +24,7 @@ from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.training.json_lines import read_records
 from gear_offline.training.learner import Learner
 from tests.own_parts import BESIDE, ENVIRONMENT, NET, STRATEGY
-from tests.support import ROOT, Patch, make_dataset, one_error
+from tests.support import ROOT, Captured, Patch, make_dataset, one_error
 from tests.test_docs import blocks
 from tests.test_resume import interrupted_in
 from tests.training_support import learnt
@@ -307,6 +307,31 @@ def test_what_a_model_raises_later_is_told_with_its_line(own: Path, monkeypatch:
         train("captured", evaluate__episodes=0)
 
 
+def test_models_of_goals_are_shown_no_returns(own: Path) -> None:
+    text = NET.replace("nn.Linear(seen,", "nn.Linear(seen + 1,")
+    (own / "net.py").write_text(
+        text.replace("[batch.states,", "[batch.states, batch.returns_to_go,")
+    )
+    with one_error("MODEL", r"trying act\(\) raised TypeError: .*NoneType, at .*net.py"):
+        train("run", evaluate__episodes=0, loader__goals={"future": 1.0})
+
+
+def test_a_strategy_that_fails_while_it_draws_is_told_with_its_line(own: Path) -> None:
+    (own / "late.py").write_text("""
+from gear_offline.sampling import HostFunction
+
+def late(facts):
+    def sample(seed, first_step, steps, count):
+        return {}["luck"]
+    return HostFunction(facts.episodes, sample)
+""")
+    changes = {"selection.strategy": "late.py:late", "evaluate.episodes": 0}
+    recipe = {**options(), **changes}
+    del recipe["selection.half_life"]
+    with one_error("SELECTION", "drawing raised KeyError: 'luck', at .*late.py:6 in sample"):
+        go.train("smoke", recipe, out="run", quiet=True)
+
+
 def test_what_cannot_be_compiled_is_told_with_what_to_type(own: Path, monkeypatch: Patch) -> None:
     failing = Mock(side_effect=torch._dynamo.exc.InternalTorchDynamoError("no C compiler\nsee"))
     monkeypatch.setattr(Learner, "_advance", failing)
@@ -344,7 +369,7 @@ def test_a_file_of_other_content_is_another_part(own: Path) -> None:
     assert run.recipe.replace({"model.kind": "other/net.py:Net"}).model.width == 4, "it moved"
 
 
-def test_the_model_of_the_page_goes_through_every_command(own: Path) -> None:
+def test_the_model_of_the_page_goes_through_every_command(own: Path, capsys: Captured) -> None:
     page = (ROOT / "docs" / "how-to" / "own-model.md").read_text()
     (own / "convformer.py").write_text(blocks(page, "python")[0])
     words = [
@@ -362,6 +387,7 @@ def test_the_model_of_the_page_goes_through_every_command(own: Path) -> None:
         ["plan", "smoke", *words],
     ):
         assert main(line) == 0, line
+    assert "guessed" in " ".join(capsys.readouterr().out.split()), "of the plan, the last one"
     assert {"action", "state"} <= read_records(own / "run" / "metrics.jsonl")[0].keys()
 
 
@@ -405,3 +431,13 @@ def test_a_perceptron_sees_bytes_of_frames_as_shares() -> None:
     batch = SimpleNamespace(states={"camera": camera, "at": at}, attention_mask=torch.ones(2, 4))
     expected = model.layers(torch.cat([camera.flatten(2) / 255.0, at], -1))
     torch.testing.assert_close(model.predict(batch), expected)
+
+
+def test_a_class_of_a_file_is_no_version_of_what_it_registers(own: Path, capsys: Captured) -> None:
+    registers = "\ngym.register('GearTest/Reach-v3', Reach)\ngym.register('Reach-v4', Reach)\n"
+    (own / "env.py").write_text(ENVIRONMENT + registers)
+    run = go.train("smoke", options(), out="run")
+    assert "names no version" not in capsys.readouterr().err
+    assert go.evaluate(run, episodes=1, quiet=True).environment == f"{own / 'env.py'}:Reach"
+    go.evaluate(run, episodes=1, environment="env.py:GearTest/Reach")
+    assert "the newest one here is taken, GearTest/Reach-v3" in capsys.readouterr().err

@@ -77,7 +77,7 @@ def test_steps_of_ranks_that_tell_each_other_losses_are_not_captured(
 def test_frames_are_encoded_at_the_cost_of_the_convolutions() -> None:
     recipe = load_recipe("atari-pong")
     sizes = make_workload(recipe, columns=FRAMES, data_bytes=10**9).sizes
-    _, encoding = model_size(recipe, sizes)
+    _, encoding, _ = model_size(recipe, sizes, 1)
     # the DQN's three layers and the linear one (Mnih et al. 2015), two operations a product
     products = 20 * 20 * 32 * 8 * 8 * 4 + 9 * 9 * 64 * 4 * 4 * 32 + 7 * 7 * 64 * 3 * 3 * 64
     products += 7 * 7 * 64 * recipe.model.hidden_size

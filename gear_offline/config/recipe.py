@@ -96,7 +96,8 @@ class Recipe(Section):
             yield f"model.max_timestep must be {need}, got {model.max_timestep}: {remedy}"
         if self.data.tasks and (train.init is not None or not model.takes_tasks):
             single = "policy=gaussian" if model.is_stochastic else f"kind={model.kind}"
-            yield f"train.init and model.{single} are for one task, data.tasks for several"
+            named = f"model.{single}" if train.init is None else "train.init"
+            yield f"{named} is for one task, data.tasks names several"
         every, limiter = self.data.admit_every, self.data.limiter
         if every is not None and limiter and limiter.samples_per_insert:
             low, high = limiter.allowed(0)

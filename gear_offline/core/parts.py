@@ -48,7 +48,7 @@ class Kind:
     option: str  # of a recipe
     argument: str = ""  # of `gear-offline evaluate` and others that read a run
     code: str = "RECIPE"
-    own: Mapping[str, Any]  # the package's by name; a text is loaded as a part is
+    own: dict[str, Any]  # the package's by name; a text is loaded as a part is
 
     @property
     def installed(self) -> EntryPoints:

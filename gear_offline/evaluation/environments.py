@@ -286,12 +286,18 @@ def make_environment(
     spec: Any = name
     if colon and (has_word(environment_id) or module not in sys.modules):
         check_word(ENVIRONMENTS, environment_id)
-        own = getattr(part_module(ENVIRONMENTS, environment_id), name, None)
-        spec = EnvSpec(id=name, entry_point=own) if callable(own) else name
+        own = _maker(environment_id)
+        spec = EnvSpec(id=name, entry_point=own) if own else name
     how = {**(options or {}), **more}
     columns = how.pop("observation_columns", None) or {}
     raw = guarded(environment_id, "making it", _make, environment_id, spec, how)
     return Environment(environment_id, raw, columns)
+
+
+def _maker(name: str) -> Any:
+    """Return the class or function that a part names; None of an id that its file registers."""
+    own = getattr(part_module(ENVIRONMENTS, name), name.rpartition(":")[2], None)
+    return own if callable(own) else None
 
 
 def _make(
@@ -454,6 +460,8 @@ def unregistered(name: str) -> str | None:
 def versioned_id(name: str) -> str:
     """Return the id of the newest version here for a name without one; others as they are."""
     module, colon, known = name.rpartition(":")
+    if has_word(name) and _maker(name):
+        return name
     try:
         space, bare, version = parse_env_id(known)
     except gymnasium.error.Error:  # malformed

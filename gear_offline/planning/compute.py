@@ -47,6 +47,7 @@ class StepCost:
 
     parameters: int
     flops: float  # the blocks' products and attention: 6 L 12 h^2 n + 12 L h (3K) n
+    flops_guessed: bool  # the model says nothing of them: each weight once a step of a window
     encoder_flops: float  # of encoding frames
     compute_seconds: float  # forward, backward, clipping and update
     travelling_bytes: float  # gradients in an all-reduce; with `sharded` also weights
@@ -73,10 +74,9 @@ def step_cost(
     fixed, layer, traffic = _kernels(recipe, compiled=compiled, half=half)
     layers, width, of_step = model.shape
     tokens, unit = float(of_step * segments * context), layers * width
-    parameters, encoding = model_size(recipe, sizes)
-    flops = recipe_flops(recipe, segments)
-    if flops is None:  # nothing is known of it: each weight once a step of a window
-        flops = 6.0 * parameters * segments * context
+    parameters, encoding, own = model_size(recipe, sizes, segments)
+    known = recipe_flops(recipe, segments) or own
+    flops = known or 6.0 * parameters * segments * context
     encoding *= 3.0 * segments * context  # forward, and twice as much backward
     narrow = has_half_gradients(recipe, half=half)
     casts = half and not narrow  # autocast keeps a bfloat16 copy of the weights
@@ -103,6 +103,7 @@ def step_cost(
     return StepCost(
         parameters=parameters,
         flops=flops,
+        flops_guessed=known is None,
         encoder_flops=encoding,
         compute_seconds=busy if captured else max(busy, gpu.host_step + launched * gpu.launch),
         travelling_bytes=parameters * travelling,
@@ -115,8 +116,9 @@ def step_cost(
     )
 
 
-def model_size(recipe: Recipe, sizes: ModelSizes) -> tuple[int, float]:
-    """Return a model's parameters, and the FLOPs of encoding one step's frames, forward."""
+def model_size(recipe: Recipe, sizes: ModelSizes, segments: int) -> tuple[int, float, float | None]:
+    """Return a model's parameters, the FLOPs of encoding one step's frames, forward, and its own
+    of a training step of so many windows."""
     recipe = recipe.replace({"model.max_timestep": recipe.model.max_timestep or 1000})
     with torch.device("meta"):  # no weights are made
         model = recipe_model(recipe, sizes)
@@ -128,7 +130,7 @@ def model_size(recipe: Recipe, sizes: ModelSizes) -> tuple[int, float]:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             encoder(states if sizes.observations else states[""])
         encoding = float(counter.get_total_flops())
-    return sum(p.numel() for p in model.parameters()), encoding
+    return sum(p.numel() for p in model.parameters()), encoding, model.flops(segments)
 
 
 def _kernels(recipe: Recipe, *, compiled: bool, half: bool) -> tuple[int, int, float]:

@@ -245,6 +245,7 @@ def print_plan(document: Mapping[str, Any]) -> None:
         "batch": f"{batch['global']:,} windows, {batch['of_a_gpu']:,} of a GPU",
         "model": f"{model['parameters']:,} parameters, {flops:,.3g} "
         f"operations a step ({model['tflops_per_second']:.3g} TFLOP/s)"
+        + ", guessed: one use of each weight a step of a window" * model["flops_guessed"]
         + "".join(f", {w}" for w in ("compiled", "captured", "sharded") if model[w]),
         "data on a node": f"{placement['sharding']}: {', '.join(tiers)}",
         "memory of a GPU": size_text(int(placement["gpu_bytes"])),

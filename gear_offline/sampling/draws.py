@@ -24,6 +24,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from gear_offline.config.sections import NotNegative, Positive, PositiveFloat
+from gear_offline.core.parts import Kind, telling
 from gear_offline.core.types import (
     Array,
     BoolArray,
@@ -58,6 +59,14 @@ if TYPE_CHECKING:
     import torch
 
     from gear_offline.kernels.priorities import DevicePriorities
+
+STRATEGIES = Kind(
+    noun="selection strategy",
+    group="strategies",
+    option="selection.strategy",
+    code="SELECTION",
+    own={},  # what `gear_offline.sampling.registry.strategy` registers
+)
 
 
 class EpisodeData(Protocol):
@@ -240,7 +249,8 @@ class HostFunction(Sampler):
             setattr(self, name, value)
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        return self._sample(seed, first_step, steps, count)
+        with telling(STRATEGIES, "drawing", self.name):
+            return self._sample(seed, first_step, steps, count)
 
     def density(self, segments: Segments) -> Float64Array | None:
         return None if self._density is None else self._density(segments)

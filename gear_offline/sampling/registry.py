@@ -20,12 +20,19 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from gear_offline.config.problems import problem_text
 from gear_offline.config.strict_yaml import parse_yaml
-from gear_offline.core.parts import Kind, admit, find_part, part_name, telling
+from gear_offline.core.parts import admit, find_part, part_name, telling
 from gear_offline.core.text import plain
 from gear_offline.core.types import BoolArray
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
-from gear_offline.sampling.draws import CumulativeWeights, EpisodeData, Facts, Sampler, spread
+from gear_offline.sampling.draws import (
+    STRATEGIES,
+    CumulativeWeights,
+    EpisodeData,
+    Facts,
+    Sampler,
+    spread,
+)
 
 Drawn = npt.ArrayLike | Sampler  # (E,) weights of the episodes, or any sampler
 Function = TypeVar("Function", bound=Callable[..., Drawn])
@@ -44,14 +51,7 @@ class Strategy:
     knows_kept: bool = False  # it leaves out itself what is not in `Facts.kept`
 
 
-_STRATEGIES: dict[str, Strategy] = {}
-STRATEGIES = Kind(
-    noun="selection strategy",
-    group="strategies",
-    option="selection.strategy",
-    code="SELECTION",
-    own=_STRATEGIES,
-)
+_STRATEGIES: dict[str, Strategy] = STRATEGIES.own
 
 
 def strategy(
@@ -236,7 +236,11 @@ def build_sampler(name: object, facts: Facts, options: Mapping[str, Any]) -> Sam
     else:
         with telling(STRATEGIES, "drawing", known.name):
             drawn = known.draw(own, **checked)
-    sampler = drawn if isinstance(drawn, Sampler) else CumulativeWeights(own.episodes, drawn)
+    sampler = (
+        drawn
+        if isinstance(drawn, Sampler)
+        else CumulativeWeights(own.episodes, drawn, where=known.name)
+    )
     if kept is not None:
         sampler = spread(sampler, np.flatnonzero(kept), facts.episodes)
     sampler.name, sampler.options = known.name, checked

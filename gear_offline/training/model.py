@@ -193,7 +193,8 @@ def try_model(
         extras={} if goals is None else {GOALS: goals},
         task_bounds=bounds,
     )
-    window = PlayedWindow(states, actions, one, goals, batch.timesteps, numbers[:, 0])
+    asked = None if facts.goals else one
+    window = PlayedWindow(states, actions, asked, goals, batch.timesteps, numbers[:, 0])
     kept = [buffer.clone() for buffer in model.buffers()]
     devices = [device] if device.type == "cuda" else []
     half = torch.autocast(device.type, dtype=precision, enabled=precision is not None)

@@ -139,7 +139,8 @@ def take_over(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     """
     shapes, others = ({n: tuple(t.shape) for n, t in tensors.items()} for tensors in (own, given))
     for name in sorted({n for n, _ in shapes.items() ^ others.items()}):
-        raise KeyError(f"{name} is {others.get(name)}, not {shapes.get(name)}")
+        was, wanted = (each.get(name, "missing") for each in (others, shapes))
+        raise KeyError(f"{name} is {was}, not {wanted}")
     for name, tensor in own.items():
         value = given[name]
         if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
