@@ -332,7 +332,8 @@ class RunGroup:
 
     def catch_up(self) -> Iterator[bool]:
         """Do what is due after the steps so far."""
-        return self.each(LiveRun.catch_up)
+        if any(run.due() for run in self.runs):
+            yield from self.each(LiveRun.catch_up)
 
     def finish(self, run: LiveRun) -> Iterator[bool]:
         """Finish a run."""
