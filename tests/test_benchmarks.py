@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 
 import benchmarks.__main__ as command
 from benchmarks import common, growth, loader_peers
@@ -20,6 +21,7 @@ from benchmarks.parity import (
     parse,
     table,
 )
+from benchmarks.seeds import plot, shares, study
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.loader import GearLoader
 from tests.support import make_dataset
@@ -147,3 +149,27 @@ def test_both_learners_are_measured(measured: tuple[dict[str, Any], Path]) -> No
     assert json.loads((folder / "found.json").read_text()) == document
     assert (folder / "found.md").read_text() == table(document)
     assert document["settings"]["steps"] == 3 and document["settings"]["warmup_steps"] == 1
+
+
+@pytest.mark.parametrize("effect", [0.0, 0.8])
+def test_smaller_studies_have_the_power_of_the_noncentral_t(effect: float) -> None:
+    values = stats.norm.ppf((np.arange(2_000) + 0.5) / 2_000) + effect
+    pairs, edge = 10, stats.t.ppf(0.975, 9)
+    power = 1 - stats.nct.cdf(edge, 9, effect * np.sqrt(pairs)) if effect else 0.025
+    opposite = stats.norm.cdf(-effect * np.sqrt(pairs))
+    found = shares(-values, pairs, studies=2_000)  # the sign of the truth does not matter
+    assert found["right"] == pytest.approx(power, abs=0.03)
+    assert found["opposite"] == pytest.approx(opposite, abs=0.03) and found["wrong"] < 0.04
+
+
+def test_pairs_of_a_study_are_of_one_seed() -> None:
+    def outcome(label: str, seeds: list[int], values: list[float]) -> dict[str, Any]:
+        return {"label": label, "seeds": seeds, "final": {"values": values}}
+
+    seeds = list(range(10))
+    base = outcome("a", seeds, [10.0 * seed for seed in seeds])
+    better = outcome("b", seeds[::-1], [10.0 * seed + 1 for seed in seeds[::-1]])
+    (row,) = study({"outcomes": [base, better, {"label": "c", "final": None}]})
+    assert (row["mean"], row["sd"], row["pairs"]) == (1.0, 0.0, 10)
+    assert row["enough"] == 3 and row["studies"][5]["opposite"] == 0.0
+    plot([row])
